@@ -34,7 +34,7 @@ DIRECTORY = Path(".waltz/bank")
 
 
 class Command(NamedTuple):
-    """One command of the prompt."""
+    """A command of the prompt: its arguments, its help text, and its function."""
 
     arguments: str
     about: str
@@ -50,7 +50,7 @@ class Terminal:
         self.key: str | None = None
 
     def run(self, words: Sequence[str], key: str | None = None) -> None:
-        """Run a command; raises Refused for an invalid one."""
+        """Run a command; raise Refused if the command or its arguments are invalid."""
         name, *rest = words
         command = COMMANDS.get(name)
         if command is None:
@@ -65,42 +65,42 @@ class Terminal:
     # -- commands
 
     def open(self, words: list[str]) -> None:
-        """Open an account."""
+        """Open the account words[0]."""
         account = account_of(words[0])
         self.bank.open(account, key=self.key)
         show_line(f"account {account} is open")
 
     def deposit(self, words: list[str]) -> None:
-        """Deposit money."""
+        """Deposit the amount words[1] into the account words[0]."""
         account = account_of(words[0])
         self.bank.deposit(account, cents_of(words[1]), key=self.key)
         self._print_balance(account)
 
     def withdraw(self, words: list[str]) -> None:
-        """Withdraw money."""
+        """Withdraw the amount words[1] from the account words[0]."""
         account = account_of(words[0])
         self.bank.withdraw(account, cents_of(words[1]), key=self.key)
         self._print_balance(account)
 
     def transfer(self, words: list[str]) -> None:
-        """Move money."""
+        """Move the amount words[2] from the account words[0] to the account words[1]."""
         source, target = account_of(words[0]), account_of(words[1])
         self.bank.transfer(source, target, cents_of(words[2]), key=self.key)
         self._print_balance(source)
         self._print_balance(target)
 
     def deactivate(self, words: list[str]) -> None:
-        """Close an account."""
+        """Close the account words[0] permanently."""
         account = account_of(words[0])
         self.bank.deactivate(account, key=self.key)
         show_line(f"account {account} is deactivated")
 
     def balance(self, words: list[str]) -> None:
-        """Print the balance of an account."""
+        """Print the balance of the account words[0]."""
         self._print_balance(account_of(words[0]))
 
     def accounts(self, _: list[str]) -> None:
-        """Print all accounts."""
+        """Print all accounts with their balances, the amount in transit, and the total."""
         rows = self.bank.accounts()
         if not rows:
             show_line("there are no accounts yet; `open 1` opens one")
@@ -114,7 +114,7 @@ class Terminal:
         show_line(f"{'total':>12}  {money(moving + sum(cents for _, cents, _ in rows)):>20}")
 
     def history(self, words: list[str]) -> None:
-        """Print the entries of an account, in the order of the log."""
+        """Print the entries of the account words[0], in the order of the log."""
         show_line(f"{'transaction':>12}  {'':<10}  {'amount':>20}")
         for partition, transaction, kind, cents, other in self.bank.history(account_of(words[0])):
             amount = money(cents) if cents else ""
@@ -124,12 +124,12 @@ class Terminal:
             )
 
     def settle(self, _: list[str]) -> None:
-        """Complete transfers that a dead process has left in progress."""
+        """Complete the transfers in transit, which a terminated process did not complete."""
         count = self.bank.settle_all()
         show_line(f"{count} transfers were in transit" if count else "nothing was in transit")
 
     def help(self, _: list[str]) -> None:
-        """List the commands."""
+        """Print the list of commands."""
         print_commands()
 
     def _print_balance(self, account: int) -> None:
@@ -155,21 +155,21 @@ COMMANDS = {
 
 
 def print_commands() -> None:
-    """Print the commands."""
+    """Print all commands with their arguments and help texts."""
     for name, command in COMMANDS.items():
         show_line(f"  {f'{name} {command.arguments}':<34} {command.about}")
     show_line(f"  {'quit':<34} leave; so does ctrl-D")
 
 
 def account_of(word: str) -> int:
-    """Return the number of an account."""
+    """Parse the number of an account; raise Refused if it is invalid."""
     if not re.fullmatch(r"[0-9]{1,18}", word):
         raise Refused(f"expected the number of an account, found {word!r}")
     return int(word)
 
 
 def cents_of(word: str) -> int:
-    """Return an amount in cents."""
+    """Parse an amount such as 12.50, and return it in cents; raise Refused if it is invalid."""
     try:
         cents = Decimal(word.replace(",", "")) * 100
         is_whole = cents == cents.to_integral_value()
@@ -181,12 +181,12 @@ def cents_of(word: str) -> int:
 
 
 def show_line(text: str) -> None:
-    """Print a line at once."""
+    """Print a line to standard output, and flush it."""
     print(text, flush=True)
 
 
 def sentence_of(error: Exception) -> str:
-    """Return the message for an error."""
+    """Return the one-line message that the terminal prints for an error."""
     if isinstance(error, Refused):
         return f"no: {error}"
     if isinstance(error, OutcomeUnknown):
@@ -199,7 +199,7 @@ def sentence_of(error: Exception) -> str:
 
 
 def attempt(terminal: Terminal, words: Sequence[str], key: str | None = None) -> bool:
-    """Run a command; return False, and print one sentence, if it was not done."""
+    """Run a command; if it fails, print a one-line message and return False."""
     try:
         terminal.run(words, key)
     except (Refused, WaltzError, SQLAlchemyError) as error:
@@ -209,7 +209,7 @@ def attempt(terminal: Terminal, words: Sequence[str], key: str | None = None) ->
 
 
 def prompt(terminal: Terminal) -> None:
-    """Run commands until `quit`."""
+    """Read commands from standard input and run them, until `quit` or the end of the input."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401, PLC0415 - arrow keys at the prompt, if it exists
     show_line("the bank is open; `help` lists the commands")
@@ -227,7 +227,7 @@ def prompt(terminal: Terminal) -> None:
 
 @contextlib.contextmanager
 def opened(options: argparse.Namespace) -> Iterator[Terminal]:
-    """Open a desk with a cluster and a database."""
+    """Open the bank on the cluster and the database of the command line; yield its terminal."""
     with contextlib.ExitStack() as stack:
         directory: Path = options.directory
         directory.mkdir(parents=True, exist_ok=True)
@@ -243,7 +243,7 @@ def opened(options: argparse.Namespace) -> Iterator[Terminal]:
 
 
 def main() -> int:
-    """Run it; return 1 when a command was not done."""
+    """Run the program; return the exit code: 1 if a command failed."""
     about, _, rest = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(
         description=about, epilog=rest, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -1,20 +1,23 @@
 """The bank's books: its entries in the log, and the database that is computed from them.
 
-`bank_desk.py` decides about entries, `bank.py` is the terminal.
+`bank_desk.py` decides which entries to write. `bank.py` is the terminal.
 
 Rules:
-    1. The log decides. An entry in it has happened; the database is computed from the log.
-    2. An account is in the partition of its lock. Each of its entries was computed from a state at
-       least as new as the entry's mark, under the account's write lock. So no balance is ever below
-       zero, and a deactivated account has no new entries. The database has the same constraints,
-       and they never fail.
-    3. An entry has a key with its own write lock: sent again, it enters its partition once.
-    4. Locks apply within one partition. A transfer between accounts of one partition is one entry.
-       Between partitions it takes several: `send` takes the money from one account, then the other
-       account's partition decides, once: `arrive`, or `reject`, after which `return` puts it back.
-       Meanwhile the money is in transit, in no balance. The next process completes transfers that
-       another one has left there (`settle_all`).
-    5. Each row of the database is written by the entries of one partition only.
+    1. The log is the source of truth. If the log contains an entry, then the entry has happened.
+       The database is computed from the log.
+    2. An account belongs to the partition that its lock hashes to. Each entry of an account is
+       computed from a state at least as new as the entry's high-water mark, and has the write lock
+       of the account. So no balance is ever below zero, and a deactivated account gets no new
+       entries. The database has the same constraints, and they never fail.
+    3. An entry has a key, and a write lock on this key. If the entry is sent again, its partition
+       still contains it only once.
+    4. Locks apply within one partition. A transfer between two accounts of one partition is one
+       entry. A transfer between partitions is several entries. First, `send` takes the money from
+       the source account. Then the partition of the target account decides, once: `arrive` or
+       `reject`. After `reject`, `return` puts the money back. Meanwhile the money is in transit,
+       and belongs to no balance. If a process terminates before it completes a transfer, another
+       process completes it (`settle_all`).
+    5. Each row of the database is written only by the entries of one partition.
 """
 
 import contextlib
@@ -70,7 +73,7 @@ ARRIVALS = sa.Table(  # written by the entries of the target's partition
 
 
 class Entry(NamedTuple):
-    """The content of one transaction."""
+    """An entry of the books: the data of one transaction."""
 
     kind: str
     key: str
@@ -79,7 +82,7 @@ class Entry(NamedTuple):
     other: int | None = None
 
     def effects(self) -> list[tuple[int, int, int | None]]:
-        """Return the changed accounts with amount and counterparty."""
+        """Return (account, signed cents, counterparty) for each account that this entry changes."""
         match self.kind:
             case "withdraw" | "send":
                 return [(self.account, -self.cents, self.other)]
@@ -95,18 +98,18 @@ class Entry(NamedTuple):
                 return [(self.account, self.cents, self.other)]
 
     def locks(self) -> list[int]:
-        """Return its write locks (rules 2 and 3)."""
+        """Return the write locks of this entry: of its accounts and of its key (rules 2, 3)."""
         accounts = [account_lock(account) for account, _, _ in self.effects()]
         return [*accounts, lock("bank-entry", self.key)]
 
 
 def account_lock(account: int) -> int:
-    """Return the lock of an account."""
+    """Return the lock of an account; the lock also determines the account's partition."""
     return lock("bank-account", account)
 
 
 class Books(SqlCallbacks):
-    """Applies the bank's entries to its database."""
+    """Applies the bank's entries to its database, and lets callers wait for an entry."""
 
     def __init__(self, engine: sa.Engine) -> None:
         super().__init__(engine, application="bank")
@@ -122,7 +125,7 @@ class Books(SqlCallbacks):
         METADATA.create_all(engine)
 
     def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
-        """Apply one entry; other transactions of the log are ignored."""
+        """Apply one entry; ignore transactions of other applications."""
         if transaction.header != HEADER:
             return
         entry = Entry(*transaction.value())
@@ -160,7 +163,7 @@ class Books(SqlCallbacks):
     # -- progress
 
     def client_high_water_mark(self, partition: int) -> int:
-        """Return the mark of a partition."""
+        """Return the partition's high-water mark that the database stores."""
         mark = super().client_high_water_mark(partition)
         self._note(partition, mark)
         return mark
@@ -168,7 +171,10 @@ class Books(SqlCallbacks):
     def apply_transactions(
         self, partition: int, transactions: Sequence[Transaction], last: int
     ) -> int:
-        """Apply transactions, unless another instance has."""
+        """Apply the first of the transactions; return how many of them the database now includes.
+
+        Another instance may have applied them to the same database.
+        """
         count = super().apply_transactions(partition, transactions, last)
         if count:
             self._note(partition, transactions[count - 1].transaction_id)
@@ -177,7 +183,7 @@ class Books(SqlCallbacks):
     def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
-        """Notify the callers that wait for a feed that ends here."""
+        """Wake the callers of `wait_for` if this error stops the feed of the partition."""
         policy = super().uncaught_exception(partition, transaction_id, error)
         if policy is PoisonPolicy.STOP:
             with self._moved:
@@ -186,10 +192,10 @@ class Books(SqlCallbacks):
         return policy
 
     def wait_for(self, partition: int, transaction_id: int) -> None:
-        """Wait until the database has a transaction.
+        """Wait until the database includes a transaction of a partition.
 
         Raises:
-            Unavailable: it does not arrive.
+            Unavailable: the feed of the partition has stopped, or `WAIT_S_MAX` has passed.
         """
 
         def is_over() -> bool:
@@ -212,12 +218,12 @@ class Books(SqlCallbacks):
 
 
 def sent_as(key: str) -> str:
-    """Return the key of the `send` that an entry belongs to."""
+    """Return the key of the `send` entry that an `arrive`, `reject` or `return` belongs to."""
     return key.rpartition("/")[0]
 
 
 def engine_of(url: str) -> sa.Engine:
-    """Return an engine; users of SQLite wait for each other."""
+    """Return an engine for a URL; with SQLite, a connection waits up to 30 s for a locked file."""
     if url.startswith("sqlite"):
         return sa.create_engine(url, connect_args={"timeout": 30})
     return sa.create_engine(url, pool_pre_ping=True)

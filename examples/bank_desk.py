@@ -1,6 +1,7 @@
-"""The bank's desk: its operations, and their checks.
+"""The bank's desk: the operations of the bank, and their checks.
 
-`bank_books.py` has the rules. Any number of desks may share a database; each has its own client.
+`bank_books.py` has the rules. Any number of desks may share a database; each desk has its own
+client.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ class Refused(Exception):
 
 
 class Write(TransactionContext):
-    """Writes one entry, decided from the books; decided again after a rejection by a lock."""
+    """Writes one entry, which `decide` computes from the books, again after each lock conflict."""
 
     def __init__(self, books: Books, home: int, key: str, decide: Decide) -> None:
         super().__init__()
@@ -33,11 +34,11 @@ class Write(TransactionContext):
         self._decide = decide
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the account's partition."""
+        """Return the partition of the account whose entry this is."""
         return partition_of(account_lock(self._home), partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Decide; return False if an entry with this key exists (rule 3)."""
+        """Fill in the entry; return False if the partition has an entry with this key (rule 3)."""
         with self._books.reading(builder) as connection:
             its = (ENTRIES.c.partition_id == builder.partition_id) & (ENTRIES.c.key == self._key)
             if connection.execute(sa.select(ENTRIES.c.kind).where(its)).first() is not None:
@@ -50,10 +51,11 @@ class Write(TransactionContext):
 
 
 class Bank:
-    """The operations of the bank; amounts are cents.
+    """The operations of the bank. All amounts are in cents.
 
-    An operation with a `key` may be repeated, after a crash for example: it is done once. All raise
-    `Refused` if the bank rejects the operation, and `waltz_core.errors` if it fails.
+    An operation with a `key` may be repeated, for example after a crash, and is done only once. All
+    operations raise `Refused` if the bank rejects them, and an error of `waltz_core.errors` if they
+    fail.
     """
 
     def __init__(self, connect: str, engine: sa.Engine) -> None:
@@ -62,13 +64,13 @@ class Bank:
         self._client.subscribe(self._books)
 
     def close(self) -> None:
-        """Close the client; the caller owns the database."""
+        """Close the client. The caller closes the database engine."""
         self._client.close()
 
     # -- commands
 
     def open(self, account: int, *, key: str | None = None) -> None:
-        """Open an account."""
+        """Open an account; reject a number that is in use."""
         key = checked_key(key)
 
         def decide(connection: sa.Connection) -> Entry:
@@ -80,7 +82,7 @@ class Bank:
         self._write(account, key, decide)
 
     def deposit(self, account: int, cents: int, *, key: str | None = None) -> None:
-        """Deposit money."""
+        """Deposit an amount in cents into an account."""
         key = checked_key(key)
 
         def decide(connection: sa.Connection) -> Entry:
@@ -90,7 +92,7 @@ class Bank:
         self._write(account, key, decide)
 
     def withdraw(self, account: int, cents: int, *, key: str | None = None) -> None:
-        """Withdraw money."""
+        """Withdraw an amount in cents; reject an amount above the balance."""
         key = checked_key(key)
 
         def decide(connection: sa.Connection) -> Entry:
@@ -100,7 +102,7 @@ class Bank:
         self._write(account, key, decide)
 
     def transfer(self, source: int, target: int, cents: int, *, key: str | None = None) -> None:
-        """Transfer money: in one entry if both accounts are in one partition, else in several."""
+        """Transfer an amount in cents, within a partition or between two (rule 4)."""
         if source == target:
             raise Refused("a transfer needs two accounts")
         key = checked_key(key)
@@ -118,7 +120,10 @@ class Bank:
             self._settle(key)
 
     def deactivate(self, account: int, *, key: str | None = None) -> None:
-        """Close an account permanently; it must be empty, with no transfer in transit."""
+        """Close an account permanently.
+
+        Its balance must be 0, and no transfer from it may be in transit.
+        """
         key = checked_key(key)
 
         def decide(connection: sa.Connection) -> Entry:
@@ -132,7 +137,7 @@ class Bank:
         self._write(account, key, decide)
 
     def settle_all(self) -> int:
-        """Complete transfers that were left in transit; return how many."""
+        """Complete all transfers in transit; return their number."""
         self.catch_up()
         with self._books.engine.connect() as connection:
             keys = [row.key for row in connection.execute(in_transit())]
@@ -144,7 +149,7 @@ class Bank:
     # -- queries
 
     def balance(self, account: int) -> int:
-        """Return the balance of an account."""
+        """Return the balance of an account in cents, including all entries committed before."""
         self._catch_up(self.home(account))
         its = ACCOUNTS.c.account == account
         with self._books.engine.connect() as connection:
@@ -154,21 +159,21 @@ class Bank:
         return int(found)
 
     def accounts(self) -> list[tuple[int, int, bool]]:
-        """Return number, cents and activity of all accounts."""
+        """Return (number, balance in cents, is active) for each account, sorted by number."""
         self.catch_up()
         with self._books.engine.connect() as connection:
             rows = connection.execute(sa.select(ACCOUNTS).order_by(ACCOUNTS.c.account)).all()
         return [(row.account, row.cents, row.is_active) for row in rows]
 
     def cents_under_way(self) -> int:
-        """Return the amount in transit between partitions."""
+        """Return the total in cents of the transfers in transit between partitions."""
         with self._books.engine.connect() as connection:
             return sum(row.cents for row in connection.execute(in_transit()))
 
     def history(self, account: int) -> list[tuple[int, int, str, int, int | None]]:
-        """Return partition, transaction, kind, signed cents and other side of an account's entries.
+        """Return the entries of an account, in the order of the log.
 
-        They are in the order of the log.
+        Each is (partition, transaction ID, kind, signed cents, counterparty).
         """
         self.balance(account)  # checks that it exists, and catches up
         e = ENTRIES.c
@@ -182,11 +187,11 @@ class Bank:
     # -- parts
 
     def home(self, account: int) -> int:
-        """Return the partition of an account."""
+        """Return the partition that an account belongs to."""
         return partition_of(account_lock(account), self._client.partition_count)
 
     def catch_up(self) -> None:
-        """Wait until the books have caught up with the log."""
+        """Wait until the database includes all transactions that are committed now."""
         for partition, mark in self._client.high_water_marks(linearizable=True).items():
             self._books.wait_for(partition, mark)
 
@@ -195,13 +200,17 @@ class Bank:
         self._books.wait_for(partition, mark)
 
     def _write(self, home: int, key: str, decide: Decide) -> None:
-        self._catch_up(self.home(home))  # so that no operation is rejected because of an old state
+        self._catch_up(self.home(home))  # so that no operation is rejected because of a stale state
         transaction_id = self._client.submit(Write(self._books, home, key, decide)).result()
         if transaction_id is not None:
             self._books.wait_for(self.home(home), transaction_id)
 
     def _settle(self, key: str) -> None:
-        """Complete one transfer between partitions (rule 4)."""
+        """Complete one transfer between partitions (rule 4).
+
+        Raises:
+            Refused: the target's partition has rejected the transfer, and the money was returned.
+        """
         with self._books.engine.connect() as connection:
             sent = connection.execute(sa.select(SENDS).where(SENDS.c.key == key)).one()
 
@@ -228,7 +237,7 @@ class Bank:
 
 
 def active_cents(connection: sa.Connection, account: int) -> int:
-    """Return the balance of an active account."""
+    """Return the balance in cents of an account; raise Refused unless it exists and is active."""
     found = connection.execute(sa.select(ACCOUNTS).where(ACCOUNTS.c.account == account)).first()
     if found is None:
         raise Refused(f"there is no account {account}")
@@ -238,7 +247,7 @@ def active_cents(connection: sa.Connection, account: int) -> int:
 
 
 def check_takes(connection: sa.Connection, account: int, cents: int) -> None:
-    """Check that an account can receive an amount."""
+    """Raise Refused if an account cannot receive an amount in cents."""
     if not 0 < cents <= CENTS_MAX:
         raise Refused(f"an amount is more than 0 and at most {money(CENTS_MAX)}")
     if active_cents(connection, account) + cents > CENTS_MAX:
@@ -246,7 +255,7 @@ def check_takes(connection: sa.Connection, account: int, cents: int) -> None:
 
 
 def check_has(connection: sa.Connection, account: int, cents: int) -> None:
-    """Check that an account can pay an amount."""
+    """Raise Refused if an account cannot pay an amount in cents."""
     if not 0 < cents <= CENTS_MAX:
         raise Refused(f"an amount is more than 0 and at most {money(CENTS_MAX)}")
     held = active_cents(connection, account)
@@ -255,14 +264,14 @@ def check_has(connection: sa.Connection, account: int, cents: int) -> None:
 
 
 def in_transit() -> sa.Select[tuple[str, int, int, int, bool]]:
-    """Return the query for transfers that have neither arrived nor returned."""
+    """Return a query for the `send` entries in transit: neither arrived nor returned."""
     both = SENDS.outerjoin(ARRIVALS, ARRIVALS.c.key == SENDS.c.key)
     has_arrived = sa.func.coalesce(ARRIVALS.c.is_rejected, sa.true()) == sa.false()
     return sa.select(SENDS).select_from(both).where(~SENDS.c.is_returned & sa.not_(has_arrived))
 
 
 def checked_key(key: str | None) -> str:
-    """Return the key of a command, by default a unique one."""
+    """Return the valid key of a command; for None, generate a unique key."""
     if key is None:
         return secrets.token_hex(8)
     if not re.fullmatch(r"[\w.:-]{1,80}", key):
@@ -271,5 +280,5 @@ def checked_key(key: str | None) -> str:
 
 
 def money(cents: int) -> str:
-    """Format an amount."""
+    """Format an amount in cents, for example 1,234.50."""
     return f"{'-' if cents < 0 else ''}{abs(cents) // 100:,}.{abs(cents) % 100:02}"

@@ -3,9 +3,10 @@
     python examples/constraint.py             the second withdrawal is rejected: not enough is left
     python examples/constraint.py --plain     the problem: the balance ends below zero
 
-The log contains differences (+100, -80), so nothing is overwritten; but before a service writes
--80, it checks that the balance is at least 80. On a plain log both services see the same 100. Here
-the lock rejects the second withdrawal, which then reads the new balance, and aborts.
+The log contains differences (+100, -80), so no value is overwritten. But before a service writes
+-80, it checks that the balance is at least 80. On a plain log, both services read the same balance
+of 100, and both withdraw. Here the lock rejects the second withdrawal. The second service then
+reads the new balance, and aborts.
 """
 
 import threading
@@ -25,7 +26,7 @@ DEPOSIT, WITHDRAWAL = 100, 80
 
 
 class Balance(FromLog):
-    """The balance of one account, computed from the log."""
+    """The balance of one account: the sum of its differences in the log."""
 
     def __init__(self, account: str) -> None:
         super().__init__(HEADER)
@@ -33,13 +34,13 @@ class Balance(FromLog):
         self.amount = 0
 
     def take(self, value: dict[str, object]) -> None:
-        """Apply a difference."""
+        """Add a difference to the balance if it belongs to this account."""
         if value["account"] == self.account:
             self.amount += int(str(value["difference"]))
 
 
 class Change(TransactionContext):
-    """Adds a difference to a balance unless it would fall below zero."""
+    """Adds a difference to the balance, unless the balance would fall below zero."""
 
     def __init__(
         self, balance: Balance, difference: int, have_read: threading.Barrier, *, plain: bool
@@ -52,14 +53,14 @@ class Change(TransactionContext):
         self._is_first = True
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the account's partition."""
+        """Return the partition of the account."""
         return partition_of(lock("account", self._balance.account), partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Check the balance; return False to abort."""
+        """Write the difference; return False to abort if the balance would fall below zero."""
         amount = self._balance.amount
         if self._is_first:
-            self._have_read.wait()  # makes the conflict deterministic
+            self._have_read.wait()  # both services read before either writes: a certain conflict
             self._is_first = False
         if amount + self._difference < 0:
             return False
@@ -82,7 +83,7 @@ class Service:
         self.client.subscribe(self.balance, [self.partition])
 
     def change(self, difference: int, have_read: threading.Barrier, *, plain: bool) -> None:
-        """Make one change, or report that it is rejected."""
+        """Make one change, and print if the log accepted it."""
         self.balance.catch_up(self.client, self.partition)
         context = Change(self.balance, difference, have_read, plain=plain)
         done = self.client.submit(context).result()
@@ -91,7 +92,7 @@ class Service:
 
 
 def play(connect: str, *, plain: bool) -> int:
-    """Deposit once, withdraw twice concurrently; return the balance."""
+    """Deposit once, then withdraw twice concurrently; return the final balance."""
     account = fresh_name()
     services = [Service(name, connect, account) for name in ("Anna", "Boris")]
     services[0].change(DEPOSIT, threading.Barrier(1), plain=plain)
@@ -111,7 +112,7 @@ def play(connect: str, *, plain: bool) -> int:
 
 
 def main() -> int:
-    """Run it; return 1 when the constraint was broken."""
+    """Run the example; return 1 if the balance is negative."""
     options = arguments(__doc__).parse_args()
     with cluster(options.connect) as connect:
         amount = play(connect, plain=options.plain)

@@ -3,9 +3,10 @@
     python examples/counter.py             every increment counts
     python examples/counter.py --plain     the problem: increments get lost
 
-In each round both services read before either writes. On a plain log both write the same new
-value. Here each write has a write lock on the counter and the mark of its author: the log rejects
-the second one, and its context is executed again with the value that the first one has written.
+In each round, both services read before either of them writes. On a plain log, both write the same
+new value. Here each write has a write lock on the counter, and the high-water mark up to which its
+author has read. So the log rejects the second write, and the client executes its context again,
+with the value that the first write has stored.
 """
 
 import threading
@@ -25,7 +26,7 @@ ROUNDS = 5
 
 
 class Counter(FromLog):
-    """The value of one counter, from the log."""
+    """The value of one counter, computed from the log."""
 
     def __init__(self, name: str) -> None:
         super().__init__(HEADER)
@@ -33,13 +34,13 @@ class Counter(FromLog):
         self.value = 0
 
     def take(self, value: dict[str, object]) -> None:
-        """Apply a new value."""
+        """Replace the value if the transaction belongs to this counter."""
         if value["counter"] == self.name:
             self.value = int(str(value["value"]))
 
 
 class Increment(TransactionContext):
-    """Reads the counter and writes the next value."""
+    """Reads the counter, and writes the value plus one."""
 
     def __init__(self, counter: Counter, both_have_read: threading.Barrier, *, plain: bool) -> None:
         super().__init__()
@@ -49,15 +50,15 @@ class Increment(TransactionContext):
         self.tries = 0
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the counter's partition."""
+        """Return the partition of the counter."""
         return partition_of(lock("counter", self._counter.name), partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Compute the next value; called again after a rejection."""
+        """Write the next value; the client calls this again after each rejection."""
         value = self._counter.value
         self.tries += 1
         if self.tries == 1:
-            self._both_have_read.wait()  # makes the conflict deterministic
+            self._both_have_read.wait()  # before either writes: a certain conflict
         builder.set_header(HEADER)
         builder.set_transaction_data({"counter": self._counter.name, "value": value + 1})
         if not self._plain:
@@ -75,7 +76,7 @@ class Service:
         self.client.subscribe(self.counter, [self.partition])
 
     def increment(self, both_have_read: threading.Barrier, *, plain: bool) -> None:
-        """Increment the counter."""
+        """Increment the counter once, and wait until this service's view includes the increment."""
         self.counter.catch_up(self.client, self.partition)
         context = Increment(self.counter, both_have_read, plain=plain)
         transaction_id = self.client.submit(context).result()
@@ -84,7 +85,7 @@ class Service:
 
 
 def play(connect: str, *, plain: bool) -> int:
-    """Let two services increment a counter; return its value."""
+    """Let two services increment a counter concurrently in each round; return its final value."""
     name = fresh_name()
     services = [Service(connect, name), Service(connect, name)]
     for number in range(1, ROUNDS + 1):
@@ -105,7 +106,7 @@ def play(connect: str, *, plain: bool) -> int:
 
 
 def main() -> int:
-    """Run it; return 1 when an increment was lost."""
+    """Run the example; return 1 if an increment was lost."""
     options = arguments(__doc__).parse_args()
     with cluster(options.connect) as connect:
         value = play(connect, plain=options.plain)

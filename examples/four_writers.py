@@ -1,19 +1,23 @@
 """Four processes write 100,000 transactions through two servers while a storage is killed.
 
-Every outcome that a writer gets is recorded and afterwards compared with the log:
+The example records every outcome that a writer gets, and then compares the outcomes with the log:
 
-    1. Reported as committed: it is in the log once, with that ID and the same bytes.
-    2. Reported as rejected or lost: it is not in the log.
-    3. Reported as unknown: it may be in the log, once.
-    4. The log contains only transactions that were written, IDs are dense, request IDs are unique.
-    5. No transaction follows one that it conflicts with and had not seen: the locks and the mark in
-       each transaction's bytes are replayed in the order of the log.
+    1. Reported as committed: the log contains it once, with the reported ID and the same bytes.
+    2. Reported as rejected or lost: the log does not contain it.
+    3. Reported as unknown: the log contains it at most once.
+    4. The log contains only transactions that were written. Transaction IDs are dense, and request
+       IDs are unique.
+    5. No transaction follows a conflicting one that its author had not seen. To check this, the
+       locks and the high-water mark in the bytes of each transaction are replayed in the order of
+       the log.
     6. Each counter counts 1, 2, 3, ...: no value was computed from an old one.
-    7. A transaction whose outcome was reported before another one was sent precedes it.
+    7. If the outcome of a transaction was reported before another one was sent, then it precedes
+       the other one in the log.
 
-A third of the transactions are batches, a third single appends, both without reading first, so that
-locks reject some; a third are contexts that read a counter from the feed and are retried after
-rejections. Any difference ends it with exit code 1.
+A third of the transactions are appended in batches, and a third as single appends. These writers do
+not read first, so locks reject some of their transactions. The last third are contexts, which read
+a counter from the feed, and are retried after rejections. If any comparison fails, the example ends
+with exit code 1.
 """
 
 import argparse
@@ -55,13 +59,14 @@ if TYPE_CHECKING:
 
 WRITER_COUNT = 4
 VICTIM = "storage-2"
-KILLED_AT, STARTED_AT = 0.25, 0.6  # shares of all transactions with an outcome
+KILLED_AT, STARTED_AT = 0.25, 0.6  # shares of the transactions that have an outcome
 ACCOUNT_COUNT, COUNTER_COUNT = 2_000, 200
 BATCH_ROWS, SINGLES, CONTEXTS = 250, 50, 12
 IN_FLIGHT = {"batch": 4, "single": 400, "context": 24}
 PLAIN, COUNTING = 1, 2  # application headers
 OK, REJECTED, LOST, UNKNOWN = "committed", "rejected", "lost", "unknown"
-# transaction ID, request ID, header, data length, data crc; then the data and 4 bytes of crc
+# The fields are: transaction ID, request ID, header, length of the data, CRC of the data. The data
+# follows, and then a CRC of 4 bytes.
 RECORD = struct.Struct(">q16siiI")
 TRAILER_BYTES = 4
 
@@ -71,7 +76,7 @@ TRAILER_BYTES = 4
 
 
 class Content(NamedTuple):
-    """The data of a transaction: everything that the check needs."""
+    """The data of a transaction: everything that the comparison needs."""
 
     key: str
     partition: int
@@ -84,18 +89,18 @@ class Content(NamedTuple):
     padding: str = ""
 
     def to_bytes(self) -> bytes:
-        """Return the data of the transaction."""
+        """Encode this content as JSON."""
         return json.dumps(self, separators=(",", ":")).encode()
 
     @staticmethod
     def from_bytes(data: bytes) -> "Content":
-        """Read the data of a transaction."""
+        """Decode a content from the data of a transaction."""
         return Content(*json.loads(data))
 
 
 @dataclass
 class RecordedOutcome:
-    """The outcome of one transaction."""
+    """A sent transaction: its times, digest and reported outcome."""
 
     key: str
     partition: int
@@ -108,7 +113,7 @@ class RecordedOutcome:
 
 
 def digest_of(data: bytes) -> str:
-    """Return a short digest."""
+    """Return a digest of 12 bytes as hexadecimal text."""
     return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
@@ -117,14 +122,14 @@ def digest_of(data: bytes) -> str:
 
 
 class Counters(Callbacks):
-    """The counters, computed from the feed."""
+    """The values of all counters, computed from the feed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[int, int] = {}
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        """Apply one transaction."""
+        """Store the counter's new value; ignore transactions of other kinds."""
         if transaction.header != COUNTING:
             return
         content = Content.from_bytes(transaction.data())
@@ -134,17 +139,17 @@ class Counters(Callbacks):
     def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
-        """Retry if data is unavailable while a partition moves."""
+        """Retry, because data can be unavailable while a partition moves."""
         return PoisonPolicy.RETRY
 
     def value(self, counter: int) -> int:
-        """Return the last value applied, 0 for none."""
+        """Return the counter's latest value in the feed, or 0 if it has none."""
         with self._lock:
             return self._values.get(counter, 0)
 
 
 class Count(TransactionContext):
-    """Adds one to the counter's value in the feed."""
+    """Increments a counter, starting from its value in the feed; records every attempt."""
 
     timeout_ms: int | None = 120_000
 
@@ -157,11 +162,11 @@ class Count(TransactionContext):
         self._counters = counters
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the counter's partition."""
+        """Return the partition of the counter."""
         return partition_of(self._lock, partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Compute the next value."""
+        """Write the counter's next value, and record this attempt."""
         content = Content(
             key=f"{self._key}.{len(self.attempts)}",
             partition=builder.partition_id,
@@ -184,7 +189,7 @@ class Count(TransactionContext):
 
 
 class Pending(NamedTuple):
-    """Transactions in flight: a future, and the outcomes that it will decide."""
+    """Transactions in flight: a future, and the records whose outcomes its result decides."""
 
     future: "Future[Any]"
     recorded: list[RecordedOutcome]
@@ -192,7 +197,7 @@ class Pending(NamedTuple):
 
 
 class Writer:
-    """One of the four processes."""
+    """One of the four writer processes."""
 
     def __init__(
         self, connect: str, number: int, share: int, progress: "Synchronized[int]"
@@ -214,7 +219,7 @@ class Writer:
             self._accounts[partition_of(hashed, count)].append(hashed)
 
     def run(self) -> None:
-        """Write this process's share, and wait for all outcomes."""
+        """Write this process's share of the transactions, and wait for all outcomes."""
         with self._client:
             self._client.subscribe(self._counters)
             while self._left:
@@ -233,7 +238,7 @@ class Writer:
         return keys
 
     def _blind(self, key: str, partition: int, mark: int) -> Content:
-        """Create a random transaction with some locks."""
+        """Create a random transaction with some locks, without reading the log first."""
         chosen = self._random.sample(self._accounts[partition], 3)
         kind = self._random.randrange(4)
         return Content(
@@ -270,7 +275,7 @@ class Writer:
     def _single(self) -> None:
         self._settle("single", in_flight=IN_FLIGHT["single"])
         partition = self._random.randrange(self._client.partition_count)
-        # A new mark needs a round trip; most writers use a slightly old one.
+        # A new high-water mark costs a round trip, so most appends use a slightly old one.
         if self._next % SINGLES == 0 or partition not in self._marks:
             self._marks[partition] = int(self._client.high_water_mark(partition))
         (key,) = self._take(1)
@@ -300,7 +305,7 @@ class Writer:
         self._pending[kind].append(pending)
 
     def _settle(self, kind: str, *, in_flight: int) -> None:
-        """Wait until fewer are in flight; record their outcomes."""
+        """Wait until fewer than `in_flight` are pending; add the outcomes to the ledger."""
         queue = self._pending[kind]
         while queue and len(queue) >= max(1, in_flight):
             pending = queue.popleft()
@@ -317,9 +322,9 @@ def _stamp(recorded: list[RecordedOutcome]) -> None:
 
 
 def _decide(pending: Pending) -> None:
-    """Set the outcomes from the future's result."""
+    """Set the recorded outcomes according to the future's result."""
     pending.future.exception()
-    _stamp(pending.recorded)  # A waiting thread may continue before the future's callbacks run.
+    _stamp(pending.recorded)  # This thread may continue before the future's callbacks run.
     try:
         result = pending.future.result()
     except WaltzError as error:
@@ -341,10 +346,10 @@ def _decide(pending: Pending) -> None:
 
 
 def _last_try(pending: Pending) -> list[RecordedOutcome]:
-    """Return the last attempt of a context; the earlier ones were rejected."""
+    """Return the records of the last attempt; mark earlier attempts of a context as rejected."""
     if pending.context is None:
         return pending.recorded
-    *earlier, last = pending.recorded  # only now: it has grown with every attempt
+    *earlier, last = pending.recorded  # complete only now: each attempt has added a record
     for each in earlier:
         each.outcome = REJECTED
     return [last]
@@ -359,7 +364,7 @@ def _outcome_of(error: WaltzError) -> str:
 def write(
     connect: str, number: int, share: int, ledger: Path, progress: "Synchronized[int]"
 ) -> None:
-    """Run one of the four processes."""
+    """Run one of the four processes, and write its ledger to a file as lines of JSON."""
     writer = Writer(connect, number, share, progress)
     writer.run()
     with ledger.open("w", encoding="utf-8") as lines:
@@ -372,7 +377,7 @@ def write(
 
 
 class Entry(NamedTuple):
-    """One committed transaction, read back."""
+    """One committed transaction, as read from the log."""
 
     partition: int
     transaction_id: int
@@ -381,7 +386,7 @@ class Entry(NamedTuple):
 
 
 def read_log(connect: str) -> list[Entry]:
-    """Read the whole log, in order."""
+    """Read the whole log, sorted by partition and transaction ID."""
     found: list[Entry] = []
     with WaltzClient(connect) as client:
         for partition, last in sorted(client.high_water_marks(linearizable=True).items()):
@@ -401,19 +406,19 @@ def _entries(partition: int, records: bytes) -> Iterator[Entry]:
 
 @dataclass
 class Verdict:
-    """The result of the comparison."""
+    """The result of the comparison: the problems found, and the number of each outcome."""
 
     wrong: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
 
     def check(self, ok: object, what: str) -> None:
-        """Note a problem."""
+        """Add a problem if the condition `ok` is false."""
         if not ok:
             self.wrong.append(what)
 
 
 def compare(ledger: list[RecordedOutcome], log: list[Entry]) -> Verdict:
-    """Compare the outcomes with the log; see the rules at the top."""
+    """Compare the outcomes with the log, by the rules in the module's docstring."""
     verdict = Verdict()
     _check_order(log, verdict)
     outcomes = {recorded.key: recorded for recorded in ledger}
@@ -465,7 +470,7 @@ def _check_order(log: list[Entry], verdict: Verdict) -> None:
 
 
 def _check_locks(log: list[Entry], verdict: Verdict) -> None:
-    """Replay the locks: no transaction may follow a conflicting one that it had not seen."""
+    """Replay the locks and counters in the order of the log (rules 5 and 6)."""
     writers: dict[tuple[int, int], int] = {}
     counters: Counter[int] = Counter()
     for entry in log:
@@ -508,7 +513,7 @@ def _check_times(log: list[Entry], outcomes: dict[str, RecordedOutcome], verdict
 
 
 def play(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
-    """Let four processes write, kill a storage meanwhile, and compare."""
+    """Run four writers, kill and restart a storage meanwhile, and compare outcomes with the log."""
     started = multiprocessing.get_context("spawn")
     progress = started.Value("q", 0)
     shares = [transactions // WRITER_COUNT] * WRITER_COUNT
@@ -552,12 +557,12 @@ def play(cluster: LocalCluster, transactions: int, directory: Path) -> Verdict:
 
 
 def show_line(text: str) -> None:
-    """Print a line at once."""
+    """Print a line to standard output, and flush it."""
     print(text, flush=True)
 
 
 def main() -> int:
-    """Run it; return the exit code."""
+    """Run the example; return the exit code: 1 if a comparison failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--transactions", type=int, default=100_000, help="default 100,000")
     parser.add_argument("--directory", type=Path, help="kept afterwards; default a temporary one")

@@ -1,4 +1,4 @@
-"""State from the log, and a cluster, for `counter.py`, `constraint.py` and `payments.py`."""
+"""A state from the log and a cluster for `counter.py`, `constraint.py` and `payments.py`."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ WAIT_S_MAX = 60.0
 
 
 class FromLog(Callbacks):
-    """An application's state: it applies every transaction of one header, in the log's order."""
+    """An application's state, computed from all transactions with one header, in log order."""
 
     def __init__(self, header: int) -> None:
         self._header = header
@@ -24,10 +24,10 @@ class FromLog(Callbacks):
 
     @abstractmethod
     def take(self, value: Any) -> None:  # noqa: ANN401 - any value of the application
-        """Apply the value of one transaction."""
+        """Apply the value of one transaction with the header to the state."""
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        """Apply a committed transaction."""
+        """Apply a committed transaction, and wake the callers of `wait_for`."""
         value: Any = transaction.value() if transaction.header == self._header else None
         with self._moved:
             if value is not None:
@@ -36,19 +36,19 @@ class FromLog(Callbacks):
             self._moved.notify_all()
 
     def wait_for(self, transaction_id: int) -> None:
-        """Wait until the state includes a transaction."""
+        """Wait until the state includes a transaction; exit after 60 s."""
         with self._moved:
             if not self._moved.wait_for(lambda: self._applied >= transaction_id, WAIT_S_MAX):
                 raise SystemExit(f"the feed has stopped at transaction {self._applied}")
 
     def catch_up(self, client: WaltzClient, partition: int) -> None:
-        """Wait until the state has caught up with the log."""
+        """Wait until the state includes all transactions that the partition has now."""
         self.wait_for(client.high_water_mark(partition, linearizable=True))
 
 
 @contextlib.contextmanager
 def cluster(connect: str | None) -> Iterator[str]:
-    """Yield the connect string of a cluster: the given one, or that of a temporary one."""
+    """Yield the given connect string; for None, run a temporary cluster and yield its string."""
     if connect is not None:
         yield connect
         return
@@ -58,7 +58,7 @@ def cluster(connect: str | None) -> Iterator[str]:
 
 
 def arguments(about: str | None) -> argparse.ArgumentParser:
-    """Return the common parser of command lines."""
+    """Return a parser with the options of these examples; `about`'s first line describes them."""
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     parser.add_argument("--connect", help="a running cluster [default: a temporary one]")
     parser.add_argument(
@@ -68,5 +68,5 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
 
 
 def fresh_name() -> str:
-    """Return a unique name."""
+    """Return a random name, so that a run does not share its state with other runs."""
     return secrets.token_hex(4)

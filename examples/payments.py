@@ -3,11 +3,12 @@
     python examples/payments.py             paid once
     python examples/payments.py --plain     the problem: paid twice
 
-A payer sends a payment and is killed with -9 before the answer reaches it. After a restart it does
-not know whether the payment is in the log, so it sends it again. Here a payment has a write lock on
-its own number: the payer first reads the log up to a mark, aborts if the number exists, and is
-rejected if it was written in between. That also covers a message of the dead payer that the network
-delivers late. A plain log would contain both messages.
+A payer sends a payment and is killed with SIGKILL before it receives the answer. After its restart,
+it does not know whether the log contains the payment, so it sends the payment again. Here a payment
+has a write lock on its own number. The payer first reads the log up to a high-water mark, and
+aborts if the log contains the number. If the number is written after that mark, the log rejects the
+second payment. This also covers a message of the killed payer that the network delivers late. A
+plain log would contain both payments.
 """
 
 import argparse
@@ -30,19 +31,19 @@ CENTS = 4_999
 
 
 class Payments(FromLog):
-    """The payments in the log."""
+    """The numbers of all payments in the log."""
 
     def __init__(self) -> None:
         super().__init__(HEADER)
         self.made: list[str] = []
 
     def take(self, value: dict[str, object]) -> None:
-        """Apply a payment."""
+        """Add the number of a payment."""
         self.made.append(str(value["payment"]))
 
 
 class Pay(TransactionContext):
-    """Makes a payment unless it exists."""
+    """Makes a payment, unless the log contains it already."""
 
     def __init__(self, payment: str, payments: Payments, *, plain: bool) -> None:
         super().__init__()
@@ -51,11 +52,11 @@ class Pay(TransactionContext):
         self._plain = plain
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the payment's partition."""
+        """Return the partition of the payment."""
         return partition_of(lock("payment", self._payment), partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Write the payment; return False if it is in the log already."""
+        """Write the payment; return False to abort if the log contains it already."""
         builder.set_header(HEADER)
         builder.set_transaction_data({"payment": self._payment, "cents": CENTS})
         if self._plain:
@@ -65,7 +66,7 @@ class Pay(TransactionContext):
 
 
 def pay(connect: str, payment: str, *, plain: bool, is_to_die: bool) -> None:
-    """Run the payer."""
+    """Run the payer: make the payment, or wait to be killed after sending it if `is_to_die`."""
     payments = Payments()
     with WaltzClient(connect) as client:
         partition = partition_of(lock("payment", payment), client.partition_count)
@@ -73,7 +74,7 @@ def pay(connect: str, payment: str, *, plain: bool, is_to_die: bool) -> None:
         payments.catch_up(client, partition)
         outcome = client.submit(Pay(payment, payments, plain=plain))
         if is_to_die:
-            # It never reads the answer: its parent kills it here.
+            # This process never reads the answer: its parent kills it here.
             sys.stdin.read()
             os._exit(1)
         done = outcome.result()
@@ -81,7 +82,7 @@ def pay(connect: str, payment: str, *, plain: bool, is_to_die: bool) -> None:
 
 
 def play(connect: str, options: argparse.Namespace) -> int:
-    """Start a payer, kill it, start it again; return the number of payments."""
+    """Run a payer, kill it, and run it again; return how often the log contains the payment."""
     payment = fresh_name()
     command = [sys.executable, __file__, "--connect", connect, "--pay", payment]
     command += ["--plain"] if options.plain else []
@@ -106,9 +107,9 @@ def play(connect: str, options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Run it; return 1 when the payment was not made exactly once."""
+    """Run the example; return 1 if the payment was not made exactly once."""
     parser = arguments(__doc__)
-    parser.add_argument("--pay", help=argparse.SUPPRESS)  # the payer, which `play` starts
+    parser.add_argument("--pay", help=argparse.SUPPRESS)  # for the payer that `play` starts
     parser.add_argument("--to-die", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.pay is not None:

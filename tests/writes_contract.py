@@ -78,7 +78,7 @@ async def a_write_that_has_ended_ends_for_all_its_tasks(world: World, root: str)
         first.writes.enter("w", 0, "run", first.next_client_id),
         first.writes.finish("w", {}, 0),
     ):
-        with pytest.raises(errors.ConnectionSuperseded, match="and its state was removed"):
+        with pytest.raises(errors.ConnectionSuperseded, match="the state of the write was removed"):
             await over
 
 

@@ -1,14 +1,16 @@
 """The workload `archive`: a log that is larger than the disks of its storages.
 
-It appends `--mib` MiB to one partition while the storages archive, and keep at most `LOCAL_BYTES`
-each, or an eighth. Then it reads all of it: by ranges, by the feed from the first ID on, and with
-Spark from the archive, compared with a Parquet file with the same rows.
+It appends `--mib` MiB of data to one partition. Meanwhile the storages archive the log, and each
+keeps at most `LOCAL_BYTES`, or an eighth of the data if that is less. Then the workload reads the
+whole log in three ways: by ranges, by the feed from the first ID on, and with Spark from the
+archive. Spark's read is compared with its read of a Parquet file with the same rows.
 
 Rules:
-    1. Each row follows from its ID, so that every reader compares every byte of every row.
-    2. `of_without` is the rate of appends while the archive keeps up, divided by that of an equal
-       cluster without an archive; windows of `--seconds` alternate.
-    3. The largest size of a storage's directory, between removals, is in the report.
+    1. The data of each row follows from its ID. So every reader compares every byte of every row.
+    2. `of_without` is the rate of appends while the archive keeps up, divided by the rate of an
+       equal cluster without an archive. The two clusters are measured alternately, in windows of
+       `--seconds`.
+    3. The report contains the largest size of a storage's directory that was observed.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
 
 MIB_DEFAULT = 1024
 LOCAL_BYTES = 1536 * MIB
-SEGMENTS = 24  # of which a storage keeps this many
+SEGMENTS = 24  # the number of segments that `local_retention_bytes` permits
 PARTITION = 0
 WINDOWS = 3
 ROUNDS = 2
@@ -57,7 +59,7 @@ _STRIDE = 7_919
 
 @functools.cache
 def _digits() -> bytes:
-    """Return text from which rows are cut: it compresses to about a half, like much real data."""
+    """Return the text from which the rows are cut: it compresses to about half, like real data."""
     return Random(17).randbytes(_DIGITS_BYTES // 2).hex().encode()  # noqa: S311 - test data
 
 
@@ -68,8 +70,8 @@ def _row(transaction_id: int, payload_bytes: int) -> bytes:
 
 
 def archive(load: BenchLoad, meter: Meter) -> Measured:
-    """Append more than the storages keep, and read it back in each way."""
-    del meter  # it is for an existing cluster
+    """Append more data than the storages keep locally, and read it back in three ways."""
+    del meter  # it measures an existing cluster, and this workload creates its own
     where = Path(tempfile.mkdtemp(prefix="waltz-archive-", dir=load.directory))
     url = f"file://{where}/archive"
     local_bytes = min(LOCAL_BYTES, (load.mib or MIB_DEFAULT) * MIB // 8)
@@ -105,7 +107,7 @@ def archive(load: BenchLoad, meter: Meter) -> Measured:
 
 
 class _ArchiveRun:
-    """One run, and its figures."""
+    """One run of the workload, and its figures for the report."""
 
     def __init__(self, load: BenchLoad, cluster: LocalCluster, where: Path) -> None:
         self._load = load
@@ -122,7 +124,7 @@ class _ArchiveRun:
     # ---- appends
 
     async def compare_rates(self, plain: LocalCluster) -> None:
-        """Append to both clusters in turn (rule 2)."""
+        """Append to both clusters alternately, and compute the ratio of their rates (rule 2)."""
         self._cluster.up()
         plain.up()
         rates: list[tuple[float, float]] = []
@@ -144,7 +146,7 @@ class _ArchiveRun:
         print_error(f"rate of appends with archiving / without: {self._figures['of_without']}")
 
     async def fill(self) -> None:
-        """Append the rest, and wait until it is archived."""
+        """Append the remaining rows, and wait until all rows are archived."""
         threading.Thread(target=self._watch_sizes, daemon=True).start()
         async with AsyncWaltzClient.connect(self._cluster.connect) as client:
             began = time.perf_counter()
@@ -164,7 +166,7 @@ class _ArchiveRun:
     async def _append(
         self, client: AsyncWaltzClient, first: int, seconds: float
     ) -> tuple[int, float]:
-        """Append rows from `first` on; return how many, and how long it took."""
+        """Append rows from ID `first` on for `seconds`; return their number and the time in s."""
         began = time.perf_counter()
         waiting: deque[Awaitable[BatchOutcome]] = deque()
         count = self._load.batch_rows
@@ -204,7 +206,7 @@ class _ArchiveRun:
     # ---- reads
 
     async def read_all(self) -> None:
-        """Read by ranges and by the feed, and compare every row."""
+        """Read all rows by ranges and then by the feed, and compare every row (rule 1)."""
         async with AsyncWaltzClient.connect(self._cluster.connect) as client:
             began = time.perf_counter()
             rows = 0
@@ -220,7 +222,7 @@ class _ArchiveRun:
             self._note("feed", feed.seen, began)
 
     def read_with_spark(self, url: str) -> None:
-        """Read with Spark from the archive, and a Parquet file with the same rows."""
+        """Compare all rows in the archive with Spark, and time it against an equal Parquet file."""
         from waltz_spark.api import session  # noqa: PLC0415 - the other parts need no Spark
         from waltz_spark.shared_clients import close_clients  # noqa: PLC0415
 
@@ -252,7 +254,7 @@ class _ArchiveRun:
         print_error(f"{name}: {rows:,} rows in {took:.1f} s, {self._wrong} wrong so far")
 
     def measured(self) -> Measured:
-        """Return the figures."""
+        """Return the result of the run."""
         return Measured(
             rows=self._count,
             seconds=self._took_s,
@@ -264,7 +266,7 @@ class _ArchiveRun:
 
 
 class _ComparedFeed(AsyncCallbacks):
-    """Compares the rows of the feed."""
+    """Compares the rows of the feed with the expected rows, and signals the last row."""
 
     def __init__(self, count: int, payload_bytes: int) -> None:
         self._count = count
@@ -283,7 +285,7 @@ class _ComparedFeed(AsyncCallbacks):
 
 
 def _wrong_in(chunk: RangeChunk, payload_bytes: int) -> int:
-    """Return the number of wrong rows of a chunk."""
+    """Return the number of rows in a chunk that differ from the expected rows."""
     size = payload_bytes + RECORD_OVERHEAD_BYTES
     if (chunk.lengths != size).any():
         return chunk.count
@@ -300,7 +302,7 @@ def _wrong_among(ids: np.ndarray, datas: np.ndarray) -> int:
 
 
 def _wrong_rows(payload_bytes: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Return the counts of rows, and of wrong ones, in a task."""
+    """Yield one row for a Spark task: the number of its rows, and the number of wrong rows."""
     rows = wrong = 0
     for batch in batches:
         ids = batch.column(0).to_numpy(zero_copy_only=False)
@@ -312,7 +314,7 @@ def _wrong_rows(payload_bytes: int, batches: Iterator[pa.RecordBatch]) -> Iterat
 
 
 def _timed(frame: DataFrame) -> float:
-    """Make Spark read every column of every row, and discard it; return the seconds."""
+    """Let Spark read every column of every row and discard the rows; return the time in s."""
     began = time.perf_counter()
     frame.write.format("noop").mode("overwrite").save()
     return time.perf_counter() - began

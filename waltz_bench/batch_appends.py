@@ -1,6 +1,6 @@
-"""The workloads of `waltz-core bench` with batches, without Spark.
+"""The workloads of `waltz-core bench` that append or read batches, without Spark.
 
-Each workload is one function that does what an application would do; `command.py` starts it and
+Each workload is one function, which does what an application would do. `command.py` calls it, and
 reports the result.
 """
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 I64 = npt.NDArray[np.int64]
 LAGS = (0, 1_000, 10_000, 50_000, 100_000)
-# The number of locks to draw from: two rows of one run rarely share one.
+# The number of locks to choose from. Two rows of one run rarely choose the same lock.
 LOCK_SPACE = 1 << 31
 
 
 @dataclass
 class _Ledger:
-    """The answers of the log: IDs by partition, times, and errors."""
+    """The outcomes of the appended batches: IDs by partition, times in s, and counts of rows."""
 
     ids: dict[int, list[I64]] = field(default_factory=dict)
     latencies_s: list[float] = field(default_factory=list)
@@ -45,12 +45,12 @@ class _Ledger:
     errors: int = 0
 
     def gap_s_max(self) -> float:
-        """The longest time between two answers."""
+        """Return the longest time in seconds between two consecutive answers."""
         return float(np.diff(np.array(sorted(self.answered_s))).max(initial=0.0))
 
 
 def append_batch(load: BenchLoad, meter: Meter) -> Measured:
-    """Append batches to every partition, several in flight, for `--seconds`; read all back."""
+    """Append batches to every partition for `--seconds`, several in flight; read back all rows."""
     return uvloop.run(_append_batch(load, meter))
 
 
@@ -88,7 +88,7 @@ async def _append_batch(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def _payload(load: BenchLoad, chance: Random, *, is_checked: bool = True) -> bytes:
-    """Build a batch with write locks, or with append locks, which are never rejected."""
+    """Encode a batch with write locks, or with append locks, which never cause a rejection."""
     count = load.batch_rows
     data = [chance.randbytes(load.payload_bytes) for _ in range(count)]
     locks = [[chance.randrange(LOCK_SPACE) for _ in range(load.lock_count)] for _ in range(count)]
@@ -117,7 +117,7 @@ async def _lane(
     limits: tuple[float, int],
     ledger: _Ledger,
 ) -> None:
-    """Keep some batches of one partition in flight until the time is over."""
+    """Keep several batches of one partition in flight until the time is over."""
     until, in_flight = limits
     mark = await client.high_water_mark(partition)
     waiting: deque[tuple[float, Awaitable[BatchOutcome]]] = deque()
@@ -151,7 +151,7 @@ async def _lane(
 async def _check(
     client: AsyncWaltzClient, starts: Mapping[int, int], ledger: _Ledger
 ) -> tuple[int, int]:
-    """Read the headers of all written rows; return the counts of lost and duplicated IDs."""
+    """Read the headers of all appended rows; return the counts of lost and duplicated rows."""
     lost = duplicated = 0
     for partition, chunks in ledger.ids.items():
         ids = np.sort(np.concatenate(chunks)) if chunks else np.zeros(0, np.int64)
@@ -174,7 +174,7 @@ async def _check(
 
 
 def replay(load: BenchLoad, meter: Meter) -> Measured:
-    """Read the whole log with one reader; a fresh cluster is filled with `--rows` first."""
+    """Read the whole log with one reader; append `--rows` rows first if the log has fewer."""
     return uvloop.run(_replay(load, meter))
 
 
@@ -211,7 +211,7 @@ async def _replay(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def fill(client: AsyncWaltzClient, load: BenchLoad) -> None:
-    """Append `--rows` rows with append locks, spread over all partitions."""
+    """Append `--rows` rows with append locks, distributed evenly over all partitions."""
     payload = _payload(load, Random(1), is_checked=False)  # noqa: S311 - test data
     per_partition = -(-load.rows // (load.batch_rows * client.partition_count))
     async with asyncio.TaskGroup() as group:
@@ -237,10 +237,11 @@ async def _fill_one(
 
 
 def false_rejections(load: BenchLoad, meter: Meter) -> Measured:
-    """Measure how often a transaction without a real conflict is rejected, by its author's lag.
+    """Measure how often transactions without a real conflict are rejected, for several lags.
 
-    It fills one partition with transactions with write locks, then appends rows with locks that
-    were never written, at marks with different lags.
+    The lag is the number of transactions that the high-water mark of an append is behind the log.
+    The workload first fills one partition with transactions that have write locks. Then it appends
+    rows with locks that were never written, with high-water marks of different lags.
     """
     return uvloop.run(_false_rejections(load, meter))
 
@@ -258,7 +259,7 @@ async def _false_rejections(load: BenchLoad, meter: Meter) -> Measured:
         began = time.perf_counter()
         first = await client.high_water_mark(partition)
         while await client.high_water_mark(partition) < first + max(LAGS):
-            # Even locks are written, odd ones are only checked: there is no real conflict.
+            # Even locks are written, and odd locks are only checked, so no real conflict exists.
             locks = [[2 * chance.randrange(1 << 30)] for _ in range(count)]
             payload = encode_append(
                 [0] * count, data, write_locks=locks, read_locks=none, append_locks=none

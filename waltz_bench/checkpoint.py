@@ -1,12 +1,12 @@
-"""The workload `checkpoint`: the pauses of a constant load at a new session.
+"""The workload `checkpoint`: the pauses in a constant load when a new session begins.
 
-A new session every quarter of a million transactions raises the low-water marks; appends pause
-while it replaces the previous one.
+After every 250,000 transactions, a new session raises the low-water marks. Appends pause while the
+new session replaces the previous one.
 
 Rules:
-    1. One writer uses one partition alone, always with a few batches in flight: the longest time
-       without an answer around a new session is the cost of that session.
-    2. It continues until it has seen a new session, up to a minute.
+    1. One writer is the only user of one partition, and always has a few batches in flight. The
+       cost of a new session is the longest time without an answer around its start.
+    2. The workload continues until it has seen a new session, for up to a minute.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ POLL_INTERVAL_S = 0.01
 
 
 class _AnswerTimes:
-    """The times of answers, and the times at which a new session was seen."""
+    """The times of all answers, and the times at which new sessions were seen, in seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.began = time.perf_counter()
         self.until = self.began + seconds
         self.answered_s: list[float] = []
         self.latencies_s: list[float] = []
-        self.changed_s: list[tuple[float, float]] = []  # no later than, no earlier than
+        self.changed_s: list[tuple[float, float]] = []  # the session began between these two times
         self.ids: list[int] = []
         self.rejected = 0
 
@@ -52,7 +52,7 @@ class _AnswerTimes:
         return now >= self.until and (bool(self.changed_s) or now >= self.began + WAIT_S_MAX)
 
     def gaps_s(self) -> list[float]:
-        """Return the longest time without an answer around each new session."""
+        """Return for each new session the longest time in s without an answer around it."""
         times = np.array(self.answered_s)
         starts, ends = times[:-1], times[1:]
         return [
@@ -62,7 +62,7 @@ class _AnswerTimes:
 
 
 def checkpoint(load: BenchLoad, meter: Meter) -> Measured:
-    """Append batches to one partition until sessions have changed; report the pauses."""
+    """Append batches to one partition until a new session was seen; report the pauses."""
     return uvloop.run(_checkpoint(load, meter))
 
 
@@ -101,7 +101,7 @@ async def _checkpoint(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def _watch(client: AsyncWaltzClient, run: _AnswerTimes) -> None:
-    """Poll the session."""
+    """Poll the partition's session ID, and record between which two polls it changes."""
     seen = (await client.replicas(PARTITION)).session_id
     looked_s = time.perf_counter()
     while not run.is_over:
@@ -114,7 +114,7 @@ async def _watch(client: AsyncWaltzClient, run: _AnswerTimes) -> None:
 
 
 async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _AnswerTimes) -> None:
-    """Keep some batches in flight (rule 1)."""
+    """Append batches with a few in flight until the run is over (rule 1)."""
     count = load.batch_rows
     none: list[list[int]] = [[] for _ in range(count)]
     payload = encode_append(
@@ -147,7 +147,7 @@ async def _append(client: AsyncWaltzClient, load: BenchLoad, run: _AnswerTimes) 
 
 
 async def _check(client: AsyncWaltzClient, run: _AnswerTimes, start: int) -> tuple[int, int]:
-    """Read the rows back; return how many IDs are lost, and how many rows duplicated."""
+    """Read the rows back; return the number of lost IDs and of duplicated rows."""
     last = await client.high_water_mark(PARTITION)
     ids, requests = [], []
     async for chunk in client.read_range(PARTITION, start + 1, last, form=RangeForm.HEADERS):

@@ -1,4 +1,4 @@
-"""The command `waltz-core bench`: options, the table of workloads, and their execution."""
+"""The command `waltz-core bench`: its options, the table of workloads, and how they run."""
 
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -17,7 +17,8 @@ from waltz_core.cli.subcommands import SubcommandFunction, subcommand
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
-# workload -> its module and function; a module is imported only when one of its workloads runs.
+# The key is the name of a workload, the value is its module and function. A module is imported only
+# when one of its workloads runs.
 WORKLOADS: dict[str, tuple[str, str]] = {
     "append-batch": ("batch_appends", "append_batch"),
     "append-one": ("single_appends", "append_one"),
@@ -49,7 +50,7 @@ WORKLOADS: dict[str, tuple[str, str]] = {
 WITHOUT_CLUSTER = ("archive", "storage-append", "storage-open", "many-partitions")
 
 
-# option -> its type, its default, its help
+# option -> its type, its default, its help text
 LOAD: dict[str, tuple[type, int | float | None, str]] = {
     "--payload": (int, 512, "bytes of data in a transaction"),
     "--locks": (int, 1, "number of write locks of a transaction"),
@@ -191,7 +192,7 @@ def bench(
 def _started(
     stack: ExitStack, workload: str, tls_file: Path | None, load: BenchLoad
 ) -> LocalCluster:
-    """Start a temporary cluster; for `flood` with TLS one in which greedy tenants have limits."""
+    """Start a temporary cluster. For `flood` with TLS, its greedy tenants have limits."""
     if workload != "flood" or tls_file is None:
         return stack.enter_context(waltz_core.local.running(tls=tls_file))
     from waltz_bench.compared import tenant_load  # noqa: PLC0415 - costs start-up time
@@ -202,7 +203,7 @@ def _started(
 
 
 def _check(load: dict[str, Any]) -> None:
-    """Raise BadConfig for a number outside of its bounds."""
+    """Raise BadConfig for an option whose number is too low."""
     for name, given in load.items():
         flag = name.replace("_", "-")
         if name in POSITIVE and given is not None and given <= 0:
@@ -212,7 +213,7 @@ def _check(load: dict[str, Any]) -> None:
 
 
 def _show(report: BenchReport, *, as_json: bool) -> int:
-    """Print a report; return the command's exit code."""
+    """Print a report; return the exit code of the command: 1 for lost, duplicated or wrong rows."""
     if not as_json:
         for line in _lines(report):
             print_result(line)

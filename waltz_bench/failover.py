@@ -1,16 +1,17 @@
-"""The workloads `failover-*`, `rolling-restart`, `zookeeper-loss`: the longest gap in answers.
+"""The workloads `failover-*`, `rolling-restart` and `zookeeper-loss`: the longest gap in answers.
 
-They start and stop the daemons of a local cluster, measure the longest time without an answer, and
-check that no row is lost or duplicated.
+They stop and start daemons of a local cluster under load, measure the longest time without an
+answer, and check that no row is lost or duplicated.
 
 Rules:
-    1. Every partition has its own writer, with a few rows at a time and a short pause. The gap of a
-       step is the longest time between two acknowledgements in any partition, from the start of the
-       step until all partitions have continued.
-    2. A row that is reported as not in the log is sent again, as a user would do; so if it is in
-       the log nevertheless, it is found as duplicated. Rows are identified by their content.
-    3. Each step begins with a complete cluster: all servers registered and, if storages are
-       restarted, all replicas engaged.
+    1. Every partition has its own writer, which sends a few rows at a time, with a short pause
+       after them. The gap of a step is the longest time between two acknowledgements in any
+       partition, from the start of the step until all partitions have continued.
+    2. If a row is reported as not in the log, it is sent again, as a user would do. If the log
+       contains the row nevertheless, it is found as a duplicate. Rows are identified by their
+       content.
+    3. Each step begins with a complete cluster: all servers are registered and, if storages are
+       restarted, all replicas are engaged.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ PAUSE_S = 0.002
 SETTLE_S = 1.0
 WAIT_S_MAX = 60.0
 POLL_INTERVAL_S = 0.02
-# The duration of ZooKeeper's outage: several session timeouts of a server.
+# How long ZooKeeper is down, in seconds: several session timeouts of a server.
 OUTAGE_S = 15.0
 
 
 @dataclass
 class _WriterAnswers:
-    """The answers to the writer of one partition."""
+    """The acknowledgements that the writer of one partition received."""
 
     partition: int
     answered_s: list[float] = field(default_factory=list)
@@ -64,13 +65,13 @@ class _WriterAnswers:
     again: int = 0
 
     def gap_s(self, began: float, ended: float) -> float:
-        """Return the longest time between two answers that overlaps an interval."""
+        """Return the longest gap in s between two answers that overlaps an interval."""
         around = [each for each in pairwise(self.answered_s) if each[1] >= began]
         return max((b - a for a, b in around if a <= ended), default=ended - began)
 
 
 class _FailoverRun:
-    """A cluster under load; see the module's rules."""
+    """One run: a cluster, one writer for each partition, and the measured gaps (module's rules)."""
 
     def __init__(
         self, cluster: LocalCluster, client: AsyncWaltzClient, coordinator: Coordinator
@@ -84,7 +85,7 @@ class _FailoverRun:
         self._is_over = False
 
     async def write(self, lane: _WriterAnswers) -> None:
-        """Append until the run is over (rules 1 and 2)."""
+        """Append rows to one partition until the run is over (rules 1 and 2)."""
         count = 0
         while not self._is_over:
             rows = [b"%d:%d" % (lane.partition, count + number) for number in range(ROWS)]
@@ -94,7 +95,7 @@ class _FailoverRun:
             await asyncio.sleep(PAUSE_S)
 
     async def _append(self, lane: _WriterAnswers, rows: list[bytes]) -> list[bytes]:
-        """Send rows once; return those to send again."""
+        """Send rows once; return the rows to send again, because the log does not contain them."""
         none: list[list[int]] = [[] for _ in rows]
         payload = encode_append(
             [0] * len(rows), rows, write_locks=none, read_locks=none, append_locks=none
@@ -119,11 +120,11 @@ class _FailoverRun:
         return left
 
     def stop(self) -> None:
-        """End the writers."""
+        """Let all writers finish."""
         self._is_over = True
 
     async def step(self, kind: str, act: Callable[[], Awaitable[None]]) -> None:
-        """Run a step; note the longest gap until all partitions have continued."""
+        """Run a step, and record its longest gap, until all partitions have continued (rule 1)."""
         await asyncio.sleep(SETTLE_S)
         began = time.perf_counter()
         await act()
@@ -147,31 +148,31 @@ class _FailoverRun:
     # ------------------------------------------------------------------------- the cluster
 
     async def owner_of(self, partition: int) -> str:
-        """Return the name of the member that owns a partition."""
+        """Return the name of the member, such as server-1, that owns a partition."""
         view = await self._coordinator.read_servers()
         port = view.servers[view.owners[PartitionId(partition)].server_id].port
         return next(each.name for each in self.cluster.members if each.port == port)
 
     async def signal(self, name: str, number: signal.Signals) -> None:
-        """Send a signal to a member; wait for its end if the signal ends it."""
+        """Send a signal to a member; if the signal terminates the process, wait for its exit."""
         await asyncio.to_thread(self.cluster.kill, name, number)
 
     async def start(self, name: str) -> None:
-        """Start a member and wait until the cluster is complete again (rule 3)."""
+        """Start a member, and wait until the cluster is complete again (rule 3)."""
         await asyncio.to_thread(self.cluster.start, name)
         await self.await_whole()
 
     async def owners(self) -> dict[PartitionId, Ownership]:
-        """Return the owner and generation of each partition."""
+        """Return the owner and the generation of each partition, from ZooKeeper."""
         return dict((await self._coordinator.read_servers()).owners)
 
     async def await_zookeeper(self) -> None:
-        """Wait until ZooKeeper answers."""
+        """Wait until the session with ZooKeeper is connected again."""
         coordinator = self._coordinator
         await self._await("ZooKeeper", lambda: coordinator.session_state is SessionState.CONNECTED)
 
     async def await_whole(self) -> None:
-        """Wait until all servers are registered and own something, and all replicas are engaged."""
+        """Wait until all servers are registered, own partitions, and all replicas are engaged."""
         until = time.perf_counter() + WAIT_S_MAX
         while not await self._is_whole():
             if time.perf_counter() > until:
@@ -200,7 +201,7 @@ class _FailoverRun:
     # ------------------------------------------------------------------------- the end
 
     async def check(self) -> tuple[int, int]:
-        """Read the log; return how many acknowledged rows are lost, and how many duplicated."""
+        """Read the log; return the number of lost acknowledged rows, and of duplicated rows."""
         lost = duplicated = 0
         for lane in self.lanes:
             found: Counter[bytes] = Counter()
@@ -217,7 +218,7 @@ class _FailoverRun:
 
 
 async def _kill(run: _FailoverRun) -> None:
-    """Kill a server, and start it again."""
+    """Kill the owner of partition 0, and start it again; do so `STEPS` times."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
         await run.step("kill", lambda name=name: run.signal(name, signal.SIGKILL))  # type: ignore[misc]
@@ -225,7 +226,7 @@ async def _kill(run: _FailoverRun) -> None:
 
 
 async def _term(run: _FailoverRun) -> None:
-    """Stop a server, and start it again."""
+    """Stop the owner of partition 0 with SIGTERM, and start it again; do so `STEPS` times."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
         await run.step("term", lambda name=name: run.signal(name, signal.SIGTERM))  # type: ignore[misc]
@@ -233,7 +234,7 @@ async def _term(run: _FailoverRun) -> None:
 
 
 async def _freeze(run: _FailoverRun) -> None:
-    """Freeze a server; it continues when others have its partitions."""
+    """Freeze the owner of partition 0, and resume it after a failover; do so `STEPS` times."""
     for _ in range(STEPS):
         name = await run.owner_of(0)
         await run.step("freeze", lambda name=name: run.signal(name, signal.SIGSTOP))  # type: ignore[misc]
@@ -246,7 +247,7 @@ async def _wake(run: _FailoverRun, name: str) -> None:
 
 
 async def _rolling(run: _FailoverRun) -> None:
-    """Restart all servers and all storages, one after the other."""
+    """Restart all servers and all storages, one at a time."""
     names = [each.name for each in run.cluster.members if each.kind in ("server", "storage")]
     for name in sorted(names):
         kind = name.split("-")[0]
@@ -255,7 +256,7 @@ async def _rolling(run: _FailoverRun) -> None:
 
 
 async def _lose_zookeeper(run: _FailoverRun) -> None:
-    """Kill all of ZooKeeper, and start it again after the outage; no partition may move."""
+    """Kill ZooKeeper, and start it again after `OUTAGE_S`; count the partitions that moved."""
     before = await run.owners()
     names = [each.name for each in run.cluster.members if each.kind == "zookeeper"]
 
@@ -279,27 +280,27 @@ async def _lose_zookeeper(run: _FailoverRun) -> None:
 
 
 def failover_kill(load: BenchLoad, meter: Meter) -> Measured:
-    """Kill a server with SIGKILL, five times."""
+    """Kill a server with SIGKILL, five times; report the gaps after the kills."""
     return uvloop.run(_measured(load, meter, _kill, "kill"))
 
 
 def failover_term(load: BenchLoad, meter: Meter) -> Measured:
-    """End a server with SIGTERM, five times."""
+    """Stop a server with SIGTERM, five times; report the gaps after the stops."""
     return uvloop.run(_measured(load, meter, _term, "term"))
 
 
 def failover_freeze(load: BenchLoad, meter: Meter) -> Measured:
-    """Freeze a server with SIGSTOP until others own its partitions, five times."""
+    """Freeze a server with SIGSTOP until other servers own its partitions, five times."""
     return uvloop.run(_measured(load, meter, _freeze, "freeze"))
 
 
 def rolling_restart(load: BenchLoad, meter: Meter) -> Measured:
-    """Restart every server and every storage in turn with SIGTERM."""
+    """Restart every server and every storage with SIGTERM, one at a time."""
     return uvloop.run(_measured(load, meter, _rolling, None))
 
 
 def zookeeper_loss(load: BenchLoad, meter: Meter) -> Measured:
-    """Kill all of ZooKeeper for a while, once."""
+    """Kill all ZooKeeper processes once, and start them again after `OUTAGE_S`."""
     return uvloop.run(_measured(load, meter, _lose_zookeeper, None))
 
 
@@ -309,7 +310,7 @@ async def _measured(
     scenario: Callable[[_FailoverRun], Awaitable[None]],
     only: str | None,
 ) -> Measured:
-    """Run the steps; `only` is the kind of step whose gaps are reported, None for all."""
+    """Run a scenario under load. Report only the gaps of steps of kind `only`; of all for None."""
 
     if meter.cluster is None:
         raise BadConfig(

@@ -1,16 +1,18 @@
-"""The workload `flood`: the latency of single appends, in turn without and with a greedy tenant.
+"""The workload `flood`: the latency of single appends, with and without a greedy tenant.
 
-Only the client with single appends is measured; each greedy tenant is a separate process
-(`compared/tenant_load.py`). With `--tls` the temporary cluster has access control, and the greedy
-tenant has limits; with a connect string of its own it has those that the cluster gives it.
+Only the client with single appends is measured. Each greedy tenant is a separate process
+(`compared/tenant_load.py`). With `--tls`, the temporary cluster has access control and the greedy
+tenant has limits. With a connect string of its own, the tenant has the limits that the cluster
+gives it.
 
 Rules:
-    1. Each of `ROUNDS` rounds measures each kind of greed: first the calm phase, then the same
-       client during the flood. The ratio of a kind is the median of the ratios of its rounds: the
-       speed of a machine changes over time.
-    2. The measured client appends all the time. A flood is measured `START_S` after it has begun,
-       when the tenant has used the amount that its limits permit at once. Between floods a tenant
-       has no connections; a calm phase begins `START_S` after the flood.
+    1. Each of `ROUNDS` rounds measures each kind of greedy tenant. It measures the client first in
+       the calm phase, without a greedy tenant, and then during the flood. The ratio of a kind is
+       the median of the ratios of its rounds, because the speed of a machine changes over time.
+    2. The measured client appends all the time. The measurement of a flood begins `START_S` after
+       the flood has begun, when the tenant has used the burst that its limits permit. Between
+       floods a tenant has no connections. A calm phase begins `START_S` after the end of the
+       previous flood.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ SHARES = (50, 99)
 
 @dataclass
 class _Phases:
-    """The phases of one kind of greed: times of single appends, and what the tenant got."""
+    """The measurements for one kind of greedy tenant: append times in s, and the tenant's rate."""
 
     calm_s: list[list[float]] = field(default_factory=list)
     flooded_s: list[list[float]] = field(default_factory=list)
@@ -53,7 +55,7 @@ class _Phases:
     flooded_meter: Meter = field(default_factory=lambda: Meter(None))
 
     def figures(self, phase_s: float) -> dict[str, object]:
-        """Return the medians over the rounds."""
+        """Return the figures for the report: medians over the rounds."""
         found: dict[str, object] = {}
         for share in SHARES:
             calm, flooded = (
@@ -75,7 +77,7 @@ class _Phases:
 
 
 def flood(load: BenchLoad, meter: Meter) -> Measured:
-    """Append single transactions, alternately alone and during floods of each kind."""
+    """Append single transactions, alternately without and with a greedy tenant of each kind."""
     return uvloop.run(_flood(load, meter))
 
 
@@ -116,7 +118,7 @@ async def _flood(load: BenchLoad, meter: Meter) -> Measured:
 async def _probe(
     client: AsyncWaltzClient, load: BenchLoad, seconds: float, meter: Meter
 ) -> list[float]:
-    """Append one transaction after the other, to all partitions round-robin; return the times."""
+    """Append one transaction at a time, to all partitions round-robin; return the times in s."""
     taken_s: list[float] = []
     data = bytes(load.payload_bytes)
     meter.start()
@@ -131,28 +133,28 @@ async def _probe(
 
 
 class _TenantProcess:
-    """The process of a greedy tenant."""
+    """The process of a greedy tenant, and how much it has received."""
 
     def __init__(self, kind: str, process: Process) -> None:
         self.kind = kind
-        self.got = 0  # until now
+        self.got = 0  # in total until now: bytes, or connections
         self._process = process
 
     async def read(self) -> None:
-        """Take its reports, until it ends."""
+        """Read the numbers that the process reports every second, until it exits."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             self.got = int(line)
 
     def command(self, word: str) -> None:
-        """Let it begin or pause."""
+        """Send a line to the process: it starts or stops its load."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{word}\n".encode())
 
 
 @asynccontextmanager
 async def _greedy(kind: str, load: BenchLoad) -> AsyncIterator[_TenantProcess]:
-    """Run a greedy tenant; it pauses at first."""
+    """Run the process of a greedy tenant, which makes no load before the first command."""
     connect = load.flood_connect or load.connect
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -172,7 +174,7 @@ async def _greedy(kind: str, load: BenchLoad) -> AsyncIterator[_TenantProcess]:
 
 
 async def _until_greedy(client: AsyncWaltzClient, load: BenchLoad, tenant: _TenantProcess) -> None:
-    """Append until the tenant gets something, and `START_S` longer (rule 2)."""
+    """Append until the tenant receives something, and for `START_S` after that (rule 2)."""
     before, until = tenant.got, time.perf_counter() + START_S_MAX
     while tenant.got == before:
         await _probe(client, load, PAUSE_S, Meter(None))

@@ -1,12 +1,14 @@
-"""`waltz-core bench hot-lock`: eight clients increment one counter under one lock.
+"""The workload `hot-lock`: eight clients increment one counter under one lock.
 
-Each transaction contains the value from which it was computed; afterwards the log is checked.
+Each transaction contains the new value, and the ID of the transaction from whose value it was
+computed. Afterwards the workload checks the log.
 
 Rules:
-    1. A value is computed only from the one that its author has read in the log, or got as an
-       append in flight (`builder.predecessors`).
-    2. Every transaction of the run is in the log with its predecessor's ID and value + 1, and with
-       the ID that its author got; otherwise it counts as lost or duplicated.
+    1. A client computes a value only from a value that it has read in the log, or that the builder
+       returned from an append in flight (`builder.predecessors`).
+    2. The log contains every transaction of the run, with the ID that its author received. Each has
+       the ID of its predecessor in the log, and the predecessor's value + 1. All other transactions
+       count as lost or duplicated.
 """
 
 from __future__ import annotations
@@ -39,12 +41,15 @@ if TYPE_CHECKING:
 
 WRITERS: Final = 8
 PARTITION: Final = 0
-# The run, the value, and the transaction from which the value was computed.
+# The run, the value, and the ID of the transaction from which the value was computed.
 _COUNT: Final = struct.Struct(">QQq")
 
 
 class CounterView(NamedTuple):
-    """A client's view of the counter: its value, the transaction that wrote it, and the mark."""
+    """A client's view of the counter: value, ID of the transaction that wrote it, and mark.
+
+    The mark is the high-water mark up to which the client has read.
+    """
 
     value: int
     writer: int
@@ -52,7 +57,7 @@ class CounterView(NamedTuple):
 
 
 class _Increment(TransactionContext):
-    """Increments the counter until it succeeds."""
+    """Increments the counter once; the client retries it until the log accepts it."""
 
     pipelined = True
 
@@ -71,13 +76,13 @@ class _Increment(TransactionContext):
         self._is_behind = False
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the partition."""
+        """Return the partition of the workload."""
         assert partition_count > 0
         return PARTITION
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Fill in the builder (rule 1)."""
-        return cast("bool", self._execute(builder))  # it is awaited by `AsyncWaltzClient`
+        """Fill in the next value (rule 1)."""
+        return cast("bool", self._execute(builder))  # `AsyncWaltzClient` awaits this coroutine
 
     async def _execute(self, builder: TransactionBuilder) -> bool:
         self.attempts += 1
@@ -101,7 +106,7 @@ class _Increment(TransactionContext):
 
 
 def _count_in(data: bytes, run: int) -> int | None:
-    """Return the value in a transaction's data; None for other transactions."""
+    """Return the counter's value in the data of a transaction; None if it is of another run."""
     if len(data) < _COUNT.size:
         return None
     found, value, _ = _COUNT.unpack_from(data)
@@ -109,7 +114,7 @@ def _count_in(data: bytes, run: int) -> int | None:
 
 
 async def _read(client: AsyncWaltzClient, run: int, seen: CounterView, last: int) -> CounterView:
-    """Return the counter at a mark, read from the last known position on."""
+    """Return the counter up to transaction `last`; read the log only after `seen`."""
     value, writer = seen.value, seen.writer
     async for transaction_id, found, _ in _counts(client, run, seen.mark + 1, last):
         value, writer = found, transaction_id
@@ -119,7 +124,7 @@ async def _read(client: AsyncWaltzClient, run: int, seen: CounterView, last: int
 async def _counts(
     client: AsyncWaltzClient, run: int, first: int, last: int
 ) -> AsyncIterator[tuple[int, int, int]]:
-    """Yield ID, value and predecessor of this run's transactions in the log."""
+    """Yield (ID, value, predecessor's ID) for each transaction of this run in a range."""
     async for chunk in client.read_range(PARTITION, first, last, form=RangeForm.WHOLE):
         offsets = raw_records.offsets_of(chunk.lengths).tolist()
         for place, offset in enumerate(offsets[:-1]):
@@ -130,7 +135,7 @@ async def _counts(
 
 
 def hot_lock(load: BenchLoad, meter: Meter) -> Measured:
-    """Increment a counter with eight clients under one lock, each until it succeeds."""
+    """Increment a counter with eight clients under one lock; retry each increment until done."""
     return uvloop.run(_hot_lock(load, meter))
 
 
@@ -182,7 +187,7 @@ async def _hot_lock(load: BenchLoad, meter: Meter) -> Measured:
 
 
 async def _batches(client: AsyncWaltzClient, first: int, last: int) -> int:
-    """Return the number of storage batches of these transactions."""
+    """Return the number of storage batches that contain the transactions first..last."""
     ends: set[int] = set()
     async for chunk in client.read_range(PARTITION, first, last, form=RangeForm.HEADERS):
         ends.update(min(entry.last, last) for entry in chunk.lineage)
@@ -192,7 +197,7 @@ async def _batches(client: AsyncWaltzClient, first: int, last: int) -> int:
 async def _check(
     client: AsyncWaltzClient, run: int, start: int, outcomes: dict[int, int]
 ) -> tuple[int, int]:
-    """Return how many transactions are lost, and how many duplicated or computed wrongly."""
+    """Return the counts of lost and of duplicated or wrongly computed transactions (rule 2)."""
     last = await client.high_water_mark(PARTITION, linearizable=True)
     before, value, broken, found = -1, 0, 0, 0
     async for transaction_id, count, writer in _counts(client, run, start + 1, last):

@@ -1,14 +1,15 @@
-"""The workload `many-partitions`: a cluster of many partitions from its start to its restart.
+"""The workload `many-partitions`: a cluster with many partitions, from its start to its restart.
 
-It creates a cluster and measures its processes.
+It creates a cluster, and measures the cluster's processes.
 
 Rules:
-    1. A start is complete when every partition has acknowledged an append: then it has an owner,
-       and that owner a store session with a quorum of synced replicas.
-    2. The cost of a step is reported in CPU time and wall time, as wall time depends on other load
-       on the machine.
-    3. A row is sent again only if the log is known not to have it; the marks at the end show what
-       is lost or duplicated.
+    1. A start is complete when every partition has acknowledged an append. This shows that the
+       partition has an owner, and that the owner has a store session with a quorum of synced
+       replicas.
+    2. The cost of a step is reported in CPU time and in wall time, because wall time depends on
+       other load on the machine.
+    3. A row is sent again only if the log is known not to contain it. So the high-water marks at
+       the end show how many rows are lost or duplicated.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ _PAYLOAD = encode_append(
 
 
 def many_partitions(load: BenchLoad, meter: Meter) -> Measured:
-    """Create a cluster of many partitions, and measure its start, idle time and restarts."""
-    del meter  # it is for an existing cluster
+    """Create a cluster with many partitions; measure its start, idle load, failover and restart."""
+    del meter  # it measures an existing cluster, and this workload creates its own
     return uvloop.run(_many_partitions(load))
 
 
@@ -61,7 +62,7 @@ async def _many_partitions(load: BenchLoad) -> Measured:
         storage_count=STORAGES,
     )
     run = _ManyPartitionsRun(cluster)
-    # Otherwise each of a thousand streams would log that its partition has moved.
+    # Without this, each of a thousand streams would log that its partition has moved.
     logging.getLogger("waltz_core.driver").setLevel(logging.WARNING)
     try:
         await run.create()
@@ -96,13 +97,16 @@ class _ManyPartitionsRun:
     gap_s: float = 0.0
 
     async def create(self) -> None:
-        """Start ZooKeeper and create the cluster in it."""
+        """Start ZooKeeper, and create the cluster in it."""
         began = time.perf_counter()
         await asyncio.to_thread(self.cluster.prepare, START_S_MAX)
         self.figures["create_s"] = _rounded(time.perf_counter() - began)
 
     async def starts(self, what: str) -> float:
-        """Kill running storages and servers, start all, wait for rule 1; return the seconds."""
+        """Kill and start all storages and servers, and wait until the start is complete (rule 1).
+
+        Returns the time in seconds.
+        """
         names = [each.name for each in self.cluster.members if each.kind != "zookeeper"]
         for name in names:
             self.cluster.kill(name)
@@ -122,7 +126,7 @@ class _ManyPartitionsRun:
         return took_s
 
     async def measure_idle(self, seconds: float) -> None:
-        """Measure the processes while there is no load."""
+        """Measure the CPU, memory and threads of the processes for some seconds without load."""
         await asyncio.sleep(SETTLE_S)
         before, began = self._spent(), time.perf_counter()
         await asyncio.sleep(seconds)
@@ -138,7 +142,7 @@ class _ManyPartitionsRun:
         }
 
     async def kill_server(self) -> None:
-        """Kill a server; wait until all of its partitions have continued elsewhere."""
+        """Kill a server, and wait until all of its partitions have another owner and append."""
         async with await self._connected() as client:
             await self._append_to_all(client, time.perf_counter())
             before, began = self._spent(), time.perf_counter()
@@ -152,7 +156,7 @@ class _ManyPartitionsRun:
         }
 
     async def check(self) -> tuple[int, int]:
-        """Compare the marks with the acknowledged rows; return the lost and duplicated ones."""
+        """Return the counts of lost and duplicated rows, from the high-water marks (rule 3)."""
         async with await self._connected() as client:
             marks = await client.high_water_marks(linearizable=True)
         lost = duplicated = 0
@@ -176,7 +180,7 @@ class _ManyPartitionsRun:
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _all_owned(self) -> None:
-        """Wait until live servers own all partitions."""
+        """Wait until all servers are registered and own all partitions."""
         ports = {each.port for each in self.cluster.members if each.kind == "server"}
         until = time.perf_counter() + START_S_MAX
         async with open_session(self.cluster.connect) as coordinator:
@@ -188,7 +192,7 @@ class _ManyPartitionsRun:
         raise Unavailable(f"not all servers owned partitions within {START_S_MAX:.0f} s")
 
     async def _append_to_all(self, client: AsyncWaltzClient, began: float) -> list[float]:
-        """Append a row to each partition; return the seconds since `began` of each answer."""
+        """Append a row to each partition; return for each answer its time in s after `began`."""
         after_s: list[float] = []
 
         async def append(partition: int) -> None:

@@ -1,9 +1,10 @@
-"""The input and the result of a workload, and the report.
+"""The parameters and the result of a workload, and the report.
 
 Rules:
     1. The report is one JSON object with at least the keys of `BenchReport`.
-    2. CPU is user and system time between start and end of the load, by role: those of the daemons,
-       and "client" for this process and its other child processes, such as those of Spark.
+    2. CPU time is user and system time between the start and the end of the load, by role. The
+       roles are those of the daemons, and "client" for this process and its other child processes,
+       such as those of Spark.
     3. Each workload reads the log back to compute `lost` and `duplicated`.
 """
 
@@ -29,12 +30,12 @@ BATCH_ROWS = 1000
 
 @dataclass
 class BenchLoad:
-    """The cluster, and the options of the command."""
+    """The parameters of a workload: the connect string, and the options of the command."""
 
     connect: str
     payload_bytes: int
     lock_count: int
-    batch: int | None  # rows of a batch; None: the default of the workload
+    batch: int | None  # the number of rows in a batch; None for the default of the workload
     seconds: float
     in_flight: int
     rows: int
@@ -56,9 +57,10 @@ class BenchLoad:
 
 @dataclass
 class Measured:
-    """The result of a workload: counts and times of the load, without its set-up.
+    """The result of a workload: counts and times of the load, without the set-up before it.
 
-    Latencies are of one request, in seconds; `gap_s_max` is the longest time without any answer.
+    Each latency is the time of one request in seconds. `gap_s_max` is the longest time in seconds
+    without any answer.
     """
 
     rows: int
@@ -71,14 +73,14 @@ class Measured:
     duplicated: int = 0
     errors: int = 0
     extra: dict[str, object] = field(default_factory=dict)
-    cpu_seconds: dict[str, float] | None = None  # by role, if the workload measured it itself
-    of_ceiling: float | None = None  # share of the maximum rate, measured in the same run
-    access_ratio: float | None = None  # CPU with access control, as a multiple of that without
+    cpu_seconds: dict[str, float] | None = None  # by role; None if the workload does not measure it
+    of_ceiling: float | None = None  # the share of the maximum rate, measured in the same run
+    access_ratio: float | None = None  # CPU time with access control, divided by that without it
 
 
 @dataclass
 class BenchReport:
-    """The JSON line."""
+    """The report of a run, which is printed as one line of JSON (rule 1)."""
 
     workload: str
     rate_per_s: float
@@ -102,9 +104,9 @@ class BenchReport:
 
 
 class Meter:
-    """Reads the CPU time of a run (rule 2); None if the daemons run on other machines.
+    """Measures the CPU time of a run (rule 2). `cluster` is None if the daemons run elsewhere.
 
-    `others` are further clusters of this process, which the run does not use.
+    `others` are further clusters of this process, which this run does not use.
     """
 
     def __init__(
@@ -116,11 +118,11 @@ class Meter:
         self._spent: dict[str, float] = {}
 
     def start(self) -> None:
-        """Start to count."""
+        """Begin to count CPU time."""
         self._began = self._seconds()
 
     def stop(self) -> None:
-        """Stop to count; the load may start again later, and both parts are added."""
+        """Stop counting CPU time. After another `start`, more time is added."""
         for name, seconds in self._seconds().items():
             spent = self._spent.get(name, 0.0)
             self._spent[name] = spent + seconds - self._began.get(name, 0.0)
@@ -133,7 +135,7 @@ class Meter:
         return self.cluster.cpu_seconds() | {"client": _client_cpu_seconds(daemons)}
 
     def spent(self) -> dict[str, float] | None:
-        """Return CPU seconds by role ("server", "storage", "zookeeper", "client")."""
+        """Return CPU seconds by role, for example "server" or "client"; None if there are none."""
         if not self._spent:
             return None
         roles: dict[str, float] = {}
@@ -150,7 +152,7 @@ def cpu_seconds_of(pid: int) -> float:
 
 
 def _client_cpu_seconds(daemons: set[int]) -> float:
-    """Return the CPU time of this process and of its descendants that are not daemons."""
+    """Return the CPU seconds of this process and of its descendants that are not daemons."""
     own = psutil.Process()
     found = [own]
     for child in own.children():
@@ -160,7 +162,7 @@ def _client_cpu_seconds(daemons: set[int]) -> float:
     for each in found:
         with suppress(psutil.NoSuchProcess):
             times = each.cpu_times()
-            # The last two are of children that have ended.
+            # The last two are the times of child processes that have exited.
             seconds += times.user + times.system + times.children_user + times.children_system
     return seconds
 
@@ -171,7 +173,7 @@ Workload = Callable[[BenchLoad, Meter], Measured]
 def make_report(
     name: str, load: BenchLoad, measured: Measured, cpu: dict[str, float] | None
 ) -> BenchReport:
-    """Return the JSON line of a run."""
+    """Compute the report of a run from its result; `cpu` is CPU seconds by role."""
     rows = max(measured.rows, 1)
     by_role = {role: round(seconds * 1e6 / rows, 3) for role, seconds in (cpu or {}).items()}
     hot = [by_role[role] for role in ("server", "storage") if role in by_role]
@@ -209,7 +211,7 @@ def make_report(
 
 
 def percentile_ms(values: list[float], share: float) -> float | None:
-    """Return a percentile in ms; None without values."""
+    """Return a percentile in ms of values in s, such as share 0.99; None for an empty list."""
     if not values:
         return None
     ordered = sorted(values)

@@ -1,15 +1,16 @@
 """The workload `move-rejections`: false rejections after a partition has moved.
 
-It kills servers of a local cluster, and empties lock files, to measure what a new owner knows about
-locks that were written before.
+It kills servers of a local cluster and empties lock files. This shows how much a new owner knows
+about locks that were written before.
 
 Rules:
-    1. Rows check locks that were never written, at marks with different lags: all rejections are
-       false. Even locks are written, odd ones are checked.
-    2. Before each measurement as many transactions are written as the longest lag, each with a
-       different lock, so that the three measurements have the same log.
-    3. `after` is measured from the first answer of the new owner on. `without_file` is the same
-       after the storages' lock files were emptied: the new owner has only its mark.
+    1. Rows check locks that were never written, with high-water marks of different lags. So all
+       rejections are false. Even locks are written, and odd locks are checked.
+    2. Before each measurement, the workload writes as many transactions as the longest lag, each
+       with a different lock. So the log is the same for the three measurements.
+    3. `after` is measured from the first answer of the new owner on. `without_file` is measured in
+       the same way, after the storages' lock files were emptied: the new owner knows only its
+       high-water mark.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ ROUNDS = 3
 PARTITION = 0
 WAIT_S_MAX = 60.0
 POLL_INTERVAL_S = 0.02
-# The reasons that count as a decision about locks.
+# The reasons which show that the locks have decided about a row.
 _DECIDED = (RowOutcomeCode.COMMITTED, RowOutcomeCode.LOCK)
 
 
 class _RejectionRun:
-    """One partition, its log, and its client."""
+    """One run on one partition, with its client and its cluster."""
 
     def __init__(
         self,
@@ -63,7 +64,7 @@ class _RejectionRun:
         self._chance = Random(7)  # noqa: S311 - test data
 
     async def rates(self, *, moves: bool, with_file: bool = True) -> dict[str, float]:
-        """Write, optionally move the partition, and measure (rules 2 and 3)."""
+        """Write, move the partition if `moves`, and return the rates by lag (rules 2 and 3)."""
         mark = await self._client.high_water_mark(PARTITION)
         until = mark + max(LAGS)
         while mark < until:
@@ -72,7 +73,7 @@ class _RejectionRun:
             return {str(lag): await self._rate(mark - lag) for lag in LAGS}
         owner = await self._owner()
         await asyncio.to_thread(self._cluster.kill, owner)
-        if not with_file:  # Not earlier: a lagging replica would still get blocks.
+        if not with_file:  # Not earlier: a lagging replica would still receive blocks of locks.
             self._empty_lock_files()
         found = {str(lag): await self._rate(mark - lag) for lag in LAGS}
         await asyncio.to_thread(self._cluster.start, owner)
@@ -80,7 +81,7 @@ class _RejectionRun:
         return found
 
     async def _rate(self, mark: int) -> float:
-        """Return the share of rows that are rejected at a mark (rule 1)."""
+        """Return the share of rows that are rejected at a high-water mark (rule 1)."""
         rejected = requested = 0
         for _ in range(ROUNDS):
             outcome = await self._append(mark, is_writer=False)
@@ -89,7 +90,7 @@ class _RejectionRun:
         return rejected / requested
 
     async def _append(self, mark: int, *, is_writer: bool) -> BatchOutcome:
-        """Append a batch, repeatedly until the locks have decided about its rows."""
+        """Append a batch, and repeat it until the locks have decided about all of its rows."""
         count = self._batch_rows
         none: list[list[int]] = [[] for _ in range(count)]
         locks = [[2 * self._chance.randrange(1 << 30) + (not is_writer)] for _ in range(count)]
@@ -149,7 +150,7 @@ class _RejectionRun:
 
 
 def move_rejections(load: BenchLoad, meter: Meter) -> Measured:
-    """Measure false rejections by lag: before a move, after one, and without lock files."""
+    """Measure false rejections by lag: before a move, after a move, and without lock files."""
     return uvloop.run(_move_rejections(load, meter))
 
 

@@ -1,11 +1,11 @@
 """The workloads of `waltz-core bench` with single transactions: latency and the feed.
 
-They measure a service that sends one transaction at a time; `batch_appends.py` measures batches.
+They measure a service that sends one transaction at a time. `batch_appends.py` measures batches.
 
 Rules:
-    1. Every append has a separate lock or a contended one, depending on the workload. After a
-       rejection a writer waits until the log has advanced.
-    2. Acknowledged transactions are checked in the log afterwards.
+    1. Depending on the workload, each append has its own lock, or a lock that others use as well.
+       After a rejection, a writer waits until the log has advanced.
+    2. Afterwards the acknowledged transactions are checked in the log.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SINGLES_IN_FLIGHT = 512
 
 
 def append_one(load: BenchLoad, meter: Meter) -> Measured:
-    """Append one transaction after the other; with `--peer nats`, alternately with JetStream."""
+    """Append one transaction at a time; with `--peer nats`, alternately to Waltz and JetStream."""
     return uvloop.run(_append_one(load, meter))
 
 
@@ -86,7 +86,7 @@ async def _append_one(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def append_single(load: BenchLoad, meter: Meter) -> Measured:
-    """Append single transactions, many in flight, to all partitions round-robin."""
+    """Append single transactions to all partitions round-robin, with many in flight."""
     return uvloop.run(_append_single(load, meter))
 
 
@@ -121,9 +121,10 @@ async def _append_single(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def conditional(load: BenchLoad, meter: Meter) -> Measured:
-    """Append with 64 writers to one partition, each with its own lock and one append in flight.
+    """Append to one partition with 64 writers, each with its own lock and one append in flight.
 
-    It uses one partition because the compared peers have one stream, table or group.
+    The workload uses one partition, because the peers that it is compared with have one stream,
+    table or group.
     """
     return uvloop.run(_conditional(load, meter))
 
@@ -148,7 +149,7 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
                         client_high_water_mark=mark,
                     )
                 )
-            except errors.LockFailed:  # another lock in the same slot
+            except errors.LockFailed:  # a different lock has the same slot in the lock table
                 rejected += 1
                 mark = await client.high_water_mark(partition)
                 continue
@@ -171,7 +172,7 @@ async def _conditional(load: BenchLoad, meter: Meter) -> Measured:
 
 
 class _CountCallbacks(AsyncCallbacks):
-    """Counts the transactions of the feed, without data."""
+    """Counts the transactions of the feed, without reading their data."""
 
     def __init__(self, wanted: int) -> None:
         self._wanted = wanted
@@ -179,14 +180,14 @@ class _CountCallbacks(AsyncCallbacks):
         self.is_done = asyncio.Event()
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
-        """Count."""
+        """Count a transaction, and signal the last transaction."""
         self.count += 1
         if self.count == self._wanted:
             self.is_done.set()
 
 
 def feed(load: BenchLoad, meter: Meter) -> Measured:
-    """Catch up with a log of `--rows` transactions, headers only, through callbacks."""
+    """Catch up with a log of `--rows` transactions by the feed, headers only."""
     return uvloop.run(_feed(load, meter))
 
 
@@ -224,7 +225,7 @@ def measured(
     wrong: tuple[int, int],
     extra: dict[str, object],
 ) -> Measured:
-    """Return the result of single appends."""
+    """Return the result of a workload with single appends; `took` is the time in seconds."""
 
     return Measured(
         rows=len(ids),
@@ -242,7 +243,7 @@ def measured(
 async def check_ids(
     client: AsyncWaltzClient, starts: Mapping[int, int], acknowledged: Mapping[int, list[int]]
 ) -> tuple[int, int]:
-    """Return how many acknowledged IDs are not in the log, and how many are duplicated."""
+    """Return how many acknowledged IDs the log does not contain, and how many are duplicated."""
     lost = duplicated = 0
     for partition, ids in acknowledged.items():
         duplicated += len(ids) - len(set(ids))
@@ -260,7 +261,7 @@ async def check_ids(
     return lost, duplicated
 
 
-# ---- test-producers: writers that share a pool of locks
+# ---- producers: writers that share a pool of locks
 
 
 @dataclass

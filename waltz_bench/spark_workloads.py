@@ -1,8 +1,8 @@
-"""Spark's workloads of `waltz-core bench`: write and read the log through Spark.
+"""The workloads `spark-write` and `spark-read`: write and read the log through Spark.
 
-They alternate with the ceiling: a source that yields equal batches from memory, and a sink that
-discards them. `of_ceiling` is the log's share of that rate; both are medians of rounds after a
-warm-up.
+They alternate with a measurement of the ceiling: a source that yields similar batches from memory,
+or a sink that discards them. `of_ceiling` is the rate of the log divided by the rate of the
+ceiling. Both rates are medians of several rounds after a warm-up.
 """
 
 import functools
@@ -36,7 +36,7 @@ from waltz_spark.spark_version import arrow_schema
 
 PARTITION = 0
 ROUNDS = 3
-TABLE_TASKS_MIN, TABLE_TASK_ROWS = 4, 125_000  # a task's rows fit in memory, however many there are
+TABLE_TASKS_MIN, TABLE_TASK_ROWS = 4, 125_000  # the rows of one task always fit in memory
 BATCH_ROWS, BATCH_BYTES, BATCH_COUNT = 8_192, 8 * 1024 * 1024, 16
 
 
@@ -46,7 +46,7 @@ def write(load: BenchLoad, meter: Meter) -> Measured:
     try:
         spark.dataSource.register(MemorySource)
         table = _table(spark, load).cache()
-        _write(table, load)  # rows and processes are ready before the clock starts
+        _write(table, load)  # a warm-up: it computes the rows and starts the worker processes
         _drain(table)
         before = snapshot(spark, load.connect)
         rounds = _alternately(lambda: _write(table, load), lambda: _drain(table), meter)
@@ -59,7 +59,7 @@ def write(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def read(load: BenchLoad, meter: Meter) -> Measured:
-    """Read `--rows` rows of one partition into Spark; it is filled first if it has fewer."""
+    """Read `--rows` rows of one partition into Spark; append rows first if it has fewer."""
     spark = session("waltz bench", master="local[2]")
     try:
         spark.dataSource.register(MemorySource)
@@ -73,7 +73,7 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
         made = spark.read.format("waltz_memory_source")
         memory = made.options(rows=load.rows, payload=load.payload_bytes).load()
         for frame in (memory, log):
-            _take(frame)  # workers are connected, and the JVM has compiled the code
+            _take(frame)  # a warm-up: workers connect, and the JVM compiles the code
         rounds = _alternately(lambda: _take(log), lambda: _take(memory), meter)
         found = log.select("transaction_id").distinct().count()
     finally:
@@ -85,7 +85,10 @@ def read(load: BenchLoad, meter: Meter) -> Measured:
 def _alternately(
     through_log: Callable[[], None], through_memory: Callable[[], None], meter: Meter
 ) -> list[tuple[float, float]]:
-    """Return the seconds of both, run alternately, as a machine's speed changes over time."""
+    """Run the two functions alternately, `ROUNDS` times; return the seconds of each round.
+
+    They alternate because the speed of a machine changes over time.
+    """
 
     def metered() -> None:
         meter.start()
@@ -96,7 +99,7 @@ def _alternately(
 
 
 def _measurement(load: BenchLoad, rounds: Sequence[tuple[float, float]], found: int) -> Measured:
-    """Return the figures of all rounds; `found` is the number of one round's rows in the log."""
+    """Return the result of all rounds; `found` is how many rows of one round the log contains."""
     times, ceilings = zip(*rounds, strict=True)
     return Measured(
         rows=ROUNDS * load.rows,
@@ -120,7 +123,7 @@ def _timed(call: Callable[[], None]) -> float:
 
 
 def _take(frame: DataFrame) -> None:
-    """Make Spark read every column of every row, and discard it."""
+    """Let Spark read every column of every row, and discard the rows."""
     frame.write.format("noop").mode("overwrite").save()
 
 
@@ -129,7 +132,7 @@ def _drain(table: DataFrame) -> None:
 
 
 def _table(spark: SparkSession, load: BenchLoad, rows: int | None = None) -> DataFrame:
-    """Return rows with random payloads, each with its own locks."""
+    """Return rows with pseudo-random payloads, each with its own locks."""
     locks = [lock(f"bench{number}", "id") for number in range(load.lock_count)]
     digest = F.sha2(F.col("id").cast("string"), 512)  # 128 characters
     payload = F.substring(F.repeat(digest, load.payload_bytes // 128 + 1), 1, load.payload_bytes)
@@ -153,40 +156,40 @@ def _total(marks: Mapping[int, int]) -> int:
 
 
 # ---------------------------------------------------------------------------------------------
-# The ceiling: the maximum rate of Spark's Python workers
+# The ceiling: the maximum rate of Spark's Python workers without the log
 
 
 @dataclass
 class _IdRangePartition(InputPartition):
-    """Transactions first..last."""
+    """A Spark partition that contains the transactions first..last."""
 
     first: int
     last: int
 
 
 class MemorySource(DataSource):
-    """A source of batches like the log's, from memory, and a sink that discards rows."""
+    """A source of batches like those of the log, from memory, and a sink that discards rows."""
 
     @classmethod
     def name(cls) -> str:
-        """Return the name of the format."""
+        """Return the name of the Spark format."""
         return "waltz_memory_source"
 
     def schema(self) -> str:
-        """Return the log's columns."""
+        """Return the schema of the log's columns."""
         return read_schema(LOG_COLUMNS)
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the source."""
+        """Return the source that reads batches from memory."""
         return _Memory(int(self.options["rows"]), int(self.options["payload"]), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> "_DiscardWriter":  # noqa: FBT001 - Spark's
-        """Return the sink."""
+        """Return the sink that discards rows."""
         return _DiscardWriter()
 
 
 class _Memory(DataSourceReader):
-    """Reads with tasks and batches like those of the log."""
+    """Yields tasks and batches of the same sizes as a read of the log."""
 
     def __init__(self, rows: int, payload_bytes: int, schema: StructType) -> None:
         self._rows = rows
@@ -194,13 +197,13 @@ class _Memory(DataSourceReader):
         self._schema = schema
 
     def partitions(self) -> Sequence[InputPartition]:
-        """Return as many tasks as a read of the log."""
+        """Return as many tasks as a read of the log has."""
         starts = range(0, self._rows, TASK_TRANSACTIONS_MAX)
         ends = [min(start + TASK_TRANSACTIONS_MAX, self._rows) - 1 for start in starts]
         return [_IdRangePartition(*span) for span in zip(starts, ends, strict=True)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield a few batches repeatedly."""
+        """Yield the same few batches repeatedly, until the partition has enough rows."""
         assert isinstance(partition, _IdRangePartition)
         count = max(1, min(BATCH_ROWS, BATCH_BYTES // max(self._payload_bytes, 1)))
         made = _batches(self._schema, count, self._payload_bytes)
@@ -214,7 +217,7 @@ class _Memory(DataSourceReader):
 
 @functools.cache
 def _batches(schema: StructType, count: int, payload_bytes: int) -> list[pa.RecordBatch]:
-    """Create batches of random payloads, once in a process; larger than any CPU cache."""
+    """Create batches of random payloads once in each process; in total larger than a CPU cache."""
     ints, longs = np.zeros(count, np.int32), np.arange(count)
     request = pa.StructArray.from_arrays(
         [pa.array(ints)] * 4, ["client_id", "generation", "partition", "sequence"]
@@ -231,10 +234,10 @@ def _batches(schema: StructType, count: int, payload_bytes: int) -> list[pa.Reco
 
 
 class _DiscardWriter(DataSourceArrowWriter):
-    """Discards all rows."""
+    """Discards all rows without storing them."""
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Read a task's rows."""
+        """Read and discard the rows of one task."""
         for _ in iterator:
             pass
         return WriterCommitMessage()

@@ -1,13 +1,14 @@
-"""The workload `sql-view`: catch up with a log, into memory and into a database.
+"""The workload `sql-view`: catch up with a log, first into memory and then into a database.
 
 It needs SQLAlchemy (extra `sql`).
 
 Rules:
-    1. The same log is applied three times, to new tables: by `Callbacks` with a dictionary, by
-       `SqlCallbacks.apply` with a statement for each transaction, and by `apply_batch` with one
-       statement for all accounts that the batch changes: with a row each, on PostgreSQL with
-       arrays. The last one is the workload's rate; the others are in `extra`.
-    2. All three unpack each payload. The balances are compared with the appended rows.
+    1. The same log is applied three times, each time to new tables: by `Callbacks` with a
+       dictionary, by `SqlCallbacks.apply` with one statement for each transaction, and by
+       `apply_batch` with one statement for all accounts that the batch changes. This statement has
+       one row for each account, or arrays on PostgreSQL. The rate of the workload is that of
+       `apply_batch`; the other two rates are in `extra`.
+    2. All three unpack each payload. The resulting balances are compared with the appended rows.
     3. An account belongs to one partition, as if a lock protected it.
 """
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from waltz_core.client import BatchOutcome, Transaction
 
-ACCOUNTS = 1_000  # of a partition
+ACCOUNTS = 1_000  # the number of accounts in each partition
 WAIT_S_MAX = 600.0
 ADD_ARRAYS = (
     "UPDATE waltz_bench_accounts SET balance = balance + added.amount FROM "
@@ -44,7 +45,7 @@ ADD_ARRAYS = (
 
 
 class _AppliedCount:
-    """Counts applied rows, and signals the end."""
+    """Counts the applied rows, and wakes the waiting caller when all are applied."""
 
     def __init__(self, count: int) -> None:
         self._left = count
@@ -63,7 +64,7 @@ class _AppliedCount:
 
 
 class _InMemory(Callbacks):
-    """The baseline."""
+    """The baseline without a database: sums the amounts in a dictionary."""
 
     def __init__(self, end: _AppliedCount) -> None:
         self._end = end
@@ -71,7 +72,7 @@ class _InMemory(Callbacks):
         self._lock = threading.Lock()
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        """Add."""
+        """Add the amount of a transaction to its account."""
         account, amount = _entry(transaction)
         with self._lock:
             self.balances[account] += amount
@@ -84,7 +85,7 @@ def _entry(transaction: Transaction) -> tuple[int, int]:
 
 
 def sql_view(load: BenchLoad, meter: Meter) -> Measured:
-    """Catch up with a log of `--rows` small transactions, into an SQL database."""
+    """Catch up with a log of `--rows` small transactions: into memory, then an SQL database."""
 
     with WaltzClient(load.connect) as client:
         if any(mark >= 0 for mark in client.high_water_marks().values()):
@@ -125,7 +126,7 @@ def sql_view(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def _fill(client: WaltzClient, load: BenchLoad) -> Counter[int]:
-    """Append the rows, spread over all partitions; return the resulting balances."""
+    """Append the rows to all partitions round-robin; return the resulting balances by account."""
     count = load.batch_rows
     none: list[list[int]] = [[] for _ in range(count)]
     balances: Counter[int] = Counter()
@@ -151,7 +152,7 @@ def _fill(client: WaltzClient, load: BenchLoad) -> Counter[int]:
 
 @contextlib.contextmanager
 def _database(load: BenchLoad) -> Iterator[str]:
-    """Yield the URL of a database: a new SQLite file, unless one is given."""
+    """Yield the URL of the database in `--database`, or of a new SQLite file."""
     if load.database is not None:
         yield load.database
         return
@@ -162,10 +163,10 @@ def _database(load: BenchLoad) -> Iterator[str]:
 def _view(
     name: str, url: str, numbers: Sequence[int], end: _AppliedCount
 ) -> tuple[Callbacks, Callable[[], Counter[int]]]:
-    """Create new tables, the callbacks that fill them, and a function for the balances."""
+    """Create new tables; return the callbacks that fill them, and a function for the balances."""
     import sqlalchemy as sa  # noqa: PLC0415 - only this workload needs it
 
-    from waltz_core.client.api.sql import SqlCallbacks  # noqa: PLC0415 - likewise
+    from waltz_core.client.api.sql import SqlCallbacks  # noqa: PLC0415 - needs SQLAlchemy as well
 
     if name == "callbacks":
         in_memory = _InMemory(end)

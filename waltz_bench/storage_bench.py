@@ -1,12 +1,13 @@
 """The workloads of `waltz-core bench` without a cluster: the storage engine on this disk.
 
-One thread calls the engine like the storage daemon, without server, client and network.
+One thread calls the engine in the same way as the storage daemon, without a server, a client or a
+network.
 
 Rules:
-    1. The records are created before the measurement; CPU is that of this whole process.
-    2. Everything is read back from the disk, with all checks, before a figure is reported.
-    3. A new directory is created in `--directory` (by default the current one), and removed at the
-       end.
+    1. The records are created before the measurement. CPU time is that of this whole process.
+    2. All records are read back from the disk, with all checks, before a figure is reported.
+    3. A new directory is created in `--directory` (by default the current directory), and removed
+       at the end.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ KEY: Final = bytes(16)
 
 
 class _AppendArguments(NamedTuple):
-    """The arguments of an append."""
+    """The arguments of `PartitionLog.append` for one batch, with its lineage entry."""
 
     first: TransactionId
     lengths: npt.NDArray[np.int64]
@@ -70,7 +71,7 @@ class _AppendArguments(NamedTuple):
 
 
 class _Spent(NamedTuple):
-    """Seconds of CPU and of the clock."""
+    """Seconds: CPU time of all appends, CPU time of all syncs, wall time of each batch."""
 
     append_cpu_s: float
     sync_cpu_s: float
@@ -78,7 +79,7 @@ class _Spent(NamedTuple):
 
 
 def storage_append(load: BenchLoad, meter: Meter) -> Measured:
-    """Append batches to one log, each synced before the next; read all back."""
+    """Append batches to one log, and sync each batch before the next; then read back all rows."""
 
     rows = _rows(load, APPEND_MIB)
     with _directory(load) as directory:
@@ -107,10 +108,10 @@ def storage_append(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def storage_open(load: BenchLoad, meter: Meter) -> Measured:
-    """Open a directory of many segments three times, and read all back.
+    """Open a storage directory with many segments three times, and read back all rows.
 
-    First as after a crash, then as after a clean stop, both with a cold page cache, then once more
-    with a warm one.
+    The first open is as after a crash, the second as after a clean stop. Both have a cold page
+    cache. The third has a warm page cache.
     """
 
     rows = _rows(load, OPEN_MIB)
@@ -151,7 +152,7 @@ def storage_open(load: BenchLoad, meter: Meter) -> Measured:
 
 
 def _rows(load: BenchLoad, mib: int) -> int:
-    """Return the number of rows for `mib` of data, in whole batches."""
+    """Return the number of rows in `--mib` MiB of data (default `mib`), in whole batches."""
     wanted = (load.mib or mib) * MIB // max(1, load.payload_bytes)
     return max(1, wanted // load.batch_rows) * load.batch_rows
 
@@ -189,7 +190,7 @@ def _append(log: PartitionLog, load: BenchLoad, rows: int) -> _Spent:
 
 
 def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_AppendArguments]:
-    """Yield batches with equal data and different IDs."""
+    """Yield batches with the same data and consecutive IDs."""
     count, size = load.batch_rows, load.payload_bytes
     chance = Random(3)  # noqa: S311 - test data
     data = [chance.randbytes(size) for _ in range(count)]
@@ -219,7 +220,7 @@ def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_AppendArgume
 
 
 def _read_back(log: PartitionLog, rows: int) -> tuple[int, float]:
-    """Read the whole log with all checks; return the number of missing rows, and the CPU time."""
+    """Read the whole log with all checks; return the number of missing rows and the CPU seconds."""
     first = TransactionId(0)
     began = time.process_time()
     while first <= log.max_id:

@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 class Health(NamedTuple):
-    """Whether a daemon is healthy, why it cannot serve what it owns, and details for people."""
+    """Whether a daemon is healthy, the reasons why it is not ready, and details for operators."""
 
     is_healthy: bool
     unready_reasons: Sequence[str]  # empty: it is ready
@@ -42,10 +42,10 @@ HealthCallback: TypeAlias = Callable[[], Awaitable[Health]]
 async def serve_pages(
     metrics: Metrics, health: HealthCallback, *, host: str, port: int
 ) -> AsyncIterator[int]:
-    """Serve the pages while the block runs; yields the port (0: any free one).
+    """Serve the pages while the block runs; yields the port. Port 0 uses any free port.
 
     Raises:
-        BadConfig: it is not possible to listen at the address.
+        BadConfig: the daemon cannot listen at this address.
     """
     from waltz_core.transport.http_port import serve_http  # noqa: PLC0415 - rule 5
 

@@ -2,7 +2,7 @@
 
 Rules:
     1. One step at a time. An event that is posted while effects are performed is queued.
-    2. All effects of a step are performed, in list order, before the next event is taken.
+    2. All effects of a step are performed, in list order, before the next event is processed.
     3. `wake_at_ms` is read again after every step; there is at most one timer.
     4. A machine that raises is dead: it gets no more events, and its owner is notified once.
 """
@@ -55,13 +55,13 @@ class Driver(Generic[EventT, EffectT]):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether the machine takes no more events."""
+        """Whether the driver accepts no more events."""
         return self._is_stopped
 
     def post(self, event: EventT | Wakeup) -> None:
         """Pass an event to the machine, and perform the effects before returning (but see rule 1).
 
-        A stopped driver drops it. Errors of the machine are not raised: see `on_failure`.
+        A stopped driver drops the event. Errors of the machine are not raised: see `on_failure`.
         """
         if self._is_stopped:
             return
@@ -70,7 +70,7 @@ class Driver(Generic[EventT, EffectT]):
             self._run()
 
     def stop(self) -> None:
-        """Stop: accept no more events and cancel the timer; may be repeated."""
+        """Accept no more events, and cancel the timer; may be called again."""
         self._is_stopped = True
         self._inbox.clear()
         if self._timer is not None:
@@ -106,7 +106,7 @@ class Driver(Generic[EventT, EffectT]):
             self._on_failure(error)
 
     def _set_timer(self) -> None:
-        """Arm the timer; keep one that is too early, as an early wake-up is harmless."""
+        """Set the timer; keep a timer that is too early, because an early wake-up is harmless."""
         wake_at_ms = self._machine.wake_at_ms
         if wake_at_ms is None:
             return

@@ -9,9 +9,9 @@ module defines exceptions.
         ClientAheadOfLog, TooLarge, UnknownPartition, ClientNotOpen, BeforeLogStart,
         PermissionDenied (ClientIdDenied)
       Unavailable       try again (retriable)
-        NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed),
-        CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown, ViewBehind,
-        ArchiveUnavailable, PermissionsNotLoaded
+        NotMounted, NotOwned, Overloaded, SessionLost, NoSpace, Unreachable (TlsFailed,
+        AuthenticationFailed), CoordinatorUnavailable, OutcomeUnknown, CoordinatorOutcomeUnknown,
+        ViewBehind, ArchiveUnavailable, PermissionsNotLoaded
       Superseded        a newer owner or writer exists; start again from current state
         SessionFenced, GenerationMismatch, LockFailed, ConnectionSuperseded, CoordinatorConflict
       Damaged           bytes are wrong; stop and notify an operator
@@ -524,7 +524,7 @@ class ProtocolError(WaltzError):
 
 
 class LocalProtocolError(ProtocolError):
-    """This side tried to send what the protocol does not allow.
+    """This side tried to send a message that the protocol does not allow.
 
     Action: Report it as a bug.
     """
@@ -553,7 +553,7 @@ assert len(BY_CODE) == len(_family(WaltzError)), "rule 2: two errors share a cod
 
 
 def first_in(group: BaseExceptionGroup[WaltzError]) -> WaltzError:
-    """Return the first error of a group, which may contain groups."""
+    """Return the first error in an exception group, which may contain other groups."""
     found = group.exceptions[0]
     return found if isinstance(found, WaltzError) else first_in(found)
 
@@ -561,9 +561,9 @@ def first_in(group: BaseExceptionGroup[WaltzError]) -> WaltzError:
 def from_code(
     code: int, message: str, first_available: int = -1, retry_after_ms: int = 0
 ) -> WaltzError:
-    """Rebuild an error from the wire; an unknown code gives the base class.
+    """Return the error for a code from the wire, the base class for an unknown code.
 
-    `first_available` is the attribute of `BeforeLogStart`, `retry_after_ms` that of `Overloaded`.
+    `first_available` is for `BeforeLogStart`, and `retry_after_ms` is for `Overloaded`.
     """
     if code == BeforeLogStart.code:
         return BeforeLogStart(message, first_available)

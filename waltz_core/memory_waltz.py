@@ -4,12 +4,13 @@
         waltz.reject_next(1)
         transaction_id = client.submit(Transfer(...)).result()
 
-The clients are `WaltzClient` and `AsyncWaltzClient`, the partitions are the server's machines, and
-they use real connections to this process. There are no replicas, disks or ZooKeeper (decision 009).
+The clients are `WaltzClient` and `AsyncWaltzClient`, the partitions are the server's state
+machines, and the clients use real connections to this process. There are no replicas, disks or
+ZooKeeper (decision 009).
 
 Rules:
-    1. A knob changes what happens to messages, never the decision of a machine: a cluster may show
-       everything that a test sees.
+    1. A knob changes what happens to messages, never the decision of a machine: everything that a
+       test sees may also happen in a cluster.
     2. All random choices come from the seed, in the order in which messages arrive.
     3. Knobs may be set from any thread; they apply to messages that arrive afterwards.
     4. A suspended feed holds committed transactions back; a running callback finishes, for a batch
@@ -49,21 +50,21 @@ from waltz_core.transport import net
 IN_MEMORY_CONFIG: Final = ClientConfig(
     request_timeout_ms=5_000, retry_interval_ms_min=1, retry_interval_ms_max=50
 )
-# A client whose append has no outcome is disconnected for longer than its own timeout, so that a
-# busy machine cannot connect it again before it has noticed.
+# A client whose append has no outcome is disconnected for longer than its own timeout. So the
+# client cannot connect again, even on a busy machine, before it has noticed the timeout.
 OUTCOME_TIMEOUT_FACTOR: Final = 1.25
 KEY: Final = b"Waltz in memory."
 assert len(KEY) == 16
-# How often a suspended feed checks whether it has ended.
+# The interval, in seconds, at which a suspended feed checks whether it has ended.
 POLL_INTERVAL_S: Final = 0.05
 
 
 class MemoryWaltz:
-    """A log of some partitions in this process, with any number of clients.
+    """An in-process log with `partition_count` partitions and any number of clients.
 
     `delay_ms` is the delay of answers: a number, or a minimum and a maximum. `fault_rate` is the
     probability (0.0 to 1.0) that an append or its answer is lost with its connection; clients
-    recover from that and report each outcome once, as with a cluster.
+    recover from this and report each outcome once, as with a cluster.
     """
 
     def __init__(
@@ -75,7 +76,9 @@ class MemoryWaltz:
         fault_rate: float = 0.0,
     ) -> None:
         if partition_count < 1:
-            raise errors.BadRequest(f"expected at least one partition, found {partition_count}")
+            raise errors.BadRequest(
+                f"argument partition_count: expected at least 1, found {partition_count}"
+            )
         self._faults = Faults(Random(seed))  # noqa: S311 - replays a test, keeps no secret
         self.delay_ms, self.fault_rate = delay_ms, fault_rate
         self._gate = _Gate()
@@ -104,7 +107,7 @@ class MemoryWaltz:
             raise
 
     def close(self) -> None:
-        """Close its clients and itself; may be called twice. Raises its error, if it has failed."""
+        """Close the clients and the server; may be called twice. Raises an error of the server."""
         if not self._thread.is_alive():
             return
         for client in self._clients:
@@ -139,7 +142,7 @@ class MemoryWaltz:
         self, config: ClientConfig | None = None, *, client_id: int | None = None
     ) -> Opening[AsyncWaltzClient]:
         """Open a client for asyncio; await it, or use it with `async with`."""
-        # One request for each append, so that knobs can count appends.
+        # The client sends one request for each append, so that knobs can count appends.
         settings = replace(config or IN_MEMORY_CONFIG, batch_rows_max=1)
         return Opening(_MemoryClient(self._server, self._gate, settings, client_id))
 
@@ -148,7 +151,7 @@ class MemoryWaltz:
         return self._server.partition_count
 
     def transactions(self, partition: int) -> list[StoredTransaction]:
-        """Return everything in a partition's log; also after `close`."""
+        """Return all transactions in a partition's log; works after `close`, too."""
         if not 0 <= partition < self.partition_count:
             raise errors.UnknownPartition(f"there is no partition {partition}")
         log = self._server.hosts[PartitionId(partition)].store.log
@@ -164,7 +167,7 @@ class MemoryWaltz:
 
     @property
     def delay_ms(self) -> float | tuple[float, float]:
-        """The delay of answers from now on."""
+        """The delay of answers from now on, in ms: a minimum and a maximum."""
         return self._faults.delay_ms
 
     @delay_ms.setter
@@ -172,7 +175,8 @@ class MemoryWaltz:
         low, high = delay_ms if isinstance(delay_ms, tuple) else (delay_ms, delay_ms)
         if not 0 <= low <= high:
             raise errors.BadRequest(
-                f"argument delay: expected 0 <= least <= most, found {delay_ms}"
+                "delay_ms: expected a delay of at least 0, or a minimum and a maximum with 0 <= "
+                f"minimum <= maximum, found {delay_ms}"
             )
         self._faults.delay_ms = low, high
 
@@ -184,7 +188,7 @@ class MemoryWaltz:
     @fault_rate.setter
     def fault_rate(self, rate: float) -> None:
         if not 0.0 <= rate <= 1.0:
-            raise errors.BadRequest(f"argument of a fault rate: expected 0.0 to 1.0, found {rate}")
+            raise errors.BadRequest(f"fault_rate: expected a probability in 0.0..1.0, found {rate}")
         self._faults.rate = rate
 
     @property
@@ -195,36 +199,37 @@ class MemoryWaltz:
     def reject_next(self, count: int = 1) -> None:
         """Reject the next `count` appends that check a lock, as if another client had been faster.
 
-        No other client was: a false rejection by a lock table has the same effect. 0 ends it; rows
-        of `append_batch` are not counted.
+        No other client has written the lock: a false rejection by a lock table has the same effect.
+        0 ends the rejections. Rows of `append_batch` are not counted.
         """
         self._faults.rejections = count
 
     def fail_next_append(
         self, count: int, error: errors.WaltzError, *, enters_log: bool | None = None
     ) -> None:
-        """Fail the next `count` appends of any client with an error; 0 ends it.
+        """Fail the next `count` appends of any client with an error; 0 ends the failures.
 
-        With `OutcomeUnknown`, either the append is lost or its answer (`enters_log` chooses; random
-        by default), and its client cannot find out before its `request_timeout_ms` has passed. With
-        any other error it is not in the log. Clients send an append again after `Overloaded`,
-        `NoSpace` and `SessionLost`: the application sees these errors only if they last for
-        `request_timeout_ms`. Raises BadRequest for an error with which no append fails.
+        With `OutcomeUnknown`, either the append or its answer is lost (`enters_log` chooses; random
+        by default), and its client cannot find out which before its `request_timeout_ms` has
+        passed. With any other error, the append is not in the log. Clients send an append again
+        after `Overloaded`, `NoSpace` and `SessionLost`: the application sees these errors only if
+        they last for `request_timeout_ms`. Raises BadRequest for an error with which no append
+        fails.
         """
         is_outcome = isinstance(error, errors.UsageError | errors.OutcomeUnknown)
         if not is_outcome and outcome_code_of(error) is None:
             raise errors.BadRequest(
-                "argument of fail_next_append: expected an error class that an append can "
-                f"raise, found {type(error).__name__}"
+                "argument error of fail_next_append: expected an error that an append can raise, "
+                f"found {type(error).__name__}"
             )
         self._faults.failures = InjectedFailures(count, error, enters_log)
 
     def suspend_feed(self) -> None:
-        """Pass nothing to callbacks until `resume_feed` (rule 4); appends continue."""
+        """Hold back transactions from callbacks until `resume_feed` (rule 4); appends continue."""
         self._gate.close()
 
     def resume_feed(self) -> None:
-        """Pass on the transactions that have waited, and later ones."""
+        """Pass on the transactions that were held back, and later ones."""
         self._gate.open()
 
 
@@ -249,7 +254,7 @@ class _MemoryClient(AsyncWaltzClient):
         )
 
     async def subscribe_consumer(self, consumer: Consumer, *rest: Any, **named: Any) -> None:  # noqa: ANN401 - passed on
-        """Apply the feed to any consumer, while it is not suspended."""
+        """Apply the feed to a consumer, except while feeds are suspended."""
         await super().subscribe_consumer(_GatedConsumer(consumer, self._gate), *rest, **named)
 
 
@@ -264,24 +269,24 @@ class _MemoryDirectory:
         self.owners: Mapping[PartitionId, Owner] = dict.fromkeys(server.hosts, owner)
 
     async def open(self, changed: OwnersChanged) -> None:
-        """Do nothing: nothing will change."""
+        """Do nothing: owners never change."""
 
     async def run(self) -> None:
-        """Watch nothing."""
+        """Return at once: owners never change."""
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
-        """Return the partition's server."""
+        """Return the server of this process, which owns all partitions."""
         return self.owners[partition_id]
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
-        """Return the partition's server."""
+        """Return the server of this process, which owns all partitions."""
         return self.owners[partition_id]
 
     def mark_suspect(self) -> None:
-        """Do nothing: nothing moves."""
+        """Do nothing: partitions never move."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
-        """Return no groups, as there are no storages."""
+        """Return group 0 for each of `storages`; there are no storages in memory."""
         return dict.fromkeys(storages, 0)
 
     async def next_client_id(self) -> int:
@@ -291,11 +296,11 @@ class _MemoryDirectory:
         return client_id
 
     def take(self, client_id: int) -> None:
-        """Note a client's timeout for outcomes."""
+        """Store the time after which appends of this client have no outcome."""
         self._server.outcome_timeout_s[client_id] = self._outcome_timeout_s
 
     async def close(self) -> None:
-        """Do nothing: it holds nothing open."""
+        """Do nothing: this directory has no connection."""
 
 
 class _Gate:
@@ -307,7 +312,7 @@ class _Gate:
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
     async def wait_open(self, is_running: Callable[[], bool]) -> bool:
-        """Wait until it is open; return False if the waiting feed has ended before."""
+        """Wait until the gate is open; return False if the waiting feed ends before."""
         while is_running():
             with self._lock:
                 if self._is_open:
@@ -315,23 +320,23 @@ class _Gate:
                 event = asyncio.Event()
                 self._waiting.append((asyncio.get_running_loop(), event))
             with contextlib.suppress(TimeoutError):
-                # The end of a feed does not wake this up.
+                # The end of a feed does not wake up this wait, hence the timeout.
                 async with asyncio.timeout(POLL_INTERVAL_S):
                     await event.wait()
         return False
 
     @property
     def is_open(self) -> bool:
-        """Whether feeds may pass."""
+        """Whether feeds may pass the gate."""
         return self._is_open
 
     def close(self) -> None:
-        """Let no feed pass."""
+        """Close the gate: all feeds wait."""
         with self._lock:
             self._is_open = False
 
     def open(self) -> None:
-        """Let all feeds pass."""
+        """Open the gate: all feeds continue."""
         with self._lock:
             self._is_open = True
             waiting, self._waiting = self._waiting, []

@@ -1,6 +1,6 @@
 """The table of all metrics, and the metrics of a process in Prometheus's text format.
 
-Dashboards depend on the names, so they are in one table.
+Dashboards depend on the names of metrics, so all names are in one table.
 
 Rules:
     1. A name is `waltz_<area>_<what>_<unit>`; a counter ends with `_total`, times are in seconds.
@@ -22,8 +22,8 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4  # of `Metrics.page`
-# From a sync in the page cache to a stalling disk.
+CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4  # the content type of `Metrics.page`
+# The buckets, in seconds, range from a sync in the page cache to a stalling disk.
 SECONDS_BUCKETS: Final = (
     *(0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05),
     *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
@@ -39,7 +39,7 @@ class MetricKind(Enum):
 
 
 class Metric(NamedTuple):
-    """One line of the table; the unit is the end of the name, before `_total`."""
+    """One row of the table; the unit is the end of the name, before `_total`."""
 
     name: str
     kind: MetricKind
@@ -621,9 +621,10 @@ class Metrics:
         self._live: dict[str, Any] = {}
         # The growth of counters since the last page (rule 4).
         self._counted: dict[tuple[object, ...], float] = {}
-        # By name and labels as they were passed: looking them up costs more than counting.
+        # Metrics by name and labels, as they were passed: prometheus_client's lookup costs more
+        # than counting.
         self._labeled: dict[tuple[object, ...], Any] = {}
-        # The same, by one label and its text, to find the metrics of one partition.
+        # The keys of `_labeled` by each label and its text, to find the metrics of one partition.
         self._of_label: dict[tuple[str, str], dict[tuple[object, ...], None]] = {}
         prefix = f"waltz_{area}_"
         for metric in TABLE.values():
@@ -634,14 +635,14 @@ class Metrics:
             ProcessCollector(registry=self._registry)
 
     def add(self, name: str, amount: float = 1, **labels: str | int) -> None:
-        """Increment a counter."""
+        """Add `amount` to a counter."""
         assert amount >= 0
         key = (name, *labels.items())
         try:
             self._counted[key] += amount
         except KeyError:
             assert TABLE[name].kind is MetricKind.COUNTER
-            self._at(name, labels)  # Shown from now on, also as 0.
+            self._at(name, labels)  # The counter is shown from now on, also as 0.
             self._counted[key] = amount
 
     def set(self, name: str, value: float, **labels: str | int) -> None:
@@ -650,12 +651,12 @@ class Metrics:
         self._at(name, labels).set(value)
 
     def set_source(self, name: str, read: Callable[[], float], **labels: str | int) -> None:
-        """Read a gauge at each page; `read` runs on the thread that builds the page."""
+        """Let each page read a gauge with `read`, on the thread that builds the page."""
         assert TABLE[name].kind is MetricKind.GAUGE
         self._at(name, labels).set_function(read)
 
     def observe(self, name: str, seconds: float, **labels: str | int) -> None:
-        """Add a duration to a histogram."""
+        """Add a duration, in seconds, to a histogram."""
         assert TABLE[name].kind is MetricKind.HISTOGRAM
         self._at(name, labels).observe(seconds)
 
@@ -664,7 +665,7 @@ class Metrics:
         self.add(f"waltz_{self._area}_events_total", event=report.name)
 
     def forget(self, **labels: str | int) -> None:
-        """Drop everything with these labels, for a partition that has moved away, for example."""
+        """Drop all metrics with these labels, for example of a partition that has moved away."""
         wanted = {(label, str(value)) for label, value in labels.items()}
         assert wanted, "expected at least one label"
         for key in list(self._of_label.get(min(wanted), ())):
@@ -676,7 +677,8 @@ class Metrics:
             self._counted.pop(key, None)
             for pair in texts.items():
                 self._of_label[pair].pop(key)
-            # Absent if the same labels were passed in another order, and dropped with that.
+            # The metric is absent if it was dropped already, under the same labels in another
+            # order.
             with contextlib.suppress(KeyError):
                 self._live[str(name)].remove(*(texts[label] for label in TABLE[str(name)].labels))
 
@@ -693,7 +695,7 @@ class Metrics:
         return generate_latest(self._registry)
 
     def _add_counter_growth(self) -> None:
-        """Add the growth to the counters."""
+        """Add the growth since the last page to the counters of prometheus_client."""
         for (name, *labels), amount in self._counted.items():
             if amount:
                 pairs = cast("list[tuple[str, str | int]]", labels)

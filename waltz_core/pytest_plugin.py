@@ -1,6 +1,6 @@
 """Fixtures for applications' tests: `waltz_cluster`, a real cluster, and `waltz_memory`.
 
-pytest loads it.
+pytest loads this plugin.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def waltz_cluster() -> Iterator[str]:
-    """The connect string of a cluster on this machine; it ends with the test session."""
+    """The connect string of a cluster on this machine, which stops with the test session."""
     import waltz_core.local  # noqa: PLC0415 - a session without this fixture pays nothing
 
     with waltz_core.local.cluster() as connect:

@@ -1,4 +1,4 @@
-"""Loads functions of the user, which an option names as `module:function`."""
+"""Loads a function of the user, which an option names as `module:function`."""
 
 import importlib
 import re
@@ -15,15 +15,15 @@ def is_function_name(text: str) -> bool:
 
 
 def load_function(name: str, option: str, hint: str) -> Any:  # noqa: ANN401 - the user's
-    """Return the function with a name, `module:function`.
+    """Import and return the function with the name `module:function`.
 
     Args:
-        name: the name.
-        option: what names it, for errors.
-        hint: for a function that cannot be imported.
+        name: the name of the function.
+        option: the option that has the name, for errors.
+        hint: the hint in the error for a function that cannot be imported.
 
     Raises:
-        BadConfig: it does not exist, or it is not a function.
+        BadConfig: the function does not exist, or the object is not a function.
     """
     module_name, _, function_name = name.partition(":")
     try:

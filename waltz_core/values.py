@@ -1,6 +1,6 @@
 """`value`: an immutable dataclass that is created as fast as a mutable one.
 
-Messages, events and effects are such objects; a lone append creates about fifty of them.
+Messages, events and effects are such objects; a single append creates about fifty of them.
 `dataclass(frozen=True)` calls `object.__setattr__` for each field, which makes creation three times
 as slow.
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 else:
 
     def value(*, frozen: bool, slots: bool, eq: bool = True) -> Callable[[type[_T]], type[_T]]:
-        """Return a decorator; the arguments are those of `dataclass`."""
+        """Return a class decorator; its arguments are those of `dataclass`."""
         assert frozen
         assert slots
         return dataclass(slots=True, eq=eq, unsafe_hash=eq)

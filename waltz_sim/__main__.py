@@ -1,4 +1,4 @@
-"""`python -m waltz_sim`."""
+"""The entry point of `python -m waltz_sim`."""
 
 import sys
 

@@ -1,10 +1,13 @@
-"""`python -m waltz_sim`: run seeds of the simulator, replay one, shorten one that fails.
+"""The command `python -m waltz_sim`: runs seeds, replays one seed, or shortens a failing schedule.
 
 Rules:
-    1. Exit code 0 means that every seed was run, none broke a rule, and the coverage is sufficient.
-    2. A failing seed is reported with its rule, a sentence, the command that replays it, and a file
-       with a shortened schedule, which stays valid when the meaning of seeds changes.
-    3. An interrupt ends it like any command; one line reports the results so far.
+    1. Exit code 0 means that every seed was run, that no seed broke a rule, and that the coverage
+       is sufficient.
+    2. The report of a failing seed contains the broken rule, a sentence, the command that replays
+       the seed, and a file with a shortened schedule. The file stays valid when the meaning of
+       seeds changes.
+    3. An interrupt ends this command like any other command, and one line reports the results so
+       far.
 """
 
 import argparse
@@ -29,7 +32,7 @@ DESCRIPTION = "Inject faults by seeds, and check every guarantee."
 INTERRUPTED = 130
 SEEDS = 300
 SEED_MAX = (1 << 63) - 1
-SHRUNK_MAX = 3  # failing seeds of one run that are shortened
+SHRUNK_MAX = 3  # the number of failing seeds in one run whose schedules are shortened
 SHRINK_S = 60.0
 TEXT_CHARACTERS_MAX = 2_000
 
@@ -90,7 +93,7 @@ def _check(arguments: argparse.Namespace) -> None:
     """Check the options.
 
     Raises:
-        BadConfig: an option is out of its range, or conflicts with another one.
+        BadConfig: an option is out of its range, or conflicts with another option.
     """
     numbers = (("seeds", 1), ("jobs", 1), ("seed", 0), ("first", 0), ("steps", 1))
     for name, least in numbers:
@@ -130,7 +133,7 @@ def _read(path: Path) -> Schedule:
     return schedule
 
 
-# ---- one run
+# ---- one seed or schedule
 
 
 def _one(schedule: Schedule, arguments: argparse.Namespace) -> int:
@@ -193,7 +196,7 @@ def _deadline(seconds: float) -> Callable[[], bool]:
     return lambda: time.monotonic() >= end_s
 
 
-# ---- many
+# ---- many seeds
 
 
 def _many(arguments: argparse.Namespace) -> int:
@@ -249,7 +252,7 @@ def _many(arguments: argparse.Namespace) -> int:
 
 
 def _progress_text(sums: Coverage, first: int, seconds: float) -> str:
-    """Rule 3."""
+    """Return the line that an interrupt prints (rule 3)."""
     broken = ", ".join(f"seed {failure.seed}: {failure.rule}" for failure in sums.failures)
     return (
         f"interrupted after {sums.seeds} seeds from {first} on in {seconds:.0f} s: "
@@ -275,7 +278,7 @@ def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
 
 
 def _print_failures(sums: Coverage, generator: ScheduleGenerator) -> dict[int, Path]:
-    """Rule 2."""
+    """Print all failures, and shorten the first schedules; return their files by seed (rule 2)."""
     files: dict[int, Path] = {}
     for failure in sums.failures:
         print_error(f"seed {failure.seed} broke {failure.rule}: {_sentence(failure.text)}")

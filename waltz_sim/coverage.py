@@ -1,12 +1,13 @@
-"""The coverage of a number of runs: which faults have fired, and which states have occurred.
+"""The coverage of many runs: which faults were injected, and which states have occurred.
 
-Tests, the command line and the processes of a swarm run seeds; all of them use these sums, and the
-same definition of sufficient coverage.
+Tests, the command line and the processes of a swarm use the same sums, and the same definition of
+sufficient coverage.
 
 Rules:
-    1. In `SEEDS_MIN` seeds or more every kind of fault has fired, and every state that is listed in
-       `guarantees/sometimes.py` has occurred; otherwise the whole run counts as failed.
-    2. The sums are small for any number of runs: they contain no traces and no schedules.
+    1. After `SEEDS_MIN` seeds or more, every kind of fault must have been injected, and every state
+       in `guarantees/sometimes.py` must have occurred. Otherwise the whole run counts as failed.
+    2. The size of the sums does not grow with the number of runs: they contain no traces and no
+       schedules.
 """
 
 from collections import Counter
@@ -22,7 +23,7 @@ SEEDS_MIN: Final = 300
 
 
 class FailedSeed(NamedTuple):
-    """A seed that broke a rule, and the sentence about it."""
+    """A seed that broke a rule, with a sentence about the violation."""
 
     seed: int
     rule: str
@@ -31,7 +32,7 @@ class FailedSeed(NamedTuple):
 
 @dataclass(slots=True)
 class Coverage:
-    """Sums over runs; `steps` are of worlds, `disk_steps` of their disks, `cpu_s` of one core."""
+    """Sums over runs: `steps` of worlds, `disk_steps` of their disks, CPU seconds in `cpu_s`."""
 
     seeds: int = 0
     steps: int = 0
@@ -43,7 +44,7 @@ class Coverage:
     failures: list[FailedSeed] = field(default_factory=list)
 
     def add(self, verdict: RunVerdict) -> None:
-        """Add one run."""
+        """Add the verdict of one run."""
         self.seeds += 1
         self.steps += verdict.steps
         self.disk_steps += verdict.disk_steps
@@ -67,11 +68,11 @@ class Coverage:
 
     @property
     def faults(self) -> dict[str, int]:
-        """How often each kind of fault has fired."""
+        """The number of injected faults of each kind."""
         return {kind: self.counts[f"fault {kind}"] for kind in sorted(WEIGHTS)}
 
     def missing(self) -> list[str]:
-        """Return what did not occur (rule 1); always empty for a few seeds."""
+        """Return the faults and states that did not occur (rule 1); empty for few seeds."""
         if self.seeds < SEEDS_MIN:
             return []
         quiet = [f"fault {kind}" for kind, count in self.faults.items() if not count]
@@ -79,22 +80,22 @@ class Coverage:
 
     @property
     def seeds_per_cpu_s(self) -> float:
-        """How many seeds one core has run per second; 0 if not measured."""
+        """The number of seeds per second of CPU time; 0 if the CPU time was not measured."""
         return self.seeds / self.cpu_s if self.cpu_s else 0.0
 
     @property
     def steps_per_cpu_s(self) -> float:
-        """How many steps of worlds one core has run per second; 0 if not measured."""
+        """The number of worlds' steps per second of CPU time; 0 if it was not measured."""
         return self.steps / self.cpu_s if self.cpu_s else 0.0
 
     @property
     def is_good(self) -> bool:
-        """Whether no rule was broken and the coverage is sufficient."""
+        """Whether no seed broke a rule and the coverage is sufficient."""
         return not self.failures and not self.missing()
 
 
 def covered(verdicts: Iterable[RunVerdict]) -> Coverage:
-    """Return the sums of some runs."""
+    """Sum the verdicts of several runs."""
     sums = Coverage()
     for verdict in verdicts:
         sums.add(verdict)

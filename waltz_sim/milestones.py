@@ -1,18 +1,19 @@
 """Milestones: the events of a world that a scenario lists, as short lines.
 
-A scenario that depended on times, randomness, or the order of equal machines' answers would change
-with every change of the code. This module defines the milestones and their texts.
+The lines depend neither on times nor on randomness, nor on the order in which equal machines
+answer. Otherwise a scenario would change with every change of the code. This module defines which
+events are milestones, and their texts.
 
 Rules:
     1. Milestones are visible from outside the machines: actions of replicas, contents of ZooKeeper,
        effects of the store, outcomes for applications, and reports of machines.
-    2. Actions of single replicas, between two milestones of the partition, are listed together and
-       in the order of the replicas' names: their own order does not matter.
-    3. Storages are A to E, servers S and T. IDs that depend on timing get names, h1 for the first
-       one in the scenario; the same ID has the same name.
-    4. A log with IDs 0 to 9 is "0..9", an empty one is "nothing".
-    5. A repeated line within a session and a step of a scenario is listed once: a rejected machine
-       retries forever.
+    2. The actions of single replicas between two milestones of the partition are listed together,
+       in the order of the replicas' names. The order in which they occurred does not matter.
+    3. Storages are called A to E, and servers S to U. IDs that depend on timing get names: h1 is
+       the first such ID in the scenario. The same ID always has the same name.
+    4. A log with the IDs 0 to 9 is written as "0..9", and an empty log as "nothing".
+    5. If a line occurs again within the same session and the same step, it is not listed again,
+       because a rejected machine retries forever.
 """
 
 import re
@@ -54,10 +55,10 @@ if TYPE_CHECKING:
 
 _NAME: Final = re.compile(r"storage(\d):1|server(\d)")
 _CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")
-# Actions of single replicas (rule 2).
+# Actions of single replicas (rule 2), each with the word before its IDs.
 _VERBS: Final = {"fenced": "with", "truncated": "to", "copied": "", "repaired": "", "marked": "at"}
 _WRITTEN: Final = "ZooKeeper has"
-# Reports that are milestones; the others have visible consequences.
+# Reports that are milestones. All other reports have consequences that are milestones.
 _REPORTS: Final[dict[str, str]] = {
     "replica.untrusted": "{replica} is not trusted",
     "replica.rejected": "{replica} is rejected: {reason}",
@@ -71,7 +72,7 @@ _REPORTS: Final[dict[str, str]] = {
 
 
 def letters(text: str) -> str:
-    """Return a text with the names that storages and servers have in scenarios (rule 3)."""
+    """Replace the names of storages and servers in a text by those of scenarios (rule 3)."""
 
     def name(found: re.Match[str]) -> str:
         storage, server = found.groups()
@@ -81,13 +82,14 @@ def letters(text: str) -> str:
 
 
 class MilestoneRecorder(Checks):
-    """The checkers of a world, which also write down milestones."""
+    """The checkers of a world, which also record the milestones as lines."""
 
     def __init__(self, cluster: "SimCluster") -> None:
         super().__init__(cluster)
         self.lines: list[str] = []
-        self.last_added_us = 0  # or when an application got an outcome
-        # Called with every milestone as it happens, for example "cut C", before it is written down.
+        self.last_added_us = 0  # when the last milestone or outcome of an application occurred
+        # Called when a milestone occurs, for example with "copied C", also before its line is
+        # added.
         self.on_milestone: Callable[[str], None] = lambda _: None
         self.names_ids = False  # rule 3
         self._ids: dict[int, str] = {}
@@ -95,10 +97,10 @@ class MilestoneRecorder(Checks):
         self._together: dict[str, list[tuple[str, int, int]]] = {}  # by replica
         self._outcomes: dict[str, list[int]] = {}
 
-    # ---- writing down
+    # ---- lines
 
     def take_lines(self) -> list[str]:
-        """Return the lines since the last call."""
+        """Return the lines of all milestones since the last call."""
         self._flush()
         if not self.names_ids:
             self._add_outcomes()
@@ -107,7 +109,7 @@ class MilestoneRecorder(Checks):
         return lines
 
     def add(self, text: str) -> None:
-        """Write down a milestone of the partition."""
+        """Record a milestone of the partition."""
         line = letters(text)
         if self._is_new(line):
             self._flush()
@@ -115,7 +117,7 @@ class MilestoneRecorder(Checks):
         self.on_milestone(line)
 
     def _add_records(self, verb: str, replica: str, first: int, last: int) -> None:
-        """Write down an action of one replica on some IDs (rule 2)."""
+        """Record an action of one replica on the IDs first..last (rule 2)."""
         name = letters(replica)
         if self._is_new((verb, name, first, last)):
             deeds = self._together.setdefault(name, [])
@@ -125,7 +127,7 @@ class MilestoneRecorder(Checks):
         self.on_milestone(f"{verb} {name}")
 
     def _is_new(self, what: object) -> bool:
-        """Return whether a line is new in this session and step (rule 5)."""
+        """Return whether a line is new in this session and this step; remember it (rule 5)."""
         if what in self._added_once:
             return False
         self._added_once[what] = None
@@ -142,7 +144,7 @@ class MilestoneRecorder(Checks):
         self.lines += [f"{' '.join(names)}: {text}" for text, names in by_deeds.items()]
 
     def span(self, first: int, last: int) -> str:
-        """Return IDs as text (rules 3 and 4)."""
+        """Format the IDs first..last (rules 3 and 4)."""
         if last < first:
             return "nothing"
         return f"{self._id(first)}..{self._id(last)}" if first != last else self._id(first)
@@ -162,7 +164,7 @@ class MilestoneRecorder(Checks):
                 self.lines.append(f"reported: {len(ids)} {what}")
 
     def add_written(self, *, is_complete: bool) -> None:
-        """Write down in one line the outcomes of continuous writes."""
+        """Record the outcomes of continuous writes in one line."""
         outcomes, self._outcomes = self._outcomes, {}
         bad = sorted(what for what in outcomes if what not in {"in the log", "LOST"})
         if bad or not is_complete:
@@ -179,7 +181,7 @@ class MilestoneRecorder(Checks):
         result: "WorkResult",
         before: "LogBefore",
     ) -> None:
-        """See `Checks.worked`; live appends are not milestones."""
+        """Record actions of a replica; the appends of an engaged replica are no milestones."""
         super().worked(storage, work, result, before)
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             if isinstance(outcome, WaltzError):
@@ -207,7 +209,7 @@ class MilestoneRecorder(Checks):
         return state is not None and state[1] == UNRESOLVED and state[0] == message.session_id
 
     def storage_rejected(self, storage: "SimStorage", error: WaltzError) -> None:
-        """See `Checks.storage_rejected`."""
+        """Record that a storage does not open."""
         super().storage_rejected(storage, error)
         self.add(f"{storage.name} does not open: {error}")
 
@@ -220,7 +222,7 @@ class MilestoneRecorder(Checks):
         after: PartitionMetadata,
         marker: PartitionMarker,
     ) -> None:
-        """See `Checks.wrote`; a claim is written down when its server reports it."""
+        """Record a change of the replica states; `reported` records the claim of a session."""
         super().wrote(server, before, after, marker)
         if after.session_id != before.session_id:
             return
@@ -248,7 +250,7 @@ class MilestoneRecorder(Checks):
     # ---- servers
 
     def reported(self, name: str, report: Report) -> None:
-        """See `Checks.reported`."""
+        """Record the reports that are milestones."""
         super().reported(name, report)
         fields = dict(report.fields)
         match report.name:
@@ -275,7 +277,7 @@ class MilestoneRecorder(Checks):
     def stepped(
         self, server: "SimServer", store: "PartitionStore", effects: Sequence[session_events.Effect]
     ) -> None:
-        """See `Checks.stepped`."""
+        """Record the effects of the store that are milestones."""
         super().stepped(server, store, effects)
         for effect in effects:
             match effect:
@@ -300,7 +302,7 @@ class MilestoneRecorder(Checks):
         self.add(f"in doubt: {self.span(first, last)}; in the log: {kept}")
 
     def answered(self, server: "SimServer", answer: "SendToClient") -> None:
-        """See `Checks.answered`; an outcome is a milestone when the application gets it."""
+        """Record an outcome that is sent to an abandoned link; `settled` records all others."""
         super().answered(server, answer)
         link, message = self.cluster.network.links.get(answer.connection), answer.message
         if link is None or link.is_open[NEAR] or not isinstance(message, AppendResult):
@@ -311,7 +313,7 @@ class MilestoneRecorder(Checks):
     # ---- applications
 
     def settled(self, client: "SimClient", effect: client_events.SubmissionSettled) -> None:
-        """See `Checks.settled`."""
+        """Record the outcome of each row that an application has received."""
         super().settled(client, effect)
         outcome = effect.outcome
         ids, reasons = outcome.transaction_ids.tolist(), outcome.reasons.tolist()
@@ -320,7 +322,7 @@ class MilestoneRecorder(Checks):
             self._outcomes.setdefault(what, []).append(number)
 
     def rejected(self, client: "SimClient", effect: client_events.SubmissionRejected) -> None:
-        """See `Checks.rejected`."""
+        """Record the rows of a rejected submission as unknown or not sent."""
         super().rejected(client, effect)
         what = "unknown" if isinstance(effect.error, OutcomeUnknown) else "not sent"
         count = len(self.cluster.workload.operations_of(effect.token))
@@ -332,7 +334,7 @@ def _outcome(reason: int) -> str:
 
 
 def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Return sorted IDs as closed ranges."""
+    """Group sorted IDs into ranges (first, last)."""
     runs: list[tuple[int, int]] = []
     for number in ids:
         if runs and runs[-1][1] + 1 == number:

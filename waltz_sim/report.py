@@ -1,6 +1,6 @@
-"""The report of a swarm in Markdown: coverage and failures.
+"""The report of a swarm in Markdown: its coverage and failures.
 
-It only formats figures; nothing is counted or decided here.
+This module only formats figures. It counts and decides nothing.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import Final
 from waltz_sim.coverage import Coverage
 from waltz_sim.run import PLAIN, ScheduleGenerator
 
-# Groups of rules: the report lists each with the number of seeds that broke one of its rules.
+# Groups of rules. For each group, the report has the number of seeds that broke one of its rules.
 PROMISES: Final = (
     (
         "lost, changed or forked",
@@ -26,7 +26,7 @@ PROMISES: Final = (
 def report_of(
     sums: Coverage, *, first: int, seconds: float, generator: ScheduleGenerator = PLAIN
 ) -> str:
-    """Return the whole report."""
+    """Format the whole report as Markdown."""
     rate = sums.seeds / seconds if seconds else 0.0
     faults, steps = sums.faults, f"{sums.steps_per_cpu_s:,.0f}"
     figures = [

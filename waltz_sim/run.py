@@ -1,7 +1,7 @@
 """Runs one seed or one schedule to its end, and returns a verdict.
 
-Tests, the command line, the swarm and the shrinker run a schedule in the same way, and have one
-definition of failure.
+Tests, the command line, the swarm and the shrinker all use this module. So they run a schedule in
+the same way, and have the same definition of a failure.
 """
 
 import traceback
@@ -18,10 +18,10 @@ from waltz_sim.schedule import STEPS, Schedule, schedule_of
 
 @dataclass(frozen=True, slots=True)
 class RunVerdict:
-    """The end of a run. `rule` is None for a good one, else the name of the broken rule.
+    """The result of a run. `rule` is the name of the broken rule; None if no rule was broken.
 
-    A machine that raises (its own assertion, or any other error) breaks the rule `Crash`.
-    `steps` counts the events of the world, `disk_steps` the steps of its disks.
+    An error in a machine, such as a failed assertion, breaks the rule `Crash`. `steps` counts the
+    events of the world, `disk_steps` the steps of its disks, and `committed` the transactions.
     """
 
     schedule: Schedule
@@ -38,16 +38,16 @@ class RunVerdict:
 
     @property
     def is_good(self) -> bool:
-        """Whether no rule was broken."""
+        """Whether the run broke no rule."""
         return self.rule is None
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduleGenerator:
-    """How a schedule is drawn from a seed: after `steps_max` steps all faults heal; rough ones have
-    themes.
+    """How a schedule is drawn from a seed.
 
-    See rule 4 of `kinds.py`.
+    All faults are repaired after `steps_max` steps. The schedules are rough if `is_rough`: rule 4
+    of `kinds.py`.
     """
 
     steps_max: int = STEPS
@@ -60,12 +60,12 @@ class ScheduleGenerator:
 
     @property
     def options(self) -> str:
-        """Its command-line options, each with a space before it."""
+        """The command-line options of this generator, each with a space before it."""
         rough = " --rough" if self.is_rough else ""
         return rough + ("" if self.steps_max == STEPS else f" --steps {self.steps_max}")
 
     def command(self, seed: int) -> str:
-        """Return the command that runs a seed again."""
+        """Return the command that replays a seed."""
         return f"python -m waltz_sim --seed {seed}{self.options}"
 
 
@@ -75,14 +75,14 @@ PLAIN: Final = ScheduleGenerator()
 def run_seed(
     seed: int, generator: ScheduleGenerator = PLAIN, *, is_traced: bool = False
 ) -> RunVerdict:
-    """Draw a schedule from a seed and run it."""
+    """Draw the schedule of a seed, and run it."""
     return run(generator.schedule_of(seed), is_traced=is_traced)
 
 
 def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False) -> RunVerdict:
-    """Run a schedule: its faults, then healing, then the final checks.
+    """Run a schedule: inject its faults, repair all of them, and make the final checks.
 
-    With `keeps_all`, the verdict has all lines of the trace, not only the last ones.
+    If `keeps_all`, the verdict has all lines of the trace. Otherwise it has only the last lines.
     """
     cluster = SimCluster(schedule, is_traced=is_traced)
     if keeps_all:

@@ -1,11 +1,11 @@
-"""Scenarios: commands for a cluster, and the resulting milestones, line by line.
+"""Scenarios: commands for a simulated cluster, and the milestones that follow from them.
 
-A random run shows that no guarantee breaks; a scenario shows what happens. A scenario is a text for
-people who know the protocol, and a test: a new run must produce the same text.
+A random run shows that no guarantee breaks. A scenario shows what happens. A scenario is a text for
+readers who know the protocol, and it is also a test: a new run must produce the same text.
 
 A file of scenarios begins with an introduction. Each scenario has a title (`## `), an introduction,
-and steps. A step (`> `) has one or more commands, separated by semicolons; then the world runs
-until it is quiet for a while. The milestones follow, indented:
+and steps. A step (`> `) has one or more commands, separated by semicolons. After the commands, the
+world runs until no milestone has occurred for a while. The milestones of the step follow, indented:
 
     ## A storage dies
     Two of three replicas continue without it.
@@ -18,11 +18,11 @@ until it is quiet for a while. The milestones follow, indented:
         ...
 
 Rules:
-    1. The world of a scenario is calm: every delay is the middle one, and no fault occurs by
-       itself.
-    2. All checkers of the simulator are active. At its end a scenario is healed, and the cluster
-       must recover, unless the scenario has the command `leave it broken`.
-    3. `scenario_commands.py` has the commands, `milestones.py` the milestones.
+    1. The world of a scenario is calm: every delay is the middle one of its range, and faults occur
+       only by commands.
+    2. All checkers of the simulator are active. At the end of a scenario all faults are repaired,
+       and the cluster must recover, unless the scenario has the command `leave it broken`.
+    3. `scenario_commands.py` has the commands, and `milestones.py` has the milestones.
 """
 
 import re
@@ -34,20 +34,20 @@ from waltz_sim.scenario_commands import ScenarioRunner
 
 @dataclass(slots=True)
 class ScenarioStep:
-    """Commands, and their milestones."""
+    """A step of a scenario: its commands, and the lines of its milestones."""
 
     commands: str
     lines: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """The text of the step in a file."""
+        """The text of this step in a file of scenarios."""
         return f"> {self.commands}\n" + "".join(f"    {each}\n" for each in self.lines)
 
 
 @dataclass(slots=True)
 class Scenario:
-    """A title, an introduction, and steps."""
+    """A scenario: its title, its introduction, and its steps."""
 
     title: str
     words: list[str] = field(default_factory=list)
@@ -55,13 +55,13 @@ class Scenario:
 
     @property
     def text(self) -> str:
-        """The text of the scenario in a file."""
+        """The text of this scenario in a file of scenarios."""
         words = "".join(f"{line}\n" for line in self.words)
         return f"## {self.title}\n{words}\n{''.join(each.text for each in self.steps)}"
 
 
 def scenarios_in(text: str) -> tuple[str, list[Scenario]]:
-    """Return the introduction of a file, and its scenarios; raises BadFormat."""
+    """Parse a file; return its introduction and its scenarios. Raise BadFormat if it is invalid."""
     intro, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
     scenarios = []
     for part in parts:
@@ -83,9 +83,9 @@ def scenarios_in(text: str) -> tuple[str, list[Scenario]]:
 
 
 def replayed(scenario: Scenario) -> Scenario:
-    """Run a scenario; return it with the milestones of each step (rule 2).
+    """Run the commands of a scenario; return it with the milestones of each step (rule 2).
 
-    Raises BadFormat for an invalid command, `history.Violation` for a broken guarantee.
+    Raises BadFormat for an invalid command, and `history.Violation` for a broken guarantee.
     """
     again = Scenario(scenario.title, scenario.words)
     opening = scenario.steps[0].commands if scenario.steps else ""

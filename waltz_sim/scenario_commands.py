@@ -1,12 +1,13 @@
 """The commands of scenarios, and their actions in a calm world.
 
-`scenario.py` has the format of scenarios; this module lists all commands.
+`scenario.py` has the format of scenarios. `_COMMANDS` in this module lists all commands.
 
 Rules:
-    1. Commands run immediately, in the order of the scenario, without waiting in between.
+    1. The commands of a step run immediately, in the order of the scenario, without waiting in
+       between.
     2. A killed process stays down until the scenario starts it again.
-    3. The opening, always the same, runs before the rest of its step. Its milestones are listed
-       only if the scenario begins slowly.
+    3. The first command is always `begin`. It runs before the rest of its step. Its milestones are
+       listed only if it is `begin slowly`.
 """
 
 import re
@@ -53,7 +54,7 @@ _NAMES: Final = {"A": 0, "B": 1, "C": 2, "D": 3, "E": 4, "S": 0, "T": 1, "U": 2}
 
 
 class ScenarioRunner:
-    """A world, and the commands that act on it."""
+    """Runs the commands of one scenario on its simulated cluster."""
 
     def __init__(self, opening: str) -> None:
         found = re.fullmatch(
@@ -92,7 +93,7 @@ class ScenarioRunner:
             self.play("")
 
     def _tick(self) -> None:
-        """Check the time regularly, also without other events."""
+        """Add an event every `_TICK_MS`, so that time also passes without other events."""
         self.cluster.world.after(_TICK_MS * MS, self._tick)
 
     def _recorded(self, cluster: SimCluster) -> MilestoneRecorder:
@@ -103,7 +104,7 @@ class ScenarioRunner:
     # ---- a step
 
     def play(self, commands: str) -> list[str]:
-        """Run the commands of a step, wait until the world is quiet, and return the milestones."""
+        """Run a step's commands until the world is quiet; return its milestones as lines."""
         recorder, world = self.recorder, self.cluster.world
         for command in commands.split(";"):
             if command and not command.startswith("begin "):
@@ -114,7 +115,7 @@ class ScenarioRunner:
         return recorder.take_lines()
 
     def do(self, command: str) -> None:
-        """Run one command."""
+        """Run one command; raise BadFormat if it is unknown."""
         for pattern, action in _COMMANDS.items():
             found = re.fullmatch(pattern, command)
             if found is not None:
@@ -126,19 +127,19 @@ class ScenarioRunner:
         for milestone, command in list(self._triggers):
             if milestone in line:
                 self._triggers.remove((milestone, command))
-                # The caller is in the middle of a step.
+                # The caller is in the middle of a machine's step, so the command runs after it.
                 self.cluster.world.after(0, partial(self.do, command))
 
     def when(self, milestone: str, command: str) -> None:
-        """Run a command as soon as a milestone occurs."""
+        """Run a command as soon as a milestone occurs whose line contains a text."""
         self._triggers.append((milestone, command))
 
     def wait(self, duration_ms: str) -> None:
-        """Let some time pass."""
+        """Run the world for some milliseconds of virtual time."""
         self.cluster.world.run(int(duration_ms) * MS)
 
     def leave_broken(self) -> None:
-        """Do not heal this scenario: it would need an operator's decision."""
+        """Require no recovery at the end of this scenario: an operator would have to decide."""
         self.is_left_broken = True
 
     # ---- processes
@@ -150,36 +151,36 @@ class ScenarioRunner:
         return self.cluster.storages[_replica(name)]
 
     def kill(self, name: str) -> None:
-        """`kill -9`, without a restart."""
+        """Kill a process as with SIGKILL; it stays down until `start`."""
         process = self._process(name)
         self.cluster.held_down[process.name] = None
         process.kill()
 
     def power_off(self, name: str) -> None:
-        """Cut a storage's power: unsynced data is lost."""
+        """Cut a storage's power: unsynced data is lost, and it stays down until `start`."""
         storage = self._storage(name)
         self.cluster.held_down[storage.name] = None
         storage.lose_power(Survival.NOTHING, with_lies=True)
 
     def start(self, name: str) -> None:
-        """Start it again."""
+        """Start a process that was killed or lost its power."""
         process = self._process(name)
         self.cluster.held_down.pop(process.name, None)
         process.start()
 
     def pause(self, name: str) -> None:
-        """SIGSTOP."""
+        """Stop a process as with SIGSTOP; the ZooKeeper session of a paused server may expire."""
         process = self._process(name)
         process.pause()
         if isinstance(process, SimServer):
             self.cluster.coordinator.watch_server(process)
 
     def resume(self, name: str) -> None:
-        """SIGCONT."""
+        """Continue a paused process as with SIGCONT."""
         self._process(name).resume()
 
     def cut_off(self, name: str, others: str) -> None:
-        """Drop everything between a machine and some others, without closing links."""
+        """Drop all messages between a machine and several others, without closing their links."""
         network, machine = self.cluster.network, self._process(name).name
         for other in (self._process(each).name for each in others.split()):
             network.block(machine, other)
@@ -189,25 +190,25 @@ class ScenarioRunner:
                     network.mute(link)
 
     def cut_one_way(self, name: str, other: str) -> None:
-        """Drop everything from one machine to another; the other direction works."""
+        """Drop all messages from one machine to another; the other direction works."""
         self.cluster.network.block(self._process(name).name, self._process(other).name)
 
     def cut_from_zookeeper(self, name: str) -> None:
-        """Cut a server off from ZooKeeper only; its session expires after a while."""
+        """Cut a server off from ZooKeeper only; its ZooKeeper session expires after a while."""
         server = self._process(name)
         assert isinstance(server, SimServer)
         self.cluster.coordinator.cut_off[server.name] = None
         self.cluster.coordinator.watch_server(server)
 
     def hold_back(self) -> None:
-        """Delay messages of the application on its link to the server."""
+        """Delay the messages on the application's newest link to a server."""
         self._held = next(reversed(self._client.links.values()))
         self.cluster.network.hold(
             self._held, lambda: self.recorder.add("what was held back arrives")
         )
 
     def abandon_link(self) -> None:
-        """Break the application's end of its link; the server does not notice."""
+        """Close the application's end of the delayed link; the server does not notice this."""
         assert self._held is not None
         self.cluster.network.abandon(self._held, "abandoned")
 
@@ -217,31 +218,31 @@ class ScenarioRunner:
         self.cluster.network.release(self._held, "abandoned", 50 * MS)
 
     def repair_network(self) -> None:
-        """Repair the network."""
+        """Remove all blocks in the network, also those from ZooKeeper."""
         self.cluster.network.repair()
         self.cluster.coordinator.cut_off.clear()
 
     def set_clock(self, name: str, sign: str) -> None:
-        """Move a wall clock by an hour."""
+        """Move the wall clock of a process by one hour, "back" or "forward"."""
         self._process(name).wall_offset_ms += 3_600_000 * (-1 if sign == "back" else 1)
 
     # ---- disks
 
     def keep_disk(self, name: str) -> None:
-        """Copy the durable contents of a disk."""
+        """Keep a copy of the durable files on the disk of a storage."""
         disk = SimDisk(is_traced=False)
         for path, content in self._storage(name).disk.files().items():
             disk.put(path, content)
         self._disks[name] = disk
 
     def old_disk(self, name: str) -> None:
-        """Replace the disk by the copy; the storage is down."""
+        """Replace the disk of a stopped storage by the kept copy."""
         storage = self._storage(name)
         storage.disk = self._disks.pop(name)
         self.recorder.rolled_back(storage)
 
     def new_disk(self, name: str, registered: str | None) -> None:
-        """Insert an empty disk; with `cluster replace` its storage is the registered one."""
+        """Insert an empty disk; if `registered`, register its storage ID (`cluster replace`)."""
         storage = self._storage(name)
         storage.disk = SimDisk(is_traced=False)
         storage.storage_id = bytes(reversed(storage.storage_id))
@@ -250,29 +251,29 @@ class ScenarioRunner:
         self.recorder.rolled_back(storage)
 
     def swap_disks(self, name: str, other: str) -> None:
-        """Swap the disks of two machines; both storages are down."""
+        """Swap the disks of two stopped storages."""
         first, second = self._storage(name), self._storage(other)
         first.disk, second.disk = second.disk, first.disk
         for each in (first, second):
             self.recorder.rolled_back(each)
 
     def fill_disk(self, name: str) -> None:
-        """Fill a disk."""
+        """Limit a disk's capacity to the bytes that it has now."""
         disk = self._storage(name).disk
         disk.capacity_bytes = sum(len(content) for content in disk.files().values())
 
     def make_room(self, name: str) -> None:
-        """Free space on a disk."""
+        """Remove the limit of a disk's capacity."""
         self._storage(name).disk.capacity_bytes = None
 
     def fail_sync(self, name: str) -> None:
-        """Let the next sync of a disk fail: the written data does not become durable."""
+        """Let the next sync of a disk fail, so that the data written before it is not durable."""
         disk = self._storage(name).disk
-        # An append writes records, offsets and lineage, and then syncs.
+        # An append writes records, offsets and lineage (three steps), and then syncs (the fourth).
         disk.plan(disk.step_count + 4, DiskFault.FAILS)
 
     def rot(self, name: str, transaction_id: str) -> None:
-        """Flip a bit of a record on the disk."""
+        """Flip a bit in the data of one transaction on the disk of a storage."""
         disk = self._storage(name).disk
         path = min(each for each in disk.files() if each.suffix == ".seg")
         content, offset = disk.content(path), SEGMENT_HEADER_BYTES
@@ -282,21 +283,21 @@ class ScenarioRunner:
         disk.flip(path, offset + RECORD_PREFIX.size)
 
     def lie(self, name: str) -> None:
-        """Let a disk report syncs from now on without doing them."""
+        """Let a disk from now on report syncs as successful without doing them."""
         self._storage(name).disk.is_lying = True
 
     def trust_no_syncs(self, name: str) -> None:
-        """Configure a storage, at its next start, not to trust earlier syncs."""
+        """Set a storage, from its next start on, not to trust the syncs of earlier runs."""
         self._storage(name).trusts_fsync = False
 
     def scrub(self, name: str) -> None:
-        """Scrub all records."""
+        """Start a scrub pass over all records of a storage."""
         self._storage(name).scrub_now()
 
     # ---- administration
 
     def administer(self, name: str, message: AdminMessage) -> None:
-        """Send a request to a storage's administration port."""
+        """Send a request to the administration port of a storage; record a rejection."""
 
         def on_answer(answer: AdminMessage) -> None:
             if isinstance(answer, AdminRejected):
@@ -305,20 +306,20 @@ class ScenarioRunner:
         Operator(self.cluster, self._storage(name), on_answer).request(message)
 
     def mark_suspect(self, name: str) -> None:
-        """`storage mark-suspect`."""
+        """Run `storage mark-suspect`."""
         self.administer(name, MarkSuspect(1, self.cluster.partition_id, is_forced=False))
 
     def set_available(self, name: str, how: str) -> None:
-        """`storage availability`."""
+        """Run `storage availability`; `how` is "online" or "offline"."""
         is_online = how == "online"
         self.administer(name, SetAvailable(1, (self.cluster.partition_id,), is_online))
 
     def empty(self, name: str) -> None:
-        """`storage re-seed`."""
+        """Run `storage re-seed`, which empties a replica."""
         self.administer(name, ReSeed(1, self.cluster.partition_id, is_forced=False))
 
     def declare(self) -> None:
-        """Rebuild ZooKeeper's metadata from the storages' logs."""
+        """Rebuild the partition's metadata in ZooKeeper from the logs of the storages."""
 
         def on_answer(verdict: RebuildDecision | None) -> None:
             assert verdict is not None
@@ -328,12 +329,12 @@ class ScenarioRunner:
         DisasterRecovery(self.cluster, on_answer)
 
     def outsider_requests(self, name: str, session_id: str) -> None:
-        """Let a process that owns no partition request a session from a storage."""
+        """Let a process that does not own the partition request a session from a storage."""
         identity = (bytes(16), NO_STORAGE_ID, self.cluster.key, 1)
         self._outsider(name, Prepare(int(session_id), 1, self.cluster.partition_id, *identity))
 
     def outsider_appends(self, name: str, session_id: str) -> None:
-        """Let a process append in a session that it has not requested."""
+        """Let a process append to a storage in a session that it has not requested."""
         nothing = (0, b"", b"", 0, GENESIS_CHAIN, ())
         self._outsider(name, AppendRaw(int(session_id), 1, self.cluster.partition_id, *nothing))
 
@@ -348,7 +349,7 @@ class ScenarioRunner:
     # ---- the application
 
     def append(self, count: str, at_once: str | None) -> None:
-        """Append rows, as single appends without waiting, or as one batch."""
+        """Append rows: one batch if `at_once`, otherwise single appends without waiting."""
         if at_once:
             self._append(int(count))
             return
@@ -360,12 +361,12 @@ class ScenarioRunner:
         client.append(self.cluster.workload.submission(client, [_NO_LOCKS] * count, mark))
 
     def writes_continue(self) -> None:
-        """Append a row now and then; lost appends are retried."""
+        """Append a row every `WRITE_EVERY_MS`, and append lost rows again."""
         self._is_writing = self.recorder.names_ids = True
         self._write()
 
     def writes_end(self) -> None:
-        """Stop appending, and wait for the last answer."""
+        """Stop appending, wait for all outcomes, and record them in one line."""
         self._is_writing = False
         is_done = self.cluster.world.run(
             STEP_MS_MAX * MS, until=lambda: not self.cluster.workload.pending_count
@@ -391,7 +392,7 @@ class ScenarioRunner:
     # ---- ZooKeeper and operators
 
     def replicas(self, names: str) -> None:
-        """Change the assignment."""
+        """Assign the partition to the named storages."""
         self.cluster.reassign(tuple(_replica(each) for each in names.split()))
 
     def give(self, name: str) -> None:
@@ -399,35 +400,35 @@ class ScenarioRunner:
         self.cluster.coordinator.give(self._process(name).name)
 
     def expire(self, name: str) -> None:
-        """End a server's ZooKeeper session."""
+        """Expire the ZooKeeper session of a server."""
         server = self._process(name)
         assert isinstance(server, SimServer)
         self.cluster.coordinator.expire(server)
 
     def checkpoint(self) -> None:
-        """Request a new session."""
+        """Let the owner of the partition replace its session, as at a checkpoint."""
         owner = self.cluster.owner
         assert owner is not None
         owner.step(session_events.Checkpoint())
 
     def zookeeper(self, what: str) -> None:
-        """Stop ZooKeeper's answers, lose them, or restore it."""
+        """Let ZooKeeper not answer, or lose its answers, or answer normally again."""
         self.cluster.coordinator.is_away = what == "is away"
         self.cluster.coordinator.lost_answers = 1.0 if what == "loses answers" else 0.0
 
     def keep_zookeeper(self) -> None:
-        """Copy the partition's nodes in ZooKeeper."""
+        """Keep a copy of the partition's nodes in ZooKeeper."""
         coordinator = self.cluster.coordinator
         self._kept = coordinator.metadata, coordinator.marker
 
     def roll_zookeeper_back(self) -> None:
-        """Restore the copy."""
+        """Restore the kept copy of the partition's nodes in ZooKeeper."""
         coordinator = self.cluster.coordinator
         coordinator.metadata, coordinator.marker = self._kept
         self.recorder.zookeeper_changed()
 
     def forget_states(self) -> None:
-        """Remove all replica states of an opened partition from ZooKeeper."""
+        """Remove all replica states of the opened partition from ZooKeeper."""
         coordinator = self.cluster.coordinator
         assert coordinator.metadata is not None
         coordinator.metadata = PartitionMetadata(

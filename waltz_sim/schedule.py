@@ -1,13 +1,13 @@
 """The input of a run: a set-up and a list of faults, drawn from a seed or read from a file.
 
-A seed identifies a run only until the drawing of schedules changes; a schedule in a file identifies
-it permanently, and can be shortened.
+A seed identifies a run only until the code that draws schedules changes. A schedule in a file
+identifies a run permanently, and can be shortened.
 
 Rules:
-    1. Everything is drawn here, before the run. The target of a fault depends on its own `chance`,
-       so removing other faults does not change it.
-    2. Swarm testing: each seed has only some kinds of faults, each at its own rate, and its own
-       sizes. A world with all kinds of faults at once explores little.
+    1. All random numbers are drawn here, before the run. The target of a fault depends on its own
+       `chance`, so it does not change when other faults are removed.
+    2. Swarm testing: each seed has only some kinds of faults, each kind at its own rate, and its
+       own sizes. A world with all kinds of faults at once explores little.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ UNBOUNDED_ARCHIVE_SHARE: Final = 0.08
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault: its time, its kind, and a number that decides the rest (rule 1)."""
+    """One fault: its time, its kind, and a number that decides the rest of it (rule 1)."""
 
     at_us: int
     kind: str
@@ -43,16 +43,16 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The size of everything in one world; times in ms."""
+    """The sizes, limits and features of one world. All times are in ms."""
 
     replicas: int = 3
     spare_storages: int = 1
     servers: int = 2
     clients: int = 3
     is_bytes: bool = False
-    think_ms: int = 10  # between two actions of a client, at most about twice this
-    batch_share: float = 0.1  # of a client's appends; the rest are single transactions
-    keys: int = 6  # number of different locks
+    think_ms: int = 10  # between two actions of a client; the longest pause is about twice this
+    batch_share: float = 0.1  # the share of a client's appends that are batches
+    keys: int = 6  # the number of different locks
     lock_slot_count: int = 1009
     segment_bytes_max: int = 4_096
     reserve_bytes: int = 8_192
@@ -60,30 +60,30 @@ class Setup:
     slice_rows_max: int = 64
     lag_bytes_max: int = 4_096
     range_bytes_max: int = 1_024
-    scrub_interval_ms: int = 0  # how often a log is scrubbed; 0: only by a fault
-    archive_interval_ms: int = 0  # between attempts to archive a range; 0: there is no archive
+    scrub_interval_ms: int = 0  # the interval of scrub passes; 0: only a fault starts one
+    archive_interval_ms: int = 0  # between attempts to archive a range; 0: without an archive
     archive_object_bytes: int = 1
     archive_age_ms: int = 0
-    archived_bytes_max: int = 1 << 20  # above the confirmed mark, until a checkpoint
+    archived_bytes_max: int = 1 << 20  # above the confirmed mark, before a checkpoint is needed
     collection_interval_ms: int = 3_600_000  # between collections of the archive's garbage
-    local_retention_bytes: int = 0  # of a storage; 0: no segment is removed
-    restored_count: int = 0  # IDs of a lost cluster's log, with which the partition begins
-    expires: bool = False  # operators let archived objects expire
-    archive_retention_ms: int = 0  # after which archived objects expire; 0: never
-    has_large_batches: bool = False  # every batch may be sent in pieces
-    quorum_ms_max: int = 4_000  # without a quorum, until the partition is released
-    followers: int = 0  # number of clients that follow appends in flight
-    context_clients: int = 0  # number of additional clients that run contexts with their own view
-    has_new_owner_ids: bool = False  # a restarted server has a new owner ID, like a real one
+    local_retention_bytes: int = 0  # the size of a local log; 0: no segment is removed
+    restored_count: int = 0  # how many IDs of a lost cluster's log the partition begins with
+    expires: bool = False  # whether operators let archived objects expire
+    archive_retention_ms: int = 0  # the age at which archived objects expire; 0: never
+    has_large_batches: bool = False  # whether every batch may be sent in pieces
+    quorum_ms_max: int = 4_000  # the time without a quorum until the partition is released
+    followers: int = 0  # the number of clients that follow appends in flight
+    context_clients: int = 0  # the number of further clients; they run contexts with their own view
+    has_new_owner_ids: bool = False  # a restarted server has a new owner ID, as in production
     duration_ms: int = DURATION_MS
     steps_max: int = STEPS
     is_unbounded: bool = (
         False  # losses may affect any number of replicas, and ZooKeeper (data_loss_budget.py)
     )
-    is_calm: bool = False  # every draw is the middle one, for scenarios
+    is_calm: bool = False  # whether every draw is the middle one of its range, for scenarios
 
     def limits(self) -> PartitionLimits:
-        """The limits of a served partition."""
+        """Return the limits of a served partition."""
         return PartitionLimits(
             lock_slot_count=self.lock_slot_count,
             queue_bytes_max=8 * LARGE_BYTES if self.has_large_batches else 64 * 1024,
@@ -100,7 +100,7 @@ class Setup:
         )
 
     def store_limits(self) -> SessionLimits:
-        """The limits of replication."""
+        """Return the limits of replication."""
         return SessionLimits(
             redial_ms_min=20,
             redial_ms_max=500,
@@ -123,22 +123,22 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """One run: its seed, its set-up, and its faults in the order of their time."""
+    """The input of one run: its seed, its set-up, and its faults sorted by time."""
 
     seed: int
     setup: Setup = field(default_factory=Setup)
     faults: tuple[Fault, ...] = ()
 
     def with_faults(self, faults: Iterable[Fault]) -> "Schedule":
-        """Return the schedule with other faults."""
+        """Return a copy of this schedule with other faults."""
         return dataclasses.replace(self, faults=tuple(faults))
 
     def with_setup(self, **changes: float) -> "Schedule":
-        """Return the schedule with another set-up."""
+        """Return a copy of this schedule with changes to its set-up."""
         return dataclasses.replace(self, setup=dataclasses.replace(self.setup, **changes))  # type: ignore[arg-type]
 
     def to_json(self) -> str:
-        """Return the schedule as text; `from_json` reads it."""
+        """Return this schedule as JSON, which `from_json` reads."""
         shown = {
             "format": FORMAT,
             "seed": self.seed,
@@ -149,7 +149,7 @@ class Schedule:
 
     @staticmethod
     def from_json(text: str) -> "Schedule":
-        """Read a schedule; raises BadFormat for anything else."""
+        """Parse a schedule from JSON; raise BadFormat if the text is not a schedule."""
         try:
             shown: dict[str, Any] = json.loads(text)
             if shown["format"] != FORMAT:
@@ -164,9 +164,9 @@ class Schedule:
 def schedule_of(
     seed: int, weights: Mapping[str, int], *, only: Iterable[str] | None = None
 ) -> Schedule:
-    """Draw a run from its seed: `weights` are the kinds of faults and their frequencies.
+    """Draw a schedule from a seed. `weights` has the kinds of faults and their frequencies.
 
-    `only` limits the kinds.
+    `only` limits the kinds that the schedule may contain.
     """
     rng = chance_of(seed ^ 0x5EED)
     replicas = rng.choice((1, 3, 3, 3, 3, 3, 5))
@@ -186,7 +186,7 @@ def schedule_of(
         lag_bytes_max=rng.choice((600, 4_096, 65_536)),
         range_bytes_max=rng.choice((300, 1_024)),
         is_unbounded=rng.random() < 0.05,
-        # From its own random stream, so that older seeds keep their meaning.
+        # Each of these has its own random stream, so that older seeds keep their meaning.
         has_large_batches=chance_of(seed ^ 0x1A26E).random() < 0.2,
         scrub_interval_ms=chance_of(seed ^ 0x5C12B).choice((0, 0, 300, 1_500)),
         followers=chance_of(seed ^ 0xF078E).choice((0, 0, 2, 4)),
@@ -212,7 +212,7 @@ def schedule_of(
 
 
 def _with_archive(seed: int, setup: Setup) -> Setup:
-    """Give some worlds an archive, and small segments and short sessions: segments are removed."""
+    """Give some worlds an archive, and small segments and short sessions to remove segments."""
     rng = chance_of(seed ^ 0xA2C41)
     if rng.random() >= ARCHIVE_SHARE:
         return setup
@@ -232,13 +232,13 @@ def _with_archive(seed: int, setup: Setup) -> Setup:
     )
     if not setup.expires:
         return setup
-    # A context with a view of its own needs the whole log.
+    # A context with its own view needs the whole log.
     retention_ms = rng.choice((0, 0, 50, 500))
     return dataclasses.replace(setup, archive_retention_ms=retention_ms, context_clients=0)
 
 
 def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
-    """Draw each kind that was added later from its own stream: see `has_large_batches`."""
+    """Draw each kind that was added later from its own stream, like `has_large_batches`."""
     faults: list[Fault] = []
     for kind in kinds:
         number, times, needs_archive = LATER_KINDS[kind]
@@ -258,7 +258,7 @@ def _a_few(rng: "Random", duration_us: int) -> Iterator[int]:
 
 
 def _every(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
-    """Draw times from the beginning on: most worlds heal long before their time ends."""
+    """Return a function that draws times from 0 on: most worlds are repaired early."""
 
     def times(rng: "Random", duration_us: int) -> Iterator[int]:
         gap_us = rng.choice(gaps_ms) * 1_000
@@ -270,7 +270,10 @@ def _every(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
 
 
 class LaterFault(NamedTuple):
-    """How a kind that was added later is drawn: the seed of its stream, its times, and where."""
+    """How to draw a kind of fault that was added later.
+
+    The fields are the seed of its stream, its times, and whether it needs an archive.
+    """
 
     number: int
     times: "Callable[[Random, int], Iterator[int]]"

@@ -1,12 +1,12 @@
 """Shortens a failing schedule to the part that the failure needs.
 
-A schedule of sixty faults and four clients explains nothing. Faults can be removed because each
-depends on its own chance (`schedule.py`, rule 1).
+A schedule with sixty faults and four clients explains nothing. Faults can be removed because each
+fault depends only on its own chance (`schedule.py`, rule 1).
 
 Rules:
-    1. A shorter schedule counts only if it breaks the same rule.
-    2. Nothing gets longer: faults are removed, sizes are reduced, time is cut.
-    3. The effort is bounded by a number of runs, and by the caller (`is_late`).
+    1. A shorter schedule is kept only if it breaks the same rule.
+    2. No part of a schedule grows: faults are removed, sizes are reduced, the time is shortened.
+    3. The effort is limited by a number of runs, and by the caller (`is_late`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from waltz_sim.schedule import Fault, Schedule
 
 RUNS_MAX: Final = 300
 DURATION_MS_MIN: Final = 50
-# The values that are tried for each part of a set-up, the best first.
+# The values to try for each part of a set-up, in this order.
 SMALLER: Final[tuple[tuple[str, tuple[float, ...]], ...]] = (
     ("is_bytes", (False,)),
     ("is_unbounded", (False,)),
@@ -37,7 +37,7 @@ Run = Callable[[Schedule], RunVerdict]
 
 @dataclass(frozen=True, slots=True)
 class ShrunkSchedule:
-    """The shortest schedule that was found, its verdict, and the number of runs."""
+    """The shortest failing schedule that was found, its verdict, and the number of runs."""
 
     schedule: Schedule
     verdict: RunVerdict
@@ -51,7 +51,7 @@ def shrink(
     is_late: Callable[[], bool] = lambda: False,
     run_one: Run = run,
 ) -> ShrunkSchedule:
-    """Shorten the schedule of a verdict that is not good."""
+    """Shorten the schedule of a failed run."""
     assert verdict.rule is not None
     search = _Search(verdict, runs_max, is_late, run_one)
     search.shorten()
@@ -59,7 +59,7 @@ def shrink(
 
 
 class _Search:
-    """The best schedule so far, and the search for a better one."""
+    """The shortest failing schedule so far, and the search for a shorter one."""
 
     def __init__(
         self, verdict: RunVerdict, runs_max: int, is_late: Callable[[], bool], run_one: Run
@@ -76,7 +76,7 @@ class _Search:
         return self.best.schedule.faults
 
     def shorten(self) -> None:
-        """Remove, cut and reduce, until a whole round brings no improvement."""
+        """Shorten the schedule, until a whole round brings no improvement."""
         size = None
         while size != _size_of(self.best.schedule) and not self._is_over():
             size = _size_of(self.best.schedule)
@@ -88,7 +88,7 @@ class _Search:
         return self.run_count >= self._runs_max or self._is_late()
 
     def _is_better(self, candidate: Schedule) -> bool:
-        """Try a schedule; keep it if it breaks the same rule (rule 1)."""
+        """Run a schedule; if it breaks the same rule, keep it and return True (rule 1)."""
         if self._is_over():
             return False
         self.run_count += 1
@@ -99,13 +99,14 @@ class _Search:
         return True
 
     def _cut_time(self) -> None:
-        """End the first phase as early as possible; later faults are removed."""
+        """Shorten the time in which faults occur; remove the faults after it."""
         failed_ms = self.best.virtual_ms + 1
         schedule = self.best.schedule
         if failed_ms < schedule.setup.duration_ms:
             self._is_better(_until(schedule, failed_ms))
         elif schedule.faults:
-            # It failed while healing: the time after the last fault hardly matters.
+            # The run failed after all faults were repaired. The time after the last fault hardly
+            # matters.
             last_ms = schedule.faults[-1].at_us // 1_000 + 1
             if last_ms < schedule.setup.duration_ms:
                 self._is_better(_until(schedule, last_ms))
@@ -117,7 +118,7 @@ class _Search:
             step_ms = min(step_ms, duration_ms) // 2
 
     def _leave_faults_out(self) -> None:
-        """Remove groups of faults, large ones first, then single faults (ddmin)."""
+        """Remove groups of faults, first large groups and at last single faults (ddmin)."""
         if self._faults and self._is_better(self.best.schedule.with_faults(())):
             return
         group_count = 2
@@ -130,7 +131,7 @@ class _Search:
                 group_count = min(len(self._faults), 2 * group_count)
 
     def _lessen(self) -> None:
-        """Reduce the sizes of the world."""
+        """Reduce the sizes of the world, one after the other."""
         for name, values in SMALLER:
             for value in values:
                 if value >= getattr(self.best.schedule.setup, name):
@@ -145,7 +146,7 @@ def _until(schedule: Schedule, duration_ms: int) -> Schedule:
 
 
 def _without_groups(verdict: RunVerdict, group_count: int) -> Iterator[Schedule]:
-    """Yield the schedule without its first group of faults, without its second, and so on."""
+    """Yield the schedule without its first group of faults, then without its second, and so on."""
     faults: Sequence[Fault] = verdict.schedule.faults
     size = -(-len(faults) // group_count)
     for start in range(0, len(faults), size):

@@ -1,16 +1,16 @@
 """Runs many seeds on all cores.
 
-Only this part of the simulator uses operating system processes and real time; a seed has the same
-result in each process.
+This is the only module of the simulator that uses operating system processes and real time. A seed
+has the same result in each process.
 
 Rules:
-    1. Seeds are processed in order, a few at a time; the result does not depend on the number of
-       processes, unless time ends the run.
-    2. If a process dies, the run fails: a seed without a result is not a good seed.
-    3. Only the parent process handles an interrupt: it ends the children at once. They ignore the
-       signal and print nothing, also while they start.
-    4. The children end with their parent, for any reason (on Linux): otherwise they would wait for
-       seeds forever.
+    1. Seeds are processed in order, several at a time. The result does not depend on the number of
+       processes, unless a time limit ends the run.
+    2. If a process dies, the whole run fails: a seed without a result is not a good seed.
+    3. Only the parent process handles an interrupt: it terminates the children at once. The
+       children ignore the signal and print nothing, also while they start.
+    4. On Linux, the children are killed when their parent exits for any reason. Otherwise they
+       would wait for seeds forever.
 """
 
 import ctypes
@@ -31,9 +31,9 @@ from waltz_sim.run import PLAIN, ScheduleGenerator, run_seed
 
 CHUNK_SEEDS: Final = 8
 PROGRESS_EVERY_S: Final = 5.0
-POLL_INTERVAL_S: Final = 0.2  # the longest delay of an interrupt
-# A world is full of reference cycles, and is released as a whole: more frequent collections find
-# nothing, and take some percent of the time.
+POLL_INTERVAL_S: Final = 0.2  # the longest delay until an interrupt is handled
+# A world is full of reference cycles, and is released as a whole. More frequent collections would
+# find nothing, and cost some percent of the time.
 COLLECT_EVERY: Final = 200_000
 _PR_SET_PDEATHSIG: Final = 1
 
@@ -50,10 +50,11 @@ def sweep(  # noqa: PLR0913 - what to run, how, and where to report
     on_progress: OnProgress | None = None,
     sums: Coverage | None = None,
 ) -> Coverage:
-    """Run `seed_count` seeds from `first` on, or as many as there is time for; on the main thread.
+    """Run `seed_count` seeds from `first` on, or for `seconds`; return the sums of their results.
 
-    `on_progress` is called now and then with the sums so far, and the seconds. Results are added to
-    `sums`, if given, so that they are available after an interrupt.
+    It must be called on the main thread. `on_progress` is called every few seconds with the sums so
+    far and the elapsed seconds. If `sums` is given, the results are added to it, so that they are
+    available after an interrupt.
     """
     assert seed_count is not None or seconds is not None
     began_s = reported_s = time.monotonic()
@@ -86,12 +87,12 @@ def _chunks(first: int, seed_count: int | None, end_s: float | None) -> Iterator
 def _run_all(
     chunks: Iterator[range], jobs: int, run_one: Callable[[range], Coverage]
 ) -> Generator[Coverage, None, None]:
-    """Run chunks, with a few of them queued, so that no process waits."""
+    """Run chunks of seeds on `jobs` processes; always queue some, so that no process is idle."""
     if jobs == 1:
         with _few_collections():
             yield from map(run_one, chunks)
         return
-    # Spawned, not forked: a fork of a process with threads may hang.
+    # Processes are spawned, not forked: a fork of a process with threads may hang.
     with (
         _deferred_interrupts() as pass_on,
         ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_prepare) as pool,
@@ -111,10 +112,11 @@ def _run_all(
 
 @contextmanager
 def _deferred_interrupts() -> Iterator[Callable[[], None]]:
-    """Return a function that raises a deferred interrupt; the end of the block does so, too.
+    """Defer interrupts inside the block; yield a function that raises a deferred interrupt.
 
-    Raised during a start, an interrupt would leave a child without its input; raised during a wait,
-    it would leave locks that the pool's own thread waits for.
+    The end of the block also raises it. An interrupt that is raised while a child starts would
+    leave the child without its input. An interrupt that is raised during a wait would leave locks
+    behind for which the pool's own thread waits.
     """
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
@@ -132,7 +134,7 @@ def _deferred_interrupts() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def _ended_early() -> Iterator[None]:
-    """End the processes that were started inside if the block fails."""
+    """Terminate the processes that were started inside the block if the block fails."""
     others = active_children()
     try:
         yield
@@ -145,7 +147,7 @@ def _ended_early() -> Iterator[None]:
 
 @contextmanager
 def _children_ignore_interrupts() -> Iterator[None]:
-    """Start children that ignore interrupts (rule 3)."""
+    """Let the processes that start inside the block ignore interrupts (rule 3)."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
     try:
         yield
@@ -154,30 +156,30 @@ def _children_ignore_interrupts() -> Iterator[None]:
 
 
 def _prepare() -> None:
-    """Prepare a process of the pool."""
+    """Prepare a new process of the pool."""
     _reduce_collections()
     if sys.platform.startswith("linux"):
         _end_with_parent()
 
 
 def _end_with_parent() -> None:
-    """Rule 4."""
+    """Request a signal that kills this process when its parent exits (rule 4)."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     parent = parent_process()
     assert parent is not None
-    if not parent.is_alive():  # It ended before the request, so no signal follows.
+    if not parent.is_alive():  # It exited before the request, so no signal follows.
         sys.exit(1)
 
 
 def _reduce_collections() -> None:
-    """Collect garbage rarely, and not among imported modules, which stay."""
+    """Collect garbage rarely, and do not examine imported modules, which are never released."""
     gc.freeze()
     gc.set_threshold(COLLECT_EVERY)
 
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Do the same in a process that continues afterwards."""
+    """Reduce garbage collection inside the block, in a process that continues after it."""
     before = gc.get_threshold()
     _reduce_collections()
     try:
@@ -188,7 +190,7 @@ def _few_collections() -> Iterator[None]:
 
 
 def run_chunk(seeds: range, *, generator: ScheduleGenerator = PLAIN) -> Coverage:
-    """Run some seeds one after the other, and measure the CPU time."""
+    """Run the seeds of a chunk in order; return their sums with the CPU time."""
     began_s = time.process_time()
     sums = covered(run_seed(seed, generator) for seed in seeds)
     sums.cpu_s = time.process_time() - began_s

@@ -3,8 +3,8 @@
     spark.read.format("waltz").load("zk1:2181,zk2:2181/waltz/payments")
     df.write.format("waltz").mode("append").save("zk1:2181,zk2:2181/waltz/payments")
 
-Names are imported when they are first used: Spark starts several Python processes for one job, most
-of which need one module of this package only.
+Each name is imported at its first use. Spark starts several Python processes for a job, and most of
+them need only one module of this package.
 """
 
 from importlib import import_module

@@ -1,6 +1,7 @@
-"""The functions in addition to `format("waltz")`: append with outcomes, snapshots, a session.
+"""Python functions in addition to `format("waltz")`: appends with outcomes, snapshots, sessions.
 
-They run in the user's Python process; the rest of the package runs in processes that Spark starts.
+These functions run in the user's Python process. The rest of the package runs in processes that
+Spark starts.
 """
 
 import atexit
@@ -46,13 +47,14 @@ class WriteResult:
     """The outcome of every row of a write.
 
     Attributes:
-        counts: `committed` (including `recomputed` and `found`, those of earlier attempts),
-            `rejected`, `retry`, `rejected_by_own_rows`, `seconds`. For a write that is already
-            committed they are those of the run that finished it.
-        high_water_marks: by partition, the last mark that the write saw.
-        results_path: the directory of the results, as Parquet.
-        already_committed: an earlier run with the same `writeId` has written these rows; this one
-            has appended nothing.
+        counts: the number of rows by outcome, `committed`, `rejected`, `retry` and
+            `rejected_by_own_rows`, and the duration in `seconds`. `committed` includes `recomputed`
+            rows, and `found`: rows that earlier attempts had appended. If an earlier run has
+            completed the write, these are the counts of that run.
+        high_water_marks: for each partition, the last high-water mark that the write received.
+        results_path: the directory with the results, as Parquet files.
+        already_committed: an earlier run with the same `writeId` has written the rows; this run has
+            appended nothing.
     """
 
     counts: Mapping[str, float]
@@ -63,13 +65,13 @@ class WriteResult:
 
     @property
     def results(self) -> DataFrame:
-        """One row for each written row: its input columns, then the columns of its outcome.
+        """The outcomes as a DataFrame: one row for each written row, with its input columns.
 
-        These are `status`, `partition`, `transaction_id`, `attempts`,
+        The columns after the input columns are `status`, `partition`, `transaction_id`, `attempts`,
         `lock_failure_transaction_id` and `retry_high_water_mark`.
 
         Raises:
-            BadConfig: the run that finished the write kept no results, or they were removed.
+            BadConfig: the run that completed the write kept no results, or they were removed.
         """
         if self._results is None:
             raise BadConfig(
@@ -92,7 +94,10 @@ class WriteResult:
 
     @property
     def retry(self) -> DataFrame:
-        """The same with `onLockFailure=retry`: compute them again from `retry_high_water_mark`."""
+        """The rejected rows of a write with `onLockFailure=retry`.
+
+        Compute them again from the transactions up to `retry_high_water_mark`.
+        """
         return self.results.where(F.col("status") == RETRY)
 
 
@@ -105,24 +110,24 @@ def append(
 ) -> WriteResult:
     """Append a DataFrame and return the outcome of every row.
 
-    The same write as `df.write.format("waltz")`, with `onLockFailure=reject` by default. Without
-    `resultsPath` the results go to a temporary directory, which works only if Spark runs on this
-    machine alone; it is removed when this Python process ends. With `writeId`, rows that an earlier
-    run has written are not written again (`already_committed`).
+    The function writes like `df.write.format("waltz")`, but `onLockFailure` is `reject` by default.
+    Without `resultsPath`, the results go to a temporary directory, which exists until this Python
+    process exits. That requires a Spark that runs on this machine only. With `writeId`, rows that
+    an earlier run has written are not written again (`already_committed`).
 
     Args:
-        df: one row is one transaction.
-        connect: the cluster.
-        high_water_marks: the marks from which the rows were computed
-            (`Snapshot.high_water_marks`).
-        options: the options of the format, by name.
+        df: the rows to write; each row is one transaction.
+        connect: the connect string of the cluster.
+        high_water_marks: for each partition, the high-water mark of the data from which the rows
+            were computed (`Snapshot.high_water_marks`).
+        options: other options of the format, by name.
 
     Raises:
-        BadConfig: an option or `high_water_marks` is not valid, or a Spark cluster needs
-            `resultsPath`.
-        BadRequest: `df` is not a DataFrame, or cannot be written (with the column); or an earlier
-            run has finished `writeId` with other rows (with both counts).
-        LockFailed: with `onLockFailure=fail`, a row was rejected.
+        BadConfig: an option or `high_water_marks` is not valid, or Spark may run on other machines
+            and `resultsPath` is missing.
+        BadRequest: `df` is not a DataFrame, or a column cannot be written (the error names it), or
+            an earlier run has completed `writeId` with other rows (the error has both counts).
+        LockFailed: `onLockFailure` is `fail`, and a row was rejected.
         Unavailable: the cluster cannot be reached, or accepted no rows for a minute.
     """
     spark = getattr(df, "sparkSession", None)
@@ -130,7 +135,7 @@ def append(
         raise BadRequest(
             f"argument df of append: expected a Spark DataFrame, found {type(df).__name__}"
         )
-    # Spark ignores the case of options: another spelling would conflict with a default.
+    # Option names are case-insensitive in Spark: a default must not conflict with another spelling.
     texts = option_texts(options)
     texts.setdefault("onLockFailure", "reject")
     if high_water_marks is not None:
@@ -139,8 +144,8 @@ def append(
     _check_distinct_columns(df, texts)
     path = texts.setdefault("resultsPath", "") or _temporary_results(spark)
     texts["resultsPath"] = path
-    # In a thread of the caller, Spark's writer has no active session and does not find Python
-    # formats; createDataFrame makes the session active.
+    # In a thread that the caller has started, no Spark session is active, and Spark's writer does
+    # not find Python formats. createDataFrame makes the session active.
     spark.createDataFrame([], "nothing int")
     try:
         df.write.format("waltz").mode("append").options(**texts).save(connect)
@@ -151,7 +156,7 @@ def append(
         raise found from failure
     summary = _summary(path)
     marks = {int(partition): mark for partition, mark in summary.pop("high_water_marks").items()}
-    # The results of a write that was done before are in the directory of its first run.
+    # If an earlier run has completed the write, the results are in the directory of that run.
     path, name = summary.pop("results_path", path), summary.pop("results_name", "")
     is_repeated = summary.pop("already_committed", False)
     for each in RowsHash().as_fields():
@@ -168,7 +173,7 @@ def _check_free(name: str, options: Mapping[str, object], why: str) -> None:
 
 
 def _check_distinct_columns(df: DataFrame, options: Mapping[str, str]) -> None:
-    """Reject columns that Spark could not distinguish in the results, before any row is written."""
+    """Reject result columns that differ only in case, before any row is written."""
     if df.sparkSession.conf.get("spark.sql.caseSensitive") == "true":
         return
     given = options.get("resultColumns")
@@ -200,7 +205,7 @@ def _summary(path: str) -> dict[str, Any]:
 
 
 def _results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
-    """Return the results of a write in a directory; None if there is no file."""
+    """Return the results of a write from a directory; None if there is no file with results."""
     place = open_results(path, is_read=True)
     names = [entry.base_name for entry in place.system.get_file_info(_selector(place.path))]
     directory = _for_spark(path, place)
@@ -209,7 +214,7 @@ def _results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
 
 
 def _for_spark(path: str, place: ResultDirectory) -> str:
-    """Return a directory's path for Spark: a local one may not be Hadoop's default file system."""
+    """Return the path of a directory for Spark, with `file://` if the directory is local."""
     from pyarrow import fs  # noqa: PLC0415 - only functions that read results need it
 
     if isinstance(place.system, fs.LocalFileSystem):
@@ -218,7 +223,7 @@ def _for_spark(path: str, place: ResultDirectory) -> str:
 
 
 def _no_results(spark: SparkSession, df: DataFrame) -> DataFrame:
-    """Return an empty DataFrame with the columns of results; there is no file with a schema."""
+    """Return an empty DataFrame with the columns of results, for a write without rows."""
     columns = (
         "status string, partition int, transaction_id bigint, attempts int, "
         "lock_failure_transaction_id bigint, retry_high_water_mark bigint"
@@ -238,12 +243,12 @@ def _selector(path: str) -> object:
 
 
 def option_texts(options: Mapping[str, object]) -> dict[str, str]:
-    """Return options with the names of the table and values as texts."""
+    """Return options as strings, with their names spelled as in `option_table.py`."""
     return {_name(name): _text(value) for name, value in options.items()}
 
 
 def _name(option: str) -> str:
-    """Return an option's name as in the table."""
+    """Return the name of an option, spelled as in `option_table.py`."""
     known = BY_KEY.get(option.lower())
     return option if known is None else known.name
 
@@ -259,7 +264,7 @@ def _text(value: object) -> str:
 
 
 def _marks_text(marks: object) -> str:
-    """Return marks in the form of option `clientHighWaterMarks`; they may be NumPy numbers."""
+    """Return high-water marks, also of NumPy types, as a value of `clientHighWaterMarks`."""
     expected = (
         "argument high_water_marks: expected a mapping from partition to high-water mark, such "
         "as {0: 41}"
@@ -281,7 +286,7 @@ def _is_whole(value: object, *, minimum: int) -> bool:
 
 
 def _temporary_results(spark: SparkSession) -> str:
-    # A server of Spark Connect may be elsewhere, unless this process has started it.
+    # A Spark Connect server may run on another machine, unless this process has started it.
     is_here = not is_connect(spark) or "SPARK_LOCAL_REMOTE" in os.environ
     if not (is_here and (spark.conf.get("spark.master", "") or "").startswith("local")):
         raise BadConfig(
@@ -289,17 +294,17 @@ def _temporary_results(spark: SparkSession) -> str:
             "that this process and every executor can access."
         )
     place = tempfile.mkdtemp(prefix="waltz-results-")
-    # A `WriteResult` may be used as long as this process lives.
+    # A `WriteResult` can be used until this process exits.
     atexit.register(shutil.rmtree, place, ignore_errors=True)
     return str(Path(place) / uuid.uuid4().hex)  # noqa: TID251
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The log up to fixed marks: repeated reads return the same rows.
+    """The log up to fixed high-water marks: repeated reads return the same rows.
 
-    Rows that are computed from `read()` and written with `high_water_marks` are rejected if, and
-    only if, another transaction has written one of their locks since.
+    If rows are computed from `read()` and written with `high_water_marks`, a row is rejected if,
+    and only if, another transaction has written one of its locks since the snapshot.
     """
 
     spark: SparkSession
@@ -307,21 +312,21 @@ class Snapshot:
     high_water_marks: Mapping[int, int]
 
     def reader(self) -> DataFrameReader:
-        """Return a reader of the snapshot, for further options and a schema."""
+        """Return a DataFrameReader for the snapshot; the caller can add options and a schema."""
         marks = json.dumps({str(p): mark for p, mark in self.high_water_marks.items()})
         partitions = ",".join(map(str, self.high_water_marks))
         reader = self.spark.read.format("waltz").option("endingHighWaterMarks", marks)
         return reader.option("partitions", partitions)
 
     def read(self, schema: str | None = None, **options: object) -> DataFrame:
-        """Return the log up to the snapshot's marks.
+        """Return the log up to the high-water marks of the snapshot.
 
         Args:
-            schema: the columns to unpack, with option `dataFormat`.
+            schema: the columns to unpack from payloads, as DDL; needs option `dataFormat`.
             options: further options of the format.
 
         Raises:
-            BadConfig: an option sets another end.
+            BadConfig: `options` contains `endingHighWaterMarks`.
         """
         _check_free("endingHighWaterMarks", options, "a snapshot ends at its own high-water marks")
         reader = self.reader().options(**{name: _text(value) for name, value in options.items()})
@@ -333,7 +338,7 @@ class Snapshot:
 def snapshot(
     spark: SparkSession, connect: str, partitions: Sequence[int] | None = None
 ) -> Snapshot:
-    """Take a snapshot at the log's current marks, of some partitions or all.
+    """Take a snapshot at the log's current high-water marks, of the given partitions or of all.
 
     Raises:
         Unavailable: the cluster does not answer.
@@ -343,7 +348,7 @@ def snapshot(
 
 
 def register(spark: SparkSession) -> None:
-    """Register `format("waltz")`, if PySpark did not find it."""
+    """Register `format("waltz")` in a session whose PySpark did not find it automatically."""
     from waltz_spark.datasource.source import WaltzDataSource  # noqa: PLC0415 - costs an import
 
     spark.dataSource.register(WaltzDataSource)
@@ -358,21 +363,22 @@ def session(
 ) -> SparkSession:
     """Return a Spark session with settings for Waltz.
 
-    Its workers run this Python, quick tasks use Unix sockets, and the console stays readable: in a
-    notebook the output of Spark's processes goes to Jupyter's terminal, not into a cell. Errors are
-    raised as `LockFailed`, `BadConfig`, ... (`waltz_core.errors`). Your own settings take
-    precedence.
+    The session runs workers with this Python interpreter, connects to them over Unix sockets (which
+    shortens short tasks), and keeps the console readable. In a notebook, the output of Spark's
+    processes goes to Jupyter's terminal, not into a cell. Errors are raised as `LockFailed`,
+    `BadConfig`, ... (`waltz_core.errors`). Settings in `conf` take precedence.
 
     Args:
         app_name: the name in Spark's UI.
-        master: `local[*]`, `spark://...`; Spark's default if None.
-        remote: instead of `master`, a server of Spark Connect, `sc://host:15002`; or `local[2]` for
-            one in this process. A remote server has its own settings.
-        conf: settings with `_` for `.`, or as a dict by `**{"spark.x.y": "z"}`.
+        master: `local[*]`, `spark://...`; None: Spark's default.
+        remote: the address of a Spark Connect server, `sc://host:15002`, in place of `master`; or
+            `local[2]` for a server that this process starts. A remote server has its own settings.
+        conf: Spark settings with `_` for `.`, or as a dict with `**{"spark.x.y": "z"}`.
 
     Raises:
-        BadConfig: Spark could not start Java.
-        BadRequest: a session with other workers is running.
+        BadConfig: Spark's Java process exited before it was ready.
+        BadRequest: both `master` and `remote` are given, or a session that runs already may have
+            workers with another Python interpreter.
     """
     if master is not None and remote is not None:
         raise BadRequest(f"expected either master or remote, found both: {master} and {remote}")
@@ -389,7 +395,7 @@ def session(
     for key, value in {**settings, **own}.items():
         builder = builder.config(key, value)
     with _stderr_of_the_terminal(), warnings.catch_warnings():
-        # Connect starts its server with all of them and then tries to set them again.
+        # Spark Connect starts its server with all settings, then tries to set them again.
         waltz_names = "|".join(re.escape(key) for key in settings if key not in own)
         warnings.filterwarnings("ignore", f"Failed to set ({waltz_names}) ")
         made = _start(builder)
@@ -440,7 +446,7 @@ def _set_python_of_workers() -> None:
 def _stderr_of_the_terminal() -> Iterator[None]:
     """Let Java inherit the stderr that this process had before a notebook's kernel replaced it.
 
-    A kernel copies the output of its children into the current cell, as long as they run.
+    A kernel copies the output of its child processes into the current cell as long as they run.
     """
     terminal = getattr(sys.stderr, "_original_stdstream_copy", None)  # ipykernel's; no public name
     if terminal is None:

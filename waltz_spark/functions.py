@@ -1,4 +1,4 @@
-"""Lock columns in Spark SQL, without Python UDFs; the hashes equal those of the client library."""
+"""Computes lock columns in Spark SQL without Python UDFs, with the hashes of the client library."""
 
 from pyspark.sql import Column
 from pyspark.sql import functions as F
@@ -10,18 +10,18 @@ _INTEGERS = ("tinyint", "smallint", "int", "bigint")
 
 
 def lock(name: str, key: Column | str) -> Column:
-    """Return the 32-bit hash of a lock as an `int` column; null if the key is null.
+    """Return the 32-bit hash of a lock as an `int` column; it is null where `key` is null.
 
     Args:
-        name: the kind of the locked object, `"account"`.
-        key: the column that identifies it: integers are used directly, a string as the CRC-32 of
-            its UTF-8 bytes, as in `waltz_core.client.lock`.
+        name: the kind of the locked object, such as `"account"`.
+        key: the column that identifies the object. An integer is used directly; for a string, the
+            CRC-32 of its UTF-8 bytes is used, as in `waltz_core.client.lock`.
 
-    Longs are narrowed with masks and shifts, never with a cast that ANSI mode could reject
-    (docs/design/wire-format.md 4; docs/spark.md, "Writing").
+    The code narrows 64-bit integers with masks and shifts, never with a cast that ANSI mode could
+    reject (docs/design/wire-format.md 4; docs/spark.md, "Writing").
 
     Raises:
-        BadRequest: the name is not a string.
+        BadRequest: `name` is not a string.
     """
     if not isinstance(name, str):
         raise BadRequest(f"lock {name!r}: expected a string as its name")
@@ -45,14 +45,15 @@ def _reject(kind: Column) -> Column:
 
 
 def partition_of(hashed: Column, partition_count: int) -> Column:
-    """Return the log partition of a 32-bit hash, which is the same for every client.
+    """Return the log partition for a 32-bit hash; all clients compute the same partition.
 
     Args:
         hashed: an int column, such as a result of `lock`.
         partition_count: the number of partitions of the log.
 
-    The product of two 32-bit numbers does not fit into a signed long, so the multiplication has two
-    halves (`record.spread` is the same rule for one value).
+    The product of two 32-bit numbers does not fit into a signed 64-bit integer. Therefore the code
+    multiplies the lower and the upper 16 bits separately. `record.spread` is the same rule for one
+    value.
     """
     golden = F.lit(0x9E3779B1)
     half = F.lit(0xFFFF)

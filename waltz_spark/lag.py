@@ -1,6 +1,7 @@
-"""The lag of a stream: the marks of the log minus the position of the stream.
+"""The lag of a stream: the high-water marks of the log minus the position of the stream.
 
-It is computed from Spark's progress reports in the user's process, without requests to the log.
+The lag is computed in the user's process from Spark's progress reports, without requests to the
+log.
 """
 
 import json
@@ -26,16 +27,16 @@ Lags = dict[int, int]
 
 
 def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[Lags]:
-    """Return the number of transactions that each source has not read yet, by partition.
+    """Return for each source the number of transactions, by partition, that it has not read yet.
 
-    It has one entry for each source that is a log, in the query's order. `progress` is
-    `query.lastProgress`, or that of a listener's event.
+    The list has one entry for each source that is a log, in the order of the query. `progress` is
+    `query.lastProgress`, or the progress in an event of a listener.
     """
     found: list[Lags] = []
     for source in progress["sources"]:
         latest, end = (offset_of(source[name]) for name in ("latestOffset", "endOffset"))
         if latest is not None and end is not None:
-            # The latest offset was requested earlier: the stream may be ahead of it.
+            # Spark requested the latest offset earlier: the stream may be past it by now.
             ends = end.marks
             found.append(
                 {each: max(0, mark - ends.get(each, -1)) for each, mark in latest.marks.items()}
@@ -44,7 +45,7 @@ def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[Lags]:
 
 
 def offset_of(offset: object) -> StreamOffset | None:
-    """Return an offset in a query's progress; None for another source's."""
+    """Return an offset in a query's progress; None if the offset is not from Waltz."""
     try:
         parsed = json.loads(offset) if isinstance(offset, str) else offset
         if not isinstance(parsed, Mapping):
@@ -55,16 +56,16 @@ def offset_of(offset: object) -> StreamOffset | None:
 
 
 class LagListener(StreamingQueryListener):
-    """Keeps the lag of every running query, and optionally reports it.
+    """Records the lag of every running query, and optionally passes it to a callback.
 
         listener = LagListener()
         spark.streams.addListener(listener)
         listener.lags  # {query ID: [{partition: transactions behind}]}
 
-    A query that reads several logs has an entry for each, in the query's order, like `lag_of`.
+    If a query reads several logs, its list has an entry for each, as in the result of `lag_of`.
 
     Args:
-        on_lag: called at each progress with a query's ID and its logs' lags by partition.
+        on_lag: called at each progress report, with the query's ID and the lags of its logs.
     """
 
     def __init__(self, on_lag: Callable[[str, list[Lags]], None] | None = None) -> None:
@@ -74,15 +75,15 @@ class LagListener(StreamingQueryListener):
 
     @property
     def lags(self) -> dict[str, list[Lags]]:
-        """The lags by query ID, log and partition, as of each query's last progress."""
+        """The lags by query ID, log and partition, as of the last progress report of each query."""
         with self._lock:
             return {query: [dict(each) for each in lags] for query, lags in self._lags.items()}
 
     def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
-        """Do nothing yet."""
+        """Do nothing: a query has no lag before its first progress report."""
 
     def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802 - Spark's name
-        """Record a query's progress."""
+        """Record the lag in a progress report, and pass it to the callback."""
         query, lags = str(event.progress.id), lag_of(event.progress)
         with self._lock:
             self._lags[query] = lags
@@ -91,9 +92,9 @@ class LagListener(StreamingQueryListener):
             self._on_lag(query, [dict(each) for each in lags])
 
     def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
-        """Do nothing: the last lag is still valid."""
+        """Do nothing: the last recorded lag is still valid."""
 
     def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802 - Spark's name
-        """Remove the query."""
+        """Remove the lag of a query that has ended."""
         with self._lock:
             self._lags.pop(str(event.id), None)

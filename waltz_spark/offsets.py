@@ -1,10 +1,10 @@
-"""The offsets of a stream in a checkpoint: the mark of each partition, and the cluster's key.
+"""The offsets of a stream in a checkpoint: a high-water mark per partition, and the cluster key.
 
-The reader writes offsets; the lag of a query is computed from them.
+The stream reader writes the offsets. `lag.py` computes the lag of a query from them.
 
     {"0": 41, "1": -1, "cluster": "00112233445566778899aabbccddeeff"}
 
-Offsets of development versions have no cluster.
+Offsets that development versions wrote have no cluster key.
 """
 
 from collections.abc import Mapping
@@ -14,19 +14,19 @@ from waltz_spark.options import Marks
 
 CLUSTER = "cluster"
 
-# Spark's form, JSON: partitions are strings, and marks numbers.
+# Spark stores an offset as JSON: partitions are strings, and marks are numbers.
 Offset = dict[str, Any]
 
 
 class StreamOffset(NamedTuple):
-    """An offset: the last transaction that was read of each partition, and the cluster's key."""
+    """An offset: the last transaction read from each partition, and the cluster key."""
 
     marks: Marks
     cluster: str | None
 
 
 def encode(marks: Marks, cluster_key: bytes) -> Offset:
-    """Return an offset for Spark."""
+    """Encode high-water marks and the cluster key as an offset for Spark."""
     by_name: Offset = {str(partition): int(mark) for partition, mark in sorted(marks.items())}
     return by_name | {CLUSTER: cluster_key.hex()}
 

@@ -1,6 +1,6 @@
 """The table of all options of `format("waltz")`: name, use, default, description.
 
-It is the source for the code (`options.py`) and for `docs/reference/spark-options.md`.
+The table is the source for the parser (`options.py`) and for `docs/reference/spark-options.md`.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ TRIGGER_TRANSACTIONS_MAX = 1_000_000
 
 
 class Purpose(Enum):
-    """The use of an option."""
+    """The operations for which an option is valid; the values appear in error messages."""
 
     BOTH = "reading and writing"
     READ = "reading"
@@ -23,7 +23,7 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One row of the table."""
+    """One option of `format("waltz")`, with its documentation in Markdown."""
 
     name: str
     use: Purpose

@@ -1,12 +1,12 @@
-"""Parses the options of `format("waltz")` and checks their bounds.
+"""Parses and validates the options of `format("waltz")`.
 
-Spark passes options as strings with lower-case names and ignores unknown ones. Here an unknown name
-is an error with the nearest valid one, on the driver, before any task starts. `option_table.py` has
-all options.
+Spark passes options as strings with lower-case names and ignores unknown options. Waltz rejects an
+unknown name on the driver, before any task starts, and suggests the nearest valid name.
+`option_table.py` lists all options.
 
 Rules:
     1. An option that is neither in the table nor one of Spark's own keys is rejected.
-    2. An option of the other direction (reading, writing) is rejected, too.
+    2. An option for the other direction (reading or writing) is rejected, too.
     3. A value is parsed once, here; the rest of the package uses typed values.
 """
 
@@ -39,9 +39,9 @@ from waltz_spark.option_table import (
 # Keys that Spark itself adds to the options of a source or a sink.
 ENGINE_KEYS = frozenset({"path", "checkpointlocation", "queryname", "provider", "owner"})
 LOG_COLUMNS = ("partition", "transaction_id", "header", "request_id", "commit_time", "data")
-# An additional column of a read with option `encryptionKeys`.
+# The additional column of reads with option `encryptionKeys`.
 ERROR_COLUMN = "data_error"
-# An additional column of a read with option `changeFeed`.
+# The additional column of reads with option `changeFeed`.
 CHANGE_COLUMN = "_change_type"
 DATA_FORMATS = ("msgpack", "json", *TYPED_FORMATS)
 _REGISTRY_OPTIONS = (
@@ -55,7 +55,7 @@ _WRITE_NAME = re.compile(r"[A-Za-z0-9._-]{1,140}")
 
 
 class OnCorrupt(Enum):
-    """The handling of a row whose payload cannot be unpacked, with Spark's names."""
+    """The handling of a row whose payload cannot be unpacked; the values are Spark's names."""
 
     FAIL = "failfast"
     NULLS = "permissive"
@@ -63,7 +63,7 @@ class OnCorrupt(Enum):
 
 
 class OnLockFailure(Enum):
-    """The handling of a rejected row."""
+    """The handling of a row that a lock has rejected."""
 
     FAIL = "fail"
     RETRY = "retry"
@@ -75,20 +75,23 @@ Marks = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class RegistryOptions:
-    """Where schemas are; for a write also which one. `schema` is what the driver has found."""
+    """The schema registry of a read or a write; for a write, also the schema to use.
+
+    The driver finds the schema in the registry and stores it in `schema`.
+    """
 
     urls: str
     auth_file: str | None = None
     subject: str | None = None
-    version: int | None = None  # None: the latest
-    is_of_columns: bool = False  # the schema is made of the columns, and registered
+    version: int | None = None  # None: the latest version
+    is_of_columns: bool = False  # the driver derives the schema from the columns and registers it
     message: str | None = None
     schema: RegisteredSchema | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """The options of a read; marks are resolved later on the driver."""
+    """The options of a read, parsed; the driver resolves the high-water marks later."""
 
     connect: str
     columns: tuple[str, ...]
@@ -117,21 +120,21 @@ class ReadOptions:
 
     @property
     def log_columns(self) -> tuple[str, ...]:
-        """The columns that the log has for this read."""
+        """The names of the log's columns that this read can return."""
         return log_columns(
             has_keys=self.encryption_keys is not None, has_changes=self.feed is not None
         )
 
 
 def log_columns(*, has_keys: bool, has_changes: bool) -> tuple[str, ...]:
-    """Return the columns that the log has for a read with or without keys, or of a change feed."""
+    """Return the log's column names for a read, with the columns of keys and a change feed."""
     more = [(has_keys, ERROR_COLUMN), (has_changes, CHANGE_COLUMN)]
     return (*LOG_COLUMNS, *(name for is_there, name in more if is_there))
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """The options of a write."""
+    """The options of a write, parsed."""
 
     connect: str
     partitions: tuple[int, ...] | None = None
@@ -157,13 +160,13 @@ class WriteOptions:
 
     @property
     def returns_rejected_rows(self) -> bool:
-        """Whether a rejected row has status RETRY: the caller computes it again."""
+        """Whether a rejected row has status RETRY, so that the caller must compute it again."""
         return self.on_lock_failure is OnLockFailure.RETRY and self.recompute is None
 
 
-# Milliseconds of fewer digits are before 1973: seconds, rather.
+# A number of milliseconds with fewer digits is a time before 1973: it is probably in seconds.
 _MILLISECONDS_DIGITS = 12
-# Options of Spark's Kafka source.
+# Options of Spark's Kafka source, with the options of Waltz that correspond to them.
 _KAFKA_OPTIONS = {
     "kafka.bootstrap.servers": "connect",
     "assign": "partitions",
@@ -178,7 +181,7 @@ def check_names(options: Mapping[str, str]) -> None:
     """Reject unknown option names (rule 1).
 
     Raises:
-        BadConfig: names the option and the nearest valid one.
+        BadConfig: an option is unknown; the message names it and the nearest valid option.
     """
     for key in options:
         if key.lower() in BY_KEY or key.lower() in ENGINE_KEYS or key.startswith("option."):
@@ -202,10 +205,10 @@ def check_names(options: Mapping[str, str]) -> None:
 
 
 def parse_read(options: Mapping[str, str], use: Purpose = Purpose.READ) -> ReadOptions:
-    """Return the typed options of a read: of a batch, a stream, or either.
+    """Parse the options of a batch read (`BATCH`), a stream (`STREAM`), or either (`READ`).
 
     Raises:
-        BadConfig: names the option, what was expected and what was found.
+        BadConfig: an option is not valid; the message has the expected and the found value.
     """
     parser = _OptionParser(options, use)
     first = "latest" if use is Purpose.STREAM else "earliest"
@@ -255,10 +258,10 @@ def parse_read(options: Mapping[str, str], use: Purpose = Purpose.READ) -> ReadO
 
 
 def parse_write(options: Mapping[str, str]) -> WriteOptions:
-    """Return the typed options of a write.
+    """Parse the options of a write.
 
     Raises:
-        BadConfig: names the option, what was expected and what was found.
+        BadConfig: an option is not valid; the message has the expected and the found value.
     """
     parser = _OptionParser(options, Purpose.WRITE)
     names, identity = parser.text("resultColumns"), parser.text("identityColumns")
@@ -325,7 +328,7 @@ def _split(text: str) -> list[str]:
 
 
 class _OptionParser:
-    """The options from Spark, looked up by the table's names."""
+    """The options that Spark has passed, looked up by the names in `option_table.py`."""
 
     def __init__(self, options: Mapping[str, str], use: Purpose) -> None:
         self._values = {key.lower(): value for key, value in options.items()}
@@ -386,7 +389,7 @@ class _OptionParser:
         return value
 
     def encryption(self) -> tuple[str | None, str | None]:
-        """Return the options `encryptionKeyId` and `encryptionKeyIdColumn` of a write."""
+        """Return the values of `encryptionKeyId` and `encryptionKeyIdColumn`, after a check."""
         key_id, column = self.text("encryptionKeyId"), self.text("encryptionKeyIdColumn")
         has_keys = self.text("encryptionKeys") is not None
         if has_keys and (key_id is None) == (column is None):
@@ -403,7 +406,7 @@ class _OptionParser:
         return key_id, column
 
     def registry(self) -> RegistryOptions | None:
-        """Return the schema registry of `dataFormat`; None for formats without schemas."""
+        """Return the schema registry for `dataFormat`; None if the format has no schemas."""
         data_format = self.optional_choice("dataFormat", DATA_FORMATS)
         urls, auth_file = self.text("schemaRegistry"), self.text("schemaRegistryAuthFile")
         if data_format not in TYPED_FORMATS:
@@ -420,7 +423,7 @@ class _OptionParser:
         return RegistryOptions(urls, auth_file)
 
     def written_schema(self) -> RegistryOptions | None:
-        """Return the schema registry, and which of its schemas is written."""
+        """Return the schema registry, with the subject, version and message type to write."""
         found = self.registry()
         if found is None:
             return None
@@ -446,7 +449,10 @@ class _OptionParser:
         )
 
     def feed(self) -> ChangeRules | None:
-        """Return the rules of option `changeFeed`; their columns are checked with the schema."""
+        """Return the rules of a change feed, None without `changeFeed`.
+
+        The schema of the read is not known yet, so the columns in the rules are checked later.
+        """
         if not self._has_feed():
             for name in ("key", "deleteHeaders", "deleteWhere"):
                 if self.text(name) is not None:
@@ -465,7 +471,7 @@ class _OptionParser:
         )
 
     def _check_feed(self) -> None:
-        """Reject options that a change feed cannot have, or lacks."""
+        """Reject options that a change feed does not support, and require those that it needs."""
         for name, reason in _NEEDED_IN_A_FEED.items():
             if self.text(name) is None:
                 raise BadConfig(f"option 'changeFeed' needs option {name}: {reason}")
@@ -480,8 +486,8 @@ class _OptionParser:
         chosen, deletes = self.ints("headers") or (), self.ints("deleteHeaders") or ()
         if chosen and (absent := sorted(set(deletes) - set(chosen))):
             raise BadConfig(
-                f"option 'deleteHeaders': expected some of option headers, found {absent[0]}, "
-                "which the read does not fetch"
+                "option 'deleteHeaders': expected headers that option 'headers' also lists, "
+                f"found {absent[0]}, which the read does not fetch"
             )
 
     def _has_feed(self) -> bool:
@@ -582,7 +588,7 @@ class _OptionParser:
         value = self.text(name)
         if value is None:
             return None
-        if value.isdecimal() and len(value) > 8:  # a shorter one is a date, 20261121
+        if value.isdecimal() and len(value) > 8:  # up to 8 digits are a date, 20261121
             if len(value) < _MILLISECONDS_DIGITS:
                 raise BadConfig(
                     f"option {name!r}: expected milliseconds since 1970, found {value}, which "
@@ -618,7 +624,7 @@ class _OptionParser:
         try:
             raw = json.loads(value, object_pairs_hook=tuple)
             marks = {int(partition): _mark(mark) for partition, mark in raw}
-            # Otherwise it is not an object, or a partition has two marks.
+            # Otherwise the JSON is not an object, or it has two marks for a partition.
             is_clear = isinstance(raw, tuple) and len(marks) == len(raw)
         except (ValueError, TypeError):
             marks, is_clear = {}, False

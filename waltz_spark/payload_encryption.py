@@ -1,9 +1,9 @@
-"""Encrypts the payloads of a write, and decrypts those of a read; see `Encryption` of the client.
+"""Encrypts the payloads of a write and decrypts those of a read, like `Encryption` of the client.
 
 Rules (docs/decisions/064):
-    1. Keys are read by tasks only: options have a reference to keys, and the ID of a key.
-    2. Rows are encrypted when they are sent, each time with another salt. Until then they are
-       shaped, compared and spooled as plain text.
+    1. Only tasks read keys: options contain a reference to the keys, and the ID of a key.
+    2. Rows are encrypted when they are sent, each time with another salt. Before that, they are
+       converted, compared and spooled as plain text.
     3. A payload that cannot be decrypted is null, and `ERROR_COLUMN` has the reason.
 """
 
@@ -13,17 +13,20 @@ from waltz_core.encryption.envelopes import ENVELOPE_BYTES, Encryption
 from waltz_core.encryption.key_ids import KEY_ID_BYTES_MAX
 from waltz_spark.options import ERROR_COLUMN, ReadOptions, WriteOptions
 
-# The column of an append with the ID of each row's key, for option `encryptionKeyIdColumn`.
+# The column of an append batch with the ID of each row's key, for `encryptionKeyIdColumn`.
 KEY_COLUMN = "encryption_key_id"
-# The bytes that encryption adds to a payload at most.
+# The maximum number of bytes that encryption adds to a payload.
 ROW_BYTES_MAX = ENVELOPE_BYTES + KEY_ID_BYTES_MAX
 
 
 def decryption_of(options: ReadOptions | WriteOptions) -> Encryption | None:
-    """Return the encryption of a read or a write, also for reading back; in a task (rule 1).
+    """Return the encryption for a read or a write, None without keys; only tasks call it (rule 1).
+
+    A write also decrypts: it reads back rows that earlier attempts have written.
 
     Raises:
-        BadConfig: there is no such directory or function, or `cryptography` is not installed.
+        BadConfig: the directory or function of option `encryptionKeys` does not exist, or
+            `cryptography` is not installed.
     """
     if options.encryption_keys is None:
         return None
@@ -32,10 +35,10 @@ def decryption_of(options: ReadOptions | WriteOptions) -> Encryption | None:
 
 
 def decrypt_batch(batch: pa.RecordBatch, encryption: Encryption) -> dict[str, pa.Array]:
-    """Return the columns of a batch of one partition, with `ERROR_COLUMN` (rule 3).
+    """Decrypt a batch from one partition and return its columns, with `ERROR_COLUMN` (rule 3).
 
     Args:
-        batch: the log's columns, with `partition`, `header` and `data`.
+        batch: columns of the log; `partition`, `header` and `data` are required.
         encryption: the keys.
     """
     found = {name: batch.column(name) for name in batch.schema.names}
@@ -60,10 +63,10 @@ class PayloadEncryptor:
         self._key_id = options.encryption_key_id
 
     def encrypt_columns(self, append: pa.RecordBatch, partition: int) -> pa.RecordBatch:
-        """Return the append columns of rows of one partition with envelopes, without their CRCs.
+        """Encrypt the payloads of rows for one partition; return the append columns without `crc`.
 
         Raises:
-            BadConfig: there is no such key.
+            BadConfig: a key does not exist.
             The errors of the key provider.
         """
         kept = [name for name in append.schema.names if name not in {"crc", KEY_COLUMN}]

@@ -1,9 +1,10 @@
-"""Payloads with schemas in Spark, Avro and Protobuf: `waltz_core.schemas` with the options.
+"""Avro and Protobuf payloads in Spark: creates the formats of `waltz_core.schemas` from options.
 
 Rules:
-    1. The driver finds the schema of a write before any task: it registers the schema of the
-       columns, or requests a version. Tasks get it with the options, and need no registry for it.
-    2. A task that reads requests each schema once in its process.
+    1. The driver determines the schema of a write before any task starts: it registers the schema
+       of the columns, or requests a version. Tasks receive the schema with the options, and need no
+       registry for it.
+    2. A task that reads requests each schema once per process.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from waltz_core.client import Avro, Protobuf
+from waltz_core.config.settings import shown_names
 from waltz_core.errors import BadRequest
 from waltz_core.records.unpacking import Decode, decoder_of
 from waltz_core.schemas.avro_schemas import schema_of_columns
@@ -23,10 +25,10 @@ from waltz_spark.options import ReadOptions, RegistryOptions, WriteOptions
 def format_of(
     options: ReadOptions | WriteOptions, avro_schema: dict[str, Any] | None = None
 ) -> SchemaFormat | None:
-    """Return the serializer of a read or a write; None for a format without schemas.
+    """Return the serializer for a read or a write; None for a format without schemas.
 
     Raises:
-        BadConfig: its package is not installed.
+        BadConfig: the package that the format needs is not installed.
     """
     given = options.registry
     if given is None:
@@ -46,7 +48,7 @@ def format_of(
 
 
 def payload_decoder(options: ReadOptions | WriteOptions) -> Decode | None:
-    """Return the decoder of payloads; None for a format that the unpacker decodes itself."""
+    """Return the decoder for payloads; None for a format that the unpacker itself decodes."""
     found = format_of(options)
     if found is None:
         return None
@@ -56,24 +58,24 @@ def payload_decoder(options: ReadOptions | WriteOptions) -> Decode | None:
 
 
 def row_key_decoder(options: WriteOptions) -> Decode | None:
-    """Return the decoder of payloads of any format; None without option `dataFormat`."""
+    """Return the decoder for payloads of any format; None without option `dataFormat`."""
     if options.data_format is None:
         return None
     return payload_decoder(options) or decoder_of(options.data_format)
 
 
 def payload_encoder(options: WriteOptions) -> Callable[[dict[str, Any]], bytes] | None:
-    """Return what encodes a row; None for a format without schemas."""
+    """Return a function that encodes a row; None for a format without schemas."""
     writer = _writer(options.registry)
     return None if writer is None else writer.encode
 
 
 def with_written_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> WriteOptions:
-    """Return the options with the schema that is written (rule 1).
+    """Return the options with the schema that the write uses (rule 1).
 
     Raises:
-        BadRequest: Avro has no such columns, the registry rejects the schema as not compatible, or
-            a column is not a field of a registered one.
+        BadRequest: Avro cannot represent a column, the registry rejects the schema as incompatible,
+            or the registered schema has no field for a column.
         BadConfig, Unavailable: the schema registry cannot be read.
     """
     given = options.registry
@@ -89,7 +91,7 @@ def with_written_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> W
         if part.name not in writer.field_names:
             raise BadRequest(
                 f"column {part.name!r}: subject {given.subject!r} has no such field; it has "
-                f"{', '.join(writer.field_names[:20]) or 'none'}"
+                f"{shown_names(writer.field_names, 20)}"
             )
     return replace(options, registry=registry)
 

@@ -1,11 +1,11 @@
-"""Plans the tasks of a read from marks and options: the transactions, and how they are split.
+"""Plans the tasks of a read: which transactions to read, and how to split them into tasks.
 
 Rules:
-    1. A start is exclusive, an end inclusive, like high-water marks.
+    1. A start is exclusive and an end is inclusive, like high-water marks.
     2. A mark past the end of its partition's log is data loss, unless the options allow it.
     3. Spans never overlap, and together cover exactly the requested transactions.
-    4. Given marks must name each partition that is read: a default for the others could read or
-       skip transactions without the user's knowledge.
+    4. If the user specifies marks, they must name each partition that is read. A default for the
+       other partitions could read or skip transactions without the user's knowledge.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ def chosen_partitions(options: ReadOptions, partition_count: int) -> list[int]:
     """Return the partitions to read.
 
     Raises:
-        BadConfig: one of them, or one with a given mark, does not exist.
+        BadConfig: the options name a partition that does not exist, as chosen or with a mark.
     """
     check_marks(options, partition_count)
     chosen = range(partition_count) if options.partitions is None else options.partitions
@@ -38,10 +38,10 @@ def chosen_partitions(options: ReadOptions, partition_count: int) -> list[int]:
 
 
 def check_marks(options: ReadOptions, partition_count: int) -> None:
-    """Reject marks of partitions that the cluster does not have: they would have no effect.
+    """Reject marks for partitions that the cluster does not have: they would have no effect.
 
     Raises:
-        BadConfig: names the option and the partition.
+        BadConfig: the error names the option and the partition.
     """
     for name, marks in (
         ("startingHighWaterMarks", options.starting),
@@ -55,7 +55,7 @@ def check_partition(partition: int, partition_count: int, where: str) -> None:
     """Reject a partition that the cluster does not have.
 
     Raises:
-        BadConfig: states the existing ones.
+        BadConfig: the error has the range of the existing partitions.
     """
     if not 0 <= partition < partition_count:
         raise BadConfig(
@@ -64,11 +64,11 @@ def check_partition(partition: int, partition_count: int, where: str) -> None:
 
 
 def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
-    """Return the exclusive start of each partition in `marks` (the log's marks now).
+    """Return the exclusive start of each partition; `marks` has the log's marks now.
 
     Raises:
-        BadConfig: marks were given, but none for one of the partitions (rule 4).
-        DataLoss: a mark is past the end of its log.
+        BadConfig: the user specified marks, but none for one of the partitions (rule 4).
+        DataLoss: a specified mark is past the end of its partition's log.
     """
     if options.starting == "earliest":
         return dict.fromkeys(marks, int(BEFORE_FIRST))
@@ -79,10 +79,10 @@ def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, 
 
 
 def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
-    """Return the inclusive end of each partition in `marks` (the log's marks now).
+    """Return the inclusive end of each partition; `marks` has the log's marks now.
 
     Raises:
-        Like `resolve_starts`.
+        The errors of `resolve_starts`.
     """
     if isinstance(options.ending, str):
         return dict(marks)
@@ -90,12 +90,12 @@ def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, in
 
 
 def check_order(options: ReadOptions, starts: Mapping[int, int], ends: Mapping[int, int]) -> None:
-    """Reject marks that end a partition before its start.
+    """Reject marks that end the read of a partition before its start.
 
-    A start by time may be after the end: no transaction up to the end is that recent.
+    A start by time may be after the end, if no transaction up to the end is that recent.
 
     Raises:
-        BadConfig: names the partition and both marks.
+        BadConfig: the error names the partition and both marks.
     """
     if options.starting_ms is not None:
         return
@@ -136,7 +136,7 @@ def _given_marks(
 
 
 def parts_text(parts: Sequence[object]) -> str:
-    """Return the first ten parts as text, for an error."""
+    """Return the first ten items as text for an error message, with `...` if there are more."""
     shown = ", ".join(map(str, parts[:10]))
     return shown if len(parts) <= 10 else f"{shown}, ..."
 
@@ -146,7 +146,7 @@ def spans(
     ends: Mapping[int, int],
     wanted: Sequence[tuple[int, int]] = (),
 ) -> list[TransactionRange]:
-    """Return what to read, within the wanted ranges of IDs (all without any)."""
+    """Return the ranges to read: `starts` to `ends`, within the wanted ID ranges if any."""
     found: list[TransactionRange] = []
     for partition in sorted(ends):
         first, last = starts[partition] + 1, ends[partition]
@@ -162,9 +162,9 @@ def spans(
 def split_spans(
     whole: Sequence[TransactionRange], *, task_count_min: int, per_task_max: int
 ) -> list[TransactionRange]:
-    """Split spans into tasks of at most `per_task_max`, and into at least `task_count_min` tasks.
+    """Split spans into at least `task_count_min` tasks, of at most `per_task_max` transactions.
 
-    Larger spans get more tasks; a task has at least one transaction.
+    Larger spans are split into more tasks. Each task has at least one transaction.
     """
     total = sum(span.last - span.first + 1 for span in whole)
     if total == 0:

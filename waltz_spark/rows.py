@@ -1,6 +1,6 @@
 """Packs rows into payloads, and defines the Spark schema of a transaction.
 
-This table has the form of each Spark type in `data`; `unpacking.py` of the core reads it.
+The table shows how `data` represents each Spark type. `waltz_core/records/unpacking.py` decodes it.
 
     Spark type                   msgpack                     json
     boolean, integers            unchanged                   unchanged
@@ -13,10 +13,10 @@ This table has the form of each Spark type in `data`; `unpacking.py` of the core
     array, struct, map           array, map by name, map     array, object, list of pairs
     null                         nil                         null
 
-Avro and Protobuf get Python values, such as dates and timestamps: see `payload_schemas.py`.
+The encoders of Avro and Protobuf receive Python values, such as dates: see `payload_schemas.py`.
 
 Rules:
-    1. Arrow casts whole columns; Python code gets plain values only.
+    1. Arrow casts whole columns; Python code receives plain values only.
 """
 
 import base64
@@ -50,18 +50,18 @@ assert tuple(_LOG_TYPES) == log_columns(has_keys=True, has_changes=True)
 
 
 def read_schema(columns: Sequence[str]) -> str:
-    """Return the DDL of some of the log's columns, in the given order; all nullable."""
+    """Return the DDL for the given columns of the log, in this order; all are nullable."""
     return ", ".join(f"{name} {_LOG_TYPES[name]}" for name in columns)
 
 
 def check_log_types(schema: StructType, options: ReadOptions) -> None:
-    """Reject a user's schema in which a column of the log has another type.
+    """Reject a user's schema that declares a column of the log with another type.
 
-    `commit_time` may be null, so it cannot be declared NOT NULL, and with option `encryptionKeys`
-    `data` and `data_error`; no other column is ever null.
+    A column that may be null cannot be declared NOT NULL: `commit_time`, and with option
+    `encryptionKeys` also `data` and `data_error`. No other column of the log is ever null.
 
     Raises:
-        BadRequest: names the column and both types.
+        BadRequest: the error names the column and both types.
     """
     for field in schema.fields:
         wanted = _LOG_TYPES[field.name] if field.name in options.log_columns else None
@@ -106,12 +106,12 @@ _PACKED_TYPES = (
 
 
 def check_packed_type(name: str, kind: types.DataType, data_format: str | None = None) -> None:
-    """Reject a column with a type, at any nesting level, that is not in the table above.
+    """Reject a column whose type, at any nesting level, is not in the table of this file.
 
     Args:
         name: the column.
         kind: its type.
-        data_format: also reject types that this format cannot pack.
+        data_format: a format; types that it cannot pack are rejected, too.
 
     Raises:
         BadRequest: names the column and its type.
@@ -168,13 +168,13 @@ WITH_KEYS = (
 def check_nullable(
     name: str, kind: types.DataType, reason: str = _PERMISSIVE, *, nullable: bool
 ) -> None:
-    """Reject a wanted column that is declared NOT NULL, at any nesting level.
+    """Reject a column that is declared NOT NULL, at any nesting level.
 
-    For reads that return nulls. Spark plans queries by the declaration: it answers `IS NULL`
-    without reading, and reads a null as a zero.
+    Reads that return nulls need this check, because Spark trusts the declaration: it answers `IS
+    NULL` without reading, and reads a null as a zero.
 
     Raises:
-        BadRequest: names the column.
+        BadRequest: the error names the column.
     """
     if not nullable:
         raise BadRequest(
@@ -206,16 +206,17 @@ def pack(
     data_format: str,
     encode: Callable[[dict[str, Any]], bytes] | None = None,
 ) -> pa.Array:
-    """Pack rows by column name into one binary payload for each row.
+    """Pack each row into one binary payload, in which the column names are the keys.
 
     Args:
         columns: arrays of equal length.
-        names: their names, the keys inside each payload.
-        data_format: a format of option `dataFormat`.
-        encode: returns the payload of a row; Avro and Protobuf need it.
+        names: the names of the columns.
+        data_format: a value of option `dataFormat`.
+        encode: returns the payload for a row; required for Avro and Protobuf.
 
     Raises:
-        BadRequest: the format cannot express a value, or a string is not valid; with the column.
+        BadRequest: the format cannot represent a value, or a string is not valid UTF-8. The message
+            names the column.
     """
     plain = [
         _checked_plain(name, column, data_format)
@@ -245,7 +246,7 @@ def _checked_plain(name: str, column: pa.Array, data_format: str) -> list[Any]:
         ValueError,
         OverflowError,
         pa.ArrowException,
-    ) as error:  # Spark casts any bytes to a string
+    ) as error:  # a Spark string may contain invalid UTF-8
         raise BadRequest(
             f"column {name!r} cannot be packed ({error}). Hint: cast strings that are not valid "
             "UTF-8 to binary."
@@ -282,14 +283,14 @@ def _needs_text(kind: pa.DataType, data_format: str) -> bool:
 
 
 def _flat_values(column: pa.Array) -> list[Any]:
-    """Return `to_pylist` through NumPy, which is four times faster for flat columns."""
+    """Return the values of a flat column through NumPy: four times faster than `to_pylist`."""
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         found: list[Any] = column.to_numpy(zero_copy_only=False).tolist()
         return found
     if not column.null_count:
         numbers: list[Any] = column.to_numpy().tolist()
         return numbers
-    # A null would turn integers into floats: nulls are restored afterwards.
+    # With nulls, NumPy turns integers into floats. So nulls are replaced, and restored below.
     values: list[Any] = column.fill_null(0).to_numpy().tolist()
     for row in np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False)).tolist():
         values[row] = None
@@ -297,14 +298,14 @@ def _flat_values(column: pa.Array) -> list[Any]:
 
 
 def _in_utc(kind: pa.DataType) -> pa.DataType:
-    """Return the type in UTC: a text's offset has no seconds, but historical offsets had."""
+    """Return a timestamp type in UTC: old offsets have seconds, which their text cannot show."""
     if pa.types.is_timestamp(kind) and kind.tz is not None:
         return pa.timestamp(kind.unit, "UTC")
     return without_nulls(kind)
 
 
 def _json_out(kind: pa.DataType) -> Callable[[Any], Any] | None:
-    """Return the conversion of a value of this type for JSON; None if it needs none."""
+    """Return a function that converts a value of this type for JSON; None if not needed."""
     if is_binary(kind):
         return lambda value: None if value is None else base64.b64encode(value).decode()
     if pa.types.is_list(kind):

@@ -1,14 +1,15 @@
-"""Makes a Spark session raise `WaltzError`s instead of the Spark errors that contain them.
+"""Makes a Spark session raise a `WaltzError` in place of the Spark error that contains it.
 
-Neither py4j nor PySpark has a public interface for it, so this module changes their internals.
+Neither py4j nor PySpark has a public interface for this, so the module changes their internals.
 
 Rules:
-    1. Only a Spark error that ends with a `WaltzError` is replaced, and only after `unwrap`: under
-       the SparkContext of a classic session, in the client of a Connect session. Spark's error is
-       the cause, and its class one of the base classes.
+    1. Only a Spark error that ends with a `WaltzError` is replaced, and only after a call of
+       `unwrap`. In a classic session, `unwrap` applies to errors under its SparkContext; in a
+       Connect session, to errors of its client. The `WaltzError` has Spark's error as its cause,
+       and Spark's class as one of its base classes.
     2. `unwrap` may be called several times.
-    3. If the internals of PySpark or py4j have changed, the user gets Spark's error, which contains
-       the message, too.
+    3. If the internals of PySpark or py4j have changed, the user gets Spark's error, which also
+       contains the message.
 """
 
 import logging
@@ -24,7 +25,7 @@ from pyspark.sql import SparkSession
 from waltz_core.errors import WaltzError
 from waltz_spark.worker_errors import trailing_error
 
-# What an action of Spark may raise: PySpark converts only some of the errors of Java.
+# The errors that a Spark action may raise: PySpark converts only some of the Java errors.
 SPARK_ERRORS = (PySparkException, protocol.Py4JError)
 
 _log = logging.getLogger("waltz")
@@ -33,7 +34,7 @@ _contexts: WeakSet[SparkContext] = WeakSet()
 
 
 def unwrap(session: SparkSession) -> None:
-    """Make a session raise `LockFailed`, `BadConfig`, ... themselves (rule 1)."""
+    """Make a session raise the errors `LockFailed`, `BadConfig`, ... (rule 1)."""
     try:
         if is_connect(session):
             _unwrap_client(session.client)
@@ -50,9 +51,9 @@ def is_connect(session: SparkSession) -> bool:
 
 
 def _unwrap_gateway() -> None:
-    """Wrap the function that raises all errors of Java.
+    """Wrap the py4j function that raises all Java errors.
 
-    PySpark wraps it, too, again for each session, and does not change a `WaltzError`.
+    PySpark also wraps this function, once for each session; its wrapper passes a `WaltzError` on.
     """
     given = protocol.get_return_value
     if given.__module__ == __name__:
@@ -76,14 +77,14 @@ def _trailing_error_of_java(failure: protocol.Py4JJavaError) -> WaltzError | Non
     if SparkContext._active_spark_context not in _contexts:
         return None
     try:
-        return trailing_error(str(failure))  # requests the text from Java
+        return trailing_error(str(failure))  # str() requests the text from Java
     except Exception as error:  # noqa: BLE001 - rule 3
         _log.debug("spark.error_text_unreadable", exc_info=error)
         return None
 
 
 def _error_from_spark(failure: protocol.Py4JJavaError) -> Exception:
-    """Return the error that PySpark would have raised."""
+    """Return the error that PySpark would have raised without `unwrap`."""
     try:
         return convert_exception(failure.java_exception)
     except Exception as error:  # noqa: BLE001 - rule 3
@@ -111,7 +112,7 @@ def _unwrap_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be n
 
 
 def _combine_errors(waltz_error: WaltzError, reported: Exception) -> Exception:
-    """Return the `WaltzError`, which handlers of Spark's class catch, too."""
+    """Return a `WaltzError` that `except` clauses for Spark's class catch, too."""
     if not isinstance(reported, PySparkException):
         return waltz_error
     kind = _combined_class(type(waltz_error), type(reported))
@@ -123,7 +124,7 @@ def _combine_errors(waltz_error: WaltzError, reported: Exception) -> Exception:
 def _combined_class(
     waltz_error: type[WaltzError], reported: type[PySparkException]
 ) -> type[Exception]:
-    """Return a class with both base classes, Spark's methods, and the name of the `WaltzError`."""
+    """Return a subclass of both classes, with Spark's methods and the name of the `WaltzError`."""
     members = {
         "__module__": waltz_error.__module__,
         "__doc__": waltz_error.__doc__,

@@ -1,14 +1,15 @@
 """One client for each cluster and Python process, kept between tasks.
 
-Spark reuses its Python workers, and a connection costs more than a small task. A worker is forked
-before it imports this module, and a process that inherits a client by another fork opens its own.
-An idle client is closed when its process ends.
+Spark reuses its Python workers, and a new connection costs more than a small task. Spark forks a
+worker before the worker imports this module. A process that inherits a client through another fork
+opens its own client. An idle client is closed when its process exits.
 
 Rules:
-    1. A caller waits for another one that already connects to the same cluster, and for no other
-       cluster: a ZooKeeper that does not answer blocks nothing else.
+    1. A caller waits only for a caller that already connects to the same cluster. So a ZooKeeper
+       that does not answer blocks no connection to another cluster.
     2. A Spark session may outlive a cluster. If another cluster replaces it at the same connect
-       string, the client of the first is closed and the next use connects to the new one.
+       string, the client of the first cluster is closed, and the next use connects to the new
+       cluster.
 """
 
 import atexit
@@ -24,26 +25,26 @@ from waltz_core.errors import ClusterKeyMismatch
 
 ResultT = TypeVar("ResultT")
 
-# Keyed by process and cluster; a forked process finds none of its own. Each access is one operation
-# of a dictionary, and so needs no lock.
+# The keys are process and cluster, so a forked process finds no inherited client. Each access is
+# one dictionary operation, which needs no lock.
 _clients: dict[tuple[int, str], WaltzClient] = {}
 _connecting: dict[tuple[int, str], threading.Lock] = {}
 
 
 def client_of(connect: str) -> WaltzClient:
-    """Return this process's client of a cluster; the first call reads ZooKeeper.
+    """Return this process's client for a cluster; the first call reads ZooKeeper.
 
     Raises:
-        BadConfig: the connect string is not valid, or there is no cluster at its root.
+        BadConfig: the connect string is not valid, or its root has no cluster.
         CoordinatorUnavailable: ZooKeeper does not answer.
     """
     return _client(connect, lambda: WaltzClient(connect))
 
 
 def client_at(layout: ClusterLayout) -> WaltzClient:
-    """Return this process's client of a cluster whose layout the driver has read.
+    """Return this process's client for a cluster whose layout the driver has read.
 
-    A task reads ZooKeeper only if a partition has moved since.
+    A task reads ZooKeeper only if a partition has moved since then.
     """
     client = _client(layout.connect, lambda: _first_at(layout))
     if client.cluster().key != layout.cluster.key:  # a worker may outlive a cluster
@@ -61,20 +62,21 @@ def _first_at(layout: ClusterLayout) -> WaltzClient:
 
 @functools.cache
 def freeze_long_lived(_work: str) -> None:
-    """Exclude long-lived objects from later garbage collections; once for each kind of work.
+    """Exclude existing objects from later garbage collections; `_work` names a kind of work.
 
-    Spark collects garbage after every task, and the imported objects would take 40 ms each time.
-    Call it after the first work of a kind, when its temporary objects are released.
+    Spark collects garbage after every task, and imported objects would add 40 ms to each
+    collection. Call the function after the first work of each kind, when its temporary objects are
+    released. Later calls for the same kind do nothing.
     """
     gc.collect()
     gc.freeze()
 
 
 def with_client(connect: str, use: Callable[[WaltzClient], ResultT]) -> ResultT:
-    """Call `use` with this process's client, and again with a new one (rule 2).
+    """Call `use` with this process's client; if the cluster was replaced, repeat it (rule 2).
 
     Raises:
-        BadConfig, CoordinatorUnavailable: like `client_of`.
+        BadConfig, CoordinatorUnavailable: as for `client_of`.
         The errors of `use`.
     """
     try:
@@ -91,12 +93,18 @@ def sources_of(
     linearizable: bool,
     group: int | None = None,
 ) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
-    """Return the client, and marks and replicas of the partitions that `choose` picks of N.
+    """Return the client, and the high-water mark and replicas of each chosen partition.
 
-    They are requested concurrently; replicas of the group are nearby.
+    The partitions are queried concurrently. Reads prefer replicas in `group`.
+
+    Args:
+        connect: the connect string of the cluster.
+        choose: returns the partitions to query; its argument is the partition count of the log.
+        linearizable: a quorum of replicas confirms each high-water mark.
+        group: the group of storages near the caller.
 
     Raises:
-        BadConfig, CoordinatorUnavailable: like `client_of`.
+        BadConfig, CoordinatorUnavailable: as for `client_of`.
         Unavailable: a partition does not answer.
     """
 
@@ -114,7 +122,7 @@ def sources_of(
 
 
 def close_client(connect: str) -> None:
-    """Close this process's client of a cluster; the next use connects again."""
+    """Close this process's client for a cluster; the next use connects again."""
     client = _clients.pop((os.getpid(), connect), None)
     if client is not None:
         client.close()
@@ -131,7 +139,7 @@ def _client(connect: str, make: Callable[[], WaltzClient]) -> WaltzClient:
 
 @atexit.register
 def close_clients() -> None:
-    """Close this process's clients; the next use connects again."""
+    """Close all clients of this process; the next use connects again."""
     for (pid, _), client in list(_clients.items()):
         if pid == os.getpid():
             client.close()

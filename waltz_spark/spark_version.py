@@ -1,8 +1,8 @@
 """The differences between PySpark 4.0, 4.1, 4.2 and 4.3.
 
-The other modules use the names of PySpark 4.3. Where an older PySpark lacks one of them, this
-module provides it or works around it. docs/spark.md, "Versions of Spark", has the table of what
-works where.
+The other modules use the names of PySpark 4.3. If an older PySpark lacks a name, this module
+provides it or works around it. docs/spark.md, "Versions of Spark", lists the features of each
+version.
 
 Rules:
     1. Check PySpark's features, not its version number.
@@ -63,7 +63,7 @@ else:
             max_rows: int
 
         class SupportsTriggerAvailableNow:
-            """A mixin that PySpark before 4.2 does not use."""
+            """An empty mixin: PySpark before 4.2 does not use it."""
 
         HAS_ADMISSION_CONTROL = False
     else:
@@ -74,7 +74,7 @@ else:
     else:
 
         class DataSourceStreamArrowWriter(DataSourceStreamWriter, DataSourceArrowWriter):
-            """PySpark 4.0 passes Arrow batches to each writer of the second class."""
+            """A writer to which PySpark 4.0 passes Arrow batches, because of its second class."""
 
 
 __all__ = [
@@ -97,18 +97,18 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     """Return the Arrow schema for Spark's batches, with timestamps in UTC.
 
     Raises:
-        PySparkException: Arrow has no such type.
+        PySparkException: Arrow has no type for a column.
     """
     if _TAKES_TIMEZONE:
         return types.to_arrow_schema(schema, timezone="UTC")
-    return types.to_arrow_schema(schema)  # in UTC, before 4.3
+    return types.to_arrow_schema(schema)  # before 4.3, always in UTC
 
 
 def new_session(spark: SparkSession) -> SparkSession:
-    """Return another session of the same Spark, with settings of its own.
+    """Return another session of the same Spark, with its own settings.
 
-    With Spark Connect it is a new session of the server, by the connection of this one; from 4.1
-    on it has the artifacts of this one, too.
+    With Spark Connect, the function creates a session on the server over the connection of `spark`.
+    From PySpark 4.1 on, that session also has the artifacts of `spark`.
     """
     kind: Any = type(spark)
     if not kind.__module__.startswith("pyspark.sql.connect."):
@@ -121,26 +121,27 @@ def new_session(spark: SparkSession) -> SparkSession:
         builder._params = {name: each for name, each in given if name != "session_id"}
         session = kind(builder)
     if not hasattr(session.client, "_release_futures"):
-        # Before 4.2, a client that is closed, also by Python's garbage collection, ends the threads
-        # of all clients of the process, even while another one starts a task in them.
+        # Before 4.2, closing a client ends the threads of all clients of the process, even while
+        # another client starts a task in them. Python's garbage collection also closes clients.
         session.client.close = session.client._channel.close
     return cast("SparkSession", session)
 
 
 def stream_reader(reader: DataSourceStreamReader) -> DataSourceStreamReader:
-    """Return a reader that this PySpark can use, from one with admission control."""
+    """Adapt a reader with admission control to this version of PySpark."""
     return reader if HAS_ADMISSION_CONTROL else _WithoutAdmissionControl(reader)
 
 
 class _WithoutAdmissionControl(DataSourceStreamReader):
-    """A stream reader for PySpark before 4.2, which passes `latestOffset` neither start nor limit.
+    """A stream reader for PySpark before 4.2, which calls `latestOffset` without start and limit.
 
     Rules:
         1. A micro-batch reads everything available. These versions run `availableNow` and `once` as
-           one micro-batch, so a limit would end such a query too early, and the reader cannot
-           detect the query's trigger.
-        2. The start is the offset that Spark has used last. Before the first micro-batch it may be
-           unknown; then `partitions` checks for data loss, because it gets both ends.
+           one micro-batch, so a limit would end such a query too early. The reader cannot detect
+           the query's trigger.
+        2. The start is the offset that Spark has used last. Before the first micro-batch, it may be
+           unknown. In this case `partitions` checks for data loss, because it receives both
+           offsets.
     """
 
     def __init__(self, reader: DataSourceStreamReader) -> None:
@@ -148,7 +149,7 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
         self._start: Offset = {}
 
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Return where a query without a checkpoint starts."""
+        """Return the start of a query without a checkpoint."""
         self._start = self._reader.initialOffset()
         return self._start
 
@@ -166,22 +167,22 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
         begin, ends = decode(start), decode(end)
         is_other = begin.cluster not in (None, ends.cluster)
         if is_other or any(mark < begin.marks.get(each, mark) for each, mark in ends.marks.items()):
-            # Rule 2. It raises, or restarts a partition of another log.
+            # Rule 2. The call raises DataLoss, or restarts a partition that belongs to another log.
             found = decode(self._reader.latestOffset(start, ReadAllAvailable())).marks
             again = {each: min(mark, found.get(each, mark)) for each, mark in begin.marks.items()}
             start = start | {str(each): mark for each, mark in again.items()}
         return self._reader.partitions(start, end)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield a task's transactions as Arrow batches."""
+        """Yield the transactions of a task as Arrow batches."""
         return self._reader.read(partition)
 
     def commit(self, end: Offset) -> None:
-        """Delegate it."""
+        """Call `commit` of the wrapped reader."""
         self._reader.commit(end)
 
     def stop(self) -> None:
-        """Delegate it."""
+        """Call `stop` of the wrapped reader."""
         self._reader.stop()
 
     def _warn_of_a_large_batch(self, start: Offset, end: Offset) -> None:

@@ -1,14 +1,14 @@
-"""Transports errors from Spark workers to the driver: as one sentence, with the class of the error.
+"""Transports errors from Spark workers to the driver, as a message and the class of the error.
 
-Spark sends an exception to the driver as text, with the worker's stack first. This module shortens
-the text in the worker, and recognizes the error in the driver.
+Spark sends an exception to the driver as text that begins with the worker's stack. This module
+shortens the text in the worker, and recognizes the error in the driver.
 
 Rules:
-    1. A `WaltzError` of the classes in `_SHOWN_WITHOUT_STACK` needs no stack: its message comes
-       first. Any other error, also a `ProtocolError`, may be a bug and keeps its stack.
-    2. Only the last output of a worker is changed: Spark ends it after an exception.
-    3. A `WaltzError` is recognized only at the positions where Spark or Python put an error, not in
-       a value, in a message of the user, or on another line of that message.
+    1. A `WaltzError` of the classes in `_SHOWN_WITHOUT_STACK` needs no stack, so its text begins
+       with the message. Any other error, also a `ProtocolError`, may be a bug and keeps its stack.
+    2. Only the last output of a worker is changed: Spark ends the worker after an exception.
+    3. A `WaltzError` is recognized only at the positions where Spark or Python put an error. It is
+       not recognized in a value, in a message of the user, or on another line of that message.
 """
 
 import functools
@@ -22,12 +22,12 @@ from waltz_core import errors
 
 _log = logging.getLogger("waltz")
 
-# Variables that Spark sets for its Python workers, and that these read for their reports.
+# Variables that Spark sets for its Python workers, and that the workers read to report errors.
 _WORKER = ("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
 _HIDE = "SPARK_HIDE_TRACEBACK"
 _SHOWN_WITHOUT_STACK = (errors.UsageError, errors.Unavailable, errors.Superseded, errors.Damaged)
-# The positions of an error in a text (rule 3): after Spark's prefix of a Python error, or below the
-# last frame of a stack.
+# The positions of an error in a text (rule 3): after Spark's prefix for a Python error, or below
+# the last frame of a stack.
 _MESSAGE_PREFIX = (
     r"(?:^|: |\) )(?:\[\w*PYTHON\w*\] |An exception was thrown from the Python worker)"
     r"[^:'\"\n]*:[ \n]"
@@ -36,7 +36,7 @@ _LAST_FRAME = r'^  File ".*\n(?:    .*\n)*(?:  \[Previous line .*\n)?'
 _SENTENCE = re.compile(
     rf"(?:{_MESSAGE_PREFIX}|{_LAST_FRAME})waltz_core\.errors\.(\w+): (.*)", re.MULTILINE
 )
-# Python's text between an error and one that was raised while it was handled.
+# The text that Python writes between an error and the error that was raised while handling it.
 _ANSWERED = re.compile(r"^(During handling of|The above exception was the)", re.MULTILINE)
 
 P = ParamSpec("P")
@@ -58,7 +58,7 @@ def without_stack(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def without_stack_each(call: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
-    """Do the same for errors while the method's result is iterated."""
+    """Decorate an iterator so that the user sees its errors as messages (rule 1)."""
 
     @functools.wraps(call)
     def plain(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
@@ -79,12 +79,12 @@ def _hide_stack(error: errors.WaltzError) -> None:
 
 
 def error_of(failure: BaseException) -> errors.WaltzError | None:
-    """Return the `WaltzError` inside an error that Spark has raised on the driver, or None.
+    """Return the `WaltzError` inside an error that Spark has raised on the driver; otherwise None.
 
         except Exception as failure:
             if isinstance(waltz_spark.error_of(failure), LockFailed): ...
 
-    It has the class and the message, but no other attributes.
+    The returned error has the class and the message, but no other attributes.
     """
     if isinstance(failure, errors.WaltzError):
         plain: errors.WaltzError = getattr(failure, "plain", failure)  # see session_errors.py

@@ -136,8 +136,8 @@ ANY_ORDER = {
     "file_system.make_with_parents#2": "names of different directories",
     "storage_engine.open > control_file.open#2": "the control file and names",
     "control_file.set_flags#1": "a flag whose directory is not there yet, and the other way round",
-    "storage_engine.found#0": "as the line before",
-    "storage_engine.found > control_file.set_flags_of#1": "as the line before",
+    "storage_engine.assign_new#0": "as the line before",
+    "storage_engine.assign_new > control_file.set_flags_of#1": "as the line before",
     "log_recovery.open_log#1": "names, and a slot in a file that had its name before",
     "segment.create > file_system.create_durably#2": "what is in the files; each before its own "
     "rename",

@@ -61,7 +61,7 @@ def test_the_four_recovery_examples_work_while_writes_continue(scenario: Scenari
     check_nothing_is_wrong(scenario)
     check_replicas_equal(scenario)
     scenario.check_agrees()
-    assert "would be left without a replica" in run_failing(
+    assert "would remove all replicas of partition 0" in run_failing(
         cluster, "remove-replica", "0", *sorted(usual)
     )
     assert "is not a storage of this cluster" in run_failing(

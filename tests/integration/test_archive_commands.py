@@ -186,7 +186,7 @@ def test_every_file_is_verified_and_a_corrupt_one_is_named(archived: Archived):
         (("--partition", "1"), "--partition: expected a partition in 0..0, found 1"),
         (
             ("--first", "7", "--last", "6"),
-            "--first, --last: expected a range of transaction IDs, found 7..6",
+            "expected 0 <= --first <= --last, found --first 7 and --last 6",
         ),
         (("--archive", "nowhere"), "archive nowhere cannot be used: "),
     ],

@@ -341,7 +341,9 @@ def test_a_start_at_marks_and_at_a_time(written: Written, client: WaltzClient, t
     assert marks_by_version(table)[0] == marks
     again = run_command(*written.command(table, "--until", "now", "--start-marks", text))
     assert again.returncode == 1
-    assert "a start was given, but follower 'follow' has written the table" in again.stderr
+    assert (
+        "start time were given, but follower 'follow' has already written the table" in again.stderr
+    )
     first = written.log[0][marks[0]]
     stamps = client.scan(
         0, start=marks[0], schema=pa.schema([("commit_time", pa.timestamp("us", "UTC"))])
@@ -422,7 +424,7 @@ def test_payloads_with_a_schema_registry(written: Written, client: WaltzClient, 
         words += ["--data-format", "avro", "--schema-registry", registry.url]
         found = run_command(*words)
         assert (found.returncode, found.stdout) == (1, "")
-        assert "columns are found in msgpack and JSON only" in found.stderr
+        assert "schema: expected declared columns for payloads in" in found.stderr
         words += ["--column", "id:int64", "--column", "owner:string"]
         done = run_command(*words)
         assert done.returncode == 0, done.stderr

@@ -83,7 +83,7 @@ def test_duckdb_may_stop_early_and_reports_the_transaction_of_an_error(client: W
     log = client.scan(schema=SCHEMA)  # noqa: F841 - as above
     assert len(duckdb.sql("SELECT id FROM log LIMIT 3").fetchall()) == 3
     wrong = client.scan(0, schema=pa.schema([("id", pa.string())]))  # noqa: F841 - as above
-    with pytest.raises(duckdb.Error, match=r"partition 0, transaction 0: column 'id'"):
+    with pytest.raises(duckdb.Error, match=r"partition 0, transaction 0, column 'id'"):
         duckdb.sql("SELECT * FROM wrong").fetchall()
 
 
@@ -120,5 +120,5 @@ def test_an_export_that_fails_leaves_no_file(cluster: LocalCluster, tmp_path: Pa
         *["--column", "id:string", "--output", str(tmp_path / "out")],
     )
     assert done.returncode == 1
-    assert "partition 0, transaction 0: column 'id': expected string, found 0" in done.stderr
+    assert "partition 0, transaction 0, column 'id': expected string, found 0" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -248,7 +248,7 @@ def test_a_suspect_replica_is_reported_to_the_next_session(tmp_path):
             async with session(address, 5) as owner:
                 await fill(owner)
                 with pytest.raises(
-                    errors.BadRequest, match="the only replica in sync in store session 5"
+                    errors.BadRequest, match="the only one in sync in store session 5"
                 ):
                     await admin.request(Done, MarkSuspect, 0, False)
                 await admin.request(Done, MarkSuspect, 0, True)
@@ -304,7 +304,7 @@ def test_a_partition_is_removed_only_when_zookeeper_and_the_session_released_it(
                 await assign(coordinator, address, other)
                 await write_states(coordinator, address, other)
                 with pytest.raises(
-                    errors.BadRequest, match="is assigned to this storage in ZooKeeper"
+                    errors.BadRequest, match="because ZooKeeper assigns it to this storage"
                 ):
                     await admin.request(Done, RemovePartition, 0, True, True)
                 await assign(coordinator, other)

@@ -824,7 +824,7 @@ def test_a_range_is_archived_and_a_store_that_fails_is_reported(tmp_path):
                 await owner.ask(owner.owner.append(1))
                 failed = await archive(2, 20, made.chain, made.manifest, made.manifest_crc)
                 assert failed.manifest == ""
-                assert f"{made.manifest}: it does not exist" in failed.error
+                assert f"{made.manifest}, because it does not exist" in failed.error
             state = storage._archive_state()
             assert (state.failure_count, state.error) == (1, failed.error)
             assert state.is_damaged

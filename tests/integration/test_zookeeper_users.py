@@ -461,7 +461,7 @@ def test_a_command_that_needs_an_administrator_changes_nothing(place: Place, use
                 "old": ("line members:digest:USER:PASSWORD, found only the members' user 'waltz'"),
                 "alone": (
                     f"the auth file has only user 'admin', but {root} also grants access "
-                    "to 'waltz': servers and storages could not read znodes that this command "
+                    "to 'waltz', so servers and storages could not read znodes that this command "
                     "creates. Hint: add the line members:digest:waltz:PASSWORD to the auth file"
                 ),
                 "public": "requires authentication for /commands-public-delete/x/audit:",

@@ -286,7 +286,7 @@ def test_a_write_that_is_done_appends_nothing(write: Write) -> None:
         match=r"removed its state after writeRetention; this run has appended nothing",
     ):
         write.finish(again, *tasks)
-    with pytest.raises(ConnectionSuperseded, match="and its state was removed"):
+    with pytest.raises(ConnectionSuperseded, match="the state of the write was removed"):
         job.write_task(batches_of(rows), 0, 2)
     assert write.in_log() == once(rows)
 

@@ -119,5 +119,5 @@ def test_several_tables_are_read_once_and_continue_after_an_end_between_their_co
     ):
         with pytest.raises(BadConfig, match=message):
             waltz_spark.follow(spark, written.connect, tables=wrong)
-    with pytest.raises(BadConfig, match="expected either tables or table"):
+    with pytest.raises(BadConfig, match="expected either the argument tables, or table"):
         waltz_spark.follow(spark, written.connect, table=rules, tables=tables)

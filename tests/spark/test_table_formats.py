@@ -390,8 +390,8 @@ def test_columns_of_an_iceberg_table_may_be_declared_later(
     assert follow(lake, written.connect, table) == ends(written)
     assert content(lake, table) == written.replayed(ends(written))
     for schema, message in (
-        ("id long, op string", "column 'value' is not declared"),
-        ("id long, op string, value int", "expected the declared type int, found bigint"),
+        ("id long, op string", "column 'value' of the table is not declared"),
+        ("id long, op string, value int", "has type bigint in the table, but is declared as int"),
         ("id long, op string, value long, n short", "has no type smallint"),
         ("id long, op string, value long, _file string", "none of .*, _file, "),
     ):
@@ -496,7 +496,7 @@ def test_a_format_that_does_not_fit_is_an_error(
     ):
         with pytest.raises(BadConfig, match=re.escape(message)):
             follow(spark, written.connect, table, format=given)
-    with pytest.raises(BadConfig, match="follow: expected table and key, or tables"):
+    with pytest.raises(BadConfig, match="follow: expected the arguments table and key, or tables"):
         waltz_spark.follow(spark, written.connect, table=str(tmp_path), schema="id long")
     with pytest.raises(BadConfig, match="expected a schema for a table with format parquet"):
         waltz_spark.follow(spark, written.connect, table=str(tmp_path), format="parquet")

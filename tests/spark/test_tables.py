@@ -180,7 +180,9 @@ def test_a_start_and_a_table_with_a_name(
     assert rows
     assert rows.items() <= written.replayed(marks).items()
     assert all(place > start[partition] for _, partition, place in rows.values())
-    with pytest.raises(BadConfig, match="a start was given, but follower 'follow' has written"):
+    with pytest.raises(
+        BadConfig, match="start time were given, but follower 'follow' has already written"
+    ):
         follow(spark, written.connect, "named.accounts", start=start)
     assert follow(spark, written.connect, "named.created", start="2100-01-01") == ends(written)
     assert content(tmp_path / "named" / "created") == {}
@@ -350,13 +352,13 @@ def test_columns_may_be_declared_later_and_others_are_errors(
     last = spark.read.format("delta").load(table).orderBy("_transaction_id").tail(1)[0]
     assert last["value"] is not None
     for schema, message in (
-        ("id long, op string", "column 'value' is not declared"),
-        ("id long, op string, value int", "expected the declared type int, found bigint"),
+        ("id long, op string", "column 'value' of the table is not declared"),
+        ("id long, op string, value int", "has type bigint in the table, but is declared as int"),
         ("id long, _partition int", "none of _deleted, _partition, _transaction_id"),
     ):
         with pytest.raises(BadConfig, match=message):
             waltz_spark.follow(spark, written.connect, **place, schema=schema)
-    with pytest.raises(BadConfig, match=r"expected an option of dataFormat, .*, found 'mode'"):
+    with pytest.raises(BadConfig, match=r"expected only the options dataFormat, .*, found 'mode'"):
         waltz_spark.follow(spark, written.connect, **place, schema="id long", mode="PERMISSIVE")
 
 

@@ -1,12 +1,13 @@
-"""The CPU cost of access control: a workload on two clusters in turn, with `access` off and on.
+"""The CPU cost of access control: a workload on two clusters, with `access` off and on.
 
 Rules:
-    1. Both clusters use TLS, with the same settings, and run all the time. Each round runs the
-       workload on both; the order changes with each round.
+    1. Both clusters use TLS with the same settings, and run all the time. Each round runs the
+       workload on both clusters. The order changes with each round.
     2. The figure of a run is the CPU time of servers, storages and clients per transaction. The
-       speed of a machine changes over time, so the cost is the median of the ratios of the rounds.
+       cost of access control is the median of the ratios of the rounds, because the speed of a
+       machine changes over time.
     3. The client has a token, permissions for a list of partitions, and limits that it does not
-       reach: a request then costs the most.
+       reach. With these, a request costs the most CPU time.
 """
 
 import asyncio
@@ -39,7 +40,7 @@ _ROLES: Final = ("server", "storage", "client")
 
 @dataclass
 class _Side:
-    """One of the two clusters, and the runs on it."""
+    """One of the two clusters, and the results of the runs on it."""
 
     cluster: LocalCluster
     connect: str
@@ -48,7 +49,7 @@ class _Side:
     cpu_seconds: dict[str, float] = field(default_factory=dict)
 
     def run(self, workload: Workload, load: BenchLoad, other: LocalCluster) -> None:
-        """Run the workload once."""
+        """Run the workload once; `other` is the cluster that this run does not use."""
         meter = Meter(self.cluster, [other])
         measured = workload(replace(load, connect=self.connect), meter)
         spent = meter.spent() or {}
@@ -60,7 +61,7 @@ class _Side:
 
 
 def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Measured:
-    """Return the figures of all runs with access control; `access_ratio` compares them."""
+    """Run `rounds` rounds; return the result with access control, and `access_ratio`."""
     print_error("starting two local clusters")
     with _running(tls, "off") as plain, _running(tls, "on") as checked:
         for number in range(rounds):
@@ -92,7 +93,7 @@ def compare(workload: Workload, load: BenchLoad, tls: Path, rounds: int) -> Meas
 
 @contextmanager
 def _running(tls: Path, access: str) -> Iterator[_Side]:
-    """Run one of the clusters."""
+    """Run one of the two clusters; `access` is "off" or "on"."""
     with cluster_with_permissions(tls, access, {_CLIENT: _LIMITS}) as (cluster, connects):
         yield _Side(cluster, connects[_CLIENT])
 
@@ -104,12 +105,12 @@ def cluster_with_permissions(
     limits: Mapping[str, PrincipalLimits],
     others: Mapping[str, object] | None = None,
 ) -> Iterator[tuple[LocalCluster, dict[str, str]]]:
-    """Run a temporary cluster; its permissions exist before its daemons.
+    """Run a temporary cluster whose permissions are created before its daemons start.
 
-    Yield it, and the connect string of each principal in `limits`: all of them may read and append.
-    `others` are further settings of all daemons.
+    Yields the cluster, and the connect string of each principal in `limits`. All of these
+    principals may read and append. `others` are further settings of all daemons.
     """
-    # No certificate has a name of this kind: so the daemons have no other principal.
+    # No certificate has a name that matches this pattern, so the daemons are anonymous.
     settings = {"access": access, "principal_pattern": "NONE=(.+)", **(others or {})}
     with TemporaryDirectory(prefix="waltz-") as directory:
         kinds = {"server": settings, "storage": settings}
@@ -131,7 +132,7 @@ def cluster_with_permissions(
 async def _permit(
     cluster: LocalCluster, known: Mapping[str, bytes], limits: Mapping[str, PrincipalLimits]
 ) -> None:
-    """Permit the daemons to replicate, and the clients with tokens to read and append."""
+    """Store permissions: the daemons may replicate, and clients with tokens may read and append."""
     now_ms = time.time_ns() // 1_000_000
     partitions = ((0, cluster.partition_count - 1),)
     permissions = Permissions(

@@ -1,6 +1,6 @@
-"""Three NATS servers with JetStream, as a peer for comparison: all of them sync each message.
+"""Three NATS servers with JetStream, which sync each message, as a peer for comparison.
 
-Only this module uses NATS (extra `bench`).
+This is the only module that uses NATS (extra `bench`).
 """
 
 import asyncio
@@ -31,7 +31,7 @@ cluster {{ name: bench, listen: 127.0.0.1:{route}, routes: [{routes}] }}
 
 
 class Jetstream:
-    """A stream with three replicas on this machine; each publish waits for its acknowledgement.
+    """A stream with three replicas on this machine. Each publish waits for its acknowledgement.
 
     Raises:
         BadConfig: the packages of extra `bench` are missing, or the servers do not start.
@@ -71,7 +71,7 @@ class Jetstream:
         await self._end()
 
     async def publish(self, payload: bytes) -> None:
-        """Append one message; returns when it is acknowledged."""
+        """Append one message; return when it is acknowledged."""
         await self._stream.publish(STREAM, payload)
 
     async def _start(self) -> None:

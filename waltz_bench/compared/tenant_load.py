@@ -1,15 +1,15 @@
 """The greedy tenants of the workload `flood`, and a cluster in which they have limits.
 
-Each is a process of its own, which never pauses unless it must:
-`python -m waltz_bench.compared.tenant_load KIND CONNECT PAYLOAD_BYTES`. It begins after a line on
-its standard input, ends its connections after the next one, and so on, and ends with the input. It
-prints every second how much it got.
+Each tenant is a separate process, which pauses only if it must: `python -m
+waltz_bench.compared.tenant_load KIND CONNECT PAYLOAD_BYTES`. It begins its load after a line on its
+standard input, closes its connections after the next line, and so on. It exits at the end of its
+input. Every second, it prints how much it has received in total.
 
 Rules:
     1. `appender` keeps `IN_FLIGHT` batches in flight in each partition.
-    2. `reader` reads the log again and again: feeds from the start and pipelined ranges at servers,
-       ranges at storages. It does not wait after a range that a server has rejected.
-    3. `connections` opens connections in a loop, and keeps some of them.
+    2. `reader` reads the log repeatedly. From servers it reads feeds from the start, and pipelined
+       ranges. From storages it reads ranges. It does not wait after a server has rejected a range.
+    3. `connections` opens connections in a loop, and keeps some of them open.
 """
 
 import asyncio
@@ -61,11 +61,13 @@ from waltz_core.wire.messages import (
 CALM: Final = "calm"
 GREEDY: Final = "greedy"
 LIMITS: Final = PrincipalLimits(5_000_000, 1_000, 40, 40)
-# A handshake costs CPU before the principal is known, so a host has a limit.
+# The server does not know the principal before a handshake, which costs CPU. So the handshakes of
+# each host are limited.
 HANDSHAKE_LIMITS: Final = {"handshake_burst_max": 100, "handshakes_per_s_max": 20}
 _CALM_LIMITS: Final = PrincipalLimits(1 << 40, 1 << 40, 1_000, 1_000)
 IN_FLIGHT: Final = 32
-# Of the reader for each partition, and of the tenant that connects in total.
+# `_READERS` applies to each partition, `_PIPELINED` and `_KEPT` to each task, `_DIALERS` to the
+# whole tenant.
 _READERS: Final = 2
 _PIPELINED: Final = 8
 _DIALERS: Final = 8
@@ -76,7 +78,10 @@ _RETRY_S: Final = 0.01
 
 @contextmanager
 def limited_tenants(tls_file: Path) -> Iterator[tuple[LocalCluster, str, str]]:
-    """Run a cluster with access control; yield it, and the connect strings of both tenants."""
+    """Run a cluster with access control; yield it, and the connect strings of both tenants.
+
+    The first connect string is for the calm (measured) client, the second for greedy tenants.
+    """
     limits = {CALM: _CALM_LIMITS, GREEDY: LIMITS}
     with access_cost.cluster_with_permissions(tls_file, "on", limits, HANDSHAKE_LIMITS) as (
         cluster,
@@ -94,23 +99,23 @@ class _TenantClient:
     addresses: dict[PartitionId, str] = field(default_factory=dict)
 
     async def dial(self, partition: PartitionId) -> net.Link:
-        """Return a connection to the owner of a partition."""
+        """Open a connection to the owner of a partition."""
         return await net.dial(WireProtocol.CLIENT, self.addresses[partition], ssl=self.ssl)
 
 
 @dataclass
 class _Tally:
-    got: int = 0  # bytes, or connections
+    got: int = 0  # the total of bytes or connections
 
     async def report(self) -> None:
-        """Print it every second."""
+        """Print the total every second."""
         while True:
             print(self.got, flush=True)  # noqa: T201 - the parent reads it
             await asyncio.sleep(1)
 
 
 async def _forever(call: Callable[[], Awaitable[None]]) -> None:
-    """Repeat a call, even after the errors of a limit."""
+    """Repeat a call forever; retry after an `Unavailable` error, such as that of a limit."""
     while True:
         try:
             await call()
@@ -147,7 +152,7 @@ async def _append(tenant: _TenantClient, partition: PartitionId) -> None:
 
 
 async def _follow(tenant: _TenantClient, partition: PartitionId) -> None:
-    """Read the feed of a partition from its start, again and again."""
+    """Read the feed of a partition from its start, repeatedly."""
     owner = await tenant.client.directory.owner(partition, after_failure=False)
     link = await tenant.dial(partition)
     try:
@@ -176,7 +181,7 @@ async def _mounted(tenant: _TenantClient, link: net.Link) -> None:
 
 
 async def _read_server(tenant: _TenantClient, partition: PartitionId) -> None:
-    """Keep `_PIPELINED` ranges requested, even after rejections."""
+    """Keep `_PIPELINED` range requests in flight at a server, even after rejections."""
     mark = await tenant.client.high_water_mark(partition)
     link, random = await tenant.dial(partition), Random(partition)  # noqa: S311 - no secret
     numbers = count(1)
@@ -206,7 +211,7 @@ async def _read_storages(tenant: _TenantClient, partition: PartitionId) -> None:
 
 
 async def _connect(tenant: _TenantClient) -> None:
-    """Open connections, and keep the latest ones."""
+    """Open connections in a loop, and keep the latest `_KEPT` of them open."""
     kept: deque[net.Link] = deque()
     try:
         while True:
@@ -221,10 +226,10 @@ async def _connect(tenant: _TenantClient) -> None:
 
 
 async def _run(kind: str, connect: str, payload_bytes: int) -> None:
-    """Obey the standard input, until its end."""
+    """Start and stop the load at each line of the standard input, until its end."""
     lines, tally = asyncio.StreamReader(), _Tally()
     loop = asyncio.get_running_loop()
-    # uvloop reports each handshake that a limit has ended.
+    # Without this, uvloop prints each handshake that a limit has ended.
     loop.set_exception_handler(lambda *_: None)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     async with asyncio.TaskGroup() as tasks:
@@ -248,7 +253,7 @@ async def _flood(kind: str, connect: str, payload_bytes: int, tally: _Tally) -> 
 
 
 def _calls(kind: str, tenant: _TenantClient) -> Iterator[Callable[[], Awaitable[None]]]:
-    """Return what a tenant repeats, each at the same time as all others."""
+    """Yield the calls that a tenant repeats, all at the same time."""
     if kind == "connections":
         for _ in range(_DIALERS):
             yield partial(_connect, tenant)
@@ -260,7 +265,7 @@ def _calls(kind: str, tenant: _TenantClient) -> Iterator[Callable[[], Awaitable[
 
 
 def main() -> None:
-    """Run a greedy tenant until it is killed; it leaves CPU time to the measured processes."""
+    """Run a greedy tenant until it is killed, with a lower CPU priority than measured processes."""
     os.nice(10)
     if sys.platform == "linux" and (policy := os.sched_getscheduler(0)) != os.SCHED_OTHER:
         lowest = os.sched_get_priority_min(policy)

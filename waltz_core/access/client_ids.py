@@ -1,10 +1,11 @@
-"""Client IDs that servers issue, and the proof that an ID belongs to a principal (AC 9).
+"""Client IDs that servers issue, each with a proof (an HMAC) of its principal (AC 9).
 
 A server stores nothing for an ID that it issues: the proof is valid at every server, and in every
 generation. IDs below `FIRST_ISSUED` are those that clients took from ZooKeeper themselves.
 
-Where the counter of issued IDs begins again, after a rebuild or a restore, the permissions get a
-new key. So proofs of IDs that were issued before do not match IDs that are issued again.
+When a rebuild or a restore of the cluster resets the counter of issued IDs, the permissions receive
+a new signing key. The proof of an ID that was issued before does not match the same ID when it is
+issued again.
 """
 
 import hmac
@@ -13,19 +14,19 @@ from typing import Final, NamedTuple
 
 from waltz_core.records.record import ClientId
 
-# Servers count from here on, so that no other process can make their IDs repeat.
+# Servers issue IDs from this number upwards, so that no other process can issue the same IDs.
 FIRST_ISSUED: Final = ClientId(1 << 30)
 NONE_ISSUED: Final = ClientId(FIRST_ISSUED - 1)
 PROOF_BYTES: Final = 16
 KEY_BYTES: Final = 32
-# There is no proof: of an ID from ZooKeeper, or from a server without permissions.
+# The value for an ID without a proof: from ZooKeeper, or from a server without permissions.
 NO_PROOF: Final = bytes(PROOF_BYTES)
 _LABEL: Final = b"waltz client id"
 _ID: Final = Struct(">i")
 
 
 class ClientIdentity(NamedTuple):
-    """A client ID and its proof. NB: the proof must not be in a log line."""
+    """A client ID and its proof. NB: a log line must not contain the proof."""
 
     client_id: int
     proof: bytes = NO_PROOF
@@ -35,12 +36,12 @@ class ClientIdentity(NamedTuple):
 
 
 def proof_of(client_key: bytes, client_id: int, principal: str) -> bytes:
-    """Return the proof that a client ID belongs to a principal."""
-    # The label and the ID have fixed lengths, so no two pairs have the same bytes.
+    """Return the proof that a client ID belongs to a principal: an HMAC of `PROOF_BYTES` bytes."""
+    # The label and the ID have fixed lengths, so different IDs and principals sign different bytes.
     signed = _LABEL + _ID.pack(client_id) + principal.encode()
     return hmac.digest(client_key, signed, "sha256")[:PROOF_BYTES]
 
 
 def is_proof(proof: bytes, client_key: bytes, client_id: int, principal: str) -> bool:
-    """Whether a proof is that of a client ID and a principal."""
+    """Whether `proof` proves that the client ID belongs to the principal."""
     return hmac.compare_digest(proof, proof_of(client_key, client_id, principal))

@@ -1,4 +1,4 @@
-"""Which requirements one revision of the permissions meets for a principal.
+"""Decides which requirements a principal meets under one revision of the permissions.
 
 Rules (decision 048, AC 7):
     1. A partition outside of the grants is denied, whether or not the cluster has it.
@@ -12,21 +12,21 @@ from typing import Final, TypeAlias
 from waltz_core.access.permissions import Permissions
 from waltz_core.access.requirements import AccessVerb, Requirement, Scope
 
-# Ascending ranges first..last of partitions that are apart; None: all partitions.
+# Disjoint ranges first..last of partitions, in ascending order. None stands for all partitions.
 Partitions: TypeAlias = tuple[tuple[int, int], ...] | None
 _NOTHING: Final[Partitions] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PrincipalGrants:
-    """What one principal is granted, by itself and by its groups."""
+    """The partitions that the grants of one principal and of its groups allow for each verb."""
 
     partitions: Mapping[AccessVerb, Partitions] = field(default_factory=dict, hash=False)
 
     def missing_verb(self, requirement: Requirement, partition: int | None) -> AccessVerb | None:
-        """Return a verb that is not granted; None: the requirement is met.
+        """Return a verb that the requirement needs and the grants lack; None if they meet it.
 
-        `partition` is one of the request; None if the request names none (rule 2).
+        `partition` is a partition that the request names; None if the request names none (rule 2).
         """
         lacking = None
         for verb in requirement.verbs:
@@ -52,16 +52,17 @@ class PrincipalGrants:
     def partitions_to_check(
         self, requirement: Requirement, partitions: Sequence[int]
     ) -> Collection[int]:
-        """Return those of a request's partitions that `missing_verb` must check.
+        """Return the partitions of a request that the caller must pass to `missing_verb`.
 
-        A request can name four million, mostly the same ones, which would take seconds.
+        A request can name four million partitions, most of them more than once. To check each
+        mention would take seconds.
         """
         if all(self.partitions.get(verb, _NOTHING) is None for verb in requirement.verbs):
             return partitions[:1]
         return dict.fromkeys(partitions)
 
     def covers(self, earlier: "PrincipalGrants") -> bool:
-        """Whether everything that was granted earlier is granted now."""
+        """Whether these grants include everything that the `earlier` grants permitted."""
         return all(
             _covers(self.partitions.get(verb, _NOTHING), partitions)
             for verb, partitions in earlier.partitions.items()
@@ -72,7 +73,7 @@ NO_GRANT: Final = PrincipalGrants()
 
 
 class Grants:
-    """The grants of all principals in one revision."""
+    """The grants of all principals in one revision of the permissions."""
 
     def __init__(self, permissions: Permissions) -> None:
         found: dict[str, dict[AccessVerb, Partitions]] = {}
@@ -86,7 +87,7 @@ class Grants:
         self._of = {principal: PrincipalGrants(verbs) for principal, verbs in found.items()}
 
     def for_principal(self, principal: str) -> PrincipalGrants:
-        """Return what a principal is granted."""
+        """Return the grants of a principal, which are empty if it has none."""
         return self._of.get(principal, NO_GRANT)
 
 

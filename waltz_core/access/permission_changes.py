@@ -26,7 +26,7 @@ from waltz_core.access.principals import ANONYMOUS, PRINCIPAL_EXPECTED, RESERVED
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.errors import BadConfig, BadRequest
 
-# Ascending ranges first..last of partitions; None: all.
+# Ranges first..last of partitions, in ascending order. None stands for all partitions.
 Ranges: TypeAlias = tuple[tuple[int, int], ...] | None
 
 LIST_HINT: Final = "Hint: `access list` prints the groups, grants, limits and tokens."
@@ -48,14 +48,16 @@ class Grantee(NamedTuple):
 
 
 def first_permissions(client_key: bytes, *, accepts_0_13: bool) -> Permissions:
-    """Return permissions that grant nothing; the coordinator sets author and time."""
+    """Return permissions without grants; the coordinator sets the author and the time."""
     return Permissions(1, "", 0, client_key, accepts_0_13)
 
 
 def next_revision(found: Permissions, revision: int, changed_by: str, now_ms: int) -> Permissions:
-    """Return the permissions as a revision; "?" replaces characters that a node may not have.
+    """Return the permissions with a revision number, author and time.
 
-    Raises BadRequest if there are no more revisions, as after an import of the last one.
+    "?" replaces each character of `changed_by` that the access node in ZooKeeper may not contain.
+
+    Raises BadRequest if `revision` exceeds `REVISION_MAX`, as after an import of that revision.
     """
     author = "".join(each if each.isprintable() else "?" for each in changed_by)
     if revision > REVISION_MAX:
@@ -69,7 +71,7 @@ def next_revision(found: Permissions, revision: int, changed_by: str, now_ms: in
 
 
 def ranges_of(partitions: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Return partitions in any order as ascending ranges that are apart."""
+    """Return partitions, given in any order, as disjoint ranges in ascending order."""
     ranges: list[tuple[int, int]] = []
     for number in sorted(set(partitions)):
         if ranges and ranges[-1][1] + 1 == number:
@@ -80,7 +82,7 @@ def ranges_of(partitions: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def ranges_text(ranges: Ranges) -> str:
-    """Return ranges as commands and the node write them: "0-3,7", "all", or "none"."""
+    """Format ranges as in commands and in the access node: "0-3,7", "all", or "none"."""
     if ranges is None:
         return "all"
     parts = (f"{first}" if first == last else f"{first}-{last}" for first, last in ranges)
@@ -88,22 +90,25 @@ def ranges_text(ranges: Ranges) -> str:
 
 
 def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
-    """Return verbs like "read,append"; raises BadConfig."""
+    """Parse verbs such as "read,append", each returned once.
+
+    Raises BadConfig for an unknown verb.
+    """
     known = {each.value: each for each in AccessVerb}
     found: dict[AccessVerb, None] = {}
     for word in text.split(","):
         if word.strip() not in known:
             expected = (
-                f"expected one or more verbs of {', '.join(known)}, separated by commas, such as "
-                "read,append"
+                f"verbs: expected one or more of {', '.join(known)}, separated by commas, such "
+                "as 'read,append'"
             )
-            raise BadConfig(f"{expected}, found {text!r}")
+            raise BadConfig(f"{expected}; found {text!r}")
         found[known[word.strip()]] = None
     return tuple(found)
 
 
 def check_principal(name: str) -> None:
-    """Raise BadConfig unless a principal of this name may have grants and limits."""
+    """Raise BadConfig unless `name` is the name of a principal that may have grants and limits."""
     if not is_principal(name) or (name in RESERVED and name != ANONYMOUS):
         raise BadConfig(
             f"expected a principal name of {PRINCIPAL_EXPECTED} that is not reserved, found "
@@ -114,7 +119,10 @@ def check_principal(name: str) -> None:
 def granted_partitions(
     permissions: Permissions, principal: str, verb: AccessVerb, count: int
 ) -> set[int]:
-    """Return the partitions, of `count`, for which a principal has a verb, also by its groups."""
+    """Return the partitions for which a principal has a verb, by its own grants or its groups.
+
+    `count` is the number of partitions in the cluster.
+    """
     grantees = {Grantee(principal, is_group=False)}
     grantees |= {
         Grantee(name, is_group=True)
@@ -125,7 +133,10 @@ def granted_partitions(
 
 
 def check_replicate(before: Permissions, after: Permissions, count: int) -> None:
-    """Raise BadRequest if a partition, of `count`, has lost its last `replicate` (rule 3)."""
+    """Raise BadRequest if the change revokes the last `replicate` of a partition (rule 3).
+
+    `count` is the number of partitions in the cluster.
+    """
     lost = _replicated_partitions(before, count) - _replicated_partitions(after, count)
     if lost:
         raise BadRequest(
@@ -167,7 +178,10 @@ def _partition_numbers(ranges: Ranges, count: int) -> set[int]:
 def grant(
     old: Permissions, grantee: Grantee, verbs: Sequence[AccessVerb], partitions: Ranges
 ) -> Permissions:
-    """Add verbs for partitions (rule 2); raises BadConfig, and BadRequest for a missing group."""
+    """Grant verbs for partitions to a principal or a group (rule 2).
+
+    Raises BadConfig for an invalid name, and BadRequest for a group that does not exist.
+    """
     _check_grantee(old, grantee)
     grants = old.grants
     for verb in verbs:
@@ -183,9 +197,9 @@ def revoke(
     *,
     partition_count: int,
 ) -> Permissions:
-    """Remove verbs for partitions; `partition_count` is that of the cluster.
+    """Revoke verbs for partitions; `partition_count` is the number of partitions in the cluster.
 
-    Raises BadConfig, and BadRequest if the grantee has no such grant (rule 1).
+    Raises BadConfig for an invalid name, and BadRequest if the grantee has no such grant (rule 1).
     """
     _check_grantee(old, grantee)
     grants = old.grants
@@ -263,7 +277,7 @@ def _without_grant(
 
 
 def add_to_group(old: Permissions, group: str, members: Sequence[str]) -> Permissions:
-    """Add principals to a group, which is created if there is none; raises BadConfig."""
+    """Add principals to a group, and create the group if necessary; raises BadConfig."""
     if not is_principal(group):
         raise BadConfig(f"expected a group name of {PRINCIPAL_EXPECTED}, found {group!r}")
     for each in members:
@@ -273,7 +287,10 @@ def add_to_group(old: Permissions, group: str, members: Sequence[str]) -> Permis
 
 
 def remove_from_group(old: Permissions, group: str, members: Sequence[str]) -> Permissions:
-    """Remove principals from a group, which stays; raises BadRequest if one is not a member."""
+    """Remove principals from a group, which may become empty.
+
+    Raises BadRequest for a non-member.
+    """
     _check_group(old, group)
     for each in members:
         if each not in old.groups[group]:
@@ -283,7 +300,7 @@ def remove_from_group(old: Permissions, group: str, members: Sequence[str]) -> P
 
 
 def delete_group(old: Permissions, group: str) -> Permissions:
-    """Remove a group and its grants; raises BadRequest if there is none."""
+    """Delete a group and its grants; raises BadRequest if the group does not exist."""
     _check_group(old, group)
     return replace(
         old,
@@ -302,9 +319,9 @@ def _check_group(old: Permissions, group: str) -> None:
 
 
 def set_limits(old: Permissions, name: str, limits: PrincipalLimits) -> Permissions:
-    """Set limits of a principal, or those of "*"; a limit that is None stays as it is.
+    """Set limits of a principal, or the default limits "*"; None in `limits` keeps the old value.
 
-    Raises BadConfig for a limit below 1.
+    Raises BadConfig for a limit below 1 or above 2^63 - 1.
     """
     if name != DEFAULT_LIMITS:
         check_principal(name)
@@ -322,7 +339,10 @@ def set_limits(old: Permissions, name: str, limits: PrincipalLimits) -> Permissi
 
 
 def remove_limits(old: Permissions, name: str) -> Permissions:
-    """Remove all limits of a principal, or of "*"; raises BadRequest if it has none."""
+    """Remove all limits of a principal, or the default limits "*".
+
+    Raises BadRequest if none exist.
+    """
     if name not in old.limits:
         raise BadRequest(f"{name} has no limits of its own. {LIST_HINT}")
     return replace(old, limits={key: its for key, its in old.limits.items() if key != name})
@@ -334,7 +354,10 @@ def accept_0_13(old: Permissions, *, accepts: bool) -> Permissions:
 
 
 def add_token(old: Permissions, token_hash: str, token: KnownToken) -> Permissions:
-    """Add a token; raises BadConfig for a reserved principal, BadRequest if the ID exists."""
+    """Add a token with its hash; a repeated call with equal values has no effect.
+
+    Raises BadConfig for a reserved principal, and BadRequest if another token has the ID.
+    """
     check_token_principal(token.principal)
     if old.tokens.get(token_hash, token) != token or any(
         each.token_id == token.token_id for key, each in old.tokens.items() if key != token_hash
@@ -347,14 +370,14 @@ def add_token(old: Permissions, token_hash: str, token: KnownToken) -> Permissio
 
 
 def check_token_principal(name: str) -> None:
-    """Raise BadConfig unless a token may be for this principal."""
+    """Raise BadConfig unless a token may identify this principal: it must not be reserved."""
     check_principal(name)
     if name in RESERVED:
         raise BadConfig(f"expected the name of a principal that is not reserved, found {name!r}")
 
 
 def revoke_token(old: Permissions, token_id: str) -> Permissions:
-    """Remove a token by its ID; raises BadRequest if there is none."""
+    """Remove the token with an ID; raises BadRequest if no token has the ID."""
     kept = {key: each for key, each in old.tokens.items() if each.token_id != token_id}
     if len(kept) == len(old.tokens):
         raise BadRequest(f"there is no token with ID {token_id!r}. {LIST_HINT}")
@@ -362,6 +385,6 @@ def revoke_token(old: Permissions, token_id: str) -> Permissions:
 
 
 def remove_expired_tokens(old: Permissions, now_ms: int) -> Permissions:
-    """Remove the tokens whose time is over; they have no effect any more."""
+    """Remove the expired tokens, which have no effect any more."""
     kept = {key: each for key, each in old.tokens.items() if now_ms < each.expires_ms}
     return replace(old, tokens=kept)

@@ -1,6 +1,6 @@
-"""What ZooKeeper stores about principals: their grants, groups, limits and tokens.
+"""The permissions as ZooKeeper stores them: grants, groups, limits and tokens of principals.
 
-`cluster/znodes/access_node.py` has the bytes.
+`cluster/znodes/access_node.py` encodes and decodes them.
 """
 
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ from typing import Final
 
 from waltz_core.access.requirements import AccessVerb
 
-# `limits` for each limit that a principal does not have itself.
+# The key in `limits` of the default limits: they apply where a principal has no own limit.
 DEFAULT_LIMITS: Final = "*"
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A verb for partitions, to a principal or, if `is_group`, to all members of a group.
+    """A grant of one verb to a principal or, if `is_group`, to all members of a group.
 
-    `partitions` are ranges first..last, ascending and apart; None: all partitions.
+    `partitions` are disjoint ranges first..last, in ascending order; None grants all partitions.
     """
 
     grantee: str
@@ -28,10 +28,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class PrincipalLimits:
-    """The limits of one principal at one daemon; None: no limit of its own.
+    """The limits of one principal at one daemon; a limit that is None is not set.
 
-    Bytes are those of requests, and of the ranges in answers. An append is one request, even with
-    many rows.
+    `bytes_per_s` counts the bytes of requests and of the ranges in answers. `appends_per_s` counts
+    an append as one request, even if it has many rows.
     """
 
     bytes_per_s: int | None = None
@@ -42,7 +42,7 @@ class PrincipalLimits:
 
 @dataclass(frozen=True, slots=True)
 class KnownToken:
-    """A token: its public name, its principal, and its end in UTC milliseconds."""
+    """The stored part of a token: public ID, principal, and time of expiry in UTC milliseconds."""
 
     token_id: str
     principal: str
@@ -51,7 +51,9 @@ class KnownToken:
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """One revision; `tokens` are by the hash of their secret (`tokens.hash_of`).
+    """One revision of the permissions.
+
+    The keys of `tokens` are hashes of secrets (`tokens.hash_of`).
 
     `client_key` signs client IDs, and `accepts_0_13` allows IDs that are not signed (AC 9).
     """
@@ -67,6 +69,6 @@ class Permissions:
     tokens: Mapping[str, KnownToken] = field(default_factory=dict, hash=False)
 
     def valid_token(self, token_hash: str, now_ms: int) -> KnownToken | None:
-        """Return a token; None if it is unknown, revoked or expired."""
+        """Return the token with this hash; None if it is unknown, revoked or expired."""
         known = self.tokens.get(token_hash)
         return None if known is None or now_ms >= known.expires_ms else known

@@ -1,12 +1,13 @@
-"""Principals: the names of peers, and the rule that maps a client certificate to one (AC 2).
+"""Principals: the names of peers, and the mapping from a client certificate to one (AC 2).
 
-A certificate is matched as `ssl` returns it (`SSLSocket.getpeercert`), after it was verified.
+The certificate is the dictionary that `SSLSocket.getpeercert` returns after verification.
 
 Rules:
     1. The pattern must match a whole name of the certificate: `CN=..`, `SUBJECT=..`, `URI=..` or
        `DNS=..`. Its first group is the principal.
-    2. Without exactly one distinct result there is no principal, so that nothing depends on the
-       order of names. The same holds for a result that is not a principal, or a reserved one.
+    2. If the names do not have exactly one distinct result, there is no principal, so that nothing
+       depends on the order of names. The same holds if the result does not have the form of a
+       principal, or is a reserved name.
 """
 
 import re
@@ -15,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from waltz_core.errors import BadConfig
 
-# A connection without a token, and without a certificate that has a principal.
+# The principal of a connection without a token and without a certificate that has a principal.
 ANONYMOUS: Final = "anonymous"
 RESERVED: Final = (ANONYMOUS, "other")
 PRINCIPAL_EXPECTED: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : / @ + -"
@@ -23,7 +24,7 @@ _PRINCIPAL: Final = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
 
 Certificate: TypeAlias = Mapping[str, Any]
 
-# The names of RFC 4514 for those of OpenSSL; all others keep OpenSSL's.
+# Maps the attribute names of OpenSSL to those of RFC 4514; other attributes keep OpenSSL's name.
 _SHORT_NAMES: Final = {
     "commonName": "CN",
     "localityName": "L",
@@ -39,24 +40,27 @@ _ESCAPED: Final = re.compile(r'[,+"\\<>;\x00]|^[ #]| $')
 
 
 def is_principal(text: str) -> bool:
-    """Whether a text has the form of a principal."""
+    """Whether `text` has the form of a principal name (`PRINCIPAL_EXPECTED`)."""
     return _PRINCIPAL.fullmatch(text) is not None
 
 
 def compile_pattern(pattern: str) -> "re.Pattern[str]":
-    """Return the setting `principal_pattern` compiled; raises BadConfig."""
-    expected = f"setting principal_pattern: {pattern!r}: expected a regular expression with a group"
+    """Compile the setting `principal_pattern`.
+
+    Raises BadConfig if it is invalid or has no group.
+    """
+    expected = "setting principal_pattern: expected a regular expression with a group"
     try:
         made = re.compile(pattern)
     except re.error as error:
-        raise BadConfig(f"{expected}: {error}") from error
+        raise BadConfig(f"{expected}, found {pattern!r} ({error})") from error
     if not made.groups:
-        raise BadConfig(f'{expected}, such as "CN=(.+)", found an expression without a group')
+        raise BadConfig(f'{expected}, such as "CN=(.+)", found {pattern!r}, which has none')
     return made
 
 
 def principal_of(certificate: Certificate | None, pattern: "re.Pattern[str]") -> str | None:
-    """Return the principal of a verified certificate; None: it has none (rules 1 and 2)."""
+    """Return the principal of a verified certificate; None if it has none (rules 1 and 2)."""
     matches = [pattern.fullmatch(name) for name in _names(certificate or {})]
     found = {match.group(1) for match in matches if match and match.group(1) is not None}
     if len(found) != 1:
@@ -66,7 +70,7 @@ def principal_of(certificate: Certificate | None, pattern: "re.Pattern[str]") ->
 
 
 def _names(certificate: Certificate) -> Iterator[str]:
-    """Yield the names of a certificate that a pattern may match."""
+    """Yield the names of a certificate that the pattern is matched with (rule 1)."""
     subject = certificate.get("subject", ())
     for part in subject:
         for kind, value in part:
@@ -80,7 +84,7 @@ def _names(certificate: Certificate) -> Iterator[str]:
 
 
 def _rfc4514_name(subject: tuple[tuple[tuple[str, str], ...], ...]) -> str:
-    """Return a subject as RFC 4514 writes it: the last part first."""
+    """Format a subject as RFC 4514 specifies: the last part comes first."""
     return ",".join(
         "+".join(f"{_SHORT_NAMES.get(kind, kind)}={_escape_value(value)}" for kind, value in part)
         for part in reversed(subject)

@@ -1,17 +1,19 @@
-"""Quotas: what each principal with limits uses of one daemon (decision 048, AC 10).
+"""Quotas: the rates and counts that limit each principal at one daemon (decision 048, AC 10).
 
-`transport/admission/throttle.py` charges the requests of such principals here. Other principals
-have no `Quota`, and cost nothing. The time is passed in, in nanoseconds of a monotonic clock.
+`transport/admission/throttle.py` charges the requests of principals that have limits. Other
+principals have no `Quota`, and cost no time. Callers pass the time, in nanoseconds of a monotonic
+clock.
 
 Rules:
-    1. All connections of a principal share its quota. A principal with `replicate` has none.
-    2. A request may begin when all earlier ones are paid for; then it is charged as a whole. So a
-       request that exceeds the rate of a second can begin, and later ones wait for it.
+    1. All connections of a principal share its quota. A principal with `replicate` has no quota.
+    2. A request may begin when all earlier requests are paid for. It is charged as a whole when it
+       begins. So a request that exceeds the rate of a second can begin, and later requests wait for
+       it.
     3. A bucket that was idle has the amount of `BURST_NS`.
     4. A request that would wait longer than `WAIT_NS_MAX` is rejected, and not charged. Rejections
        have a bucket of their own: a client that pipelines drains fast, a flood costs little time.
-    5. A limit that a principal does not have itself is that of "*". A revision that changes a limit
-       of a principal replaces the bucket; other buckets keep what they have.
+    5. If a principal does not have a limit of its own, the limit of "*" applies. A revision that
+       changes a limit of a principal replaces the bucket; other buckets keep their amounts.
     6. Metrics have a label for each of the first `LABELS_MAX` principals with a grant, in the order
        of the permissions. All others share a label.
 """
@@ -30,19 +32,20 @@ BURST_NS: Final = SECOND_NS
 WAIT_NS_MAX: Final = SECOND_NS
 REQUEST_BYTES_MIN: Final = 512
 LABELS_MAX: Final = 100
-# Client IDs of a principal at one server. A Spark job takes one for each task at once.
+# The rate limit for client IDs of one principal at one server. A Spark job requests one ID for each
+# task, all at the same time.
 IDS_PER_S: Final = 100
 IDS_AT_ONCE: Final = 20_000
 _IDS_BURST_NS: Final = IDS_AT_ONCE * SECOND_NS // IDS_PER_S
 OTHER_LABEL: Final = "other"
-# Above this number, quotas of principals without connections are dropped, unless they are in use.
+# Above this number, quotas without connections are dropped, except those still in use.
 QUOTAS_MAX: Final = 1_000
 REJECTIONS_PER_S: Final = 2_000
-# A larger request counts as several rejections: it was received.
+# A rejected request counts as one more rejection for each of these bytes: it was received.
 REJECTION_BYTES: Final = 32 * 1024
-# The pause before another connection or feed is tried.
+# The retry delay that a rejected connection or feed receives.
 COUNT_RETRY_MS: Final = 1_000
-# A large request and a small limit give more than the 32 bits of the field in answers.
+# A large request and a small limit could exceed the 32 bits of the delay field in answers.
 RETRY_MS_MAX: Final = 24 * 3_600 * 1_000
 _HINT: Final = "Hint: `waltz-core access limit` changes the limit."
 
@@ -51,7 +54,7 @@ CountedFeed: TypeAlias = tuple[int, int]
 
 
 class TokenBucket:
-    """A token bucket, as the time at which everything that was taken is paid for."""
+    """A token bucket, stored as the time at which everything that was charged is paid for."""
 
     __slots__ = ("_burst_ns", "_paid_ns", "per_s")
 
@@ -62,15 +65,15 @@ class TokenBucket:
         self._paid_ns = -burst_ns
 
     def wait_ns(self, now_ns: int) -> int:
-        """Return the time until a request may begin (rule 2)."""
+        """Return the nanoseconds until a request may begin (rule 2)."""
         return max(0, self._paid_ns - now_ns)
 
     def is_full(self, now_ns: int) -> bool:
-        """Whether it has the whole burst."""
+        """Whether the bucket holds the full burst amount."""
         return self._paid_ns <= now_ns - self._burst_ns
 
     def take(self, amount: int, now_ns: int) -> None:
-        """Charge an amount, also one that is not there yet."""
+        """Charge an amount, even if it exceeds the amount in the bucket."""
         assert amount >= 0
         start_ns = max(self._paid_ns, now_ns - self._burst_ns)
         self._paid_ns = start_ns + -(-amount * SECOND_NS // self.per_s)
@@ -78,7 +81,7 @@ class TokenBucket:
 
 @dataclass(slots=True)
 class Usage:
-    """The counts under one label since they were taken last."""
+    """The counts under one metric label since the last call of `take`."""
 
     bytes: int = 0
     appends: int = 0
@@ -86,24 +89,27 @@ class Usage:
     rejected: int = 0
 
     def take(self) -> "Usage":
-        """Return the counts, and begin again at 0."""
+        """Return a copy of the counts, and reset them to 0."""
         taken = replace(self)
         self.bytes = self.appends = self.delayed = self.rejected = 0
         return taken
 
 
 class IssuedIdLimit:
-    """Limits the client IDs that each principal gets from one server, with any limits.
+    """Limits the rate of client IDs that each principal receives from one server.
 
-    All principals share 2**30 IDs, so one of them must not use them up. With `IDS_PER_S`, that
-    takes months.
+    It also applies to principals without limits. All principals share 2**30 IDs, so no principal
+    may use them up. At `IDS_PER_S`, this would take months.
     """
 
     def __init__(self) -> None:
         self._buckets: dict[str, TokenBucket] = {}
 
     def take(self, principal: str, now_ns: int) -> None:
-        """Charge an ID; raises Overloaded."""
+        """Charge one ID to a principal.
+
+        Raises Overloaded, with the retry delay, if it is over the rate.
+        """
         bucket = self._buckets.get(principal)
         if bucket is None:
             if len(self._buckets) >= QUOTAS_MAX:
@@ -122,21 +128,21 @@ class IssuedIdLimit:
 
 
 class Quota:
-    """The quota of one principal; see the module's rules."""
+    """The quota of one principal; it follows the rules of this module."""
 
     def __init__(self, principal: str, limits: PrincipalLimits, usage: Usage) -> None:
         self.principal = principal
         self.limits = PrincipalLimits()
         self.usage = usage
         self.connections: dict[Hashable, None] = {}  # in the order of arrival
-        self.feeds: dict[CountedFeed, Hashable] = {}  # with the connection of each
+        self.feeds: dict[CountedFeed, Hashable] = {}  # the connection of each feed
         self._bytes: TokenBucket | None = None
         self._appends: TokenBucket | None = None
         self._rejections = TokenBucket(REJECTIONS_PER_S)
         self.set_limits(limits)
 
     def set_limits(self, limits: PrincipalLimits) -> None:
-        """Take the limits of a revision (rule 5)."""
+        """Apply the limits of a permissions revision (rule 5)."""
         if limits.bytes_per_s != self.limits.bytes_per_s:
             self._bytes = _bucket(limits.bytes_per_s)
         if limits.appends_per_s != self.limits.appends_per_s:
@@ -144,7 +150,7 @@ class Quota:
         self.limits = limits
 
     def is_idle(self, now_ns: int) -> bool:
-        """Whether a new quota would be the same."""
+        """Whether the quota may be dropped, because a new one would be equal."""
         buckets = (self._bytes, self._appends)
         return not self.connections and all(not each or each.is_full(now_ns) for each in buckets)
 
@@ -159,10 +165,10 @@ class Quota:
         waited_ns: int,
         is_overrun: bool = False,
     ) -> int | Overloaded:
-        """Charge a request, and return how long it waits; or return why it is rejected (rule 4).
+        """Charge a request and return its delay in nanoseconds, or return the rejection (rule 4).
 
-        It has waited for `waited_ns` already. `is_overrun`: it follows a rejected append, so that
-        its partition would reject it.
+        `waited_ns` is the time that the request has already waited. `is_overrun` states that it
+        follows a rejected append, so that its partition would reject it.
         """
         size_bytes = max(size_bytes, REQUEST_BYTES_MIN)
         byte_wait_ns = 0 if self._bytes is None else self._bytes.wait_ns(now_ns)
@@ -190,15 +196,18 @@ class Quota:
         return wait_ns
 
     def charge_rejected(self, size_bytes: int, now_ns: int) -> None:
-        """Count a rejected request of any kind (rule 4)."""
+        """Charge a rejected request of any kind to the bucket of rejections (rule 4)."""
         self._rejections.take(1 + size_bytes // REJECTION_BYTES, now_ns)
 
     def rejection_wait_ns(self, now_ns: int) -> int:
-        """Return the time until a connection may be read that has had a rejection (rule 4)."""
+        """Return the nanoseconds until a connection with a rejection may be read again (rule 4)."""
         return self._rejections.wait_ns(now_ns)
 
     def charge_sent(self, size_bytes: int, now_ns: int) -> int:
-        """Charge the bytes of an answer or a feed; return the time until they are paid for."""
+        """Charge the bytes of an answer or a feed.
+
+        Return the nanoseconds until they are paid for.
+        """
         self.usage.bytes += size_bytes
         if self._bytes is None:
             return 0
@@ -215,7 +224,7 @@ class Quota:
     # ---- connections and feeds
 
     def add_connection(self, connection: Hashable) -> None:
-        """Add a connection; raises Overloaded."""
+        """Count a connection; raises Overloaded if the principal has reached its limit."""
         limit = self.limits.connections
         if limit is not None and len(self.connections) >= limit:
             raise self._over_limit_error(f"{limit} connections", COUNT_RETRY_MS)
@@ -228,7 +237,10 @@ class Quota:
             del self.feeds[key]
 
     def begin_feed(self, key: CountedFeed, connection: Hashable) -> Overloaded | None:
-        """Add a feed, or move it to another connection; return the error if that is too many."""
+        """Count a feed, or move it to another connection.
+
+        Return Overloaded if it exceeds the limit.
+        """
         limit = self.limits.feeds
         if limit is not None and len(self.feeds) >= limit and key not in self.feeds:
             return self._over_limit_error(f"{limit} feeds", COUNT_RETRY_MS)
@@ -236,12 +248,15 @@ class Quota:
         return None
 
     def end_feed(self, key: CountedFeed, connection: Hashable) -> None:
-        """Remove a feed, if it is that of this connection."""
+        """Stop counting a feed, unless it has moved to another connection."""
         if self.feeds.get(key) == connection:
             del self.feeds[key]
 
     def excess(self) -> Iterable[Hashable]:
-        """Return the connections that are over the limits, or have such feeds: the newest ones."""
+        """Return the connections to close, so that all limits hold.
+
+        These are the newest connections, and the connections of the newest feeds.
+        """
         found: dict[Hashable, None] = {}
         if self.limits.connections is not None:
             found.update(dict.fromkeys(list(self.connections)[self.limits.connections :]))
@@ -261,7 +276,7 @@ class Quotas:
         self.usage: dict[str, Usage] = {}  # by label
 
     def apply(self, permissions: Permissions, grants: Grants) -> None:
-        """Take a revision (rules 5 and 6)."""
+        """Apply a revision of the permissions to limits and metric labels (rules 5 and 6)."""
         self._limits, self._grants = dict(permissions.limits), grants
         self._labels = _metric_labels(permissions)
         labels = (*self._labels, OTHER_LABEL)
@@ -275,7 +290,7 @@ class Quotas:
                 quota.usage = self._usage_of(principal)
 
     def quota_of(self, principal: str, now_ns: int) -> Quota | None:
-        """Return the quota of a principal; None: it has no limits (rule 1)."""
+        """Return the quota of a principal; None if it has no limits (rule 1)."""
         quota = self._quotas.get(principal)
         if quota is not None:
             return quota
@@ -289,11 +304,11 @@ class Quotas:
         return quota
 
     def excess(self) -> list[Hashable]:
-        """Return the connections that are over the limits of their principals."""
+        """Return the connections that exceed the limits of their principals."""
         return [each for quota in self._quotas.values() for each in quota.excess()]
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Return the numbers of connections and feeds by label."""
+        """Return the numbers of connections and feeds for each metric label."""
         found = dict.fromkeys(self.usage, (0, 0))
         for quota in self._quotas.values():
             label = self.label_of(quota.principal)
@@ -302,7 +317,7 @@ class Quotas:
         return found
 
     def label_of(self, principal: str) -> str:
-        """Return the label of a principal in metrics (rule 6)."""
+        """Return the metric label of a principal (rule 6)."""
         return principal if principal in self._labels else OTHER_LABEL
 
     def _usage_of(self, principal: str) -> Usage:

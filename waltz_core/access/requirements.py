@@ -1,7 +1,7 @@
-"""The permission that a message requires: verbs, and the partitions that they must be granted for.
+"""The permission that a message requires: verbs, and the partitions for which they are needed.
 
-Each message class of `wire/` declares its own (decision 048, AC 1), in the words of this file.
-docs/reference/permissions.md is generated from these declarations.
+Each message class of `wire/` declares its requirement (decision 048, AC 1) with the types and
+functions of this file. docs/reference/permissions.md is generated from these declarations.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from typing import Final, TypeAlias
 
 
 class AccessVerb(Enum):
-    """What a grant permits for the partitions that it names."""
+    """An operation that a grant permits for the partitions that it names."""
 
     READ = "read"
     APPEND = "append"
@@ -32,8 +32,8 @@ class Scope(Enum):
 class Requirement:
     """A permission: one of the verbs, or all of them if `is_all`, within a scope.
 
-    Equal requirements are the same object (`all_of`, `one_of`), so that a look-up for each request
-    is fast.
+    Equal requirements are the same object, which `all_of` and `one_of` cache, so that the look-up
+    for each request is fast.
     """
 
     verbs: tuple[AccessVerb, ...]
@@ -53,7 +53,7 @@ class Exempt(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ByField:
-    """A requirement that depends on the value of a field; it has every value of that field."""
+    """A requirement that depends on the value of a field; it covers every value of that field."""
 
     field: str
     requirements: Mapping[object, Requirement]
@@ -72,18 +72,21 @@ CREDENTIAL: Final[Declaration] = Exempt.CREDENTIAL
 
 @cache
 def all_of(*verbs: AccessVerb, scope: Scope = Scope.NAMED) -> Declaration:
-    """Return the requirement of every one of these verbs."""
+    """Return the requirement that a principal has every one of these verbs."""
     return Requirement(verbs, scope, is_all=True)
 
 
 @cache
 def one_of(*verbs: AccessVerb, scope: Scope = Scope.NAMED) -> Declaration:
-    """Return the requirement of at least one of these verbs."""
+    """Return the requirement that a principal has at least one of these verbs."""
     return Requirement(verbs, scope, is_all=False)
 
 
 def by_field(field: str, declarations: Mapping[object, Declaration]) -> Declaration:
-    """Return the requirement that depends on a field, with one for each of its values."""
+    """Return a requirement that depends on a field.
+
+    `declarations` has one for each of its values.
+    """
     found = {value: each for value, each in declarations.items() if isinstance(each, Requirement)}
     assert len(found) == len(declarations), f"{field}: a value without a requirement"
     return ByField(field, found)

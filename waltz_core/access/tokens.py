@@ -1,9 +1,9 @@
 """Tokens: random secrets that identify a principal (decision 048, AC 3).
 
 Rules:
-    1. The bytes of a token are in no `repr`, no error and no log line; an object with them cannot
-       be pickled.
-    2. ZooKeeper has the SHA-256 hash only. Random bytes need no slow hash.
+    1. The bytes of a token are in no `repr`, no error and no log line. An object that contains them
+       cannot be pickled.
+    2. ZooKeeper stores only the SHA-256 hash. Random bytes need no slow hash.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _TEXT: Final = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 
 
 class Token:
-    """The secret of a token."""
+    """The secret bytes of a token."""
 
     __slots__ = ("secret",)
 
@@ -27,9 +27,9 @@ class Token:
 
     @staticmethod
     def parse(text: str, where: str) -> "Token":
-        """Return the token of a file or variable, 64 hexadecimal digits in lower case.
+        """Parse a token from a file or a variable: 64 lower-case hexadecimal digits.
 
-        Raises BadConfig with `where`, and without the text.
+        Raises BadConfig, whose message contains `where` but not the text.
         """
         text = text.strip()
         if _TEXT.fullmatch(text) is None:
@@ -41,7 +41,7 @@ class Token:
 
     @property
     def text(self) -> str:
-        """The text for a token file."""
+        """The secret as hexadecimal digits, for a token file."""
         return self.secret.hex()
 
     def __reduce__(self) -> Never:
@@ -49,5 +49,5 @@ class Token:
 
 
 def hash_of(secret: bytes) -> str:
-    """Return the hash by which ZooKeeper knows a token, in hexadecimal digits."""
+    """Return the SHA-256 hash of a secret in hexadecimal digits, as ZooKeeper stores it."""
     return hashlib.sha256(secret).hexdigest()

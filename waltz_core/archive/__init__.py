@@ -2,15 +2,16 @@
 
 `objects.py` writes the transactions of a range as one object, reads them back to the same bytes,
 and verifies them. `manifest.py` lists the objects of a partition, and `store.py` is the interface
-to the store. `upload.py` adds a range to an archive: the object and the manifest of an
-`manifest_jobs.py`. `file_names.py` has the names of these files. `garbage_collection.py` deletes
-those that no manifest lists. `storage_archive.py` does both for a storage, which needs no Parquet
-library before.
+to the object store. `manifest_jobs.py` declares jobs that write a manifest, and `upload.py`
+executes them: it adds a range to an archive, or expires objects. `file_names.py` has the names of
+all files. `garbage_collection.py` deletes files that no manifest lists. `storage_archive.py` is the
+archive of a storage process; it imports the Parquet library only if an archive is configured.
 
 `reader.py` reads ranges of a partition, in the form in which a storage reads them from its log. It
-keeps the batches of an open object in an index, `object_index.py`. `archive_cache.py` is shared by
-the readers of all partitions of a process. `archive_check.py` verifies every file of a partition.
+has an index of the batches of each open object (`object_index.py`). All readers of a process share
+one cache (`archive_cache.py`). `archive_check.py` verifies every file of a partition.
 
-`saved_manifest.py` has the files of a manifest in a backup, and `restored_manifest.py` the manifest
-of a partition that is restored from them. `pins.py` keeps its objects from being deleted.
+`saved_manifest.py` has the files of a manifest in a backup. `restored_manifest.py` writes the
+manifest of a partition that is restored from a backup. `pins.py` prevents that the objects of a
+restored partition are deleted.
 """

@@ -1,12 +1,13 @@
-"""The part of all archives that a process keeps in memory: one cache for all of its partitions.
+"""The part of all archives that a process has in memory: one cache for all of its partitions.
 
 Rules:
-    1. The values have at most `bytes_max` bytes in total; those that were used longest ago are
-       removed first. A larger value is returned, and not kept.
-    2. A value is loaded once at a time: other callers wait for the load, and get its value or its
-       error.
-    3. A read-ahead only saves time: its errors are dropped, since the read that needs the value
-       finds them again. While `READ_AHEADS_MAX` wait or run, others are dropped.
+    1. The values have at most `bytes_max` bytes in total; the least recently used values are
+       removed first. A larger value is returned, but not cached.
+    2. Only one thread loads a value at a time: other callers wait for this load, and receive its
+       value or its error.
+    3. A read-ahead only saves time: its errors are dropped, because the read that needs the value
+       finds them again. While `READ_AHEADS_MAX` read-ahead calls wait or run, further ones are
+       dropped.
 """
 
 import threading
@@ -27,23 +28,25 @@ class _CacheEntry(NamedTuple):
 
 
 class ArchiveCache:
-    """Values by key, loaded on demand; for all threads."""
+    """A cache of values that are loaded on demand; all threads may use it."""
 
     def __init__(self, bytes_max: int, threads: Executor | None = None) -> None:
-        """`threads` run the read-aheads, READ_AHEAD_THREADS of its own by default."""
+        """If `threads` is None, the cache creates `READ_AHEAD_THREADS` threads for read-ahead."""
         self.bytes_max = bytes_max
         self.byte_count = 0
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, _CacheEntry] = OrderedDict()  # the newest use is the last
+        self._kept: OrderedDict[Hashable, _CacheEntry] = OrderedDict()  # least recently used first
         self._loads: dict[Hashable, Future[object]] = {}
         self._ahead: set[Hashable] = set()
         self._threads = threads or ThreadPoolExecutor(READ_AHEAD_THREADS, "archive-read-ahead")
 
     def get(self, key: Hashable, load: Callable[[], tuple[_Value, int]]) -> _Value:
-        """Return the value of a key; if it is not in memory, `load` returns it and its size.
+        """Return the value of a key.
+
+        If it is not cached, call `load`, which returns value and bytes.
 
         Raises:
-            WaltzError: that of `load`.
+            WaltzError: the error of `load`.
         """
         own_load: Future[object] = Future()
         with self._lock:
@@ -57,7 +60,7 @@ class ArchiveCache:
         return cast("_Value", current.result())  # rule 2
 
     def read_ahead(self, key: Hashable, load: Callable[[], tuple[object, int]]) -> None:
-        """Load a value in a thread, unless it is in memory already (rule 3)."""
+        """Load a value on another thread, unless it is cached or being loaded (rule 3)."""
         with self._lock:
             known = key in self._kept or key in self._loads or key in self._ahead
             if known or len(self._ahead) >= READ_AHEADS_MAX:
@@ -66,7 +69,7 @@ class ArchiveCache:
         self._threads.submit(self._load_ahead, key, load)  # its outcome is dropped
 
     def close(self) -> None:
-        """End the threads when their read-aheads have ended; after the last read."""
+        """Stop the threads after their current read-ahead; call this after the last read."""
         self._threads.shutdown(cancel_futures=True)
 
     def _load_ahead(self, key: Hashable, load: Callable[[], tuple[object, int]]) -> None:

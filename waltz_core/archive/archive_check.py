@@ -1,17 +1,17 @@
 """Checks every file of a partition's archive: objects, and the manifest with its pages; blocks.
 
 Rules (docs/decisions/047):
-    1. A file is read once, as a whole. Its size and CRC-32 must be those that the manifest states:
-       of statistics and headers nothing else is verified. An object is copied to a temporary file,
-       so memory depends on the size of a row group, and not on that of an object.
+    1. A file is read once, completely. Its size and CRC-32 must be those that the manifest states:
+       no other check covers statistics and headers. An object is copied to a temporary file, so
+       memory depends on the size of a row group, not on the size of an object.
     2. All records of an object are rebuilt (`ArchiveObject.verify`). Each object must begin with
-       the chain at the end of the one before, and the last one must end with the chain that
-       ZooKeeper has.
-    3. A wrong file is a finding, and the next file is checked. After a page that cannot be read,
-       the chain before the next object is not known.
-    4. A manifest may be replaced meanwhile, and files may then be deleted. After ObjectMissing the
-       caller reads ZooKeeper again: if another manifest is recorded, it continues with `begin`,
-       otherwise with `note_missing`.
+       the chain hash at the end of the preceding object, and the last object must end with the
+       chain hash that ZooKeeper records.
+    3. A wrong file is a finding, and the check continues with the next file. After a page that
+       cannot be read, the chain hash before the next object is not known.
+    4. A manifest may be replaced during the check, and files may be deleted after that. After
+       ObjectMissing, the caller reads ZooKeeper again. If another manifest is recorded, the caller
+       continues with `begin`, otherwise with `note_missing`.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ _COPY_BYTES: Final = 4 * 1024 * 1024
 
 
 class RecordedArchive(NamedTuple):
-    """The archive of a partition in ZooKeeper: IDs first..last, the chain there, the manifest."""
+    """The archive as ZooKeeper records it: IDs first..last, chain hash at `last`, and manifest."""
 
     first: TransactionId
     last: TransactionId
@@ -43,9 +43,10 @@ class RecordedArchive(NamedTuple):
 
 
 class BadArchiveFile(NamedTuple):
-    """A file that is missing or corrupt, and the IDs that it has; `problem` has the values.
+    """A file that is missing or corrupt, and the IDs that it contains.
 
-    `is_object`: it is an object, and no file of the manifest.
+    `problem` is the error with expected and found values. `is_object` states that the file is an
+    object, not a file of the manifest.
     """
 
     name: str
@@ -56,7 +57,7 @@ class BadArchiveFile(NamedTuple):
 
 
 class ArchiveCheck:
-    """The check of IDs first..last of one partition; `next_id` is the first one not checked yet.
+    """The check of IDs first..last of one partition; `next_id` is the first ID not yet checked.
 
     `last` is None if the check ends where the archive ends.
     """
@@ -70,7 +71,10 @@ class ArchiveCheck:
         first: TransactionId,
         last: TransactionId | None = None,
     ) -> None:
-        """Without `last` the check ends where the archive ends. `begin` comes first."""
+        """The caller must call `begin` first.
+
+        If `last` is None, the check ends with the archive.
+        """
         self.next_id = first
         self.last = last
         self.found: list[BadArchiveFile] = []
@@ -93,7 +97,7 @@ class ArchiveCheck:
 
     @property
     def activity(self) -> tuple[str, int]:
-        """The call of the store that is under way, else empty, and a number that grows."""
+        """The running call of the store (or an empty text), and a number that grows."""
         return self._reading, self._read_count
 
     def _read(self, name: str) -> bytes:
@@ -109,14 +113,14 @@ class ArchiveCheck:
             self._reading = ""
 
     def stop(self) -> None:
-        """Make a call that runs on another thread end soon."""
+        """Make the check on another thread stop soon."""
         self._is_stopped = True
 
     def begin(self, recorded: RecordedArchive) -> None:
         """Read the manifest that ZooKeeper records, and continue with its objects.
 
         Raises:
-            ObjectMissing: rule 4.
+            ObjectMissing: a file does not exist (rule 4).
             ArchiveUnavailable: the store does not answer.
         """
         self._pages, self._entries, self._newest = deque(), deque(), ()
@@ -145,7 +149,9 @@ class ArchiveCheck:
         )
         names = ("cluster key", "partition", "first ID", "last ID", "chain")
         for each, wanted, actual in zip(names, expected, found, strict=True):
-            _expect(f"the {each} that ZooKeeper has", _format_value(wanted), _format_value(actual))
+            _expect(
+                f"the {each} (recorded in ZooKeeper)", _format_value(wanted), _format_value(actual)
+            )
         if manifest.newest:
             end = manifest.newest[-1].chain
             _expect(
@@ -158,7 +164,7 @@ class ArchiveCheck:
         """Check the next file; return False if there is none.
 
         Raises:
-            ObjectMissing: rule 4.
+            ObjectMissing: a file does not exist (rule 4).
             ArchiveUnavailable: the store does not answer.
         """
         if self._entries:
@@ -189,7 +195,7 @@ class ArchiveCheck:
         return is_reached and each.last >= self.next_id
 
     def _add_objects(self, entries: Iterable[ObjectEntry]) -> None:
-        """Take the objects of a page, or the newest ones, that must be checked."""
+        """Queue the objects of a page, or the newest objects, that must be checked."""
         for each in entries:
             if self._is_wanted(each):
                 self._entries.append(each)
@@ -249,7 +255,7 @@ class ArchiveCheck:
         self.next_id, self._chain = TransactionId(entry.last + 1), entry.chain
 
     def _copy(self, name: str, target: IO[bytes]) -> tuple[int, int]:
-        """Copy an object to a file; return its size and CRC-32."""
+        """Copy an object to a local file; return its size and CRC-32."""
         size = crc = 0
         with self._track_call(name), self._store.open(name) as source:
             while not self._is_stopped and (data := source.read(_COPY_BYTES)):
@@ -262,7 +268,7 @@ class ArchiveCheck:
     def _object_problems(
         self, entry: ObjectEntry, size: int, crc: int, copy: IO[bytes]
     ) -> Iterator[str]:
-        """Yield everything that is wrong with an object: its bytes, then its content."""
+        """Yield all errors of an object: first of its bytes, then of its content."""
         if size != entry.file_bytes:
             yield f"expected a file of {entry.file_bytes} bytes, found {size}"
         elif crc != entry.file_crc:
@@ -273,7 +279,7 @@ class ArchiveCheck:
             yield str(error).removeprefix(f"object {entry.name}: ")
 
     def _check_content(self, opened: ArchiveObject, entry: ObjectEntry) -> None:
-        """Rebuild the records, and compare with the manifest (rule 2)."""
+        """Rebuild the records, and compare the object with the manifest (rule 2)."""
         facts = opened.facts
         _expect("the first transaction ID", entry.first, facts.first)
         writer = writer_of(entry.name) or self._identity[0]
@@ -307,7 +313,7 @@ class ArchiveCheck:
 
 def _expect(what: str, expected: object, found: object) -> None:
     if expected != found:
-        raise ChecksumMismatch(f"{what}: expected {expected}, found {found}")
+        raise ChecksumMismatch(f"expected {expected} as {what}, found {found}")
 
 
 def _format_value(found: object) -> object:

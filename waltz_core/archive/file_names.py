@@ -1,9 +1,9 @@
 """The names of the files in an archive.
 
 Below the URL of the store, a partition has `CLUSTER/P/objects/FIRST-LAST-SESSION-NONCE-N.parquet`
-and `CLUSTER/P/manifests/VERSION-SESSION-NONCE-N.json`; a page of a manifest ends with
-`-page.json`. CLUSTER is the cluster key, N the number of the owner's attempt. So each name occurs
-once (docs/decisions/047, AR 2), and it shows which owner has requested the file.
+and `CLUSTER/P/manifests/VERSION-SESSION-NONCE-N.json`; a page of a manifest ends with `-page.json`.
+P is the partition, CLUSTER is the cluster key, and N is the number of the owner's attempt. So each
+name occurs once (docs/decisions/047, AR 2), and it shows which owner has requested the file.
 
 In a directory, a file has the suffix `.tmp` until it is complete.
 """
@@ -25,7 +25,7 @@ _FORMS: Final = {
 
 
 class FileOrigin(NamedTuple):
-    """The attempt that has written a file: the session of its owner, its nonce, the number."""
+    """The attempt that has written a file: the owner's session and nonce, and a number."""
 
     session_id: SessionId
     nonce: bytes
@@ -46,12 +46,12 @@ def manifests_folder(cluster_key: bytes, partition_id: PartitionId) -> str:
 
 
 def object_name(folder: str, first: TransactionId, last: TransactionId, origin: FileOrigin) -> str:
-    """Return the name of an object with these IDs."""
+    """Return the name of an object with the IDs first..last."""
     return f"{folder}/{first}-{last}-{origin}.parquet"
 
 
 def manifest_name(folder: str, version: int, origin: FileOrigin) -> str:
-    """Return the name of a manifest's head."""
+    """Return the name of the head of a manifest."""
     return f"{folder}/{version}-{origin}.json"
 
 
@@ -61,14 +61,14 @@ def page_name(folder: str, version: int, origin: FileOrigin) -> str:
 
 
 def version_of(name: str) -> int | None:
-    """Return the version of a manifest's head, which is complete; None for another file."""
+    """Return the version in the name of a manifest's complete head; None for any other file."""
     folder, _, last_part = name.rpartition("/")
     is_head = folder.endswith("/manifests") and _HEAD.fullmatch(last_part) is not None
     return int(last_part.partition("-")[0]) if is_head else None
 
 
 def origin_of(name: str) -> FileOrigin | None:
-    """Return which attempt has written a file, perhaps in part; None if no attempt has."""
+    """Return the attempt in the name of a complete or incomplete file; None if it names none."""
     folder, _, last_part = name.rpartition("/")
     form = _FORMS.get(folder.rpartition("/")[2])
     found = None if form is None else form.fullmatch(last_part)
@@ -81,7 +81,8 @@ def origin_of(name: str) -> FileOrigin | None:
 def writer_of(name: str) -> bytes | None:
     """Return the key of the cluster that wrote a file; None if its name has no key.
 
-    A restored cluster lists objects of its source, which are below the source's key.
+    A restored cluster lists objects of its source cluster, which are stored below the key of the
+    source.
     """
     try:
         return UUID(name.partition("/")[0]).bytes

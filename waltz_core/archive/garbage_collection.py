@@ -1,37 +1,39 @@
 """Deletes files of a partition's archive that no manifest will ever list: garbage.
 
-Each attempt to archive leaves the manifest that it replaces, or, if it fails, all its files. The
-owner of the partition requests a collection; a storage carries it out.
+Each attempt to archive leaves garbage: the manifest that it replaces or, if it fails, all its
+files. The owner of the partition requests a collection, and a storage executes it.
 
 Rules (docs/decisions/047, AR 16):
-    1. The request has the manifest that ZooKeeper records. It, its pages and its objects are not
-       deleted. If one of them is missing or wrong, nothing is deleted: the archive is another one,
-       or has lost files.
-    2. Files of an earlier session than the owner's are deleted if rule 1 permits it. The claim of
-       the owner's session fences the writes of earlier ones, so no manifest will list them.
-    3. Files of the owner's own session are deleted only if their attempt is below the one of the
-       request. The owner requests a collection when all of these have ended, and none has a write
-       to ZooKeeper whose outcome is unknown.
+    1. The request has the manifest that ZooKeeper records. This manifest, its pages and its objects
+       are not deleted. If one of these files is missing or wrong, the collection deletes nothing:
+       the archive is another one, or has lost files.
+    2. Files of sessions before the owner's are deleted if rule 1 permits it. The claim of the
+       owner's session fences the writes of earlier sessions, so no manifest will list these files.
+    3. Files of the owner's own session are deleted only if their attempt is below the attempt of
+       the request. The owner requests a collection when all lower attempts have ended, and none of
+       them has a write to ZooKeeper whose outcome is unknown.
     4. A file of a later session, or of another owner of the same session, means that ZooKeeper was
-       rolled back, that another cluster uses the archive, or that the owner is fenced. Then nothing
-       is deleted.
-    5. A name that no attempt has (`file_names.py`) is left alone and counted.
+       rolled back, that another cluster uses the archive, or that the owner is fenced. In these
+       cases the collection deletes nothing.
+    5. A file whose name names no attempt (`file_names.py`) is not deleted, but counted.
     6. A replaced manifest is kept for `GRACE_MS` after the next version was written: clients and
-       lagging replicas may know its name only. Later they meet a missing file, and need the name of
-       the present one (`reader.py`, rule 3).
-    7. While a restored cluster uses objects of this one (`pins.py`), no object is deleted: expiry
-       may have removed from the manifest what the other cluster lists. The pins are read again
-       before each object is deleted, since a restore may begin meanwhile.
+       lagging replicas may have only its name. After this time, they find that the file is missing,
+       and need the name of the present manifest (`reader.py`, rule 3).
+    7. While a restored cluster uses objects of this cluster (`pins.py`), no object is deleted:
+       expiry may have removed objects from the manifest that the other cluster lists. The pins are
+       read again before each object is deleted, because a restore may begin during the collection.
     8. Objects that have expired are kept until the grace period is over (`manifest.py`, rule 4).
-    9. The version of a manifest is one above the recorded one, and each owner continues with what
-       is recorded. So no owner writes a version below those of earlier sessions. If one has, then
-       ZooKeeper was rolled back: a manifest was recorded, and backups may list its objects. Then
-       nothing is deleted, so this can be seen until an operator deletes the manifest.
+    9. The version of a manifest is one above the recorded version, and each owner continues from
+       the recorded manifest. So no owner writes a version below those of earlier sessions. If an
+       owner has done so, ZooKeeper was rolled back: a manifest was recorded, and backups may list
+       its objects. In this case the collection deletes nothing, so that the rollback can be
+       detected until an operator deletes the manifest.
 
 A fenced owner's collection may still run while a later owner works. It deletes no file that the
-later owner needs: the later owner's files are of a later session; and of earlier files, its
-manifests list those that the recorded manifest listed when it claimed its session. Those are the
-files of the request's manifest, and of later attempts of the fenced owner (rule 3).
+later owner needs. The files that the later owner writes belong to a later session. Of the earlier
+files, its manifests list those that the recorded manifest listed when the later owner claimed its
+session. These are the files of the request's manifest, and files of later attempts of the fenced
+owner (rule 3).
 """
 
 from collections.abc import Callable
@@ -55,13 +57,14 @@ if TYPE_CHECKING:
     from waltz_core.archive.store import ArchiveStore, ListedFile
 
 GRACE_MS: Final = 3_600_000
-# The store's other work waits for a collection, so one is short.
+# The maximum number of deletions of one collection. Other work on the store waits for a collection,
+# so it must be short.
 DELETES_MAX: Final = 200
 
 
 @value(frozen=True, slots=True)
 class GarbageCollectionJob:
-    """A collection for the owner with this session and nonce, by the recorded manifest.
+    """A collection for the owner with this session and nonce, based on the recorded manifest.
 
     All attempts of the owner below `attempt` have ended (rule 3).
     """
@@ -78,9 +81,10 @@ class GarbageCollectionJob:
 
 
 class CollectedGarbage(NamedTuple):
-    """The files that were deleted, and their bytes.
+    """The number of deleted files, and their bytes.
 
-    `unknown_count` files have names of no attempt; `has_more`: there is more garbage.
+    `unknown_count` is the number of files whose names name no attempt. `has_more` states that there
+    is more garbage.
     """
 
     file_count: int
@@ -100,12 +104,16 @@ def collect_garbage(
     now_ms: int,
     on_progress: Callable[[], None] = lambda: None,
 ) -> CollectedGarbage:
-    """Delete at most `DELETES_MAX` files; blocks. `on_progress` is called after each store call.
+    """Delete at most `DELETES_MAX` files of garbage; blocks.
+
+    `on_progress` is called after each call of the store.
 
     Raises:
-        ArchiveUnavailable: the store did not carry out a request; a part may be deleted.
-        ObjectMissing, BadFormat, ChecksumMismatch: the archive is not the recorded one (rule 1).
-        BadRequest: files of a later or another owner (rule 4), or of lost marks (rule 9).
+        ArchiveUnavailable: the store did not execute a request; some files may be deleted.
+        ObjectMissing, BadFormat, ChecksumMismatch: the archive does not match the recorded manifest
+            (rule 1).
+        BadRequest: there are files of a later session or another owner (rule 4), or ZooKeeper was
+            rolled back (rule 9).
     """
     manifest = job.recorded.read(store, cluster_key)
     listed = _listed_names(store, job, manifest, now_ms, on_progress)
@@ -154,7 +162,7 @@ def _listed_names(
     now_ms: int,
     on_progress: Callable[[], None],
 ) -> set[str]:
-    """Return the names of the manifest, its pages and the objects to keep (rules 1 and 6)."""
+    """Return the names of the manifest, its pages and the objects to keep (rules 1 and 8)."""
     entries = list(manifest.newest)
     listed = {job.recorded.name}
     for stated in manifest.pages:
@@ -179,7 +187,7 @@ def _check_complete(listed: set[str], found: "list[ListedFile]", folders: tuple[
 
 
 class _ManifestVersion(NamedTuple):
-    """A manifest, complete or not: its session and version are in its name."""
+    """A manifest, complete or not, with the session and version in its name."""
 
     session_id: SessionId
     version: int
@@ -193,7 +201,7 @@ def _check_versions(found: "list[ListedFile]") -> None:
         version, origin = version_of(file.name), origin_of(file.name)
         if version is not None and origin is not None:
             heads.append(_ManifestVersion(origin.session_id, version, file.name))
-    newest: _ManifestVersion | None = None  # of all earlier sessions
+    newest: _ManifestVersion | None = None  # the newest manifest of all earlier sessions
     for _, group in groupby(sorted(heads), key=lambda each: each.session_id):
         of_session = list(group)
         if newest is not None and of_session[0].version < newest.version:
@@ -209,7 +217,7 @@ def _check_versions(found: "list[ListedFile]") -> None:
 
 
 def _recently_replaced(found: "list[ListedFile]", now_ms: int) -> set[str]:
-    """Return the names of the manifests whose next version was written lately (rule 6)."""
+    """Return the names of manifests whose next version was written recently (rule 6)."""
     heads = {each: version_of(each.name) for each in found}
     written_ms: dict[int, int] = {}
     for each, version in heads.items():
@@ -223,7 +231,7 @@ def _recently_replaced(found: "list[ListedFile]", now_ms: int) -> set[str]:
 
 
 def _check_origin(name: str, origin: FileOrigin, job: GarbageCollectionJob) -> None:
-    """Raise BadRequest if a file is of a later or another owner (rule 4)."""
+    """Raise BadRequest if a file belongs to a later session or another owner (rule 4)."""
     is_own = (origin.session_id, origin.nonce) == (job.session_id, job.nonce)
     if origin.session_id >= job.session_id and not is_own:
         raise BadRequest(

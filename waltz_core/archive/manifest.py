@@ -1,21 +1,22 @@
 """The manifest of a partition's archive: its objects, in order and without gaps.
 
-A manifest is a head and pages. A page has `PAGE_ENTRIES` objects and never changes; the head lists
-the pages and the newest objects. So archiving one object writes the head only, whatever the size of
-the archive. Head and pages are files of their own, and are never overwritten (rule AR 2).
+A manifest is a head and pages. A page has `PAGE_ENTRIES` objects and never changes. The head lists
+the pages and the newest objects. So to archive one object, only the head is written, even if the
+archive is large. Head and pages are separate files, and are never overwritten (rule AR 2).
 
     8 hexadecimal digits   CRC-32 of the rest
     line feed
     JSON
 
 Rules (docs/decisions/047):
-    1. Objects are consecutive: each begins after the last ID that may be used of the one before,
-       with its chain.
-    2. A new manifest has all objects of the previous one, except for those that expiry removes, and
-       a corrupt one that another with the same IDs and chain replaces (AR 5).
+    1. Objects are consecutive: each begins after the last usable ID of the preceding object, with
+       its chain hash.
+    2. A new manifest has all objects of the previous one. Exceptions are objects that expiry
+       removes, and a corrupt object that another object with the same IDs and chain hash replaces
+       (AR 5).
     3. `version` rises by one with every manifest of a partition.
-    4. Expiry raises `first`. The objects below it stay listed, and in the store, for
-       `EXPIRY_GRACE_MS`: a reader may have an older manifest. `expiries` has the times.
+    4. Expiry raises `first`. The objects below `first` stay listed, and in the store, for
+       `EXPIRY_GRACE_MS`: a reader may have an older manifest. `expiries` has the times of expiry.
 """
 
 from dataclasses import replace
@@ -38,9 +39,9 @@ _CHAIN_BYTES: Final = 16
 
 
 class ObjectEntry(NamedTuple):
-    """One object: its name, its content, and the values that identify it.
+    """One object: its file name, its IDs, and the values that identify its content.
 
-    `last` is the last ID that may be used; the object may have more. `chain` is the chain there.
+    `last` is the last usable ID; the object may contain more. `chain` is the chain hash at `last`.
     Commit times are in ms, 0 if no transaction has one.
     """
 
@@ -67,23 +68,23 @@ class PageEntry(NamedTuple):
 
 
 class Expiry(NamedTuple):
-    """At this time of a storage's clock, in ms, `first` became the first available ID."""
+    """One expiry: at `at_ms` of a storage's clock, `first` became the first available ID."""
 
     first: TransactionId
     at_ms: int
 
 
 class ManifestPage(NamedTuple):
-    """The objects of a page."""
+    """The objects that a page lists."""
 
     entries: tuple[ObjectEntry, ...]
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of the page's file."""
+        """Return the content of the page's file."""
         return frame_json({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
 
     def to_entry(self, name: str) -> PageEntry:
-        """Return what a head states of this page in a file."""
+        """Return the entry with which a head lists this page under a file name."""
         entries = self.entries
         times = [each for entry in entries for each in _commit_times(entry)]
         return PageEntry(
@@ -97,10 +98,10 @@ class ManifestPage(NamedTuple):
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
-        """Decode and check.
+        """Decode a page and check it.
 
         Raises:
-            BadFormat, ChecksumMismatch: with the name of the file.
+            BadFormat, ChecksumMismatch: the file is wrong; the error names it.
         """
         values = unframe_json(data, f"manifest {name}")
         with_values = _list_of(values, "objects", name)
@@ -139,29 +140,29 @@ class Manifest:
 
     @property
     def next_page(self) -> ManifestPage | None:
-        """The objects that must become a page before more are added; None if there are few."""
+        """The objects that must move to a page before others are added; None if there are few."""
         full = len(self.newest) >= 2 * PAGE_ENTRIES
         return ManifestPage(self.newest[:PAGE_ENTRIES]) if full else None
 
     def with_page(self, name: str, page: ManifestPage) -> "Manifest":
-        """Return the same manifest with its oldest newest objects in a page, which is written."""
+        """Return the same manifest after its oldest listed objects were moved to a written page."""
         count = len(page.entries)
         assert self.newest[:count] == page.entries
         pages = (*self.pages, page.to_entry(name))
         return replace(self, pages=pages, newest=self.newest[count:])
 
     def page_containing(self, transaction_id: TransactionId) -> PageEntry | None:
-        """Return the page that has the object with an ID; None if it is one of the newest."""
+        """Return the page with the object that contains an ID; None if the head lists it."""
         return next(
             (each for each in self.pages if each.first <= transaction_id <= each.last), None
         )
 
     def with_newest(self, newest: tuple[ObjectEntry, ...]) -> "Manifest":
-        """Return the next manifest, in which these stand in the place of the newest objects."""
+        """Return the next manifest, with other entries for the objects that the head lists."""
         return replace(self, version=self.version + 1, newest=newest)
 
     def with_page_for(self, old: PageEntry, name: str, page: ManifestPage) -> "Manifest":
-        """Return the next manifest, in which a page that is written takes the place of `old`."""
+        """Return the next manifest, in which a written page replaces the page `old`."""
         made = page.to_entry(name)
         assert (made.first, made.last) == (old.first, old.last)
         pages = tuple(made if each == old else each for each in self.pages)
@@ -172,9 +173,9 @@ class Manifest:
         return writer_of(entry.name) or self.cluster_key
 
     def deletable_below(self, now_ms: int) -> TransactionId:
-        """Return the ID below which objects have expired for longer than the grace period.
+        """Return the ID below which all objects have expired longer than the grace period ago.
 
-        Expired objects at or above it, and all others, must not be deleted (rule 4).
+        All objects at or above this ID, expired or not, must not be deleted (rule 4).
         """
         grown = [each.first for each in self.expiries if each.at_ms + EXPIRY_GRACE_MS <= now_ms]
         return max(grown, default=TransactionId(0))
@@ -182,7 +183,7 @@ class Manifest:
     def expired(self, first: TransactionId, now_ms: int) -> "Manifest":
         """Return the next manifest, in which `first` is the first available ID (rule 4).
 
-        It does not list what may be deleted, except for objects in a page with others.
+        The manifest does not list objects that may be deleted, unless their page has other objects.
         """
         assert self.first <= first <= self.last + 1
         end = self.deletable_below(now_ms)
@@ -199,7 +200,7 @@ class Manifest:
         )
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of the head's file."""
+        """Return the content of the head's file."""
         values: dict[str, Any] = {
             "format": FORMAT,
             "cluster_key": self.cluster_key.hex(),
@@ -217,10 +218,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
-        """Decode and check (rule 1).
+        """Decode a head and check it (rule 1).
 
         Raises:
-            BadFormat, ChecksumMismatch: with the name of the file.
+            BadFormat, ChecksumMismatch: the file is wrong; the error names it.
         """
         values = unframe_json(data, f"manifest {name}")
         try:
@@ -248,9 +249,8 @@ class Manifest:
         for first, last in bounds:
             if first != reach + 1 or last < first:
                 raise BadFormat(
-                    f"manifest {name}: the objects are not contiguous: expected the next one "
-                    f"to begin at transaction {reach + 1}, found one with the IDs "
-                    f"{first}..{last}"
+                    f"manifest {name}: expected the next object to begin at transaction "
+                    f"{reach + 1}, found an object with transactions {first}..{last}"
                 )
             reach = last
         if reach != self.last or not 0 <= self.first <= self.last + 1:
@@ -267,7 +267,7 @@ class Manifest:
 
 
 class RecordedManifest(NamedTuple):
-    """What ZooKeeper records about a partition's manifest."""
+    """The facts that ZooKeeper records about the manifest of a partition."""
 
     partition_id: PartitionId
     last: TransactionId
@@ -276,10 +276,10 @@ class RecordedManifest(NamedTuple):
     file_crc: int
 
     def read(self, store: "ArchiveStore", cluster_key: bytes) -> Manifest:
-        """Return the head of this manifest; blocks.
+        """Read the head of this manifest; blocks.
 
         Raises:
-            ObjectMissing, ArchiveUnavailable: it cannot be read.
+            ObjectMissing, ArchiveUnavailable: the head cannot be read.
             BadFormat, ChecksumMismatch: the file is not the recorded one.
         """
         data = store.read(self.name)
@@ -289,7 +289,7 @@ class RecordedManifest(NamedTuple):
         return found
 
     def check(self, found: Manifest, cluster_key: bytes) -> None:
-        """Raise BadFormat unless a manifest has the recorded partition, end and chain."""
+        """Raise BadFormat unless a manifest has the recorded partition, last ID and chain hash."""
         stated = (found.cluster_key, found.partition_id, found.last, found.chain)
         if stated != (cluster_key, self.partition_id, self.last, self.chain):
             raise BadFormat(
@@ -302,7 +302,10 @@ class RecordedManifest(NamedTuple):
 
 
 def decode_page(stated: PageEntry, data: bytes) -> ManifestPage:
-    """Return the page that a head lists; raises ChecksumMismatch or BadFormat for another one."""
+    """Decode a page that a head lists.
+
+    Raises ChecksumMismatch or BadFormat if the file is another one.
+    """
     check_crc(stated.name, data, stated.file_crc)
     page = ManifestPage.from_bytes(data, stated.name)
     entries = page.entries
@@ -328,16 +331,16 @@ def _commit_times(entry: ObjectEntry) -> tuple[int, ...]:
 
 
 def frame_json(values: dict[str, Any]) -> bytes:
-    """Return a JSON object after a line with its CRC-32."""
+    """Return a JSON object as bytes, after a line with its CRC-32."""
     body = strict_json.to_json(values)
     return b"%08x\n%s" % (crc32(body), body)
 
 
 def unframe_json(data: bytes, what: str) -> dict[str, Any]:
-    """Return the object of `frame_json`, which must have this format; errors contain `what`.
+    """Return the JSON object in bytes that `frame_json` has written; `what` names it in errors.
 
     Raises:
-        BadFormat, ChecksumMismatch: it is another file.
+        BadFormat, ChecksumMismatch: the bytes are damaged or have another format.
     """
     stated, _, body = data.partition(b"\n")
     if stated != b"%08x" % crc32(body):
@@ -401,7 +404,7 @@ def _fields_of(
                 found.append(_parse_whole_number(each))
         except (TypeError, ValueError) as error:
             raise BadFormat(
-                f"manifest {name}: field {field} of {kind.__name__}: {error}"
+                f"manifest {name}, field {field} of {kind.__name__}: {error}"
             ) from error
     return tuple(found)
 

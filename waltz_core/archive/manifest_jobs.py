@@ -1,6 +1,7 @@
-"""Manifests to write: for a range to archive, or for an expiry. This needs no Parquet library.
+"""Jobs that write a manifest: for a range to archive, or for an expiry.
 
-A storage's machine makes jobs, and `upload.py` carries them out on a thread.
+This file needs no Parquet library. A storage's state machine creates jobs, and `upload.py` executes
+them on a thread.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from waltz_core.values import value
 
 
 class BatchRun(NamedTuple):
-    """Consecutive whole batches, and their records."""
+    """Consecutive complete batches, and their records."""
 
     records: Buffer
     lengths: I64
@@ -22,7 +23,7 @@ class BatchRun(NamedTuple):
 
 
 class ReplacedObject(NamedTuple):
-    """An object that is corrupt or missing, and where the manifest that lists it ends."""
+    """A corrupt or missing object, and the last ID and chain hash of the manifest that lists it."""
 
     name: str
     archived: TransactionId
@@ -31,10 +32,11 @@ class ReplacedObject(NamedTuple):
 
 @value(frozen=True, slots=True, eq=False)
 class UploadJob:
-    """The batches from `first` on, and the manifest that ends before them.
+    """A job to archive batches from `first` on, and to write a manifest that lists them.
 
-    `manifest` is empty if nothing is archived. Session, nonce and attempt make the names of new
-    files unique (rule AR 2). With `replaces`, the manifest lists that object with these batches.
+    `manifest` is the present manifest, which ends before `first`; it is empty if nothing is
+    archived. Session, nonce and attempt make the names of new files unique (rule AR 2). If
+    `replaces` is set, a new object with these batches replaces that object in the manifest.
     """
 
     partition_id: PartitionId
@@ -50,7 +52,7 @@ class UploadJob:
 
     @property
     def recorded(self) -> RecordedManifest:
-        """The present manifest."""
+        """The present manifest, as ZooKeeper records it."""
         end = TransactionId(self.first - 1), self.chain_before
         if self.replaces is not None:
             end = self.replaces.archived, self.replaces.archived_chain
@@ -58,24 +60,25 @@ class UploadJob:
 
     @property
     def end(self) -> LineageEntry:
-        """The last batch."""
+        """The last batch of the job."""
         return self.runs[-1].batches[-1]
 
     @property
     def record_count(self) -> int:
-        """The number of transactions."""
+        """The number of transactions in the job."""
         return self.end.last - self.first + 1
 
     @property
     def record_bytes(self) -> int:
-        """The size of the records."""
+        """The bytes of the records in the job."""
         return sum(len(each.records) for each in self.runs)
 
 
 class NewManifest(NamedTuple):
-    """A manifest that is durable in the archive.
+    """A manifest that was written and is durable in the archive.
 
-    Without a name, nothing has changed: another object has replaced the one of the job before.
+    An empty name states that nothing was written, because another object had already replaced the
+    object of the job.
     """
 
     last: TransactionId
@@ -90,9 +93,10 @@ UploadOutcome: TypeAlias = NewManifest | WaltzError
 
 @value(frozen=True, slots=True)
 class ExpiryJob:
-    """Objects below `before`, or committed before `before_ms`, expire; 0 stands for none.
+    """A job to expire objects below `before` or committed before `before_ms`; 0 disables a limit.
 
-    So do those that are older than `retention_ms`. Session, nonce and attempt as in `UploadJob`.
+    Objects older than `retention_ms` expire, too. Session, nonce and attempt have the same meaning
+    as in `UploadJob`.
     """
 
     session_id: SessionId
@@ -110,9 +114,9 @@ class ExpiryJob:
 
 
 class ExpiredManifest(NamedTuple):
-    """A manifest that is durable in the archive, with a greater first available ID.
+    """A manifest with a greater first available ID, which was written and is durable.
 
-    Without a name, nothing has changed.
+    An empty name states that nothing was written, because the expiry changes nothing.
     """
 
     first: TransactionId

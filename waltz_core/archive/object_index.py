@@ -1,7 +1,8 @@
-"""The index of an archive object in memory: its batches with their chains, and its row groups.
+"""The index of an archive object in memory: its batches with their chain hashes, and row groups.
 
-It is made once per opening of an object, of the columns that the chain covers. Since the chain
-before a range follows from all batches before it, a single range cannot be proven without it.
+The index is created once for each opening of an object, from the columns that the chain hashes
+cover. The chain hash before a range follows from all batches before the range. So a single range
+cannot be verified without the index.
 """
 
 from typing import Any, Final, NamedTuple
@@ -16,12 +17,12 @@ from waltz_core.records.checksum import crc32
 from waltz_core.records.raw_records import I64
 from waltz_core.records.record import CHAIN_BYTES, Chain, LineageEntry, SessionId, TransactionId
 
-# The footer in memory takes about so many times the bytes that it has in the file.
+# A footer in memory uses about this many times the bytes that it has in the file.
 _FOOTER_EXPANSION: Final = 4
 
 
 class RowGroup(NamedTuple):
-    """The records of a row group; `offsets` has the start of each, and the end of the last one."""
+    """The records of a row group; `offsets` has their starts, and the end of the last record."""
 
     first: TransactionId
     records: raw_records.Buffer
@@ -30,18 +31,18 @@ class RowGroup(NamedTuple):
 
     @property
     def byte_count(self) -> int:
-        """The bytes of memory that it takes."""
+        """The memory that the row group uses, in bytes."""
         return len(self.records) + self.lengths.nbytes + self.offsets.nbytes
 
 
 class ObjectIndex:
-    """The batches and row groups of an object whose chain has been verified."""
+    """The batches and row groups of an object whose hash chain has been verified."""
 
     def __init__(self, opened: ArchiveObject) -> None:
-        """Read the columns and verify the chain.
+        """Read the index columns and verify the hash chain.
 
         Raises:
-            BadFormat, ChecksumMismatch: with the name of the object.
+            BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
         outlines, lineage = opened.outlines()
         self.name = opened.name
@@ -54,7 +55,7 @@ class ObjectIndex:
         self._group_crcs = [crc32(each.crcs) for each in outlines]
 
     def check(self, manifest: Manifest, entry: ObjectEntry) -> None:
-        """Raise BadFormat or ChecksumMismatch unless it is the object that a manifest lists."""
+        """Raise BadFormat or ChecksumMismatch unless this is the object that a manifest lists."""
         facts = self.facts
         found = (facts.cluster_key.hex(), facts.partition_id, facts.first)
         expected = (manifest.writer_of(entry).hex(), manifest.partition_id, entry.first)
@@ -72,7 +73,7 @@ class ObjectIndex:
 
     @property
     def byte_count(self) -> int:
-        """The bytes of memory that it takes, approximately."""
+        """The memory that the index uses, in bytes (an estimate)."""
         batches = 4 * int(self._firsts.nbytes) + len(self._chains)
         return batches + _FOOTER_EXPANSION * int(self.footer.serialized_size)
 
@@ -82,7 +83,7 @@ class ObjectIndex:
         return len(self._group_crcs)
 
     def group_containing(self, transaction_id: TransactionId) -> int:
-        """Return the number of the row group that holds an ID of the object."""
+        """Return the number of the row group that contains an ID of the object."""
         return int(self._group_firsts.searchsorted(transaction_id, side="right")) - 1
 
     def first_id_of_group(self, group: int) -> TransactionId:
@@ -90,13 +91,13 @@ class ObjectIndex:
         return TransactionId(int(self._group_firsts[group]))
 
     def read_group(self, opened: ArchiveObject, group: int) -> RowGroup:
-        """Read a row group of the object; the chain covers its records.
+        """Read a row group of the object, and verify its records with the hash chain.
 
         Raises:
-            BadFormat, ChecksumMismatch: with the name of the object.
+            BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
         piece = opened.read(group)
-        # They cover the IDs, too.
+        # The CRCs cover the IDs, too.
         if crc32(raw_records.record_crcs(piece.records, piece.lengths)) != self._group_crcs[group]:
             raise ChecksumMismatch(
                 f"archived object {self.name}: the records of row group {group} do not match "
@@ -106,14 +107,14 @@ class ObjectIndex:
         return RowGroup(self.first_id_of_group(group), piece.records, piece.lengths, offsets)
 
     def chain_at(self, last: TransactionId) -> Chain | None:
-        """Return the chain at the end of a batch; None if no batch ends there."""
+        """Return the chain hash at the end of a batch; None if no batch ends at this ID."""
         at = int(self._lasts.searchsorted(last))
         return self._chain(at) if at < self._lasts.size and self._lasts[at] == last else None
 
     def entries(
         self, first: TransactionId, last: TransactionId
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
-        """Return the chain before the batches that touch first..last, and these batches."""
+        """Return the batches that overlap first..last, after the chain hash before them."""
         start = int(self._lasts.searchsorted(first))
         reach = int(self._firsts.searchsorted(last, side="right"))
         columns = (self._firsts, self._lasts, self._sessions, self._stamps)
@@ -127,7 +128,10 @@ class ObjectIndex:
         return self._chain(start - 1) if start else self.facts.chain_before, entries
 
     def last_committed_before(self, time_ms: int) -> TransactionId:
-        """Return the end of the last batch with a commit time before this one; there is one."""
+        """Return the end of the last batch committed before `time_ms`.
+
+        There must be such a batch.
+        """
         found = np.flatnonzero((self._stamps != 0) & (self._stamps < time_ms))
         return TransactionId(int(self._lasts[found[-1]]))
 

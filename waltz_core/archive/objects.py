@@ -1,20 +1,22 @@
-"""Archive objects: a range of whole batches as a Parquet file, and back to the same bytes.
+"""Archive objects: they store a range of complete batches as a Parquet file, byte for byte.
 
-Any reader of Parquet can use an object: a row is a transaction, with its payload as `data`. The
-bytes of each record follow from its row, and the chain of each batch from the rows and from the
-chain before the object, which the file's metadata has.
+Any reader of Parquet can use an object: a row is a transaction, and column `data` is its payload.
+The bytes of each record follow from its row. The chain hash of each batch follows from the rows,
+and from the chain hash before the object, which the file's metadata contains.
 
 Rules (docs/decisions/047):
-    1. An object has whole batches and consecutive IDs. A row group may end within a batch.
-    2. `verify` rebuilds every record, and checks its ID, length and CRC, the bounds of the batches
-       and the chain from the first to the last one. It does not trust the file's metadata: the
-       caller compares the result with the range and the chain that it expects.
+    1. An object has complete batches and consecutive IDs. A row group may end within a batch.
+    2. `verify` rebuilds every record. It checks ID, length and CRC of the record, the bounds of the
+       batches, and the hash chain from the first to the last batch. It does not trust the file's
+       metadata: the caller compares the result with the range and the chain hash that it expects.
     3. A commit stamp of 0 is null, as for records of Waltz 0.13.
-    4. Each page of a column has a CRC-32: no record CRC and no chain covers commit stamps.
-    5. An error of the store that holds the object passes through: the object is not damaged.
-    6. PyArrow's threads never read a Python file. A thread that releases one while the process
-       ends aborts the process. They read `StoreFile.native`; its errors do not distinguish the
-       store from the object, so a read that fails is repeated without threads (rule 5).
+    4. Each page of a column has a CRC-32, because no record CRC and no chain hash covers commit
+       stamps.
+    5. An error of the store that holds the object is raised unchanged: the object is not damaged.
+    6. PyArrow's threads never read a Python file: a thread that releases such a file while the
+       process exits aborts the process. The threads read `StoreFile.native`. Its errors do not
+       distinguish the store from the object, so a read that fails is repeated without threads (rule
+       5).
 """
 
 import json
@@ -60,16 +62,17 @@ SCHEMA: Final = pa.schema(
         pa.field("batch_last", pa.int64(), nullable=False),
     ]
 )
-# The request ID has the partition under this name.
+# The columns of the request ID, by its fields.
 _REQ_ID_COLUMNS: Final = {
     "client_id": "client_id",
     "generation": "generation",
     "partition_id": "partition",
     "sequence": "sequence",
 }
-# Statistics for pruning; those of payloads and checksums would only cost space.
+# Columns with statistics for pruning; statistics of payloads and checksums would only cost space.
 _STATISTICS: Final = ["transaction_id", "commit_time", "header"]
-# They prove the chain, and lie together in each row group; the IDs follow from their number.
+# The columns that prove the hash chain. They are adjacent in each row group; the IDs follow from
+# the number of rows.
 _INDEX_COLUMNS: Final = ["record_crc", "commit_time", "session_id", "batch_first", "batch_last"]
 _RISING: Final = ("transaction_id", "sequence", "batch_first", "batch_last")
 _UNREADABLE: Final = (
@@ -85,7 +88,7 @@ _UNREADABLE: Final = (
 
 
 class ObjectFacts(NamedTuple):
-    """What the metadata of an object states: its partition, its range, the chains around it."""
+    """The metadata of an object: its partition, its range, and the chain hashes around it."""
 
     cluster_key: bytes
     partition_id: PartitionId
@@ -95,7 +98,7 @@ class ObjectFacts(NamedTuple):
     chain: Chain
 
     def to_bytes(self) -> bytes:
-        """Return them as JSON."""
+        """Return the metadata as JSON."""
         values = {
             "format": FORMAT,
             "cluster_key": self.cluster_key.hex(),
@@ -109,7 +112,7 @@ class ObjectFacts(NamedTuple):
 
     @staticmethod
     def from_bytes(data: bytes) -> "ObjectFacts":
-        """Decode; raises BadFormat."""
+        """Decode the metadata; raises BadFormat."""
         try:
             values = strict_json.from_json(data)
             if values["format"] != FORMAT:
@@ -127,7 +130,7 @@ class ObjectFacts(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive records of a range, and the batches that they belong to, in order.
+    """Consecutive records of a range, and the batches to which they belong, in order.
 
     The first and the last batch may reach beyond the records.
     """
@@ -138,7 +141,10 @@ class Piece(NamedTuple):
 
 
 class RowGroupOutline(NamedTuple):
-    """The part of a row group that the chain covers: record CRCs (4 big-endian bytes), batches."""
+    """The part of a row group that the chain hashes cover: record CRCs and batches.
+
+    `crcs` has 4 big-endian bytes for each record.
+    """
 
     first: TransactionId
     crcs: bytes
@@ -146,7 +152,7 @@ class RowGroupOutline(NamedTuple):
 
 
 class ObjectWriter:
-    """Writes an object row group by row group."""
+    """Writes an object, one row group after the other."""
 
     def __init__(self, sink: Any, facts: ObjectFacts) -> None:  # noqa: ANN401 - as pyarrow's
         schema = SCHEMA.with_metadata({_METADATA_KEY: facts.to_bytes()})
@@ -167,7 +173,7 @@ class ObjectWriter:
         self._writer.write_table(table, row_group_size=table.num_rows)
 
     def close(self) -> None:
-        """Write the end of the file. Durability is the sink's."""
+        """Write the end of the file; the caller's sink makes it durable."""
         self._writer.close()
 
 
@@ -203,10 +209,13 @@ def _columns(piece: Piece) -> list[pa.Array]:
 
 
 class ArchiveObject:
-    """An open object. Errors in its bytes are BadFormat or ChecksumMismatch; `name` is for them."""
+    """An open object; `name` is its name in errors.
+
+    Errors in its bytes are raised as BadFormat or ChecksumMismatch.
+    """
 
     def __init__(self, source: Any, name: str, *, footer: Any = None) -> None:  # noqa: ANN401 - as pyarrow's
-        """Read the footer, unless `footer` is that of the same object, read before.
+        """Open an object, and read its footer unless `footer` has it already.
 
         `source` is a `StoreFile`, another file, or the content of one.
         """
@@ -238,10 +247,10 @@ class ArchiveObject:
         return int(self._file.num_row_groups)
 
     def read(self, group: int) -> Piece:
-        """Return the records of a row group; its first ID and all CRCs are checked (rule 2).
+        """Read the records of a row group, and check its first ID and all CRCs (rule 2).
 
         Raises:
-            BadFormat, ChecksumMismatch: with the name of the object.
+            BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
         try:
             table = self._table([group]).combine_chunks()
@@ -255,10 +264,10 @@ class ArchiveObject:
             ) from error
 
     def _table(self, groups: Sequence[int], columns: list[str] | None = None) -> pa.Table:
-        """Return the rows of some row groups; rule 6."""
+        """Return the rows of row groups; with threads if possible (rule 6)."""
         if self._native is not None:
             with suppress(*_UNREADABLE):
-                # The requests are combined, and sent at once.
+                # PyArrow combines the requests, and sends them at once.
                 opened = pq.ParquetFile(
                     self._native,
                     metadata=self.footer,
@@ -291,7 +300,7 @@ class ArchiveObject:
             )
 
     def _batches(self, columns: dict[str, pa.Array], first: TransactionId) -> list[LineageEntry]:
-        """Return the batches of a row group; their chains are empty until `verify` has them."""
+        """Return the batches of a row group; their chain hashes are empty until `_with_chains`."""
         firsts, lasts, sessions = (
             _values(columns[name], np.int64) for name in ("batch_first", "batch_last", "session_id")
         )
@@ -319,10 +328,10 @@ class ArchiveObject:
         ]
 
     def verify(self) -> Iterator[LineageEntry]:
-        """Yield every batch with its chain, from the first to the last one (rules 1 and 2).
+        """Yield every batch with its chain hash, from the first to the last batch (rules 1 and 2).
 
         Raises:
-            BadFormat, ChecksumMismatch: with the name of the object.
+            BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
         return self._with_chains(self._whole_group(group) for group in range(self.group_count))
 
@@ -334,13 +343,13 @@ class ArchiveObject:
         )
 
     def outlines(self) -> tuple[list[RowGroupOutline], list[LineageEntry]]:
-        """Return all row groups without their records, and every batch with its chain.
+        """Return all row groups without their records, and every batch with its chain hash.
 
-        Only some columns are read. When the CRCs of the records that `read` returns are those of
-        the outline, the chain covers the records, too.
+        This reads only some columns. If the CRCs of the records that `read` returns equal those of
+        the outline, the chain hashes cover the records, too.
 
         Raises:
-            BadFormat, ChecksumMismatch: with the name of the object.
+            BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
         outlines = []
         first = self.facts.first
@@ -396,7 +405,7 @@ class ArchiveObject:
 
 
 def _records_of(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:
-    """Return the bytes of the records of some rows, and their lengths."""
+    """Rebuild the records of rows; return their bytes and lengths."""
     data = columns["data"]
     offsets = np.frombuffer(data.buffers()[1], np.int32)[data.offset : data.offset + len(data) + 1]
     lengths = raw_records.lengths_between(offsets.astype(np.int64))
@@ -421,7 +430,7 @@ def _records_of(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:
 
 
 def _arrays(table: pa.Table) -> dict[str, pa.Array]:
-    """Return the columns of a table with rows."""
+    """Return the columns of a table that has rows."""
     whole = table.combine_chunks()
     return {name: whole.column(name).chunk(0) for name in whole.column_names}
 

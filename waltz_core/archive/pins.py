@@ -1,15 +1,16 @@
-"""Pins: while a restored cluster uses objects of another one, that one deletes no object.
+"""Pins: while a restored cluster uses objects of another cluster, no object is deleted there.
 
-A pin is an empty file `SOURCE/pins/CLUSTER`, with the keys of both clusters. It remains until an
-operator deletes it: the source's processes do not know whether the restored cluster still exists.
+A pin is an empty file `SOURCE/pins/CLUSTER`, named by the keys of both clusters. It remains until
+an operator deletes it: the processes of the source cluster cannot know whether the restored cluster
+still exists.
 
 Rules (docs/decisions/055):
-    1. A restore writes the pin, and checks afterwards that all objects exist; again when it has
-       written its manifests.
-    2. A collection reads the pins again before each object that it deletes. So only a delete that
-       was sent before the pin, and that the store carries out after the last check, is not seen.
-    3. In a directory, a restore that was killed may leave the temporary file of its pin. It counts,
-       is listed and is deleted like the pin.
+    1. A restore writes the pin, and checks afterwards that all objects exist. It checks this again
+       when it has written its manifests.
+    2. A collection reads the pins again before each object that it deletes. So the restore misses
+       only a delete that was sent before the pin, and that the store executes after the last check.
+    3. In a directory, a restore that was killed may leave the temporary file of its pin. This file
+       counts, is listed and is deleted like the pin.
 """
 
 from typing import TYPE_CHECKING
@@ -23,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def pin(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> str | None:
-    """Pin the objects of a cluster for a restored one; blocks.
+    """Pin the objects of a cluster for a restored cluster; blocks.
 
-    Return the name of the pin, or None if it existed.
+    Return the name of the pin, or None if it existed already.
 
     Raises:
-        ArchiveUnavailable: it was not written.
+        ArchiveUnavailable: the pin was not written.
     """
     name = f"{_folder(source_key)}/{UUID(bytes=cluster_key)}"
     if name in store.names(_folder(source_key)):
@@ -38,19 +39,19 @@ def pin(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> str | N
 
 
 def is_pinned(store: "ArchiveStore", cluster_key: bytes) -> bool:
-    """Whether a restored cluster may use objects of this one; blocks.
+    """Whether a restored cluster may use objects of this cluster; blocks.
 
     Raises:
-        ArchiveUnavailable: the store did not carry out the request.
+        ArchiveUnavailable: the store did not execute the request.
     """
     return bool(store.names(_folder(cluster_key)))
 
 
 def pins_of(store: "ArchiveStore", cluster_key: bytes) -> list[str]:
-    """Return the keys of the clusters that pin objects of this one; blocks.
+    """Return the keys of the clusters that pin objects of this cluster; blocks.
 
     Raises:
-        ArchiveUnavailable: the store did not carry out the request.
+        ArchiveUnavailable: the store did not execute the request.
     """
     names = [each.rpartition("/")[2] for each in store.names(_folder(cluster_key))]
     return sorted({each.removesuffix(TEMPORARY) for each in names})  # rule 3
@@ -60,8 +61,8 @@ def unpin(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> None:
     """Delete a pin; blocks.
 
     Raises:
-        BadRequest: there is none.
-        ArchiveUnavailable: the store did not carry out a request.
+        BadRequest: the pin does not exist.
+        ArchiveUnavailable: the store did not execute a request.
     """
     wanted, found = str(UUID(bytes=cluster_key)), pins_of(store, source_key)
     if wanted not in found:

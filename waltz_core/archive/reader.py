@@ -1,17 +1,19 @@
-"""Reads ranges of a partition from its archive, by a manifest.
+"""Reads ranges of a partition from its archive, as one manifest lists it.
 
-All calls block, and all threads of a process may share a reader. `archive_cache.py` keeps what was
-read: pages of the manifest, indexes of objects (`object_index.py`) and row groups.
+All calls block, and all threads of a process may share a reader. `archive_cache.py` caches pages of
+the manifest, indexes of objects (`object_index.py`) and row groups.
 
 Rules (docs/decisions/047, AR 14):
-    1. A record is returned only if it matches its ID and its CRC, and if the chain covers it: the
-       chain of an object is verified from its first to its last batch when it is opened, and must
-       be that of the manifest. The check needs a few bytes per record, not the records.
+    1. A record is returned only if it matches its ID and its CRC, and if the hash chain covers it.
+       The hash chain of an object is verified from its first to its last batch when the object is
+       opened, and must end as the manifest states. The check needs a few bytes per record, not the
+       records.
     2. An error names the file. A read ends before a wrong or unreachable record; only a read that
-       begins with it fails.
-    3. A reader reads one manifest, which may be replaced meanwhile: expiry then deletes objects.
-       After ObjectMissing the caller requests the recorded manifest from ZooKeeper or the owner. If
-       it is another one, the caller repeats the read with `successor`; else the file is lost.
+       begins with such a record fails.
+    3. A reader reads one manifest. If this manifest is replaced, expiry may delete objects that it
+       lists. After ObjectMissing, the caller requests the recorded manifest from ZooKeeper or the
+       owner. If it is another manifest, the caller repeats the read with `successor`. Otherwise the
+       file is lost.
     4. When reads follow one another, a thread reads the next row group ahead.
 """
 
@@ -38,14 +40,14 @@ from waltz_core.records.record import Chain, LineageEntry, TransactionId
 
 # A range cannot have more batches than records, so this many entries suffice for an answer.
 _RECORDS_MAX: Final = 1 << 16
-# Reads whose continuation counts as sequential.
+# The maximum number of read ends that are remembered, to detect sequential reads.
 _STREAMS_MAX: Final = 32
-# The entries of a page take about so many times the bytes of its file.
+# The entries of a page use about this many times the bytes of its file.
 _PAGE_EXPANSION: Final = 4
 
 
 class _RowGroupRead(NamedTuple):
-    """The part of a read that one row group has."""
+    """The part of a read that one row group contains."""
 
     range: RangeRead
     entry: ObjectEntry
@@ -54,12 +56,12 @@ class _RowGroupRead(NamedTuple):
 
 
 class ArchiveReader:
-    """The archive of one partition as one manifest lists it."""
+    """The archive of one partition, as one manifest lists it."""
 
     def __init__(
         self, store: ArchiveStore, manifest_name: str, manifest_crc: int, cache: ArchiveCache
     ) -> None:
-        """Nothing is read before the first call. `cache` is shared by all readers of a process."""
+        """The constructor reads nothing. All readers of a process share `cache`."""
         self.manifest_name = manifest_name
         self._store = store
         self._manifest_crc = manifest_crc
@@ -70,24 +72,24 @@ class ArchiveReader:
 
     @classmethod
     def of(cls, manifest: Manifest, store: ArchiveStore, cache: ArchiveCache) -> Self:
-        """Return a reader of objects that have been found before; no manifest is read."""
+        """Return a reader of a manifest that is known already; it reads no manifest."""
         made = cls(store, "", 0, cache)
         made._loaded = manifest
         return made
 
     def successor(self, manifest_name: str, manifest_crc: int) -> "ArchiveReader | None":
-        """Return a reader of the recorded manifest; None if it is this one (rule 3)."""
+        """Return a reader of the recorded manifest; None if this reader has it (rule 3)."""
         if manifest_name == self.manifest_name:
             return None
         return ArchiveReader(self._store, manifest_name, manifest_crc, self._cache)
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest's head.
+        """The head of the manifest.
 
         Raises:
-            ObjectMissing, ArchiveUnavailable: it cannot be read.
-            BadFormat, ChecksumMismatch: with its name.
+            ObjectMissing, ArchiveUnavailable: the head cannot be read.
+            BadFormat, ChecksumMismatch: the head is wrong; the error names it.
         """
         if self._loaded is None:
             key = self._cache_key("manifest", self.manifest_name, self._manifest_crc)
@@ -96,23 +98,23 @@ class ArchiveReader:
 
     @property
     def first_available(self) -> TransactionId:
-        """The first ID that the archive has; raises as `manifest`."""
+        """The first ID that the archive contains; raises the errors of `manifest`."""
         return self.manifest.first
 
     @property
     def archived(self) -> tuple[TransactionId, Chain]:
-        """The last ID that the archive has, and the chain there; raises as `manifest`."""
+        """The last ID of the archive, and its chain hash; raises the errors of `manifest`."""
         return self.manifest.last, self.manifest.chain
 
     def read_range(self, first: TransactionId, last: TransactionId, bytes_max: int) -> RangeRead:
-        """Return records of first..last that fit into `bytes_max`, at least one.
+        """Return records of first..last up to `bytes_max`, but at least one record.
 
         Raises:
             BeforeLogStart: `first` has expired.
-            BadRequest: the archive does not reach to `last`.
+            BadRequest: the archive ends before `last`.
             ObjectMissing: a file does not exist (rule 3).
-            ArchiveUnavailable: the store does not answer; try again.
-            BadFormat, ChecksumMismatch: with the name of the file.
+            ArchiveUnavailable: the store does not answer; the caller may retry.
+            BadFormat, ChecksumMismatch: a file is wrong; the error names it.
         """
         self._check_bounds(first, last)
         last = min(last, TransactionId(first + _RECORDS_MAX - 1))
@@ -134,10 +136,10 @@ class ArchiveReader:
         return _join_ranges([each.range for each in parts])
 
     def read_group(self, first: TransactionId, last: TransactionId) -> RangeRead:
-        """Return the records of first..last that one row group has, as a view of it.
+        """Return the records of first..last that are in one row group, without a copy.
 
         Raises:
-            As `read_range`.
+            The errors of `read_range`.
         """
         self._check_bounds(first, last)
         part = self._plan_read(first, last, sys.maxsize)
@@ -148,10 +150,12 @@ class ArchiveReader:
     def lineage(
         self, first: TransactionId, last: TransactionId, entries_max: int
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
-        """Return the batches that touch first..last and the chain before them, newest if many.
+        """Return the batches that overlap first..last, and the chain hash before them.
+
+        If there are more than `entries_max`, the newest are returned.
 
         Raises:
-            As `read_range`.
+            The errors of `read_range`.
         """
         self._check_bounds(first, last)
         chain_before, found = self.manifest.chain, tuple[LineageEntry, ...]()
@@ -164,10 +168,10 @@ class ArchiveReader:
         return chain_before, found
 
     def objects_between(self, first: TransactionId, last: TransactionId) -> list[ObjectEntry]:
-        """Return the objects that hold the available IDs of first..last, in order.
+        """Return the objects that contain the available IDs of first..last, in order.
 
         Raises:
-            As `manifest`, also for a page of it.
+            The errors of `manifest`, also for a page of it.
         """
         first = max(first, self.manifest.first)
         if not first <= last:
@@ -177,11 +181,11 @@ class ArchiveReader:
     def last_committed_before(self, time_ms: int) -> TransactionId:
         """Return the last ID that is known to be committed before a time.
 
-        It is the one before the first available ID if none is. Commit times never decrease; only a
-        later transaction can prove that one without a time is older.
+        If there is none, return the ID before the first available one. Commit times never decrease.
+        If a transaction has no time, only a later transaction can prove that it is older.
 
         Raises:
-            As `read_range`.
+            The errors of `read_range`.
         """
         manifest = self.manifest
         bounds = [(each.first, each.commit_ms_min) for each in manifest.pages]
@@ -205,21 +209,20 @@ class ArchiveReader:
         manifest = self.manifest
         if 0 <= first < manifest.first:
             raise BeforeLogStart(
-                f"archive of partition {manifest.partition_id}: the requested transactions "
-                f"{first}..{last} are not available: the first available one is "
-                f"{manifest.first}",
+                f"archive of partition {manifest.partition_id}: transactions {first}..{last} "
+                f"were requested, but the first available one is {manifest.first}",
                 manifest.first,
             )
         if not 0 <= first <= last <= manifest.last:
             raise BadRequest(
-                f"archive of partition {manifest.partition_id}: the requested transactions "
-                f"{first}..{last} are not available: the last archived one is {manifest.last}"
+                f"archive of partition {manifest.partition_id}: transactions {first}..{last} "
+                f"were requested, but the last archived one is {manifest.last}"
             )
 
     def _plan_read(
         self, first: TransactionId, last: TransactionId, bytes_max: int
     ) -> _RowGroupRead:
-        """Return the records that one row group has, at least one."""
+        """Return the records of a read that one row group contains, at least one."""
         entry = next(self._entries_from(first))
         index = self._index(entry)
         number = index.group_containing(first)
@@ -239,7 +242,7 @@ class ArchiveReader:
         return _RowGroupRead(found, entry, index, number)
 
     def _is_sequential(self, first: TransactionId, next_id: TransactionId) -> bool:
-        """Note where a read has ended; return whether it began where an earlier one had ended."""
+        """Note the end of a read; return whether it began where an earlier read had ended."""
         with self._lock:
             continues = first in self._continuations
             self._continuations.pop(first, None)
@@ -254,7 +257,7 @@ class ArchiveReader:
             key = self._cache_key("group", entry.name, number)
             self._cache.read_ahead(key, lambda: self._read_group(entry, index, number))
             return
-        with suppress(WaltzError):  # of a page, which the next read needs, too
+        with suppress(WaltzError):  # an error of a page, which the next read needs, too
             after = next(self._entries_from(TransactionId(entry.last + 1)), None)
             if after is not None:
                 key = self._cache_key("group", after.name, 0)
@@ -272,7 +275,7 @@ class ArchiveReader:
         return manifest, _PAGE_EXPANSION * len(data)
 
     def _entries_from(self, transaction_id: TransactionId) -> Iterator[ObjectEntry]:
-        """Yield the objects from the one that holds an ID on."""
+        """Yield the objects, beginning with the one that contains an ID."""
         manifest = self.manifest
         start = bisect_left(manifest.pages, transaction_id, key=lambda each: each.last)
         for number in range(start, len(manifest.pages)):
@@ -290,7 +293,7 @@ class ArchiveReader:
         return self._cache.get(self._cache_key("page", stated.name, stated.file_crc), load)
 
     def _index(self, entry: ObjectEntry) -> ObjectIndex:
-        """Return the index of an object, which must be the one that the manifest lists (rule 1)."""
+        """Return the index of an object, which must be the one in the manifest (rule 1)."""
 
         def load() -> tuple[ObjectIndex, int]:
             with self._store.open(entry.name) as source:
@@ -323,7 +326,7 @@ def _next_id(part: _RowGroupRead) -> TransactionId:
 
 
 def _join_ranges(ranges: list[RangeRead]) -> RangeRead:
-    """Return a copy of consecutive ranges as one; a batch may be in several of them."""
+    """Join copies of consecutive ranges to one range; ranges may share a batch."""
     entries: dict[TransactionId, LineageEntry] = {
         each.first: each for read in ranges for each in read.entries
     }

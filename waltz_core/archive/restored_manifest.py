@@ -1,23 +1,23 @@
-"""The manifest of a restored partition: that of a backup, up to a batch end; all calls block.
+"""Creates the manifest of a restored partition: that of a backup up to a batch end; blocks.
 
-The objects stay where they are, below the key of the cluster that wrote them: the restored cluster
-lists them in a manifest of its own.
+The objects stay where they are, below the key of the cluster that wrote them. The restored cluster
+lists them in a new manifest.
 
 Rules (docs/decisions/055):
     1. The saved manifest is verified (`saved_manifest.py`).
-    2. Each object exists. If the caller allows it, the oldest ones may be missing, since expiry has
-       deleted them after the backup: then the partition begins after them. One that was replaced
-       after the backup may be deleted, too, or still be corrupt: an object with the same IDs and
-       chain is used instead. The cluster of the backup has written that one below its own key, also
-       if it was restored and the old one is below another key. An object without another one of
-       its IDs is not read.
-    3. The object that holds the end is read. Its chain is verified from its first to its last
-       batch, and must be the manifest's, so the end has the chain of the source's log.
-    4. Its version is above all that the cluster's folder has: with the same key, what the lost
-       cluster had archived after the end is garbage, and no sign of a rollback
-       (`garbage_collection.py`, rule 9).
-    5. The caller pins the sources before the check of rule 2, which it repeats at its end
-       (`pins.py`).
+    2. Each object must exist. If the caller allows it, the oldest objects may be missing, because
+       expiry has deleted them after the backup. In this case the partition begins after them. An
+       object that was replaced after the backup may be deleted, too, or still be corrupt. In this
+       case an object with the same IDs and chain hash is used instead. The cluster of the backup
+       has written the replacement below its own key, even if that cluster was restored and the old
+       object is below another key. If no other object has the same IDs, the object is not read.
+    3. The object that contains the end is read. Its hash chain is verified from its first to its
+       last batch, and must match the manifest, so the end has the chain hash of the source's log.
+    4. The version of the new manifest is above all versions in the cluster's folder. So if the
+       cluster keeps its key, the files that the lost cluster had archived after the end count as
+       garbage, and not as a sign of a rollback (`garbage_collection.py`, rule 9).
+    5. The caller pins the source clusters before the check of rule 2, and repeats this check at the
+       end (`pins.py`).
 """
 
 import io
@@ -53,7 +53,7 @@ _CACHE_BYTES: Final = 64 * 1024 * 1024
 
 
 class BatchEnd(NamedTuple):
-    """The end of a batch of an archived log: its ID, the chain and the commit stamp there."""
+    """The end of a batch of an archived log: its ID, chain hash and commit stamp."""
 
     last: TransactionId
     chain: Chain
@@ -61,7 +61,7 @@ class BatchEnd(NamedTuple):
 
 
 class RestoredRange:
-    """The objects of a saved manifest that exist, and the ends at which a log may be restored."""
+    """The existing objects of a saved manifest, from which a log may be restored up to an end."""
 
     def __init__(
         self, store: ArchiveStore, saved: SavedManifest, *, may_have_expired: bool = False
@@ -69,9 +69,9 @@ class RestoredRange:
         """Check the manifest and its objects (rules 1 and 2).
 
         Raises:
-            ObjectMissing: an object does not exist, and it is not one that may have expired.
-            ArchiveUnavailable: the store did not carry out a request.
-            BadFormat, ChecksumMismatch: with the name of the file.
+            ObjectMissing: an object does not exist, and must not have expired.
+            ArchiveUnavailable: the store did not execute a request.
+            BadFormat, ChecksumMismatch: a file is wrong; the error names it.
         """
         self._store = store
         entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
@@ -80,8 +80,8 @@ class RestoredRange:
         entries = [_intact_entry(store, each, existing, own) for each in entries]
         if not entries:
             raise ObjectMissing(
-                f"archive {store.url}: cannot restore partition "
-                f"{saved.manifest.partition_id}: all of its archived objects have expired"
+                f"archive {store.url}: cannot restore partition {saved.manifest.partition_id}, "
+                "because all of its archived objects have expired"
             )
         if not existing:
             raise ObjectMissing(
@@ -108,16 +108,16 @@ class RestoredRange:
 
     @property
     def last(self) -> TransactionId:
-        """The last ID."""
+        """The last ID that can be restored."""
         return self._manifest.last
 
     def end_at(self, last: TransactionId) -> BatchEnd | None:
         """Return the last batch end at or below an ID (rule 3); None if it is before ID 0.
 
         Raises:
-            BadRequest: the archive does not have it.
+            BadRequest: the archive does not contain the ID.
             ObjectMissing, ArchiveUnavailable: the object cannot be read.
-            BadFormat, ChecksumMismatch: with the name of the object.
+            BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
         if last < self.first and self.first == 0:
             return None
@@ -133,10 +133,10 @@ class RestoredRange:
         return self.end_at(TransactionId(batch.first - 1))
 
     def last_until(self, time_ms: int) -> TransactionId:
-        """Return the last ID that is known to be committed at a time or before it.
+        """Return the last ID that is known to be committed at or before a time.
 
         Raises:
-            As `end_at`.
+            The errors of `end_at`.
         """
         with self._reader() as reader:
             return reader.last_committed_before(time_ms + 1)
@@ -149,13 +149,13 @@ class RestoredRange:
     def write(
         self, cluster_key: bytes, session_id: SessionId, nonce: bytes, end: BatchEnd
     ) -> NewManifest:
-        """Write a manifest of the objects up to an end, below another key; it is durable.
+        """Write a manifest of the objects up to `end`, below another cluster key, durably.
 
         Session and nonce make its name unique.
 
         Raises:
-            ArchiveUnavailable, ChecksumMismatch: it was not written as it should be.
-            As `end_at`.
+            ArchiveUnavailable, ChecksumMismatch: the manifest was not written correctly.
+            The errors of `end_at`.
         """
         source = self._manifest
         entries = [each for each in source.newest if each.first <= end.last]
@@ -187,8 +187,8 @@ class RestoredRange:
         """Check that the objects still exist (rule 5); blocks.
 
         Raises:
-            ObjectMissing: one does not.
-            ArchiveUnavailable: the store did not carry out a request.
+            ObjectMissing: an object does not exist any more.
+            ArchiveUnavailable: the store did not execute a request.
         """
         existing = _existing_names(self._store, self._manifest.newest)
         for each in self._manifest.newest:
@@ -200,7 +200,7 @@ class RestoredRange:
                 )
 
     def _truncate_entry(self, entry: ObjectEntry, end: BatchEnd) -> ObjectEntry:
-        """Return the entry of an object that may be used up to an end."""
+        """Return the entry of an object that may be used only up to `end`."""
         with self._reader() as reader:
             _, batches = reader.lineage(entry.first, end.last, sys.maxsize)
         stamps = [each.stamp_ms for each in batches if each.stamp_ms]
@@ -215,9 +215,10 @@ class RestoredRange:
 def _intact_entry(
     store: ArchiveStore, entry: ObjectEntry, existing: Collection[str], own: str
 ) -> ObjectEntry:
-    """Return the entry, or that of an object in the place of a missing or corrupt one (rule 2).
+    """Return the entry; if its object is missing or corrupt, return a replacement (rule 2).
 
-    `own` is the folder of the manifest's cluster, where it replaces those of other clusters.
+    `own` is the folder of the manifest's cluster, where it writes replacements for objects of other
+    clusters, too.
     """
     folder, _, name = entry.name.rpartition("/")
     first, last, *_ = [*name.split("-"), ""]  # `file_names.py`
@@ -238,6 +239,6 @@ def _intact_entry(
 
 
 def _existing_names(store: ArchiveStore, entries: Iterable[ObjectEntry], *others: str) -> set[str]:
-    """Return the names of all files in the folders of these objects, and in others."""
+    """Return the names of all files in the folders of these objects, and in other folders."""
     folders = {each.name.rpartition("/")[0] for each in entries} | {*others}
     return {name for folder in sorted(folders) for name in store.names(folder)}

@@ -1,7 +1,7 @@
-"""The files of a manifest, as a backup has them: a cluster deletes manifests that it has replaced.
+"""The files of a manifest in a backup.
 
-Each file must have the CRC-32 that ZooKeeper or the head states, and the objects must follow one
-another.
+A backup needs them because a cluster deletes manifests that it has replaced. Each file must have
+the CRC-32 that ZooKeeper or the head states, and the objects must follow one another.
 """
 
 from itertools import pairwise
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SavedManifest(NamedTuple):
-    """The files of a manifest: its head, with the CRC-32 that ZooKeeper has, and its pages."""
+    """The files of a manifest: its pages, and its head with the CRC-32 that ZooKeeper records."""
 
     name: str
     file_crc: int
@@ -24,11 +24,11 @@ class SavedManifest(NamedTuple):
 
     @classmethod
     def read(cls, store: "ArchiveStore", name: str, file_crc: int) -> Self:
-        """Read and check the files.
+        """Read all files of a manifest from the store, and check them.
 
         Raises:
             ObjectMissing, ArchiveUnavailable: a file cannot be read.
-            BadFormat, ChecksumMismatch: with the name of the file.
+            BadFormat, ChecksumMismatch: a file is wrong; the error names it.
         """
         head = store.read(name)
         pages = cls(name, file_crc, head, ()).manifest.pages
@@ -38,7 +38,7 @@ class SavedManifest(NamedTuple):
 
     @property
     def manifest(self) -> Manifest:
-        """The head; raises BadFormat and ChecksumMismatch."""
+        """The decoded head; raises BadFormat and ChecksumMismatch."""
         check_crc(self.name, self.head, self.file_crc)
         return Manifest.from_bytes(self.head, self.name)
 
@@ -57,8 +57,8 @@ class SavedManifest(NamedTuple):
         for before, after in pairwise(found):
             if after.first != before.last + 1:
                 raise BadFormat(
-                    f"manifest {self.name}: the pages are not contiguous: expected an object "
-                    f"that begins at transaction {before.last + 1}, found one with the IDs "
+                    f"manifest {self.name}: expected the next page to begin at transaction "
+                    f"{before.last + 1}, found a page that begins with transactions "
                     f"{after.first}..{after.last}"
                 )
         return found

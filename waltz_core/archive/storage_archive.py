@@ -1,6 +1,6 @@
 """The archive of a storage process: its store, changes and readers; all calls block.
 
-It alone imports the Parquet library into a storage, and only where an archive is configured.
+Only this file imports the Parquet library into a storage, and only if an archive is configured.
 """
 
 import time
@@ -22,20 +22,21 @@ if TYPE_CHECKING:
     from waltz_core.archive.reader import ArchiveReader
     from waltz_core.archive.store import ArchiveStore
 
-# Parts of the archive that were read and may be read again soon: row groups, indexes, manifests.
+# The maximum size of cached parts of the archive: row groups, indexes and manifests that may be
+# read again soon.
 CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
-# An upload makes hundreds of calls of the store.
+# The minimum time between two reports of progress: an upload makes hundreds of calls of the store.
 _PROGRESS_S: Final = 1.0
-# Places of damage to remember.
+# The maximum number of places of damage that are remembered.
 DAMAGE_MAX: Final = 100
 
 
 class StorageArchive:
-    """The archive at a URL; `open` comes first.
+    """The archive at a URL; `open` must be called first.
 
-    `read_ahead` has the threads for reads of what will probably be requested next. `on_progress` is
-    called on the thread of an upload or a collection while the store carries out its calls.
-    `bytes_per_s` limits the rate of this thread, 0 stands for no limit.
+    `read_ahead` has the threads that read row groups that will probably be requested next.
+    `on_progress` is called on the thread of an upload or a collection, while the store executes its
+    calls. `bytes_per_s` limits the rate of this thread; 0 stands for no limit.
     """
 
     def __init__(
@@ -52,20 +53,22 @@ class StorageArchive:
         self._cluster_key = cluster_key
         self._bytes_per_s = bytes_per_s
         self._store: ArchiveStore | None = None
-        self._limited: ArchiveStore | None = None  # the same, for changes
-        # The last error, and how many attempts have failed since the last one that succeeded.
+        self._limited: ArchiveStore | None = None  # the same store with the rate limit, for changes
+        # The last error, and the number of failed attempts since the last successful one.
         self.failure: WaltzError | None = None
         self.failure_count = 0
         self._cache: ArchiveCache | None = None
         self._readers: dict[PartitionId, ArchiveReader] = {}
         self._on_progress = on_progress
         self._reported_s = 0.0
-        # Missing or corrupt files that reads have found, by the partition and ID of the read.
+        # Missing or corrupt files that reads have found, by the partition and the first ID of the
+        # read.
         self._damage: dict[tuple[int, int], str] = {}
 
     def open(self) -> None:
-        """Open the store; raises BadConfig if the URL names none."""
-        # Whatever is used later is imported now: new code may be installed while this process runs.
+        """Open the store; raises BadConfig if the URL is not valid."""
+        # Import all modules that are used later, because other code may be installed while this
+        # process runs.
         from waltz_core.archive import reader, upload  # noqa: F401, PLC0415 - see the module
         from waltz_core.archive.archive_cache import ArchiveCache  # noqa: PLC0415 - see the module
         from waltz_core.archive.store import ArchiveStore, RateLimit  # noqa: PLC0415 - see the module
@@ -78,7 +81,7 @@ class StorageArchive:
         self._cache = ArchiveCache(CACHE_BYTES_MAX, self._read_ahead)
 
     def upload(self, job: UploadJob) -> UploadOutcome:
-        """Carry out a job; return its error rather than raise it."""
+        """Execute an upload; return its error instead of raising it."""
         from waltz_core.archive.upload import upload  # noqa: PLC0415 - see the module
 
         assert self._limited is not None
@@ -91,7 +94,7 @@ class StorageArchive:
         return made
 
     def collect_garbage(self, job: GarbageCollectionJob) -> GarbageCollectionOutcome:
-        """Carry out a collection; return its error rather than raise it."""
+        """Execute a collection; return its error instead of raising it."""
         assert self._limited is not None
         try:
             return collect_garbage(
@@ -105,7 +108,7 @@ class StorageArchive:
             return error
 
     def expire(self, job: ExpiryJob) -> ExpiryOutcome:
-        """Carry out an expiry; return its error rather than raise it."""
+        """Execute an expiry; return its error instead of raising it."""
         from waltz_core.archive.upload import expire  # noqa: PLC0415 - see the module
 
         assert self._limited is not None
@@ -129,7 +132,7 @@ class StorageArchive:
     def reader(
         self, partition_id: PartitionId, manifest: str, manifest_crc: int
     ) -> "ArchiveReader":
-        """Return the reader of a partition's archive by a manifest; one at a time is kept.
+        """Return the reader of a partition's archive for a manifest; the latest reader is cached.
 
         Raises:
             ArchiveUnavailable: no archive is configured.
@@ -149,19 +152,19 @@ class StorageArchive:
 
     @property
     def read_damage(self) -> str:
-        """The damage that a read has found last; empty if there is none."""
+        """The damage that a read has found most recently; empty if there is none."""
         return next(reversed(self._damage.values()), "")
 
     @property
     def damaged_places(self) -> list[tuple[int, int]]:
-        """A partition and an ID for each different damage."""
+        """One place for each different damage: the partition and the first ID of a read."""
         return list({damage: place for place, damage in self._damage.items()}.values())
 
     def find_damage_at(self, place: tuple[int, int], manifest: str, manifest_crc: int) -> str:
-        """Read a record; return the damage that this finds, empty if there is none.
+        """Read a record; return the damage that the read finds, empty if there is none.
 
         Raises:
-            ArchiveUnavailable: the store did not carry out a request.
+            ArchiveUnavailable: the store did not execute a request.
         """
         first = TransactionId(place[1])
         reader = self.reader(PartitionId(place[0]), manifest, manifest_crc)
@@ -174,7 +177,7 @@ class StorageArchive:
         return ""
 
     def note_recheck(self, place: tuple[int, int], damage: str) -> None:
-        """Note the outcome of `find_damage_at`; the damage of a file ends at all places."""
+        """Note the outcome of `find_damage_at`; success clears the same damage at all places."""
         before = self._damage.get(place)
         self.on_place_read(place, damage)
         if not damage:
@@ -183,7 +186,7 @@ class StorageArchive:
                 del self._damage[each]
 
     def on_place_read(self, place: tuple[int, int], damage: str) -> None:
-        """Note the outcome of a read; one that succeeds ends the damage at its place."""
+        """Note the outcome of a read; a successful read clears the damage at its place."""
         self._damage.pop(place, None)
         if damage:
             self._damage[place] = damage

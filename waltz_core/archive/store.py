@@ -3,19 +3,20 @@
 All calls block: use threads. The simulator implements `ArchiveStore`, too.
 
 Rules (docs/decisions/047):
-    1. A file counts when `write` or the end of `writing` has returned: then it is durable. In a
-       directory that takes a temporary file, its sync, its name, and a sync of the directory, and
-       once of each above it; other stores acknowledge the end of an upload when it is durable.
-       Reading a file back proves nothing about that (AR 3).
-    2. Nothing is overwritten (AR 2). A directory rejects a name that exists; in other stores the
+    1. A file is durable when `write` or the end of `writing` has returned. In a directory, this
+       needs a temporary file, its sync, its final name, and a sync of the directory, and once of
+       each directory above it. Other stores acknowledge the end of an upload when it is durable. To
+       read a file back does not prove that it is durable (AR 3).
+    2. No file is overwritten (AR 2). A directory rejects a name that exists; in other stores the
        names are unique by construction.
-    3. A failed or cancelled `writing` leaves no file with the name in a directory, and in other
-       stores perhaps an incomplete one, which no manifest lists.
-    4. A missing file is ObjectMissing, everything else ArchiveUnavailable, such as a missing bucket
-       or a store without any file of the cluster. The message states the operation, the file and
-       the reason of the store. This holds for each call of an open file, and for no error of the
-       caller's own block.
-    5. With a `RateLimit`, `read` and the sinks of `writing` wait, so that they keep to its rate.
+    3. A failed or cancelled `writing` leaves no file with the name in a directory. Other stores may
+       keep an incomplete file, which no manifest lists.
+    4. A missing file raises ObjectMissing. All other errors, such as a missing bucket or a store
+       without any file of the cluster, raise ArchiveUnavailable. The message states the operation,
+       the file and the reason of the store. This holds for each call of an open file, but not for
+       errors of the caller's own block.
+    5. With a `RateLimit`, `read` and the sinks of `writing` wait, so that they do not exceed its
+       rate.
     6. URLs are shown and compared, so they contain no secrets, and no message contains one.
 """
 
@@ -36,32 +37,32 @@ from waltz_core.archive.file_names import TEMPORARY
 from waltz_core.errors import ArchiveUnavailable, BadConfig, ObjectMissing
 from waltz_core.records.raw_records import Buffer
 
-# After this time without progress a request to S3 has failed; the SDK tries again a few times.
+# A request to S3 fails after this time without progress; the SDK retries a few times.
 S3_TIMEOUT_S: Final = 20.0
-# In the order in which the SDK of S3 reads them.
+# The environment variables with the region, in the order in which the SDK of S3 reads them.
 _REGION_VARIABLES: Final = ("AWS_REGION", "AWS_DEFAULT_REGION")
 _REGION_LOCK: Final = threading.Lock()
 _S3_OPTIONS: Final = ("region", "endpoint_override", "scheme")
-# A request to Google Cloud Storage that fails is sent again for this time; pyarrow's default of 15
-# minutes is longer than an owner waits for an upload without progress.
+# A failed request to Google Cloud Storage is repeated for this time. The default of pyarrow, 15
+# minutes, is longer than an owner waits for an upload without progress.
 GCS_RETRY_S: Final = 60
-# pyarrow ends the process if it requires a token of Azure and receives none. A SAS token is not
-# requested, so with one it does not (docs/archive.md).
+# pyarrow ends the process if it requests a token of Azure and receives none. With a SAS token,
+# pyarrow requests no token (docs/archive.md).
 AZURE_SAS_VARIABLE: Final = "AZURE_STORAGE_SAS_TOKEN"
 _AZURE_SECRETS: Final = ("sig", "client_secret")
-# The query with a SAS token, in the URLs that pyarrow's errors contain.
+# The query with a SAS token in URLs that pyarrow's errors contain.
 _SAS_QUERY: Final = re.compile(r"\?[^\s'\"]*\bsig=[^\s'\"]*")
-# pyarrow lists all the places where it has not found the library of HDFS: thousands of characters.
+# pyarrow lists all places where it has searched for the library of HDFS: thousands of characters.
 _REASON_CHARACTERS_MAX: Final = 500
 _FAILURES: Final = (OSError, pa.ArrowException)
 # A read with a rate limit requests this many bytes at a time.
 _LIMITED_BYTES: Final = 1024 * 1024
-# A longer wait has several parts, after each of which it is reported.
+# A longer wait is divided into parts, after each of which it is reported.
 _WAIT_S_MAX: Final = 1.0
 
 
 class ListedFile(NamedTuple):
-    """A file in the store. `modified_ms` is by the store's clock; 0 if it keeps none."""
+    """A file in the store. `modified_ms` is by the store's clock; 0 if the store has no time."""
 
     name: str
     byte_count: int
@@ -71,7 +72,7 @@ class ListedFile(NamedTuple):
 class RateLimit:
     """Limits the bytes per second of the calls on one thread, which it blocks.
 
-    `on_wait` is called at least every second of a wait.
+    During a wait, `on_wait` is called at least once per second.
     """
 
     def __init__(
@@ -87,10 +88,10 @@ class RateLimit:
         self._on_wait = on_wait
         self._clock_s = clock_s
         self._sleep = sleep
-        self._free_at_s = clock_s()  # when the bytes so far have taken their time
+        self._free_at_s = clock_s()  # when the time for all bytes so far is over
 
     def throttle(self, byte_count: int) -> None:
-        """Note bytes, and wait until those before them have taken their time."""
+        """Wait until the time for all earlier bytes is over, and count `byte_count` more."""
         while (wait_s := self._free_at_s - self._clock_s()) > 0:
             self._sleep(min(wait_s, _WAIT_S_MAX))
             self._on_wait()
@@ -98,9 +99,9 @@ class RateLimit:
 
 
 class ArchiveStore:
-    """The files of an archive, by names relative to its URL; `rate_limit` is rule 5.
+    """The files of an archive, by names relative to its URL; `rate_limit` applies rule 5.
 
-    In a directory, new files have `file_mode`, by default that of the process's umask.
+    In a directory, new files have `file_mode`; by default, the process's umask determines it.
     """
 
     def __init__(
@@ -114,20 +115,20 @@ class ArchiveStore:
         self._durable_folders: set[Path] = set()
 
     def write(self, name: str, data: Buffer) -> None:
-        """Write a file; durable (rules 1 and 2).
+        """Write a file, durably (rules 1 and 2).
 
         Raises:
-            ArchiveUnavailable: it was not written, or the store did not acknowledge it.
+            ArchiveUnavailable: the file was not written, or the store did not acknowledge it.
         """
         with self.writing(name) as sink:
             sink.write(data)
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Any]:
-        """Give a sink for a file, which is durable when the block has ended without an error.
+        """Yield a sink for a file, which is durable when the block has ended without an error.
 
         Raises:
-            ArchiveUnavailable: as `write`.
+            ArchiveUnavailable: as for `write`.
         """
         place = self._full_path(name)
         stream: AbstractContextManager[Any]
@@ -141,7 +142,7 @@ class ArchiveStore:
         try:
             yield StoreSink(opened, place, self._rate_limit)
         except BaseException as error:
-            # NB: the error of the caller's block, which none of the store's may replace.
+            # NB: this is an error of the caller's block, which no error of the store may replace.
             with suppress(*_FAILURES):
                 stream.__exit__(type(error), error, error.__traceback__)
             raise
@@ -152,7 +153,7 @@ class ArchiveStore:
         """Return the content of a file.
 
         Raises:
-            ObjectMissing, ArchiveUnavailable: rule 4.
+            ObjectMissing, ArchiveUnavailable: by rule 4.
         """
         with self._open(name, "read") as source, _translate_errors("read", self._full_path(name)):
             if self._rate_limit is None:
@@ -164,18 +165,18 @@ class ArchiveStore:
             return b"".join(pieces)
 
     def open(self, name: str) -> "StoreFile":
-        """Open a file for reads at any place; the caller closes it.
+        """Open a file for reads at any position; the caller closes it.
 
         Raises:
-            ObjectMissing, ArchiveUnavailable: rule 4.
+            ObjectMissing, ArchiveUnavailable: by rule 4.
         """
         return StoreFile(self._open(name, "open"), self._full_path(name))
 
     def _open(self, name: str, operation: str) -> Any:  # noqa: ANN401 - as pyarrow's
-        """Open a file for reads; rule 4.
+        """Open a file for reads (rule 4).
 
-        Without any file of its cluster the store is not damaged: its directory is not mounted, the
-        bucket is missing, or the URL is another archive's.
+        If the store has no file of the cluster, it is not damaged: its directory is not mounted,
+        the bucket is missing, or the URL is that of another archive.
         """
         try:
             with _translate_errors(operation, self._full_path(name)):
@@ -187,23 +188,23 @@ class ArchiveStore:
                 found = self._files.get_file_info(folder)
             if rest and found.type is arrow_fs.FileType.NotFound:
                 raise ArchiveUnavailable(
-                    f"archive: cannot {operation} {self._full_path(name)}: folder {folder} has no "
-                    "files. Hint: check that the directory is mounted, and that the URL is "
-                    "that of the archive of this cluster."
+                    f"archive: cannot {operation} {self._full_path(name)}, because folder "
+                    f"{folder} has no files. Hint: check that the directory is mounted, and that "
+                    "the URL is that of the archive of this cluster."
                 ) from error
             raise
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of `files`."""
+        """Return the names of all files in a folder and below it; see `files`."""
         return [each.name for each in self.files(folder)]
 
     def files(self, folder: str) -> list[ListedFile]:
         """Return all files in a folder and below it, sorted by name; none if it is missing.
 
-        Temporary files of writes that did not end are among them.
+        The result includes temporary files of writes that did not complete.
 
         Raises:
-            ArchiveUnavailable: rule 4.
+            ArchiveUnavailable: by rule 4.
         """
         chosen = arrow_fs.FileSelector(
             self._full_path(folder), allow_not_found=True, recursive=True
@@ -218,21 +219,21 @@ class ArchiveStore:
         )
 
     def delete(self, name: str) -> None:
-        """Delete a file; a missing one is not an error.
+        """Delete a file; do nothing if it does not exist.
 
         Raises:
-            ArchiveUnavailable: rule 4.
+            ArchiveUnavailable: by rule 4.
         """
         with suppress(ObjectMissing), _translate_errors("delete", self._full_path(name)):
             self._files.delete_file(self._full_path(name))
 
     def move(self, name: str, target: str) -> None:
-        """Give a file another name; in a directory also a folder, in one step. Durable.
+        """Give a file another name, durably; in a directory also a folder, in one step.
 
-        In a directory, a folder with this name that has files is not replaced.
+        In a directory, an existing folder with files is not replaced.
 
         Raises:
-            ObjectMissing, ArchiveUnavailable: rule 4.
+            ObjectMissing, ArchiveUnavailable: by rule 4.
         """
         place = self._full_path(target)
         if self.is_directory:
@@ -244,10 +245,10 @@ class ArchiveStore:
                 _sync_folder(Path(place).parent)
 
     def delete_folder(self, folder: str) -> None:
-        """Delete a folder with its files; a missing one is not an error.
+        """Delete a folder with its files; do nothing if it does not exist.
 
         Raises:
-            ArchiveUnavailable: rule 4.
+            ArchiveUnavailable: by rule 4.
         """
         with suppress(ObjectMissing), _translate_errors("delete", self._full_path(folder)):
             self._files.delete_dir(self._full_path(folder))
@@ -256,10 +257,10 @@ class ArchiveStore:
         return f"{self._base}/{name}"
 
     def _make_durable_folder(self, folder: Path) -> None:
-        """Create a folder, and make its name and those of the folders above it durable.
+        """Create a folder; make its name, and the names of the folders above it, durable.
 
-        A process that was killed may have created folders, and not synced their names. So in the
-        archive each name is synced once, whether or not this process has created it.
+        A process that was killed may have created folders without a sync of their names. So each
+        name in the archive is synced once, even if this process has not created the folder.
         """
         base = Path(self._base)
         for each in reversed([folder, *folder.parents]):
@@ -268,17 +269,17 @@ class ArchiveStore:
             if is_new:
                 each.mkdir(exist_ok=True)
             if is_new or is_unknown:
-                # Without permission to read it, the folder above is the operator's.
+                # If this process may not read the folder above, the operator has created it.
                 with suppress(PermissionError):
                     _sync_folder(each.parent)
             self._durable_folders.add(each)
 
 
 class StoreFile:
-    """A binary file of the store, open for reads; raises the store's errors (rule 4).
+    """A binary file of the store, open for reads; raises the errors of the store (rule 4).
 
-    Each read requests its own bytes. pyarrow's `seek` in Google Cloud Storage requests all bytes
-    from there to the end, and fails at the end. `native` is pyarrow's file.
+    Each read requests only its own bytes. pyarrow's `seek` in Google Cloud Storage requests all
+    bytes from the position to the end, and fails at the end. `native` is pyarrow's file.
     """
 
     def __init__(self, file: Any, place: str) -> None:  # noqa: ANN401 - as pyarrow's
@@ -291,7 +292,10 @@ class StoreFile:
         return bool(self.native.closed)
 
     def read(self, byte_count: int | None = None) -> bytes:
-        """Return the next bytes, all of them without a count; none at the end."""
+        """Return the next `byte_count` bytes; without a count, all bytes to the end.
+
+        Return no bytes at the end of the file.
+        """
         with _translate_errors("read", self._place):
             rest = max(self.native.size() - self._position, 0)
             wanted = rest if byte_count is None or byte_count < 0 else min(byte_count, rest)
@@ -300,14 +304,14 @@ class StoreFile:
         return data
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        """Set the position of the next read."""
+        """Set the position of the next read, and return it."""
         with _translate_errors("read", self._place):
             starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.native.size()}
         self._position = starts[whence] + position
         return self._position
 
     def tell(self) -> int:
-        """Return the position."""
+        """Return the position of the next read."""
         return self._position
 
     def close(self) -> None:
@@ -323,9 +327,9 @@ class StoreFile:
 
 
 class StoreSink:
-    """A binary file of the store, open for writes; raises the store's errors (rule 4).
+    """A binary file of the store, open for writes; raises the errors of the store (rule 4).
 
-    Its writes keep to `rate_limit` (rule 5).
+    Writes do not exceed `rate_limit` (rule 5).
     """
 
     def __init__(
@@ -343,7 +347,7 @@ class StoreSink:
         return bool(self._file.closed)
 
     def write(self, data: Buffer) -> int:
-        """Write the next bytes."""
+        """Write the next bytes; return their number."""
         with _translate_errors("write", self._place):
             written = int(self._file.write(data))
         if self._rate_limit is not None:
@@ -351,11 +355,11 @@ class StoreSink:
         return written
 
     def tell(self) -> int:
-        """Return the number of bytes."""
+        """Return the number of bytes written so far."""
         return int(self._file.tell())
 
     def flush(self) -> None:
-        """Hand the bytes to the store; they are durable when `writing` has ended."""
+        """Pass the bytes to the store; they are durable when `writing` has ended."""
         with _translate_errors("write", self._place):
             self._file.flush()
 
@@ -365,7 +369,7 @@ def _without_password(url: str, password: str) -> str:
 
 
 def _open_file_system(url: str) -> tuple[arrow_fs.FileSystem, str]:
-    """Return the file system of a URL and the path in it."""
+    """Return the file system of a URL, and the path in it; raises BadConfig."""
     parts = urlsplit(url)
     if parts.password is not None:
         raise BadConfig(
@@ -399,10 +403,10 @@ def _open_file_system(url: str) -> tuple[arrow_fs.FileSystem, str]:
 
 @contextmanager
 def _resolve_region(region: str | None) -> Iterator[None]:
-    """Let the SDK of S3 find the region in its environment.
+    """Make the SDK of S3 find the region in its environment.
 
-    Otherwise it requests the region from the metadata service of EC2, even if it is given. Where
-    that service does not answer, all threads of the process would stop for about 8 s.
+    Otherwise it requests the region from the metadata service of EC2, even if the region is given.
+    If that service does not answer, all threads of the process would stop for about 8 s.
     """
     if not region or any(os.environ.get(name) for name in _REGION_VARIABLES):
         yield
@@ -418,7 +422,7 @@ def _resolve_region(region: str | None) -> Iterator[None]:
 def _complete_url(url: str, environment: Mapping[str, str]) -> str:
     """Return the URL for pyarrow: with a limit of retries, or with the SAS token of Azure.
 
-    The SDKs of the stores read their other credentials from the environment, too.
+    The SDKs of the stores read other credentials from the environment, too.
 
     Raises:
         BadConfig: the URL contains a secret (rule 6).
@@ -442,7 +446,7 @@ def _complete_url(url: str, environment: Mapping[str, str]) -> str:
 
 
 def _error_reason(error: Exception) -> str:
-    """Return the reason that a store gives as one line without a SAS token (rule 6)."""
+    """Return the reason that a store states, as one line without a SAS token (rule 6)."""
     text = getattr(error, "strerror", None) or str(error)
     line = _SAS_QUERY.sub("?...", " ".join(text.split()))
     return line if len(line) <= _REASON_CHARACTERS_MAX else f"{line[:_REASON_CHARACTERS_MAX]}..."
@@ -456,7 +460,9 @@ def _translate_errors(operation: str, place: str) -> Iterator[None]:
         if operation == "write":  # The bucket is missing, which is no damage.
             reason = "the bucket or the folder does not exist"
             raise ArchiveUnavailable(f"archive: cannot write {place}: {reason}") from error
-        raise ObjectMissing(f"archive: cannot {operation} {place}: it does not exist") from error
+        raise ObjectMissing(
+            f"archive: cannot {operation} {place}, because it does not exist"
+        ) from error
     except _FAILURES as error:
         raise ArchiveUnavailable(
             f"archive: cannot {operation} {place}: {_error_reason(error)}"
@@ -465,7 +471,7 @@ def _translate_errors(operation: str, place: str) -> Iterator[None]:
 
 @contextmanager
 def _durable_file(path: Path, mode: int | None) -> Iterator[Any]:
-    """Give a file for writing; it gets its name when it is synced (rules 1 to 3)."""
+    """Yield a file for writes; it receives its name after its sync (rules 1 to 3)."""
     temporary = path.with_name(path.name + TEMPORARY)
     try:
         with temporary.open("xb") as sink:

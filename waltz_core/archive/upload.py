@@ -1,20 +1,24 @@
-"""Writes a range of a log into the archive: an object, and a manifest that lists it; blocks.
+"""Writes manifests of an archive: for a new object, a replaced object or an expiry; blocks.
 
-Expiry writes a manifest with a greater first available ID, a replacement one with another object.
+An upload writes a range of a log as an object, and a manifest that lists it. A replacement writes
+an object and a manifest that lists it instead of another object. An expiry writes a manifest with a
+greater first available ID.
 
 Rules (docs/decisions/047):
-    1. Nothing is overwritten: a session, its nonce and the attempt occur once (`file_names.py`).
-    2. The object is read back. It must have the bytes that were written, of which statistics and
-       headers are not verified otherwise, and the records, batches and chains of the log (AR 4).
-    3. The new manifest has all objects of the present one, which must end directly before the
-       range, and is read back (AR 5).
+    1. No file is overwritten: each combination of session, nonce and attempt occurs once
+       (`file_names.py`).
+    2. The object is read back. It must have the bytes that were written, because no other check
+       covers statistics and headers. It must also have the records, batches and chain hashes of the
+       log (AR 4).
+    3. The new manifest is read back. It has all objects of the present manifest, which must end
+       directly before the range (AR 5).
     4. A failure leaves the present manifest as it is. Files of a failed attempt are garbage.
-    5. Whole objects expire, the oldest first. The first available ID is at most the one after the
-       archived mark, where local logs and new objects continue. Commit times never decrease, so
-       what precedes an expired object is as old.
-    6. An object that is corrupt or missing is replaced by one with the same IDs and the same chain
-       at its end, which covers all before it (AR 5). The old one is not touched. If a page of the
-       manifest has it, a new page takes the place of that page.
+    5. Only complete objects expire, the oldest first. The first available ID is at most the ID
+       after the archived mark, where local logs and new objects continue. Commit times never
+       decrease, so all objects before an expired object are at least as old.
+    6. An object that is corrupt or missing is replaced by an object with the same IDs and the same
+       chain hash at its end, which covers all preceding batches (AR 5). The old object is not
+       changed. If a page of the manifest lists it, a new page replaces this page.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,12 +59,12 @@ def upload(
 ) -> NewManifest:
     """Write the object and the manifest of a job; both are durable and verified on return.
 
-    `on_progress` is called after each step, which is one or a few calls of the store.
+    `on_progress` is called after each step, which consists of one or a few calls of the store.
 
     Raises:
-        ArchiveUnavailable, ObjectMissing: the store did not carry out a request.
-        BadFormat, ChecksumMismatch: a file is not what was written, or the present manifest does
-            not end before the range.
+        ArchiveUnavailable, ObjectMissing: the store did not execute a request.
+        BadFormat, ChecksumMismatch: a file does not have the written bytes, or the present manifest
+            does not end before the range.
     """
     present = _present_manifest(store, cluster_key, job)
     on_progress()
@@ -85,7 +89,7 @@ def _with_object(
     origin: FileOrigin,
     on_progress: Callable[[], None],
 ) -> Manifest:
-    """Write the object; return the manifest that has it at its end."""
+    """Write the object; return the next manifest, with this object at its end."""
     entry = _write_object(store, present.cluster_key, job, origin, on_progress)
     on_progress()
     page = present.next_page
@@ -103,9 +107,9 @@ def _with_replacement(
     origin: FileOrigin,
     on_progress: Callable[[], None],
 ) -> Manifest | None:
-    """Write the object; return the manifest that has it in the place of another one (rule 6).
+    """Write the object; return the next manifest, in which it replaces another object (rule 6).
 
-    None if it was replaced before.
+    Return None if the object was already replaced.
     """
     stated, entries = present.page_containing(job.first), present.newest
     if stated is not None:
@@ -135,7 +139,7 @@ def _with_replacement(
 def _write_page(
     store: ArchiveStore, present: Manifest, page: ManifestPage, origin: FileOrigin
 ) -> str:
-    """Write a page of the manifest that follows; return its name."""
+    """Write a page of the next manifest; return its name."""
     folder = manifests_folder(present.cluster_key, present.partition_id)
     name, data = page_name(folder, present.version + 1, origin), page.to_bytes()
     write_read_back(store, name, data)
@@ -154,7 +158,7 @@ def expire(
     """Write the manifest of an expiry; it is durable and verified on return (rule 5).
 
     Raises:
-        As `upload`.
+        The errors of `upload`.
     """
     present = job.recorded.read(store, cluster_key)
     on_progress()
@@ -183,7 +187,7 @@ def _last_expired(
     is_old: Callable[[PageEntry | ObjectEntry], bool],
     on_progress: Callable[[], None],
 ) -> TransactionId:
-    """Return the last ID of the newest object that has expired, perhaps earlier (rule 5)."""
+    """Return the last ID of the newest expired object; it may have expired earlier (rule 5)."""
     last = TransactionId(present.first - 1)
     for stated in present.pages:
         if stated.last <= last:
@@ -195,12 +199,12 @@ def _last_expired(
         on_progress()
         last = max([last, *(each.last for each in page.entries if is_old(each))])
         if stated.commit_ms_max:
-            return last  # of a page without times, only a later one shows its age
+            return last  # if a page has no times, only a later page shows its age
     return max([last, *(each.last for each in present.newest if is_old(each))])
 
 
 def _present_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> Manifest:
-    """Return the manifest that ends before the range (rule 3), or that has it (rule 6)."""
+    """Return the manifest that ends before the range (rule 3), or that contains it (rule 6)."""
     if job.manifest:
         return job.recorded.read(store, cluster_key)
     start = TransactionId(0)
@@ -256,7 +260,7 @@ def _write_object(
 
 
 class _CrcSink:
-    """Passes bytes on to a file, and keeps their CRC-32."""
+    """Passes bytes on to a file, and computes their CRC-32."""
 
     closed = False
 
@@ -265,13 +269,13 @@ class _CrcSink:
         self.crc = 0
 
     def write(self, data: Buffer) -> None:
-        """Write to the file."""
+        """Write bytes to the file."""
         self._target.write(data)
         self.crc = crc32(data, self.crc)
 
 
 def _row_groups(runs: tuple[BatchRun, ...]) -> Iterator[list[BatchRun]]:
-    """Gather runs to row groups of about `ROW_GROUP_BYTES`."""
+    """Group runs to row groups of about `ROW_GROUP_BYTES`."""
     group: list[BatchRun] = []
     for run in runs:
         group.append(run)
@@ -283,7 +287,10 @@ def _row_groups(runs: tuple[BatchRun, ...]) -> Iterator[list[BatchRun]]:
 
 
 def write_read_back(store: ArchiveStore, name: str, data: bytes) -> None:
-    """Write a file of a manifest; raises ArchiveUnavailable, or ChecksumMismatch if it differs."""
+    """Write a file of a manifest and read it back.
+
+    Raises ArchiveUnavailable, or ChecksumMismatch if the bytes differ.
+    """
     store.write(name, data)
     if store.read(name) != data:
         raise ChecksumMismatch(

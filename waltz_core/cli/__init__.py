@@ -1,13 +1,14 @@
 """The command `waltz-core`: `main.py` has the table of commands, the other files their subcommands.
 
-A subcommand is a function or a coroutine under `@subcommand`. The decorators below it declare its
-options with click; `shared_options.py` has those of several subcommands. A subcommand gets its
-options as keywords and returns the exit code: 0 done, 1 an error that the command explains in one
-sentence, 2 wrong usage, 130 interrupted.
+A subcommand is a function or a coroutine under `@subcommand`. The decorators below `@subcommand`
+declare its options with click; `shared_options.py` has the options that several subcommands share.
+A subcommand receives its options as keywords and returns the exit code: 0 done, 1 an error that the
+command explains in one sentence, 2 wrong usage, 130 interrupted.
 
-The folders have the subcommands of larger groups; `local_command.py`, `zookeeper_command.py`,
-`config_command.py` and `bench_command.py` those of small ones. `subcommands.py` and `progress.py`
-adapt click and rich, and `output.py` prints tables or JSON. `daemon_command.py` runs daemons,
-`change_commands.py` runs commands that change a cluster, `queries.py` sends single requests,
-`command_connections.py` has their TLS settings, and `http_pages.py` reads the pages of daemons.
+The folders contain the subcommands of larger groups. `local_command.py`, `zookeeper_command.py`,
+`config_command.py` and `bench_command.py` contain those of small groups. `subcommands.py` and
+`progress.py` adapt click and rich, and `output.py` prints tables or JSON. `daemon_command.py` runs
+daemons, and `change_commands.py` runs commands that change a cluster. `queries.py` sends single
+requests, `command_connections.py` has the TLS settings of these connections, and `http_pages.py`
+reads the HTTP pages of daemons.
 """

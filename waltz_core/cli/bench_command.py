@@ -1,4 +1,4 @@
-"""`waltz-core bench`, whose workloads are the package `waltz_bench`."""
+"""`waltz-core bench`; the package `waltz_bench` contains the workloads."""
 
 from importlib import import_module
 from importlib.util import find_spec

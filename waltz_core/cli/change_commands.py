@@ -1,9 +1,10 @@
 """Runs commands that change a cluster: with a timeout, progress and an audit entry.
 
 Rules:
-    1. The audit entry is written before the change begins, and gets the outcome when it has ended.
+    1. The audit entry is written before the change begins. The outcome is added to the entry when
+       the change has ended.
     2. At the timeout, the error states what the command was waiting for. Completed steps are kept,
-       and the same command continues from there.
+       and the same command continues after them.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ Result: TypeAlias = Mapping[str, object] | None
 
 @dataclass(slots=True)
 class Command:
-    """One run of a changing command."""
+    """One run of a command that changes a cluster."""
 
     coordinator: Coordinator
     line: ProgressLine
@@ -50,18 +51,18 @@ class Command:
     waits_for: str = ""
 
     def note(self, step: str) -> None:
-        """Add a completed step to the result, and print it at once."""
+        """Add a completed step to the result; without `--json`, also print it at once."""
         self.steps.append(step)
         if not self.as_json:
             print_error(step)
 
     def wait_for(self, what: str, done_count: int = 0, count: int = 1) -> None:
-        """Set what the command is waiting for."""
+        """Record what the command waits for, and show it with the progress."""
         self.waits_for = what
         self.line.show(done_count, count, what)
 
     async def carry_out(self, plan: ReplicaPlan) -> None:
-        """Move the replicas as planned."""
+        """Carry out a plan that moves replicas, and report its steps."""
         await self.coordinator.storages.carry_out(plan, self._show_progress)
 
     def _show_progress(self, progress: PlanProgress) -> None:
@@ -74,10 +75,10 @@ class Command:
 def change_command(
     *, creates: bool = False
 ) -> Callable[[Callable[..., Awaitable[Result]]], SubcommandFunction]:
-    """Make a subcommand of a function that changes a cluster: it takes a `Command`.
+    """Make a subcommand of a function that changes a cluster; its first argument is a `Command`.
 
-    See the module's rules. `creates` is passed to `audit_change`; a subcommand's option `force` has
-    the same effect, as it works on incomplete clusters, too.
+    The rules of the module apply. `creates` is passed to `audit_change`. A subcommand's option
+    `force` has the same effect, because the subcommand then also works on incomplete clusters.
     """
 
     def decorate(work: Callable[..., Awaitable[Result]]) -> SubcommandFunction:
@@ -109,7 +110,7 @@ def change_command(
 
 
 def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
-    """Declare the cluster as an argument, too, as in `cluster create CONNECT`."""
+    """Accept the cluster as an argument or as `--connect`, as in `cluster create CONNECT`."""
 
     @options.argument(
         "place",
@@ -137,10 +138,11 @@ def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
 
 @asynccontextmanager
 async def audit_change(coordinator: Coordinator, *, creates: bool = False) -> AsyncIterator[None]:
-    """Write an audit entry for the block (rule 1); raises BadConfig to a user who may not.
+    """Write an audit entry for the block (rule 1); raises BadConfig if the user is not permitted.
 
-    `creates`: the block creates or deletes the cluster's nodes, so they may exist only before or
-    only after it. Then the entry is written at the end, if there is a cluster.
+    If `creates` is true, the block creates or deletes the cluster's znodes, so they may exist only
+    before the block or only after it. In this case, the entry is written at the end if a cluster
+    exists.
     """
     await coordinator.check_administrator()
     audit, entry, outcome = coordinator.audit, _audit_entry(), OUTCOME_INTERRUPTED
@@ -170,7 +172,7 @@ async def _has_cluster(coordinator: Coordinator) -> bool:
 async def time_limit(
     timeout_s: float, waits_for: Callable[[], str], *, afterwards: str = CONTINUE_HINT
 ) -> AsyncIterator[None]:
-    """Limit the time of a block (rule 2); raises Unavailable with what it was waiting for."""
+    """Limit the time of a block (rule 2); at the timeout, raises Unavailable with `waits_for()`."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
@@ -182,7 +184,7 @@ async def time_limit(
 
 
 def user_name() -> str:
-    """Return the user of this command for the audit, with the host."""
+    """Return the user and the host of this command, for the audit."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -198,12 +200,12 @@ def _audit_entry() -> AuditEntry:
 
 
 def now_ms() -> int:
-    """Return the time in UTC milliseconds."""
+    """Return the wall-clock time in milliseconds since 1970 (UTC)."""
     return time.time_ns() // 1_000_000
 
 
 def open_command_session(
     connect: str, wait_s: float = options.CONNECT_WAIT_S
 ) -> AbstractAsyncContextManager[Coordinator]:
-    """Open a session for a command."""
+    """Open a ZooKeeper session for a command; it waits `wait_s` seconds at most to connect."""
     return zookeeper_session.open_session(connect, connect_timeout_ms=round(wait_s * 1000))

@@ -1,11 +1,11 @@
-"""The TLS settings of a command's own connections to servers and storages.
+"""The TLS settings for a command's own connections to servers and storages.
 
-A process runs one command, for one cluster, and many of its parts open connections.
+A process runs one command for one cluster, and many parts of the command open connections.
 
 Rules:
-    1. The settings come from `--tls`, if the command has it, else from ?tls= of the command's
-       connect string, else of $WALTZ_CONNECT. So does the place of a token, which `--tls` has none
-       of.
+    1. If the command has `--tls`, the settings come from it; otherwise from ?tls= in the command's
+       connect string; otherwise from $WALTZ_CONNECT. The location of a token comes from the same
+       connect string; `--tls` specifies none.
     2. Clients (`WaltzClient`) use their own connect string.
 """
 
@@ -25,7 +25,7 @@ _PLACE: Final[ContextVar[tuple[str, TokenSource | None]]] = ContextVar("tls", de
 
 
 def begin(*, tls: str | None = None, connect: str | None = None) -> None:
-    """Set the options of the command that begins (rule 1)."""
+    """Select the settings for the command that begins (rule 1)."""
     if tls is not None:
         _PLACE.set((tls, None))
     else:
@@ -33,18 +33,18 @@ def begin(*, tls: str | None = None, connect: str | None = None) -> None:
 
 
 def use_scheme_of(connect: str) -> None:
-    """Set the cluster's connect string, once it is known."""
+    """Select the settings of a connect string, when the command knows it."""
     _PLACE.set((tls_settings.place_in(connect), token_source_in(connect)))
 
 
 def ssl() -> SSLContext | None:
-    """Return the TLS context, None without TLS; raises BadConfig for invalid files."""
+    """Return the TLS context; None without TLS. Raises BadConfig if the files are not valid."""
     place = _PLACE.get()
     return None if place == _NONE else _context(*place)
 
 
 async def dial(protocol: WireProtocol, address: str, *, timeout_s: float = 5.0) -> net.Link:
-    """Connect like `net.dial`, with the same errors."""
+    """Connect to an address with the settings of the command; raises the errors of `net.dial`."""
     return await net.dial(protocol, address, timeout_s=timeout_s, ssl=ssl())
 
 

@@ -1,4 +1,4 @@
-"""The common part of `storage run` and `server run`: settings, event loop, process limits, end."""
+"""The common part of `storage run` and `server run`: settings, memory, limits, parent process."""
 
 import contextlib
 import ctypes
@@ -27,16 +27,16 @@ C = TypeVar("C", bound=Config)
 MIB = 1024 * 1024
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# New objects before a collection of the young generation; Python's 700 suits scripts.
+# New objects before a collection of the young generation. Python's default of 700 suits scripts.
 _COLLECTION_THRESHOLD = 10_000
-# Open files besides connections: the log, listening sockets, ZooKeeper's, a few segments.
+# Open files in addition to connections: the log, listening and ZooKeeper sockets, some segments.
 _RESERVED_FILES = 100
 
 
 def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], SubcommandFunction]:
     """Declare `--config` and one option for each setting of a daemon.
 
-    The decorated function imports and returns the daemon's `run`: help needs no daemon.
+    The decorated function imports the daemon and returns its `run`. So `--help` does not import it.
     """
 
     def decorate(load_daemon: Callable[[], Callable[[C], None]]) -> SubcommandFunction:
@@ -65,16 +65,16 @@ def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], Subco
 
 
 def _help(doc: str, example: str, default: object) -> str:
-    """Return the help of a flag: the setting's description and default."""
+    """Return the help text of an option: the description and the default of the setting."""
     shown = str(default).lower() if isinstance(default, bool) else str(default) or "empty"
     return f"{doc} ({f'required, such as {example}' if example else f'default {shown}'})"
 
 
 def run_daemon(config: C, run: Callable[[C], None]) -> None:
-    """Run a daemon until it is stopped.
+    """Adjust the process for a daemon, then run the daemon until it is stopped.
 
     Raises:
-        BadConfig: Python runs without its assertions.
+        BadConfig: Python runs without assertions (`python -O`).
     """
     if not __debug__:
         raise BadConfig(
@@ -88,10 +88,10 @@ def run_daemon(config: C, run: Callable[[C], None]) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process when its standard input ends, because its parent has ended."""
+    """Send SIGTERM to this process when its standard input closes: its parent has exited."""
 
     def watch() -> None:
-        # Not through sys.stdin: its lock, held by a thread, ends the interpreter with an abort.
+        # Do not read sys.stdin: if a thread holds its lock at exit, the interpreter aborts.
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
@@ -100,28 +100,29 @@ def end_with_parent() -> None:
 
 
 def disable_numpy_threads() -> None:
-    """Prevent numpy from starting threads for matrices; call it before the import.
+    """Prevent NumPy from starting threads for matrices; call this before NumPy is imported.
 
-    A daemon has no matrices. The threads, one for each further core, cost a fifth of the import.
+    A daemon computes no matrices. Starting one thread for each further core takes a fifth of the
+    import time.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def freeze_startup_objects() -> None:
-    """Collect cycles less often, and never among the objects of the imports.
+    """Collect garbage less often, and exclude imported objects from collections.
 
-    A daemon with a thousand partitions creates some hundred thousand long-lived objects at its
-    start; repeated full collections were a third of the start.
+    A daemon with a thousand partitions creates several hundred thousand long-lived objects at its
+    start. Without this, repeated full collections took a third of the start time.
     """
     gc.freeze()
     gc.set_threshold(_COLLECTION_THRESHOLD, 20, 20)
 
 
 def raise_open_files_limit(connections_max: int) -> None:
-    """Raise the limit of open files to its maximum, and log if it is too low for the settings.
+    """Raise the limit for open files to its maximum; log a warning if it is too low.
 
-    A thousand partitions need as many connections. The default limit of a shell protects programs
-    that use `select`, which the daemons do not.
+    A thousand partitions need a thousand connections. The low default limit of a shell protects
+    programs that use `select`, which the daemons do not use.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
@@ -138,11 +139,12 @@ def raise_open_files_limit(connections_max: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep freed memory, up to a limit, instead of returning it to the kernel.
+    """Make the C library keep freed memory, up to a limit, in place of returning it to the kernel.
 
-    A daemon allocates and frees a buffer of the size of a batch for every frame. After a return to
-    the kernel, each costs a page fault and a cleared page per 4 KiB (measured: a sixth of a
-    storage's CPU). Without `mallopt` in the C library this does nothing.
+    A daemon allocates and frees a buffer of the size of a batch for every frame. If the memory went
+    back to the kernel, each such buffer would cost a page fault and a cleared page per 4 KiB
+    (measured: a sixth of a storage's CPU time). If the C library has no `mallopt`, the function
+    does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,8 +1,9 @@
-"""`waltz-core server metrics | storage metrics`: the metrics at a daemon's HTTP port.
+"""`waltz-core server metrics | storage metrics`: print the metrics from a daemon's HTTP port.
 
 Rules:
-    1. A whole number is printed as one, however large: bytes and IDs soon exceed 2^31.
-    2. `--json` has every metric under its full name with its labels.
+    1. A whole number is printed without a decimal point, however large: bytes and IDs soon exceed
+       2^31.
+    2. `--json` prints every metric under its full name with its labels.
 """
 
 import http.client
@@ -20,12 +21,12 @@ from waltz_core.transport.net import split_address
 ANSWER_S: Final = 10.0
 PAGE_BYTES_MAX: Final = 64 * 1024 * 1024
 _LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
-# The buckets of histograms fill screens; only `--all` and `--json` show them.
+# Histogram buckets would fill screens, so only `--all` and `--json` print them.
 _DETAIL: Final = ("_bucket", "_created_file")
 
 
 class Sample(NamedTuple):
-    """One sample of a page."""
+    """One sample of a metrics page."""
 
     name: str
     labels: str
@@ -33,7 +34,7 @@ class Sample(NamedTuple):
 
     @property
     def title(self) -> str:
-        """Return name and labels as on the page."""
+        """Return the name and labels as they are on the page."""
         return f"{self.name}{{{self.labels}}}" if self.labels else self.name
 
 
@@ -58,7 +59,7 @@ def metrics(*, address: str, match: str, is_all: bool, as_json: bool) -> int:
 
 
 def fetch(address: str, path: str) -> str:
-    """Return a page of a daemon; raises Unreachable, or RemoteProtocolError for another answer."""
+    """Return a page of a daemon; raises Unreachable, or RemoteProtocolError if it is not a page."""
     host, port = split_address(address)
     if not 1 <= port <= 65_535:
         raise BadConfig(f"{address}: expected the port of `http_port`, 1..65535, found {port}")
@@ -85,7 +86,7 @@ def fetch(address: str, path: str) -> str:
 
 
 def parse(page: str, address: str) -> list[Sample]:
-    """Return the samples of a page in Prometheus's text format; raises RemoteProtocolError."""
+    """Parse a page in Prometheus text format into samples; raises RemoteProtocolError."""
     lines = [line.strip() for line in page.splitlines()]
     samples = []
     for line in lines:
@@ -101,7 +102,7 @@ def parse(page: str, address: str) -> list[Sample]:
 
 
 def _number(text: str) -> int | float | None:
-    """Parse a number (rule 1); None for another text."""
+    """Parse a number (rule 1); return None if the text is not a number."""
     try:
         if text.lstrip("+-").isdecimal():
             return int(text)

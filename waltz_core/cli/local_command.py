@@ -15,7 +15,7 @@ from waltz_core.config.settings import LoadedConfig, load
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
-# option -> setting; the directory of a cluster fixes all of them
+# Options and their settings, which cannot change after the cluster was created.
 FIXED_OPTIONS = {
     "--zookeepers": "zookeeper_count",
     "--storages": "storage_count",
@@ -88,7 +88,7 @@ def up(
     if archive:
         from waltz_core.archive.store import ArchiveStore  # noqa: PLC0415 - loads Arrow
 
-        ArchiveStore(archive)  # a wrong URL is not kept
+        ArchiveStore(archive)  # raises BadConfig for a wrong URL, before the URL is stored
     cluster = LocalCluster(
         Path(found.directory),
         zookeeper_count=found.zookeeper_count,
@@ -110,7 +110,7 @@ def up(
 
 
 def _check_created_with(cluster: LocalCluster, settings: LoadedConfig[LocalConfig]) -> None:
-    """Raise BadConfig if counts or ports differ from those of the directory's cluster."""
+    """Raise BadConfig if counts or ports differ from those of the cluster in the directory."""
     if not cluster.exists():
         return
     kinds = [member.kind for member in cluster.members]
@@ -131,7 +131,7 @@ def _check_created_with(cluster: LocalCluster, settings: LoadedConfig[LocalConfi
 def _settings(
     directory: Path | None, config: Path | None = None, flags: dict[str, str | None] | None = None
 ) -> LoadedConfig[LocalConfig]:
-    """Return the settings of file, environment and flags, with sources; raises BadConfig."""
+    """Return the settings from file, environment and flags, and their sources; raises BadConfig."""
     flags = {**(flags or {}), "directory": None if directory is None else str(directory)}
     return load(LocalConfig, path=config, environment=os.environ, flags=flags)
 

@@ -1,4 +1,4 @@
-"""`waltz-core`: the table of commands, and the handling of their errors.
+"""`waltz-core`: the table of commands, and the handling of errors that commands raise.
 
 A `WaltzError` is printed as one sentence, with exit code 1. Any other exception is a bug and keeps
 its traceback.
@@ -28,15 +28,15 @@ from waltz_core.errors import BadConfig, WaltzError
 
 
 class GroupEntry(NamedTuple):
-    """A group: its line of help, its subcommands with theirs, and examples to copy."""
+    """A group of commands: its line of help, its subcommands with their help, and examples."""
 
     text: str
     subcommands: (
         Mapping[str, Mapping[str, str]] | str
-    )  # module -> subcommand -> text; or its module alone
+    )  # module -> {subcommand -> line of help}; or the module of a command without subcommands
     examples: Sequence[str] = ()
     aliases: Mapping[str, str] = {}  # name in Waltz 0.13 -> subcommand
-    groups: Mapping[str, str] = {}  # first word of a subcommand of two words -> its line of help
+    groups: Mapping[str, str] = {}  # first word of two-word subcommands -> line of help
 
 
 GROUPS: Mapping[str, GroupEntry] = {
@@ -66,7 +66,7 @@ GROUPS: Mapping[str, GroupEntry] = {
             },
             "cluster.cluster_list": {
                 "list": "list the clusters in a ZooKeeper ensemble, or below one of its znodes",
-                "show-key": "print the cluster key: the ID of the cluster, which each storage has",
+                "show-key": "print the cluster key, a UUID that identifies the cluster",
                 "delete": (
                     "delete a cluster's znodes from ZooKeeper; the storages keep their records"
                 ),
@@ -374,7 +374,7 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code."""
+    """Run one command; return its exit code, also after an error or an interrupt."""
     words = list(sys.argv[1:] if argv is None else argv)
     if COMPLETE_VARIABLE in os.environ:
         from click.shell_completion import shell_complete  # noqa: PLC0415 - for a shell only
@@ -384,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_result(OVERVIEW)
         return USAGE_ERROR
     try:
-        # Loading a subcommand takes most of a second: ctrl-C is handled from here on.
+        # Loading a subcommand takes almost a second: ctrl-C is handled from here on.
         return run(words)
     except WaltzError as error:
         print_error(f"waltz-core: {error}")
@@ -392,14 +392,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of the output has ended (`waltz-core ... | head`). Python still writes what is
-        # in its buffer when it ends, and must not fail then.
+        # The reader of the output has exited (`waltz-core ... | head`). Python flushes its output
+        # buffer when it exits, which must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
 def run(words: list[str]) -> int:
-    """Run one command; raises its exceptions. Click's own `main` has other exit codes."""
+    """Run one command; raises the errors of the command. Click's `main` has other exit codes."""
     try:
         with program.make_context(NAME, words) as context:
             code = program.invoke(context)
@@ -469,6 +469,6 @@ def _start_logging(path: Path | None) -> None:
         with path.open("rb") as stream:
             logging.config.dictConfig(tomllib.load(stream))
     except (OSError, ValueError, TypeError, AttributeError, ImportError) as error:
-        # dictConfig's own error only names the logger or handler; the cause has the wrong value.
+        # The error of dictConfig names only the logger or handler. Its cause names the wrong value.
         why = str(error) if error.__cause__ is None else f"{error}: {error.__cause__}"
         raise BadConfig(f"--logging {path}: expected a logging.toml: {why}") from None

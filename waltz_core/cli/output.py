@@ -3,8 +3,8 @@
 Rules:
     1. Results go to standard output, everything else to standard error.
     2. `--json` prints one JSON value and nothing else on standard output.
-    3. A terminal gets tables from rich, with states in color unless $NO_COLOR is set; any other
-       output gets the same rows as aligned text, and rich is not imported.
+    3. On a terminal, tables are drawn with rich, with states in color unless $NO_COLOR is set. Any
+       other output gets the same rows as aligned text, and rich is not imported.
 """
 
 import datetime
@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-# Text of a cell -> its style on a terminal.
+# The text of a cell, and its style on a terminal.
 _STYLES = {
     **dict.fromkeys(("ok", "up", "online", "reached", "done", "valid", "yes"), "green"),
     **dict.fromkeys(("FAILED", "NOT REACHED", "down", "no", "NO", "no answer", "damaged"), "red"),
@@ -21,12 +21,12 @@ _STYLES = {
 
 
 def print_error(text: str) -> None:
-    """Print a line for people on standard error, at once."""
+    """Print a line for people on standard error, without buffering."""
     print(text, file=sys.stderr, flush=True)
 
 
 def print_result(text: str) -> None:
-    """Print a result line on standard output, at once."""
+    """Print a line of the result on standard output, without buffering."""
     print(text, flush=True)
 
 
@@ -36,9 +36,9 @@ def print_json(value: object) -> None:
 
 
 def to_one_line(data: bytes) -> str:
-    """Return UTF-8 as text of one line; bytes and characters that cannot be printed are escaped.
+    """Decode UTF-8 as a single line; escape invalid bytes and characters that are not printable.
 
-    So data of a log neither controls the terminal nor looks like another row.
+    So data from a log can neither control the terminal nor look like another row.
     """
     text = data.decode("utf-8", "backslashreplace")
     if text.isprintable():
@@ -49,16 +49,16 @@ def to_one_line(data: bytes) -> str:
 
 
 def time_text(at_ms: int) -> str:
-    """Return a time in UTC milliseconds as text."""
+    """Return a time, given in milliseconds since 1970 (UTC), as ISO 8601 text."""
     try:
         when = datetime.datetime.fromtimestamp(at_ms / 1000, datetime.UTC)
-    except (OverflowError, ValueError):  # a damaged node: after the year 9999
+    except (OverflowError, ValueError):  # after the year 9999: a damaged znode
         return f"{at_ms} ms"
     return when.isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Print rows under titles; numbers to the right, text to the left (rule 3)."""
+    """Print rows under titles; numbers are aligned to the right, text to the left (rule 3)."""
     texts = [[str(cell) for cell in row] for row in rows]
     right = [
         bool(rows) and all(isinstance(row[index], int | float) for row in rows)
@@ -94,7 +94,7 @@ def _draw_table(
 
 
 def ranges_of(numbers: list[int]) -> str:
-    """Return ascending numbers in the format of options, "0-6,9"; "-" for none."""
+    """Return numbers as ranges, in the syntax of options: "0-6,9"; "-" for no numbers."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][-1] + 1 == number:

@@ -1,10 +1,10 @@
 """The progress bar of commands.
 
 Rules:
-    1. It is shown only if standard error is a terminal, after the first second. Without an event
-       loop, it appears with the first report after that.
-    2. It is removed when the command ends.
-    3. It is drawn when progress is reported, without a thread.
+    1. The bar is shown only if standard error is a terminal, and only after one second. Without an
+       event loop, it appears with the first report after that second.
+    2. The bar is removed when the command ends.
+    3. The bar is drawn when progress is reported; it has no thread.
 """
 
 import asyncio
@@ -22,10 +22,10 @@ BAR_CHARACTERS = 20
 
 
 class ProgressLine:
-    """The bar; usable as a context manager."""
+    """The progress bar as a context manager; the bar is removed at the end of the block."""
 
     def __init__(self) -> None:
-        self.awaited = ""  # what the command was last waiting for, terminal or not
+        self.awaited = ""  # what the command waits for, recorded even without a terminal
         self._progress: tuple[int, int, str] = (0, 1, "")
         self._bar: Progress | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -34,7 +34,7 @@ class ProgressLine:
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
             self._begin_s = time.monotonic() + SHOW_AFTER_S
-            with suppress(RuntimeError):  # a subcommand without a loop
+            with suppress(RuntimeError):  # a subcommand without an event loop
                 loop = asyncio.get_running_loop()
                 self._timer = loop.call_later(SHOW_AFTER_S, self._begin)
         return self
@@ -53,7 +53,7 @@ class ProgressLine:
             self._bar = None
 
     def show(self, done_count: int, count: int, what: str) -> None:
-        """Report the progress, and what the command does or waits for."""
+        """Report the progress, and what the command does or waits for in `what`."""
         self.awaited = what.removeprefix("waiting for ")
         self._progress = (done_count, count, what)
         if self._begin_s is not None and time.monotonic() >= self._begin_s:
@@ -75,7 +75,7 @@ class ProgressLine:
             console=Console(stderr=True),
             transient=True,
             auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # or results would go to standard error
+            redirect_stdout=sys.stdout.isatty(),  # otherwise results would go to standard error
         )
         self._bar.add_task("")
         self._bar.start()

@@ -1,7 +1,7 @@
-"""Single requests to servers, and checks whether any process answers at an address.
+"""Single requests to servers, and checks whether a process answers at an address.
 
-Commands that change, check and list servers use the messages of Waltz 0.13, so that 0.13 servers
-answer them, too.
+The commands that change, check or list servers use the messages of Waltz 0.13, which 0.13 servers
+also answer.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from waltz_core.wire.messages import ClientMessage, WireProtocol
 
 ANSWER_S = 10.0
 DIAL_TIMEOUT_S = 3.0
-# The client ID in requests of 0.13 tools, which allocate none.
+# The client ID in requests of 0.13 tools, which allocate no client ID.
 NO_CLIENT_ID = -1
 
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
@@ -23,7 +23,7 @@ AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 async def query(
     address: str, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
-    """Send a request to a server; raises the error that it answers, or Unreachable."""
+    """Send a request to a server; raises Unreachable, or the error in the server's answer."""
     from waltz_core.client.links.connections import ServerLinks  # noqa: PLC0415 - loads Arrow
 
     links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0, ssl=command_connections.ssl())
@@ -37,14 +37,14 @@ async def query(
 
 
 async def is_answering(protocol: WireProtocol, address: str) -> bool:
-    """Return whether a process at the address completes the hello."""
+    """Return whether a process at the address completes the handshake (hello)."""
     return await name_at(protocol, address) is not None
 
 
 async def name_at(protocol: WireProtocol, address: str) -> str | None:
-    """Return the text of the hello at an address; None if no process listens there.
+    """Return the text of the hello from an address; None if no process answers there.
 
-    Every port of Waltz completes the hello; the text distinguishes them
+    Every port of Waltz answers a hello. The text distinguishes the kinds of ports
     (`WireProtocol.listener_text`).
     """
     try:

@@ -1,8 +1,8 @@
-"""The options and arguments of several subcommands, each declared once.
+"""The options and arguments that several subcommands use, each declared once.
 
 Rules:
-    1. A name of an earlier version is accepted and not shown (`older`).
-    2. `@gathered(Kind)` passes the values of several options to a subcommand as one `Kind`.
+    1. An option accepts its name from an earlier version (`older`), but help does not show it.
+    2. `@gather_options(Kind)` passes the values of several options to a subcommand as one `Kind`.
 """
 
 import functools
@@ -24,26 +24,26 @@ PATH: Final = click.Path(path_type=Path)
 
 
 class ExplainedArgument(click.Argument):
-    """An argument with a text in the help of its subcommand."""
+    """An argument with a description in the help of its subcommand."""
 
     def __init__(self, names: list[str], *, help: str, **rest: Any) -> None:  # noqa: A002, ANN401
         super().__init__(names, **rest)
         self.help = help
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return the line of help."""
+        """Return the argument's line of help: its metavar and its description."""
         return self.make_metavar(ctx), self.help or ""
 
 
 class RenamedOption(click.Option):
-    """An option with names of earlier versions (rule 1)."""
+    """An option that also accepts its name from an earlier version (rule 1)."""
 
     def __init__(self, names: list[str], *, older: str, **rest: Any) -> None:  # noqa: ANN401
         super().__init__([*names, older], **rest)
         self.shown = [each for each in self.opts if each != older]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the line of help, without the older name."""
+        """Return the option's line of help, without the older name."""
         every, self.opts = self.opts, self.shown
         try:
             return super().get_help_record(ctx)
@@ -55,21 +55,21 @@ class ConnectOption(click.Option):
     """A required option; its help shows the environment variable and not "[required]"."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Return the line of help."""
+        """Return the option's line of help."""
         record = super().get_help_record(ctx)
         return record and (record[0], record[1].removesuffix("  [required]"))
 
 
 class NamedChoice(click.Choice[str]):
-    """A choice; the error names the nearest value."""
+    """A choice of values; its error message suggests the nearest value."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:  # noqa: ANN401
-        """Return the error message."""
+        """Return the error message for an unknown value."""
         return f"unknown value {value!r}{nearest_name_hint(str(value), list(self.choices))}"
 
 
 def argument(name: str, metavar: str, text: str, **rest: Any) -> Callable[[FC], FC]:  # noqa: ANN401
-    """Declare an argument."""
+    """Declare an argument with a description for the help."""
     return click.argument(name, cls=ExplainedArgument, metavar=metavar, help=text, **rest)
 
 
@@ -80,7 +80,7 @@ def timeout_option(
     older: str = "--timeout",
     name: str = "timeout_s",
 ) -> Callable[[FC], FC]:
-    """Declare the timeout of a subcommand."""
+    """Declare the timeout of a subcommand, in seconds."""
     return click.option(
         "--timeout-s",
         name,
@@ -94,7 +94,7 @@ def timeout_option(
 
 
 def wait_option(function: FC) -> FC:
-    """Declare the timeout of a subcommand that waits for ZooKeeper only."""
+    """Declare the timeout of a subcommand that waits only for ZooKeeper, in seconds."""
     what = "seconds to wait for ZooKeeper"
     return timeout_option(what, default_s=CONNECT_WAIT_S, older="--wait-s", name="wait_s")(function)
 
@@ -130,7 +130,7 @@ tls = click.option(
 
 
 def gather_options(kind: type[Any]) -> Callable[[SubcommandFunction], SubcommandFunction]:
-    """Pass the options that are fields of `kind` to the subcommand, as its first argument."""
+    """Pass the options that are fields of `kind` as one `kind`, the subcommand's first argument."""
 
     def decorate(function: SubcommandFunction) -> SubcommandFunction:
         @functools.wraps(function)
@@ -144,7 +144,7 @@ def gather_options(kind: type[Any]) -> Callable[[SubcommandFunction], Subcommand
 
 
 def storage_file_options(what: str) -> Callable[[FC], FC]:
-    """Declare the files of a subcommand of `disk`, and `--json`."""
+    """Declare the argument and the options of a `disk` subcommand: path, partitions, `--json`."""
     path = argument("path", "PATH", what, type=PATH)
     chosen = click.option(
         "-p",

@@ -1,11 +1,12 @@
 """Groups and subcommands as classes of click, and the error messages for wrong usage.
 
-Click's own messages name neither the nearest subcommand nor the sources of a connect string.
+Click's own messages suggest neither the nearest subcommand nor a source for the connect string.
 
 Rules:
-    1. A subcommand is imported when it is called; help and completion of its group import nothing.
-    2. A subcommand is a function or a coroutine, takes its options as keywords and returns the exit
-       code.
+    1. A subcommand is imported when it is called. Help and completion of its group import no
+       subcommand.
+    2. A subcommand is a function or a coroutine. It receives its options as keywords and returns
+       the exit code.
 """
 
 import difflib
@@ -30,18 +31,18 @@ SubcommandFunction: TypeAlias = Callable[..., Any]
 
 
 class Subcommand(click.Command):
-    """A subcommand as its module declares it (rule 2); its help is in the table of `main.py`."""
+    """A subcommand as its module declares it (rule 2); `main.py` has its line of help."""
 
-    allow_extra_args = True  # reported by `parse_args`
-    details = ""  # the text of its help after that line
+    allow_extra_args = True  # `parse_args` reports them
+    details = ""  # help text after the line of help
     examples: Sequence[str] = ()
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples."""
+        """Write the examples at the end of the help."""
         _write_examples(self.examples, formatter)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; raises UsageError."""
+        """Parse the arguments; raises UsageError."""
         words = list(args)
         try:
             rest = super().parse_args(ctx, args)
@@ -52,7 +53,7 @@ class Subcommand(click.Command):
         return rest
 
     def _missing_text(self, words: list[str]) -> str:
-        """Return the message about everything that is missing; click names the first only."""
+        """Return a message about all missing parameters; click names only the first."""
         lenient = click.Context(self, resilient_parsing=True)
         super().parse_args(lenient, words)
         missing = [
@@ -67,7 +68,7 @@ class Subcommand(click.Command):
         return "; and ".join(sentences)
 
     def invoke(self, ctx: click.Context) -> int:
-        """Run the subcommand; return the exit code."""
+        """Run the subcommand, in an event loop if it is a coroutine; return the exit code."""
         from waltz_core.cli import command_connections  # noqa: PLC0415 - help needs no sockets
         from waltz_core.transport import net  # noqa: PLC0415 - as above
 
@@ -80,14 +81,15 @@ class Subcommand(click.Command):
 
 
 def subcommand(function: SubcommandFunction) -> Subcommand:
-    """Declare a subcommand; the decorators below it declare its options."""
+    """Turn a function into a subcommand; the decorators below this one declare its options."""
     return click.command(cls=Subcommand, help="")(function)
 
 
 class LazySubcommand(click.Command):
-    """The name, help and module of a subcommand; the module has a function of its name (rule 1).
+    """A subcommand that is not imported yet: its name, line of help and module (rule 1).
 
-    If the name would shadow a builtin, the function has a name like `list_command`.
+    The module has a function with the name of the subcommand, or, if this would hide a builtin,
+    with a name such as `list_command`.
     """
 
     def __init__(
@@ -104,7 +106,7 @@ class LazySubcommand(click.Command):
         self._module, self._text, self._subcommand = module, text, subcommand or name
 
     def load(self) -> Subcommand:
-        """Import the subcommand."""
+        """Import the subcommand, and add its help."""
         module = import_module(f"waltz_core.cli.{self._module}")
         name = re.sub("[ -]", "_", self._subcommand)
         found = getattr(module, f"{name}_command", None) or getattr(module, name)
@@ -120,27 +122,27 @@ class LazySubcommand(click.Command):
         parent: click.Context | None = None,
         **extra: Any,  # noqa: ANN401 - click's
     ) -> click.Context:
-        """Parse like the subcommand itself."""
+        """Import the subcommand, and parse the arguments with it."""
         return self.load().make_context(info_name, args, parent, **extra)
 
 
 class CommandGroup(click.Group):
-    """A group: subcommands and examples."""
+    """A group of subcommands, with examples."""
 
     examples: Sequence[str] = ()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names in the order of the table."""
+        """Return the names of the subcommands in the order of the table."""
         return list(self.commands)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; a group alone shows its help."""
+        """Parse the arguments; without arguments, show the help of the group."""
         return super().parse_args(ctx, args or ["--help"])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a subcommand; raises UsageError with the nearest one."""
+        """Find a subcommand; raises UsageError that suggests the nearest name."""
         if args[0] not in self.commands and not ctx.resilient_parsing:
             ctx.fail(
                 f"unknown command {args[0]!r}{nearest_name_hint(args[0], list(self.commands))}"
@@ -148,7 +150,7 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the examples."""
+        """Write the examples at the end of the help."""
         _write_examples(self.examples, formatter)
 
 
@@ -160,19 +162,19 @@ def _write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> 
 
 
 def sentence(text: str) -> str:
-    """Return a line of a table as a sentence."""
+    """Return a line of help as a sentence: with a capital letter and a period."""
     return f"{text[:1].upper()}{text[1:]}."
 
 
 def name_of(parameter: click.Parameter) -> str:
-    """Return the name of an option or argument in the usage line."""
+    """Return the name of an option or argument as in the usage line."""
     if isinstance(parameter, click.Argument):
         return parameter.human_readable_name.strip("[].")
     return parameter.opts[0]
 
 
 def usage_error_text(error: click.UsageError) -> str:
-    """Return the command, what is wrong with it, and the nearest valid name."""
+    """Return an error text with the command, the reason, and the nearest valid name."""
     where = error.ctx.command_path if error.ctx is not None else "waltz-core"
     why = error.format_message().rstrip(".")
     match error:

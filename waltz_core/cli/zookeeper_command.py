@@ -1,4 +1,4 @@
-"""`waltz-core zookeeper run`: ZooKeeper from PySpark's jars, in the foreground."""
+"""`waltz-core zookeeper run`: run ZooKeeper from PySpark's jars, in the foreground."""
 
 from pathlib import Path
 

@@ -1,7 +1,7 @@
 """The metadata of a cluster in ZooKeeper, and the protocols over it.
 
 ZooKeeper stores the live servers, the owner and the replicas of each partition, and, for each
-partition, the newest store session with its members. Records never pass through it.
+partition, the newest store session with its members. Records never pass through ZooKeeper.
 
 The nodes, below the cluster's root R:
 
@@ -27,7 +27,7 @@ The nodes, below the cluster's root R:
     R/x/load/ID                       extension: the loads of the partitions of server ID
     R/x/audit/e_N                     extension: changes of the cluster by commands: user, outcome
 
-Everything but R/x has the bytes of Waltz 0.13, so that 0.13 clients and tools can use the same
+All nodes except R/x have the format of Waltz 0.13, so that 0.13 clients and tools can use the same
 root; they ignore the nodes below R/x.
 
 Ownership of a partition. Each server creates its node `s_N`. When the set of servers changes, the

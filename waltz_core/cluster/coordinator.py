@@ -1,18 +1,18 @@
 """The coordinator: all operations of servers, storages, clients and commands in ZooKeeper.
 
 Each operation is a small protocol over versions, in which a mistake loses data or splits a cluster.
-They use the interface `znodes.Znodes`, so that tests and the simulator run the same code over
+The operations use the interface `znodes.Znodes`. So tests and the simulator run the same code over
 memory that production runs over a real ZooKeeper.
 
 Rules:
     1. Each write depends on the version that was read: no write is unconditional.
     2. A partition's metadata and marker change in one write and are read as one pair.
     3. A write with unknown outcome counts neither as done nor as failed. If reading again can
-       decide (ids, registrations), it is read here; if not, the error goes to the caller.
+       decide (IDs, registrations), the coordinator reads again; if not, the caller gets the error.
     4. No call waits for long, except `follow_...`, which run until they are cancelled.
 
-All of them raise CoordinatorUnavailable if ZooKeeper does not answer in time, BadFormat (with the
-path) for a node that cannot be decoded, BadConfig if there is no cluster.
+All operations raise CoordinatorUnavailable if ZooKeeper does not answer in time, BadFormat (with
+the path) for a node that cannot be decoded, and BadConfig if there is no cluster.
 """
 
 from collections.abc import Callable, Mapping
@@ -67,7 +67,8 @@ __all__ = [
 ID_ATTEMPTS_MAX = 1000
 READ_ATTEMPTS_MAX = 20
 WRITE_ATTEMPTS_MAX = 20
-# A shorter outage of ZooKeeper than this many session timeouts is not reported as unhealthy.
+# Health checks do not report an outage of ZooKeeper that is shorter than this number of session
+# timeouts.
 ABSENCE_TIMEOUTS_MAX = 2
 
 
@@ -79,14 +80,14 @@ class ClusterView(NamedTuple):
 
 
 class PartitionVersions(NamedTuple):
-    """The versions of a partition's two nodes; NO_NODE for one that does not exist."""
+    """The versions of a partition's two nodes; NO_NODE for a node that does not exist."""
 
     metadata: int
     marker: int
 
 
 class PartitionView(NamedTuple):
-    """A partition's two nodes, read as one pair; None for one that does not exist."""
+    """A partition's two nodes, read as one pair; None for a node that does not exist."""
 
     metadata: model.PartitionMetadata | None
     metadata_version: int
@@ -135,22 +136,23 @@ class Coordinator:
 
     @property
     def is_in_contact(self) -> bool:
-        """Whether ZooKeeper is connected, or was a moment ago, for health checks.
+        """Whether ZooKeeper is connected, or was a short time ago; for health checks.
 
-        Without ZooKeeper the cluster continues, and another node of the ensemble is soon found; but
-        after two session timeouts an operator should look.
+        The cluster continues without ZooKeeper, and the process soon finds another ZooKeeper
+        server. But after two session timeouts, an operator should check ZooKeeper.
         """
         limit_ms = ABSENCE_TIMEOUTS_MAX * self._znodes.session_timeout_ms
         return self._nodes.connection_history.disconnected_ms < limit_ms
 
     def on_session_state(self, callback: StateCallback) -> None:
-        """Call back, on the event loop, at each change of the session's state."""
+        """Call back at each change of the session's state, on the event loop."""
         self._znodes.on_state(callback)
 
     async def check_administrator(self) -> None:
-        """Raise BadConfig if this session has the rights of members, or cannot give them any."""
+        """Raise BadConfig if this session has the members' user, or does not know that user."""
         await self._znodes.check_administrator()
-        # NB: an auth file from before there were two users does not show that.
+        # NB: an auth file from before there were two users does not show the role of its user. With
+        # the members' user, this read fails.
         await self._znodes.children(self.paths.audit)
 
     async def close(self) -> None:
@@ -175,11 +177,10 @@ class Coordinator:
         return ClusterView(params, store)
 
     async def create_cluster(self, new: NewCluster) -> None:
-        """Create every node of a cluster, each partition marked as new.
+        """Create all nodes of a cluster, with each partition marked as new.
 
-        docs/zookeeper.md, "Creating a cluster", lists them.
-
-        Raises CoordinatorConflict where there is a cluster already, or the remains of one.
+        docs/zookeeper.md, "Creating a cluster", lists the nodes. Raises CoordinatorConflict if
+        there is a cluster already, or the remains of one.
         """
         await self._create(
             new, lambda version: creation_steps(self.paths, new, root_version=version)
@@ -201,7 +202,7 @@ class Coordinator:
         )
 
     async def read_restored_from(self) -> RestoredFrom:
-        """Read from which clusters' backups this one was restored."""
+        """Read the clusters from whose backups this cluster was restored."""
         path = self.paths.restored_from
         node = await self._znodes.get(path)
         return NOT_RESTORED if node is None else decode_node(path, node, RestoredFrom.from_bytes)
@@ -228,7 +229,7 @@ class Coordinator:
                 ) from conflict
 
     async def _version_without_cluster(self) -> int:
-        """Return the version of the root, or NO_NODE; raises CoordinatorConflict for a cluster."""
+        """Return the root's version, or NO_NODE; raises CoordinatorConflict if it has a cluster."""
         node = await self._znodes.get(self.paths.root)
         if node is not None and node.data:
             raise errors.CoordinatorConflict(f"a cluster exists already at {self.where}")
@@ -248,21 +249,21 @@ class Coordinator:
         return await find_clusters(self._znodes, below)
 
     async def root_of(self, cluster_key: UUID) -> str | None:
-        """Return the root of the cluster with this key in this ZooKeeper; None if it has none."""
+        """Return the root of the cluster with this key in this ZooKeeper; None if there is none."""
         for root, _ in await self.find_clusters("/"):
             if (await self.at(root).read_cluster()).store.cluster_key == cluster_key:
                 return root
         return None
 
     def at(self, root: str) -> "Coordinator":
-        """Return the same session as a member of another cluster."""
+        """Return a coordinator for another cluster, over the same session."""
         return Coordinator(self._znodes, root)
 
     async def delete_cluster(self, on_progress: Callable[[int, int], None]) -> int:
-        """Delete every node of the cluster, or its remains; return how many there were.
+        """Delete all nodes of the cluster, or its remains; return the number of deleted nodes.
 
-        The caller must know that it is not needed any more. `on_progress` receives how many nodes
-        of how many are deleted.
+        The caller must know that the cluster is not needed any more. `on_progress` receives the
+        number of deleted nodes and the total number.
         """
         return await delete_tree(self._znodes, self.paths.root, on_progress)
 
@@ -304,7 +305,7 @@ class Coordinator:
     async def raise_ids(
         self, client_id: ClientId, generations: Mapping[PartitionId, Generation]
     ) -> None:
-        """Raise the last client ID, and the generation of each partition, for a rebuilding.
+        """Raise the last client ID, and the generation of each partition, for a rebuilt cluster.
 
         See rebuilding.py, rule 5.
         """
@@ -332,7 +333,8 @@ class Coordinator:
         for _ in range(READ_ATTEMPTS_MAX):
             marker = await self._znodes.get(marker_path)
             after = await self._znodes.get(path)
-            # Both change together, so a marker read while the metadata did not change matches it.
+            # Both nodes change together, so a marker that was read while the metadata did not
+            # change matches it.
             if _version(before) == _version(after):
                 return PartitionView(
                     _decode_metadata(path, after, partition_id),
@@ -352,11 +354,11 @@ class Coordinator:
         marker: model.PartitionMarker,
         expected: PartitionVersions,
     ) -> PartitionVersions:
-        """Write metadata and marker in one compare-and-set and return their new versions.
+        """Write metadata and marker in one compare-and-set, and return their new versions.
 
-        Raises CoordinatorConflict if either node is not at its expected version (nothing was
-        written), CoordinatorOutcomeUnknown if only reading again can decide: then compare session
-        and nonce (docs/design/correctness.md 2.1 B).
+        Raises CoordinatorConflict if either node is not at its expected version; nothing is written
+        then. Raises CoordinatorOutcomeUnknown if only reading again can decide: then compare
+        session and nonce (docs/design/correctness.md 2.1 B).
         """
         if NO_NODE in expected:
             parents = (self.paths.partitions, self.paths.extensions, self.paths.markers)
@@ -378,7 +380,7 @@ class Coordinator:
     # --- storages
 
     async def read_replica_assignment(self) -> model.ReplicaAssignments:
-        """Read which storages hold which partitions."""
+        """Read the replica assignment: the partitions of each storage."""
         return await self._nodes.read(
             self.paths.replica_assignment, model.ReplicaAssignments.from_bytes
         )
@@ -394,10 +396,10 @@ class Coordinator:
     async def update_replica_assignment(
         self, change: Callable[[model.ReplicaAssignments], model.ReplicaAssignments]
     ) -> model.ReplicaAssignments:
-        """Replace the replica assignment by the result of `change`; return the new one.
+        """Replace the replica assignment by the result of `change`; return the new assignment.
 
-        `change` is called again after a concurrent write. Raises BadRequest for a step that is too
-        wide (docs/design/correctness.md 2.4, row 36).
+        After a concurrent write, `change` is called again. Raises BadRequest for a step that
+        changes too much at once (docs/design/correctness.md 2.4, row 36).
         """
         path = self.paths.replica_assignment
         partition_count = (await self.read_cluster()).params.partition_count
@@ -416,10 +418,10 @@ class Coordinator:
         )
 
     async def register_storage_id(self, address: ReplicaId, storage_id: UUID) -> UUID:
-        """Register the storage at `address`, and return the ID that is registered for it.
+        """Register the storage at `address`; return the ID that is registered for this address.
 
-        The first one stays registered: a result other than `storage_id` means that another storage
-        belongs to this address.
+        The first storage stays registered: a result other than `storage_id` means that another
+        storage belongs to this address.
         """
         path = self.paths.storage_id(address)
         data = model.StorageRegistration(storage_id).to_bytes()
@@ -473,8 +475,8 @@ class Coordinator:
     ) -> Never:
         """Call back with the permissions, now and at each change; None: the node is missing.
 
-        It also publishes the revision that `publish_applied` has stated. `on_not_published` gets
-        the error if that is not possible: it must not delay the next revision.
+        The method also publishes the revision that `publish_applied` has set. If publishing is not
+        possible, `on_not_published` gets the error: publishing must not delay the next revision.
         """
         path = self.paths.access
         last: bytes | None = b""  # not read yet: the node is never empty
@@ -496,17 +498,18 @@ class Coordinator:
         await self._nodes.follow(check)
 
     def publish_applied(self, name: str, revision: int) -> None:
-        """State the revision of the permissions that this daemon uses (AC 6).
+        """Set the revision of the permissions that this daemon uses (AC 6).
 
-        The callback of `follow_permissions` calls it; that publishes it, in each session again.
-        `membership/applied_revisions.py` has the names of daemons.
+        The callback of `follow_permissions` calls this method. `follow_permissions` then publishes
+        the revision, and publishes it again in each new session. `membership/applied_revisions.py`
+        has the names of daemons.
         """
         self._applied.set_revision(name, revision)
 
     async def read_applied(self) -> dict[str, int]:
         """Read the revision that each daemon uses, by name, not older than the call.
 
-        A daemon without access control is not in it.
+        Daemons without access control are not included.
         """
         return await self._applied.read()
 
@@ -515,9 +518,9 @@ class Coordinator:
     async def register_server(self, descriptor: model.ServerDescriptor) -> None:
         """Register this process as a live server, or change its registration.
 
-        The node lives as long as the session. After a lost session `follow_servers` registers the
-        same server ID again. From now on it also fulfills the leader's duty whenever this
-        process has the smallest live server ID.
+        The node exists as long as the session. After a lost session, `follow_servers` registers the
+        same server ID again. From now on, `follow_servers` also does the work of the leader
+        whenever this process has the smallest live server ID.
         """
         await self._membership.register(descriptor)
 
@@ -526,7 +529,7 @@ class Coordinator:
         await self._membership.prefer(descriptor)
 
     def keep_assignment(self) -> None:
-        """From now on, as the leader, keep the assignment: partitions move by load."""
+        """From now on, keep the assignment while this process leads: partitions move by load."""
         self._membership.keeps_all = True
 
     async def move_partitions(
@@ -544,20 +547,20 @@ class Coordinator:
         await self._membership.remove_dead(dead)
 
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
-        """Give a partition of this process to another server; return False if there is none."""
+        """Assign a partition of this process to another server; return False if there is none."""
         return await self._membership.hand_over(partition_id, generation)
 
     async def read_servers(self) -> ServersView:
-        """Read the live servers and what they own, settled or not."""
+        """Read the live servers and the partitions that they own, settled or not."""
         return await self._membership.read()
 
     async def read_servers_now(self) -> ServersView:
-        """Read the same, not older than the call."""
+        """Return the same as `read_servers`, not older than this call."""
         await self._znodes.sync()
         return await self._membership.read()
 
     async def follow_servers(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view (or that there is no server), until cancelled."""
+        """Call back with each settled view (also if no server is live), until cancelled."""
         await self._membership.follow(callback)
 
 

@@ -7,7 +7,7 @@ and whether the write is done.
 Rules (docs/spark.md, "Exactly once"):
     1. The first process writes the starting marks; they never change.
     2. A task keeps its client ID forever. Each attempt increments the task's attempt number by
-       compare-and-set; if the outcome of that is unknown, it is incremented once more.
+       compare-and-set; if the outcome of this write is unknown, the number is incremented again.
     3. An attempt continues while it is the latest one, and the write is neither done nor removed:
        `check` decides from the state of ZooKeeper after the call.
     4. A process that only enters a write does not begin one that was removed. In a series (`X-7`
@@ -52,9 +52,11 @@ from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node, is_
 from waltz_core.records import strict_json
 from waltz_core.records.record import ClientId
 
+_WRITE = "state of an exactly-once write"
+_TASK = "state of a task of an exactly-once write"
 ATTEMPTS_MAX = 100
-# Two would be enough to know whether another run than a given one has begun a task. Each attempt
-# writes all of them, so a tenant must not make them long.
+# The maximum number of recorded runs of a task. Two would be enough to detect another run. Each
+# attempt writes all recorded runs, so a tenant must not make the list long.
 RUNS_MAX = 10
 REMOVALS_MAX = 500
 EXAMINED_MAX = 50
@@ -63,7 +65,7 @@ WRITES_MAX = 10_000
 # A node of ZooKeeper has at most 1 MiB.
 NODE_BYTES_MAX = 900 * 1024
 _WITHOUT_OWNER = ("", ANONYMOUS)
-# How long a node of format 1 is kept: its time is that of a driver's clock.
+# The time for which a node of format 1 is kept: its own time comes from a driver's clock.
 KEEP_MS_OF_FORMAT_1 = 365 * 24 * 3_600 * 1_000
 _FORMAT_OF_WRITES, _FORMAT_OF_TASKS = 2, 1
 
@@ -72,10 +74,10 @@ _FORMAT_OF_WRITES, _FORMAT_OF_TASKS = 2, 1
 class WriteState:
     """`R/x/writes/W`: JSON with `format` 2 and these fields.
 
-    `marks` are the log's high-water marks by partition when the write was first begun, `keep_ms` is
-    the time after the last write of the node when it expires, `summary` the result of the write
-    (None while it runs, empty while it is being removed). `principal` is its owner; the node of a
-    write without one lacks this field.
+    `marks` are the log's high-water marks by partition when the write was first begun. `keep_ms` is
+    the time from the last write of the node until the node expires. `summary` is the result of the
+    write: None while the write runs, empty while it is being removed. `principal` is the owner of
+    the write; the node of a write without an owner lacks this field.
     """
 
     marks: Mapping[int, int]
@@ -85,7 +87,7 @@ class WriteState:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing may be appended any more."""
+        """Whether the write is done, so that no task may append rows any more."""
         return self.summary is not None
 
     def to_bytes(self) -> bytes:
@@ -98,11 +100,11 @@ class WriteState:
     @staticmethod
     def from_bytes(data: bytes) -> "WriteState":
         """Decode a node of format 1 or 2; raises BadFormat."""
-        values = _object(data, "WriteState", (1, _FORMAT_OF_WRITES))
+        values = _object(data, _WRITE, (1, _FORMAT_OF_WRITES))
         if values["format"] == 1:
             values["keep_ms"] = KEEP_MS_OF_FORMAT_1
-        _check_kinds(values, "WriteState", {"marks": dict, "keep_ms": int})
-        _check_kinds({"principal": "", **values}, "WriteState", {"principal": str})
+        _check_kinds(values, _WRITE, {"marks": dict, "keep_ms": int})
+        _check_kinds({"principal": "", **values}, _WRITE, {"principal": str})
         marks, summary = values["marks"], values.get("summary")
         if not all(is_number(name) and _is_whole(mark) for name, mark in marks.items()):
             raise errors.BadFormat(
@@ -111,7 +113,8 @@ class WriteState:
             )
         if summary is not None and not isinstance(summary, dict):
             raise errors.BadFormat(
-                f"state of an exactly-once write: expected a summary, found {summary!r:.200}"
+                "state of an exactly-once write: expected an object in field summary, found "
+                f"{summary!r:.200}"
             )
         return WriteState(
             {int(name): mark for name, mark in marks.items()},
@@ -136,13 +139,13 @@ class TaskState:
 
     @staticmethod
     def from_bytes(data: bytes) -> "TaskState":
-        """Decode; raises BadFormat."""
-        values = _object(data, "TaskState", (_FORMAT_OF_TASKS,))
-        _check_kinds(values, "TaskState", {"client_id": int, "attempt": int, "runs": list})
+        """Decode the node's bytes; raises BadFormat."""
+        values = _object(data, _TASK, (_FORMAT_OF_TASKS,))
+        _check_kinds(values, _TASK, {"client_id": int, "attempt": int, "runs": list})
         if not all(isinstance(run, str) for run in values["runs"]):
             raise errors.BadFormat(
-                "state of a task of an exactly-once write: expected names of runs, found "
-                f"{data!r:.200}"
+                "state of a task of an exactly-once write: expected a list of names in field "
+                f"runs, found {data!r:.200}"
             )
         return TaskState(ClientId(values["client_id"]), values["attempt"], tuple(values["runs"]))
 
@@ -155,14 +158,14 @@ class TaskAttempt(NamedTuple):
 
 
 class BegunWrite(NamedTuple):
-    """A write, and those of its tasks that were ever begun, by number."""
+    """A write, and those of its tasks that have begun, by task number."""
 
     state: WriteState
     tasks: Mapping[int, TaskState]
 
 
 class WriteRegistry:
-    """The writes of one cluster, through one session; those of one principal (rule 8), or all."""
+    """The writes of one cluster, through one session: of one principal (rule 8), or of all."""
 
     def __init__(
         self, nodes: ClusterNodes, principal: str | None = None, *, is_limited: bool = True
@@ -171,16 +174,16 @@ class WriteRegistry:
         self._znodes = nodes.znodes
         self._principal = principal
         self._is_limited = is_limited
-        self._owners: dict[str, str] = {}  # of known writes, for rule 9
+        self._owners: dict[str, str] = {}  # the owners of known writes, for rule 9
 
     def for_principal(self, principal: str, *, is_limited: bool = True) -> "WriteRegistry":
-        """Return the registry of a principal (rule 8); `is_limited`: whether rule 9 holds."""
+        """Return the registry of a principal (rule 8); with `is_limited`, rule 9 holds."""
         made = WriteRegistry(self._nodes, principal, is_limited=is_limited)
         made._owners = self._owners
         return made
 
     async def read(self, write: str) -> WriteState | None:
-        """Return a write, None if it was never begun, or was removed."""
+        """Return the state of a write; None if it was never begun, or was removed."""
         path = self._path(write)
         await self._znodes.sync()
         node = await self._znodes.get(path)
@@ -210,7 +213,7 @@ class WriteRegistry:
     async def begin(
         self, write: str, marks: Mapping[int, int], keep_ms: int, *, in_series: bool = False
     ) -> WriteState:
-        """Return the write, begun with these marks unless it was begun already (rule 1).
+        """Begin a write with these marks unless it has begun already; return its state (rule 1).
 
         Raises:
             ConnectionSuperseded: a later write of its series exists (rule 4).
@@ -239,7 +242,7 @@ class WriteRegistry:
         )
 
     async def _check_count(self, principal: str) -> None:
-        """Check rule 9; expired writes do not count."""
+        """Raise BadRequest if the principal has too many unexpired writes (rule 9)."""
         if await self._count(principal) < WRITES_MAX:
             return
         await WriteRegistry(self._nodes).forget_expired()
@@ -251,7 +254,7 @@ class WriteRegistry:
             )
 
     async def _count(self, principal: str) -> int:
-        """Return the number of writes of a principal; 0 if it must be below `WRITES_MAX`."""
+        """Return the number of a principal's writes; 0 if it is surely below `WRITES_MAX`."""
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
         if len(names) < WRITES_MAX:
@@ -281,13 +284,13 @@ class WriteRegistry:
                 )
 
     async def _fence_operations(self) -> list[Operation]:
-        """Return the step that fails if a write was begun or removed since (rule 7)."""
+        """Return the operation that fails if a write was begun or removed in between (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [SetNode(path, b"", node.stat.version)]
 
     async def _check_of_fence(self) -> list[Operation]:
-        """Return a step that fails as well, but lets other changes succeed (rule 7)."""
+        """Return an operation that fails in the same case but lets others succeed (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [CheckVersion(path, node.stat.version)]
@@ -328,7 +331,7 @@ class WriteRegistry:
         )
 
     async def _take_ownership(self, write: str) -> bool:
-        """Take a write without an owner (rule 8); return False if another change was first."""
+        """Make the principal the owner of a write without one (rule 8); False: try again."""
         if self._principal is None or self._principal in _WITHOUT_OWNER:
             return True
         path = self._path(write)
@@ -351,7 +354,8 @@ class WriteRegistry:
             raise _superseded_error(
                 write,
                 task,
-                "a run of this write has completed it or taken over, and its state was removed",
+                "another run has completed this write or taken it over, and the state of the "
+                "write was removed",
             )
         if state.is_done:
             raise _superseded_error(write, task, "the task has already finished")
@@ -360,7 +364,7 @@ class WriteRegistry:
         """Check that this attempt may continue (rule 3).
 
         Raises:
-            ConnectionSuperseded: it may not; the message states the reason.
+            ConnectionSuperseded: the attempt may not continue; the message states the reason.
         """
         await self._check_continues(write, task)
         path = self._path(write, task)
@@ -370,7 +374,7 @@ class WriteRegistry:
             raise _overtaken_error(write, TaskAttempt(task, attempt), found)
 
     async def tasks(self, write: str) -> dict[int, TaskState]:
-        """Return the tasks that were ever begun."""
+        """Return the tasks that have begun, by task number."""
         found: dict[int, TaskState] = {}
         for task in await self.task_numbers(write):
             state = await self.task_state(write, task)
@@ -379,13 +383,13 @@ class WriteRegistry:
         return found
 
     async def task_state(self, write: str, task: int) -> TaskState | None:
-        """Return a task; None if it was never begun, or was removed."""
+        """Return the state of a task; None if it was never begun, or was removed."""
         path = self._path(write, task)
         node = await self._znodes.get(path)
         return None if node is None else decode_node(path, node, TaskState.from_bytes)
 
     async def task_numbers(self, write: str) -> list[int]:
-        """Return the numbers of the tasks that were ever begun."""
+        """Return the numbers of the tasks that have begun, in order."""
         listing = await self._znodes.children(self._path(write))
         names = () if listing is None else listing.names
         return sorted(int(name) for name in names if is_number(name))
@@ -398,7 +402,7 @@ class WriteRegistry:
         *,
         by: TaskAttempt | None = None,
     ) -> WriteState:
-        """Mark a write as done, and return it, with the summary of the first caller.
+        """Mark a write as done; return its state, with the summary of the first caller.
 
         Raises:
             ConnectionSuperseded: the write was removed, or `by` is not the latest attempt of its
@@ -415,7 +419,8 @@ class WriteRegistry:
                 raise _superseded_error(
                     write,
                     None,
-                    "a run of this write has completed it or taken over, and its state was removed",
+                    "another run has completed this write or taken it over, and the state of the "
+                    "write was removed",
                 )
             found = self._state(path, node)
             if marks not in (None, found.marks):
@@ -448,8 +453,9 @@ class WriteRegistry:
     async def forget(self, write: str, *, expired_ms: int | None = None) -> bool:
         """Remove a write; a task that still runs ends at its next mount (rule 5).
 
-        With `expired_ms`, a time of ZooKeeper, only if it had expired then: it may have been
-        removed and begun again since. Return whether it was removed.
+        `expired_ms` is a time of ZooKeeper's clock: the write is removed only if it had expired
+        then, as it may have been removed and begun again since. Returns whether the write was
+        removed.
         """
         failure_count = 0
         while failure_count < ATTEMPTS_MAX:
@@ -460,7 +466,7 @@ class WriteRegistry:
         raise errors.CoordinatorUnavailable(f"{self._path(write)} could not be removed")
 
     async def _next_removal(self, path: str, expired_ms: int | None) -> list[Operation] | bool:
-        """Return the next steps; True if the write is removed, False if it must not be."""
+        """Return the next operations; True: the write is removed, False: it must not be."""
         fence = await self._fence_operations()
         node = await self._znodes.get(path)
         if node is None:
@@ -476,7 +482,7 @@ class WriteRegistry:
         return [*(tasks or [DeleteNode(path, node.stat.version)]), *fence]
 
     async def _some_tasks(self, path: str) -> list[Operation]:
-        """Return removals of tasks, as many as fit into a request, which has at most 1 MiB."""
+        """Return deletions of tasks, as many as fit into a request, which has at most 1 MiB."""
         listing = await self._znodes.children(path)
         removals: list[Operation] = []
         for name in () if listing is None else listing.names[:REMOVALS_MAX]:
@@ -486,16 +492,16 @@ class WriteRegistry:
         return removals
 
     async def forget_expired(self) -> list[str]:
-        """Remove expired writes, of the few that one call checks; return their names."""
+        """Remove expired writes, among the few that one call checks; return their names."""
         now_ms, names = await self._expired()
         return [name for name in names if await self.forget(name, expired_ms=now_ms)]
 
     async def _expired(self) -> tuple[int, list[str]]:
-        """Return ZooKeeper's time, and expired writes of the few that one call checks (rule 5)."""
+        """Return ZooKeeper's time, and expired writes among the few that are checked (rule 5)."""
         now_ms = await self._time_ms()
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
-        start = now_ms % len(names) if names else 0  # another place each time
+        start = now_ms % len(names) if names else 0  # begins at another write each time
         over: list[str] = []
         for name in (*names[start:], *names[:start])[:EXAMINED_MAX]:
             node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
@@ -504,13 +510,13 @@ class WriteRegistry:
         return now_ms, over
 
     async def _time_ms(self) -> int:
-        """Return ZooKeeper's time, from a node that it has just written."""
+        """Return ZooKeeper's time in ms, from a node that was written just now."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         if node is not None:
             await self._try_write(
                 [SetNode(path, b"", node.stat.version)]
-            )  # else another driver just did
+            )  # otherwise another driver has just written it
             node = await self._znodes.get(path)
         return 0 if node is None else node.stat.mtime_ms
 
@@ -519,7 +525,7 @@ class WriteRegistry:
         return self._nodes.paths.write(write) + ("" if task is None else f"/{task}")
 
     async def _try_write(self, operations: list[Operation]) -> bool:
-        """Write; return False if it failed or the outcome is unknown: then it is read again."""
+        """Write; return False if this failed or the outcome is unknown; the caller reads again."""
         try:
             await self._znodes.write(operations)
         except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
@@ -529,7 +535,7 @@ class WriteRegistry:
 
 
 def client_ids_of_others(run: str, tasks: Mapping[int, TaskState]) -> dict[int, int]:
-    """Return the client IDs of the tasks that another run than this one has begun."""
+    """Return the client IDs, by task number, of the tasks that another run than `run` has begun."""
     return {
         number: int(task.client_id)
         for number, task in tasks.items()
@@ -553,8 +559,8 @@ def _checked(state: WriteState) -> bytes:
     data = state.to_bytes()
     if len(data) > NODE_BYTES_MAX:
         raise errors.TooLarge(
-            "state of an exactly-once write, with its marks and its summary: expected at "
-            f"most {NODE_BYTES_MAX} bytes, found {len(data)}"
+            f"state of an exactly-once write: expected at most {NODE_BYTES_MAX} bytes, found "
+            f"{len(data)}"
         )
     return data
 
@@ -591,7 +597,7 @@ def _object(data: bytes, what: str, formats: tuple[int, ...]) -> dict[str, Any]:
     try:
         values = strict_json.from_json(data)
     except ValueError as error:
-        raise errors.BadFormat(f"{what}: not valid JSON: {error!s:.200}") from error
+        raise errors.BadFormat(f"{what} is not valid JSON: {error!s:.200}") from error
     if not isinstance(values, dict) or values.get("format") not in formats:
         expected = " or ".join(map(str, formats))
         raise errors.BadFormat(
@@ -605,5 +611,5 @@ def _check_kinds(values: Mapping[str, Any], what: str, kinds: Mapping[str, type]
         value = values.get(name)
         if not isinstance(value, kind) or (kind is int and not _is_whole(value)):
             raise errors.BadFormat(
-                f"{what}: expected {name} as {kind.__name__}, found {value!r:.200}"
+                f"{what}: expected field {name} of type {kind.__name__}, found {value!r:.200}"
             )

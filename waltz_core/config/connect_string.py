@@ -1,7 +1,7 @@
-"""The connect string: ZooKeeper's hosts and the root of one cluster in one text.
+"""The connect string: ZooKeeper's hosts and the root of one cluster, in one text.
 
-Every user types it, in Spark, in a shell and in configuration files, so all its errors are reported
-here, in one sentence each.
+Users type connect strings in Spark, in a shell and in configuration files. So this module reports
+all errors in a connect string, in one sentence each.
 
     zk1:2181,zk2:2181/waltz/payments        hosts with their ports, then the cluster's root
     zk1:2181/waltz/payments?auth=/etc/zk    and, if ZooKeeper requires authentication, an auth file
@@ -12,8 +12,9 @@ here, in one sentence each.
 Rules:
     1. Each host has a port; an IPv6 address is in brackets: [::1]:2181.
     2. The root is never "/": a cluster does not share ZooKeeper's own root.
-    3. It holds no secret: files are named, and read where the connection is made.
-    4. An option extends to "&" and the name of another: a file's name may have a "&".
+    3. A connect string contains no secret: it names files, which are read where the connection is
+       made.
+    4. An option extends to the next "&" with the name of an option: a file name may contain "&".
 """
 
 import re
@@ -101,7 +102,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_address(address: str) -> None:
-    """Raise BadConfig for an address that `split_address` rejects, or whose host cannot exist."""
+    """Raise BadConfig for an address that `split_address` rejects, or whose host is invalid."""
     host, _ = split_address(address)
     try:
         check_host(host[1:-1] if host.startswith("[") else host)

@@ -1,14 +1,14 @@
-"""Every setting of every process: default, unit, bounds, and what too little or too much costs.
+"""All settings of all processes: default, unit, bounds, and the cost of values that do not fit.
 
-No other module has settings of its own, so this file is the whole list. A machine gets the few
-numbers it needs, never a config object. `settings.py` declares, loads and writes settings.
+No other module has settings of its own, so this file is the complete list. A machine gets the few
+numbers that it needs, never a config object. `settings.py` declares, loads and writes settings.
 
 Rules:
     1. A name ends with its unit; a port 0 means "any free one", an `http_port` 0 means "none".
     2. Sizes that are part of a format are not settings; they are declared with the format.
     3. The sentence of a setting states the cost of too small and too large values.
 
-The samples in `conf/` are generated from here by `make docs`; a test compares them.
+`make docs` generates the samples in `conf/` from this file; a test compares them.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ def _zookeeper_connect_timeout_ms(default: int) -> Any:  # noqa: ANN401 - see `s
 
 @dataclass(frozen=True, kw_only=True)
 class ZooKeeperConfig(Config):
-    """The use of ZooKeeper by a process; part of every other kind."""
+    """The settings of a process for ZooKeeper; part of every other kind."""
 
     connect: str = _connect()
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(10_000)
@@ -122,7 +122,7 @@ class TlsConfig(Config):
     )
 
     def validate(self) -> None:
-        """Check relations between fields; raises BadConfig."""
+        """Raise BadConfig if the values of different settings contradict each other."""
         self._check_one_of("tls", TLS_MODES)
         if self.tls_verify:
             self._check_one_of("tls_verify", TLS_CHECKS)
@@ -226,7 +226,7 @@ def _check_audit(audit_log: str, access: str) -> None:
 
 
 def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None:
-    """Raise BadConfig for an impossible host, or if the process would publish none."""
+    """Raise BadConfig for an invalid host, or if other machines could not find the process."""
     bare = advertised_host.removeprefix("[").removesuffix("]")  # an IPv6 address may have them
     named = {"listen_host": listen_host, "advertised_host": bare, "http_host": http_host}
     for name, host in named.items():
@@ -253,7 +253,8 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "storage"
 
-    # A daemon waits longer than a client: no user waits for it, and its log names what it awaits.
+    # A daemon waits longer than a client: no user waits for it, and its log states what it waits
+    # for.
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     directory: str = setting(
         "",
@@ -413,7 +414,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
     handshakes_per_s_max: int = _handshakes_per_s_max()
 
     def validate(self) -> None:
-        """Check relations between fields; raises BadConfig."""
+        """Raise BadConfig if the values of different settings contradict each other."""
         _check_hosts(self.listen_host, self.advertised_host, self.http_host)
         super().validate()
         self._check_one_of("access", ACCESS_MODES)
@@ -433,7 +434,8 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
 
     kind: ClassVar[str] = "server"
 
-    # A daemon waits longer than a client: no user waits for it, and its log names what it awaits.
+    # A daemon waits longer than a client: no user waits for it, and its log states what it waits
+    # for.
     zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
     listen_host: str = setting(
         "127.0.0.1",
@@ -695,7 +697,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
     handshakes_per_s_max: int = _handshakes_per_s_max()
 
     def validate(self) -> None:
-        """Check relations between fields; raises BadConfig."""
+        """Raise BadConfig if the values of different settings contradict each other."""
         _check_hosts(self.listen_host, self.advertised_host, self.http_host)
         super().validate()
         self._check_one_of("access", ACCESS_MODES)
@@ -723,7 +725,7 @@ class ServerConfig(TlsConfig, ZooKeeperConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig(TlsConfig, ZooKeeperConfig):
-    """An application's client; it gets `ClientConfig(...)`, and reads no file and no variable."""
+    """An application's client; its settings come from `ClientConfig(...)`, no file or variable."""
 
     kind: ClassVar[str] = "client"
 
@@ -813,7 +815,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
     )
 
     def validate(self) -> None:
-        """Check relations between fields; raises BadConfig."""
+        """Raise BadConfig if the values of different settings contradict each other."""
         super().validate()
         self._check_at_most("retry_interval_ms_min", "retry_interval_ms_max")
         self._check_at_most("batch_bytes_max", "in_flight_bytes_max")
@@ -962,7 +964,7 @@ KINDS: dict[str, type[Config]] = {
 
 
 def render_toml(kind: str, values: Mapping[str, object]) -> str:
-    """Return the text of a configuration file with these values and nothing else.
+    """Return the text of a configuration file with only these values.
 
     Raises:
         BadConfig: an unknown kind or setting, or a value of another type or out of bounds.

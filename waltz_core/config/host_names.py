@@ -1,7 +1,7 @@
-"""Validation of the host of an address.
+"""Validation of the host in an address.
 
-Settings and connect strings reject impossible hosts, and the simulator reads settings: it must not
-import `dns_lookup.py`, which has threads.
+Settings and connect strings reject invalid hosts. The simulator reads settings, so this module must
+not import `dns_lookup.py`, which has threads.
 """
 
 import ipaddress
@@ -12,7 +12,7 @@ _NOT_IN_NAMES: Final = frozenset(" /:,[]")
 
 
 def check_host(host: str) -> None:
-    """Raise ValueError with the reason if a text is neither an address nor a possible name."""
+    """Raise ValueError with the reason if a text is neither an IP address nor a valid host name."""
     if is_numeric(host):
         return
     if not host or not host.isprintable() or _NOT_IN_NAMES.intersection(host):
@@ -22,7 +22,7 @@ def check_host(host: str) -> None:
 
 
 def is_numeric(host: str) -> bool:
-    """Return whether it is an IPv4 or an IPv6 address."""
+    """Return whether a host is an IPv4 or IPv6 address."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -31,7 +31,7 @@ def is_numeric(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host, which is not looked up: "localhost" is, "" not."""
+    """Return whether a host is a loopback address or "localhost"; names are not looked up."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,13 +1,13 @@
-"""Declaring settings, loading them from their sources, showing them, and writing them.
+"""Declares settings, loads them from their sources, shows them, and writes them.
 
-`declarations.py` has the list. Nothing here knows a setting by name except `connect`, which all
-kinds have.
+`declarations.py` has the list of settings. This module knows no setting by name except `connect`,
+which all kinds have.
 
 Rules:
     1. A value comes from the first source that has it: flag, environment, file, default.
-    2. The environment's name of `port` of a storage is `WALTZ_STORAGE_PORT`. `WALTZ_CONNECT`
+    2. The environment variable for `port` of a storage is `WALTZ_STORAGE_PORT`. `WALTZ_CONNECT`
        applies to every kind with a `connect` that its file does not set: a value for commands in a
-       shell must not send a daemon to another cluster.
+       shell must not connect a daemon to another cluster.
     3. An unknown name is an error with the nearest valid one, in a file and in the environment.
     4. Errors about values name the source: expected, found, where.
 """
@@ -15,7 +15,7 @@ Rules:
 import difflib
 import os
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -32,7 +32,7 @@ def setting(
     maximum: int | None = None,
     example: str = "",
 ) -> Any:  # noqa: ANN401 - what `dataclasses.field` returns has every type
-    """Declare a setting. With an `example` it has no default that could work, and must be given."""
+    """Declare a setting. A setting with an `example` has no usable default, and is required."""
     assert not example or default == "", "only a text can be required"
     metadata = {"doc": doc, "minimum": minimum, "maximum": maximum, "example": example}
     return field(default=default, metadata=metadata)
@@ -40,7 +40,7 @@ def setting(
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The base of all kinds: bounds are checked when one is created."""
+    """The base class of all kinds of processes; creating an object checks the bounds."""
 
     kind: ClassVar[str]
 
@@ -50,10 +50,10 @@ class Config:
         self.validate()
 
     def validate(self) -> None:
-        """Check relations between fields; raises BadConfig."""
+        """Raise BadConfig if the values of different settings contradict each other."""
 
     def _check_ports_differ(self, *names: str) -> None:
-        """Check that ports given by number are not given twice."""
+        """Check that no two of these settings have the same port, except port 0."""
         seen: dict[int, str] = {}
         for name in names:
             port: int = getattr(self, name)
@@ -65,14 +65,14 @@ class Config:
             seen[port] = name
 
     def _check_one_of(self, name: str, words: Collection[str]) -> None:
-        """Check that a setting is one of some words."""
+        """Check that the value of a setting is one of `words`."""
         found = getattr(self, name)
         if found not in words:
             known = ", ".join(each or "nothing" for each in words)
             raise BadConfig(f"setting {name}: expected one of {known}, found {found!r}")
 
     def _check_at_most(self, smaller: str, greater: str) -> None:
-        """Check that one setting does not exceed another."""
+        """Check that the value of one setting does not exceed that of another."""
         low, high = getattr(self, smaller), getattr(self, greater)
         if low > high:
             raise BadConfig(f"setting {smaller}: expected at most {greater} ({high}), found {low}")
@@ -132,7 +132,7 @@ def load(
                 f"{origin}: unknown setting {name!r}{nearest_name_hint(name, list(known))}"
             )
         values[name] = _convert_value(name, value, known[name].type, origin)
-        _check(f"{origin}: {name}", values[name], known[name])
+        _check(f"{origin}, setting {name}", values[name], known[name])
         origins[name] = origin
 
     if path is not None:
@@ -153,7 +153,7 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
     try:
         with open(path, "rb") as handle:
             found = tomllib.load(handle)
-        repr(found)  # raises for a number that no error could show, of over 4,300 digits
+        repr(found)  # raises for a number of over 4,300 digits, which no error could show
     except OSError as error:
         raise BadConfig(f"cannot read settings file {os.fspath(path)}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
@@ -174,19 +174,19 @@ def _environment_names(
 
 
 def _convert_value(name: str, value: object, wanted: Any, origin: str) -> Value:  # noqa: ANN401 - a type
-    """Return a value with the type of its setting; flags and the environment give texts."""
+    """Convert a value to the type of its setting; flags and the environment have only texts."""
     if isinstance(value, str) and wanted is int:
         try:
             return int(value)
         except ValueError:
             raise BadConfig(
-                f"{origin}: setting {name}: expected an integer, found {value!r}"
+                f"{origin}, setting {name}: expected an integer, found {value!r}"
             ) from None
     if isinstance(value, str) and wanted is bool and value.lower() in ("true", "false"):
         return value.lower() == "true"
     if type(value) is not wanted:
         expected = {int: "an integer", bool: "true or false", str: "a text"}[wanted]
-        raise BadConfig(f"{origin}: setting {name}: expected {expected}, found {value!r}")
+        raise BadConfig(f"{origin}, setting {name}: expected {expected}, found {value!r}")
     assert isinstance(value, str | int | bool)
     return value
 
@@ -210,8 +210,14 @@ def _missing(config_type: type[Config], name: str) -> str:
     )
 
 
+def shown_names(names: Sequence[str], count_max: int) -> str:
+    """Return the first names, separated by commas, with "..." if there are more."""
+    more = ", ..." if len(names) > count_max else ""
+    return ", ".join(names[:count_max]) + more or "none"
+
+
 def nearest_name_hint(name: str, known: list[str]) -> str:
-    """Return the end of a sentence about an unknown name: the name that was probably meant."""
+    """Return the hint for an unknown name: the name that was probably meant, or all names."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(known)}"
 
@@ -220,7 +226,7 @@ def nearest_name_hint(name: str, known: list[str]) -> str:
 
 
 def render(config_type: type[Config], values: Mapping[str, object]) -> str:
-    """Return the text of a configuration file with these values and nothing else.
+    """Return the text of a configuration file with only these values.
 
     Raises:
         BadConfig: an unknown setting, or a value of another type or out of bounds.
@@ -234,7 +240,7 @@ def render(config_type: type[Config], values: Mapping[str, object]) -> str:
                 f"{kind}: unknown setting {name!r}{nearest_name_hint(name, list(known))}"
             )
         typed = _convert_value(name, value, known[name].type, kind)
-        _check(f"{kind}: {name}", typed, known[name])
+        _check(f"{kind}, setting {name}", typed, known[name])
         lines.append(f"{name} = {toml_literal(name, typed)}\n")
     return "".join(lines)
 

@@ -1,6 +1,6 @@
 """Payload encryption in clients and in Spark: the log stores envelopes instead of payloads.
 
-`keys.py` gets keys by their IDs (`key_ids.py`), from a directory or from a function of the
-application. `envelopes.py` encrypts and decrypts payloads, single ones and Arrow columns of them.
+`keys.py` loads keys by their IDs (`key_ids.py`), from a directory or from a function of the
+application. `envelopes.py` encrypts and decrypts single payloads and Arrow columns of payloads.
 Servers, storages and the archive do not know that a payload is encrypted.
 """

@@ -1,7 +1,7 @@
 """Encrypted payloads: AES-256-GCM in an envelope that names its key.
 
-An envelope takes the place of the payload in a record; to the log it is a payload like any other.
-All integers are big-endian.
+An envelope replaces the payload in a record; the log treats it like any other payload. All integers
+are big-endian.
 
     bytes  field
     4      magic "WZE" and format 1
@@ -11,14 +11,14 @@ All integers are big-endian.
     rest   ciphertext, with 16 bytes of tag
 
 Rules (docs/decisions/064):
-    1. A call encrypts one payload, or payloads of a column; it draws a salt from the system for
-       each key ID. The AES-GCM key is derived from key and salt, and the nonce is the row number.
-       So no nonce repeats under one key, even after a fork.
-    2. The associated data is magic, key ID, partition and application header. The cluster's key is
-       not part of it: a restored cluster has another one.
-    3. A payload that cannot be decrypted is null, with a reason. Only a key provider that does not
-       answer is an error.
-    4. A payload that does not begin with the magic was not encrypted, and is returned as it is,
+    1. A call encrypts one payload, or the payloads of a column. For each key ID, it reads a random
+       salt from the operating system. The AES-GCM key is derived from key and salt, and the nonce
+       is the row number. So no nonce repeats under one key, even after a fork.
+    2. The associated data is magic, key ID, partition and application header. The cluster key is
+       not part of it: a restored cluster has another cluster key.
+    3. A payload that cannot be decrypted is returned as null, with a reason. Only a key provider
+       that does not answer causes an error.
+    4. A payload that does not begin with the magic was not encrypted. It is returned unchanged,
        unless encryption is required.
 """
 
@@ -44,21 +44,21 @@ _PLACE: Final = struct.Struct(">ii")  # partition and application header
 _TAG_BYTES: Final = 16
 # The nonce of AES-GCM has 12 bytes; the row number is the last four.
 _NONCE_HEAD: Final = bytes(12 - _ROW.size)
-# An envelope's bytes in addition to the payload and the key ID.
+# The bytes that an envelope adds to the payload and the key ID.
 ENVELOPE_BYTES: Final = len(MAGIC) + 1 + SALT_BYTES + _ROW.size + _TAG_BYTES
 
 _NOT_ENCRYPTED: Final = "the payload is not encrypted"
 
 
 class DecryptedPayload(NamedTuple):
-    """A payload; or None, and the reason."""
+    """A decrypted payload; or None, and the reason why it could not be decrypted."""
 
     data: bytes | None
     error: str | None = None
 
 
 class DecryptedColumn(NamedTuple):
-    """Payloads, null where they could not be decrypted; and the reasons, null elsewhere."""
+    """Decrypted payloads with nulls for failures, and their errors with nulls for successes."""
 
     data: pa.Array
     errors: pa.Array
@@ -68,10 +68,11 @@ class Encryption:
     """Encrypts and decrypts payloads with the keys of one provider.
 
     Args:
-        keys: the keys.
-        key_id: the key for encryption, where a call names no other one; empty: none, such payloads
-            are not encrypted.
-        is_required: whether a payload that is not encrypted counts as one that cannot be decrypted.
+        keys: the cache through which the provider's keys are read.
+        key_id: the key for calls of `encrypt` that name no key. If it is empty, these calls do not
+            encrypt.
+        is_required: whether `decrypt` treats an unencrypted payload as one that cannot be
+            decrypted.
 
     Raises:
         BadConfig: `key_id` is not a valid ID.
@@ -84,7 +85,10 @@ class Encryption:
 
     @staticmethod
     def of(reference: str, *, key_id: str = "", is_required: bool = False) -> "Encryption":
-        """Return the encryption with keys at a reference; see `keys.keys_of`, also for errors."""
+        """Return an `Encryption` with the keys at a reference.
+
+        See `keys.keys_of`, also for errors.
+        """
         return Encryption(keys_of(reference), key_id=key_id, is_required=is_required)
 
     # --- writing
@@ -92,11 +96,13 @@ class Encryption:
     def encrypt(
         self, data: bytes, *, partition: int, header: int, key_id: str | None = None
     ) -> bytes:
-        """Return the envelope of a payload; the payload itself if there is no key ID.
+        """Encrypt a payload and return the envelope.
+
+        Return the payload itself if there is no key ID.
 
         Raises:
-            BadConfig: there is no such key.
-            TooLarge: the envelope is larger than a transaction may be.
+            BadConfig: the provider does not have the key.
+            TooLarge: the envelope exceeds the maximum size of a transaction.
             Unavailable, or an error of the application's provider: see `KeyCache.find`.
         """
         chosen = self.key_id if key_id is None else check_key_id(key_id, "encryption key")
@@ -114,16 +120,18 @@ class Encryption:
     def encrypt_column(
         self, data: pa.Array, *, partition: int, headers: Sequence[int], key_ids: Sequence[str]
     ) -> pa.Array:
-        """Return the envelopes of payloads of one partition, each with its key.
+        """Encrypt a column of payloads of one partition, each with its own key.
+
+        Return the envelopes.
 
         Args:
             data: binary, without nulls.
-            partition: the partition of all of them.
-            headers: the application header of each.
-            key_ids: the ID of the key of each.
+            partition: the partition of all payloads.
+            headers: the application header of each payload.
+            key_ids: the key ID for each payload.
 
         Raises:
-            BadConfig: there is no such key, or an ID is not valid.
+            BadConfig: the provider does not have a key, or a key ID is not valid.
             Unavailable, or an error of the application's provider: see `KeyCache.find`.
         """
         calls = {
@@ -136,14 +144,14 @@ class Encryption:
     # --- reading
 
     def is_ready(self, data: bytes) -> bool:
-        """Whether `decrypt` returns without a call of the key provider, which may block."""
+        """Whether `decrypt` can return without a call of the key provider, which may block."""
         if data[: len(MAGIC)] != MAGIC:
             return True
         key_id = _key_id_of(data[: _head_bytes(data) - SALT_BYTES])
         return not is_key_id(key_id) or self.keys.is_cached(key_id)
 
     def decrypt(self, data: bytes, *, partition: int, header: int) -> DecryptedPayload:
-        """Return the payload of an envelope (rules 3 and 4).
+        """Decrypt an envelope and return its payload (rules 3 and 4).
 
         Raises:
             BadConfig, Unavailable, or an error of the application's provider: see `KeyCache.find`.
@@ -155,14 +163,15 @@ class Encryption:
     def decrypt_column(
         self, data: pa.Array, *, partition: int, headers: Sequence[int]
     ) -> DecryptedColumn:
-        """Return the payloads of a column of one partition (rules 3 and 4).
+        """Decrypt a column of payloads of one partition (rules 3 and 4).
 
-        It also decrypts column `data` of archived objects, which have the same envelopes.
+        The column `data` of archived objects contains the same envelopes, so this method decrypts
+        it.
 
         Args:
             data: binary, without nulls: envelopes, or payloads that are not encrypted.
-            partition: the partition of all of them.
-            headers: the application header of each.
+            partition: the partition of all payloads.
+            headers: the application header of each payload.
 
         Raises:
             BadConfig, Unavailable, or an error of the application's provider: see `KeyCache.find`.
@@ -177,7 +186,7 @@ class Encryption:
 
 
 class _EncryptionCall:
-    """One salt, for payloads of one key and one partition (rule 1)."""
+    """Encrypts payloads of one key and one partition with one salt (rule 1)."""
 
     def __init__(self, keys: KeyCache, key_id: str, partition: int) -> None:
         key = keys.find(key_id)
@@ -202,7 +211,10 @@ class _EncryptionCall:
 
 
 class _DecryptionCall:
-    """Decrypts payloads of one partition; payloads of one batch share what precedes the row."""
+    """Decrypts payloads of one partition.
+
+    Caches the cipher for each head (magic, key ID and salt).
+    """
 
     def __init__(self, keys: KeyCache, partition: int, *, is_required: bool) -> None:
         from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - optional
@@ -244,7 +256,7 @@ class _DecryptionCall:
         return found
 
     def _derive_cipher(self, head: bytes) -> "_CallCipher | str":
-        """Return the derived key of the envelopes with a head, or the reason why there is none."""
+        """Return the cipher for envelopes with this head, or the reason why there is no cipher."""
         encoded_key_id, salt = head[:-SALT_BYTES], head[-SALT_BYTES:]
         key_id = _key_id_of(encoded_key_id)
         if not is_key_id(key_id):
@@ -260,7 +272,10 @@ class _DecryptionCall:
 
 
 class _CallCipher(NamedTuple):
-    """What the envelopes of one call have in common; `mismatch` is the reason for a wrong tag."""
+    """The cipher for the envelopes of one call.
+
+    `mismatch` is the reason reported for a wrong tag.
+    """
 
     aead: "AESGCM"
     encoded_key_id: bytes
@@ -268,7 +283,7 @@ class _CallCipher(NamedTuple):
 
 
 def _encoded_key_id(key_id: str) -> bytes:
-    """Return magic and key ID, as they begin an envelope."""
+    """Return the first bytes of an envelope: magic, length of the key ID, and key ID."""
     return MAGIC + bytes((len(key_id),)) + key_id.encode("ascii")
 
 
@@ -277,6 +292,6 @@ def _key_id_of(encoded_key_id: bytes) -> str:
 
 
 def _head_bytes(data: bytes) -> int:
-    """Return the bytes of magic, key ID and salt of an envelope, which may be damaged."""
+    """Return the length of magic, key ID and salt in an envelope, which may be damaged."""
     id_bytes = data[len(MAGIC)] if len(data) > len(MAGIC) else 0
     return len(MAGIC) + 1 + id_bytes + SALT_BYTES

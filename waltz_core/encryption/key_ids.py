@@ -1,4 +1,4 @@
-"""The IDs of encryption keys, as options name them and envelopes contain them."""
+"""The IDs of encryption keys, as they appear in options and in envelopes."""
 
 import re
 from typing import Final
@@ -10,12 +10,15 @@ _KEY_ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{KEY_ID_BYTES_MAX - 1}}}")
 
 
 def is_key_id(key_id: str) -> bool:
-    """Whether a text is a key ID: 1 to 64 of A-Z a-z 0-9 . _ - and first a letter or a digit."""
+    """Whether a text has the form of a key ID.
+
+    A key ID has 1 to 64 characters of A-Z a-z 0-9 . _ - and begins with a letter or a digit.
+    """
     return _KEY_ID.fullmatch(key_id) is not None
 
 
 def check_key_id(key_id: object, where: str) -> str:
-    """Return a key ID; raises BadConfig for any other value, with `where` it was found."""
+    """Return a valid key ID; raises BadConfig, with its location `where`, for any other value."""
     if not isinstance(key_id, str) or not is_key_id(key_id):
         raise errors.BadConfig(
             f"{where}: expected a key ID of 1 to {KEY_ID_BYTES_MAX} letters, digits, '.', "

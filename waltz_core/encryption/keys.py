@@ -1,10 +1,10 @@
-"""Encryption keys by ID: from a directory of files, or from a function of the application.
+"""Encryption keys by ID, from a directory of files or from a function of the application.
 
-Options and settings have a reference to the keys, never a key.
+Options and settings contain a reference to the keys, never a key.
 
 Rules (docs/decisions/064):
-    1. A key is used for at most `KEY_SECONDS` after it was received from its provider: a key that
-       is destroyed there cannot be used any more after that time.
+    1. A key is used for at most `KEY_SECONDS` after it was received from its provider: after this
+       time, a key that the provider has destroyed cannot be used any more.
     2. A missing key is cached in the same way. The cache has at most `KEYS_MAX` IDs: IDs are read
        from the log, and a writer chooses them.
     3. Only a provider that answers can state that there is no key. If it cannot answer, the call
@@ -29,23 +29,24 @@ if TYPE_CHECKING:
 KEY_BYTES: Final = 32
 KEY_SECONDS: Final = 60.0
 KEYS_MAX: Final = 10_000
-# Derived keys that are kept for each key: those of the batches that are read at the same time.
+# The maximum number of cached derived keys for each key. Batches that are read at the same time
+# need one each.
 _DERIVED_MAX: Final = 16
 _INFO: Final = b"waltz payload 1"
 
-# Returns the 32 bytes of the key with an ID, or None if there is none.
+# A function from a key ID to the 32 bytes of the key, or None if the key does not exist.
 KeyProvider = Callable[[str], bytes | None]
 
 
 class Key:
-    """One key, and the AES-GCM keys that are derived from it."""
+    """One key, and a cache of the AES-GCM keys that are derived from it."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._derived: OrderedDict[bytes, AESGCM] = OrderedDict()
 
     def derive_key(self, salt: bytes) -> "AESGCM":
-        """Return the AES-256-GCM key for a salt: HKDF-SHA-256 (RFC 5869) of key and salt."""
+        """Return the AES-256-GCM key that HKDF-SHA-256 (RFC 5869) derives from key and salt."""
         found = self._derived.get(salt)
         if found is None:
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # noqa: PLC0415 - optional
@@ -66,12 +67,12 @@ class _CachedKey(NamedTuple):
 
 
 class KeyCache:
-    """The keys of one provider; several threads may use it (rules 1 and 2).
+    """Caches the keys of one provider; several threads may use it (rules 1 and 2).
 
     Args:
         provider: returns keys by ID; it may block.
-        name: the provider in an error.
-        clock: the time in seconds.
+        name: the name of the provider in errors.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -80,7 +81,8 @@ class KeyCache:
         self.name = name
         self._provider = provider
         self._clock = clock
-        # NB: no lock, which a fork could copy in a locked state: each access is one operation.
+        # NB: there is no lock, which a fork could copy in a locked state: each access is one
+        # operation.
         self._cached: OrderedDict[str, _CachedKey] = OrderedDict()
 
     def __reduce__(self) -> NoReturn:
@@ -90,16 +92,16 @@ class KeyCache:
         )
 
     def is_cached(self, key_id: str) -> bool:
-        """Whether `find` returns without a call of the provider, which may block."""
+        """Whether `find` can return without a call of the provider, which may block."""
         return self._cached_key(key_id) is not None
 
     def find(self, key_id: str) -> Key | None:
-        """Return the key with a valid ID, None if there is none.
+        """Return the key with an ID, which must be valid; None if the provider has no such key.
 
         Raises:
-            BadConfig: the provider has returned something else than 32 bytes.
+            BadConfig: the provider returned a value other than 32 bytes.
             Unavailable: the directory cannot be read.
-            The errors of a provider that the application has written.
+            Any error that the application's provider raises.
         """
         found = self._cached_key(key_id)
         if found is None:
@@ -122,25 +124,26 @@ def _check_secret(secret: object, key_id: str, name: str) -> bytes:
     # NB: an error must not contain the key.
     if not isinstance(secret, bytes):
         raise errors.BadConfig(
-            f"{name}: key {key_id!r}: expected bytes, found {type(secret).__name__}"
+            f"{name}, key {key_id!r}: expected bytes, found {type(secret).__name__}"
         )
     if len(secret) != KEY_BYTES:
         raise errors.BadConfig(
-            f"{name}: key {key_id!r}: expected {KEY_BYTES} bytes, found {len(secret)}"
+            f"{name}, key {key_id!r}: expected {KEY_BYTES} bytes, found {len(secret)}"
         )
     return secret
 
 
 @lru_cache(maxsize=16)
 def keys_of(reference: str) -> KeyCache:
-    """Return the keys at a reference, the same object for each call in a process.
+    """Return the keys at a reference: the same object for each call in a process.
 
-    `reference` is a directory, with one file for each key: its name is the key's ID, its content
-    64 hexadecimal digits. Or it is "module:function", a function that takes an ID and returns 32
-    bytes, or None if there is no such key.
+    `reference` is a directory with one file for each key: the file name is the key ID, the content
+    is 64 hexadecimal digits. Or it is "module:function": a function that takes a key ID and returns
+    32 bytes, or None if the key does not exist.
 
     Raises:
-        BadConfig: there is no such directory or function, or the package `cryptography` is missing.
+        BadConfig: the directory or function does not exist, or the package `cryptography` is
+            missing.
     """
     try:
         importlib.import_module("cryptography.hazmat.primitives.ciphers.aead")
@@ -163,13 +166,13 @@ def keys_of(reference: str) -> KeyCache:
 
 
 class KeyDirectory:
-    """A provider that reads a file for each key."""
+    """A key provider that reads keys from a directory with one file for each key."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
     def __call__(self, key_id: str) -> bytes | None:
-        """Return the key with an ID; None if there is no file, or this process may not read it."""
+        """Read the key with an ID; return None if its file does not exist or is not readable."""
         path = self._directory / key_id
         try:
             text = path.read_bytes()

@@ -1,8 +1,8 @@
 """Encodes a range of the feed as many FEED_DATA frames at once, for 0.13 clients.
 
-A 0.13 client gets one message for each transaction, so one that catches up gets millions. Each is
-36 bytes long, so they are built as rows of one array. The layout is that of `messages.FeedData`; a
-test compares the two.
+A 0.13 client gets one message for each transaction, so a client that catches up gets millions. Each
+frame is 36 bytes long, so the frames are built as rows of one array. The layout is that of
+`messages.FeedData`; a test compares the two.
 
     magic (1) | version (2) | length (4) | type (1) | request ID (16) | ID (8) | header (4)
 """
@@ -31,7 +31,10 @@ assert FEED_FRAME_BYTES == 36
 
 
 def feed_frames(first: int, headers: Buffer, version: int) -> bytes:
-    """Return a frame for each transaction from `first` on, of its 20 bytes (request ID, header)."""
+    """Encode one frame for each transaction from `first` on.
+
+    `headers` has 20 bytes for each transaction: request ID, application header.
+    """
     heads = np.frombuffer(headers, FEED_HEADER_DTYPE)
     assert heads.size * FEED_HEADER_BYTES == len(headers)
     frames = np.empty(heads.size, _FRAME)

@@ -1,4 +1,4 @@
-"""The interfaces that reads at a 0.13 server need from the client, and their results."""
+"""The client's interfaces that reads at a 0.13 server need, and the results of these reads."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeVar
@@ -15,7 +15,7 @@ class OwnerAddress(Protocol):
 
     @property
     def address(self) -> str:
-        """HOST:PORT."""
+        """The address of the server, as HOST:PORT."""
 
     @property
     def generation(self) -> Generation:
@@ -38,7 +38,7 @@ class SharedLink(Protocol):
 
 
 class LinkToOwner(Protocol):
-    """A partition, its owner, and a link to it."""
+    """A partition, its owner, and a link to the owner."""
 
     @property
     def link(self) -> SharedLink:
@@ -50,18 +50,18 @@ class LinkToOwner(Protocol):
 
     @property
     def partition_id(self) -> PartitionId:
-        """The partition."""
+        """The ID of the partition."""
 
     @property
     def timeout_s(self) -> float:
-        """The timeout of an answer."""
+        """The timeout of an answer, in seconds."""
 
 
 class Links(Protocol):
-    """Opens connections."""
+    """Opens connections to servers."""
 
     async def dial_unshared(self, address: str) -> net.Link:
-        """Return a connection that is not shared; raises Unreachable, RemoteProtocolError."""
+        """Return a new connection that is not shared; raises Unreachable or RemoteProtocolError."""
 
 
 class ClientIds(Protocol):
@@ -72,19 +72,19 @@ class ClientIds(Protocol):
 
 
 class Query(Protocol):
-    """What to read: `first` to `last` (inclusive), about `bytes_max`, with a filter."""
+    """The range to read, `first`..`last` (inclusive), with a size limit and a filter."""
 
     @property
     def first(self) -> TransactionId:
-        """The first transaction."""
+        """The first transaction to read."""
 
     @property
     def last(self) -> TransactionId:
-        """The last one."""
+        """The last transaction to read."""
 
     @property
     def form(self) -> RangeForm:
-        """Whole records, or headers."""
+        """Whether to read whole records, or headers."""
 
     @property
     def header_values(self) -> tuple[int, ...]:
@@ -92,11 +92,14 @@ class Query(Protocol):
 
     @property
     def bytes_max(self) -> int:
-        """The limit in bytes."""
+        """The approximate limit of the result, in bytes."""
 
 
 class LegacyRecords(NamedTuple):
-    """The records up to `last`; `lengths` are those of whole records, empty for headers."""
+    """The records up to ID `last`.
+
+    `lengths` are the lengths of whole records; empty for headers.
+    """
 
     last: TransactionId
     lengths: list[int]

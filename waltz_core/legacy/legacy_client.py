@@ -2,19 +2,20 @@
 
 Up to L 4 the protocol cannot express the outcome of an append, a rejection, or the end of a mount.
 The adapter, between partitions and links, translates every answer into a message that such a client
-understands, or drops it; it never sends anything untrue. docs/decisions/020 has each state in which
-a client might wait forever, and how it ends.
+understands, or drops it. It never sends a false statement. docs/decisions/020 lists each state in
+which a client might wait forever, and how this state ends.
 
 Rules:
-    1. A failed append is reported only when that is final: by LOCK_FAILURE, or by the answer to the
-       flush that the client sends after its mount, and every 5 s while an append is open.
+    1. A failed append is reported only when the failure is final: by LOCK_FAILURE, or by the answer
+       to a flush. The client sends a flush after its mount, and every 5 s while an append is open.
     2. The end of a mount is reported as NOT_READY, with the mount's request ID: the client mounts
-       again on the same connection, and flushes. It is sent once for each mount.
-    3. The adapter closes a connection in the cases in which 0.13 closes it, and if a mark cannot be
-       reported: the client reconnects with the next connection sequence, mounts, and asks again.
+       again on the same connection, and flushes. The adapter sends this report once for each mount.
+    3. The adapter closes a connection in the cases in which 0.13 closes it, and if a high-water
+       mark cannot be reported. The client then reconnects with the next connection sequence,
+       mounts, and requests the mark again.
     4. A request under a mount that is not the connection's latest gets no answer.
     5. If a client continues as if its mount had not ended, `MOUNT_WAIT_S` after the report, it has
-       not processed the report: its connection is closed.
+       not processed the report. The adapter then closes its connection.
 """
 
 from dataclasses import dataclass
@@ -48,16 +49,17 @@ from waltz_core.wire.messages import (
 )
 
 VERSION_MAX: Final = 4
-_OUTCOMES_UP_TO: Final = 2  # the last version in which the answer to a mount is a bool
-# How long a request for a mark stays open that cannot be answered.
+_OUTCOMES_UP_TO: Final = 2  # the last version in which a bool answers a mount
+# How long a request for a high-water mark stays open if it cannot be answered.
 MARK_WAIT_S: Final = 5.0
 # A client mounts again 500 ms after NOT_READY (docs/design/wire-format.md 2.2).
 MOUNT_WAIT_S: Final = 5.0
-# Texts of 0.13 that its clients check.
+# The error texts of 0.13 that its clients check.
 _NOT_FOUND: Final = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
 _NOT_HERE: Final = "partition not ready"
 
-# A row rejected with one of these is not in the log, and its client must mount again.
+# If a row was rejected for one of these reasons, it is not in the log, and its client must mount
+# again.
 _ENDS_MOUNT: Final = frozenset(
     (
         RowOutcomeCode.LOST,
@@ -67,11 +69,12 @@ _ENDS_MOUNT: Final = frozenset(
         RowOutcomeCode.NO_SPACE,
     )
 )
-# Errors of a mount or a feed after which 0.13 closes the connection, or that it cannot use.
+# The errors of a mount or a feed after which 0.13 closes the connection, or that a 0.13 client
+# cannot use.
 _ENDS_CONNECTION: Final = frozenset(
     each.code for each in (errors.BadRequest, errors.ClientAheadOfLog, errors.ConnectionSuperseded)
 )
-# Errors that do not show whether there is such a partition.
+# The errors that do not show whether the partition exists.
 _OF_ANY_PARTITION: Final = frozenset(
     each.code
     for each in (
@@ -79,10 +82,10 @@ _OF_ANY_PARTITION: Final = frozenset(
         errors.PermissionDenied,
         errors.ClientIdDenied,
         errors.PermissionsNotLoaded,
-        errors.Overloaded,  # a limit of the principal
+        errors.Overloaded,  # the principal exceeds a limit
     )
 )
-# Errors of a request for data: the partition has moved, or is between two sessions.
+# The errors of a request for data if the partition has moved, or is between two sessions.
 _OTHER_OWNER_CODES: Final = frozenset(
     each.code
     for each in (
@@ -121,14 +124,17 @@ LegacyResponse: TypeAlias = ClientMessage | Frames | EndConnection | Inexpressib
 
 @dataclass(slots=True)
 class _LegacyMount:
-    """The latest mount of a partition on this connection; `is_ready` between READY and its end."""
+    """The latest mount of a partition on this connection.
+
+    `is_ready` is true after READY was reported, until the mount ends.
+    """
 
     req_id: ReqId
     is_ready: bool = False
 
 
 class LegacyClientAdapter:
-    """One connection of a 0.13 client; see the module's rules."""
+    """Adapts one connection of a 0.13 client, by the module's rules."""
 
     __slots__ = ("_ended_s", "_ends_soon", "_mounts", "_version")
 
@@ -136,7 +142,8 @@ class LegacyClientAdapter:
         assert version <= VERSION_MAX
         self._version = version
         self._mounts: dict[PartitionId, _LegacyMount] = {}
-        # When the end of a partition's mount was last reported, if it has no mount now (rule 5).
+        # When the end of a partition's mount was last reported, if the partition has no mount now
+        # (rule 5).
         self._ended_s: dict[PartitionId, float] = {}
         self._ends_soon = False
 
@@ -144,7 +151,7 @@ class LegacyClientAdapter:
     # requests
 
     def note_request(self, message: ClientMessage, now_s: float) -> EndConnection | None:
-        """Note a request before it is processed; return EndConnection if it must be closed."""
+        """Check a request before it is processed; return EndConnection if the link must close."""
         partition_id = message.req_id.partition_id
         if isinstance(message, AppendRequest | FeedRequest):
             ended_s = self._ended_s.get(partition_id)
@@ -177,7 +184,7 @@ class LegacyClientAdapter:
     def translate_answer(
         self, message: ClientMessage, request: ClientMessage | None, now_s: float
     ) -> LegacyResponse | None:
-        """Translate the answer to a request."""
+        """Translate the answer to a request; None if the client gets no answer."""
         answer = self._translate(message, request)
         if isinstance(answer, MountResponse | MountOutcome):
             partition_id = answer.req_id.partition_id
@@ -203,12 +210,13 @@ class LegacyClientAdapter:
                 return message
 
     def _on_append_ended(self, message: AppendResult) -> LegacyResponse | None:
-        """Report the outcome of an append; only the feed reports committed ones."""
+        """Report the outcome of an append; only the feed reports committed appends."""
         req_id, reason = message.req_id, RowOutcomeCode(message.reasons[0])
         assert len(message.reasons) == 1, "a 0.13 client appends single transactions"
         if reason is RowOutcomeCode.LOCK:
             conflict = int.from_bytes(message.conflicting, "big", signed=True)
-            # The client waits until its mark reaches this ID, so it must be a committed one.
+            # The client waits until its mark reaches this ID, so it must be the ID of a committed
+            # transaction.
             assert conflict <= message.high_water_mark
             return LockFailure(req_id, conflict)
         if reason in _ENDS_MOUNT:
@@ -217,7 +225,7 @@ class LegacyClientAdapter:
             return InexpressibleError(
                 f"append {req_id} is too large, and a Waltz 0.13 client sends it again and again"
             )
-        return None  # In the log, or (OVERLOADED) rejected until the client's next flush.
+        return None  # in the log, or (OVERLOADED) rejected until the next flush
 
     # -----------------------------------------------------------------------------------------
     # mounts
@@ -233,7 +241,7 @@ class LegacyClientAdapter:
         return self._mount_state(req_id, state)
 
     def _on_mount_ended(self, partition_id: PartitionId) -> LegacyResponse | None:
-        """Make the client mount again, unless it is about to (rule 2)."""
+        """Make the client mount again, unless it is already mounting (rule 2)."""
         mount = self._mounts.get(partition_id)
         if mount is None or not mount.is_ready:
             return None
@@ -250,7 +258,7 @@ class LegacyClientAdapter:
     def _translate_error(
         self, request: ClientMessage | None, error: ErrorResponse
     ) -> LegacyResponse | None:
-        """Translate an error, depending on the request."""
+        """Translate an error; the translation depends on the request."""
         req_id = error.req_id
         answer: LegacyResponse | None = None
         match request:
@@ -284,13 +292,13 @@ class LegacyClientAdapter:
         return self._on_mount_answered(req_id, MountState.NOT_READY)
 
     def _on_flush_rejected(self, req_id: ReqId, error: ErrorResponse) -> LegacyResponse | None:
-        """Send nothing, like 0.13; if the mount still exists, make the client mount again."""
+        """Send nothing, like 0.13. If the mount still exists, make the client mount again."""
         if error.error_code in (errors.NotOwned.code, errors.UnknownPartition.code):
             return None
         return self._on_mount_ended(req_id.partition_id)
 
     def _on_mark_rejected(self, error: ErrorResponse) -> LegacyResponse | None:
-        """Send nothing, and let the client ask again on its next connection (rule 3)."""
+        """Send nothing. The client requests the mark again on its next connection (rule 3)."""
         if self._ends_soon:
             return None
         self._ends_soon = True
@@ -298,7 +306,10 @@ class LegacyClientAdapter:
 
 
 def _is_of_no_partition(message: ClientMessage) -> bool:
-    """Whether there may be no such partition: a peer that invents them must not exhaust memory."""
+    """Whether the partition may not exist.
+
+    A peer that invents partition IDs must not exhaust memory.
+    """
     if not isinstance(message, ErrorResponse):
         return False
     return message.error_code in _OF_ANY_PARTITION

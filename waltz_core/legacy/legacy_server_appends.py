@@ -2,13 +2,13 @@
 
 Rules (4 to 6 and 8: `legacy_server_stream.py`):
     1. A row is COMMITTED if, and only if, its request ID was seen in the feed.
-    2. It is LOST if a later row of this connection was seen there: the server processes appends in
-       order of arrival, and assigns IDs in that order.
-    3. It is LOCK if the server has answered so. The stream gets this answer when the feed has
+    2. A row is LOST if a later row of this connection was seen in the feed: the server processes
+       appends in order of arrival, and assigns IDs in that order.
+    3. A row is LOCK if the server has answered so. The stream gets this answer when the feed has
        passed the estimate.
-    7. The rows in flight suffice for one batch that the storages write and one that gathers
-       meanwhile, not more: beyond 300 a 0.13 server stops reading the connection, which other
-       partitions share.
+    7. The rows in flight suffice for one batch that the storages write and another batch that is
+       gathered meanwhile, not more. Beyond 300 requests, a 0.13 server stops reading the
+       connection, which other partitions share.
 """
 
 from collections import deque
@@ -18,43 +18,43 @@ from waltz_core.legacy.legacy_server_rows import LegacyRow, SubmissionRows
 from waltz_core.records.record import ReqId, TransactionId
 from waltz_core.wire.messages import AppendRequest, RowOutcomeCode
 
-# Rule 7: twice the size of a 0.13 server's batch for its storages.
+# Rule 7: twice the maximum size of a batch that a 0.13 server sends to its storages.
 IN_FLIGHT_MAX: Final = 200
 
 
 class LegacyAppends:
-    """The rows of one partition on one connection; methods return submissions to answer."""
+    """The rows of one partition on one connection. Methods return the submissions to answer."""
 
     def __init__(self) -> None:
         self.waiting: deque[LegacyRow] = deque()
-        self.in_flight: dict[ReqId, LegacyRow] = {}  # in the order in which they were sent
-        self._rejected: list[LegacyRow] = []  # those of them that a lock has rejected (rule 3)
+        self.in_flight: dict[ReqId, LegacyRow] = {}  # in the order of sending
+        self._rejected: list[LegacyRow] = []  # the rows in flight that a lock has rejected (rule 3)
         self.sent_count = 0
 
     @property
     def oldest_ms(self) -> int | None:
-        """When the oldest row in flight was sent."""
+        """When the oldest row in flight was sent; None if no row is in flight."""
         oldest = next(iter(self.in_flight.values()), None)
         return None if oldest is None else oldest.sent_ms
 
     @property
     def newest(self) -> ReqId:
-        """The newest row in flight; there must be one."""
+        """The request ID of the newest row in flight; there must be one."""
         return next(reversed(self.in_flight))
 
     @property
     def may_send(self) -> bool:
-        """Whether a row waits and another one may be in flight (rule 7)."""
+        """Whether a row waits and another row may be in flight (rule 7)."""
         return bool(self.waiting) and len(self.in_flight) < IN_FLIGHT_MAX
 
     def clear(self) -> None:
-        """Forget all rows: their connection is mounted again."""
+        """Forget all rows, because their connection is mounted again."""
         self.waiting.clear()
         self.in_flight.clear()
         self._rejected.clear()
 
     def send(self, now_ms: int) -> AppendRequest:
-        """Return the request of the next row, which is in flight from now on."""
+        """Mark the next row as in flight; return its request."""
         row = self.waiting.popleft()
         self.sent_count += 1
         row.number, row.sent_ms = self.sent_count, now_ms
@@ -62,7 +62,7 @@ class LegacyAppends:
         return row.request
 
     def on_committed(self, req_id: ReqId, transaction_id: TransactionId) -> list[SubmissionRows]:
-        """Process a row in the feed: all rows sent before it are final, too (rules 1, 2)."""
+        """A row was seen in the feed: all rows sent before it are final, too (rules 1 and 2)."""
         row = self.in_flight.get(req_id)
         if row is None:
             return []
@@ -84,7 +84,7 @@ class LegacyAppends:
         for row in rejected:
             assert row.estimate is not None
             if row.request.req_id not in self.in_flight:
-                continue  # a later row was committed meanwhile
+                continue  # A later row was committed meanwhile.
             if row.estimate > mark:
                 self._rejected.append(row)
                 continue
@@ -94,7 +94,7 @@ class LegacyAppends:
         return ended
 
     def end_up_to(self, number: int, reason: RowOutcomeCode) -> list[SubmissionRows]:
-        """End all rows up to the one that was sent as `number`: they are not in the log."""
+        """End all rows up to the row that was sent as `number`: they are not in the log."""
         ended = []
         while self.in_flight:
             req_id, row = next(iter(self.in_flight.items()))

@@ -1,9 +1,9 @@
-"""The partitions of one connection to a 0.13 server, as a machine.
+"""The partitions of one connection to a 0.13 server, as a state machine.
 
-Partitions share only the connection sequence; each of them is an `LegacyServerPartition`.
+Partitions share only the connection sequence; each of them is a `LegacyServerPartition`.
 
-Rule: all mounts of one connection have the connection sequence of the first one. The server keeps
-that one for as long as the connection lasts, and drops messages with another one.
+Rule: all mounts of one connection have the connection sequence of the first mount. The server keeps
+this sequence as long as the connection lasts, and drops messages with another one.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from waltz_core.wire.messages import ClientMessage, MountWriter
 
 @value(frozen=True, slots=True)
 class SendToLegacyServer:
-    """A message from a stream."""
+    """A message from a stream, to send to the server."""
 
     message: ClientMessage
 
@@ -32,7 +32,7 @@ class ReceivedFromLegacyServer:
 
 @value(frozen=True, slots=True)
 class OwnershipProven:
-    """ZooKeeper has answered `Prove`: whether the server owns the partition."""
+    """ZooKeeper has answered `ProveOwnership`: whether the server owns the partition."""
 
     partition_id: PartitionId
     number: int
@@ -48,12 +48,12 @@ class LegacyServerLink:
     def __init__(self) -> None:
         self._partitions: dict[int, LegacyServerPartition] = {}
         self._connection_sequence: int | None = None
-        # The earliest wake-up since all partitions were checked: most have none.
+        # The earliest wake-up time since all partitions were checked; most partitions have none.
         self._wake_at_ms: int | None = None
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to send the next `Wakeup`, or an earlier time, at which nothing is due."""
+        """When the driver must send the next `Wakeup`; may be too early, when nothing is due."""
         return self._wake_at_ms
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:

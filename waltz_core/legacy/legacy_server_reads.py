@@ -1,15 +1,15 @@
 """Reads ranges at a 0.13 server, which has no ranges: headers from a feed, data one by one.
 
-This is the slow way to what `ranges.py` gets in one answer. The result lacks what 0.13 does not
-store: session, commit stamps and chain.
+This is the slow way to a result that `ranges.py` gets in one answer. The result lacks what 0.13
+does not store: session, commit stamps and hash chain.
 
 Rules:
-    1. Headers come from a mount: a 0.13 server feeds everything from the mark on. Each reader has
-       its own connection for it, with a client ID that writes nothing and is not shared; while the
-       reader does not continue, the feed waits in the kernel.
+    1. Headers come from a mount: a 0.13 server feeds all transactions after the mark. Each reader
+       has its own connection for it, with a client ID that writes nothing and is not shared. While
+       the reader does not continue, the feed waits in the kernel.
     2. Data is requested only after the feed has delivered the header, or if the caller knows that
-       it is committed: a 0.13 server that gets the request too early never finds that transaction
-       again (docs/design/wire-format.md 2.6).
+       the transaction is committed. If a 0.13 server gets the request too early, it never finds
+       that transaction again (docs/design/wire-format.md 2.6).
     3. Enough requests for data are in flight that a round trip costs little, but not more: they
        share a connection with other requests.
     4. A connection sequence is never used twice: a 0.13 server drops messages with an old one.
@@ -46,12 +46,13 @@ from waltz_core.wire.messages import RangeForm
 if TYPE_CHECKING:
     from waltz_core.transport import net
 
-# Rule 3.
+# The maximum number of data requests in flight (rule 3).
 CONCURRENT_REQUESTS_MAX = 64
-# Headers in one chunk: for reads of data, and for reads of headers (one frame).
+# The maximum number of headers in one chunk: for reads of data, and for reads of headers (one
+# frame).
 WHOLE_COUNT_MAX = 4_096
 HEADERS_COUNT_MAX = 65_536
-# Feeds of one partition that are kept for readers that continue.
+# The maximum number of feeds of one partition that are kept for readers that continue.
 FEEDS_MAX = 4
 
 _NO_REQUEST = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
@@ -63,22 +64,22 @@ class LegacyServerReads:
     def __init__(self, client_ids: ClientIds, links: Links, client_id: int) -> None:
         self._client_ids = client_ids
         self._links = links
-        self._data_client_id = client_id  # for data
+        self._data_client_id = client_id  # for requests of data
         self._idle_ids: list[int] = []  # for feeds
         self._sequences = count()
-        # Open feeds that a reader may continue, the oldest first.
+        # The open feeds that a reader may continue, the oldest first.
         self._feeds: dict[PartitionId, list[HeaderFeed]] = {}
         self._is_closed = False
 
     def close(self) -> None:
-        """End all feeds; one that is being read ends when that read ends."""
+        """Close all idle feeds. A feed that is being read closes when this read ends."""
         self._is_closed = True
         for feeds in self._feeds.values():
             for each in feeds:
                 each.close()
 
     async def range(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
-        """Return a range of the log; empty if it ends before.
+        """Read a range of the log; empty if the log ends before it.
 
         Raises Unavailable, like a read at a current server.
         """
@@ -96,10 +97,10 @@ class LegacyServerReads:
         return LegacyRecords(TransactionId(last), [], records)
 
     async def data_range(self, reader: LinkToOwner, query: Query) -> LegacyRecords:
-        """Return a range whose end is known to be committed; only IDs and data of it are valid.
+        """Read a range that is known to be committed; only its IDs and data are valid.
 
-        The records have no request IDs. With a filter it is the first transaction alone, which
-        passes the filter.
+        The records have no request IDs. With a filter, the result is only the first transaction,
+        which passes the filter.
         """
         last = min(query.last, query.first + WHOLE_COUNT_MAX - 1)
         if query.header_values:
@@ -123,12 +124,12 @@ class LegacyServerReads:
                 f"{reader.owner.address} sent no feed of partition {reader.partition_id} "
                 f"within {reader.timeout_s:.3g} s"
             ) from error
-        finally:  # also when the caller is cancelled
+        finally:  # also if the caller is cancelled
             self._leave(reader.partition_id, feed, is_over=is_over)
         return found
 
     async def _feed_at(self, reader: LinkToOwner, first: TransactionId) -> "HeaderFeed":
-        """Return the feed that continues at a transaction, or a new one."""
+        """Return the feed that continues at a transaction, or a new feed."""
         feeds = self._feeds.setdefault(reader.partition_id, [])
         for each in feeds:
             if each.is_at(reader.owner, first):
@@ -139,7 +140,7 @@ class LegacyServerReads:
         made = HeaderFeed(reader.owner, reader.partition_id, client_id)
         try:
             await made.open(self._links, next(self._sequences), first)
-        except BaseException:  # also when the caller is cancelled
+        except BaseException:  # also if the caller is cancelled
             idle.append(client_id)
             raise
         return made
@@ -150,7 +151,7 @@ class LegacyServerReads:
             feeds.append(feed)
             if len(feeds) <= FEEDS_MAX:
                 return
-            feed = feeds.pop(0)  # its reader does not continue
+            feed = feeds.pop(0)  # Its reader does not continue.
         feed.close()
         self._idle_ids.append(feed.client_id)
 
@@ -161,13 +162,13 @@ class LegacyServerReads:
         heads: Sequence[RecordHeader],
         last: TransactionId,
     ) -> LegacyRecords:
-        """Fetch data in order, until there is enough of it."""
+        """Fetch the data of transactions in order, up to the size limit of the query."""
         records, lengths = bytearray(), list[int]()
         for start in range(0, len(heads), CONCURRENT_REQUESTS_MAX):
             part = heads[start : start + CONCURRENT_REQUESTS_MAX]
             datas = await self._data_of_all(reader, [each.transaction_id for each in part])
             for head, data in zip(part, datas, strict=True):
-                # The CRC of its data was checked when it arrived.
+                # The CRC of the data was checked when the data arrived.
                 record = encode_record(
                     head.transaction_id, head.req_id, head.header, data, crc32(data)
                 )
@@ -197,14 +198,14 @@ class LegacyServerReads:
         data, fault = answer.result
         if data is None:
             raise errors.Unavailable(
-                f"{reader.owner.address}: partition {reader.partition_id}, transaction "
+                f"{reader.owner.address}, partition {reader.partition_id}, transaction "
                 f"{transaction_id}: {fault}"
             )
         return bytes(data)
 
 
 class HeaderFeed:
-    """The feed of one partition from a mark on, read on demand (rule 1)."""
+    """The feed of one partition after a mark, read on demand (rule 1)."""
 
     def __init__(self, owner: OwnerAddress, partition_id: PartitionId, client_id: int) -> None:
         self._owner = owner
@@ -215,7 +216,7 @@ class HeaderFeed:
         self._received: list[messages.ClientMessage] = []
 
     async def open(self, links: Links, connection_sequence: int, first: TransactionId) -> None:
-        """Start a feed of everything from a transaction on; raises Unreachable."""
+        """Start a feed with transaction `first`; raises Unreachable."""
         address = self._owner.address
         try:
             link = await links.dial_unshared(address)
@@ -231,16 +232,16 @@ class HeaderFeed:
         link.send(messages.MountRequest(req_id, first - 1, connection_sequence))
 
     def is_at(self, owner: OwnerAddress, first: TransactionId) -> bool:
-        """Whether it continues at a transaction of this owner."""
+        """Whether the feed continues at a transaction of this owner."""
         return not self.is_closed and self._owner == owner and self._next == first
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing more will arrive."""
+        """Whether no more messages will arrive."""
         return self._link is None or self._link.is_closed
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection of the feed."""
         if self._link is not None:
             self._link.abort("read")
             self._link = None
@@ -270,7 +271,7 @@ class HeaderFeed:
                         f"server {self._owner.address} is not ready for partition "
                         f"{self._partition_id}"
                     )
-                case messages.MountResponse():  # the end of the log, or before it
+                case messages.MountResponse():  # the end of the log, or a position before it
                     self.close()
                     return found
                 case _:

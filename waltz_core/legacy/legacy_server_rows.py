@@ -1,12 +1,12 @@
-"""Splits appends into 0.13 requests, and combines outcomes and feeds into those of the stream.
+"""Splits appends into 0.13 requests, and combines outcomes and feeds for the stream.
 
-A 0.13 server accepts one transaction in each request and feeds one in each message, while the
-stream uses submissions and ranges.
+A 0.13 server accepts one transaction in each request and feeds one in each message. The stream uses
+submissions and ranges.
 
 Rules:
     1. Row i of a submission has the sequence number of its request ID plus i, as at a current
        server.
-    2. A submission is answered once, when every row of it is final.
+    2. A submission is answered once, when all of its rows are final.
 """
 
 import struct
@@ -40,7 +40,7 @@ _FEED_HEADER: Final = struct.Struct(">16si")
 class SubmissionRows:
     """The known outcomes of the rows of one append of the stream."""
 
-    req_id: ReqId  # of its first row
+    req_id: ReqId  # the request ID of the first row
     row_count: int
     ids: list[int] = field(init=False)
     reasons: bytearray = field(init=False)
@@ -54,7 +54,7 @@ class SubmissionRows:
         self.open_count = self.row_count
 
     def result(self, high_water_mark: TransactionId) -> AppendResult:
-        """Return the answer in the form of a current server (rule 2)."""
+        """Return the answer in the form of a current server (rule 2); all rows must be final."""
         assert self.open_count == 0
         layout = f">{self.row_count}q"
         return AppendResult(
@@ -68,29 +68,30 @@ class SubmissionRows:
 
 @dataclass(slots=True, eq=False)
 class LegacyRow:
-    """One transaction in flight: the 0.13 request for it, and its submission and position."""
+    """One transaction: its 0.13 request, its submission, and its position in the submission."""
 
     submission: SubmissionRows
-    position: int  # in its submission
+    position: int  # the position of the row in its submission
     request: AppendRequest
-    number: int = 0  # in the order in which rows were sent on this connection
+    number: int = 0  # the number of the row in the order of sending on this connection
     sent_ms: int = 0
-    estimate: TransactionId | None = None  # of a lock that has rejected it
+    estimate: TransactionId | None = None  # the estimate of the lock that has rejected the row
 
     @property
     def mark(self) -> int:
-        """The author's mark."""
+        """The high-water mark of the author."""
         return self.request.client_high_water_mark
 
     def on_committed(self, transaction_id: TransactionId) -> bool:
-        """Note that it is in the log; return True when its submission can be answered."""
+        """Record that the row is in the log; return whether its submission can be answered now."""
         self.submission.ids[self.position] = transaction_id
         return self._mark_ended(RowOutcomeCode.COMMITTED)
 
     def on_rejected(self, reason: RowOutcomeCode) -> bool:
-        """Note that it will never be in the log; return True when its submission can be answered.
+        """Record that the row will never be in the log; return whether its submission is complete.
 
-        A rejection by a lock is reported as that, whatever other reason would have ended it.
+        A complete submission can be answered. A rejection by a lock is always reported as LOCK,
+        even if the row ended for another reason.
         """
         if self.estimate is None:
             return self._mark_ended(reason)
@@ -140,7 +141,7 @@ def _locks_of(column: batches.LockColumn) -> list[tuple[int, ...]]:
 
 
 class FeedRun:
-    """Transactions of the feed that are passed to the stream together."""
+    """Consecutive transactions of the feed, collected to be passed to the stream together."""
 
     def __init__(self, mount: MountWriter) -> None:
         self._mount = mount
@@ -153,7 +154,7 @@ class FeedRun:
         self._picked: list[int] = []
 
     def add(self, message: FeedData) -> None:
-        """Add one; a filter omits its header, as a current server would."""
+        """Add a transaction; if the filter excludes it, omit its header, like a current server."""
         if self._count == 0:
             self._first = message.transaction_id
         if not self._values or message.header in self._values:
@@ -162,7 +163,7 @@ class FeedRun:
         self._count += 1
 
     def take(self) -> FeedBatch | None:
-        """Return what was added since the last call, None for nothing."""
+        """Return the transactions added since the last call; None if there are none."""
         if self._count == 0:
             return None
         is_whole = len(self._picked) == self._count

@@ -2,20 +2,23 @@
 
 A 0.13 server acknowledges nothing and never answers some requests, so the outcome of an append is
 inferred from the feed. This module and `legacy_server_appends.py` contain all such inferences; the
-stream and the outcome tracker do not know of them (docs/design/wire-format.md 2, decision 022).
+stream and the outcome tracker do not depend on them (docs/design/wire-format.md 2, decision 022).
 
 Rules (1 to 3 and 7: `legacy_server_appends.py`):
-    4. That other rows are not in the log is inferred from a mark of the server that the feed has
-       reached: that of a flush, or of a mount and a flush. A server that has lost the partition
-       without knowing it may name an old mark. So ZooKeeper is read afterwards, and the inference
-       holds only if the server is still the owner (`ProveOwnership`).
-    5. All mounts of one connection have one connection sequence, that of its first: the server
-       keeps that one as long as the connection lasts. A mount without an answer was dropped, and
-       all others of this connection would be: the connection is closed.
-    6. A row whose mark is above everything seen is sent once the server's mark has reached it, and
-       rejected if that is below: 0.13 does not compare them.
-    8. The server's feed continues while rows are in flight, otherwise as far as the stream
-       requests.
+    4. For all other rows, the following shows that they are not in the log: the feed has reached a
+       high-water mark of the server, from the answer to a flush, or to a mount and a flush. A
+       server that has lost the partition without knowing it may report an old mark. So ZooKeeper is
+       read afterwards, and the inference holds only if the server is still the owner
+       (`ProveOwnership`).
+    5. All mounts of one connection have one connection sequence, that of its first mount: the
+       server keeps this sequence as long as the connection lasts. If a mount gets no answer, the
+       server has dropped it, and would drop all later mounts of this connection. So the connection
+       is closed.
+    6. A row whose mark is above everything seen is sent once the server's mark has reached the
+       row's mark. If the server's mark is below, the row is rejected: 0.13 does not compare the two
+       marks.
+    8. While rows are in flight, the server's feed continues. Otherwise it continues as far as the
+       stream requests.
 """
 
 from collections.abc import Callable, Iterable
@@ -45,13 +48,14 @@ from waltz_core.wire.messages import (
     RowOutcomeCode,
 )
 
-VERSION_MAX: Final = 4  # of the client protocol at 0.13
-# The 0.13 client, too, requests a flush after this time without an outcome.
+VERSION_MAX: Final = 4  # the last version of the client protocol of 0.13
+# How long rows are in flight without an outcome before a flush, as in the 0.13 client.
 FLUSH_AFTER_MS: Final = 5_000
-# A server that does not own a partition (yet) does not answer a request for its mark.
+# The interval of requests for the mark: a server that does not own a partition (yet) does not
+# answer.
 RETRY_MS: Final = 500
-# The limits for the stream; 0.13 names none. Little is in flight, so that the rest waits in the
-# outbox, where an append can still be withdrawn (`outbox.py`).
+# The limits for the stream; 0.13 states none. Few bytes are in flight, so that the other appends
+# wait in the outbox, where an append can still be withdrawn (`outbox.py`).
 BATCH_ROWS_MAX: Final = 10_000
 BATCH_BYTES_MAX: Final = 8 * 1024 * 1024
 IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
@@ -59,7 +63,7 @@ IN_FLIGHT_BYTES_MAX: Final = 1024 * 1024
 
 @value(frozen=True, slots=True)
 class SendToServer:
-    """Send these to the server."""
+    """Send these messages to the server."""
 
     messages: list[ClientMessage]
 
@@ -73,7 +77,10 @@ class SendToStream:
 
 @value(frozen=True, slots=True)
 class ProveOwnership:
-    """Read the partition's owner from ZooKeeper; answer by `proven`, with the same number."""
+    """Read the partition's owner from ZooKeeper.
+
+    The answer is `OwnershipProven` with the same number.
+    """
 
     partition_id: PartitionId
     number: int
@@ -81,7 +88,7 @@ class ProveOwnership:
 
 @value(frozen=True, slots=True)
 class CloseLink:
-    """Close the connection: the server drops everything that is sent on it."""
+    """Close the connection, because the server drops all messages that are sent on it."""
 
     reason: str
 
@@ -91,12 +98,12 @@ Effect: TypeAlias = SendToServer | SendToStream | ProveOwnership | CloseLink
 
 class _Phase(Enum):
     IDLE = auto()
-    REQUESTING = auto()  # for the server's mark
+    REQUESTING = auto()  # waiting for the server's high-water mark
     MOUNTING = auto()
     FLUSHING = auto()
     PROVING = auto()
     MOUNTED = auto()
-    READING = auto()  # mounted once more, to be fed the same range again
+    READING = auto()  # mounted once more, to receive the same range again
 
 
 @dataclass(slots=True)
@@ -113,30 +120,30 @@ class _Flush:
     """A flush for rows that have been in flight for too long."""
 
     req_id: ReqId
-    number: int  # of the last row that was sent before it
-    mark: TransactionId | None = None  # once the server has answered
+    number: int  # the number of the last row that was sent before it
+    mark: TransactionId | None = None  # known once the server has answered
     is_proving: bool = False
 
 
 class LegacyServerPartition:
-    """One partition on one connection to a 0.13 server; see the module's docstring."""
+    """One partition on one connection to a 0.13 server, by the module's rules."""
 
     def __init__(self, partition_id: PartitionId) -> None:
         self._partition_id = partition_id
         self._phase = _Phase.IDLE
         self._mount: messages.MountWriter | None = None
-        self._run: FeedRun | None = None  # of a mount with a feed
-        # The request ID of the newest mount, by which the server names its feed.
+        self._run: FeedRun | None = None  # None for a mount without a feed
+        # The request ID of the newest mount, by which the server identifies its feed.
         self._feed_id: ReqId | None = None
-        self._mark = BEFORE_FIRST  # the last transaction of the feed
+        self._mark = BEFORE_FIRST  # the last ID of the feed
         self._requested_ms = 0
         self._known = BEFORE_FIRST  # the server's mark in its last answer
-        self._flush_mark: TransactionId | None = None  # of the mount's flush
+        self._flush_mark: TransactionId | None = None  # the mark in the answer to the mount's flush
         self._proof = 0
         # The continuations of `ProveOwnership`, by its number (rule 4).
         self._proofs: dict[int, Callable[[bool], None]] = {}
-        self._is_suspended = False  # the server has sent what was requested
-        self._is_granted = False  # the stream has requested more
+        self._is_suspended = False  # The server has sent the requested part of the feed.
+        self._is_granted = False  # The stream has requested more of the feed.
         self._reading: _Reading | None = None
         self._appends = LegacyAppends()
         # The row for which the server's mark was requested (rule 6).
@@ -148,7 +155,7 @@ class LegacyServerPartition:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to call `wake` next."""
+        """When to call `wake` next; None for never."""
         request_at_ms, flush_at_ms = self._repeat_at_ms, self._flush_at_ms
         if request_at_ms is None or flush_at_ms is None:
             return flush_at_ms if request_at_ms is None else request_at_ms
@@ -169,9 +176,10 @@ class LegacyServerPartition:
     # --- events
 
     def send(self, message: ClientMessage, connection_sequence: int, now_ms: int) -> list[Effect]:
-        """Send a message of the stream; the sequence is that of the connection (rule 5).
+        """Process a message of the stream.
 
-        Raises LocalProtocolError for a request that 0.13 does not have.
+        `connection_sequence` is that of the connection (rule 5). Raises LocalProtocolError for a
+        request that 0.13 does not have.
         """
         match message:
             case messages.MountWriter():
@@ -193,7 +201,7 @@ class LegacyServerPartition:
     def receive(
         self, received: Iterable[ClientMessage], connection_sequence: int, now_ms: int
     ) -> list[Effect]:
-        """Process a message from the server for this partition."""
+        """Process messages from the server for this partition."""
         for message in received:
             match message:
                 case messages.FeedData():
@@ -210,7 +218,7 @@ class LegacyServerPartition:
                 case messages.HighWaterMarkResponse():
                     self._on_mark_answered(message, connection_sequence)
                 case _:
-                    pass  # a late answer that does not matter any more
+                    pass  # a late answer, which has no effect any more
         self._conclude()
         self._send_waiting(now_ms)
         return self._take_effects()
@@ -246,7 +254,7 @@ class LegacyServerPartition:
                 )
             )
             return
-        # Nothing is in flight on a connection that is mounted again (partition_stream.py, invariant
+        # No row is in flight on a connection that is mounted again (partition_stream.py, invariant
         # 4).
         self._appends.clear()
         self._proofs.clear()
@@ -341,7 +349,7 @@ class LegacyServerPartition:
         self._send_mount(request.req_id, request.first - 1, connection_sequence)
 
     def _finish_read_back(self, *, is_ready: bool) -> None:
-        """Answer the stream: the server has sent the whole log once more."""
+        """Answer the stream, after the server has sent the log once more."""
         reading, self._reading = self._reading, None
         assert reading is not None
         request = reading.request
@@ -377,7 +385,7 @@ class LegacyServerPartition:
             reading.next += 1
             req_id = message.req_id.to_bytes()
             reading.records += RECORD_HEADER.pack(transaction_id, req_id, message.header)
-        # NB: grants overlap where a partition was mounted again, so some come twice.
+        # NB: grants overlap where a partition was mounted again, so some transactions arrive twice.
         if transaction_id != self._mark + 1 or self._phase in (_Phase.IDLE, _Phase.REQUESTING):
             return
         self._mark = transaction_id
@@ -446,19 +454,21 @@ class LegacyServerPartition:
         flush, self._flush = self._flush, None
         assert flush is not None
         if is_owner:
-            # Dropped, or lost with a store session: a new mount shows whether it may write.
+            # The rows were dropped, or lost with a store session. A new mount shows whether the
+            # client may write.
             self._answer(self._appends.end_up_to(flush.number, RowOutcomeCode.NOT_MOUNTED))
 
     def _on_ahead_proven(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
         row, self._ahead = self._ahead, None
         assert row is not None
-        # A server that has lost the partition knows a lower mark, one without a session none.
+        # The mark of a server that has lost the partition is lower. A server without a session has
+        # no mark.
         is_known = is_owner and mark >= BEFORE_FIRST
         if row.on_rejected(RowOutcomeCode.AHEAD if is_known else RowOutcomeCode.NOT_MOUNTED):
             self._answer([row.submission])
 
     def _conclude(self) -> None:
-        """Settle the rows that the feed's position allows to settle (rules 3 and 4)."""
+        """Settle the rows whose outcome follows from the feed's position (rules 3 and 4)."""
         self._answer(self._appends.end_rejected(self._mark))
         if self._phase is _Phase.FLUSHING and _is_reached(self._flush_mark, self._mark):
             self._phase = _Phase.PROVING
@@ -475,7 +485,8 @@ class LegacyServerPartition:
 
     def _answer(self, submissions: Iterable[SubmissionRows]) -> None:
         for each in submissions:
-            # An estimate is the ID of a transaction in the log, whether it was fed here or not.
+            # An estimate is the ID of a transaction in the log, whether this feed contained it or
+            # not.
             mark = max(self._mark, *each.conflicting)
             self._to_stream(each.result(TransactionId(mark)))
 
@@ -489,7 +500,7 @@ class LegacyServerPartition:
             self._out.append(SendToServer([message]))
 
     def _to_stream(self, message: ClientMessage) -> None:
-        """Pass it to the stream, after everything that was fed before it."""
+        """Pass a message to the stream, after all transactions that the server fed before it."""
         self._end_run()
         self._out.append(SendToStream(message))
 

@@ -1,7 +1,7 @@
 """A whole cluster on this machine: a real ZooKeeper, storages and servers, each its own process.
 
-`local_cluster.py` starts and stops it, `zookeeper_process.py` runs the ZooKeeper that comes with
-PySpark, and `ports.py` finds free ports.
+`local_cluster.py` starts and stops the processes, `zookeeper_process.py` runs the ZooKeeper from
+PySpark's jars, and `ports.py` finds free ports.
 """
 
 from waltz_core.local.local_cluster import LocalCluster, Member, cluster, running

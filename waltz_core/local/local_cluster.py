@@ -1,18 +1,17 @@
 """A whole cluster on this machine: a real ZooKeeper, storages and servers, each its own process.
 
 The command `waltz-core local`, the notebooks, the tests and the demo all use this class. Only this
-module starts the processes, finds them again after a crash, and ends them.
+module starts the processes, finds them again after a crash, and stops them.
 
 Rules:
     1. Every part is real: sockets, disks, fdatasync, ZooKeeper from PySpark's own jars.
-    2. Only processes that were started here are ended: a process counts as one only while its pid
-       AND its start time are the recorded ones.
-    3. Ports are chosen once for a directory and recorded in it. Each is held until its daemon
-       listens. If another program uses a port at the next start, the cluster chooses another one.
-       Exceptions are ports of a port base, and ports that identify a process: the address of a
-       storage is its identity.
-    4. Everything that is needed to start again is in the directory, so killing all processes loses
-       nothing.
+    2. Only processes that were started here are stopped: a process counts as one of them only while
+       its pid AND its start time equal the recorded ones.
+    3. Ports are chosen once for a directory and recorded in it. Each port is held until its daemon
+       listens. If another program uses a port at the next start, the cluster chooses another port,
+       except for ports of a port base, and ports that identify a process, such as the address of a
+       storage.
+    4. The directory has everything for another start, so killing all processes loses nothing.
 """
 
 import asyncio
@@ -55,12 +54,12 @@ USUAL_QUORUM_PORT = 2888
 USUAL_ELECTION_PORT = 3888
 USUAL_STORAGE_PORT = 15280
 USUAL_SERVER_PORT = 15180
-# With an archive: soon enough for a trial, and few objects if appends are rare.
+# With an archive: a short age for trials, and few objects if appends are rare.
 ARCHIVE_AGE_MS = 60_000
 ARCHIVE_INTERVAL_MS = 1_000
 STOP_TIMEOUT_S = 10.0
-# Timeout of a start. A process that ends meanwhile is noticed at once; a busy machine takes
-# minutes where an idle one takes seconds.
+# The timeout of a start, which takes minutes on a busy machine. It fails at once if a process
+# exits.
 READY_S = 300.0
 PROGRESS_EVERY_S = 5.0
 ShowLine: TypeAlias = Callable[[str], None]
@@ -81,17 +80,17 @@ def start_of(process: psutil.Process) -> float:
 
 @dataclass(slots=True)
 class Member:
-    """One process of the cluster: its role name, its ports, and its current process."""
+    """One process of the cluster: its name, its ports, and its current process."""
 
     name: str  # "zookeeper" (or "zookeeper-1", ...), "storage-1", "server-1", ...
     port: int
     admin_port: int = 0
     http_port: int = 0
-    # Of a node of a ZooKeeper ensemble: the ports for the other nodes.
+    # For a node of a ZooKeeper ensemble: the ports for the other nodes.
     quorum_port: int = 0
     election_port: int = 0
     pid: int = 0
-    started: float = 0.0  # `start_of` its process
+    started: float = 0.0  # the start time of the process, from `start_of`
 
     @property
     def kind(self) -> str:
@@ -99,7 +98,7 @@ class Member:
         return self.name.split("-")[0]
 
     def process(self) -> psutil.Process | None:
-        """Return the living process that was started here, or None (rule 2)."""
+        """Return the live process that was started here; None if there is none (rule 2)."""
         if not self.pid:
             return None
         try:
@@ -146,21 +145,21 @@ class LocalCluster:
     """The processes of one local cluster and their directory.
 
     Args:
-        directory: of data, configuration, logs and the state file; created if absent.
+        directory: for data, configuration, logs and the state file; created if absent.
         zookeeper_count: ZooKeeper servers: 1, or an odd number (3 tolerate the loss of one).
         storage_count: storages; every partition has a replica on each.
         server_count: servers.
         partition_count: partitions; fixed for the life of the directory.
-        usual_ports: try the well-known ports first; otherwise free ones are taken at once.
-        port_base: the first of the consecutive ports of all processes; 0: no such ports.
-        bound: the processes end with this one, however it ends.
+        usual_ports: try the well-known ports first; otherwise choose free ports at once.
+        port_base: the first of the consecutive ports of all processes; 0: no consecutive ports.
+        bound: stop the processes when this process ends, however it ends.
         host: the address of this machine at which all processes listen, and under which other
             machines connect to them. Fixed for the life of the directory.
         insecure_network: required for another host than loopback: each process that reaches it may
             read and write.
         auth_file: the credentials for ZooKeeper (docs/zookeeper.md); none: no authentication.
         tls: settings of kind "tls" for all processes (docs/operations.md); none: no TLS.
-        archive_url: where the cluster archives its transactions; none: as before. It is kept for
+        archive_url: the URL of the archive; empty: that of earlier starts, if any. It is stored for
             later starts, and cannot change.
         settings: extra settings by kind of daemon, e.g. ``{"storage": {"segment_bytes_max": 1}}``.
     """
@@ -234,14 +233,14 @@ class LocalCluster:
 
     @property
     def port_base(self) -> int:
-        """Return the port base that the cluster was made with, 0 for none."""
+        """Return the port base with which the cluster was created; 0 for none."""
         return self._load_state().port_base
 
     def member(self, name: str) -> Member:
         """Return a member by name.
 
         Raises:
-            BadConfig: there is no such member.
+            BadConfig: the cluster has no such member.
         """
         for found in self._load_state().members:
             if found.name == name:
@@ -260,13 +259,13 @@ class LocalCluster:
     # -- commands ---------------------------------------------------------------------------
 
     def up(self, timeout_s: float = READY_S, show_line: ShowLine = _ignore_line) -> str:
-        """Start all processes that do not run, and wait for open partitions and for each process.
+        """Start the processes that do not run; wait for open partitions and for each process.
 
-        Returns the connect string. `say` gets a line now and then that names what `up` waits for.
+        Returns the connect string. At intervals, `show_line` gets a line about what `up` waits for.
 
         Raises:
             Unreachable: the cluster was not ready in time; the message shows the end of the log.
-            BadConfig: another program has a port that is fixed (rule 3).
+            BadConfig: another program uses a fixed port (rule 3).
         """
         deadline = time.monotonic() + timeout_s
         try:
@@ -282,7 +281,7 @@ class LocalCluster:
         return self.connect
 
     def prepare(self, timeout_s: float = READY_S) -> None:
-        """Start ZooKeeper and create the cluster in it; no storage and no server runs yet.
+        """Start ZooKeeper and create the cluster in it, but start no storage and no server.
 
         Raises:
             Unreachable: ZooKeeper was not ready in time.
@@ -304,7 +303,7 @@ class LocalCluster:
             self._create_cluster(deadline, show_line)
 
     def add_storage(self) -> Member:
-        """Add a storage process, which is not part of the cluster yet.
+        """Add a storage process; it does not belong to the cluster yet.
 
         `waltz-core cluster add-storage` adds it to the cluster.
         """
@@ -317,7 +316,7 @@ class LocalCluster:
         return made
 
     def start(self, name: str) -> None:
-        """Start one member unless it runs."""
+        """Start one member, unless it runs."""
         member = self.member(name)
         if member.process() is not None:
             return
@@ -333,16 +332,16 @@ class LocalCluster:
         self._save()
 
     def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
-        """Send a signal to one member; a killing one is awaited."""
+        """Send a signal to one member; wait until it has exited if the signal kills it."""
         member = self.member(name)
         self._signal(member, signal_number)
         if member.process() is None or signal_number in (signal.SIGKILL, signal.SIGTERM):
             self._await_end(member, STOP_TIMEOUT_S)
 
     def down(self, *, keep_zookeeper: bool = False) -> list[str]:
-        """End the members, servers first and ZooKeeper last; return the names of those that ran.
+        """Stop the members, servers first and ZooKeeper last; return the names of those that ran.
 
-        With `keep_zookeeper` ZooKeeper keeps running, so that its nodes can be changed.
+        With `keep_zookeeper`, ZooKeeper continues to run, so that its znodes can be changed.
         """
         ended: list[str] = []
         self._load_state()
@@ -358,7 +357,7 @@ class LocalCluster:
                         self._await_end(member, STOP_TIMEOUT_S)
                     ended.append(member.name)
                     member.pid = 0
-            for name in list(self._children):  # these ended by themselves
+            for name in list(self._children):  # members that have exited by themselves
                 if keep_zookeeper and self.member(name).kind == "zookeeper":
                     continue
                 self._await_end(self.member(name), STOP_TIMEOUT_S)
@@ -373,7 +372,7 @@ class LocalCluster:
                 process.send_signal(number)
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Return user + system CPU seconds of each living member, as the kernel counts them."""
+        """Return user + system CPU seconds of each live member, as the kernel counts them."""
         spent: dict[str, float] = {}
         for member in self.members:
             process = member.process()
@@ -383,7 +382,7 @@ class LocalCluster:
         return spent
 
     def processes(self) -> dict[str, psutil.Process]:
-        """Return the members' running processes by name, and their children ("NAME-1")."""
+        """Return the members' live processes by name, and their child processes ("NAME-1")."""
         found: dict[str, psutil.Process] = {}
         for member in self.members:
             process = member.process()
@@ -463,7 +462,7 @@ class LocalCluster:
         self._save()
 
     def _keep_archive(self) -> None:
-        """Keep the archive for later starts; raises BadConfig if that cannot be done now."""
+        """Store the archive's URL for later starts; raises BadConfig if it cannot be changed."""
         state, url = self._load_state(), self._archive_url
         if url in ("", state.archive_url):
             return
@@ -483,11 +482,11 @@ class LocalCluster:
         self._save()
 
     def _next_port(self, port: int) -> int:
-        """Return the next port of the port base, and hold it."""
+        """Reserve and return a port of the port base; raises BadConfig if it is not free."""
         held = ports.hold_port(port, self._host)
         if held is not None:
             self._held.append(held)
-        elif not ports.is_free(port, self._host):  # otherwise old connections linger there
+        elif not ports.is_free(port, self._host):  # if free, only old connections linger there
             raise BadConfig(
                 f"--port-base {self._port_base}: another program uses port {port}. Hint: "
                 "choose another port base, or omit the option."
@@ -495,7 +494,7 @@ class LocalCluster:
         return port
 
     def _default_port(self, usual: int | None) -> int:
-        """Return the usual port if it is free, otherwise another one, and hold it."""
+        """Reserve and return the usual port if it is free, otherwise another port."""
         if self._usual_ports and usual is not None:
             held = ports.hold_port(usual, self._host)
             if held is not None:
@@ -504,14 +503,14 @@ class LocalCluster:
         return self._choose_port(set())
 
     def _choose_port(self, taken: set[int]) -> int:
-        """Return a free port that no member has, and hold it."""
+        """Reserve and return a free port that no member has."""
         host = self._host if self._state is None else self._state.host
         port, held = ports.choose_port(taken, host)
         self._held.append(held)
         return port
 
     def _release_ports(self) -> None:
-        """Release all held ports: their daemons listen, or nothing is started."""
+        """Release all held ports: their daemons listen, or no daemon will be started."""
         while self._held:
             self._held.pop().close()
 
@@ -524,7 +523,7 @@ class LocalCluster:
         draft.replace(path)
 
     def _settle_ports(self, member: Member) -> None:
-        """Replace the taken ports of a member that does not run (rule 3)."""
+        """If other programs use ports of a member that does not run, replace them (rule 3)."""
         if member.process() is not None:
             return
         state = self._load_state()
@@ -541,7 +540,7 @@ class LocalCluster:
             self._save()
 
     def _fixed_port_reason(self, member: Member, name: str) -> str:
-        """Return why a port of a member cannot be replaced; empty if it can."""
+        """Return the reason why a port of a member cannot be replaced; empty if it can."""
         if base := self._load_state().port_base:
             return f"the cluster was created with --port-base {base}"
         if name in {"quorum_port", "election_port"}:
@@ -613,7 +612,7 @@ class LocalCluster:
 
     @property
     def _created_file(self) -> Path:
-        """The file that exists once ZooKeeper has the cluster."""
+        """The file that exists after the cluster was created in ZooKeeper."""
         return self.directory / "created"
 
     def _create_cluster(self, deadline: float, show_line: ShowLine) -> None:
@@ -643,7 +642,7 @@ class LocalCluster:
     def _await_creation(
         self, creating: subprocess.Popen[str], show_line: ShowLine, *, deadline: float
     ) -> str:
-        """Return its output; raises Unreachable as soon as no ZooKeeper can answer it."""
+        """Return the command's error output; raises Unreachable as soon as ZooKeeper has exited."""
         next_line = time.monotonic() + PROGRESS_EVERY_S
         try:
             while time.monotonic() < deadline:
@@ -664,7 +663,8 @@ class LocalCluster:
         while time.monotonic() < deadline:
             self._check_alive(self.members)
             try:
-                # A server that registers later would take over partitions that are in use by then.
+                # A server that registers later would take partitions over after clients have used
+                # them.
                 if missing := self._unregistered():
                     last = f"not registered in ZooKeeper yet: {', '.join(sorted(missing))}"
                 else:
@@ -684,11 +684,10 @@ class LocalCluster:
         )
 
     def _await_each(self, started: list[Member], deadline: float, show_line: ShowLine) -> None:
-        """Wait for started storages and for all ZooKeeper servers: partitions open without some.
+        """Wait for started storages and all ZooKeeper servers: partitions can open without some.
 
-        So a storage that ends at once is noticed, and no ZooKeeper server that still starts or
-        joins is reported as failed. One that takes longer than the deadline is not an error.
-        Raises Unreachable.
+        So a storage that exits at once is noticed, and no ZooKeeper server that still starts or
+        joins is reported as failed. Exceeding the deadline is not an error. Raises Unreachable.
         """
         waiting = [each for each in started if each.kind == "storage"]
         waiting += [each for each in self.zookeepers if each.state == "up"]
@@ -703,9 +702,9 @@ class LocalCluster:
         self._check_alive(started)
 
     def _serves(self, member: Member) -> bool:
-        """Whether a storage has opened its directory, or a ZooKeeper server is in a quorum."""
+        """Whether a storage has opened its directory, or a ZooKeeper server belongs to a quorum."""
         if member.kind == "storage":
-            # It listens there only after it has opened its directory and registered.
+            # A storage listens there only after it has opened its directory and registered.
             return not ports.is_free(member.admin_port, self.host)
         only = replace(parse_connect_string(self.connect), hosts=(f"{self.host}:{member.port}",))
         try:
@@ -731,7 +730,7 @@ class LocalCluster:
             async with zookeeper_session.open_session(place) as coordinator:
                 return await coordinator.read_servers()
 
-        with ThreadPoolExecutor(1) as thread:  # a notebook's own thread has a running loop
+        with ThreadPoolExecutor(1) as thread:  # the main thread of a notebook runs an event loop
             return thread.submit(asyncio.run, read()).result()
 
     def _check_alive(self, members: list[Member]) -> None:
@@ -743,12 +742,12 @@ class LocalCluster:
                 )
 
     def _await_end(self, member: Member, timeout_s: float) -> bool:
-        """Wait for a member's end and reap it; False if it still runs after that time."""
+        """Wait until a member has exited, and reap it; return False if it still runs."""
         deadline = time.monotonic() + timeout_s
         child = self._children.get(member.name)
         if child is not None and child.stdin is not None:
             child.stdin.close()
-        # A zombie has ended, even if another process has to reap it.
+        # A zombie has exited, even if another process has to reap it.
         while member.process() is not None:
             if time.monotonic() > deadline:
                 return False
@@ -774,9 +773,10 @@ _CONFIG_SUFFIX = {"server": "toml", "storage": "toml", "zookeeper": "cfg"}
 
 @contextlib.contextmanager
 def running(directory: Path | None = None, **options: object) -> Iterator[LocalCluster]:
-    """Run a cluster for the duration of a `with`; its processes end with it or with this process.
+    """Run a cluster for the duration of a `with` block; its processes end with it or this process.
 
-    Without a directory a temporary one is created and removed. Options are those of `LocalCluster`.
+    Without a directory, a temporary one is created and removed. Options are those of
+    `LocalCluster`.
     """
     where = directory or Path(tempfile.mkdtemp(prefix="waltz-"))
     cluster_ = LocalCluster(where, bound=True, **options)  # type: ignore[arg-type]
@@ -792,7 +792,7 @@ def running(directory: Path | None = None, **options: object) -> Iterator[LocalC
 
 @contextlib.contextmanager
 def cluster(directory: Path | None = None, **options: object) -> Iterator[str]:
-    """Run a cluster for the duration of a `with`; yields the connect string.
+    """Run a cluster for the duration of a `with` block; yield the connect string.
 
     ``with waltz_core.local.cluster() as connect: spark.read.format("waltz").load(connect)``
     """

@@ -1,9 +1,11 @@
-"""Ports of this machine for daemons: finding free ones, and holding them until a daemon listens.
+"""Ports of this machine for daemons: finds free ports, and holds them until a daemon listens.
 
-A cluster draws all its ports before any daemon listens, and keeps them while daemons start and end.
+A cluster chooses all its ports before any daemon listens, and keeps them while daemons start and
+stop.
 
-A port is held by a socket that is bound to it and does not listen. No other program can bind to it
-like `hold_port`; a daemon can listen at it, because both sockets then have SO_REUSEADDR (Linux).
+A port is held by a socket that is bound to it and does not listen. `hold_port` of another program
+then fails for this port. A daemon can still listen at it, because both sockets then have
+SO_REUSEADDR (Linux).
 """
 
 import random
@@ -13,14 +15,14 @@ import time
 
 from waltz_core.errors import Unreachable
 
-# Below the range from which the kernel draws ports for outgoing connections, so that none of those
-# takes a daemon's port while the daemon does not run.
+# This range is below the range from which the kernel chooses ports for outgoing connections. So no
+# connection takes a daemon's port while the daemon does not run.
 FIRST, LAST = 10240, 32000
 FREE_WITHIN_S = 2.0
 
 
 def is_free(port: int, host: str) -> bool:
-    """Return whether a daemon could listen at a port."""
+    """Whether a daemon could listen at a port now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -31,7 +33,7 @@ def is_free(port: int, host: str) -> bool:
 
 
 def wait_until_free(port: int, host: str) -> bool:
-    """Return whether a port is free, at once or soon: a killed process holds it for a moment."""
+    """Whether a port is free now or soon: a process that was killed keeps it for a moment."""
     deadline = time.monotonic() + FREE_WITHIN_S
     while not is_free(port, host):
         if time.monotonic() > deadline:
@@ -41,10 +43,10 @@ def wait_until_free(port: int, host: str) -> bool:
 
 
 def hold_port(port: int, host: str) -> socket.socket | None:
-    """Return a socket that holds a port, or None if another program has it.
+    """Return a socket that holds a port; None if another program uses the port.
 
-    A held port is still free for a daemon (`is_free`). On other systems than Linux the socket is
-    closed: a daemon could not listen at the same port.
+    A held port is still free for a daemon (`is_free`). On systems other than Linux, the socket is
+    closed at once, because a daemon could not listen at the same port.
     """
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
@@ -59,9 +61,9 @@ def hold_port(port: int, host: str) -> socket.socket | None:
 
 
 def choose_port(taken: set[int], host: str) -> tuple[int, socket.socket]:
-    """Return a free port that is none of these, and the socket that holds it.
+    """Return a free port that is not in `taken`, and the socket that holds it.
 
-    Raises Unreachable if none is found.
+    Raises Unreachable if there is no free port.
     """
     chooser = random.SystemRandom()
     for _ in range(1000):

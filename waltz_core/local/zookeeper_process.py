@@ -1,7 +1,7 @@
-"""The ZooKeeper that comes with PySpark: finding its jars and a Java, and starting it.
+"""Runs the ZooKeeper that comes with PySpark: finds its jars and a Java, and starts it.
 
-Only this file knows that a Java program belongs to a local cluster. Nothing here uses ZooKeeper's
-protocol; that is `cluster/zookeeper/zookeeper_session.py`.
+Only this file depends on ZooKeeper being a Java program. Nothing here uses ZooKeeper's protocol;
+`cluster/zookeeper/zookeeper_session.py` does.
 """
 
 import importlib.util
@@ -21,14 +21,14 @@ from waltz_core.errors import BadConfig
 from waltz_core.local import ports
 
 MAIN_CLASS = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
-# One collector thread, and no second compiler: it starts with 0.85 s of CPU instead of 1.4.
+# With one collector thread and without a second compiler, a start takes 0.85 s of CPU, not 1.4.
 JAVA_OPTIONS = ("-Xmx192m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1")
-# The name in ZooKeeper's own scripts: these flags come last, so they win.
+# The name of the variable in ZooKeeper's own scripts. Its flags come last, so they take precedence.
 JAVA_OPTIONS_VARIABLE = "SERVER_JVMFLAGS"
 
 
 class EnsemblePeer(NamedTuple):
-    """The ports of one node of an ensemble for the others; node N is the N-th, from 1 on."""
+    """The ports of an ensemble's node for the other nodes; the N-th peer is node N, from 1 on."""
 
     host: str
     quorum_port: int
@@ -44,14 +44,14 @@ def zookeeper_config(
 ) -> str:
     """Return the text of a zoo.cfg for one node that listens at one address.
 
-    Without an ensemble it is a standalone node; otherwise `write_node_number` sets its number.
-    Raises BadConfig for a directory that Java has no name for.
+    Without an ensemble, it is a standalone node. In an ensemble, `write_node_number` sets the
+    node's number. Raises BadConfig if Java cannot represent the directory's name.
     """
     text = (
         f"dataDir={_as_property(data_directory)}\n"
         f"clientPort={port}\n"
         f"clientPortAddress={host}\n"
-        # A short tick allows short sessions: 2 to 20 ticks.
+        # A short tick permits short sessions, which take 2 to 20 ticks.
         "tickTime=500\n"
         "maxClientCnxns=0\n"
         "admin.enableServer=false\n"
@@ -60,7 +60,7 @@ def zookeeper_config(
         "4lw.commands.whitelist=ruok,srvr,mntr\n"
     )
     if ensemble:
-        # In ticks: how long a node may take to follow the leader, and how far it may lag.
+        # In ticks: the time that a node may take to join the leader, and its maximum lag.
         text += "initLimit=20\nsyncLimit=4\n"
     for number, peer in enumerate(ensemble, start=1):
         text += f"server.{number}={peer.host}:{peer.quorum_port}:{peer.election_port}\n"
@@ -68,7 +68,7 @@ def zookeeper_config(
 
 
 def _as_property(path: Path) -> str:
-    """Return a path in the format of a Java properties file, which is Latin-1."""
+    """Return a path in the syntax of a Java properties file, which is Latin-1."""
     try:
         units = str(path).encode("utf-16-be")
     except UnicodeEncodeError:
@@ -82,16 +82,16 @@ def _as_property(path: Path) -> str:
 
 
 def write_node_number(data_directory: Path, number: int) -> None:
-    """Write the number of a node of an ensemble."""
+    """Write the number of an ensemble's node to its data directory."""
     data_directory.mkdir(parents=True, exist_ok=True)
     (data_directory / "myid").write_text(f"{number}\n", encoding="ascii")
 
 
 def find_java() -> str:
-    """Return a Java that can run ZooKeeper.
+    """Return the path of a Java that can run ZooKeeper.
 
     Raises:
-        BadConfig: there is none; the hint lists the ways to get one.
+        BadConfig: there is no Java; the hint lists the ways to install one.
     """
     home = os.environ.get("JAVA_HOME")
     if home and (Path(home) / "bin" / "java").exists():
@@ -112,10 +112,10 @@ def find_java() -> str:
 
 
 def jars_directory() -> Path:
-    """Return the directory of jars that holds ZooKeeper's.
+    """Return the directory of PySpark's jars, which include ZooKeeper's.
 
     Raises:
-        BadConfig: PySpark is not installed.
+        BadConfig: PySpark is not installed, or was installed without jars.
     """
     spec = importlib.util.find_spec("pyspark")
     if spec is None or not spec.origin:
@@ -136,9 +136,10 @@ def command(config: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment for Java, whose file names depend on the locale, unlike Python's.
+    """Return the environment for Java, whose encoding of file names depends on the locale.
 
-    Otherwise Java does not find its zoo.cfg in a directory like /tmp/ü if the locale is C.
+    Python's encoding does not. If the locale is C, Java would not find zoo.cfg in a directory like
+    /tmp/ü.
     """
     of_locale = locale.nl_langinfo(locale.CODESET)
     if sys.getfilesystemencoding() == "utf-8" and of_locale != "UTF-8":
@@ -147,7 +148,7 @@ def environment() -> dict[str, str]:
 
 
 def check_port(config: Path) -> None:
-    """Raise BadConfig if another program has the port of a zoo.cfg."""
+    """Raise BadConfig if another program uses the port in a zoo.cfg."""
     lines = config.read_text(encoding="latin-1").splitlines()
     values = dict(each.partition("=")[::2] for each in lines if not each.startswith("#"))
     port, host = values.get("clientPort", ""), values.get("clientPortAddress", "")
@@ -156,12 +157,12 @@ def check_port(config: Path) -> None:
 
 
 def run(config: Path, *, exit_with_parent: bool) -> int:
-    """Replace this process by ZooKeeper, or run it as a child that ends with standard input.
+    """Replace this process by ZooKeeper; or run ZooKeeper as a child until standard input closes.
 
-    Returns the exit code (only when it runs as a child).
+    Returns the exit code (only if ZooKeeper runs as a child).
 
     Raises:
-        BadConfig: another program has its port (Java would print a stack trace without the port).
+        BadConfig: another program uses the port (Java would print a stack trace without the port).
     """
     line = command(config)
     check_port(config)
@@ -186,14 +187,14 @@ def run(config: Path, *, exit_with_parent: bool) -> int:
 
 
 def _end_with_input(child: subprocess.Popen[bytes]) -> None:
-    """End ZooKeeper when standard input ends: the parent process is gone."""
+    """Stop ZooKeeper when standard input closes: the parent process has exited."""
     while os.read(0, 4096):
         pass
     child.terminate()
 
 
 def _die_with_parent() -> None:
-    """Have Linux kill this child if its parent dies."""
+    """Let Linux kill this child process when its parent dies."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes  # noqa: PLC0415 - runs in the child only

@@ -3,9 +3,9 @@
 A check only adds findings; this class counts, orders and limits them.
 
 Rules:
-    1. `wrong` is something that no storage would leave. `note` is something of interest that a
-       storage handles by itself: the traces of a stop without a close, or pending work.
-    2. At most `limit` findings are kept, the first ones; the others are counted.
+    1. An error (`is_wrong`) is a state that no storage would leave. A note is a state of interest
+       that a storage handles by itself: the traces of a stop without a close, or pending work.
+    2. The first `limit` findings are kept; the others are only counted.
 """
 
 from typing import NamedTuple
@@ -36,11 +36,11 @@ class VerificationFindings:
 
     @property
     def omitted_count(self) -> int:
-        """Return how many were counted and not kept (rule 2)."""
+        """The number of findings that were counted but not kept (rule 2)."""
         return self.error_count + self.note_count - len(self.kept)
 
     def add(self, path: str, offset: int | None, what: str, *, is_wrong: bool) -> None:
-        """Add a finding."""
+        """Count a finding, and keep it if the limit permits."""
         if is_wrong:
             self.error_count += 1
         else:
@@ -61,11 +61,11 @@ class FileFindings:
         self._path = path
 
     def add_error(self, offset: int | None, what: str) -> None:
-        """Add an error."""
+        """Add an error at an offset; None if it concerns the complete file."""
         self._findings.add(self._path, offset, what, is_wrong=True)
 
     def add_note(self, offset: int | None, what: str) -> None:
-        """Add a note."""
+        """Add a note at an offset; None if it concerns the complete file."""
         self._findings.add(self._path, offset, what, is_wrong=False)
 
     def add_finding(self, offset: int | None, what: str, *, is_wrong: bool) -> None:

@@ -1,13 +1,15 @@
-"""Files that are only read: opening, listing, and locking out a storage.
+"""Files that are only read: open and list them, and lock out a storage.
 
-The storage's own `RealDisk` opens every file for writing, which must not be necessary to inspect
-a backup on a read-only disk. Nothing here can change a byte.
+The storage's own `RealDisk` opens every file for writing, which is not possible for a backup on a
+read-only disk. This code cannot change any file.
 
 Rules:
-    1. Files are opened read-only; an error of the operating system becomes one sentence.
-    2. While a directory is verified, no storage may run on it, as files that are read at different
-       moments would not fit together. The locks taken here are shared ones: several commands may
-       read at once, none while a storage runs, and no storage starts while one reads.
+    1. Files are opened read-only. An error of the operating system is raised as a DiskFailed with
+       one sentence.
+    2. While a directory is verified, no storage may run on it, because files that are read at
+       different times would not match each other. The locks of this file are shared locks: several
+       commands may read at the same time. No command reads while a storage runs, and no storage
+       starts while a command reads.
 """
 
 import fcntl
@@ -26,13 +28,13 @@ _NAME_DIGITS: Final = 19
 
 
 class ReadableFile(Protocol):
-    """A file as the walks through it need it."""
+    """The operations of a file that the package needs to read it."""
 
     def pread(self, size: int, offset: int) -> bytes:
         """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
 
     def size(self) -> int:
-        """Return the size in bytes."""
+        """Return the size of the file in bytes."""
 
 
 class OpenFile:
@@ -46,7 +48,7 @@ class OpenFile:
             raise DiskFailed(f"cannot open {path}: {error.strerror}") from error
 
     def pread(self, size: int, offset: int) -> bytes:
-        """Return up to `size` bytes."""
+        """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
         parts = []
         try:
             while size and (data := os.pread(self.fd, size, offset)):
@@ -60,11 +62,11 @@ class OpenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def size(self) -> int:
-        """Return the size in bytes."""
+        """Return the size of the file in bytes."""
         return os.fstat(self.fd).st_size
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         os.close(self.fd)
 
     def __enter__(self) -> Self:
@@ -80,7 +82,7 @@ class OpenFile:
 
 
 def read_all(path: Path) -> bytes | None:
-    """Return a small file's content, or None where there is no file."""
+    """Return the content of a small file; None if it does not exist."""
     if not path.exists():
         return None
     with OpenFile(path) as file:
@@ -100,37 +102,37 @@ def names_in(directory: Path) -> list[str]:
 
 
 def first_of(name: str) -> int | None:
-    """Return the first ID that a `.seg` file is named for, or None for any other name."""
+    """Return the first ID in the name of a `.seg` file; None for any other name."""
     stem, suffix = os.path.splitext(name)
     is_number = len(stem) == _NAME_DIGITS and stem.isascii() and stem.isdigit()
     return int(stem) if suffix == SEGMENT_SUFFIX and is_number else None
 
 
 def segment_path(directory: Path, first: int, suffix: str) -> Path:
-    """Return the path of a segment's `.seg`, `.idx` or `.chn`."""
+    """Return the path of a segment's `.seg`, `.idx` or `.chn` file."""
     return directory / f"{first:0{_NAME_DIGITS}d}{suffix}"
 
 
 def first_ids_in(directory: Path) -> list[int]:
-    """Return the first IDs of a partition's segments, in order."""
+    """Return the first IDs of a partition's segments, in ascending order."""
     return [first for name in names_in(directory) if (first := first_of(name)) is not None]
 
 
 def partitions_in(directory: Path) -> list[int]:
-    """Return the partitions that have a directory in a storage directory."""
+    """Return the partitions that have a directory in a storage directory, in ascending order."""
     names = [name for name in names_in(directory) if name.isascii() and name.isdecimal()]
     return sorted(int(name) for name in names if (directory / name).is_dir())
 
 
 def is_storage(directory: Path) -> bool:
-    """Return whether a directory is a storage's, and not a partition's."""
+    """Return whether a directory is a storage directory, not a partition's directory."""
     return (directory / CONTROL_NAME).exists() or (directory / ID_NAME).exists()
 
 
 def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
     """Return the `.seg` files that a path on the command line selects.
 
-    A storage directory selects all its partitions, or the chosen ones.
+    A storage directory selects all its partitions, or only `partitions`.
 
     Raises:
         BadRequest: the path does not exist, or has no segment.
@@ -158,7 +160,10 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
 
 
 def chosen_partitions(directory: Path, partitions: list[int] | None) -> list[int]:
-    """Return the partitions of a storage directory, or the chosen ones, which must exist."""
+    """Return the partitions of a storage directory; only `partitions` if they are given.
+
+    Raises BadRequest if a given partition does not exist.
+    """
     here = partitions_in(directory)
     missing = [number for number in partitions or [] if number not in here]
     if missing:
@@ -170,7 +175,7 @@ def chosen_partitions(directory: Path, partitions: list[int] | None) -> list[int
 
 
 def storage_of(path: Path) -> Path | None:
-    """Return the storage directory that contains a file or a directory, if any."""
+    """Return the storage directory that contains a file or a directory; None if there is none."""
     path = path.absolute()
     return next(
         (directory for directory in (path, *path.parents[:2]) if is_storage(directory)), None
@@ -185,10 +190,10 @@ def storage_of(path: Path) -> Path | None:
 def locked_shared(path: Path) -> Iterator[None]:
     """Hold shared locks on the storage directory of a path, so that no storage runs on it.
 
-    A file outside a storage directory, such as a copy, needs no lock.
+    A file outside of a storage directory, such as a copy, needs no lock.
 
     Raises:
-        DiskFailed: a storage runs on it.
+        DiskFailed: a storage runs on the directory.
     """
     directory = storage_of(path)
     with ExitStack() as held:
@@ -201,8 +206,8 @@ def locked_shared(path: Path) -> Iterator[None]:
 
 
 def _lock_shared(file: OpenFile, directory: Path, *, is_old: bool) -> None:
-    # NB: a POSIX lock is released as soon as this process closes any descriptor of the file,
-    # also after reading the control file under it. The BSD lock stays.
+    # NB: a POSIX lock is released as soon as this process closes any descriptor of the file, also
+    # after it reads the control file. The BSD lock stays.
     try:
         if is_old:
             fcntl.lockf(file.fd, fcntl.LOCK_SH | fcntl.LOCK_NB, CONTROL_HEADER_BYTES)

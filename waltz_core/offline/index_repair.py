@@ -1,15 +1,16 @@
-"""Rebuilding the index of a segment from its records.
+"""Rebuilds the index of a segment from its records.
 
-Only this file of the package writes. It goes through the storage's `Disk`, whose test
-twin loses power at every step.
+This is the only file of the package that writes. It writes through the storage's `Disk`. In tests,
+a simulated `Disk` loses power at every step.
 
 Rules:
-    1. The new index is written whole under another name, synced, and renamed over the old one; the
-       directory is synced last. A crash leaves the old index or the new one.
-    2. Nothing is written where the index is already right, nor where the segment's header does not
-       fit its name: an operator has to look first.
-    3. An entry of an unreadable record is kept as it was, if it is plausible: it may be the only
-       information about where the record was. Without one, it has the beginning of the damage.
+    1. The new index is written completely under another name, synced, and renamed over the old
+       index. The directory is synced last. A crash leaves the old index or the new index.
+    2. No index is written if the present index is already correct, or if the segment's header does
+       not match its name: an operator must examine the segment first.
+    3. The entry of an unreadable record is kept if it is plausible: it may be the only information
+       about the record's position. If there is no plausible entry, the new entry is the beginning
+       of the damage.
 """
 
 from collections.abc import Iterator
@@ -39,9 +40,9 @@ I64 = npt.NDArray[np.int64]
 class IndexRepairResult(NamedTuple):
     """The result of a repair.
 
-    `entries` are those of the new index, `difference_count` the number of places at which the old
-    one differs, including its header and its size, and `kept` the entries of records that cannot
-    be read.
+    `entries` is the number of entries in the new index. `difference_count` is the number of places
+    at which the old index differs, including its header and its size. `kept` is the number of
+    entries of records that cannot be read.
     """
 
     path: Path
@@ -52,16 +53,16 @@ class IndexRepairResult(NamedTuple):
 
     @property
     def is_valid(self) -> bool:
-        """Whether there was nothing to do."""
+        """Whether the old index was correct."""
         return self.difference_count == 0
 
 
 def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> IndexRepairResult:
-    """Rebuild the index of a `.seg` file, durably; with `dry_run` only report what would be done.
+    """Rebuild the index of a `.seg` file, durably; with `dry_run`, only report the differences.
 
     Raises:
-        BadFormat: the segment's header is wrong (rule 2).
-        DiskFailed, NoSpace: it could not be read, or written; the old index stays.
+        BadFormat: the header of the segment is wrong (rule 2).
+        DiskFailed, NoSpace: a file could not be read or written; the old index stays.
     """
     first = int(segment.stem)
     path = segment_path(segment.parent, first, ".idx")
@@ -74,7 +75,7 @@ def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> IndexRepairResu
             old_file = disk.open(path)
             opened.callback(old_file.close)
             old = _OldIndex(old_file)
-        # The records are walked through twice, so that no index has to fit into memory.
+        # The records are read twice, so that the index need not fit into memory.
         found = _compare(path, header, _entries(file, first, old), old)
         if not found.is_valid and not dry_run:
             _write(disk, path, header, _entries(file, first, old))
@@ -83,12 +84,12 @@ def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> IndexRepairResu
 
 @contextmanager
 def locked_exclusively(disk: Disk, path: Path) -> Iterator[None]:
-    """Hold the locks of a storage on the directory around a path, as a running storage does.
+    """Hold the locks of a storage on the directory of a path, as a running storage does.
 
-    A file outside a storage directory, such as a copy, needs no lock.
+    A file outside of a storage directory, such as a copy, needs no lock.
 
     Raises:
-        DiskFailed: a storage runs on it, or another command reads it.
+        DiskFailed: a storage runs on the directory, or another command reads it.
     """
     directory = storage_of(path)
     with ExitStack() as held:
@@ -107,7 +108,7 @@ def locked_exclusively(disk: Disk, path: Path) -> Iterator[None]:
 
 
 class _OldIndex:
-    """The existing index, if any; its offsets are read on demand."""
+    """The existing index, or an empty one; its offsets are read on demand."""
 
     def __init__(self, file: File | None = None) -> None:
         self._file = file
@@ -139,7 +140,10 @@ def _valid_header(file: File, path: Path, first: int) -> bytes:
 
 
 class _IndexPart(NamedTuple):
-    """Entries of the new index from a position on; kept ones are of records that cannot be read."""
+    """Entries of the new index, from a position on.
+
+    `is_kept` states that their records cannot be read.
+    """
 
     position: int
     offsets: I64
@@ -147,7 +151,7 @@ class _IndexPart(NamedTuple):
 
 
 def _entries(file: File, first: int, old: _OldIndex) -> Iterator[_IndexPart]:
-    """Return the entries of the new index, part by part."""
+    """Yield the entries of the new index, part by part."""
     for part in walk_records(file, first):
         position = part.first - first
         if not isinstance(part, Gap):
@@ -168,7 +172,7 @@ def _entries(file: File, first: int, old: _OldIndex) -> Iterator[_IndexPart]:
 
 
 def _is_plausible(entries: I64, gap: Gap) -> bool:
-    """Return whether entries may be those of the records in a gap."""
+    """Return whether `entries` may be the index entries of the records in a gap."""
     return bool(
         entries[0] == gap.offset and (np.diff(entries) >= 0).all() and entries[-1] < gap.end
     )
@@ -187,7 +191,7 @@ def _compare(
     if not old.exists:
         return IndexRepairResult(path, count, None, max(1, wrong), kept)
     wrong += max(0, old.count - count) + (1 if old.spare_bytes else 0)
-    # Except for the creation time, which differs in the two files of Waltz 0.13.
+    # Compare the headers without the creation time, which differs in the two files of Waltz 0.13.
     if old.header[:4] + old.header[12:] != header[:4] + header[12:]:
         wrong += 1
     return IndexRepairResult(path, count, old.count, wrong, kept)

@@ -1,13 +1,13 @@
-"""The bytes of a storage's files, read a second time: by other code, and with another CRC-32.
+"""A second decoder for the files of a storage: other code, with another CRC-32.
 
-`storage/files/format.py` reads what it has written itself, so a mistake in it would go unnoticed.
-This file was written from the description of the bytes, imports none of the storage's code, and
-uses crcmod for its checksums. A property test compares the two.
+`storage/files/format.py` reads bytes that it has written itself, so it cannot detect its own
+mistakes. This file was written from the description of the bytes, imports no code of the storage,
+and uses crcmod for its checksums. A property test compares both decoders.
 
 Rules:
-    1. Any bytes decode: a value lists its errors in `errors`, and keeps its fields, which may be
-       nonsense then. The user of a broken file wants to see its content.
-    2. Missing bytes are decoded as zeros, and `errors` has their number.
+    1. Any bytes can be decoded: a value lists its errors in `errors`, and keeps its fields, even if
+       they are meaningless. The user of a damaged file wants to see its content.
+    2. Missing bytes are decoded as zeros, and `errors` states the expected and the found size.
     3. A CRC is over all preceding bytes of its structure, and is always checked.
 """
 
@@ -37,19 +37,19 @@ OFFSET_BYTES: Final = 8
 CHAIN_HEADER_BYTES: Final = 64
 BATCH_BYTES: Final = 64
 RECORD: Final = struct.Struct(">qiiiiiiI")
-RECORD_FRAME_BYTES: Final = 40  # a record without its data
+RECORD_FRAME_BYTES: Final = 40  # the size of a record without its data
 GENESIS: Final = bytes(16)
 
 AVAILABLE, ASSIGNED = 1, 4
 DIRTY, SUSPECT, PROVISIONAL, TRUNCATE, SHORTENED = 1, 2, 4, 8, 16
-# Instead of a chain: records may have no batches.
+# The chain hash in the acked marker if records may have no batches.
 UNBATCHED: Final = b"\xff" * 16
 RECONSTRUCTED: Final = -2  # the session of a batch that replaces unreadable ones
 _DAMAGED_MAX: Final = 19
 
 
 def _fit_to_size(data: Bytes, size: int) -> tuple[bytes, list[str]]:
-    """Return exactly `size` bytes, and the error if there were more or fewer (rule 2)."""
+    """Return exactly `size` bytes, and an error if there were more or fewer (rule 2)."""
     errors = [] if len(data) == size else [f"expected {size} bytes, found {len(data)}"]
     return bytes(data[:size]).ljust(size, b"\0"), errors
 
@@ -64,7 +64,10 @@ def _expect_crc(errors: list[str], body: bytes, stated: int, before: int = 0) ->
 
 
 def _expect_zero(errors: list[str], reserved: bytes, offset: int) -> None:
-    """Note reserved bytes that are not zero; `offset` is their offset in the structure."""
+    """Add an error for reserved bytes that are not zero.
+
+    They begin at `offset` in the structure.
+    """
     for position, value in enumerate(reserved):
         if value:
             errors.append(
@@ -78,7 +81,7 @@ def _expect_zero(errors: list[str], reserved: bytes, offset: int) -> None:
 
 
 class ControlFileHeader(NamedTuple):
-    """The first 128 bytes: the cluster, and its number of partitions."""
+    """The header of the control file: the cluster, and its number of partitions."""
 
     version: int
     created_ms: int
@@ -88,7 +91,7 @@ class ControlFileHeader(NamedTuple):
 
 
 class ControlInfo(NamedTuple):
-    """One of the two structures that Waltz 0.13 keeps of each partition."""
+    """One of the two structures of a partition in the 0.13 control file."""
 
     session: int
     low_water_mark: int
@@ -99,7 +102,7 @@ class ControlInfo(NamedTuple):
 
 
 class ControlEntry(NamedTuple):
-    """The control file's entry of one partition; `current` is 0, 1, or None if none counts."""
+    """The control file's entry of one partition; `current` is 0, 1, or None if neither counts."""
 
     number: int
     infos: tuple[ControlInfo, ControlInfo]
@@ -108,12 +111,12 @@ class ControlEntry(NamedTuple):
 
     @property
     def info(self) -> ControlInfo | None:
-        """The structure that counts."""
+        """The structure that counts; None if neither does."""
         return None if self.current is None else self.infos[self.current]
 
 
 def control_header(data: Bytes) -> ControlFileHeader:
-    """Decode 128 bytes."""
+    """Decode the 128 bytes of the control file's header."""
     body, errors = _fit_to_size(data, CONTROL_HEADER_BYTES)
     version, created_ms, key, count, reserved = struct.unpack(">iq16si96s", body)
     _expect(errors, "version", 0, version)
@@ -124,7 +127,7 @@ def control_header(data: Bytes) -> ControlFileHeader:
 
 
 def control_entry(data: Bytes, position: int) -> ControlEntry:
-    """Decode the 76 bytes of the partition at this position."""
+    """Decode the 76 bytes of the partition at this position in the control file."""
     body, errors = _fit_to_size(data, CONTROL_ENTRY_BYTES)
     number = int.from_bytes(body[:4], "big", signed=True)
     _expect(errors, "partition", position, number)
@@ -155,7 +158,7 @@ def _info(data: bytes) -> ControlInfo:
 
 
 def storage_id(data: Bytes) -> tuple[bytes, tuple[str, ...]]:
-    """Decode `waltz-x.id`: the ID, and what is wrong."""
+    """Decode `waltz-x.id`; return the ID and the errors."""
     body, errors = _fit_to_size(data, ID_BYTES)
     version, uuid, stated = struct.unpack(">i16sI", body)
     _expect_crc(errors, body[:-4], stated)
@@ -186,14 +189,14 @@ class ControlSlot(NamedTuple):
     truncate_to: int
     shortened: tuple[int, int, int, int, bytes]
     damaged: tuple[tuple[int, int], ...]
-    start: int  # the end of the batch before the log's first record, and the chain there
+    start: int  # the end of the batch before the log's first record, and the chain hash there
     start_chain: bytes
     engaged: int  # the last session in which the replica was engaged
     errors: tuple[str, ...]
 
     @property
     def is_dirty(self) -> bool:
-        """Has the storage not been stopped cleanly since?"""
+        """Whether the storage was not closed cleanly since this slot was written."""
         return bool(self.flags & DIRTY)
 
     @property
@@ -202,7 +205,7 @@ class ControlSlot(NamedTuple):
         return bool(self.flags & SUSPECT)
 
     def lists_as_damaged(self, first: int, last: int) -> bool:
-        """Whether all of these IDs are listed as damaged."""
+        """Whether the slot lists all IDs of first..last as damaged."""
         return any(low <= first and last <= high for low, high in self.damaged)
 
 
@@ -279,7 +282,7 @@ def _slot_value_errors(
 
 
 def current_slot(slots: tuple[ControlSlot, ControlSlot], partition: int) -> ControlSlot | None:
-    """Return the slot that counts for a partition, if one does."""
+    """Return the slot that counts for a partition; None if no slot is valid."""
     good = [slot for slot in slots if not slot.errors and slot.partition == partition]
     return max(good, key=lambda slot: slot.sequence, default=None)
 
@@ -289,7 +292,7 @@ def current_slot(slots: tuple[ControlSlot, ControlSlot], partition: int) -> Cont
 
 
 class FileHeader(NamedTuple):
-    """The 128 bytes at the beginning of `.seg` and `.idx`, which `.chn` refers to."""
+    """The header of `.seg` and `.idx` (128 bytes), and the segment fields of the `.chn` header."""
 
     version: int
     created_ms: int
@@ -300,7 +303,7 @@ class FileHeader(NamedTuple):
 
 
 class ChainHeader(NamedTuple):
-    """The 64 bytes at the beginning of `.chn`; each entry's CRC begins with `segment_crc`."""
+    """The header of `.chn` (64 bytes); the CRC of each entry continues `segment_crc`."""
 
     header: FileHeader
     chain_before: bytes
@@ -324,7 +327,7 @@ class BatchEntry(NamedTuple):
 
 
 def file_header(data: Bytes) -> FileHeader:
-    """Decode 128 bytes."""
+    """Decode the 128 bytes of the header of `.seg` or `.idx`."""
     body, errors = _fit_to_size(data, FILE_HEADER_BYTES)
     version, created_ms, key, partition, first, reserved = struct.unpack(">iq16siq88s", body)
     _expect(errors, "version", 0, version)
@@ -333,7 +336,7 @@ def file_header(data: Bytes) -> FileHeader:
 
 
 def chain_header(data: Bytes) -> ChainHeader:
-    """Decode 64 bytes."""
+    """Decode the 64 bytes of the header of `.chn`."""
     body, errors = _fit_to_size(data, CHAIN_HEADER_BYTES)
     version, created_ms, key, partition, first, chain, reserved, stated = struct.unpack(
         ">iq16siq16s4sI", body
@@ -342,12 +345,12 @@ def chain_header(data: Bytes) -> ChainHeader:
     _expect(errors, "version", 0, version)
     _expect_zero(errors, reserved, 56)
     header = FileHeader(version, created_ms, key, partition, first, tuple(errors))
-    # The entries' CRCs cover the segment's header as in `.seg`, with its 88 zero bytes.
+    # The CRCs of the entries cover the segment's header as in `.seg`, with its 88 zero bytes.
     return ChainHeader(header, chain, crc32(body[:40] + bytes(88)))
 
 
 def batch(data: Bytes, position: int, segment_crc: int) -> BatchEntry:
-    """Decode the 64 bytes of the entry at a position in its file."""
+    """Decode the 64 bytes of the entry at a position in its `.chn` file."""
     body, errors = _fit_to_size(data, BATCH_BYTES)
     first, last, session, stamp_ms, chain, synced, reserved, stated = struct.unpack(
         ">qqqq16sq4sI", body

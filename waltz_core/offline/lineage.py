@@ -1,15 +1,16 @@
-"""Checks the batches of a partition against the chain computed from its records.
+"""Compares the batches of a partition with the hash chain of its records.
 
-Records and batches are in different files and cross the borders of segments at different places.
-`ChainCheck` takes the records as they are walked through, and reads the entries as it needs them.
+Records and batches are in different files, and cross the borders of segments at different places.
+`ChainCheck` receives the records in order, and reads the entries when it needs them.
 
 Rules:
-    1. The chain after a batch is blake2b-16 over the chain before it, its first ID, last ID and
-       session, and the CRCs of its records. Nothing else is in it; the stamp is not.
-    2. A chain that cannot be computed is not guessed: a batch with an unreadable record counts as
-       unchecked, and the next one continues from the chain that its entry states.
-    3. A batch of the session `RECONSTRUCTED` replaces others that were lost. Neither its chain nor
-       that of the next one can be computed.
+    1. The chain hash after a batch is blake2b-16 over the chain hash before it, its first ID, last
+       ID and session, and the CRCs of its records. It covers no other values; it does not cover the
+       commit stamp.
+    2. A chain hash that cannot be computed is not guessed: a batch with an unreadable record counts
+       as unchecked, and the next batch continues from the chain hash that its entry states.
+    3. A batch of the session `RECONSTRUCTED` replaces lost batches. Neither its chain hash nor the
+       chain hash of the next batch can be computed.
 """
 
 import hashlib
@@ -33,11 +34,11 @@ from waltz_core.offline.layout import (
 _BLOCK_BATCHES: Final = 4096
 _CHAIN_INPUT: Final = struct.Struct(">16sqqq")
 _CRC_BYTES: Final = 4
-_SPARE: Final = 1 << 63  # above any ID: a fault that loses no record
+_SPARE: Final = 1 << 63  # above any ID: for an error that loses no record
 
 
 class PlacedEntry(NamedTuple):
-    """An entry and its position."""
+    """An entry, its position in the `.chn` file, and its offset in bytes."""
 
     position: int
     offset: int
@@ -45,12 +46,12 @@ class PlacedEntry(NamedTuple):
 
 
 def header_of(file: ReadableFile) -> ChainHeader:
-    """Return the header of a `.chn` file."""
+    """Decode the header of a `.chn` file."""
     return chain_header(file.pread(CHAIN_HEADER_BYTES, 0))
 
 
 def batches_of(file: ReadableFile, segment_crc: int, position: int = 0) -> Iterator[PlacedEntry]:
-    """Return the entries of a `.chn` file from a position on, also an incomplete last one."""
+    """Yield the entries of a `.chn` file from a position on, including an incomplete last one."""
     size = file.size()
     offset = CHAIN_HEADER_BYTES + BATCH_BYTES * position
     while offset < size:
@@ -64,18 +65,18 @@ def batches_of(file: ReadableFile, segment_crc: int, position: int = 0) -> Itera
 
 
 class BatchesEnd(NamedTuple):
-    """The end of the batches of a log."""
+    """The end of a batch: its last ID, and the chain hash there."""
 
     last: int
     chain: bytes
 
 
 class ChainCheck:
-    """Takes the records of a partition in order, and compares them with its batches.
+    """Receives the records of a partition in order, and compares them with its batches.
 
-    `start` is the batch end after which the log begins. `is_wrong` returns for an ID whether a
-    fault there is an error, and not the trace of a stop.
-    `ends` are IDs at which a batch should end; `chains` receives the chains there.
+    `start` is the batch end after which the log begins. `is_wrong` returns whether a fault at an ID
+    is an error, not only the trace of a stop. `ends` are IDs at which a batch should end; `chains`
+    receives the chain hashes at these IDs.
     """
 
     def __init__(
@@ -96,7 +97,8 @@ class ChainCheck:
         self._findings = findings
         self._is_wrong = is_wrong
         self._ends = ends
-        # Else the batch at the start, or one before it, crosses into the oldest segment.
+        # If the log begins within the oldest segment, a batch may cross the beginning of this
+        # segment, and the chain hash before the first entry is not `start.chain`.
         self._is_chain_known = firsts[0] == start.last + 1
         self._segment = 0
         self._entries = self._all_entries()
@@ -108,7 +110,7 @@ class ChainCheck:
     # ---- records
 
     def take(self, first: int, crcs: bytes | None, count: int) -> None:
-        """Take records with their CRCs, or None where they cannot be read."""
+        """Check records with their CRCs; `crcs` is None if the records cannot be read."""
         last = first + count - 1
         at = first
         while at <= last:
@@ -117,7 +119,7 @@ class ChainCheck:
             assert self._current is not None
             entry = self._current[0].batch
             if entry.last < at:
-                self._is_whole = False  # it overlaps the preceding one, which was reported
+                self._is_whole = False  # it overlaps the preceding batch, which was reported
                 self._finish()
                 continue
             if entry.first > at:
@@ -170,7 +172,7 @@ class ChainCheck:
             digest_size=16,
         )
         self._due = entry.first
-        # If batches are missing before this one, its chain continues one that is not known.
+        # If batches are missing before this one, its chain hash continues an unknown one.
         self._is_whole = self._is_chain_known and entry.session != RECONSTRUCTED
         return True
 
@@ -196,7 +198,7 @@ class ChainCheck:
         self._current = None
 
     def _all_entries(self) -> Iterator[tuple[PlacedEntry, int]]:
-        """Return the valid entries of all `.chn` files; report the errors on the way."""
+        """Yield the valid entries of all `.chn` files with their segments, and report errors."""
         before = self._firsts[0] - 1
         unreadable: list[tuple[PlacedEntry, int]] = []
         for position, first in enumerate(self._firsts):
@@ -225,7 +227,10 @@ class ChainCheck:
         self._check_unreadable(unreadable, before, None)
 
     def _check_header(self, first: int, header: ChainHeader, *, is_sure: bool) -> None:
-        """Check errors and chain; `SegmentCheck` compares the header with that of `.seg`."""
+        """Report the errors of a header, and a wrong chain hash in it.
+
+        `SegmentCheck` compares the header with the header of `.seg`.
+        """
         for error in header.errors:
             what = f"header: {error}; the batches of the file cannot be read"
             self._add(first, 0, what, is_wrong=self._is_wrong(-1))
@@ -241,9 +246,9 @@ class ChainCheck:
     def _check_unreadable(
         self, unreadable: list[tuple[PlacedEntry, int]], before: int, next_first: int | None
     ) -> None:
-        """Report unreadable entries; `next_first` begins the next readable one."""
+        """Report unreadable entries; `next_first` is the first ID of the next readable entry."""
         for placed, segment in unreadable:
-            # If no batch is missing, a stop in the middle of a write left it.
+            # If no batch is missing, a stop in the middle of a write left this entry.
             lost = before + 1 if next_first != before + 1 else _SPARE
             self._add(
                 segment,
@@ -255,12 +260,12 @@ class ChainCheck:
         unreadable.clear()
 
     def _is_in_place(self, placed: PlacedEntry, first: int, next_first: int | None) -> bool:
-        """Return whether an entry is in the segment of its last record; report it if not."""
+        """Return whether an entry is in the segment of its last record; report the error if not."""
         entry = placed.batch
         if first <= entry.last and (next_first is None or entry.last < next_first):
             return True
-        # The tail of a file that a failed write has ended may be back: that truncation is not
-        # synced.
+        # The tail of a file that a failed write has ended may have reappeared: its truncation was
+        # not synced.
         self._add(
             first,
             placed.offset,
@@ -273,7 +278,7 @@ class ChainCheck:
     def _check_order(self, placed: PlacedEntry, first: int, before: int) -> None:
         entry = placed.batch
         if entry.first != before + 1:
-            # This follows from an unreadable entry, which was reported.
+            # After an unreadable entry, which was reported, a wrong order is not a separate fault.
             if self._is_chain_known:
                 self._add(
                     first,

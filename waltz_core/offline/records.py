@@ -1,13 +1,14 @@
-"""A walk through the records of a `.seg` file, across damage.
+"""Finds the records of a `.seg` file one after the other, across damage.
 
-Dumping, counting, verifying and repairing all need the positions of the records. A walk that
-stopped at the first wrong byte would find only one fault.
+The commands that dump, count, verify and repair all need the positions of the records. A search
+that stopped at the first wrong byte would find only one fault.
 
 Rules:
-    1. A `RecordRun` holds consecutive records with the expected IDs. The caller checks their
-       checksums, as not every caller needs that.
+    1. A `RecordRun` contains consecutive records with the expected IDs. The caller verifies their
+       checksums if it needs to.
     2. Between two runs there may be a `Gap`: bytes that are no record, or a record whose CRC is
-       wrong and which does not lead to the next. It ends at the next record with a right CRC.
+       wrong and which does not lead to the next record. A gap ends at the next record with a valid
+       CRC.
     3. At most a few blocks of a file are in memory at any time.
 """
 
@@ -20,14 +21,14 @@ from waltz_core.offline.files import ReadableFile
 from waltz_core.offline.layout import FILE_HEADER_BYTES, RECORD, RECORD_FRAME_BYTES, crc32
 
 BLOCK_BYTES: Final = 8 * 1024 * 1024
-# No storage accepts a record of this size: a greater length is always wrong.
+# No storage accepts a record of this size, so a greater length is always wrong.
 RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
 class RecordRun(NamedTuple):
-    """Records back to back; record i is `data[bounds[i] : bounds[i + 1]]`, with the ID first + i.
+    """Adjacent records; record i is `data[bounds[i] : bounds[i + 1]]`, with the ID first + i.
 
-    `offset` is that of the data in the file.
+    `offset` is the offset of the data in the file.
     """
 
     first: int
@@ -37,7 +38,7 @@ class RecordRun(NamedTuple):
 
     @property
     def length(self) -> int:
-        """How many records there are."""
+        """The number of records."""
         return len(self.bounds) - 1
 
     def starting_at(self, transaction_id: int) -> "RecordRun":
@@ -46,12 +47,15 @@ class RecordRun(NamedTuple):
         return self._replace(first=self.first + skip, bounds=self.bounds[skip:])
 
     def up_to(self, transaction_id: int) -> "RecordRun":
-        """Return the records up to an ID."""
+        """Return the records up to and including an ID."""
         return self._replace(bounds=self.bounds[: max(0, transaction_id - self.first + 1) + 1])
 
 
 class Gap(NamedTuple):
-    """Bytes offset..end-1 without records first..next_id-1; None: no record follows."""
+    """Bytes offset..end-1, in which the records first..next_id-1 are missing.
+
+    `next_id` is None if no record follows. `why` states the fault.
+    """
 
     first: int
     next_id: int | None
@@ -74,17 +78,17 @@ class RecordFields(NamedTuple):
 
 
 def record_fields(record: bytes | memoryview) -> RecordFields:
-    """Return the fields of a record."""
+    """Decode the fields of a record."""
     return RecordFields._make(RECORD.unpack_from(record))
 
 
 def is_valid(record: bytes | memoryview) -> bool:
-    """Return whether the CRC at the end of a record fits."""
+    """Return whether the CRC at the end of a record is correct."""
     return crc32(record[:-4]) == int.from_bytes(record[-4:], "big")
 
 
 def is_record_at(file: ReadableFile, transaction_id: int, offset: int) -> bool:
-    """Return whether the record of an ID may begin at an offset."""
+    """Return whether the record with an ID may begin at an offset; its CRC is not checked."""
     return offset >= FILE_HEADER_BYTES and not _record_fault(
         file, transaction_id, offset, file.size()
     )
@@ -93,7 +97,7 @@ def is_record_at(file: ReadableFile, transaction_id: int, offset: int) -> bool:
 def walk_records(
     file: ReadableFile, first: int, offset: int = FILE_HEADER_BYTES
 ) -> Iterator[RecordRun | Gap]:
-    """Return all records from the one with ID `first` at `offset` on, and the gaps between them."""
+    """Yield all records from the one with ID `first` at `offset` on, and the gaps between them."""
     size = file.size()
     due = first
     while offset < size:
@@ -110,22 +114,22 @@ def walk_records(
 
 
 def _read_run(file: ReadableFile, due: int, offset: int, size: int) -> RecordRun:
-    """Return the records of one block that lead on to the next, or to the end of the file."""
+    """Return the records of one block that lead to another record or to the end of the file."""
     end = _end_of(file, due, offset, size)
     data = file.pread(max(BLOCK_BYTES, end - offset) if end else 0, offset)
     bounds = _bounds(data, due)
     if len(bounds) > 1:
         end = offset + bounds[-1]
         is_continued = end == size or _end_of(file, due + len(bounds) - 1, end, size)
-        # If it does not, the next record is broken, or the last one here has a wrong length and
-        # leads to the wrong place; then its CRC is wrong, too.
+        # If the run leads to no other record, that record is broken, or the last record of the run
+        # has a wrong length and leads to the wrong place. In the second case its CRC is wrong, too.
         if not is_continued and not is_valid(memoryview(data)[bounds[-2] : bounds[-1]]):
             bounds.pop()
     return RecordRun(due, offset, data, bounds)
 
 
 def _bounds(data: bytes, due: int) -> list[int]:
-    """Return where the whole records in these bytes begin, and where the last ends."""
+    """Return the starts of the complete records in these bytes, and the end of the last one."""
     unpack = RECORD.unpack_from
     bounds = [0]
     at, last_start = 0, len(data) - RECORD_FRAME_BYTES
@@ -141,7 +145,7 @@ def _bounds(data: bytes, due: int) -> list[int]:
 
 
 def _end_of(file: ReadableFile, due: int, offset: int, size: int) -> int:
-    """Return where the record at an offset ends, or 0 if it cannot be the expected one."""
+    """Return the end of the record at an offset; 0 if it cannot be the expected record."""
     return 0 if _record_fault(file, due, offset, size) else offset + _length(file, offset)
 
 
@@ -178,8 +182,8 @@ def _gap(file: ReadableFile, due: int, offset: int, size: int) -> Gap:
 
 
 def _find_record(file: ReadableFile, offset: int, after: int, size: int) -> tuple[int, int] | None:
-    """Return the first record with a right CRC and an ID above `after`: its ID and its offset."""
-    # Each ID takes 40 bytes at least, so none can be far above the expected one.
+    """Find the first record with a valid CRC and an ID above `after`; return its ID and offset."""
+    # Each record has at least 40 bytes, so no ID can be far above the expected one.
     id_max = after + (size - offset) // RECORD_FRAME_BYTES + 1
     while offset + RECORD_FRAME_BYTES <= size:
         data = file.pread(BLOCK_BYTES, offset)
@@ -195,7 +199,10 @@ def _find_record(file: ReadableFile, offset: int, after: int, size: int) -> tupl
 
 
 def _candidates(data: bytes, after: int, id_max: int, space: int) -> list[int]:
-    """Return the places at which ID and length look possible; `space` is from the first on."""
+    """Return the offsets at which ID and length look possible.
+
+    `space` is the number of bytes from the beginning of `data` to the end of the file.
+    """
     count = len(data) - RECORD.size + 1
     if count <= 0:
         return []

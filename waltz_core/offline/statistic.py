@@ -1,12 +1,13 @@
-"""Counting one segment: sizes, IDs, batches, sessions, times, and how much of it is indexed.
+"""Counts the content of one segment: sizes, IDs, batches, sessions, times, index entries.
 
-It reads the frames of records and not their data, so it is as fast as the disk. `verify`
-checks whether they are right.
+It decodes only the frames of records, not their data, so it is as fast as the disk. `verify` checks
+whether the records are valid.
 
 Rules:
     1. Memory use grows with the number of different sizes, clients and sessions, not with the
        number of records.
-    2. Percentiles are of the data of records, by nearest rank: a size that some record has.
+    2. Percentiles are those of the sizes of record data, by nearest rank: each is a size that some
+       record has.
 """
 
 from collections import Counter
@@ -50,7 +51,7 @@ class Statistic:
     records: int = 0
     last: int | None = None
     unreadable_bytes: int = 0
-    sizes: Counter[int] = field(default_factory=Counter)  # of the data
+    sizes: Counter[int] = field(default_factory=Counter)  # the sizes of the data of records
     clients: Counter[int] = field(default_factory=Counter)
     index_entries: int | None = None
     batches: int = 0
@@ -62,19 +63,22 @@ class Statistic:
 
     @property
     def data_bytes(self) -> int:
-        """Return the bytes of all records' data."""
+        """The bytes of the data of all records."""
         return sum(size * count for size, count in self.sizes.items())
 
     @property
     def index_density(self) -> float | None:
-        """Return index entries per record; 1 if the index is complete."""
+        """The number of index entries per record: 1 if the index is complete.
+
+        None without index.
+        """
         if self.index_entries is None:
             return None
         return self.index_entries / self.records if self.records else 1.0
 
 
 def percentile(counts: Counter[int], percent: int) -> int:
-    """Return the smallest value that is not below `percent` of all (rule 2)."""
+    """Return the smallest value that is not below `percent` % of all values (rule 2)."""
     rank = -(-sum(counts.values()) * percent // 100)
     for value in sorted(counts):
         rank -= counts[value]
@@ -84,7 +88,7 @@ def percentile(counts: Counter[int], percent: int) -> int:
 
 
 def statistic_of(path: Path) -> Statistic:
-    """Count a segment, by its `.seg` file."""
+    """Count the content of a segment, given its `.seg` file."""
     with OpenFile(path) as file:
         found = Statistic(path, file_header(file.pread(FILE_HEADER_BYTES, 0)), file.size())
         unpack = RECORD.unpack_from

@@ -1,6 +1,6 @@
-"""Verifying a storage directory, or a copy of one partition or segment.
+"""Verifies a storage directory, or a copy of one partition or segment.
 
-This file has the order of the checks, and collects their results.
+This file defines the order of the checks, and collects their results.
 """
 
 import time
@@ -44,8 +44,8 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verification
     """Verify a storage directory, a partition's directory, or a `.seg` file.
 
     Raises:
-        BadRequest: it is none of these.
-        DiskFailed: a storage runs on it, or a file cannot be read.
+        BadRequest: the path is none of these.
+        DiskFailed: a storage runs on the directory, or a file cannot be read.
     """
     began = time.perf_counter()
     findings = VerificationFindings(limit)
@@ -104,7 +104,7 @@ def _check_assignment(control: Control, here: list[int], findings: VerificationF
 
 
 def _verify_partition(directory: Path, findings: VerificationFindings) -> dict[int, FoundLog]:
-    """Verify a partition's directory, with its storage's control file if it is in a storage."""
+    """Verify a partition's directory, with the control file of its storage if there is one."""
     parent = directory.absolute().parent
     if not directory.absolute().name.isdecimal():
         raise BadRequest(f"{directory}: expected a directory whose name is a partition number")

@@ -1,18 +1,21 @@
-"""Verifying the files other than the logs: the control file, the slots, the storage ID.
+"""Verifies the files other than the logs: the control file, the slots, and the storage ID.
 
-These files state what the logs must hold, so they are read first, and compared with the logs after.
+These files state what the logs must contain. So they are read first, and compared with the logs
+afterwards.
 
 Rules:
-    1. A wrong structure is reported, and the other one of its pair counts, as at a start.
-    2. Where a slot counts, the structure in the 0.13 control file may be older, as it is written
-       last, and its marks may be higher, as a truncation does not lower them. Only a later session
-       proves a write of 0.13, unless the slot has had none: that log was started again after it was
-       written.
-    3. A clean stop leaves a marker at the end of the log. After another one the log may be longer.
-    4. Records may have no batches for a while: the marker has a special value instead of its chain
-       then. An owner does that to records of Waltz 0.13, and an earlier version of the storage did
-       it for 0.13 servers. The session of such a server has no nonce; its mark may be above the
-       log.
+    1. A wrong structure is reported, and the other structure of its pair counts, as at a start of
+       the storage.
+    2. If a slot counts, the structure in the 0.13 control file may be older, because it is written
+       last. Its marks may be higher, because a truncation does not lower them. Only a later session
+       proves a write of 0.13, unless the slot has had no session: such a log was started again
+       after the structure was written.
+    3. A clean stop leaves an acked marker at the end of the log. After any other stop, the log may
+       be longer.
+    4. Records may have no batches for a while. In this state, the marker has a special value
+       instead of its chain hash. An owner leaves records of Waltz 0.13 in this state, and an
+       earlier version of the storage did so for 0.13 servers. The session of such a server has no
+       nonce, and its mark may be above the log.
 """
 
 from pathlib import Path
@@ -48,7 +51,7 @@ from waltz_core.offline.verify_segment import ExpectedLog, FoundLog
 
 
 class Control(NamedTuple):
-    """The control file."""
+    """The decoded control file, and its size in bytes."""
 
     header: ControlFileHeader
     entries: tuple[ControlEntry, ...]
@@ -56,7 +59,7 @@ class Control(NamedTuple):
 
 
 def read_control(path: Path) -> Control | None:
-    """Return a control file's content, or None where there is none."""
+    """Read and decode a control file; return None if it does not exist."""
     data = read_all(path)
     if data is None:
         return None
@@ -70,7 +73,7 @@ def read_control(path: Path) -> Control | None:
 
 
 def read_slots(path: Path) -> tuple[ControlSlot, ControlSlot] | None:
-    """Return the two slots of a partition, or None if there is no such file."""
+    """Read and decode the two slots of a partition; return None if the file does not exist."""
     data = read_all(path)
     if data is None:
         return None
@@ -111,7 +114,7 @@ def check_control(control: Control | None, findings: VerificationFindings) -> No
 
 
 def check_id(directory: Path, findings: VerificationFindings, *, has_slots: bool) -> None:
-    """Report the errors of `waltz-x.id`; Waltz 0.13 has none."""
+    """Report the errors of `waltz-x.id`; a directory of Waltz 0.13 has no such file."""
     report = findings.in_file(ID_NAME)
     data = read_all(directory / ID_NAME)
     if data is None:
@@ -130,7 +133,7 @@ def check_id(directory: Path, findings: VerificationFindings, *, has_slots: bool
 def expected_log(
     directory: Path, number: int, control: Control | None, findings: VerificationFindings
 ) -> ExpectedLog:
-    """Return what the control files state of a partition; report their errors."""
+    """Return the facts about a log that the control files state, and report their errors."""
     report = findings.in_file(f"{number}/{SLOTS_NAME}")
     slots = read_slots(directory / str(number) / SLOTS_NAME)
     _check_blocks(directory / str(number) / SLOTS_NAME, report)
@@ -150,7 +153,8 @@ def expected_log(
     if current is None:
         durable = -1 if info is None else info.local_low_water_mark
         return ExpectedLog(number, key, None, is_adopted=False, durable=durable)
-    # The structure that a slot names may be unwritten: only a later session counts (rule 2).
+    # The structure that a slot names may not have been written, so only a later session counts
+    # (rule 2).
     is_overtaken = info is not None and (
         info.sequence > current.old_sequence or -1 < current.last_session < info.session
     )
@@ -168,7 +172,7 @@ def expected_log(
 
 
 def _check_blocks(path: Path, report: FileFindings) -> None:
-    """Report bytes that no version writes: in the rest of each slot's block, and after them."""
+    """Report nonzero bytes after each slot in its block, and a wrong size of the file."""
     data = read_all(path)
     if data is None:
         return
@@ -222,7 +226,7 @@ def compare_log(
     seen: FoundLog,
     findings: VerificationFindings,
 ) -> None:
-    """Report where the log contradicts the control files."""
+    """Report differences between the log and the control files."""
     info = entry.info if entry is not None else None
     of_old = findings.in_file(CONTROL_NAME)
     is_unbatched = expected.slot is not None and _is_unbatched(expected.slot)
@@ -263,7 +267,7 @@ def _compare_marks(
     expected: ExpectedLog, slot: ControlSlot, seen: FoundLog, report: FileFindings
 ) -> None:
     marks = [("low-water mark", slot.low_water_mark)]
-    # Waltz 0.13 sets its mark before it has filled the log up (rule 4).
+    # Waltz 0.13 sets its mark before it has completed the log (rule 4).
     if slot.flags & PROVISIONAL and any(slot.nonce) and slot.provisional_session >= 0:
         marks.append(("provisional low-water mark", slot.provisional_mark))
     if not expected.is_adopted or _is_unbatched(slot):
@@ -337,6 +341,6 @@ def _note_state(slot: ControlSlot, report: FileFindings) -> None:
 
 
 def is_assigned(entry: ControlEntry | None) -> bool:
-    """Return whether the storage holds a partition, by the control file."""
+    """Return whether the storage holds a partition, according to the control file."""
     info = entry.info if entry is not None else None
     return info is not None and bool(info.flags & ASSIGNED)

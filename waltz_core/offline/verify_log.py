@@ -1,14 +1,16 @@
-"""Verifying one partition: its segments in order, and its batches across them.
+"""Verifies one partition: its segments in order, and its batches across segments.
 
-It checks a log by its files and by its control slot. It knows nothing of other partitions or of how
-control files are read.
+It compares the files of a log with each other and with the control slot. It does not depend on
+other partitions or on the format of control files.
 
 Rules:
-    1. Known to be synced are the IDs up to the acked marker, up to the ID that a later batch's
-       entry states, and all segments but the last. Of the rest, a storage that was not closed may
-       have left any part. Without a slot, a torn tail looks like rot, and all errors count.
-    2. Where Waltz 0.13 has written since this version did, the batches may be of a history that it
-       has truncated: their errors are notes. The next start makes new ones.
+    1. These bytes are known to be synced: IDs up to the acked marker, IDs up to the ID that a later
+       batch's entry states, and all segments except the last. A storage that was not closed may
+       have left any part of the other bytes. If there is no slot, a torn tail cannot be
+       distinguished from damage, and all faults are errors.
+    2. If Waltz 0.13 has written after this version, the batches may belong to a history that 0.13
+       has truncated. So errors of batches are notes. The next start of the storage creates new
+       batches.
 """
 
 from functools import partial
@@ -21,7 +23,8 @@ from waltz_core.offline.layout import GENESIS, SLOTS_NAME, TRUNCATE
 from waltz_core.offline.lineage import BatchesEnd, ChainCheck, batches_of, header_of
 from waltz_core.offline.verify_segment import ExpectedLog, FoundLog, SegmentCheck
 
-# Locks of the newest batches, unchecked here: a new owner verifies them by the chain.
+# The files with the locks of the newest batches. They are not checked: a new owner verifies them
+# with the hash chain.
 _LOCK_NAMES: Final = {"waltz-x.lck", "waltz-x.lck.old"}
 _SUFFIXES: Final = (".seg", ".idx", ".chn")
 
@@ -32,7 +35,7 @@ def verify_log(directory: Path, expected: ExpectedLog, findings: VerificationFin
 
 
 def verify_segment(path: Path, findings: VerificationFindings) -> FoundLog:
-    """Verify one segment, without its batches: their chain begins in the preceding segment."""
+    """Verify one segment without its batches, whose chain hash begins in the preceding segment."""
     seen = FoundLog()
     SegmentCheck(
         path.parent,
@@ -49,7 +52,7 @@ def verify_segment(path: Path, findings: VerificationFindings) -> FoundLog:
 
 
 def has_batches(directory: Path) -> bool:
-    """Return whether a partition's directory has batches (Waltz 0.13 writes none)."""
+    """Return whether a partition's directory has batches, which Waltz 0.13 does not write."""
     return any(name.endswith(".chn") for name in names_in(directory))
 
 
@@ -70,7 +73,7 @@ class _LogCheck:
         self._chain: ChainCheck | None = None
 
     def run(self) -> FoundLog:
-        """Verify the whole log."""
+        """Verify all segments of the log, and return the content that was found."""
         self._check_names()
         self._skip_removed()
         if not self._firsts:
@@ -132,20 +135,21 @@ class _LogCheck:
         return is_used and self._is_synced(transaction_id, segment, self._durable)
 
     def _is_index_wrong(self, transaction_id: int, segment: int) -> bool:
-        # The index is synced when the marker moves; entries only state that records were synced.
+        # The index is synced when the marker moves. Entries only state that records were synced.
         return self._is_synced(transaction_id, segment, self._expected.durable)
 
     def _is_synced(self, transaction_id: int, segment: int, durable: int) -> bool:
-        """Return whether a segment's bytes of an ID must have been synced."""
+        """Return whether the bytes of an ID in a segment must have been synced."""
         behind = self._firsts[self._firsts.index(segment) + 1 :]
         if behind:
-            # The tail of a file that a failed write has ended may be back: that truncation is not
-            # synced.
+            # The tail of a file that a failed write has ended may have reappeared: its truncation
+            # was not synced.
             return not self._is_dirty or transaction_id < behind[0]
         return not self._is_dirty or transaction_id <= durable
 
     def _is_wrong_batch(self, transaction_id: int) -> bool:
-        # An entry is checked by its IDs alone: at a roll the last one may not have been written.
+        # An entry is judged by its IDs alone: at the end of a full segment, the last entry may not
+        # have been written.
         is_torn = self._is_dirty and transaction_id > self._durable
         return not (self._expected.is_adopted or is_torn)
 
@@ -154,7 +158,7 @@ class _LogCheck:
         return self._expected.slot is not None and self._expected.slot.is_dirty
 
     def _durable_by_entries(self, first: int) -> int:
-        """Return the last ID that the last segment's entries state as synced before them."""
+        """Return the last ID that the entries of the last segment state as synced before them."""
         path = segment_path(self._directory, first, ".chn")
         if not path.exists():
             return -1
@@ -164,7 +168,7 @@ class _LogCheck:
             return max((entry.synced for entry in entries if not entry.errors), default=-1)
 
     def _passed_batches(self) -> int:
-        """Return the end of the last valid batch in an older segment: all of it was synced."""
+        """Return the end of the last valid batch in an older segment; older segments are synced."""
         for first, next_first in zip(self._firsts[-2::-1], self._firsts[:0:-1], strict=True):
             path = segment_path(self._directory, first, ".chn")
             if not path.exists():

@@ -1,17 +1,18 @@
-"""Verifying one segment: its headers, every record of `.seg`, every entry of `.idx`.
+"""Verifies one segment: its headers, every record of `.seg`, and every entry of `.idx`.
 
-It checks one file after the other against what is known of the log (`ExpectedLog`). Batches, which
-cross from file to file, are checked in `lineage`.
+It compares one file after the other with the known facts about the log (`ExpectedLog`). Batches,
+which may cross segments, are checked in `lineage`.
 
 Rules:
-    1. Both CRCs of every record are computed: that of its data, and that of the whole record.
+    1. Both CRCs of every record are computed: the CRC of its data, and the CRC of the complete
+       record.
     2. Every entry of the index is compared with the position of its record, except for unreadable
        records, whose position is unknown.
     3. Bytes that were not known to be synced when a storage stopped without a close may be torn:
-       they were never acknowledged, and the next start truncates them. That is a note. Any other
-       fault is an error.
-    4. The creation times have no checksum and no meaning. Where two files of a segment agree and
-       a third does not, that is a note: a crash can leave it, too.
+       they were never acknowledged, and the next start truncates them. Such a fault is a note. Any
+       other fault is an error.
+    4. The creation times have no checksum and no effect. If two files of a segment agree and the
+       third does not, this is a note: a crash can also cause it.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,7 @@ _CREATED_AT = 4  # offset of the creation time in a header
 
 
 class ExpectedLog(NamedTuple):
-    """What is known of a log before it is read; `key` is None if the cluster's is unknown.
+    """The facts about a log before it is read; `key` is None if the cluster key is unknown.
 
     `durable` is the last ID that a slot states as synced. `ends` are IDs at which a batch of the
     log should end.
@@ -56,7 +57,7 @@ class ExpectedLog(NamedTuple):
 
 @dataclass(slots=True)
 class FoundLog:
-    """The content of one partition's files."""
+    """The content of one partition's files, as the verification found it."""
 
     segments: int = 0
     records: int = 0
@@ -67,10 +68,10 @@ class FoundLog:
     last: int = -1
     end: BatchesEnd | None = None
     chains_at: dict[int, bytes] = field(default_factory=dict)
-    bad: list[tuple[int, int]] = field(default_factory=list)  # IDs that cannot be read
+    bad: list[tuple[int, int]] = field(default_factory=list)  # ranges of IDs that cannot be read
 
     def note_unreadable(self, first: int, last: int) -> None:
-        """Note IDs that cannot be read."""
+        """Note that the records first..last cannot be read."""
         if self.bad and self.bad[-1][1] == first - 1:
             self.bad[-1] = (self.bad[-1][0], last)
         else:
@@ -78,9 +79,10 @@ class FoundLog:
 
 
 class SegmentCheck:
-    """One segment; `is_wrong` returns for an ID whether a fault there is an error (rule 3).
+    """The check of one segment.
 
-    `is_index_wrong` does so for the index, which is synced more rarely.
+    `is_wrong` returns whether a fault at an ID is an error (rule 3). `is_index_wrong` does the same
+    for the index, which is synced less often.
     """
 
     def __init__(  # noqa: PLR0913 - files, knowledge, and collectors
@@ -112,7 +114,7 @@ class SegmentCheck:
         }
 
     def run(self) -> int:
-        """Verify the segment; return the next record's ID."""
+        """Verify the segment; return the ID that the next segment should begin with."""
         self._seen.segments += 1
         self._check_headers()
         report = self._report[".seg"]
@@ -208,7 +210,7 @@ class SegmentCheck:
         return run.first + run.length
 
     def _pass_on(self, run: RecordRun, crcs: bytes, bad: list[int]) -> None:
-        """Pass the records to the chain check; bad ones count as unreadable."""
+        """Pass the records to the chain check; bad records count as unreadable."""
         at = 0
         for position in [*bad, run.length]:
             if self._chain is not None and position > at:
@@ -270,8 +272,8 @@ class SegmentCheck:
     def _report_spare(self, offset: int) -> None:
         assert self._next_first is not None
         slot = self._expected.slot
-        # The tail of a file that a failed write has ended may be back: that truncation is not
-        # synced.
+        # The tail of a file that a failed write has ended may have reappeared: its truncation was
+        # not synced.
         is_wrong = slot is None or not slot.is_dirty
         what = f"the segment has record {self._next_first}, with which the next segment begins"
         self._report[".seg"].add_finding(offset, what, is_wrong=is_wrong)
@@ -292,7 +294,7 @@ class _IndexCheck:
             report.add_error(None, "the file is missing; waltz-core disk repair-index rebuilds it")
 
     def compare(self, run: RecordRun) -> None:
-        """Compare the entries of a run."""
+        """Compare the entries of the records in a run."""
         if not self._exists or not run.length:
             return
         position = run.first - self._first
@@ -314,7 +316,7 @@ class _IndexCheck:
             )
 
     def finish(self, due: int, next_first: int | None) -> None:
-        """Compare the number of entries with that of the records that exist, or should."""
+        """Compare the number of entries with the number of records that exist, or should exist."""
         if not self._exists:
             return
         with OpenFile(self._path) as file:

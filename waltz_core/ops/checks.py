@@ -1,11 +1,11 @@
 """Seven checks of every partition, from ZooKeeper to storages, like `verify` of Waltz 0.13.
 
-`diagnosis.py` reports causes, once; a check fails whatever the cause, and for every affected
-partition. Both use `condition.py`.
+`diagnosis.py` reports each cause once. In contrast, a check fails whatever the cause, and for every
+affected partition. Both modules use `condition.py`.
 
 Rules:
     1. A failure names its check and its partitions.
-    2. A process that does not answer has failed a check, and the other processes are still checked.
+    2. If a process does not answer, a check has failed, and the other processes are still checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from waltz_core.ops.condition import PartitionCondition, UnavailableReason, unav
 from waltz_core.ops.facts import ClusterFacts, ServerFacts, StorageFacts
 from waltz_core.records.record import PartitionId
 
-# check -> its condition, in the order of `verify` of Waltz 0.13
+# Each check and its condition for a partition, in the order of `verify` of Waltz 0.13.
 CHECKS: Final = {
     "assignment": "ZooKeeper assigns it a server and replicas, spread over groups of storages",
     "server": "the server that owns it answers for it",
@@ -29,7 +29,7 @@ CHECKS: Final = {
 
 
 class FailedCheck(NamedTuple):
-    """A failed check (rule 1)."""
+    """A failed check: a sentence about the failure, and the affected partitions (rule 1)."""
 
     check: str
     text: str
@@ -37,12 +37,12 @@ class FailedCheck(NamedTuple):
 
 
 def failed_checks(found: Sequence[FailedCheck], partition_id: PartitionId) -> set[str]:
-    """Return the checks that a partition has failed."""
+    """Return the names of the checks that a partition has failed."""
     return {each.check for each in found if partition_id in each.partitions}
 
 
 def check_cluster(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[FailedCheck]:
-    """Return a sentence for everything that is wrong with the chosen partitions."""
+    """Run all checks for the chosen partitions; return every failure."""
     standings = [PartitionCondition(cluster, each) for each in chosen]
     found = [*_check_assignment(cluster, standings)]
     for server in cluster.servers.values():
@@ -109,7 +109,7 @@ def _check_storage(
         [each for each in standings if storage.address in each.assigned],
     )
     wanted = tuple(each.partition_id for each in affected)
-    # A 0.13 storage registers nothing and does not state its identity.
+    # A 0.13 storage neither registers itself nor reports its ID.
     if storage.registered_id is None and (storage.failure or storage.storage_id is not None):
         text = (
             f"storage {address} is not registered: it has never started, or it is a Waltz "
@@ -134,7 +134,7 @@ def _check_storage(
 
 
 def _unavailable_text(now: PartitionCondition, storage: StorageFacts) -> str:
-    """Return what keeps a storage from serving a partition; empty if nothing does."""
+    """Return the reason why a storage does not serve a partition; empty if there is none."""
     held = now.held(storage.address)
     reason = None if held is None else unavailable_reason(held)
     if held is None or reason is None:
@@ -153,7 +153,7 @@ def _unavailable_text(now: PartitionCondition, storage: StorageFacts) -> str:
 
 
 def _check_replicas(now: PartitionCondition) -> Iterator[FailedCheck]:
-    """Report replicas that the newest session does not count, or that are too few."""
+    """Report replicas that are not engaged in the newest session, and partitions without quorum."""
     name, affected = f"partition {now.partition_id}", (now.partition_id,)
     if not now.assigned:
         text = f"{name} has no replicas. Hint: `waltz-core cluster auto-assign`"

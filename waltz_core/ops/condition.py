@@ -1,10 +1,11 @@
 """The state of a partition, derived from the facts: its owner, its session, its replicas.
 
-The doctor reports causes and `cluster verify` lists checks; both use this state, so that they
-agree. Conclusions are drawn in `diagnosis.py` and `checks.py`.
+The doctor reports causes and `cluster verify` reports failed checks. Both use this state, so that
+they agree. `diagnosis.py` and `checks.py` draw the conclusions.
 
 Rules:
-    1. Unknown is not wrong: a replica of which its storage has reported nothing lacks nothing.
+    1. Unknown is not wrong: if a storage has reported nothing about a replica, no problem is
+       assumed.
     2. A replica answers if a session could be opened with it now.
 """
 
@@ -23,7 +24,7 @@ from waltz_core.records.record import PartitionId, ReplicaId
 
 
 class UnavailableReason(Enum):
-    """Why a storage that answers does not serve a replica."""
+    """The reason why a storage that answers does not serve a replica."""
 
     OFFLINE = auto()
     NOT_HELD = auto()
@@ -33,7 +34,7 @@ class UnavailableReason(Enum):
 
 
 def unavailable_reason(held: ReplicaFacts) -> UnavailableReason | None:
-    """Return what keeps a replica from being used, as far as its storage reports."""
+    """Return the reason why a replica cannot be used, from its storage's report; None if it can."""
     if not held.is_available:
         return UnavailableReason.OFFLINE
     if not held.is_held:
@@ -46,7 +47,7 @@ def unavailable_reason(held: ReplicaFacts) -> UnavailableReason | None:
 
 
 class PartitionCondition:
-    """One partition; see the module's rules."""
+    """The state of one partition; the rules of this module apply."""
 
     def __init__(self, cluster: ClusterFacts, partition_id: PartitionId) -> None:
         self.partition_id = partition_id
@@ -56,76 +57,76 @@ class PartitionCondition:
         self.quorum = len(self.assigned) // 2 + 1
         self._cluster = cluster
 
-    # --- as ZooKeeper has it
+    # --- the state in ZooKeeper
 
     @property
     def owner(self) -> ServerFacts | None:
-        """The live server that owns it."""
+        """The live server that owns the partition; None if there is none."""
         owner = self._cluster.owners.get(self.partition_id)
         return None if owner is None else self._cluster.servers.get(owner.server_id)
 
     @property
     def states(self) -> dict[ReplicaId, ReplicaState]:
-        """The states of the replicas in the newest session."""
+        """The states of the replicas in the newest session, by replica."""
         metadata = self.facts.metadata
         return {} if metadata is None else dict(metadata.states)
 
     @property
     def engaged(self) -> list[ReplicaId]:
-        """The storages that the newest session counts on."""
+        """The replicas that are engaged in the newest session and whose storages are known."""
         states = self.states
         known = [each for each in states if each in self._cluster.storages]
         return [each for each in known if states[each].closing_high_water_mark == UNRESOLVED]
 
     @property
     def not_engaged(self) -> list[ReplicaId]:
-        """The assigned replicas that the newest session does not count on."""
+        """The assigned replicas that are not engaged in the newest session."""
         return [each for each in self.assigned if each not in self.replicas.in_sync]
 
     @property
     def is_of_other_replicas(self) -> bool:
-        """Whether the newest session is not with the replicas that are assigned."""
+        """Whether the replicas of the newest session differ from the assigned replicas."""
         return set(self.states) != set(self.assigned)
 
     @property
     def is_state_lost(self) -> bool:
-        """Whether ZooKeeper has lost its state: it is open, but no replica was engaged."""
+        """Whether ZooKeeper has lost its state: the marker is open, but no replica was engaged."""
         marker = self.facts.marker
         is_open = marker is not None and marker.state is MarkerState.OPEN
         return is_open and not self.replicas.was_opened
 
-    # --- as its owner has it
+    # --- the state at the owner
 
     @property
     def is_served(self) -> bool:
-        """Whether its owner serves it."""
+        """Whether the owner answers requests for the partition."""
         return self.owner is not None and self.partition_id in self.owner.served
 
     @property
     def is_open(self) -> bool:
-        """Whether its owner has an open session."""
+        """Whether the owner has an open session for the partition."""
         return self.owner is not None and self.owner.served.get(self.partition_id, False)
 
-    # --- as its storages have it
+    # --- the state at the storages
 
     @property
     def storages(self) -> list[StorageFacts]:
-        """The storages that it is assigned to."""
+        """The storages to which the partition is assigned."""
         return [self._cluster.storages[each] for each in self.assigned]
 
     def held(self, address: ReplicaId) -> ReplicaFacts | None:
-        """Return what a storage has reported of its replica."""
+        """Return what a storage has reported about its replica; None if it has reported nothing."""
         return self._cluster.storages[address].replicas.get(self.partition_id)
 
     def answers(self, address: ReplicaId) -> bool:
-        """Whether a session could be opened with a replica (rule 2)."""
+        """Whether a session could be opened with the replica on a storage (rule 2)."""
         if self._cluster.storages[address].failure:
             return False
         held = self.held(address)
         return held is None or unavailable_reason(held) is None
 
     def is_suspect(self, address: ReplicaId) -> bool:
-        """Return whether the log of a replica is not trusted."""
+        """Whether the replica on a storage is suspect: its log is not trusted."""
         held = self.held(address)
         return held is not None and held.is_suspect
 
@@ -141,17 +142,17 @@ class PartitionCondition:
 
     @property
     def unknown(self) -> list[ReplicaId]:
-        """The replicas whose acknowledged IDs a recovery would not know."""
+        """The engaged replicas whose acknowledged IDs would be unknown to a recovery."""
         return [each for each in self.engaged if not self.answers(each) or self.is_suspect(each)]
 
     @property
     def has_no_trusted_quorum(self) -> bool:
-        """Whether all answer, and too many are suspect: starting a process does not help."""
+        """Whether all replicas answer, but too many are suspect: starting a process is no help."""
         is_answered = all(self.answers(each) for each in self.engaged)
         return is_answered and not self.is_open and len(self.suspects) >= self.quorum
 
     @property
     def last_id(self) -> int:
-        """The highest ID in any of its replicas; -1 if none has reported records."""
+        """The highest ID in any assigned replica; -1 if no replica has reported records."""
         held = [self.held(each) for each in self.assigned]
         return max((each.last for each in held if each is not None), default=-1)

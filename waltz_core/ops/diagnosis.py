@@ -1,15 +1,16 @@
-"""Turns the facts that the doctor collected into findings.
+"""Derives findings from the facts that the doctor has collected.
 
-It has no sockets and no clock, so that each finding can be tested without a cluster.
+The module uses no sockets and no clock, so that each finding can be tested without a cluster.
 
 Rules:
-    1. A cause is reported, and its mere consequences are not: if a storage does not answer, there
-       is not a finding that servers cannot reach it.
-    2. Unknown is not wrong: of a process that could not be queried, only that is reported.
-    3. The loss of a quorum is reported whatever the cause, since it stops appends.
-    4. Findings are in the order of the table, and then of what they are about.
-    5. Deleting files is proposed only for a log of which all replicas are in an open session. If
-       ZooKeeper is wrong about the replicas, files that it does not name may be the only copy.
+    1. A cause is reported, but its mere consequences are not. For example, if a storage does not
+       answer, there is no finding that servers cannot reach it.
+    2. Unknown is not wrong: if a process could not be queried, this is the only finding about it.
+    3. The loss of a quorum is always reported, whatever the cause, because it stops appends.
+    4. Findings are in the order of the table in `findings.py`, then in the order of their objects.
+    5. Deleting files is proposed only for a log with an open session in which all of its replicas
+       are engaged. If ZooKeeper is wrong about the replicas, files that it does not name may be the
+       only copy.
 """
 
 import shlex
@@ -37,27 +38,27 @@ from waltz_core.ops.findings import KINDS, Finding, finding
 from waltz_core.records.record import PartitionId, ReplicaId
 
 MIB: Final = 1024 * 1024
-# Machines with NTP differ by less; no decision depends on clocks.
+# The clocks of machines with NTP differ by less. No decision depends on clocks.
 CLOCK_MS_MAX: Final = 1_000
-# A disk is nearly full below a twentieth of its size: as much time on a large one as on a
-# small one. The minimum is four times the default reserve; without it a small disk would be full,
-# and reject appends, before it is nearly full.
+# A disk is nearly full below a twentieth of its size, which leaves the same time on large and small
+# disks. The minimum is four times the default reserve: without it, a small disk would be full, and
+# reject appends, before it counts as nearly full.
 NEARLY_FULL_PART: Final = 20
 NEARLY_FULL_BYTES_MIN: Final = 256 * MIB
-NEARLY_FULL_BYTES: Final = 1024 * MIB  # for an older storage, which does not report its disk's size
-# More than the lag of a replica that is fed from memory.
+NEARLY_FULL_BYTES: Final = 1024 * MIB  # for an older storage that does not report its disk size
+# The lag of a replica that receives its records from memory is below this number of transactions.
 LAG_MAX: Final = 100_000
-# A storage is slow if it takes this many times as long to answer an append as the others, measured
-# over at least this many seconds with appends. Below the milliseconds no application notices it.
+# A storage is slow if it takes this many times as long to answer an append as the others, over at
+# least this number of seconds with appends. No application notices a time below SLOW_MS_MIN.
 SLOW_TIMES_MIN: Final = 5
 SLOW_MS_MIN: Final = 50
 SLOW_SECONDS_MIN: Final = 10
-# With these days left, there is time to add a storage, or to archive.
+# If fewer days are left, there may be no time to add a storage or to archive.
 FULL_SOON_DAYS: Final = 7
-# One failure may be a throttled request; the next attempt uses another storage.
+# One failure may be a throttled request. The next attempt uses another storage.
 ARCHIVE_FAILURES_MIN: Final = 2
-# A transaction is archived after `archive_age_ms`, at the next attempt, when others are done. So
-# twice the age, the interval between attempts, and an hour for uploads.
+# A transaction is archived at the first attempt after `archive_age_ms`, when earlier ranges are
+# done. So the limit is twice the age, plus the interval between attempts, plus an hour for uploads.
 ARCHIVE_LAG_AGES: Final = 2
 ARCHIVE_LAG_S: Final = 3_600
 FINDING_OF_REASON: Final = {
@@ -71,7 +72,7 @@ _CONFIGS: Final = {"zookeeper": "zoo.cfg", "server": "server.toml", "storage": "
 
 
 def diagnose(facts: Facts) -> list[Finding]:
-    """Return everything that is wrong (rule 4)."""
+    """Return a finding for every problem in the facts, in the order of rule 4."""
     case = _Diagnosis(facts)
     case.check_zookeeper()
     case.check_processes()
@@ -82,7 +83,7 @@ def diagnose(facts: Facts) -> list[Finding]:
 
 
 def summary(facts: Facts) -> str:
-    """Return a summary of the cluster, for when nothing is wrong."""
+    """Return a summary of the cluster, for a report without findings."""
     cluster = facts.cluster
     assert cluster is not None
     replicas = sorted({len(each) for each in cluster.assigned.values()})
@@ -100,7 +101,7 @@ def _count(number: int, word: str) -> str:
 
 @dataclass(slots=True)
 class _Diagnosis:
-    """The findings so far, and the commands that start processes of this cluster."""
+    """The findings so far, and the commands that start processes of the cluster."""
 
     facts: Facts
     found: list[Finding] = field(default_factory=list)
@@ -115,12 +116,12 @@ class _Diagnosis:
 
     @property
     def scheme_free(self) -> str:
-        """The connect string with TLS as in the cluster, except for the file's name."""
+        """The connect string with a placeholder for the file with TLS settings."""
         return shlex.quote(str(replace(parse_connect_string(self.facts.connect), tls="FILE")))
 
     @property
     def with_token(self) -> str:
-        """The connect string with another token."""
+        """The connect string with a placeholder for the file with another token."""
         place = parse_connect_string(self.facts.connect)
         place = replace(place, token_file="FILE", token_env="")  # noqa: S106 - no secret
         return shlex.quote(str(place))
@@ -131,17 +132,17 @@ class _Diagnosis:
         return shlex.quote(self.facts.connect)
 
     def member_at(self, address: str) -> MemberFacts | None:
-        """Return the process of a cluster on this machine that belongs at an address."""
+        """Return the process of the cluster on this machine at an address; None if unknown."""
         members = () if self.facts.local is None else self.facts.local.members
         return next((each for each in members if each.address == address), None)
 
     def is_reported_down(self, address: str) -> bool:
-        """Whether the process at an address is reported as not running (rule 1)."""
+        """Whether a finding reports that the process at an address does not run (rule 1)."""
         member = self.member_at(address)
         return member is not None and member.state != "up"
 
     def start(self, kind: str, address: str = "") -> str:
-        """Return the command that starts a process, or restarts one that hangs."""
+        """Return the command that starts a process, or restarts a process that hangs."""
         local, member = self.facts.local, self.member_at(address)
         if local is None or (address and member is None):
             return f"waltz-core {kind} run --config {_CONFIGS[kind]}"
@@ -149,7 +150,7 @@ class _Diagnosis:
         return f"kill -9 {member.pid}; {up}" if member and member.state == "up" else up
 
     def start_with(self, kind: str, option: str, *, archive: str) -> str:
-        """Return the command that starts a process with an option, or all with an archive."""
+        """Return the command that starts a process with an option; locally, all with an archive."""
         local = self.facts.local
         if local is None:
             return f"waltz-core {kind} run --config {_CONFIGS[kind]} {option}"
@@ -158,7 +159,7 @@ class _Diagnosis:
         return f"waltz-core local down {directory} && {up}"
 
     def rebuild_steps(self, rebuild: str, *before: str) -> str:
-        """Return the steps around `rebuild-metadata`: no process may run before the nodes exist."""
+        """Return the steps with `rebuild-metadata`: no process may run before the znodes exist."""
         local = self.facts.local
         if local is None:
             return " && ".join([*before, rebuild])
@@ -168,7 +169,7 @@ class _Diagnosis:
         return " && ".join([*steps, f"{rebuild} --only-znodes", together])
 
     def _report_lost(self, local: LocalFacts) -> None:
-        """Report that a cluster on this machine is missing in ZooKeeper."""
+        """Report that ZooKeeper no longer has the cluster of this machine."""
         storages = [each for each in local.members if each.name.startswith("storage")]
         directory = shlex.quote(local.directory)
         words = [f"--from-directory {directory}/{storages[0].name} --replicas COUNT"]
@@ -226,7 +227,7 @@ class _Diagnosis:
             if member.state == "up":
                 continue
             if self.facts.is_no_cluster and not member.name.startswith("zookeeper"):
-                continue  # rule 1: without its cluster none of them can run
+                continue  # rule 1: without its cluster, none of the processes can run
             assert local is not None
             name = "process-down" if member.state == "down" else "process-stopped"
             where = shlex.quote(local.directory)
@@ -234,7 +235,7 @@ class _Diagnosis:
 
 
 class _ClusterDiagnosis:
-    """The findings of one cluster."""
+    """The findings about one cluster."""
 
     def __init__(self, case: _Diagnosis, cluster: ClusterFacts) -> None:
         self._case = case
@@ -250,7 +251,7 @@ class _ClusterDiagnosis:
             self._check_storage(storage)
         storages = self._cluster.storages.values()
         if storages and all(each.is_tls_mismatch or each.is_denied for each in storages):
-            return  # rule 1: their state cannot be seen from here
+            return  # rule 1: the states of the storages are unknown
         self._check_speed()
         self._check_archive()
         partitions_in_too_few_groups = replica_steps.partitions_in_too_few_groups(
@@ -298,7 +299,7 @@ class _ClusterDiagnosis:
             return
         leader = cluster.servers[min(cluster.servers)]
         if not cluster.is_settled:
-            if not leader.failure:  # a failure is a finding of its own, with the same command
+            if not leader.failure:  # a failure has its own finding, with the same command
                 start = self._case.start("server", leader.address)
                 self._report("assignment-stale", leader.address, server=leader.address, start=start)
             return
@@ -362,7 +363,7 @@ class _ClusterDiagnosis:
             self._check_machine(storage)
 
     def is_starting(self, storage: StorageFacts) -> bool:
-        """Whether its process runs without a port yet: no command may end it."""
+        """Whether a storage's process runs but has no open port yet: no command may end it."""
         member = self._case.member_at(storage.address)
         is_running = member is not None and member.state == "up"
         return bool(storage.failure) and is_running and not storage.is_silent
@@ -403,7 +404,7 @@ class _ClusterDiagnosis:
     # --- the archive
 
     def _check_archive(self) -> None:
-        """Report why the archive does not work, otherwise that it lags (rule 1)."""
+        """Report why the archive does not work; if it works, report whether it lags (rule 1)."""
         storages = [
             each
             for each in self._cluster.storages.values()
@@ -439,7 +440,7 @@ class _ClusterDiagnosis:
             self._check_archive_lag(usual, lags_s)
 
     def _archive_lags_s(self, storages: Iterable[StorageFacts]) -> dict[PartitionId, float]:
-        """Return the lags over the limit; none if no owner archives, as after it is turned off."""
+        """Return the lags over the limit, in seconds; none if no owner has archiving turned on."""
         partitions = self._cluster.partitions
         interval_ms = max((each.archive_interval_ms for each in partitions.values()), default=0)
         if interval_ms == 0:
@@ -450,12 +451,12 @@ class _ClusterDiagnosis:
         return {each: lag_s for each, lag_s in lags_s.items() if lag_s > limit_s}
 
     def _check_uploads(self, storages: Iterable[StorageFacts], *, is_lagging: bool) -> bool:
-        """Report damage, and a store that cannot be written; return whether it is reported.
+        """Report damage and failed writes of the archive; return whether there was a finding.
 
-        Storages share the store and its files, so equal damage is one finding, and so are failures
-        to write. When everything is archived, the last failure of a storage is of no importance:
-        its next attempt is made when there is something to archive again. A single failure counts
-        when the archive lags.
+        Storages share the object store and its files. So equal damage is one finding, and failures
+        to write are one finding. If everything is archived, a storage's last failure does not
+        matter: the storage tries again when there is something to archive. If the archive lags, a
+        single failure is enough for a finding.
         """
         damage: dict[str, list[ReplicaId]] = {}
         failed: dict[ReplicaId, ArchiveFacts] = {}
@@ -494,7 +495,7 @@ class _ClusterDiagnosis:
             self._report("archive-lagging", partition_id, **fields)
 
     def _check_speed(self) -> None:
-        """Compare how long storages take to answer appends."""
+        """Compare the times that storages take to answer appends; report slow storages."""
         figures: dict[ReplicaId, list[tuple[int, int]]] = {}
         for server in self._cluster.servers.values():
             for address, figure in server.append_times.items():
@@ -514,14 +515,14 @@ class _ClusterDiagnosis:
                 self._report("storage-slow", address, storage=address, **fields)
 
     def _is_fit(self, storage: StorageFacts) -> bool:
-        """Whether it may get more replicas."""
+        """Whether a storage can take more replicas: it answers, and its disk is not nearly full."""
         space = storage.space
         return not (
             storage.failure or storage.admin_failure or space is None or _is_nearly_full(space)
         )
 
     def _spread_command(self, partition_id: PartitionId) -> str:
-        """Return the command that spreads replicas, but not onto a disk just relieved."""
+        """Return a command that spreads replicas, but not to a nearly full disk."""
         groups, connect = self._cluster.groups, self._case.connect
         taken = {groups.get(each) for each in self._cluster.assigned[partition_id]}
         others = [each for each in self._cluster.storages.values() if self._is_fit(each)]
@@ -550,7 +551,7 @@ class _ClusterDiagnosis:
         )
 
     def move_command(self, partition_id: PartitionId, owner: ServerFacts) -> str:
-        """Return the command that moves a partition to another server, if there is one."""
+        """Return the command that moves a partition to another server, or restarts the only one."""
         others = [
             each.address
             for each in self._cluster.servers.values()
@@ -563,9 +564,9 @@ class _ClusterDiagnosis:
         )
 
     def rebuild_command(self, count: int | None) -> str:
-        """Return the command that rebuilds the nodes; `count` replicas, where it is known.
+        """Return the command that rebuilds the znodes; `count` is the number of replicas, or None.
 
-        With too small a count it would trust logs of too few replicas.
+        With a count that is too small, the command would trust the logs of too few replicas.
         """
         cluster, connect = self._cluster, self._case.connect
         words = [
@@ -578,13 +579,13 @@ class _ClusterDiagnosis:
             words[-1] += "" if group is None else f":{group}"
         rebuild = f"waltz-core cluster rebuild-metadata --connect {connect} {' '.join(words)}"
         if count is None:
-            return rebuild  # The nodes exist, and processes may run.
+            return rebuild  # the znodes exist, and processes may run
         delete = f"waltz-core cluster delete {shlex.quote(cluster.name)} --connect {connect}"
         return self._case.rebuild_steps(rebuild, delete)
 
 
 class _PartitionDiagnosis:
-    """The findings of one partition."""
+    """The findings about one partition."""
 
     def __init__(
         self,
@@ -618,7 +619,7 @@ class _PartitionDiagnosis:
     def _check_leftovers(self) -> None:
         now, metadata = self._now, self._now.facts.metadata
         if metadata is None or not now.is_open or now.not_engaged:
-            return  # rule 5
+            return  # rule 5: not all replicas are engaged in an open session
         for storage in self._cluster.storages.values():
             held = storage.replicas.get(self._id)
             is_wanted = storage.address in now.assigned or storage.address in metadata.states
@@ -635,9 +636,9 @@ class _PartitionDiagnosis:
             self._report("too-few-replicas", count=count, usual=usual)
 
     def _check_metadata(self) -> bool:
-        """Report metadata that ZooKeeper has lost; return whether it has."""
+        """Report metadata that ZooKeeper has lost; return whether it was lost."""
         if rebuilding.is_waiting(self._now.facts.metadata, self._now.facts.marker):
-            # The assignment has only the decisions so far, not the former replicas.
+            # The assignment contains only the decisions so far, not the former replicas.
             self._report("rebuilding-unfinished", rebuild=self._whole.rebuild_command(None))
             return True
         if self._now.is_state_lost:
@@ -684,10 +685,11 @@ class _PartitionDiagnosis:
     # --- the quorum (rule 3)
 
     def _check_quorum(self) -> bool:
-        """Report a missing quorum; return whether the replicas allow an open session."""
+        """Report a missing quorum; return whether the replicas permit an open session."""
         now, count = self._now, len(self._now.assigned)
         if len(now.answering_replicas) < now.quorum:
-            # Healthy processes are not ended: offline and broken logs have their own findings.
+            # Do not propose to restart healthy processes: offline and broken logs have their own
+            # findings.
             away = [
                 each.address
                 for each in now.storages
@@ -748,7 +750,7 @@ class _PartitionDiagnosis:
 
 
 def _is_nearly_full(space: SpaceFacts) -> bool:
-    """Return whether there is too little room, or none."""
+    """Whether the free space is below the limit, or the disk is full."""
     least = NEARLY_FULL_BYTES
     if space.size_bytes is not None:
         least = max(space.size_bytes // NEARLY_FULL_PART, NEARLY_FULL_BYTES_MIN)
@@ -756,7 +758,7 @@ def _is_nearly_full(space: SpaceFacts) -> bool:
 
 
 def _ranges(partitions: Iterable[int]) -> str:
-    """Return partitions in the format of commands: 0-6,9."""
+    """Return partitions as ranges, in the syntax of commands: 0-6,9."""
     runs: list[list[int]] = []
     for each in sorted(partitions):
         if runs and runs[-1][1] == each - 1:

@@ -1,14 +1,14 @@
-"""The facts about a cluster that the doctor collected: the only input of a diagnosis.
+"""The facts about a cluster that the doctor has collected: the only input of a diagnosis.
 
-The probes know sockets and timeouts, the diagnosis knows neither. Healthy things are included: the
-doctor also prints a summary.
+The probes handle sockets and timeouts, so that the diagnosis needs neither. Facts about healthy
+processes are included, because the doctor also prints a summary.
 
 Rules:
-    1. A process that could not be queried is included with the reason, in its `failure`, which is
-       empty for those that have answered. Its other fields then have their defaults.
-    2. `is_silent` distinguishes two kinds of trouble: a connection was accepted, but there was no
-       answer. `is_denied`: it rejects the token of the doctor, or its principal's requests.
-       `is_tls_mismatch` is another one: the process is there, and the TLS handshake failed.
+    1. If a process could not be queried, its facts have the reason in `failure`, which is empty for
+       a process that has answered. The other fields then have their defaults.
+    2. Flags distinguish the kinds of failures. `is_silent`: the process accepted a connection, but
+       did not answer. `is_denied`: the process rejects the token of the doctor, or its principal's
+       requests. `is_tls_mismatch`: the process runs, but the TLS handshake failed.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from waltz_core.records.record import (
 
 @dataclass(frozen=True, slots=True)
 class ZooKeeperServerFacts:
-    """One ZooKeeper server; `mode` is leader, follower, standalone, or empty (no service)."""
+    """One ZooKeeper server; `mode` is leader, follower, standalone, or empty (not serving)."""
 
     address: str
     failure: str = ""
@@ -39,7 +39,7 @@ class ZooKeeperServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """One registered server, and its own answers."""
+    """One registered server: its entry in ZooKeeper, and its own answers."""
 
     address: str
     preferred: tuple[PartitionId, ...] = ()
@@ -48,23 +48,24 @@ class ServerFacts:
     is_tls_mismatch: bool = False
     is_denied: bool = False
     latency_ms: float = 0.0
-    # By served partition: whether it has an open session with a quorum of replicas.
+    # For each served partition, whether the server has an open session with a quorum of replicas.
     served: Mapping[PartitionId, bool] = field(default_factory=dict)
     out_of_reach: tuple[ReplicaId, ...] = ()
-    # It owns nothing because no other server can connect to it; the errors of those.
+    # Whether it owns nothing because no other server can connect to it; and the errors of the
+    # others.
     is_left_out: bool = False
     unreachable: tuple[str, ...] = ()
-    # By storage: the seconds of the last minute in which it answered appends, and the median of
-    # their mean latencies in microseconds.
+    # For each storage: the number of seconds, in the last minute, in which it answered appends, and
+    # the median of their mean latencies in microseconds.
     append_times: Mapping[ReplicaId, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """One partition of one storage; `reason` is the reason why its log does not open.
+    """One replica in one storage; `reason` is the reason why its log cannot be opened.
 
-    `is_opening`: no fault of its log is known; it is being opened, or about to be.
-    `is_stuck`: reads from it get no answer, though its storage answers.
+    `is_opening`: the log has no known fault, and is being opened or about to be opened.
+    `is_stuck`: reads of the log get no answer, although the storage answers.
     """
 
     is_held: bool = True
@@ -83,7 +84,7 @@ class ReplicaFacts:
 class SpaceFacts:
     """The disk of a storage; a value is None if an older storage does not report it.
 
-    `filling_bytes_per_day` is the rate of the last day, None in the first hour of the process.
+    `filling_bytes_per_day` is the rate of the last day; None in the first hour of the process.
     """
 
     free_bytes: int
@@ -94,11 +95,11 @@ class SpaceFacts:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveFacts:
-    """The archive of a storage: its settings, and its last attempts.
+    """The archive as a storage reports it: its settings, and its last attempts.
 
-    `failure_count` is the number of attempts that have failed since the last one that succeeded,
-    `error` the last error; `is_damaged`: a file of the archive is missing or corrupt. `read_damage`
-    is such an error of a read.
+    `failure_count` is the number of failed attempts since the last successful one, and `error` is
+    the last error. `is_damaged` states that this error is a missing or corrupt file of the archive.
+    `read_damage` is such an error from a read.
     """
 
     url: str
@@ -111,11 +112,12 @@ class ArchiveFacts:
 
 @dataclass(frozen=True, slots=True)
 class StorageFacts:
-    """One storage of the assignment: both its ports, its identity, its partitions.
+    """One storage of the assignment: its two ports, its identity, and its replicas.
 
-    `is_hanging`: its administration port answers, but its requests to the disk do not complete.
-    `other_admin` is where its administration was found instead of at the port that ZooKeeper has;
-    `clock_ahead_ms` is relative to this machine's clock, None if the storage does not report it.
+    `is_hanging`: the administration port answers, but requests that use the disk do not complete.
+    `other_admin` is the port at which the administration was found, if it is not the port in
+    ZooKeeper. `clock_ahead_ms` is relative to this machine's clock, None if the storage does not
+    report it.
     """
 
     address: ReplicaId
@@ -139,13 +141,13 @@ class StorageFacts:
 
 @dataclass(frozen=True, slots=True)
 class PartitionFacts:
-    """One partition: its state in ZooKeeper, and the answers of its owner to a client.
+    """One partition: its state in ZooKeeper, and its owner's answers to a client.
 
-    `stamp_ahead_ms` is how far the commit stamp of its last transaction is in the future.
-    `unarchived_s` is the age of the oldest transaction that is not archived, 0 if all are; None if
-    it is not known, or if the cluster archives nothing. `unarchived_bytes` is the approximate size
-    of these transactions, as the owner knows it. `archive_interval_ms` is the owner's setting, 0 if
-    it archives nothing or is not known.
+    `stamp_ahead_ms` is the time by which the commit stamp of the last transaction is in the future.
+    `unarchived_s` is the age of the oldest transaction that is not archived, 0 if all are archived;
+    None if it is unknown, or if the cluster archives nothing. `unarchived_bytes` is the approximate
+    size of these transactions, as the owner reports it. `archive_interval_ms` is the owner's
+    setting, 0 if it archives nothing or is unknown.
     """
 
     metadata: PartitionMetadata | None = None
@@ -159,7 +161,7 @@ class PartitionFacts:
 
     @property
     def archived(self) -> ArchivedMark | None:
-        """What is archived, as ZooKeeper records it."""
+        """The archived mark of the partition in ZooKeeper."""
         return None if self.marker is None else self.marker.archived
 
     @property
@@ -172,7 +174,7 @@ class PartitionFacts:
 
 @dataclass(frozen=True, slots=True)
 class MemberFacts:
-    """One process of a cluster on this machine: its state is up, stopped (by a signal) or down."""
+    """One process of a cluster on this machine; its state is up, stopped (by a signal) or down."""
 
     name: str
     address: str
@@ -183,7 +185,7 @@ class MemberFacts:
 
 @dataclass(frozen=True, slots=True)
 class LocalFacts:
-    """A cluster on this machine, which `waltz-core local up` has made."""
+    """A cluster on this machine that `waltz-core local up` has created."""
 
     directory: str
     members: tuple[MemberFacts, ...]
@@ -207,7 +209,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All facts; without `cluster`, one of the three troubles is the reason."""
+    """All facts; if `cluster` is None, one of the three fields before it has the reason."""
 
     connect: str
     zookeeper_servers: tuple[ZooKeeperServerFacts, ...] = ()

@@ -1,12 +1,12 @@
-"""All findings of the doctor: a sentence for each, and the command that repairs it.
+"""All findings of the doctor, each with a sentence and a command that repairs the problem.
 
-Users search for the sentences and scripts run the commands, so all are in one table, from which
-docs/doctor.md is generated.
+Users search for the sentences and scripts run the commands. So all of them are in one table, from
+which docs/doctor.md is generated.
 
 Rules:
-    1. A finding has a sentence of its own, and a command that can be run as it is printed. Words
-       in capitals in it are for the user to fill in. No command loses data as it is printed.
-    2. A name never changes its meaning: scripts look for it.
+    1. A finding has its own sentence, and a command that can be run as printed. Words in capitals
+       in a command are placeholders for the user. No command loses data when it is run as printed.
+    2. A name never changes its meaning, because scripts depend on it.
 """
 
 import string
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 class Area(Enum):
-    """The part of a cluster that a finding is about."""
+    """The part of a cluster to which a finding belongs."""
 
     ZOOKEEPER = "ZooKeeper"
     PROCESSES = "processes of a cluster on this machine"
@@ -28,7 +28,7 @@ class Area(Enum):
 
 
 class FindingKind(NamedTuple):
-    """One row of the table: names in braces are filled in."""
+    """One row of the table; names in braces are fields that a finding fills in."""
 
     area: Area
     name: str
@@ -38,7 +38,7 @@ class FindingKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong; `about` is the object."""
+    """One problem of a cluster; `about` identifies the affected object."""
 
     name: str
     about: str
@@ -48,7 +48,7 @@ class Finding:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The identity of the finding, without its figures."""
+        """The identity of the finding; it does not depend on the figures in the sentence."""
         return self.name, self.about
 
 
@@ -94,10 +94,10 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "no-cluster",
-            "there is no cluster at {connect}. Hint: the command creates a new, empty "
-            "cluster. If a cluster existed there, ZooKeeper has lost its data: run `cluster "
-            "rebuild-metadata` instead (docs/operations.md, section 'When ZooKeeper's data "
-            "is lost')",
+            "there is no cluster at {connect}. Hint: the command creates a new, empty cluster. "
+            "If a cluster existed there, ZooKeeper has lost its data; then run `cluster "
+            "rebuild-metadata` instead (docs/operations.md, section 'When ZooKeeper's data is "
+            "lost')",
             "waltz-core cluster create {connect} --partitions COUNT --storage HOST:PORT:ADMIN_PORT",
         ),
         _row(
@@ -127,7 +127,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "server-unavailable",
-            "server {server} is registered in ZooKeeper, but nothing listens at its address: {why}",
+            "server {server} is registered in ZooKeeper, but nothing listens at its address "
+            "({why})",
             "waltz-core cluster remove-server {server} --connect {connect}",
         ),
         _row(
@@ -165,7 +166,7 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "preference-not-granted",
-            "partition {partition}: {server} and {owner} are both preferred owners; "
+            "partition {partition}: servers {server} and {owner} are both preferred owners; "
             "{owner} owns the partition",
             "waltz-core cluster unprefer {partition} {server} --connect {connect}",
         ),
@@ -224,7 +225,8 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "admin-port-wrong",
-            "storage {storage} answers, but not at its admin port in ZooKeeper, {admin}: {why}",
+            "storage {storage} answers, but not at {admin}, the admin address that ZooKeeper has "
+            "for it: {why}",
             "waltz-core cluster set-admin-port {storage} {port} --connect {connect}",
         ),
         _row(
@@ -235,9 +237,10 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "storage-id-mismatch",
-            "the storage at {storage} has the ID {found}, but ZooKeeper has "
-            "{expected} for this address. Hint: stop it and start the registered storage, "
-            "or replace that one with an empty storage by the command.",
+            "the storage at {storage} has the storage ID {found}, but ZooKeeper has the ID "
+            "{expected} for this address. Hint: stop this storage and start the registered one. "
+            "If the registered one is lost, start a storage with an empty directory; the command "
+            "then makes it the replacement.",
             "waltz-core cluster replace-storage {storage} {storage} --connect {connect}",
         ),
         _row(
@@ -297,10 +300,10 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "archive-damaged",
-            "storages {storages} found that a file of the archive is missing or corrupt: "
-            "{why}. Hint: the command lists all such files. It replaces an object if a "
-            "storage still has all of its transactions; restore other files from a copy or "
-            "from an earlier version in the object store.",
+            "storages {storages} found that a file of the archive is missing or corrupt ({why}). "
+            "Hint: the command lists all such files. It replaces an object if a storage still "
+            "has all of its transactions; restore other files from a copy or from an earlier "
+            "version in the object store.",
             "waltz-core archive verify --repair --connect {connect}",
         ),
         _row(
@@ -321,13 +324,13 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
     Area.REPLICAS: (
         _row(
             "replica-offline",
-            "partition {partition}: the replica of {storage} was taken offline",
+            "partition {partition}: the replica on storage {storage} was taken offline",
             f"waltz-core storage availability {_AT} --online true",
         ),
         _row(
             "replica-not-held",
-            "partition {partition} is assigned to storage {storage}, but the storage "
-            "does not have it",
+            "partition {partition} is assigned to storage {storage}, but the storage has no "
+            "replica of it",
             f"waltz-core storage add-partition {_AT}",
         ),
         _row(
@@ -339,46 +342,46 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "replica-stuck",
-            "partition {partition}: storage {storage} answers, but requests for this "
-            "log do not complete; its disk may hang. Hint: check the disk, then stop the "
-            "process and start it again.",
+            "partition {partition}: storage {storage} answers, but requests for its replica do "
+            "not complete; the disk may hang. Hint: check the disk, then stop the process and "
+            "start it again.",
             _START,
         ),
         _row(
             "replica-opening",
-            "partition {partition}: storage {storage} is still opening its log, which "
-            "may take minutes",
+            "partition {partition}: storage {storage} is still opening the log of its replica, "
+            "which may take minutes",
             _REPEAT_DOCTOR,
         ),
         _row(
             "replica-unreadable",
-            "partition {partition}: storage {storage} cannot use its log: {why}",
+            "partition {partition}: storage {storage} cannot use the log of its replica ({why})",
             f"waltz-core storage re-seed {_AT}",
         ),
         _row(
             "replica-damaged",
-            "partition {partition}: storage {storage} has {count} damaged "
-            "transactions that are not repaired from another replica yet",
+            "partition {partition}: the replica on storage {storage} has {count} damaged "
+            "transactions, which are not repaired from another replica yet",
             f"waltz-core storage scrub {_AT}",
         ),
         _row(
             "replica-suspect",
-            "partition {partition}: the log of the replica on {storage} is not trusted, "
+            "partition {partition}: the log of the replica on storage {storage} is not trusted, "
             "so the replica does not count towards a quorum until a new store session has "
             "repaired it",
             _OFFLINE_AND_ONLINE,
         ),
         _row(
             "replica-not-engaged",
-            "partition {partition}: the replica of {storage} answers, but it is not in "
-            "sync, so it does not count towards a quorum; its log ends at transaction "
-            "{last}",
+            "partition {partition}: the replica on storage {storage} answers, but it is not in "
+            "sync, so it does not count towards a quorum; its log ends at transaction {last}",
             _OFFLINE_AND_ONLINE,
         ),
         _row(
             "replica-lagging",
-            "partition {partition}: the replica of {storage} lags by {count} "
-            "transactions: its disk or its network is slower than those of the other replicas",
+            "partition {partition}: the replica on storage {storage} lags by {count} "
+            "transactions, because its disk or its network is slower than those of the other "
+            "replicas",
             "{empty}",
         ),
     ),
@@ -442,14 +445,14 @@ _ROWS: dict[Area, tuple[tuple[str, str, str], ...]] = {
         ),
         _row(
             "high-water-mark-unknown",
-            "partition {partition}: server {server} has an open store session, but does "
-            "not return the high-water mark: {why}",
+            "partition {partition}: server {server} has an open store session, but does not "
+            "return the high-water mark ({why})",
             _MOVE,
         ),
         _row(
             "server-clock-skew",
-            "partition {partition}: the last transaction was committed {seconds} s in "
-            "the future: the clock of server {server} or of this machine is wrong",
+            "partition {partition}: the last transaction was committed {seconds} s in the "
+            "future, so the clock of server {server} or of this machine is wrong",
             _SYNC_CLOCK,
         ),
         _row(
@@ -493,6 +496,6 @@ def finding(name: str, about: object, **fields: object) -> Finding:
 
 
 def fields_of(kind: FindingKind) -> set[str]:
-    """Return the names of the fields to fill in."""
+    """Return the names of the fields that the sentence and the command of a finding need."""
     parsed = string.Formatter().parse(kind.sentence + kind.command)
     return {name for _, name, _, _ in parsed if name}

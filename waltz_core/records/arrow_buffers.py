@@ -1,7 +1,8 @@
-"""Arrow arrays over existing memory, without copying it.
+"""Builds Arrow arrays over existing memory, without copying the values.
 
-`pa.array` and `pa.scalar` import pandas, which takes longer than all other imports of a daemon, and
-would interrupt its work if it happened later. These functions import nothing.
+`pa.array` and `pa.scalar` import pandas at their first call. This takes longer than all other
+imports of a daemon, and would interrupt a daemon that is already working. The functions of this
+module do not import anything.
 """
 
 from typing import Any, Final
@@ -15,7 +16,7 @@ from waltz_core.records.raw_records import I64, Buffer
 
 
 def rows_of_one_width(rows: npt.NDArray[Any], width: int) -> pa.BinaryArray:
-    """Return rows of one width as a binary array over the same memory."""
+    """Return a (row count, `width`) array of bytes as a binary array over the same memory."""
     count = rows.shape[0]
     offsets = np.arange(0, (count + 1) * width, width, dtype=np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(rows)]
@@ -23,7 +24,10 @@ def rows_of_one_width(rows: npt.NDArray[Any], width: int) -> pa.BinaryArray:
 
 
 def as_binary(run: Buffer, lengths: I64) -> pa.BinaryArray:
-    """Return the parts of a run, with these lengths, as a binary array over the run."""
+    """Split a buffer into parts with these lengths; return them as a binary array.
+
+    The array uses the memory of the buffer.
+    """
     offsets = raw_records.offsets_of(lengths).astype(np.int32)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(run)]
     return pa.BinaryArray.from_buffers(pa.binary(), lengths.size, buffers)
@@ -32,9 +36,10 @@ def as_binary(run: Buffer, lengths: I64) -> pa.BinaryArray:
 def as_numbers(
     values: npt.NDArray[Any], kind: pa.DataType, *, is_present: npt.NDArray[np.bool_] | None = None
 ) -> pa.Array:
-    """Return numbers as an array of a type of their width over the same memory.
+    """Return numbers as an Arrow array over the same memory.
 
-    Values for which `is_present` is false are null.
+    `kind` is an Arrow type with the width of the numbers. Values for which `is_present` is false
+    are null.
     """
     assert values.flags.c_contiguous
     assert values.itemsize * 8 == kind.bit_width
@@ -43,7 +48,7 @@ def as_numbers(
 
 
 def as_booleans(mask: npt.NDArray[np.bool_]) -> pa.BooleanArray:
-    """Return a mask as an array for a filter."""
+    """Return a mask as an Arrow boolean array, as `filter` expects it."""
     buffers = [None, pa.py_buffer(np.packbits(mask, bitorder="little"))]
     return pa.BooleanArray.from_buffers(pa.bool_(), mask.size, buffers)
 

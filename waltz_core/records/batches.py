@@ -1,16 +1,16 @@
-"""Arrow batches: encode and decode append batches, convert them to records and records to Arrow.
+"""Arrow batches: encodes and decodes append batches, and converts between batches and records.
 
 Rows stay in batches from the DataFrame to the disk and back. The conversions run in C++ and NumPy,
 without Python code per row.
 
 Rules:
-    1. Invalid bytes from outside raise BadRequest or TooLarge and nothing else, before anything
-       larger than the bytes themselves is allocated: exact schema, no compression, no dictionaries,
-       every offset validated, every data CRC verified.
-    2. The sender computes a row's data CRC; it is verified here and copied into the record, so that
-       one checksum protects the data from the DataFrame to the reader.
+    1. Invalid bytes from outside raise only BadRequest or TooLarge. The check happens before any
+       allocation that is larger than the bytes themselves. It requires the exact schema, no
+       compression and no dictionaries, and validates every offset and every data CRC.
+    2. The sender computes the CRC of a row's data. This module verifies the CRC and copies it into
+       the record, so that one checksum protects the data from the DataFrame to the reader.
     3. Row i of a request has sequence number `first + i`, whether or not other rows are rejected.
-    4. The bytes of `encode_records` are exactly those of a segment file.
+    4. `encode_records` returns exactly the bytes of a segment file.
 """
 
 import struct
@@ -54,38 +54,39 @@ APPEND_SCHEMA_WITH_MARKS: Final = APPEND_SCHEMA.append(MARK_FIELD)
 _TYPES: Final = {field.name: field.type for field in APPEND_SCHEMA_WITH_MARKS}
 LOCK_COLUMNS: Final = ("write_locks", "read_locks", "append_locks")
 
-# The Arrow metadata message of an append batch takes about 700 bytes.
+# An append batch has about 700 bytes of Arrow metadata.
 _METADATA_BYTES_MAX: Final = 16 * 1024
-_STREAM_END_BYTES: Final = 8  # a continuation marker, and a length of 0
-# From about this size on, copying a row for its CRC costs more than a view of it.
+_STREAM_END_BYTES: Final = 8  # a continuation marker and a length of 0
+# If rows have at least this average size, a view of a row is cheaper than a copy for its CRC.
 _VIEWED_BYTES_MIN: Final = 1024
-# The exceptions of pyarrow for bytes that it cannot read; some are no ArrowException.
+# The exceptions of pyarrow for unreadable bytes. Not all of them are subclasses of ArrowException.
 _UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError)
 
 
 class LockColumn(NamedTuple):
-    """The locks of all rows: row i has `values[offsets[i]:offsets[i + 1]]`."""
+    """The locks of all rows. Row i has the locks `values[offsets[i]:offsets[i + 1]]`."""
 
     offsets: I64
     values: I32
 
     @property
     def counts(self) -> I64:
-        """How many locks each row has."""
+        """The number of locks of each row."""
         return raw_records.lengths_between(self.offsets)
 
     def part(self, start: int, stop: int) -> "LockColumn":
-        """Return the locks of rows start..stop - 1; the values are a view."""
+        """Return the locks of rows start..stop - 1, without copying the values."""
         offsets = self.offsets[start : stop + 1]
         return LockColumn(offsets - offsets[0], self.values[offsets[0] : offsets[-1]])
 
 
 @dataclass(frozen=True, slots=True)
 class AppendRows:
-    """The checked rows of one append: views of the frame, which they keep in memory.
+    """The checked rows of one append. They are views of the frame, and keep it in memory.
 
-    `data` is an Arrow binary array, `lengths` and `crcs` the length and CRC-32 of each row's data.
-    `marks` is None if the request's high-water mark applies to all rows.
+    `data` is an Arrow binary array. `lengths` and `crcs` are the length in bytes and the CRC-32 of
+    each row's data. `marks` has the client's high-water mark for each row. It is None if the mark
+    of the request applies to all rows.
     """
 
     headers: I32
@@ -119,10 +120,11 @@ class AppendRows:
 
 
 class EncodedBatch(NamedTuple):
-    """Records first..last as they will be on every disk.
+    """The records first..last, with the same bytes as on every disk.
 
-    `lengths` are big-endian int32, `record_crcs` big-endian uint32, one a record; `records_crc`
-    is the CRC-32 over all of `records`. The fields are those of `replication.events.Batch`.
+    `lengths` (big-endian int32) and `record_crcs` (big-endian uint32) have one number per record.
+    `records_crc` is the CRC-32 of all bytes in `records`. The fields correspond to those of
+    `replication.events.Batch`.
     """
 
     first: TransactionId
@@ -146,11 +148,11 @@ def encode_append(
     append_locks: Sequence[Sequence[int]],
     marks: Sequence[int] | None = None,
 ) -> bytes:
-    """Return the payload of an append batch: an Arrow IPC stream of one record batch.
+    """Encode an append batch as an Arrow IPC stream with one record batch; return its bytes.
 
     Raises:
         BadRequest: a value does not fit its column, or the columns differ in length.
-        TooLarge: a row's data is over `TRANSACTION_BYTES_MAX`.
+        TooLarge: the data of a row exceeds `TRANSACTION_BYTES_MAX`.
     """
     columns: dict[str, Any] = {
         "header": headers,
@@ -166,7 +168,7 @@ def encode_append(
         try:
             arrays[name] = pa.array(values, _TYPES[name])
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-            raise BadRequest(f"append batch: column {name}: {error}") from error
+            raise BadRequest(f"append batch, column {name}: {error}") from error
     if len({len(array) for array in arrays.values()}) != 1:
         found = {name: len(array) for name, array in arrays.items()}
         raise BadRequest(
@@ -176,15 +178,17 @@ def encode_append(
 
 
 def encode_append_arrow(rows: pa.RecordBatch) -> memoryview:
-    """Return the payload of an append batch from Arrow columns with the names of `APPEND_SCHEMA`.
+    """Encode Arrow columns as the payload of an append batch.
 
-    `data` is required; an absent `header` means 0, absent or null locks mean none, and without a
-    `client_high_water_mark` the request's mark applies. `crc`, if present, contains the
-    `data_crcs`. Other columns are rejected.
+    The columns have the names of `APPEND_SCHEMA_WITH_MARKS`. Only `data` is required. If `header`
+    is absent, all headers are 0. Absent or null locks mean that a row has no locks. If
+    `client_high_water_mark` is absent, the mark of the request applies to all rows. If `crc` is
+    present, it must contain the result of `data_crcs`. Other columns are rejected.
 
     Raises:
-        BadRequest: a column is missing, unknown, duplicate, of a wrong type, or has wrong nulls.
-        TooLarge: a row's data is over `TRANSACTION_BYTES_MAX`.
+        BadRequest: a column is missing, unknown or duplicate, or has a wrong type or nulls that its
+            column does not permit.
+        TooLarge: the data of a row exceeds `TRANSACTION_BYTES_MAX`.
     """
     names = rows.schema.names
     unknown = [name for name in names if name not in _TYPES]
@@ -215,18 +219,18 @@ def _encode_columns(found: dict[str, pa.Array]) -> memoryview:
         columns["crc"] = data_crcs(data)
     schema = APPEND_SCHEMA_WITH_MARKS if MARK_FIELD.name in columns else APPEND_SCHEMA
     batch = pa.RecordBatch.from_arrays([columns[name] for name in schema.names], schema=schema)
-    # In one allocation of exactly the needed size, independent of Arrow's environment settings.
+    # Allocate exactly the needed size once, independent of Arrow's environment settings.
     size = schema.serialize().size + pa.ipc.get_record_batch_size(batch) + _STREAM_END_BYTES
     encoded = pa.allocate_buffer(size)
     with pa.FixedSizeBufferWriter(encoded) as sink:
         with pa.ipc.new_stream(sink, schema, options=pa.ipc.IpcWriteOptions()) as stream:
             stream.write_batch(batch)
         assert sink.tell() == size
-    return memoryview(encoded).cast("B").toreadonly()  # Arrow's views have signed numbers.
+    return memoryview(encoded).cast("B").toreadonly()  # The elements of Arrow's views are signed.
 
 
 def data_crcs(data: pa.Array) -> pa.Array:
-    """Return the CRC-32 of each row of a binary column without nulls."""
+    """Return the CRC-32 of each row of a binary column; the column must not have nulls."""
     offsets = _offsets(data)
     parts: Sequence[Buffer]
     if offsets[-1] - offsets[0] < len(data) * _VIEWED_BYTES_MIN:
@@ -245,17 +249,17 @@ def _cast(name: str, column: pa.Array) -> pa.Array:
         cast = column if column.type == kind else column.cast(kind)
     except pa.ArrowException as error:
         raise BadRequest(
-            f"append batch: column {name}: expected {kind}, found {column.type}: {error}"
+            f"append batch, column {name}: expected {kind}, found {column.type} ({error})"
         ) from error
     if name in LOCK_COLUMNS:
-        # `values` may contain more than the lists, but its count costs nothing.
+        # `values` may contain elements outside of the lists, but its null count is free.
         if cast.values.null_count and cast.flatten().null_count:
             raise BadRequest(
-                f"append batch: column {name}: expected locks without nulls, found a null"
+                f"append batch, column {name}: expected locks without nulls, found a null"
             )
     elif cast.null_count:
         raise BadRequest(
-            f"append batch: column {name}: expected no nulls, found {cast.null_count} nulls"
+            f"append batch, column {name}: expected no nulls, found {cast.null_count} nulls"
         )
     return cast
 
@@ -265,11 +269,11 @@ def _cast(name: str, column: pa.Array) -> pa.Array:
 
 
 def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRows:
-    """Check and return the rows of an append batch (rule 1), without copying their data.
+    """Check an append batch (rule 1) and return its rows, without copying their data.
 
     Raises:
-        TooLarge: the payload is over `bytes_max`, or there are more than `rows_max` rows.
-        BadRequest: it is not valid for another reason.
+        TooLarge: the payload exceeds `bytes_max`, or has more than `rows_max` rows.
+        BadRequest: the payload is invalid for another reason.
     """
     if len(payload) > bytes_max:
         raise TooLarge(f"append batch: expected at most {bytes_max} bytes, found {len(payload)}")
@@ -277,7 +281,8 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
         batch = _read_batch(payload)
     except _UNREADABLE as error:
         raise BadRequest(
-            f"append batch: expected an Arrow stream with one record batch: {_short_message(error)}"
+            "append batch: expected an Arrow stream with one record batch, found other bytes "
+            f"({_short_message(error)})"
         ) from error
     if batch.num_rows > rows_max:
         raise TooLarge(f"append batch: expected at most {rows_max} rows, found {batch.num_rows}")
@@ -287,7 +292,8 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
         batch.validate(full=True)
     except _UNREADABLE as error:
         raise BadRequest(
-            f"append batch: columns are inconsistent: {_short_message(error)}"
+            "append batch: expected columns that match each other, found an inconsistency "
+            f"({_short_message(error)})"
         ) from error
     rows = _rows_of(batch)
     _verify_data(rows)
@@ -295,7 +301,7 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
 
 
 def _short_message(error: BaseException) -> str:
-    """Return pyarrow's message, shortened, as it may quote the whole input."""
+    """Return the first line of pyarrow's error, shortened: it may quote the whole input."""
     return str(error).partition("\n")[0][:300]
 
 
@@ -317,40 +323,45 @@ def _read_batch(payload: Buffer) -> pa.RecordBatch:
             )
     schema = pa.ipc.read_schema(head)
     if not (schema.equals(APPEND_SCHEMA) or schema.equals(APPEND_SCHEMA_WITH_MARKS)):
+        expected = ", ".join(f"{field.name} {field.type}" for field in APPEND_SCHEMA)
         found = ", ".join(f"{field.name} {field.type}" for field in schema)[:500]
-        raise BadRequest(f"append batch: expected the columns of APPEND_SCHEMA, found {found}")
+        raise BadRequest(f"append batch: expected the columns {expected}, found {found}")
     if _is_compressed(memoryview(body.metadata)):
         raise BadRequest("append batch: expected uncompressed buffers, found compressed ones")
     return pa.ipc.read_record_batch(body, schema)
 
 
 def _is_compressed(metadata: memoryview) -> bool:
-    """Whether a record batch message's buffers are compressed, before any is expanded.
+    """Whether the buffers of a record batch message are compressed; expands none of them.
 
-    pyarrow does not report it, and would allocate the size that the compressed buffers claim. So
-    this follows the two flatbuffer tables: Message.header (slot 2), then RecordBatch.compression
-    (slot 3). Offsets that lead outside raise struct.error.
+    pyarrow does not report compression, and would allocate the size that the compressed buffers
+    claim. Therefore this function follows two flatbuffer tables: slot 2 of Message (`header`), and
+    in that table slot 3 of RecordBatch (`compression`). Offsets that point outside of the metadata
+    raise struct.error.
     """
     try:
         (root,) = struct.unpack_from("<I", metadata, 0)
         header = _slot(metadata, root, 2)
         if header is None:
-            raise BadRequest("append batch: a record batch message without a header")
+            raise BadRequest(
+                "append batch: expected a record batch message with a header, found one without"
+            )
         (distance,) = struct.unpack_from("<I", metadata, header)
         return _slot(metadata, header + distance, 3) is not None
     except struct.error as error:
         raise BadRequest(
-            f"append batch: the metadata of the record batch is damaged: {error}"
+            f"append batch: the metadata of the record batch is damaged ({error})"
         ) from error
 
 
 def _slot(metadata: memoryview, table: int, slot: int) -> int | None:
-    """Return the position of a field of a flatbuffer table, or None if the field is absent."""
+    """Return the position of a field in a flatbuffer table; None if the field is absent."""
     (to_vtable,) = struct.unpack_from("<i", metadata, table)
     vtable = table - to_vtable
     if vtable < 0:
         raise BadRequest(
-            "append batch: the metadata of the record batch is damaged: a table is before its start"
+            "append batch: the metadata of the record batch is damaged (a table is before its "
+            "start)"
         )
     (vtable_bytes,) = struct.unpack_from("<H", metadata, vtable)
     if 4 + 2 * slot >= vtable_bytes:
@@ -364,14 +375,14 @@ def _rows_of(batch: pa.RecordBatch) -> AppendRows:
     for name, column in columns.items():
         if name not in LOCK_COLUMNS and column.null_count:
             raise BadRequest(
-                f"append batch: column {name}: expected no nulls, found {column.null_count} nulls"
+                f"append batch, column {name}: expected no nulls, found {column.null_count} nulls"
             )
     data = columns["data"]
     marks = _values(columns[MARK_FIELD.name], np.int64) if MARK_FIELD.name in columns else None
     if marks is not None and marks.min() < BEFORE_FIRST:
         raise BadRequest(
-            f"append batch: column {MARK_FIELD.name}: expected marks of at least "
-            f"{BEFORE_FIRST}, found {marks.min()}"
+            f"append batch, column {MARK_FIELD.name}: expected marks of at least {BEFORE_FIRST}, "
+            f"found {marks.min()}"
         )
     return AppendRows(
         headers=_values(columns["header"], np.int32),
@@ -386,19 +397,19 @@ def _rows_of(batch: pa.RecordBatch) -> AppendRows:
 
 
 def _values(column: pa.Array, kind: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Return the values of a column of fixed width without nulls, as a view."""
+    """Return the values of a fixed-width column without nulls, as a view."""
     return _window(column, kind, len(column))
 
 
 def _offsets(column: pa.Array) -> I64:
-    """Return the offsets of a binary or list column: its number of rows + 1."""
+    """Return the offsets of a binary or list column; there is one more offset than rows."""
     return _window(column, np.int32, len(column) + 1).astype(np.int64)
 
 
 def _window(column: pa.Array, kind: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
-    """Return `count` numbers of a column's second buffer, from the column's own offset on.
+    """Return `count` numbers of a column's second buffer, starting at the column's offset.
 
-    A buffer may be longer than the column needs.
+    The buffer may contain more numbers than the column needs.
     """
     if count == 0:
         return np.zeros(0, dtype=kind)
@@ -409,22 +420,24 @@ def _window(column: pa.Array, kind: npt.DTypeLike, count: int) -> npt.NDArray[An
 def _lock_column(name: str, column: pa.ListArray) -> LockColumn:
     values = column.values
     if column.null_count or values.null_count:
-        # A null list may still span values; `flatten` omits those, so the counts must, too.
+        # A null list may still refer to values. `flatten` omits these values, so the list counts as
+        # empty.
         values = column.flatten()
         counts = pc.fill_null(pc.list_value_length(column), 0)
         offsets = raw_records.offsets_of(_values(counts, np.int32).astype(np.int64))
     else:
         offsets = _offsets(column)
     if values.null_count:
-        raise BadRequest(f"append batch: column {name}: expected locks without nulls, found a null")
+        raise BadRequest(f"append batch, column {name}: expected locks without nulls, found a null")
     assert offsets[-1] <= len(values)
     held = _values(values, np.int32)[offsets[0] : offsets[-1]]
     return LockColumn(offsets - offsets[0], held)
 
 
 def _verify_data(rows: AppendRows) -> None:
-    # One CRC over all rows, compared with the combination of theirs, would cost a third. But a
-    # client could choose wrong CRCs that combine correctly, and the log would keep wrong records.
+    # To compute one CRC over all rows and compare it with the combination of their CRCs would take
+    # a third of the time. But a client could choose wrong CRCs that combine correctly, and the log
+    # would contain wrong records.
     wrong = np.flatnonzero(checksum.crc32_of_each(rows.data.to_pylist()) != rows.crcs)
     if wrong.size:
         raise BadRequest(
@@ -440,10 +453,11 @@ def _verify_data(rows: AppendRows) -> None:
 def encode_records(
     rows: AppendRows, keep: Mask | None, first: TransactionId, req_id: ReqId
 ) -> EncodedBatch:
-    """Return the records of the rows that `keep` marks (all, if None), with IDs from `first` on.
+    """Encode rows as records with IDs from `first` on.
 
-    `req_id` is that of row 0; the caller has checked that the last row's sequence number fits into
-    31 bits. At least one row is kept.
+    `keep` is a mask of the rows to encode, at least one; None means all rows. `req_id` is the
+    request ID of row 0. The caller has checked that the sequence number of the last row fits into
+    31 bits.
     """
     assert req_id.sequence + rows.count - 1 <= 0x7FFFFFFF
     data, lengths, crcs, headers = rows.data, rows.lengths, rows.crcs, rows.headers
@@ -483,7 +497,7 @@ def encode_records(
 
 
 def select_records(records: Buffer, lengths: I64, keep: Mask) -> tuple[memoryview, I64]:
-    """Return the records that `keep` marks as a new run."""
+    """Copy the records for which `keep` is true into a new run; return the run and its lengths."""
     kept = lengths[keep]
     if kept.size == 0:
         return memoryview(b""), kept
@@ -492,7 +506,7 @@ def select_records(records: Buffer, lengths: I64, keep: Mask) -> tuple[memoryvie
 
 
 # ---------------------------------------------------------------------------------------------
-# reading into DataFrames
+# Conversion of records to DataFrames
 
 READ_SCHEMA: Final = pa.schema(
     [
@@ -526,10 +540,11 @@ def range_to_arrow(
     *,
     partition_id: PartitionId,
 ) -> list[pa.RecordBatch]:
-    """Return a run of records as Arrow batches with the given columns of `READ_SCHEMA`, in order.
+    """Convert a run of records to Arrow batches with the given columns of `READ_SCHEMA`, in order.
 
-    `stamps` are (first, last, stamp in ms) in ID order; the commit time is null for IDs outside of
-    all of them and for stamps of 0. A batch has at most 8,192 rows and about 8 MiB.
+    `stamps` is a list of (first ID, last ID, commit stamp in ms), in ID order. The commit time is
+    null for an ID that has no stamp or whose stamp is 0. A batch has at most 8,192 rows and about 8
+    MiB.
     """
     heads = np.frombuffer(raw_records.headers_of(records, lengths), raw_records.HEADER_DTYPE)
     made = _header_columns(heads, stamps, columns, partition_id)
@@ -554,10 +569,10 @@ def headers_to_arrow(
     *,
     partition_id: PartitionId,
 ) -> list[pa.RecordBatch]:
-    """Return 28-byte record headers as Arrow batches; `columns` cannot contain data.
+    """Convert record headers of 28 bytes to Arrow batches; `columns` must not contain data.
 
     Raises:
-        BadRequest: the headers are not 28 bytes each.
+        BadRequest: the number of bytes is not a multiple of 28.
     """
     assert "data" not in columns
     if len(headers) % raw_records.HEADER_DTYPE.itemsize:
@@ -580,7 +595,7 @@ def _slice_of(
         array = made[name]
         if stop - start < len(array):
             array = array.slice(start, stop - start)
-        # In a whole record, the data is between the prefix and the CRC.
+        # The data of a whole record is between its prefix and its CRC.
         if name == "data":
             array = pc.binary_slice(array, raw_records.PREFIX_DTYPE.itemsize, -4)
         arrays.append(array)
@@ -594,7 +609,7 @@ def _header_columns(
     columns: Sequence[str],
     partition_id: PartitionId,
 ) -> dict[str, pa.Array]:
-    """Return the given columns that come from headers; the caller adds data."""
+    """Return those of the given columns that come from record headers; the caller adds the data."""
     made: dict[str, pa.Array] = {}
     for name in columns:
         if name == "partition":
@@ -625,7 +640,7 @@ def _request_ids(req_ids: npt.NDArray[np.void]) -> pa.StructArray:
 
 
 def _commit_times(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> pa.Array:
-    # Not every int64 of ms fits into us: such a stamp is clipped, as nothing depends on it.
+    # Not every int64 of ms fits into us. Such a stamp is clipped; nothing depends on its value.
     most = np.iinfo(np.int64).max // 1000
     stamps_us = raw_records.stamps_of(
         ids, [(first, last, 1000 * min(max(ms, 0), most)) for first, last, ms in stamps]

@@ -1,10 +1,10 @@
-"""Declares a structure of bytes as a list of named fields, from which its `struct` is built.
+"""Declares a structure of bytes as a list of named fields, and builds its `struct` from the list.
 
 The tables of docs/design/disk-format.md are generated from these declarations.
 
 Rules:
     1. All integers are big-endian.
-    2. `struct` packs the fields in their order, without the CRC: the caller adds it.
+    2. `struct` packs the fields in their order, without the CRC. The caller appends the CRC.
 """
 
 import struct
@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 
 class Field(NamedTuple):
-    """One field; `code` is that of the `struct` module, such as "q" or "16s"."""
+    """One field of a structure. `code` is a format of the `struct` module, such as "q" or "16s"."""
 
     name: str
     code: str
@@ -20,7 +20,7 @@ class Field(NamedTuple):
 
 
 class FieldOffset(NamedTuple):
-    """A field and where it is in its structure."""
+    """A field, with its offset and size in its structure, in bytes."""
 
     offset: int
     size_bytes: int
@@ -32,7 +32,7 @@ _CRC: Final = Field("CRC-32", "I", "of all bytes before it")
 
 
 class ByteLayout:
-    """Fields back to back; with `has_crc` a CRC-32 follows them."""
+    """A structure of fields without gaps; with `has_crc`, a CRC-32 follows the fields."""
 
     def __init__(self, *fields: Field, has_crc: bool = False) -> None:
         self.struct = struct.Struct(_ORDER + "".join(each.code for each in fields))
@@ -40,7 +40,7 @@ class ByteLayout:
         self.size_bytes = sum(_size_bytes(each) for each in self.fields)
 
     def places(self, start: int = 0) -> list[FieldOffset]:
-        """Return the fields with their offsets; the first one is at `start`."""
+        """Return all fields with their offsets; `start` is the offset of the first field."""
         found = []
         for each in self.fields:
             size_bytes = _size_bytes(each)

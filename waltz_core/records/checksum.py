@@ -1,16 +1,16 @@
-"""CRC-32 of bytes, of many short rows at once, and of two runs of bytes from their two CRCs.
+"""CRC-32 of bytes and of many short rows, and of concatenated bytes from the CRCs of their parts.
 
-CRC-32 is linear over XOR. Hence the checksum of a record follows from that of its header and that
-of its data, and the checksum of a run of records from those inside it, without a second pass over
-the bytes.
+CRC-32 is linear over XOR. Hence the checksum of a record follows from the checksums of its header
+and its data, and the checksum of a run of records follows from the CRCs in the records. So the
+bytes are read only once.
 
 Rules:
-    1. CRC-32 IEEE 802.3 like zlib, always as an unsigned number. ISA-L computes it with processor
-       instructions, ten times as fast as zlib.
+    1. The algorithm is CRC-32 IEEE 802.3, like zlib's; results are always unsigned. ISA-L computes
+       it with processor instructions, ten times as fast as zlib.
     2. `combine(crc32(a), crc32(b), len(b)) == crc32(a + b)`.
     3. No function here runs Python code per row; tables are built once and never changed.
-    4. Linear checksums can be made to cancel out: CRCs from an untrusted sender are checked row by
-       row, not with `crc32_of_run`.
+    4. Errors in linear checksums can be chosen so that they cancel out. Therefore CRCs from an
+       untrusted sender are checked row by row, not with `crc32_of_run`.
 """
 
 from collections.abc import Sequence
@@ -26,27 +26,27 @@ U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
 Bytes = bytes | bytearray | memoryview
 
-# A length is split into digits of six bits: 16 MiB, the largest frame, has four of them, and one
-# digit's tables (256 KiB) fit into a core's second-level cache.
+# A length is split into digits of six bits. 16 MiB, the largest frame, has four digits. The tables
+# of one digit (256 KiB) fit into a core's second-level cache.
 _DIGIT_BITS: Final = 6
 _DIGIT_VALUES: Final = 1 << _DIGIT_BITS
 _POLYNOMIAL: Final = 0xEDB88320
 LENGTH_MAX: Final = (1 << 36) - 1
 assert LENGTH_MAX.bit_length() % _DIGIT_BITS == 0
-# Polynomials are written with the highest bit for the lowest power, like the CRC.
+# In a polynomial, the highest bit is the coefficient of the lowest power, as in the CRC.
 _ONE: Final = 1 << 31
 _TRAILER_BYTES: Final = 4
 _RUN_BYTES: Final = 1 << 20
 _TABLE_STARTS: Final = np.arange(33 * 4) << 8
 
 
-# The CRC-32 of bytes, or the continuation of a second argument over them. Each append calls it
-# several times, so there is no wrapper.
+# `crc32(data)` returns the CRC-32 of data; `crc32(data, crc)` continues `crc` over data. There is
+# no wrapper, because each append calls this function several times.
 crc32 = isal_zlib.crc32
 
 
 def crc32_of_each(parts: Sequence[Bytes]) -> U32:
-    """Return the CRC-32 of each of the parts; the loop over them runs in C (rule 3)."""
+    """Return the CRC-32 of each part; the loop over the parts runs in C (rule 3)."""
     return np.fromiter(map(isal_zlib.crc32, parts), dtype=np.uint32, count=len(parts))
 
 
@@ -70,15 +70,16 @@ def combine(crc_a: int, crc_b: int, len_b: int) -> int:
 
 
 def combine_many(crc_a: U32, crc_b: U32, len_b: I64 | int) -> U32:
-    """Return `combine` of each row; `len_b` is one length for each row, or one for all."""
+    """Apply `combine` to each row; `len_b` is one length per row, or one for all rows."""
     assert crc_a.shape == crc_b.shape
     return shift_many(crc_a, len_b) ^ crc_b
 
 
 def shift_many(crcs: U32, length: I64 | int) -> U32:
-    """Return each CRC shifted by `length` following bytes, before their own CRC is XORed in.
+    """Shift each CRC by `length` bytes: return the part that it adds to the CRC of longer bytes.
 
-    `length` is one number of bytes for each row, or one for all rows, which is cheaper.
+    XOR the result with the CRC of the following `length` bytes to get the CRC of both. `length` is
+    one number of bytes per row, or one for all rows, which is cheaper.
     """
     if isinstance(length, int):
         return _shift_all(crcs, length)
@@ -95,17 +96,18 @@ def shift_many(crcs: U32, length: I64 | int) -> U32:
 def crc32_of_run(crcs: U32, lengths: I64) -> int:
     """Return the CRC-32 of consecutive rows that each end with their own CRC, big-endian.
 
-    Records on disk have this form. `crcs` are the CRCs in the rows, `lengths` the lengths of the
-    whole rows, and no pass over the bytes is needed: with d bytes after it, a row adds `x**8d`
-    times the CRC of the whole row, which follows from its own CRC bit by bit. So for each bit there
-    is one sum of powers, over the rows whose CRC has it, and only 33 products.
+    Records on disk have this form. `crcs` are the CRCs in the rows, and `lengths` are the lengths
+    of the whole rows in bytes. The function does not read the bytes of the rows. A row that is
+    followed by d bytes adds `x**8d` times the CRC of the whole row. The CRC of the whole row
+    follows from the CRC in the row, bit by bit. So there is one sum of powers for each bit, over
+    the rows whose CRC has this bit, and only 33 products.
     """
     assert crcs.shape == lengths.shape
     powers = _powers()
     ends = lengths.cumsum()
     run = start = done = 0
     while start < crcs.size:
-        # The rows that the table of powers covers; rarely are there more or longer ones.
+        # Take the rows that the table of powers covers. Usually these are all rows.
         stop = int(ends.searchsorted(done + powers.size, side="right"))
         stop = min(max(stop, start + 1), crcs.size)
         end = int(ends[stop - 1])
@@ -116,7 +118,7 @@ def crc32_of_run(crcs: U32, lengths: I64) -> int:
 
 
 def _run_within(crcs: U32, powers: U32) -> int:
-    # Plane k has bit 31 - k of each CRC as its sign. Shifts by one number are fast.
+    # Plane k has bit 31 - k of each CRC as its sign. A shift of all numbers by one count is fast.
     planes = np.empty((32, crcs.size), dtype=np.int32)
     planes[0] = crcs.view(np.int32)
     for done in (1, 2, 4, 8, 16):
@@ -133,8 +135,8 @@ def _run_within(crcs: U32, powers: U32) -> int:
 def crc32_of_rows(rows: U8) -> U32:
     """Return the CRC-32 of each row of a (row count, row bytes) array.
 
-    Columns with the same byte in all rows, which are most of a record header's, cost nothing: they
-    are part of the CRC of one model row.
+    Columns with the same byte in all rows cost nothing: the CRC of one model row covers them. In
+    record headers, most columns are of this kind.
     """
     count, width = rows.shape
     if count == 0:
@@ -143,7 +145,7 @@ def crc32_of_rows(rows: U8) -> U32:
     total = np.full(count, crc32(model.tobytes()), dtype=np.uint32)
     tables = _row_tables(width)
     for column in np.flatnonzero((rows != model).any(axis=0)).tolist():
-        # The CRC differs from the model's by the image of the bytes that differ.
+        # The CRC differs from the model's CRC by the image of the XOR of the two bytes.
         total ^= tables[column].take(rows[:, column] ^ model[column])
     return total
 
@@ -178,7 +180,7 @@ def _shift_each(crcs: U32, lengths: I64, longest: int) -> U32:
 
 
 def _apply(table: U32, crcs: U32) -> U32:
-    """Map each CRC through a linear map of four tables, one for each of its octets."""
+    """Apply a linear map to each CRC; the map has four tables, one for each octet of a CRC."""
     octets = _octets(crcs)
     mapped: U32 = table[0].take(octets[0])
     mapped ^= table[1].take(octets[1])
@@ -188,13 +190,13 @@ def _apply(table: U32, crcs: U32) -> U32:
 
 
 def _octets(crcs: U32) -> U8:
-    """Return the octets of each CRC as four rows, the lowest first."""
+    """Return the octets of all CRCs as four rows, the lowest octet first."""
     return np.ascontiguousarray(crcs, dtype="<u4").view(np.uint8).reshape(-1, 4).T
 
 
 @cache
 def _byte_table() -> U32:
-    """Return the usual 256 entries: the register after one byte of input."""
+    """Return the usual CRC table: for each of 256 bytes, the register after this byte."""
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, table >> 1 ^ np.uint32(_POLYNOMIAL), table >> 1)
@@ -203,7 +205,7 @@ def _byte_table() -> U32:
 
 @cache
 def _shift_tables(place: int) -> U32:
-    """Return the maps of `digit * 64**place` zero bytes, as [octet, digit, value] -> CRC."""
+    """Return the maps for `digit * 64**place` zero bytes, as an array [octet, digit, value]."""
     assert 0 <= place < LENGTH_MAX.bit_length() // _DIGIT_BITS
     identity = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]
     if place == 0:
@@ -234,11 +236,12 @@ def _powers() -> U32:
 
 @cache
 def _trailer_products() -> U32:
-    """Return what a sum of powers adds to a run, for each bit of the summed CRCs.
+    """Return tables of the products that `_run_within` XORs, for each bit of the summed CRCs.
 
     The CRC of bytes followed by their own CRC is a linear map of that CRC, plus a constant. The
-    map's image of each bit is one factor, and the constant, for the sum of all powers, the last.
-    Each has four tables of 256 products, one for each octet of the sum.
+    first 32 factors are the images of the 32 bits under this map. The last factor is the constant,
+    which applies to the sum of all powers. Each factor has four tables of 256 products, one for
+    each octet of the sum.
     """
     units = np.zeros(33, dtype=np.uint32)
     units[:32] = np.uint32(1) << np.arange(32, dtype=np.uint32)
@@ -257,7 +260,7 @@ def _trailer_products() -> U32:
 
 @lru_cache(maxsize=16)
 def _row_tables(width: int) -> U32:
-    """Return [column, value] -> the byte's part of the CRC of a row of `width` bytes."""
+    """Return an array [column, value]: what a byte adds to the CRC of a row of `width` bytes."""
     tables = np.empty((width, 256), dtype=np.uint32)
     image = _byte_table()
     for column in range(width - 1, -1, -1):

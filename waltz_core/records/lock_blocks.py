@@ -1,25 +1,25 @@
-"""Lock blocks: the locks that the transactions of one batch have written, and the batch.
+"""Lock blocks: for each batch, the locks that its transactions have written.
 
-The owner of a partition writes them, storages keep them unread, and the next owner uses them. This
-module defines when a block is valid.
+The owner of a partition writes lock blocks. Storages keep them without reading them, and the next
+owner uses them. This module defines when a block is valid.
 
-    | lock hashes (4 bytes each) | behind (a byte each) | trailer (`TRAILER`) |
+    | lock hashes (4 bytes each) | distances (1 byte each) | trailer (`TRAILER`) |
 
-All integers are big-endian. A block ends with its trailer, so that a run of blocks is read from its
-end, which has the newest ones.
+All integers are big-endian. A block ends with its trailer. Therefore a run of blocks can be read
+from its end, where the newest blocks are.
 
 Rules:
-    1. A block contains the write and append locks of all transactions first..last, and for each
-       lock the distance of its writer from `last`. With more than `DISTANCES_TRANSACTIONS_MAX`
-       transactions there are no distances ("WLB1"): each lock counts as written by
-       `last`, which is not below its writer.
-    2. The chain is that of the log after `last` (replication/window.py): it covers the whole log up
-       to there. If a block contains the log's known chain at `last`, the block belongs to this log,
-       and its `chain before` is the log's chain before `first`.
-    3. So blocks are validated from a known end of the log downwards, each by the one above it. A
-       block that ends higher is skipped: its batch was lost, or the block is a duplicate. A block
-       that ends lower shows that one is missing.
-    4. Blocks older than bytes that are no block, or older than a gap, are not used.
+    1. A block contains the write and append locks of all transactions first..last. For each lock,
+       it contains the distance from the transaction that wrote the lock to `last`. A block with
+       more than `DISTANCES_TRANSACTIONS_MAX` transactions has no distances ("WLB1"). Then each lock
+       counts as written by `last`, which is at or above the real writer.
+    2. `chain` is the hash chain of the log after `last` (replication/window.py); it covers the
+       whole log up to `last`. If a block contains the log's known chain at `last`, the block
+       belongs to this log, and its `chain before` is the log's chain before `first`.
+    3. So blocks are validated from a known end of the log downwards: each valid block validates the
+       one before it. A block that ends higher is skipped, because its batch was lost or the block
+       is a duplicate. A block that ends lower shows that a block is missing.
+    4. If a reader finds bytes that are not a block, or a gap, it does not use any older blocks.
 """
 
 from typing import Final, NamedTuple
@@ -31,7 +31,7 @@ from waltz_core.records.record import Chain, TransactionId
 Buffer = bytes | memoryview
 
 HASH_BYTES: Final = 4
-# A batch with more locks has no block: this is the room in a frame.
+# A batch with more bytes of locks has no block. The limit is the room in a frame.
 LOCKS_BYTES_MAX: Final = 1024 * 1024
 
 TRAILER: Final = ByteLayout(
@@ -44,7 +44,7 @@ TRAILER: Final = ByteLayout(
     Field("CRC-32", "I", "of the whole block before it"),
 )
 _TRAILER: Final = TRAILER.struct
-# Up to this many transactions, a block has the writer of each lock.
+# A block with up to this many transactions stores the writer of each lock.
 DISTANCES_TRANSACTIONS_MAX: Final = 256
 _MARK: Final = b"WLB1"
 _MARK_WITH_DISTANCES: Final = b"WLB2"
@@ -53,14 +53,17 @@ TRAILER_BYTES: Final = _TRAILER.size
 
 
 class LogEnd(NamedTuple):
-    """An end of the log, now or earlier: the last ID of a batch, and the chain there."""
+    """The log's end, now or earlier: the last ID of a batch, and the hash chain there."""
 
     last: TransactionId
     chain: Chain
 
 
 class LockBlock(NamedTuple):
-    """One block; `locks` are big-endian int32, `distances` a byte for each of them, or nothing."""
+    """The locks of one batch.
+
+    `locks` are big-endian int32. `distances` has one byte for each lock, or is empty (rule 1).
+    """
 
     first: TransactionId
     end: LogEnd
@@ -70,14 +73,14 @@ class LockBlock(NamedTuple):
 
     @property
     def end_before(self) -> LogEnd:
-        """The end of the log before this block."""
+        """The end of the log directly before this block."""
         return LogEnd(TransactionId(self.first - 1), self.chain_before)
 
 
 def encode(
     first: TransactionId, end: LogEnd, chain_before: Chain, locks: Buffer, distances: Buffer = b""
 ) -> bytes:
-    """Return the bytes of a block; empty if there are too many locks."""
+    """Return the bytes of a lock block; empty if the locks exceed `LOCKS_BYTES_MAX`."""
     if len(locks) > LOCKS_BYTES_MAX:
         return b""
     count = len(locks) // HASH_BYTES
@@ -91,7 +94,7 @@ def encode(
 
 
 class LockBlockReader:
-    """A run of blocks that is read from its end; see rules 3 and 4."""
+    """Reads a run of lock blocks from its end (rules 3 and 4)."""
 
     def __init__(self, data: Buffer) -> None:
         self._data = memoryview(data)
@@ -99,7 +102,7 @@ class LockBlockReader:
         self.is_spent = False  # no further block can be valid
 
     def block_ending_at(self, end: LogEnd, steps_max: int) -> LockBlock | None:
-        """Return the block that ends at `end`, if it is among the next `steps_max`."""
+        """Return the block that ends at `end`; None if the next `steps_max` blocks lack it."""
         for _ in range(steps_max):
             block = self._take()
             if block is None or block.end.last < end.last:
@@ -110,7 +113,7 @@ class LockBlockReader:
         return None
 
     def _take(self) -> LockBlock | None:
-        """Return the last remaining block, of any log."""
+        """Remove and return the last remaining block of any log; None if it is invalid."""
         start = self._end - TRAILER_BYTES
         if start < 0:
             return None

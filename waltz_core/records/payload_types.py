@@ -1,6 +1,6 @@
-"""The form of each Arrow type in a payload, msgpack or JSON: the type of the values that it stores.
+"""Maps each Arrow type to the type of the values that a msgpack or JSON payload stores for it.
 
-`unpacking.py` reads payloads, `waltz_spark/rows.py` writes them and has the table of types.
+`unpacking.py` reads payloads. `waltz_spark/rows.py` writes them, and has the table of types.
 """
 
 from collections.abc import Callable
@@ -9,12 +9,15 @@ import pyarrow as pa
 
 
 def plain_type(kind: pa.DataType, data_format: str) -> pa.DataType:
-    """Return the type whose Python values a packer supports; the cast to it is exact."""
+    """Return the type of the values that a payload stores for an Arrow type.
+
+    A packer supports the Python values of this type. A cast from it to `kind` is exact.
+    """
     return nested_type(kind, lambda flat: _plain_flat(flat, data_format))
 
 
 def nested_type(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
-    """Return a type with each flat type in it replaced."""
+    """Return a type in which `leaf` has replaced each flat type."""
     if pa.types.is_map(kind):
         return pa.map_(nested_type(kind.key_type, leaf), nested_type(kind.item_type, leaf))
     if pa.types.is_struct(kind):
@@ -25,13 +28,13 @@ def nested_type(kind: pa.DataType, leaf: Callable[[pa.DataType], pa.DataType]) -
 
 
 def without_nulls(kind: pa.DataType) -> pa.DataType:
-    """Return the type, boolean for the type of nulls."""
+    """Return the type unchanged; return boolean instead of the null type."""
     # NB: casting nulls to nulls inside lists loses some (pyarrow 26).
     return pa.bool_() if pa.types.is_null(kind) else kind
 
 
 def is_binary(kind: pa.DataType) -> bool:
-    """Whether it is a binary type of Arrow."""
+    """Whether a type is Arrow's binary or large binary type."""
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 

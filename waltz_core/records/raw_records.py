@@ -1,17 +1,19 @@
 """Runs of raw records: consecutive records, exactly as in a segment file.
 
-The same bytes go from the owner to three disks, into a cache, to readers and from replica to
-replica in repair. These functions find positions, IDs, headers and checksums in the bytes without
-decoding the records. A run is a buffer and the lengths of its records.
+The owner sends the same bytes to the disks of all replicas, to its cache and to readers. In a
+repair, one replica sends them to another. These functions find positions, IDs, headers and
+checksums in the bytes without decoding the records. A run consists of a buffer and the lengths of
+its records.
 
     0                8                       24       28  32         36     36+n         40+n
     | transaction ID | request ID (16 bytes) | header | n | data crc | data | record crc |
 
 Rules:
-    1. All integers are big-endian; the data CRC covers the data, the record CRC everything before
-       it (docs/design/disk-format.md 4).
-    2. No function here runs Python code per record, except to find the bad one in a bad run.
-    3. Lengths from outside pass `lengths_from_wire` before any other function uses them.
+    1. All integers are big-endian. The data CRC covers the data, and the record CRC covers all
+       bytes before it (docs/design/disk-format.md 4).
+    2. No function here runs Python code per record, except to find the damaged record in a damaged
+       run.
+    3. Lengths from outside must pass `lengths_from_wire` before any other function uses them.
 """
 
 import struct
@@ -48,7 +50,7 @@ _ID_AND_LENGTH = struct.Struct(">q20xi")
 _ID = struct.Struct(">q")
 _LENGTH = struct.Struct(">i")
 _CRC = struct.Struct(">I")
-# Up to this many records, of this many bytes in total, are processed in plain Python.
+# Runs with at most this many records and bytes are processed in plain Python.
 ONE_BY_ONE_MAX = 32
 ONE_BY_ONE_BYTES_MAX = 32 * 1024
 RECORD_BYTES_MAX = RECORD_OVERHEAD_BYTES + TRANSACTION_BYTES_MAX
@@ -67,7 +69,11 @@ assert FEED_HEADER_DTYPE.itemsize == FEED_HEADER_BYTES
 
 
 class RangeRead(NamedTuple):
-    """Records `first` and following, the batches that they belong to, the chain before those."""
+    """A run of records that starts at `first`.
+
+    `entries` are the batches that contain the records. `chain_before` is the hash chain before the
+    first of these batches.
+    """
 
     first: TransactionId
     lengths: I64
@@ -81,12 +87,13 @@ class RangeRead(NamedTuple):
 
 
 def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
-    """Return the lengths of a run of `records_bytes` bytes, as int64.
+    """Decode the lengths of a run of `records_bytes` bytes; return them as int64.
 
-    Only a frame limits them: Waltz 0.13 has accepted transactions of any size.
+    The only upper limit is the frame size: Waltz 0.13 has accepted transactions of any size.
 
     Raises:
-        BadFormat: they are no int32 array, one is impossible, or they do not add up to the run.
+        BadFormat: the bytes are not an int32 array, a length is impossible, or the sum of the
+            lengths is not `records_bytes`.
     """
     if len(packed) % 4:
         raise BadFormat(
@@ -119,31 +126,31 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
 
 
 def sum_of(lengths: I64) -> int:
-    """Return the total number of bytes of the records."""
+    """Return the total size of the records, in bytes."""
     if lengths.size <= ONE_BY_ONE_MAX:
-        return sum(lengths.tolist())  # a sixth of the time of arrays for so few
+        return sum(lengths.tolist())  # for a few, a sixth of the time of arrays
     return int(lengths.sum())
 
 
 def lengths_to_wire(lengths: I64) -> bytes:
-    """Return the lengths as big-endian int32, one a record."""
+    """Encode the lengths as big-endian int32, one per record."""
     return lengths.astype(">i4").tobytes()
 
 
 def offsets_of(lengths: I64) -> I64:
-    """Return the start of each record, and the end of the run: one more than lengths."""
+    """Return the start of each record, and the end of the run as the last offset."""
     offsets = np.zeros(lengths.size + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def lengths_between(offsets: I64) -> I64:
-    """Return the distance of each offset to the next one: one less than offsets."""
-    return offsets[1:] - offsets[:-1]  # `np.diff` takes many times as long for few of them
+    """Return the distance from each offset to the next; the last offset has none."""
+    return offsets[1:] - offsets[:-1]  # For a few offsets, `np.diff` is many times slower.
 
 
 def count_within(lengths: I64, bytes_max: int) -> int:
-    """Return how many records from the first on fit into `bytes_max`, at least one."""
+    """Return how many of the first records fit into `bytes_max` bytes; at least one."""
     assert lengths.size > 0
     return max(1, int(np.searchsorted(np.cumsum(lengths), bytes_max, side="right")))
 
@@ -151,7 +158,7 @@ def count_within(lengths: I64, bytes_max: int) -> int:
 def slice_records(
     records: Buffer, lengths: I64, *, skip: int, count: int
 ) -> tuple[memoryview, I64]:
-    """Return `count` records after the first `skip` ones, as views."""
+    """Return the `count` records after the first `skip` records, and their lengths, as views."""
     assert skip >= 0
     assert skip + count <= lengths.size
     start = sum_of(lengths[:skip])
@@ -164,17 +171,17 @@ def slice_records(
 
 
 def headers_of(records: Buffer, lengths: I64) -> bytes:
-    """Return the record headers, 28 bytes each: ID, request ID, header (the wire format)."""
+    """Return the record headers as on the wire: ID, request ID, header; 28 bytes each."""
     return _gather(records, _starts(lengths), HEADER_DTYPE).tobytes()
 
 
 def prefixes_of(records: Buffer, lengths: I64) -> Structured:
-    """Return the 36 bytes before the data of each record as a structured array (`PREFIX_DTYPE`)."""
+    """Return the 36 bytes before each record's data, as a structured array (`PREFIX_DTYPE`)."""
     return _gather(records, _starts(lengths), PREFIX_DTYPE)
 
 
 def feed_headers_of(records: Buffer, lengths: I64) -> bytes:
-    """Return the feed headers, 20 bytes each: request ID, header."""
+    """Return the feed headers of all records: request ID and header, 20 bytes each."""
     if lengths.size <= ONE_BY_ONE_MAX:
         view, at = memoryview(records), 0
         pieces: list[memoryview] = []
@@ -186,27 +193,27 @@ def feed_headers_of(records: Buffer, lengths: I64) -> bytes:
 
 
 def ids_of(records: Buffer, lengths: I64) -> I64:
-    """Return the transaction IDs."""
+    """Return the transaction IDs of the records."""
     return _gather(records, _starts(lengths), np.dtype(">i8")).astype(np.int64)
 
 
 def req_ids_of(records: Buffer, lengths: I64) -> Structured:
-    """Return the request IDs as a structured array (`REQ_ID_DTYPE`)."""
+    """Return the request IDs of the records as a structured array (`REQ_ID_DTYPE`)."""
     return _gather(records, _starts(lengths) + 8, REQ_ID_DTYPE)
 
 
 def application_headers_of(records: Buffer, lengths: I64) -> I32:
-    """Return the applications' header values."""
+    """Return the header that the application chose for each record."""
     return _gather(records, _starts(lengths) + 24, np.dtype(">i4")).astype(np.int32)
 
 
 def record_crcs(records: Buffer, lengths: I64) -> bytes:
-    """Return the record CRCs, 4 big-endian bytes each, as for the chain."""
+    """Return the CRC of each record, 4 big-endian bytes each: the input of `next_chain`."""
     return _trailers(records, lengths).tobytes()
 
 
 def from_feed_headers(first: TransactionId, packed: Buffer) -> bytes:
-    """Return 28-byte record headers for 20-byte feed headers with IDs from `first` on."""
+    """Convert 20-byte feed headers to 28-byte record headers, with IDs from `first` on."""
     feed = np.frombuffer(packed, dtype=FEED_HEADER_DTYPE)
     whole = np.empty(feed.size, dtype=HEADER_DTYPE)
     whole["transaction_id"] = np.arange(first, first + feed.size, dtype=np.int64)
@@ -216,21 +223,21 @@ def from_feed_headers(first: TransactionId, packed: Buffer) -> bytes:
 
 
 def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
-    """Return the commit stamp of each ID, 0 if it has none.
+    """Return the commit stamp of each ID; 0 for an ID without a stamp.
 
-    `ids` are ascending; `stamps` are (first, last, stamp) in ID order.
+    `ids` are ascending. `stamps` is a list of (first ID, last ID, stamp), in ID order.
     """
     if not stamps:
         return np.zeros(ids.size, dtype=np.int64)
     firsts, lasts, stamps_ms = np.array(stamps, dtype=np.int64).T
-    # Looked up for each stamp, not for each ID: there are many more IDs.
+    # Search the position of each stamp, not of each ID: there are many more IDs.
     starts = np.maximum.accumulate(ids.searchsorted(firsts))
     ends = np.minimum(ids.searchsorted(lasts, side="right"), np.append(starts[1:], ids.size))
     bounds = np.zeros(2 * starts.size + 2, dtype=np.int64)
     bounds[1:-1:2] = starts
     bounds[2:-1:2] = np.maximum(ends, starts)
     bounds[-1] = ids.size
-    between = np.zeros(bounds.size - 1, dtype=np.int64)  # before the first, and between two stamps
+    between = np.zeros(bounds.size - 1, dtype=np.int64)  # even entries stay 0: IDs without a stamp
     between[1::2] = stamps_ms
     return between.repeat(lengths_between(bounds))
 
@@ -242,11 +249,12 @@ def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
 def verified_crcs(
     records: Buffer, lengths: I64, first: TransactionId, *, records_crc: int | None = None
 ) -> bytes | None:
-    """Return `record_crcs` if each record has its ID, from `first` on, its length and its CRC.
+    """Verify all records of a run; return `record_crcs`, or None if a record is wrong.
 
-    Else None: `first_bad_record` and `first_gap` find the wrong one. This takes one pass over the
-    bytes. `records_crc` is the CRC of the bytes, if the caller has computed it; never the one that
-    a sender states.
+    Each record must have its ID (from `first` on), its length and its CRC. After None,
+    `first_bad_record` and `first_gap` find the wrong record. The function makes one pass over the
+    bytes. `records_crc` is the CRC of these bytes if the caller has already computed it; never pass
+    a CRC that a sender states.
     """
     if lengths.size <= ONE_BY_ONE_MAX and len(records) <= ONE_BY_ONE_BYTES_MAX:
         return _proven_one_by_one(memoryview(records), lengths.tolist(), first)
@@ -260,12 +268,12 @@ def verified_crcs(
         return None
     trailers = _gather(records, ends - _TRAILER_BYTES, np.dtype(">u4"))
     found = crc32(records) if records_crc is None else records_crc
-    # CRC-32 is linear: all records match their own CRCs if the run matches those.
+    # CRC-32 is linear. If the CRC of the run follows from the record CRCs, all records are intact.
     return trailers.tobytes() if found == run_crc(trailers, lengths) else None
 
 
 def _proven_one_by_one(records: memoryview, lengths: list[int], first: int) -> bytes | None:
-    """Do the same for so few records that arrays would cost more."""
+    """Do the same as `verified_crcs` for a few records, for which arrays would be slower."""
     assert len(records) == sum(lengths)
     crcs: list[memoryview] = []
     start = 0
@@ -283,10 +291,10 @@ def _proven_one_by_one(records: memoryview, lengths: list[int], first: int) -> b
 
 
 def first_bad_record(records: Buffer, lengths: I64) -> int | None:
-    """Return the index of the first record that does not match its CRC or length, else None.
+    """Return the index of the first record with a wrong CRC or length; None if all are right.
 
-    It computes one CRC over the bytes and compares it with the one that follows from the CRCs in
-    the records; only if they differ, each record is checked separately.
+    The function computes one CRC over the whole run, and compares it with the CRC that follows from
+    the CRCs in the records. Only if the two differ, it checks each record separately.
     """
     assert len(records) == sum_of(lengths)
     if lengths.size <= ONE_BY_ONE_MAX and len(records) <= ONE_BY_ONE_BYTES_MAX:
@@ -303,7 +311,7 @@ def first_bad_record(records: Buffer, lengths: I64) -> int | None:
         start, end = int(offsets[index]), int(offsets[index + 1])
         if crc32(view[start : end - _TRAILER_BYTES]) != int(crcs[index]):
             return index
-    # CRC-32 is linear: if every record matches its own CRC, so does the whole run.
+    # CRC-32 is linear: if every record matched its own CRC, the whole run would have matched.
     assert suspects < lengths.size
     return suspects
 
@@ -322,12 +330,12 @@ def _first_bad_one_by_one(records: memoryview, lengths: list[int]) -> int | None
 
 
 def run_crc(crcs: npt.NDArray[np.generic], lengths: I64) -> int:
-    """Return the CRC-32 of a whole run from the record CRCs, without a pass over the bytes."""
+    """Return the CRC-32 of a whole run from the record CRCs, without reading the bytes again."""
     return crc32_of_run(crcs.astype(np.uint32), lengths)
 
 
 def first_gap(records: Buffer, lengths: I64, first: TransactionId) -> int | None:
-    """Return the index of the first record whose ID is not `first` plus its index, else None."""
+    """Return the index of the first record whose ID is not `first` + index; None if all match."""
     if lengths.size <= ONE_BY_ONE_MAX:
         return _first_gap_one_by_one(records, lengths.tolist(), first)
     ids = _gather(records, _starts(lengths), np.dtype(">i8"))
@@ -352,7 +360,7 @@ def _first_gap_one_by_one(records: Buffer, lengths: list[int], first: int) -> in
 def encode_record(
     transaction_id: int, req_id: ReqId, header: int, data: Buffer, data_crc: int
 ) -> bytes:
-    """Return one record as in a segment file; for many at once see `batches.encode_records`."""
+    """Encode one record as in a segment file. `batches.encode_records` encodes many at once."""
     before = RECORD_PREFIX.pack(transaction_id, req_id.to_bytes(), header, len(data), data_crc)
     return b"".join((before, data, crc32(data, crc32(before)).to_bytes(4, "big")))
 
@@ -362,8 +370,9 @@ def prefixes(
 ) -> U8:
     """Return the 36 bytes before each record's data, as a (record count, 36) array.
 
-    `req_id` is that of row 0 of the request and `rows` the row of each record in it: a row keeps
-    its sequence number if rows before it are rejected. `lengths` are those of the data.
+    `req_id` is the request ID of row 0. `rows` has the row number of each record in the request: a
+    row keeps its sequence number if rows before it are rejected. `lengths` are the lengths of the
+    data in bytes.
     """
     assert ids.shape == rows.shape == headers.shape == lengths.shape == data_crcs.shape
     made = np.empty(ids.size, dtype=PREFIX_DTYPE)
@@ -381,7 +390,7 @@ def prefixes(
 
 
 def prefix_crcs(made: U8) -> U32:
-    """Return the CRC-32 of each prefix; columns that are equal in all of them cost nothing."""
+    """Return the CRC-32 of each prefix. Columns that are equal in all prefixes cost nothing."""
     assert made.shape[1] == PREFIX_DTYPE.itemsize
     return crc32_of_rows(made)
 
@@ -395,10 +404,10 @@ def _trailers(records: Buffer, lengths: I64) -> npt.NDArray[np.generic]:
 
 
 def _gather(records: Buffer, places: I64, kind: np.dtype) -> npt.NDArray:  # type: ignore[type-arg]
-    """Return the values of one dtype at byte offsets of a buffer, by a single fancy index.
+    """Return the values of one dtype at given byte offsets of a buffer, with a single fancy index.
 
-    It views the buffer as overlapping values, one starting at each byte. Structures are copied as
-    opaque bytes: NumPy would copy them field by field.
+    The function views the buffer as overlapping values, one starting at each byte. It copies
+    structures as opaque bytes, because NumPy would copy them field by field.
     """
     if places.size == 0:
         return np.empty(0, dtype=kind)

@@ -1,12 +1,12 @@
 """The values that every layer uses: IDs, records, record headers, lineage, lock hashes.
 
-Messages, files and ZooKeeper nodes consist of them; the meaning of their bytes never changes
+Messages, files and ZooKeeper nodes contain these values. The meaning of their bytes never changes
 (docs/design/wire-format.md).
 
 Rules:
     1. Transaction IDs start at 0 in each partition and have no gaps.
     2. All integers are big-endian two's complement; IDs and marks are 64 bits wide.
-    3. `BEFORE_FIRST` is the mark of an empty log; no other negative mark exists.
+    3. `BEFORE_FIRST` is the high-water mark of an empty log; no other negative mark exists.
 """
 
 import hashlib
@@ -21,12 +21,12 @@ ServerId = NewType("ServerId", int)
 Generation = NewType("Generation", int)
 # The name of a replica is the address of its storage, "host:port", as in the assignment node.
 ReplicaId = NewType("ReplicaId", str)
-# blake2b-16 over everything in a partition up to and including one batch.
+# A value of the hash chain: blake2b-16 over the log of a partition up to the end of one batch.
 Chain = NewType("Chain", bytes)
 
 BEFORE_FIRST = TransactionId(-1)
 NO_SESSION = SessionId(-1)
-# The session of a batch that replaces unreadable entries: it must not be copied.
+# The session of a batch that replaces unreadable entries. Such a batch must not be copied.
 RECONSTRUCTED = SessionId(-2)
 CHAIN_BYTES = 16
 GENESIS_CHAIN = Chain(bytes(CHAIN_BYTES))
@@ -41,21 +41,22 @@ assert RECORD_HEADER.size == 28
 assert RECORD_PREFIX.size + 4 == RECORD_OVERHEAD_BYTES
 
 TRANSACTION_BYTES_MAX = 4 * 1024 * 1024
-# Locks of one kind in a transaction: the longest list in a frame (`messages.ENTRIES_MAX`).
+# The maximum number of locks of one kind in a transaction: the longest list in a frame
+# (`messages.ENTRIES_MAX`).
 LOCKS_MAX = 64 * 1024
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 assert TRANSACTION_BYTES_MAX + RECORD_OVERHEAD_BYTES < FRAME_BYTES_MAX
 
-# A request that is not an append has a negative sequence number, so that none is taken for a row.
-# A client's streams use numbers down to this one, its other requests lower ones.
+# Requests other than appends have negative sequence numbers, so that they are never mistaken for
+# rows. A client's streams use numbers down to this one, its other requests lower ones.
 CONTROL_SEQUENCE_MIN = -(1 << 30)
 
 
 class ReqId(NamedTuple):
-    """The identity of one append (or of one request): no two transactions in the log share one.
+    """The identity of one append, or of another request. Transactions in the log never share one.
 
-    The numbers of rows that are known to be lost may be used again: a Spark task continues after
-    the highest number in the log.
+    A writer may use the number of a row again if the row is known to be lost: a Spark task
+    continues after the highest number in the log.
     """
 
     client_id: ClientId
@@ -64,12 +65,12 @@ class ReqId(NamedTuple):
     sequence: int
 
     def to_bytes(self) -> bytes:
-        """Return its 16 bytes (docs/design/wire-format.md 2)."""
+        """Return the 16 bytes of the request ID (docs/design/wire-format.md 2)."""
         return REQ_ID.pack(*self)
 
     @staticmethod
     def from_bytes(data: bytes | memoryview) -> "ReqId":
-        """Read 16 bytes; the caller has checked the length."""
+        """Decode a request ID from 16 bytes; the caller has checked the length."""
         client_id, generation, partition_id, sequence = REQ_ID.unpack(data)
         return ReqId(
             ClientId(client_id), Generation(generation), PartitionId(partition_id), sequence
@@ -77,7 +78,7 @@ class ReqId(NamedTuple):
 
 
 class RecordHeader(NamedTuple):
-    """A transaction in the feed: its writer's request ID and the application header."""
+    """A transaction's entry in the feed: ID, request ID of the append, application header."""
 
     transaction_id: TransactionId
     req_id: ReqId
@@ -94,10 +95,11 @@ class Record(NamedTuple):
 
 
 class LineageEntry(NamedTuple):
-    """One appended batch: its bounds, session, commit stamp and chain, equal on all replicas.
+    """One appended batch: its first and last ID, session, commit stamp and hash chain.
 
-    `chain` is the chain value AFTER this batch. The owner sets the bounds, every replica copies
-    them; a batch that is truncated in the middle gets a new entry (and chain).
+    The entry is equal on all replicas: the owner sets the bounds and every replica copies them.
+    `chain` is the hash chain AFTER this batch. If a batch is truncated in the middle, it gets a new
+    entry and a new chain.
     """
 
     first: TransactionId
@@ -117,10 +119,10 @@ def next_chain(
     session_id: SessionId,
     record_crcs: bytes,
 ) -> Chain:
-    """Return the chain after a batch; `record_crcs` is 4 big-endian bytes for each record.
+    """Return the hash chain after a batch; `record_crcs` has 4 big-endian bytes per record.
 
-    docs/design/correctness.md 2.3, "Lineage", has the rule. The commit stamp is not part of it: no
-    decision depends on a clock.
+    docs/design/correctness.md 2.3, "Lineage", states the rule. The chain does not cover the commit
+    stamp, because no decision may depend on a clock.
     """
     assert len(record_crcs) == 4 * (last - first + 1)
     digest = hashlib.blake2b(_CHAIN_INPUT.pack(previous, first, last, session_id), digest_size=16)
@@ -129,9 +131,9 @@ def next_chain(
 
 
 def lock_hash(name: str, key: int) -> int:
-    """Return the 32-bit signed hash that is sent for a lock (docs/design/wire-format.md 4).
+    """Return the 32-bit signed hash of a lock for messages (docs/design/wire-format.md 4).
 
-    The name's hash runs over UTF-16 code units, the key is a signed 64-bit integer.
+    The hash covers the UTF-16 code units of the name, and the key as a signed 64-bit integer.
     """
     total = 0
     units = name.encode("utf-16-be", "surrogatepass")
@@ -143,9 +145,9 @@ def lock_hash(name: str, key: int) -> int:
 
 
 def partition_of_hash(lock: int, partition_count: int) -> PartitionId:
-    """Return the partition for a 32-bit hash, the same on every client (docs/spark.md, "Writing").
+    """Return the partition for a 32-bit hash: the same on every client (docs/spark.md, "Writing").
 
-    Multiplying first keeps the hashes of one partition spread over the whole lock table.
+    The multiplication keeps the hashes of one partition spread over the whole lock table.
     """
     assert partition_count > 0
     mixed = ((lock & 0xFFFFFFFF) * 0x9E3779B1) & 0xFFFFFFFF

@@ -1,13 +1,14 @@
-"""Standard JSON: only finite numbers and whole characters, in both directions.
+"""Strict JSON: reads and writes only finite numbers and whole characters.
 
-Python's `json` writes `NaN` and `Infinity`, which other readers reject, and also reads them, as
-well as numbers like `1e999`, as an infinity. It reads `"\\ud800"`, half of a character, as a text
-that UTF-8 does not have, so that it cannot be stored or printed. The client's serializer and
-Spark's payloads use this module.
+Python's `json` writes and reads `NaN` and `Infinity`, which other readers reject. It also reads
+numbers such as `1e999` as infinity. It reads `"\\ud800"`, half of a character (an unpaired
+surrogate), as a text. UTF-8 cannot represent this text, so nothing could store or print it. The
+client's serializer and Spark's payloads use this module.
 
 Rules:
     1. The output is UTF-8 without unnecessary blanks.
-    2. A value that JSON does not have is an error with its value and position, `$.prices[2]`.
+    2. A value that JSON cannot represent is an error. The error contains the value and its
+       position, such as `$.prices[2]`.
     3. A value that is nested too deeply for Python is an error, like invalid JSON.
     4. An error of a text with more than `_LOCATED_CHARACTERS_MAX` characters has no position.
 """
@@ -30,12 +31,12 @@ TOO_DEEP = (
 
 
 def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
-    """Return a value as JSON.
+    """Encode a value as JSON in UTF-8.
 
     Raises:
-        ValueError: a number is not finite, or a text has half a character (with value and
-            position); or the value contains itself or is nested too deeply.
-        TypeError: a type that JSON does not have.
+        ValueError: a number is not finite, or a text has half a character; the error states the
+            value and its position. Or the value contains itself, or is nested too deeply.
+        TypeError: JSON does not have the type of a value.
     """
     try:
         text = _ENCODER.encode(value)
@@ -56,11 +57,11 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
 
 
 def from_json(data: bytes) -> Any:  # noqa: ANN401
-    """Return the value of a JSON text.
+    """Decode a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or is nested too deeply; the error names `NaN`, infinities,
-            numbers that are too large, and texts with half a character with their position.
+        ValueError: the bytes are not JSON, or are nested too deeply. The error states the position
+            of `NaN`, infinities, numbers that are too large, and texts with half a character.
     """
     text = data.decode(json.detect_encoding(data))
     try:
@@ -70,10 +71,10 @@ def from_json(data: bytes) -> Any:  # noqa: ANN401
 
 
 def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
-    """Return the value, with each number that has a fraction or an exponent as a Decimal.
+    """Decode a JSON text; numbers with a fraction or an exponent become a Decimal.
 
     Raises:
-        ValueError: like `from_json`; no number is too large.
+        ValueError: as for `from_json`, except that no number is too large.
     """
     text = data.decode(json.detect_encoding(data))
     try:
@@ -87,10 +88,10 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
 
 
 def _check_characters(text: str, value: Any) -> Any:  # noqa: ANN401
-    """Return the value of a text; raises ValueError if it has half a character."""
+    """Return the decoded value of a text; raises ValueError if a string has half a character."""
     if _ESCAPED_HALF.search(text):
-        # NB: the encoder is written in C. `_find_wrong_part` takes seconds for a MiB, which a
-        # peer can send.
+        # NB: do not search with `_find_wrong_part` here. A peer can send a MiB, for which it takes
+        # seconds; the encoder is written in C.
         try:
             _ANY_ENCODER.encode(value).encode()
         except UnicodeEncodeError as error:
@@ -100,7 +101,7 @@ def _check_characters(text: str, value: Any) -> Any:  # noqa: ANN401
 
 
 class _HalfOfCharacterError(ValueError):
-    """A text has half a character."""
+    """A string in the JSON text contains half a character."""
 
 
 def _half_of_character(value: object) -> ValueError:
@@ -123,15 +124,15 @@ def _decoded(text: str) -> Any:  # noqa: ANN401
     except ValueError as error:
         if len(text) > _LOCATED_CHARACTERS_MAX:  # rule 4
             raise ValueError(f"found {error}; {NOT_JSON}") from error
-        # Read once more with these words kept, to find their position.
+        # Decode the text a second time and keep these words, to find their position.
         place = _find_wrong_part(_LENIENT.decode(text), lambda part: type(part) is _NonFinite)
-        if place is None:  # A later value of the same key has replaced it.
+        if place is None:  # A later value for the same key has replaced the word.
             raise ValueError(f"found {error}; {NOT_JSON}") from error
         raise ValueError(f"found {place[0]} at {place[1]}; {NOT_JSON}") from error
 
 
 class _NonFinite(str):
-    """`NaN`, `Infinity`, `-Infinity` or a number that is too large, as it was read."""
+    """The source text of `NaN`, `Infinity`, `-Infinity` or a number that is too large."""
 
     __slots__ = ()
 
@@ -164,7 +165,7 @@ def _is_not_finite(part: object) -> bool:
 def _find_wrong_part(
     value: object, is_wrong: Callable[[object], bool]
 ) -> tuple[object, str] | None:
-    """Return the first wrong part of a value and its position, without recursion."""
+    """Return the first wrong part of a value, with its position; works without recursion."""
     waiting: list[tuple[object, str]] = [(value, "$")]
     seen: set[int] = set()
     while waiting:

@@ -1,10 +1,11 @@
-"""Values of formats with schemas, Avro and Protobuf, as Arrow arrays: dates, times, timestamps.
+"""Builds Arrow arrays of dates, times, timestamps and UUIDs from Avro and Protobuf payloads.
 
-In msgpack and JSON these are numbers and texts. A format with a schema states the type of a value,
-so only a value of this type fits a column.
+In msgpack and JSON, these values are numbers and texts. In a format with schemas, each value has a
+declared type, so only a value of this type fits a column.
 
 Rules:
-    1. A timestamp with a time zone fits only a column with a time zone, and the other way round.
+    1. A timestamp with a time zone fits only a column with a time zone. A timestamp without one
+       fits only a column without one.
     2. A UUID is also a text.
 """
 
@@ -27,11 +28,12 @@ Only = Callable[..., list[Any]]
 
 
 def typed_builder(kind: pa.DataType, only: Only) -> Callable[[list[Any]], pa.Array] | None:
-    """Return the function that builds an array of a type; None for other types.
+    """Return the function that builds an array of a type; None if no special one is needed.
 
     Args:
         kind: the type of the column.
-        only: returns the values, or raises TypeError for one that is not of the wanted types.
+        only: returns its values unchanged, or raises TypeError if a value has none of the wanted
+            types.
     """
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return lambda values: pa.array(_texts(only(values, str, UUID)), kind)
@@ -45,7 +47,7 @@ def typed_builder(kind: pa.DataType, only: Only) -> Callable[[list[Any]], pa.Arr
 
 
 def plain_value(value: object) -> str:
-    """Return a value that msgpack lacks as a text; equal values have equal texts."""
+    """Return a text for a value that msgpack cannot represent; equal values have equal texts."""
     return f"{type(value).__name__}:{value}"
 
 

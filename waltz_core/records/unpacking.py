@@ -1,18 +1,20 @@
-"""Unpacks payloads into the columns of a declared schema.
+"""Decodes payloads into the columns of a declared schema.
 
-`waltz_spark/rows.py` has the form of each type in `data`; docs/spark.md, "Conversions", has the
+`waltz_spark/rows.py` defines how `data` stores each type. docs/spark.md, "Conversions", has the
 table of accepted values for each type.
 
 Rules:
     1. A value is converted only without loss. A float is not an integer, a boolean is not a number,
-       and a value outside of the type's range is an error; so is a string that is not base64.
-    2. An error for a payload that does not fit names its partition, transaction and column.
-    3. A nested array is built from its children, each cast separately: a cast of the whole array
-       would also cast the values under a null, which may not be of the type.
-    4. A payload's key matches a column like names in Spark: exactly, or in any case unless
-       `spark.sql.caseSensitive` is on. Outside of Spark it matches exactly.
-    5. A field that is not nullable never has a null: Spark plans queries by it. A null, or an
-       absent value, does not fit there.
+       and a value outside of the type's range is an error. A string that is not base64 is an error
+       in a binary column.
+    2. The error for a payload that does not fit the schema states the partition, transaction and
+       column.
+    3. A nested array is built from its children, and each child is cast separately. A cast of the
+       whole array would also cast the values under a null, which may have another type.
+    4. A key of a payload matches a column like a name in Spark: exactly, or in any case unless
+       `spark.sql.caseSensitive` is on. Outside of Spark, a key must match exactly.
+    5. A field that is not nullable never contains a null, because Spark plans queries accordingly.
+       A null or absent value does not fit such a field.
 """
 
 import base64
@@ -35,21 +37,21 @@ from waltz_core.records.payload_types import is_binary, plain_type
 from waltz_core.records.strict_json import exact_from_json, from_json
 from waltz_core.records.typed_values import TYPED_FORMATS, VALUE_NAMES, plain_value, typed_builder
 
-# Returns the value of a payload; raises BadFormat, ValueError or TypeError for a damaged one.
+# Decodes one payload. Raises BadFormat, ValueError or TypeError if the payload is damaged.
 Decode = Callable[[bytes], Any]
-# The digits of Arrow's widest decimal; Spark's has 38.
+# The maximum number of digits in Arrow's widest decimal. Spark's has 38.
 _DECIMAL_DIGITS_MAX = 76
 
 
 class Unpacker:
-    """Converts payloads to the columns of a user's schema; absent columns are null.
+    """Converts payloads to the columns of a user's schema; a column that a payload lacks is null.
 
     Args:
         fields: the wanted columns, with Spark's Arrow types.
         data_format: `msgpack`, `json`, `avro` or `protobuf`.
-        decode: how a payload is decoded; `avro` and `protobuf` need it.
+        decode: decodes one payload; required for `avro` and `protobuf`.
         required: columns that each payload must have, in any case (`columns_named`).
-        is_case_sensitive: whether a key in another case is another column (rule 4).
+        is_case_sensitive: whether names that differ only in case are different columns (rule 4).
     """
 
     def __init__(
@@ -72,15 +74,16 @@ class Unpacker:
         self._decode = decode or decoder_of(data_format, exact=exact)
 
     def columns(self, data: pa.Array, where: Callable[[int], str]) -> list[pa.Array]:
-        """Return one array for each wanted column.
+        """Decode payloads; return one array for each wanted column.
 
         Args:
             data: binary payloads.
-            where: the name of row i in an error, "partition 0, transaction 17".
+            where: returns the location of row i for an error message, such as "partition 0,
+                transaction 17".
 
         Raises:
-            BadFormat: a payload is not a map, is damaged, has a value of another type, or has none
-                for a column that is not nullable.
+            BadFormat: a payload is damaged or not a map, has a value of another type, or has no
+                value for a column that is required or not nullable.
         """
         rows = self.decoded(data, where)
         for index, name in self._missing_values(rows):
@@ -91,7 +94,10 @@ class Unpacker:
         return [self._column(column, each, where) for each, column in enumerate(values)]
 
     def readable_columns(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
-        """Return the columns, null for payloads that do not fit, and a mask of the others."""
+        """Decode payloads; return the columns, and a mask of the payloads that fit the schema.
+
+        In a payload that does not fit, all columns are null.
+        """
         columns, good = self.columns_with_nulls(data)
         if good.all():
             return columns, good
@@ -99,10 +105,10 @@ class Unpacker:
         return [column.take(place) for column in columns], good
 
     def columns_with_nulls(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
-        """Return the columns, null for values that do not fit, and a mask of complete rows.
+        """Decode payloads; return the wanted columns, and a mask of the complete rows.
 
-        A value that does not fit is null in its column only; a payload that is not a map, in each.
-        A row with a null in a column that is not nullable is not complete (rule 5).
+        If a value does not fit, only its column is null; if a payload is not a map, all columns are
+        null. A row with a null in a column that is not nullable is not complete (rule 5).
         """
         rows, is_whole = self._decode_each_map(data)
         for index, _ in self._missing_values(rows):
@@ -125,7 +131,7 @@ class Unpacker:
         found = [row.get(name) for row in rows]
         if None not in found:
             return found
-        # A call for each row would cost more than everything else here.
+        # `_find` for each row would take longer than all other work here.
         return [
             self._find(row, name) if value is None else value
             for row, value in zip(rows, found, strict=True)
@@ -140,7 +146,7 @@ class Unpacker:
     def _decode_each_map(
         self, data: pa.Array
     ) -> tuple[list[dict[str, Any]], npt.NDArray[np.bool_]]:
-        """Return the payloads, empty if one is not a map, and a mask of the maps."""
+        """Decode payloads; return empty maps in place of non-maps, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
             return self.decoded(data, _not_found), is_map
@@ -155,7 +161,7 @@ class Unpacker:
         return rows, is_map
 
     def _mismatches(self, values: list[Any], each: int, start: int) -> Iterator[int]:
-        """Yield the rows whose values do not fit a column, by bisection."""
+        """Find by bisection the rows whose values do not fit a column; yield their indexes."""
         try:
             self._builders[each](values)
         except _MISMATCHES:
@@ -167,7 +173,7 @@ class Unpacker:
             yield from self._mismatches(values[half:], each, start + half)
 
     def decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
-        """Return the payloads as they are; raises BadFormat if one is damaged or not a map."""
+        """Return the payloads as maps; raises BadFormat if a payload is damaged or not a map."""
         payloads = data.to_pylist()
         rows: list[dict[str, Any]] = []
         try:
@@ -207,17 +213,17 @@ class Unpacker:
             return self._builders[each]([value])
         except _MISMATCHES as error:
             raise BadFormat(
-                f"{where(row)}: column {part.name!r}: expected {part.type}, "
-                f"found {value!r} ({error})"
+                f"{where(row)}, column {part.name!r}: expected {part.type}, found {value!r} "
+                f"({error})"
             ) from None
 
 
-# The errors for a value that is not of its column's type.
+# The errors that a builder raises for a value that does not fit the type of its column.
 _MISMATCHES = (pa.ArrowException, TypeError, ValueError, AttributeError, OverflowError)
 
 
 def decoder_of(data_format: str, *, exact: bool = False) -> Decode:
-    """Return the decoder of msgpack or JSON; an exact one reads fractions as decimals."""
+    """Return the decoder for msgpack or JSON; with `exact`, JSON fractions are read as decimals."""
     assert data_format not in TYPED_FORMATS, "needs a schema registry"
     if data_format == "msgpack":
         return _unpack_msgpack
@@ -225,7 +231,7 @@ def decoder_of(data_format: str, *, exact: bool = False) -> Decode:
 
 
 def identity_of(data: bytes, names: Sequence[str], decode: Decode) -> bytes | None:
-    """Return the named columns of a payload, packed; None if it is not a map or lacks one."""
+    """Return the named columns of a payload, packed; None if it is no map or lacks a column."""
     try:
         row = decode(data)
         packed: bytes = msgpack.packb([row[name] for name in names], default=plain_value)
@@ -235,7 +241,7 @@ def identity_of(data: bytes, names: Sequence[str], decode: Decode) -> bytes | No
 
 
 _ABSENT = object()
-# msgpack has no texts for these.
+# These exceptions of msgpack have no message.
 _REASONS: dict[type, str] = {
     msgpack.StackError: "the payload is nested too deeply",
     msgpack.FormatError: "the payload has an invalid byte",
@@ -243,14 +249,14 @@ _REASONS: dict[type, str] = {
 
 
 def columns_named(name: str, columns: Sequence[str]) -> list[str]:
-    """Return the columns for a name: the equal one, otherwise those in another case."""
+    """Return the columns that a name matches: the equal one, else all that differ only in case."""
     if name in columns:
         return [name]
     return [each for each in columns if each.lower() == name.lower()]
 
 
 def _case_insensitive(row: dict[str, Any], name: str, default: Any = None) -> Any:  # noqa: ANN401
-    """Return the value of the key equal to `name`, otherwise of one in another case."""
+    """Return the value for key `name`, otherwise for the first key that differs only in case."""
     if name in row:
         return row[name]
     wanted = name.lower()
@@ -282,7 +288,7 @@ _Find = Callable[..., Any]
 
 
 def _builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
-    """Return the function that builds an array of values; it raises for another type."""
+    """Return the function that builds an array. It raises if a value has another type."""
     if pa.types.is_struct(kind):
         return _struct_builder(kind, data_format, find)
     if pa.types.is_map(kind):
@@ -293,7 +299,7 @@ def _builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
 
 
 def _flat_builder(kind: pa.DataType, data_format: str) -> _Builder:  # noqa: PLR0911 - a case each
-    """Return the builder of a flat type (rule 1)."""
+    """Return the builder of a flat (not nested) type (rule 1)."""
     if pa.types.is_boolean(kind):
         return lambda values: pa.array(_check_types(values, bool), kind)
     if pa.types.is_integer(kind):
@@ -313,7 +319,7 @@ def _flat_builder(kind: pa.DataType, data_format: str) -> _Builder:  # noqa: PLR
 
 
 def _plain_builder(kind: pa.DataType, data_format: str) -> _Builder:
-    """Return the builder of a type whose values are numbers or texts in payloads."""
+    """Return the builder for a type whose values are numbers or texts in payloads."""
     if pa.types.is_timestamp(kind) and data_format == "json":
         return lambda values: _timestamps(values, kind)
     plain = plain_type(kind, data_format)
@@ -366,7 +372,8 @@ def _decimals(values: list[Any], kind: pa.DataType) -> pa.Array:
     texts = [
         each if each is None else _digits(each) for each in _check_types(values, str, int, Decimal)
     ]
-    # Through a wider type: a text with too many digits for 128 bits overflows in Arrow's cast.
+    # Convert through a wider type: a text with too many digits for 128 bits overflows in Arrow's
+    # cast.
     wide = pa.array(texts, pa.string()).cast(pa.decimal256(_DECIMAL_DIGITS_MAX, kind.scale))
     return wide.cast(kind)
 
@@ -386,7 +393,7 @@ _NANOSECONDS = re.compile(r"(\.\d{6})0{1,3}(?!\d)")
 
 
 def _timestamps(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Return strings as timestamps; nanoseconds must be whole microseconds."""
+    """Convert strings to timestamps. Nanoseconds must be whole microseconds."""
     texts = _check_types(values, str)
     try:
         return pa.array(texts, pa.string()).cast(kind)
@@ -447,13 +454,13 @@ def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
 
 
 def _check_nulls(part: pa.Field, values: Iterable[Any]) -> None:
-    """Apply rule 5 inside a struct, a list or a map."""
+    """Raise ValueError for a null in a field that is not nullable (rule 5)."""
     if not part.nullable and any(value is None for value in values):
         raise ValueError(f"its field {part.name!r} is null, but the schema declares it NOT NULL")
 
 
 def _present_mask(values: list[Any], kind: type) -> npt.NDArray[np.bool_]:
-    """Return a mask of the values that are not null; all must be dicts, or lists."""
+    """Return a mask of the values that are not null; these must all be of type `kind`."""
     present = np.fromiter((value is not None for value in values), np.bool_, len(values))
     for value in values:
         if value is not None and type(value) is not kind:
@@ -488,7 +495,7 @@ def _from_base64(value: str | None) -> bytes | None:
     if value is None:
         return None
     data = base64.b64decode(value)
-    # Python ignores other characters; only valid base64 encodes to the same text again.
+    # Python ignores invalid characters. Only valid base64 encodes to the same text again.
     if base64.b64encode(data).decode() != value:
         raise ValueError("the text is not base64 (RFC 4648, section 4)")
     return data

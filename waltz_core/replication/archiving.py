@@ -1,27 +1,27 @@
 """Archives committed batches, one range at a time, and reports the archived mark to replicas.
 
 An engaged replica writes a range of batches to the archive, and reports the new manifest (the list
-of the partition's files in the archive). This file decides which replica does so, and whether its
+of the partition's files in the archive). This module decides which replica does so, and whether its
 result may be recorded in ZooKeeper. The session then writes the result there, together with the
 replica states. Replicas also delete files that no manifest lists.
 
 Rules (decision 047):
     1. Only committed batches of a settled session are archived, in order, without gaps (AR 1).
     2. Before anything is appended in a session, an engaged replica's log must have the recorded
-       chain at the archived mark (AR 8).
-    3. A result counts only when another engaged replica has the same chain at its end. If there is
-       only one engaged replica, the result counts without this check.
-    4. A failure ends the attempt, never the session; the next attempt waits, and uses another
+       hash chain at the archived mark (AR 8).
+    3. A result counts only when another engaged replica has the same chain at the end of the range.
+       If there is only one engaged replica, the result counts without this check.
+    4. A failure ends the attempt, never the session. The next attempt waits, and uses another
        replica.
     5. The archived mark is sent to a replica when ZooKeeper has it, and the replica's own synced
        log has reached it (AR 9).
     6. If a replica reports no progress for `PROGRESS_MS_MAX`, its attempt has failed: its object
        store may hang, or the storage may be stopped. A later result of this attempt is not used.
     7. When this session has recorded a mark, and then at intervals, an engaged replica collects
-       garbage (AR 16). At that time no attempt of this session may be under way, and no write of a
-       mark may have an unknown outcome. The collection has a number, like an attempt; attempts with
-       lower numbers have ended. All replicas must be connected. If a replica's log begins above the
-       recorded mark, ZooKeeper was rolled back, and nothing is collected.
+       garbage (AR 16). At that time no attempt of this session may be in progress, and no write of
+       a mark may have an unknown outcome. The collection has a number, like an attempt; attempts
+       with lower numbers have ended. All replicas must be connected. If a replica's log begins
+       above the recorded mark, ZooKeeper was rolled back, and nothing is collected.
     8. A checkpoint is due when the archived records above the session's mark exceed a limit in
        bytes (AR 11), because these records cannot be removed from disks yet. The bytes are
        estimated from the IDs: replicas do not report them.
@@ -32,7 +32,7 @@ Rules (decision 047):
         after the other until one has the object's records. The recorded mark does not change. There
         is one replacement at a time. Its outcome is kept until the next request.
     11. At its end, an attempt reports the size of the records that were not archived before it. The
-        reported lag is this size plus what was appended since, at the average size of a record,
+        reported lag is this size plus the size of later appends, at the average size of a record,
         minus the part that the attempt has archived, by its IDs.
 """
 
@@ -70,21 +70,25 @@ from waltz_core.wire.messages import (
     StorageMessage,
 )
 
-# The correlation_id of its requests; `RepairRunner` has those from 0 on.
+# The correlation ID of archive requests. `RepairRunner` uses IDs from 0 on.
 ARCHIVE_CORRELATION_ID: Final = -3
 ArchiveNotice: TypeAlias = RangeArchived | GarbageCollected | ObjectsExpired | ArchiveProgress
 ARCHIVE_NOTICES: Final = (RangeArchived, GarbageCollected, ObjectsExpired, ArchiveProgress)
-# A single call of an object store, which shows no progress, may take this long.
+# A single call of an object store may take this long; during the call there is no progress.
 PROGRESS_MS_MAX: Final = 300_000
 EXPIRY_INTERVAL_MS: Final = 3_600_000
 EXPIRY_RETRY_MS: Final = 10_000
 _DOUBLINGS_MAX: Final = 6
-# Of a session: one that ends at the next checkpoint, 10 s after its begin, must begin an attempt.
+# The maximum pause before the first attempt of a session. A session that ends at the next
+# checkpoint, 10 s after its begin, must begin an attempt.
 _FIRST_ATTEMPT_MS_MAX: Final = 10_000
 
 
 class ExpiryBounds(NamedTuple):
-    """Objects with IDs below `before`, or commit times before `before_ms`; 0 stands for none."""
+    """The limits of an expiry: IDs below `before`, or commit times before `before_ms`.
+
+    0 means no limit.
+    """
 
     before: TransactionId
     before_ms: int
@@ -95,10 +99,10 @@ _NOTHING: Final = ExpiryBounds(TransactionId(0), 0)
 
 @dataclass(slots=True)
 class _Attempt:
-    """A range that a replica archives; when it has reported it, the mark to compare.
+    """One attempt of a replica: to archive a range, collect garbage, expire or replace objects.
 
-    Or a collection of garbage, an expiry or a replacement. `progress_ms` is when its replica has
-    last reported something.
+    `progress_ms` is when the replica last reported progress. `found` is the mark that the replica
+    has reported after it archived a range, and that must be compared with another replica.
     """
 
     number: int
@@ -118,7 +122,10 @@ class _Attempt:
 
 @dataclass(slots=True)
 class _Replacement:
-    """What a client has requested; `written_by` has a manifest that ZooKeeper must record."""
+    """A replacement that a client has requested.
+
+    `written_by` is the replica that has written the manifest, while ZooKeeper must still record it.
+    """
 
     request: ReplaceInArchive
     failures: dict[ReplicaId, str] = field(default_factory=dict)
@@ -131,16 +138,16 @@ class _Replacement:
 
 
 class _Lag:
-    """What the backlog is computed from (rule 11)."""
+    """Estimates how much is committed but not archived (rule 11)."""
 
     def __init__(self, archived: TransactionId) -> None:
         self.count = 0
         self.since_ms: int | None = None
         self._archived = archived
-        self._reported = (archived, archived, 0)  # IDs after the first one, and their bytes
+        self._reported = (archived, archived, 0)  # (first, last, bytes) of IDs first + 1..last
 
     def update(self, archived: TransactionId, committed: TransactionId, now_ms: int) -> None:
-        """Take the present marks."""
+        """Update the estimate with the present marks."""
         self.count = max(0, committed - archived)
         if self.count == 0:
             self.since_ms = None
@@ -149,7 +156,7 @@ class _Lag:
         self._archived = archived
 
     def report(self, notice: RangeArchived, now_ms: int) -> None:
-        """Take what was not archived before an attempt."""
+        """Update the estimate with a replica's report about the records before its attempt."""
         last = TransactionId(notice.unarchived_last)
         if last > self._archived:
             self._reported = (self._archived, last, notice.unarchived_bytes)
@@ -157,7 +164,10 @@ class _Lag:
                 self.since_ms = now_ms - notice.unarchived_age_ms
 
     def byte_count(self, bytes_since: Callable[[TransactionId], int | None]) -> int | None:
-        """Return the approximate bytes; `bytes_since` returns those appended after an ID."""
+        """Return the approximate size of the records that are not archived, in bytes.
+
+        `bytes_since` returns the size of the records after an ID; None if it is not known.
+        """
         before, last, reported_bytes = self._reported
         waiting = max(0, last - self._archived)
         newer = bytes_since(max(last, self._archived)) if self.count > waiting else 0
@@ -167,14 +177,17 @@ class _Lag:
 
 
 class SessionArchiver:
-    """The archive of one session. `wanted` is the mark to write to ZooKeeper, if any."""
+    """Archives the log during one session.
+
+    `wanted` is the archived mark that must be written to ZooKeeper, if any.
+    """
 
     def __init__(self, claim: SessionClaim, *, outbox: list[Effect], limits: SessionLimits) -> None:
         self.recorded = claim.archived
         self.wanted: ArchivedMark | None = None
         self.is_checked = claim.archived is None  # rule 2
         self.contradiction: str | None = None
-        # Each step of a session asks for it.
+        # Each step of a session reads this attribute.
         self.is_used = limits.archive_interval_ms > 0 or claim.archived is not None
         self._lag = _Lag(self.last)
         self._session_id = claim.session_id
@@ -187,13 +200,14 @@ class SessionArchiver:
         self._next_at_ms = 0
         self._collect_at_ms: int | None = None  # None until a mark is recorded (rule 7)
         self._learned: dict[ReplicaId, ArchivedMark] = {}
-        # What clients have requested; what was carried out last, and the recorded mark then.
+        # The expiry that clients have requested, the one in progress, and the last one that was
+        # carried out, with the archived mark at that time.
         self._requested = _NOTHING
         self._expiring = _NOTHING
         self._expired = (_NOTHING, BEFORE_FIRST)
         self._expire_at_ms: int | None = None  # rule 9
-        self._replacement: _Replacement | None = None  # the last one that was requested
-        # What was appended in this session, after its mark (rule 8).
+        self._replacement: _Replacement | None = None  # the last requested replacement
+        # The appends of this session, after its mark (rule 8).
         self._mark = BEFORE_FIRST
         self._submitted_last = BEFORE_FIRST
         self._submitted_bytes = 0
@@ -206,12 +220,12 @@ class SessionArchiver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether an attempt is under way, which the end of the session would waste."""
+        """Whether an attempt is in progress, which the end of the session would waste."""
         return self._attempt is not None or self.wanted is not None
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to begin the next attempt or collection, or to abandon the present one."""
+        """When to begin the next attempt or collection, or to abandon the present attempt."""
         if self._attempt is not None:
             return self._attempt.progress_ms + PROGRESS_MS_MAX
         if self.wanted is not None:
@@ -224,10 +238,10 @@ class SessionArchiver:
     # ---- the recorded chain (rule 2)
 
     def begin(self, engaged: Sequence[ReplicaSession], mark: TransactionId, now_ms: int) -> None:
-        """Compare the recorded mark with the log of an engaged replica; the session has a mark.
+        """Compare the recorded mark with an engaged replica's log, after the session has a mark.
 
-        The replicas learn the archived mark first: the batches of an earlier session, which must be
-        settled, may be in the archive only.
+        The replicas are informed of the archived mark before this comparison: the batches of an
+        earlier session, which must be settled, may exist only in the archive.
         """
         self._mark = mark
         self._next_at_ms = now_ms + min(self._limits.archive_interval_ms, _FIRST_ATTEMPT_MS_MAX)
@@ -253,7 +267,7 @@ class SessionArchiver:
         self._on_chain_differs(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
 
     def on_log_begins_later(self, now_ms: int) -> None:
-        """The log of the replica that is checked begins after the ID that follows the mark."""
+        """The log of the replica being compared begins after the ID that follows the mark."""
         self._on_chain_differs("begins later", now_ms)
 
     def _on_chain_differs(self, found: str, now_ms: int) -> None:
@@ -279,7 +293,7 @@ class SessionArchiver:
     ) -> None:
         """Take all steps that have become possible in a settled session.
 
-        `engaged` are those of all `replicas` that count.
+        `engaged` are the members of `replicas` that count for the quorum.
         """
         self._lag.update(self.last, committed, now_ms)
         self._announce(engaged, now_ms)
@@ -319,7 +333,7 @@ class SessionArchiver:
                 self._next_at_ms = now_ms + self._limits.archive_interval_ms
 
     def _next_replica(self, capable: Sequence[ReplicaSession]) -> ReplicaSession:
-        """Count an attempt, and return the replica for it."""
+        """Choose the replica for the next attempt, in turn, and count the attempt."""
         self._attempt_count += 1
         return capable[self._attempt_count % len(capable)]
 
@@ -340,7 +354,7 @@ class SessionArchiver:
         replicas: Collection[ReplicaSession],
         now_ms: int,
     ) -> None:
-        """Request a collection if the state of all replicas permits it (rule 7)."""
+        """Request a garbage collection if the state of all replicas permits it (rule 7)."""
         recorded = self.recorded
         assert recorded is not None
         known = [each for each in replicas if each.supports_archiving and each.repair is not None]
@@ -392,7 +406,7 @@ class SessionArchiver:
                 self._requested, self._expire_at_ms = wanted, now_ms
 
     def has_expired(self, bounds: ExpiryBounds) -> bool:
-        """Whether an expiry with at least these bounds was carried out, on all that is archived."""
+        """Whether an expiry with at least these limits was carried out on the whole archive."""
         expired, last = self._expired
         return last == self.last and all(map(le, bounds, expired))
 
@@ -414,7 +428,7 @@ class SessionArchiver:
     def _on_objects_expired(
         self, bounds: ExpiryBounds, notice: ObjectsExpired, now_ms: int
     ) -> None:
-        """A replica has written the manifest; without one, nothing has changed."""
+        """A replica has written a manifest for an expiry; without one, nothing has changed."""
         recorded = self.recorded
         assert recorded is not None
         if notice.error:
@@ -448,13 +462,16 @@ class SessionArchiver:
     # ---- replacement of an object (rule 10)
 
     def replace(self, request: ReplaceInArchive) -> None:
-        """A client requests a replacement, perhaps again; another one follows the present one."""
+        """A client requests a replacement, perhaps again.
+
+        While a replacement is in progress, a different request is ignored; it must be repeated.
+        """
         current = self._replacement
         if current is None or (current.outcome is not None and current.request != request):
             self._replacement = _Replacement(request)
 
     def replacement(self, request: ReplaceInArchive) -> ReplacementOutcome | None:
-        """Return the outcome of a request; None if there is none yet."""
+        """Return the outcome of a replacement request; None if there is none yet."""
         current = self._replacement
         return None if current is None or current.request != request else current.outcome
 
@@ -479,7 +496,7 @@ class SessionArchiver:
         )
 
     def _on_object_written(self, attempt: _Attempt, notice: RangeArchived, now_ms: int) -> None:
-        """A replica has written the object and the manifest; without one, nothing has changed."""
+        """A replica has written an object and a manifest; without the latter, nothing changed."""
         current, recorded = self._replacement, self.recorded
         assert current is not None
         assert recorded is not None
@@ -503,7 +520,7 @@ class SessionArchiver:
             )
 
     def _on_object_replaced(self, current: _Replacement, recorded: ArchivedMark) -> None:
-        """ZooKeeper has the manifest with the new object."""
+        """ZooKeeper has recorded the manifest with the new object."""
         replica, current.written_by = current.written_by, None
         reasons = current.reasons
         current.outcome = ReplacementOutcome(is_replaced=True, replica=replica, failures=reasons)
@@ -522,7 +539,7 @@ class SessionArchiver:
             case RangeArchived():
                 if attempt.is_replacement:
                     self._on_object_written(attempt, notice, now_ms)
-                elif attempt.is_range and attempt.found is None:  # Only the first result.
+                elif attempt.is_range and attempt.found is None:  # only the first result
                     self._lag.report(notice, now_ms)
                     self._on_range_archived(attempt, notice, now_ms)
             case GarbageCollected():
@@ -564,9 +581,10 @@ class SessionArchiver:
         engaged: Sequence[ReplicaSession],
         now_ms: int,
     ) -> None:
-        """Request the chain at the end of another replica, when its log has reached it (rule 3)."""
+        """Request the chain at the range's end from another replica that has it (rule 3)."""
         others = [each for each in engaged if each.replica != attempt.replica]
-        # Another one with each attempt: a log with a reconstructed batch there has another chain.
+        # Choose another replica with each attempt: a log with a reconstructed batch there has
+        # another chain.
         turn = attempt.number % max(1, len(others))
         others = others[turn:] + others[:turn]
         if not others:
@@ -617,14 +635,14 @@ class SessionArchiver:
     def on_rejected(
         self, each: ReplicaSession, message: StorageMessage, reason: str, now_ms: int
     ) -> None:
-        """A replica has rejected a request: the attempt has failed (rule 4)."""
+        """A replica has rejected an archive request: the attempt has failed (rule 4)."""
         if isinstance(message, SetArchived):
             self._report("archive.failed", replica=each.replica, reason=reason)
         elif self._is_current(each, message):
             self._on_attempt_failed(reason, now_ms)
 
     def _is_current(self, each: ReplicaSession, message: StorageMessage) -> bool:
-        """Whether a request is one of the present attempt, and not of an abandoned one."""
+        """Whether a request belongs to the present attempt, and not to an abandoned one."""
         attempt = self._attempt
         if attempt is None:
             return False
@@ -660,7 +678,7 @@ class SessionArchiver:
     # ---- the recorded mark
 
     def on_metadata_written(self, recorded: ArchivedMark | None, now_ms: int) -> None:
-        """ZooKeeper is known to have this mark."""
+        """ZooKeeper is known to have recorded this archived mark."""
         if recorded != self.recorded:
             assert recorded is not None
             replacement = self._replacement
@@ -690,19 +708,22 @@ class SessionArchiver:
 
     @property
     def backlog(self) -> ArchiveBacklog:
-        """What is committed and not archived (rule 11)."""
+        """The backlog of committed transactions that are not archived (rule 11)."""
         lag = self._lag
         return ArchiveBacklog(lag.count, lag.byte_count(self._submitted_after), lag.since_ms)
 
     def _submitted_after(self, last: TransactionId) -> int | None:
-        """Return the approximate size of the session's records after an ID; None before them."""
+        """Return the approximate size of the session's records after ID `last`, in bytes.
+
+        Return None if `last` is before the session's mark.
+        """
         count = self._submitted_last - self._mark
         if last < self._mark or count <= 0:
             return None
         return self._submitted_bytes * max(0, self._submitted_last - last) // count
 
     def _consider_checkpoint(self) -> None:
-        """Rule 8."""
+        """Report that a checkpoint is due if the limit of rule 8 is exceeded."""
         archived_count = min(self.last, self._submitted_last) - self._mark
         if self._is_checkpoint_due or archived_count <= 0:
             return

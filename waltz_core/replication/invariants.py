@@ -1,9 +1,9 @@
 """Invariants of a partition's state machine, checked from outside between any two steps.
 
-The checks need the whole state at once, which no single part of the machine has. The simulator
-runs them after every step; production does not.
+The checks need the whole state at once, which no single part of the machine has. The simulator runs
+the checks after every step; production does not.
 
-Each check is named as in `docs/replication.md`.
+The names of the checks are those in `docs/replication.md`.
 """
 
 from typing import Final
@@ -14,7 +14,7 @@ from waltz_core.replication.quorum import quorum_mark, quorum_size
 from waltz_core.replication.replica_session import MARKED, ReplicaSession, ReplicaStage
 from waltz_core.replication.store_session import StoreSession
 
-_READY: Final = ReplicaStage.READY  # a member of an enum is slow to look up
+_READY: Final = ReplicaStage.READY  # to look up a member of an enum is slow
 
 
 def check(store: PartitionStore) -> None:
@@ -32,7 +32,7 @@ def check(store: PartitionStore) -> None:
 
 
 def _check_touch(session: StoreSession) -> None:
-    """Untouched: before the decision no replica is changed."""
+    """Check the invariant Untouched: before the decision no replica is changed."""
     if session.repairs.goal is None:
         assert session.window is None
         assert session.writing is None
@@ -44,7 +44,10 @@ def _check_touch(session: StoreSession) -> None:
 
 
 def _check_engaged(session: StoreSession, engaged: list[ReplicaSession]) -> None:
-    """EngagedOnly: only replicas engaged in ZooKeeper count, and in an open session a quorum is."""
+    """Check the invariant EngagedOnly: only replicas that ZooKeeper records as engaged count.
+
+    In an open session, these are a quorum.
+    """
     claim, states = session.claim, session.states
     for each in engaged:
         assert states.get(each.replica) == (claim.session_id, UNRESOLVED)
@@ -58,7 +61,7 @@ def _check_engaged(session: StoreSession, engaged: list[ReplicaSession]) -> None
 def _check_marks(
     store: PartitionStore, session: StoreSession, engaged: list[ReplicaSession]
 ) -> None:
-    """CommitQuorum: a quorum has synced up to the mark, which is the end of a batch."""
+    """Check the invariant CommitQuorum: a quorum has synced up to the mark, the end of a batch."""
     window = session.window
     if window is None:
         return

@@ -1,7 +1,7 @@
 """The numeric limits of the replication state machines.
 
-The state machines have no configuration, only the few numbers that they need. The process sets them
-from its settings.
+The state machines have no configuration, only the few numbers that they need. The process sets
+these from its settings.
 
 Rules:
     1. No number affects safety. A number that is wrong by a factor of a hundred costs time or
@@ -22,30 +22,36 @@ _MAY_BE_ZERO = (
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """All in milliseconds or bytes; `0 < ..._min <= ..._max`.
+    """The limits of a session, all in milliseconds, bytes or counts; `0 < ..._min <= ..._max`.
 
-    `first_retry_ms_max`: limit of the random pause after the first failed session; later pauses
-    start at `retry_ms_min` and double up to `retry_ms_max`, as do those of requests to an
+    `first_retry_ms_max`: limit of the random pause after the first failed session. Later pauses
+    start at `retry_ms_min` and double up to `retry_ms_max`. So do the pauses between requests to an
     unavailable coordinator. `redial_ms_...`: pauses between dials of an absent storage.
     `rejected_retry_ms`: pause after a storage or the metadata was rejected, when an operator may
     have to act. `grace_ms`: how long a session that could open waits for replicas that are nearly
-    ready. `answer_ms_max`: answer timeout of a replica. Until the session is settled the replica is
-    dropped; after that, another source is used in place of a slow one. `quorum_ms_max`: the
-    partition is released after this time without a quorum; 0 for never. `proof_ms_max`: timeout of
-    a proof of the mark. `stable_ms`: a session that lasted this long does not count as a failure;
-    nor does one that accepted appends for `useful_ms` and then lost a storage, as in a rolling
-    restart. `rejoin_ms_min`: minimum age of an open session before a returning replica starts a
-    new one. `hold_ms_...`: how long a replica that rejected appends is left out.
+    ready.
+
+    `answer_ms_max`: answer timeout of a replica. After this time, the session drops the replica if
+    the session is not settled yet; later, another source replaces a slow one. `quorum_ms_max`: how
+    long a partition without a quorum is kept before it is released; 0 for no limit. `proof_ms_max`:
+    timeout of a proof of the high-water mark (a confirmation by a quorum).
+
+    `stable_ms`: if a session lasted this long, its end does not count as a failure. `useful_ms`:
+    the same holds if a session accepted appends for this time and then lost a storage, as in a
+    rolling restart. `rejoin_ms_min`: minimum age of an open session before a returning replica
+    starts a new session. `hold_ms_...`: how long a replica that rejected appends is left out.
     `lost_races_max`: number of sessions lost to other servers before the partition is released.
+
     `lag_bytes_max`: limit of unanswered appends to one replica, and of batches kept in memory for
-    slow ones; `lag_count_max`: how many requests and batches those may be, as each takes more
-    memory than its bytes. `range_bytes_max`: size of one copied range. `slow_append_ms`: appends
-    that take an engaged replica this long are reported; 0 for never. `archive_interval_ms`: pause
-    between attempts to archive committed batches, doubled after each failure; 0: nothing is
-    archived. `archived_bytes_max`: size of the archived records above the confirmed mark after
-    which the owner is notified that a checkpoint is due. `archive_retention_ms`: age at which
-    archived objects expire; 0: never. `collection_interval_ms`: pause between two collections of
-    the archive's garbage in a session.
+    slow replicas. `lag_count_max`: limit of the number of these requests and batches, because each
+    uses more memory than its bytes. `range_bytes_max`: size of one copied range. `slow_append_ms`:
+    an append is reported as slow if an engaged replica takes this long; 0 for never.
+
+    `archive_interval_ms`: pause between attempts to archive committed batches, doubled after each
+    failure; 0: nothing is archived. `archived_bytes_max`: size of the archived records above the
+    confirmed mark from which on the owner is notified that a checkpoint is due.
+    `archive_retention_ms`: age at which archived objects expire; 0: never.
+    `collection_interval_ms`: pause between two collections of the archive's garbage in a session.
     """
 
     first_retry_ms_max: int = 20

@@ -1,10 +1,10 @@
-"""Proofs of a session's mark: a quorum of replicas confirms that it knows of no later session.
+"""Proofs of a session's high-water mark: a quorum confirms that it knows of no later session.
 
 A proof changes nothing in the log. It only shows that the session was still the newest one when the
 proof was requested.
 
 Rules:
-    1. The proved mark is the mark that was committed when the proof was requested.
+    1. The proved mark is the high-water mark that was committed when the proof was requested.
     2. Each request is answered once: with a quorum, at the timeout, or at the end of the session.
 """
 
@@ -21,7 +21,7 @@ from waltz_core.wire import messages
 
 @dataclass(slots=True)
 class _Proof:
-    """A mark that a quorum must confirm."""
+    """A high-water mark that a quorum must confirm."""
 
     tally: Tally
     mark: TransactionId
@@ -29,7 +29,7 @@ class _Proof:
 
 
 class MarkProofs:
-    """The proofs that are under way in one session; a token is the correlation ID of heartbeats."""
+    """The proofs in progress in one session; their tokens are the correlation IDs of heartbeats."""
 
     def __init__(
         self, assigned: Sequence[ReplicaId], *, outbox: list[Effect], limits: SessionLimits
@@ -42,18 +42,18 @@ class MarkProofs:
     def begin(
         self, token: int, mark: TransactionId, engaged: Iterable[ReplicaSession], now_ms: int
     ) -> None:
-        """Query the engaged replicas (rule 1)."""
+        """Request a confirmation from the engaged replicas (rule 1)."""
         assert token not in self._proofs
         deadline_ms = now_ms + self._limits.proof_ms_max
         self._proofs[token] = _Proof(Tally(self._assigned), mark, deadline_ms)
         for each in engaged:
             if (
                 each.unanswered_count < self._limits.lag_count_max
-            ):  # one that hangs confirms nothing
+            ):  # A hanging replica confirms nothing.
                 each.send_request(messages.Heartbeat, now_ms=now_ms, correlation_id=token)
 
     def vote(self, token: int, replica: ReplicaId) -> None:
-        """A replica knows of no later session."""
+        """Count the confirmation of a replica that knows of no later session."""
         proof = self._proofs.get(token)
         if proof is None:
             return
@@ -63,11 +63,11 @@ class MarkProofs:
             self._outbox.append(MarkProved(token, proof.mark))
 
     def deadlines(self) -> Iterator[int]:
-        """Yield when each proof times out."""
+        """Yield the times at which the proofs time out."""
         return (proof.deadline_ms for proof in self._proofs.values())
 
     def expire(self, now_ms: int) -> None:
-        """Answer the proofs that have timed out."""
+        """Answer the proofs that have timed out, as failed."""
         for token, proof in list(self._proofs.items()):
             if proof.deadline_ms <= now_ms:
                 del self._proofs[token]

@@ -1,8 +1,8 @@
 """Opens the store sessions of one partition, one after the other: claim, open, lose, claim again.
 
-This file has the state that outlives a session: committed mark, batches in doubt, misbehaving
-replicas. It also has all requests to ZooKeeper, so that every compare-and-set of the protocol is in
-one file.
+This module has the state that outlives a session: the committed mark, the batches in doubt, and the
+misbehaving replicas. It also makes all requests to ZooKeeper, so that every compare-and-set of the
+protocol is in one file.
 
 Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
     1. Every write is conditional on the versions that were read, and has its own attempt number.
@@ -10,7 +10,7 @@ Rules (docs/design/correctness.md 2.1 A, B, G, K and the rows of 2.4):
     2. If the outcome of a write is unknown, the nodes are read again. A claim has succeeded only if
        the node has its own session and nonce. A write of replica states is repeated, unchanged,
        until a read shows the outcome.
-    3. A session ID is claimed once. After a failed claim, the next one has another ID.
+    3. A session ID is claimed once. After a failed claim, the next claim has another ID.
     4. There is no claim for a generation older than that in ZooKeeper, and none if ZooKeeper has
        lost data. Signs of such a loss are an opened partition without replica states, and storages
        that have promised a later session than that in ZooKeeper.
@@ -81,22 +81,22 @@ if TYPE_CHECKING:
     from random import Random
 
 _NONCE_BYTES: Final = 16
-_NAMES_MAX: Final = 16  # number of own sessions that are remembered, to recognize them
+_NAMES_MAX: Final = 16  # how many own sessions are remembered, to recognize them
 
 
 class _PendingRequest(Enum):
-    """The request to the coordinator that is under way."""
+    """The request to the coordinator that is in progress."""
 
     NOTHING = auto()
     READ = auto()  # before a claim
     CLAIM = auto()  # CAS#1
     CLAIM_CHECK = auto()  # reading: CAS#1 has an unknown outcome
     STATES = auto()  # CAS#2 or CAS#3
-    STATES_CHECK = auto()  # reading: one of them has an unknown outcome, or a conflict
+    STATES_CHECK = auto()  # reading: CAS#2 or CAS#3 has an unknown outcome, or a conflict
 
 
 class PartitionStore:
-    """The machine of one partition (see `machine.py` for its contract).
+    """The store of one partition: a state machine (see `machine.py` for its contract).
 
     `storage_ids` are the registered IDs, 16 bytes each; the mapping may be updated at any time.
     """
@@ -118,17 +118,17 @@ class PartitionStore:
         self._outbox: list[Effect] = []
         self._now_ms = 0
         self._wake_at_ms: int | None = None
-        # Ownership (A).
+        # Ownership of the partition (A).
         self._generation: Generation | None = None
         self._replicas: tuple[ReplicaId, ...] = ()
         # The session, and the coordinator.
         self._session: StoreSession | None = None
         self._nodes: PartitionNodes | None = None  # the nodes in ZooKeeper, if known
-        self._writing: PartitionNodes | None = None  # the nodes if the write under way succeeds
+        self._writing: PartitionNodes | None = None  # the nodes if the write in progress succeeds
         self._waiting = _PendingRequest.NOTHING
         self._attempt = 0
         self._retry_at_ms: int | None = None  # when to send the next request to the coordinator
-        # State that outlives sessions.
+        # The state that outlives sessions.
         self._our_names: list[tuple[SessionId, bytes]] = []
         self._is_unbroken = False
         self._high_water_mark = BEFORE_FIRST
@@ -148,7 +148,7 @@ class PartitionStore:
 
     @property
     def open_session(self) -> SessionId | None:
-        """The session that accepts appends, if there is one and earlier ones are settled."""
+        """The session that is open and accepts appends (earlier ones are settled), or None."""
         session = self._session
         if session is None or not session.is_open or not session.is_settled:
             return None
@@ -156,7 +156,7 @@ class PartitionStore:
 
     @property
     def high_water_mark(self) -> TransactionId:
-        """The last ID that this machine knows to be committed."""
+        """The high-water mark: the last ID that this machine knows to be committed."""
         return self._high_water_mark
 
     @property
@@ -170,37 +170,37 @@ class PartitionStore:
 
     @property
     def readable_replicas(self) -> list[ReplicaId]:
-        """The engaged replicas, those that have synced most first."""
+        """The engaged replicas, sorted by their last synced ID, the highest first."""
         session = self._session
         return session.readable_replicas() if session is not None and session.is_open else []
 
     @property
     def archived(self) -> ArchivedMark | None:
-        """What the partition's archive has, as ZooKeeper is known to record it."""
+        """The archived mark of the partition that ZooKeeper is known to record."""
         return None if self._session is None else self._session.archived
 
     @property
     def is_archiving(self) -> bool:
-        """Whether an attempt to archive is under way, which the end of the session would waste."""
+        """Whether an archive attempt is in progress, which the end of the session would waste."""
         return self._session is not None and self._session.is_archiving
 
     @property
     def archive_backlog(self) -> ArchiveBacklog | None:
-        """What is committed and not archived in the open session; None without an archive."""
+        """The backlog of unarchived transactions in the open session; None without an archive."""
         session = self._session
         return session.archive_backlog if session is not None and session.is_settled else None
 
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
-        """Whether such an `ExpireArchive` was carried out on all that is archived."""
+        """Whether an `ExpireArchive` with these limits was carried out on the whole archive."""
         session = self._session
         return session is not None and session.has_expired(ExpiryBounds(before, before_ms))
 
     def replacement(self, request: ReplaceInArchive) -> ReplacementOutcome | None:
-        """Return the outcome of such a request in this session; None if there is none yet."""
+        """Return the outcome of a replacement in this session; None if there is none yet."""
         return None if self._session is None else self._session.replacement(request)
 
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
-        """Return the age of the oldest unanswered request to each replica."""
+        """Return the age of the oldest unanswered request to each replica, in ms."""
         return {} if self._session is None else self._session.replica_waits_ms(now_ms)
 
     def take_append_times(self) -> dict[ReplicaId, list[int]]:
@@ -209,7 +209,7 @@ class PartitionStore:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes of records submitted to the open session and not committed."""
+        """The size of the records submitted to the open session and not committed, in bytes."""
         session = self._session
         if session is None or session.window is None:
             return 0
@@ -222,8 +222,8 @@ class PartitionStore:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to send the next `Wakeup`; None for never."""
-        return self._wake_at_ms  # cached: it is read more often than it changes
+        """When the driver must send the next `Wakeup`; None for never."""
+        return self._wake_at_ms  # cached: read more often than changed
 
     def _wake_times(self) -> list[int]:
         times = [] if self._session is None else self._session.wake_times(self._now_ms)
@@ -238,7 +238,7 @@ class PartitionStore:
     # events
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:
-        """Process one event; return the effects."""
+        """Process one event and return its effects."""
         assert now_ms >= self._now_ms, "time went backwards"
         assert not self._outbox
         self._now_ms = now_ms
@@ -310,7 +310,7 @@ class PartitionStore:
                     self._claim_after(0)
 
     def _take_ownership(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
-        """Claim a session, unless generation and replicas are unchanged."""
+        """Own the partition and claim a session, unless generation and replicas are the same."""
         assert replicas, "a partition has at least one replica"
         assert len(set(replicas)) == len(replicas)
         if (generation, replicas) == (self._generation, self._replicas):
@@ -319,7 +319,7 @@ class PartitionStore:
         self._generation, self._replicas = generation, replicas
         self._final_rejection = None
         self._lost_race_count = self._failure_count = 0
-        # Set by the first claim: among many partitions, one may wait long for its turn.
+        # The first claim sets this time: among many partitions, one may wait long for its turn.
         self._no_quorum_since_ms = None
         self._claim_after(0)
 
@@ -348,7 +348,7 @@ class PartitionStore:
             self._repeat_request()
 
     def _release_at_ms(self) -> int | None:
-        """Return when to release: another server may reach a quorum (row 18)."""
+        """Return when to release the partition: another server may reach a quorum (row 18)."""
         if self._no_quorum_since_ms is None or self._limits.quorum_ms_max == 0:
             return None
         return self._no_quorum_since_ms + self._limits.quorum_ms_max
@@ -402,7 +402,7 @@ class PartitionStore:
             return
         session.end(SessionEnd(EndCause.LEFT, reason))
         self._session = None
-        # A write under way may or may not succeed: the nodes must be read again.
+        # A write in progress may or may not succeed, so the nodes must be read again.
         if self._waiting is not _PendingRequest.NOTHING or self._writing is not None:
             self._nodes = None
         self._forget_request()
@@ -411,7 +411,7 @@ class PartitionStore:
             self._report("session.abandoned", session=session.claim.session_id, reason=reason)
             return
         if session.is_settled:
-            # Not after a session that only opened: the owner does not know its log.
+            # Not after a session that only opened, because the owner does not know its log.
             self._is_unbroken = True
             in_doubt = InDoubtIds(session.claim.session_id, window.committed, window.last)
             self._in_doubt = in_doubt if window.last > window.committed else None
@@ -423,7 +423,7 @@ class PartitionStore:
         self._outbox.append(SessionClosed(session.claim.session_id, reason, error_code))
 
     def _pause_ms(self) -> int:
-        """Return the pause after one more failure of a session (rule 6)."""
+        """Count one more failure of a session, and return the pause after it in ms (rule 6)."""
         self._failure_count += 1
         if self._failure_count == 1:
             return self._rng.randint(0, self._limits.first_retry_ms_max)
@@ -451,7 +451,7 @@ class PartitionStore:
         self._retry_at_ms = None
 
     def _repeat_request(self) -> None:
-        """Send the next request: the pause is over."""
+        """Send the next request, after the pause."""
         if self._generation is None:
             return
         if self._waiting in (_PendingRequest.CLAIM_CHECK, _PendingRequest.STATES_CHECK):
@@ -467,7 +467,7 @@ class PartitionStore:
         self._outbox.append(ReadMetadata(self._attempt))
 
     def _write_metadata(self, nodes: PartitionNodes, waiting: _PendingRequest) -> None:
-        """Compare-and-set; `nodes` has the new values and the versions that they replace."""
+        """Compare-and-set both nodes; `nodes` has the new values and the versions to replace."""
         assert nodes.marker is not None
         self._waiting, self._writing = waiting, nodes
         self._attempt += 1
@@ -509,7 +509,7 @@ class PartitionStore:
                 self._on_coordinator_unavailable(waiting, event.reason)
 
     def _on_coordinator_unavailable(self, waiting: _PendingRequest, reason: str) -> None:
-        """Repeat the request after a pause; an open session continues."""
+        """ZooKeeper is unavailable: repeat the request after a pause; an open session continues."""
         self._report("coordinator.unavailable", waiting=waiting.name, reason=reason)
         self._nodes = None
         if waiting is _PendingRequest.CLAIM:
@@ -522,7 +522,7 @@ class PartitionStore:
         self._retry_at_ms = self._now_ms + self._backoff_ms(self._unavailable_count)
         self._unavailable_count += 1
         if self._no_quorum_since_ms is not None:
-            # Other servers probably do not reach ZooKeeper either: releasing would not help.
+            # Probably other servers do not reach ZooKeeper either, so a release would not help.
             self._no_quorum_since_ms = self._now_ms
 
     def _on_metadata_read(self, waiting: _PendingRequest, nodes: PartitionNodes) -> None:
@@ -543,11 +543,11 @@ class PartitionStore:
             self._writing = None
             assert self._session is not None
             self._session.end(
-                SessionEnd(EndCause.FENCED, "another server has claimed a store session")
+                SessionEnd(EndCause.FENCED, "another server has begun a store session")
             )
 
     def _on_metadata_written(self, nodes: PartitionNodes) -> None:
-        """A write is known to have succeeded."""
+        """A compare-and-set is known to have succeeded."""
         self._nodes, self._writing = nodes, None
         if self._session is None:
             self._start_session(nodes)
@@ -578,14 +578,17 @@ class PartitionStore:
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
         claimed = claimed_nodes(nodes, self._generation, self._replicas, nonce)
-        # Only this machine knows whether another owner had a session since its own last one.
+        # Only this machine knows whether another owner had a session since this machine's last one.
         self._is_unbroken = self._is_unbroken and nodes.name in self._our_names
         assert claimed.name is not None
         self._our_names = [*self._our_names, claimed.name][-_NAMES_MAX:]
         self._write_metadata(claimed, _PendingRequest.CLAIM)
 
     def _is_race_lost(self, nodes: PartitionNodes) -> bool:
-        """Count sessions claimed by other servers since the own one; pause or release (row 17)."""
+        """Count the sessions that other servers have claimed since this server's last session.
+
+        After more than one, pause or release the partition, and return True (row 17).
+        """
         if not self._our_names or nodes.name in self._our_names:
             return False
         if self._lost_to == nodes.name:
@@ -594,7 +597,8 @@ class PartitionStore:
         self._lost_race_count += 1
         if self._lost_race_count > self._limits.lost_races_max:
             self._release(
-                f"other servers have claimed {self._lost_race_count} store sessions before this one"
+                f"other servers have begun store sessions in all {self._lost_race_count} "
+                "attempts of this server"
             )
             return True
         if self._lost_race_count > 1:
@@ -604,7 +608,10 @@ class PartitionStore:
         return False
 
     def _on_claim_rejected(self, reason: str) -> None:
-        """An operator must act; nothing is released, since other servers would find the same."""
+        """A claim is rejected, and an operator must act.
+
+        The partition is not released, because other servers would find the same condition.
+        """
         self._report("partition.open_failed", reason=reason)
         self._nodes = None
         self._no_quorum_since_ms = self._now_ms
@@ -646,7 +653,7 @@ class PartitionStore:
         states: dict[ReplicaId, ReplicaState] | None,
         archived: ArchivedMark | None,
     ) -> None:
-        """Write new states, a new archived mark, or both; what is None stays."""
+        """Write new states, a new archived mark, or both; None leaves the present value."""
         nodes = self._nodes
         assert nodes is not None, "the versions are known from the claim or the last write"
         assert nodes.marker is not None

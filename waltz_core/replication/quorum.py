@@ -1,9 +1,9 @@
 """Majorities: the size of a quorum, the mark that a quorum has reached, and votes.
 
-Appends, recovery and proofs of the mark must use the same definition of a quorum.
+Appends, recovery and proofs of the high-water mark must use the same definition of a quorum.
 
 Invariants:
-    1. A quorum is a strict majority, so no two disjoint groups of replicas can both be one.
+    1. A quorum is a strict majority, so two disjoint groups of replicas cannot both be a quorum.
     2. A mark that a quorum has reached stays reached while no mark decreases.
     3. A replica that has voted is not also counted as lost. The results COMMITTED and LOST are
        final.
@@ -38,7 +38,7 @@ class VoteResult(Enum):
 
 
 class Tally:
-    """The votes on one question, from the first one to a verdict."""
+    """The votes of the replicas on one question, until there is a final result."""
 
     __slots__ = ("_lost", "_quorum", "_replicas", "_voted")
 
@@ -58,14 +58,14 @@ class Tally:
         return VoteResult.OPEN
 
     def vote(self, replica: ReplicaId) -> None:
-        """Count a replica that has confirmed."""
+        """Count the vote of a replica that has confirmed."""
         assert replica in self._replicas
         assert replica not in self._lost
         self._voted.add(replica)
 
     def lose(self, replica: ReplicaId) -> None:
-        """Count a replica that cannot answer any more."""
+        """Count a replica that can no longer answer as lost."""
         assert replica in self._replicas
         if replica in self._voted:
-            return  # Its vote stays valid: it was true when it was given.
+            return  # A vote stays valid: it was true when it was given.
         self._lost.add(replica)

@@ -1,11 +1,11 @@
-"""Carries out the repairs of a session's replicas, and sends batches to those that are behind.
+"""Carries out the repairs of a session's replicas, and sends batches to replicas that are behind.
 
-A repair needs two replicas: the one that lacks records, and a source that has them. This file
+A repair needs two replicas: the replica that lacks records, and a source that has them. This module
 chooses the source and handles its failures. There are two uses: before a replica is marked
-(`ReplicaRepair`), and later, when it lacks batches that are not in memory any more.
+(`ReplicaRepair`), and later, when the replica lacks batches that are no longer in memory.
 
 Rules:
-    1. One step at a time for each replica; a step is dropped if either of its connections is lost.
+    1. Each replica has one step at a time. A step is dropped if either of its connections is lost.
     2. A source must have records that are certain to be right. Until the replica is marked, the
        source is marked itself, or its log ends exactly at the goal. Later, the source is engaged,
        and has synced all requested records. Damage above the mark, in the running session, is
@@ -16,11 +16,11 @@ Rules:
     4. If a log has a batch of a session that ZooKeeper does not know, nothing is truncated from it.
        Only opened sessions have batches, and ZooKeeper records each session before it opens. So
        ZooKeeper's data is too old.
-    5. The goal's chain is that of the first credible log that ends at the mark. It is fixed as
+    5. The goal's hash chain is that of the first credible log that ends at the mark. It is fixed as
        soon as one replica is marked.
     6. Damage is repaired in the session in which it is found. It does not stop a marked replica,
-       even if the repair fails. Only damage above the replica's previous mark prevents that it is
-       marked, until it has received the records from another replica.
+       even if the repair fails. Only damage above the replica's previous mark prevents the replica
+       from being marked, until it has received the records from another replica.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ _WHOLE: Final = int(RangeForm.WHOLE)
 
 
 class RunningStep(NamedTuple):
-    """A step under way: the replica under repair, and the replica that got the request."""
+    """A step in progress: the replica under repair, and the replica that received the request."""
 
     target: ReplicaSession
     source: ReplicaSession
@@ -76,7 +76,7 @@ class RunningStep(NamedTuple):
 
 
 class RepairRunner:
-    """See the module's rules; the replicas and their connections are the session's."""
+    """Runs the repairs of one session, by the module's rules; the session owns the connections."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class RepairRunner:
     ) -> None:
         self.goal: RepairGoal | None = None
         self.archived = archived
-        self.is_open = False  # ZooKeeper has this session's states
+        self.is_open = False  # ZooKeeper has this session's states.
         self.contradiction: str | None = None  # the finding of rule 4
         self._failed: list[tuple[ReplicaId, str]] = []
         self._replicas = replicas
@@ -105,12 +105,12 @@ class RepairRunner:
     # steps
 
     def on_mark_decided(self, mark: TransactionId) -> None:
-        """The mark is decided: from now on logs may be changed."""
+        """The high-water mark is decided: from now on logs may be changed."""
         assert self.goal is None
         self.goal = RepairGoal(mark, self._recovery.known_chain)
 
     def advance(self, now_ms: int) -> None:
-        """Take the next step of every replica without a step under way."""
+        """Take the next step of every replica that has no step in progress."""
         assert self.goal is not None
         self._find_chain()
         for each in self._replicas.values():
@@ -122,12 +122,12 @@ class RepairRunner:
                 self._next_fill(each, each.repair, now_ms)
 
     def take_failed(self) -> list[tuple[ReplicaId, str]]:
-        """Return, once, the replicas that cannot be repaired, and why."""
+        """Remove and return the replicas that cannot be repaired, with the reasons."""
         failed, self._failed = self._failed, []
         return failed
 
     def _find_chain(self) -> None:
-        """Set the goal's chain, or clear it if no replica has it any longer (rule 5)."""
+        """Set the goal's chain; clear it if no replica has it any longer (rule 5)."""
         assert self.goal is not None
         goal = self.goal
         if self._recovery.known_chain is not None:
@@ -169,15 +169,16 @@ class RepairRunner:
     def _goal_of(self, each: ReplicaSession, goal: RepairGoal, now_ms: int) -> RepairGoal:
         """Return the goal of one replica, with or without a reset (replica_repair.py, rule 7).
 
-        A replica that a session needs is not reset. Until ZooKeeper has this session's states, the
-        next session would need a trusted replica. Nor is a replica reset if its storage has an
-        older version, which does not know the request.
+        A replica that a session needs is not reset: until ZooKeeper has this session's states, the
+        next session would need a trusted replica. A replica is also not reset if its storage has an
+        older version, which does not support the request.
         """
         is_needed = not self.is_open and self._recovery.is_credible(each.replica)
         archived = self.archived
         if archived is not None and archived.last > goal.mark:
-            # What lies between is of this session. It is copied to a marked replica, so a log that
-            # begins again does so at the mark, up to which everything is archived, too.
+            # The batches after the goal's mark belong to this session, and are copied to a marked
+            # replica. So a log that begins again begins at the mark, up to which everything is
+            # archived, too.
             chain = goal.chain
             archived = None if chain is None else archived._replace(last=goal.mark, chain=chain)
         if archived is None or is_needed or not each.supports_archiving:
@@ -218,7 +219,7 @@ class RepairRunner:
         self._send_step(each, each, step, kind, fields, now_ms)
 
     def supply(self, each: ReplicaSession, last: TransactionId, now_ms: int) -> None:
-        """Copy the next committed batches, up to `last`, to a marked replica."""
+        """Copy the next committed batches, up to ID `last`, to a marked replica."""
         assert each.is_marked
         assert each.next_id <= last
         if (
@@ -269,7 +270,7 @@ class RepairRunner:
     def _choose_source(
         self, each: ReplicaSession, first: int, last: int, now_ms: int
     ) -> ReplicaSession | None:
-        """Return a replica with the goal's log and no known damage in a range (rule 2)."""
+        """Return a replica with the goal's log and no known damage in a range (rule 2); or None."""
         assert self.goal is not None
         for other in self._possible_sources(each, now_ms):
             if other.repair is None:
@@ -287,7 +288,10 @@ class RepairRunner:
     def _fill_source(
         self, each: ReplicaSession, first: int, last: int, now_ms: int
     ) -> ReplicaSession | None:
-        """Return a source for damaged records: if no log has them, one that reads the archive."""
+        """Return a source for damaged records, or None.
+
+        If no log has the records, return a replica that can read them from the archive.
+        """
         source = self._choose_source(each, first, last, now_ms)
         if source is not None or self.archived is None or last > self.archived.last:
             return source
@@ -297,7 +301,7 @@ class RepairRunner:
         return None
 
     def wake_times(self, now_ms: int) -> list[int]:
-        """Return when slow sources time out, and when shunned ones may be used again."""
+        """Return when slow sources time out, and when avoided sources may be used again."""
         if not self._avoided_until_ms and not self._running:
             return []
         times = [at_ms for at_ms in self._avoided_until_ms.values() if at_ms > now_ms]
@@ -308,7 +312,7 @@ class RepairRunner:
         return times
 
     def expire_slow_sources(self, now_ms: int) -> None:
-        """Abandon steps whose source has timed out (rule 3)."""
+        """Abandon the steps whose source has timed out (rule 3)."""
         for correlation_id, running in list(self._running.items()):
             oldest_ms = running.source.oldest_ms
             if running.source is running.target or oldest_ms is None:
@@ -317,7 +321,7 @@ class RepairRunner:
                 self._avoid_source(correlation_id, running.source.replica, "no answer", now_ms)
 
     def on_connection_lost(self, each: ReplicaSession) -> None:
-        """A connection was lost: drop its steps (rule 1)."""
+        """A connection was lost: drop the steps that need it (rule 1)."""
         for correlation_id, running in list(self._running.items()):
             if running.source is each or running.target is each:
                 self._drop(correlation_id)
@@ -325,7 +329,10 @@ class RepairRunner:
     def on_source_rejected(
         self, correlation_id: int, each: ReplicaSession, error: WaltzError, reason: str, now_ms: int
     ) -> bool:
-        """Return whether a rejected request was a step of another replica; drop the step."""
+        """A source has rejected a request for another replica: drop the step.
+
+        Return False if the request was not such a step.
+        """
         running = self._running.get(correlation_id)
         if running is None or running.source is not each or running.target is each:
             return False
@@ -334,7 +341,7 @@ class RepairRunner:
             and self.archived is not None
             and each.repair is not None
         ):
-            # It has removed archived segments meanwhile: how many is not known.
+            # The source has removed archived segments meanwhile; how many is not known.
             each.repair.start = self.archived.last
             self._drop(correlation_id)
             return True
@@ -344,13 +351,16 @@ class RepairRunner:
     def on_fill_rejected(
         self, correlation_id: int, each: ReplicaSession, reason: str, now_ms: int
     ) -> bool:
-        """Return whether a replica rejected the repair of damage; it continues (rule 6)."""
+        """A replica has rejected the repair of damage, and continues (rule 6).
+
+        Return False if the rejected request was not such a repair.
+        """
         running = self._running.get(correlation_id)
         if running is None or not isinstance(running.step, FillDamage):
             return False
         assert each.repair is not None
         if each.repair.on_fill_rejected(running.step):
-            # The records may be bad: another source may have better ones.
+            # The records may be wrong; another source may have the right ones.
             self._avoid_source(correlation_id, self._fills_from[each.replica], reason, now_ms)
         else:
             self._drop(correlation_id)
@@ -360,11 +370,11 @@ class RepairRunner:
         """A replica has reported records that it cannot read; `advance` repairs them.
 
         Raises:
-            RemoteProtocolError: the message does not have ranges of IDs.
+            RemoteProtocolError: the message does not contain ranges of IDs.
         """
         damaged = decode_damaged_ranges(notice.damaged)
         if each.repair is None:
-            return  # Its PREPARED answer will include them.
+            return  # Its PREPARED answer will include these records.
         each.repair.on_damage_found(damaged)
         self._report("replica.damaged", each, damaged)
 
@@ -402,7 +412,7 @@ class RepairRunner:
         """
         running = self._running.get(correlation_id)
         if running is None:
-            return  # Rule 1: its step was dropped or has timed out.
+            return  # Rule 1: the step was dropped or has timed out.
         target, source, step = running
         assert source is each
         assert target.correlation_id == correlation_id
@@ -506,7 +516,7 @@ class RepairRunner:
 def _request_of(
     step: FetchOwnLineage | Truncation | Reset | AppendCopy | FillDamage | SetMark,
 ) -> tuple[type[StorageMessage], tuple[object, ...]]:
-    """Return the request of a step to the replica itself."""
+    """Return the type and the fields of the request for a step at the replica itself."""
     match step:
         case FetchOwnLineage():
             return messages.LineageRequest, tuple(step)

@@ -1,14 +1,14 @@
-"""Makes one replica's log equal to the decided one: truncate, copy, repair damage, set the mark.
+"""Makes one replica's log equal to the decided log: truncate, copy, repair damage, set the mark.
 
-Only this file removes records. It knows one replica and the goal (the decided log). Its owner
+Only this module removes records. It processes one replica and the goal (the decided log). Its owner
 (`repair_runner.py`) chooses the sources and has the connections.
 
 Rules (docs/design/correctness.md 2.1 F):
-    1. A repair starts only after the mark is decided.
+    1. A repair starts only after the high-water mark is decided. Below, it is called the mark.
     2. Records above the mark were never acknowledged and are truncated.
-    3. Below the mark, the log is truncated only if its chain differs from the goal's: back to the
-       last batch end where both have the same chain, and never below the replica's own confirmed
-       low-water mark.
+    3. Below the mark, the log is truncated only if its hash chain differs from the goal's: back to
+       the last batch end where both have the same chain, and never below the replica's own
+       confirmed low-water mark.
     4. Copied records are checked by their CRCs and by the chain before they are passed on.
     5. The mark is set only when the log ends there with the goal's chain.
     6. Before the log is truncated, its newest batch must be known: the owner first checks that
@@ -17,7 +17,7 @@ Rules (docs/design/correctness.md 2.1 F):
        empty and ends below the archived mark, or a log without a common batch end with a source at
        or above the lowest start of the sources. Such a log begins again after the archived mark (AR
        12 in decision 047).
-    8. A source that could not read its batches has reconstructed other ones, and marks them.
+    8. A source that could not read its batches has reconstructed other batches, and marks them.
        Reconstructed batches are never copied, and no other log is truncated to match them.
 
 The steps, each derived from the known state and never twice in flight:
@@ -26,9 +26,10 @@ The steps, each derived from the known state and never twice in flight:
     below all starts        its newest batch -> Reset (rule 7)
     chain differs           the source's chain at the end of this log; if it differs, both lineages,
                             newest first -> Truncation to the last common batch end (rule 6)
-    damaged                 Fetch -> FillDamage; damage below the previous mark blocks nothing: it
-                            is repaired before the mark is set if a source has the records, or later
-    shorter                 Fetch -> Append
+    damaged                 FetchCopy -> FillDamage; damage below the previous mark blocks nothing:
+                            it is repaired before the mark is set if a source has the records, or
+                            later
+    shorter                 FetchCopy -> AppendCopy
     equal                   SetMark
 """
 
@@ -54,9 +55,10 @@ _LOST = "the source replica has lost the batches of transactions {}..{}"
 
 
 class RepairGoal(NamedTuple):
-    """The decided mark, and the log's chain there, known once the first log ends there.
+    """The decided mark, and the log's hash chain there.
 
-    `archived` is what the archive has. `lowest_start` is the lowest ID after which a source begins.
+    `chain` is None until a log ends at the mark. `archived` is the archived mark. `lowest_start` is
+    the lowest ID after which a source's log begins.
     """
 
     mark: TransactionId
@@ -80,7 +82,10 @@ class FetchSourceLineage(NamedTuple):
 
 
 class Truncation(NamedTuple):
-    """Truncate this replica's log."""
+    """Truncate this replica's log after `last_to_keep`.
+
+    `base_chain` is the hash chain at `base`, a batch end at or below it.
+    """
 
     last_to_keep: TransactionId
     base: TransactionId
@@ -88,7 +93,7 @@ class Truncation(NamedTuple):
 
 
 class Reset(NamedTuple):
-    """Drop the records of this replica: its log begins again after an archived ID."""
+    """Delete the records of this replica: its log begins again after an archived ID."""
 
     last: TransactionId
     chain: Chain
@@ -103,26 +108,26 @@ class FetchCopy(NamedTuple):
 
 
 class AppendCopy(NamedTuple):
-    """Append the fetched batches; `chain` is that of the log after them."""
+    """Append the fetched batches; `chain` is the hash chain of the log after them."""
 
     answer: RangeBytes
     chain: Chain
 
 
 class FillDamage(NamedTuple):
-    """Overwrite damaged records with the fetched ones."""
+    """Overwrite damaged records with the fetched records."""
 
     answer: RangeBytes
 
 
 class SetMark(NamedTuple):
-    """Make session and mark durable."""
+    """Make the session and the low-water mark durable."""
 
     mark: TransactionId
     chain: Chain
 
 
-# Whether another replica has the records of a damaged range.
+# Returns whether another replica has the records of a damaged range.
 CanFill: TypeAlias = Callable[[TransactionId, TransactionId], bool]
 RepairStep: TypeAlias = (
     FetchOwnLineage
@@ -139,8 +144,8 @@ RepairStep: TypeAlias = (
 class ReplicaRepair:
     """The known state of one replica's log, and the next step of its repair.
 
-    Raises DataLoss if the log contradicts the goal below its confirmed mark, and the errors of
-    `verify_records` and `verify_batches` for bad copies.
+    Raises DataLoss if the log contradicts the goal below the replica's confirmed low-water mark.
+    For damaged copies, raises the errors of `verify_records` and `verify_batches`.
     """
 
     def __init__(self, answer: Prepared) -> None:
@@ -157,7 +162,8 @@ class ReplicaRepair:
         # Whether (last, chain) is known to be a batch end of the goal's log, and the goal's chain.
         self._is_aligned = False
         self._goal_chain: Chain | None = None
-        # The session of the newest batch of this log, once known; whether it is requested now.
+        # The session of the newest batch of this log, once known, and whether it must be requested
+        # now.
         self.newest: SessionId | None = None
         self._wants_newest = False
         self._own: LineageResponse | None = None
@@ -174,8 +180,9 @@ class ReplicaRepair:
     # the next step
 
     def next_step(self, goal: RepairGoal, *, can_fill: CanFill) -> RepairStep | None:
-        """Return the next step; None when done, or while it must wait for the goal's chain or for
-        a replica that has the damaged records.
+        """Return the next step; None if the repair is done or must wait.
+
+        It waits for the goal's chain, or for a replica that has the damaged records.
         """
         if self.is_set:
             return None
@@ -202,7 +209,7 @@ class ReplicaRepair:
         return self._complete_step(goal.mark, goal.chain, can_fill=can_fill)
 
     def _must_reset(self, archived: ArchivedMark, lowest_start: TransactionId) -> bool:
-        """Whether no source has the batches that follow this log, or it needs none (rule 7)."""
+        """Whether no source has the batches after this log, or the log is empty (rule 7)."""
         is_empty = self.last == self.start
         return self.last < archived.last and (is_empty or self.last < lowest_start)
 
@@ -217,9 +224,9 @@ class ReplicaRepair:
     def _complete_step(
         self, mark: TransactionId, chain: Chain, *, can_fill: CanFill
     ) -> RepairStep | None:
-        """The log is a prefix of the goal's: repair damage, complete it, set its mark."""
+        """The log is a prefix of the goal's log: repair damage, complete the log, set its mark."""
         assert self.last <= mark
-        # A truncation may have removed a part of a damaged range: no source has that part.
+        # A truncation may have removed a part of a damaged range; no source has that part.
         self.damaged = [
             (first, min(last, self.last)) for first, last in self.damaged if first <= self.last
         ]
@@ -234,7 +241,7 @@ class ReplicaRepair:
         return SetMark(mark, chain)
 
     def _must_fill(self, last: TransactionId) -> bool:
-        # Records up to the previous mark are on other replicas, too: they block no session.
+        # Records up to the previous mark are on other replicas, too, so they block no session.
         return not self.is_set and last > self._old_mark
 
     def _shorten(self, mark: TransactionId) -> RepairStep:
@@ -252,7 +259,7 @@ class ReplicaRepair:
     def _align(self) -> bool:
         """Return whether the log's end is known to be a batch end of the source's log."""
         if self._source is not None:
-            # Also if another point was requested first, and the source did not have it.
+            # This also holds if another point was requested first, and the source did not have it.
             if (self.last, self.chain) in _batch_ends(self._source):
                 self._forget()
                 self._is_aligned = True
@@ -261,10 +268,11 @@ class ReplicaRepair:
         return self._is_aligned
 
     def _align_step(self, lowest_start: TransactionId) -> RepairStep:
-        """Find the last batch end that both logs have, and truncate to it (rule 3)."""
+        """Find the last batch end that both logs have, and return the truncation to it (rule 3)."""
         if self._ceiling is None:
-            # Usually the log is a prefix: its end is a batch end of the source's log. If it is the
-            # start of that log, the chain there is the one before its first batch.
+            # Usually the log is a prefix of the source's log: its end is a batch end there. If it
+            # ends where the source's log starts, the chain there is the chain before the source's
+            # first batch.
             at = TransactionId(self.last + (self.last == lowest_start))
             return FetchSourceLineage(at, at)
         lowest = TransactionId(self._floor + 1)
@@ -273,7 +281,8 @@ class ReplicaRepair:
         if self._own is None:
             return FetchOwnLineage(lowest, self._ceiling)
         if self._ceiling <= lowest_start:
-            # No source has batches there: truncate to what no session may lose, and reset.
+            # No source has batches there: truncate to the point that no session may lose, and then
+            # reset.
             before, chain = _batch_ends(self._own)[0]
             if before < self._floor:
                 raise self._divergence_error()
@@ -286,7 +295,7 @@ class ReplicaRepair:
                 if last < self._floor:
                     raise self._lost_batches_error(self._own)
                 return Truncation(last, last, chain)
-        # The last common batch end is below both windows: continue further down.
+        # The last common batch end is before both answers: continue further down.
         seen = max(self._own.lineage[0].first, self._source.lineage[0].first)
         self._ceiling = TransactionId(seen - 1)
         self._own = self._source = None
@@ -307,7 +316,7 @@ class ReplicaRepair:
     # answers
 
     def on_own_lineage(self, answer: LineageResponse, *, first: int, last: int) -> None:
-        """The replica returned its lineage."""
+        """The replica has returned its lineage."""
         _check_lineage(answer, first, last)
         if last == self.last and self.newest is None:
             self.newest = SessionId(answer.lineage[-1].session_id)
@@ -315,14 +324,14 @@ class ReplicaRepair:
             self._own = answer
 
     def on_source_lineage(self, answer: LineageResponse, *, first: int, last: int) -> None:
-        """The source returned its lineage."""
+        """The source has returned its lineage."""
         _check_lineage(answer, first, last)
         if self._own is not None:
             _check_not_reconstructed(answer, self._own)
         self._source = answer
 
     def on_copy_fetched(self, answer: RangeBytes, request: FetchCopy) -> None:
-        """The source returned records; they are checked before they are kept."""
+        """The source has returned records; verify these before they are kept."""
         verify_records(answer, first=request.first, last=request.last)
         if request.whole_batches:
             chain = verify_batches(answer, self.chain)
@@ -335,13 +344,13 @@ class ReplicaRepair:
         self._fetched = answer
 
     def on_log_truncated(self, last: TransactionId, chain: Chain, step: Truncation) -> None:
-        """The replica was truncated."""
+        """The replica has truncated its log."""
         if last != min(self.last, step.last_to_keep):
             raise RemoteProtocolError(
                 f"truncation: expected that the log ends at transaction {step.last_to_keep}, "
                 f"found {last}"
             )
-        # The known lineages are those of a longer log. The truncation may be inside a batch.
+        # The known lineages are those of the longer log. The truncation may be inside a batch.
         is_point = step.base == last and step.base_chain == chain
         was_aligning = self._ceiling is not None
         self._forget()
@@ -349,7 +358,7 @@ class ReplicaRepair:
         self._is_aligned = is_point and was_aligning
 
     def on_log_reset(self, step: Reset) -> None:
-        """The replica has dropped its records; its log begins after the archived mark."""
+        """The replica has deleted its records; its log begins after the archived mark."""
         self._forget()
         self.last, self.chain = step
         self.start = self._floor = step.last
@@ -365,7 +374,7 @@ class ReplicaRepair:
         self._fetched = None
 
     def on_damage_found(self, damaged: list[tuple[TransactionId, TransactionId]]) -> None:
-        """The replica has reported all known damage; a step under way continues."""
+        """The replica has reported all known damage; a step in progress continues."""
         self.damaged = damaged
 
     def on_damage_filled(self, step: FillDamage) -> None:
@@ -382,8 +391,8 @@ class ReplicaRepair:
     def on_fill_rejected(self, step: FillDamage) -> bool:
         """The replica has rejected these records; return whether it needs them before its mark.
 
-        It may have reported other damage since. If the range can wait it is ignored until it is
-        reported again.
+        The replica may have reported other damage since. If the range can wait, it is ignored until
+        the replica reports it again.
         """
         rejected = [damage for damage in self.damaged if damage[0] == step.answer.first]
         is_needed = any(self._must_fill(last) for _, last in rejected)
@@ -393,11 +402,11 @@ class ReplicaRepair:
         return is_needed
 
     def on_mark_written(self) -> None:
-        """Session and mark are durable: the replica is ready."""
+        """The session and the low-water mark are durable: the replica is ready."""
         self.is_set = True
 
     def restart(self) -> None:
-        """The source was lost: discard its answers and the result that the logs agree."""
+        """The source was lost: discard its answers, and the finding that both logs agree."""
         self._forget()
         self._is_aligned = False
 
@@ -434,8 +443,8 @@ def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
     """Check a range against the request and against its own checksums.
 
     Raises:
-        RemoteProtocolError: it is not the requested range.
-        BadFormat, ChecksumMismatch: its bytes are not records, or not the requested ones.
+        RemoteProtocolError: the answer is not the requested range.
+        BadFormat, ChecksumMismatch: the bytes are not records, or not the requested records.
     """
     if answer.first != first or not 1 <= answer.count <= last - first + 1:
         raise RemoteProtocolError(
@@ -461,10 +470,10 @@ def verify_records(answer: RangeBytes, *, first: int, last: int) -> None:
 
 
 def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
-    """Check that a range of whole batches continues the chain; return the chain after it.
+    """Check that a range of whole batches continues the hash chain; return the chain after it.
 
     Raises:
-        ChecksumMismatch: the chain differs, or the source's batches are reconstructed (rule 7).
+        ChecksumMismatch: the chain differs, or the source's batches are reconstructed (rule 8).
         BadFormat: the lineage does not cover the records.
     """
     if bytes(answer.chain_before) != chain_before:
@@ -510,7 +519,7 @@ def _check_lineage(answer: LineageResponse, first: int, last: int) -> None:
 
 
 def _batch_ends(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
-    """Return the batch ends of a lineage and the chains there, in order."""
+    """Return the batch ends of a lineage and the hash chains there, in order."""
     before = TransactionId(answer.lineage[0].first - 1)
     points = [(before, Chain(bytes(answer.chain_before)))]
     points.extend((entry.last, Chain(bytes(entry.chain))) for entry in answer.lineage)
@@ -518,10 +527,10 @@ def _batch_ends(answer: LineageResponse) -> list[tuple[TransactionId, Chain]]:
 
 
 def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[TransactionId, TransactionId]]:
-    """Return the ranges of damaged IDs in a message, in order.
+    """Decode the ranges of damaged IDs in a message, and sort them.
 
     Raises:
-        RemoteProtocolError: they are not pairs of IDs.
+        RemoteProtocolError: the bytes are not pairs of IDs.
     """
     packed = bytes(damaged)
     values = [
@@ -535,7 +544,7 @@ def decode_damaged_ranges(damaged: bytes | memoryview) -> list[tuple[Transaction
 
 
 def _check_not_reconstructed(source: LineageResponse, own: LineageResponse) -> None:
-    """Raise if the source has reconstructed batches where the replica has real ones (rule 7)."""
+    """Raise if the source has reconstructed batches where the replica has real ones (rule 8)."""
     real = [entry for entry in own.lineage if entry.session_id != RECONSTRUCTED]
     for entry in source.lineage if real else ():
         if entry.session_id == RECONSTRUCTED and (

@@ -1,6 +1,6 @@
 """One storage in one store session: its connection, unanswered requests, stage and synced log.
 
-This file has all state of the connection, and drops it with the connection. It decides nothing
+This module has all state of the connection, and drops it with the connection. It makes no decisions
 about the partition.
 
 Rules:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from waltz_core.replication.replica_repair import ReplicaRepair
 
 NO_CORRELATION_ID: Final = -1
-# Maximum number of append latencies kept for the metrics, which take them every second.
+# The maximum number of append latencies kept for the metrics, which remove them every second.
 LATENCIES_MAX: Final = 4_096
 
 _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
@@ -74,12 +74,12 @@ _CHANGING: Final = (
 class ReplicaStage(Enum):
     """The stages of a replica in the session."""
 
-    ABSENT = auto()  # no connection; dialed at `redial_at_ms`
+    ABSENT = auto()  # no connection; the next dial is at `redial_at_ms`
     DIALING = auto()
     PREPARING = auto()  # PREPARE was sent
-    REPAIRING = auto()  # it has answered; its log is not yet the decided one
-    READY = auto()  # its mark is set; ZooKeeper does not record it as engaged
-    ENGAGED = auto()  # ZooKeeper records it as engaged: it gets live appends, and it counts
+    REPAIRING = auto()  # The replica has answered; its log is not yet equal to the decided log.
+    READY = auto()  # The mark is set; ZooKeeper does not record the replica as engaged.
+    ENGAGED = auto()  # ZooKeeper records the replica as engaged: it gets live appends and counts.
 
 
 MARKED: Final = (ReplicaStage.READY, ReplicaStage.ENGAGED)
@@ -96,7 +96,7 @@ class SessionRequest:
 
 
 class ReplicaSession:
-    """See the module's rules; the store session drives it and reads its fields."""
+    """One replica in one session, by the module's rules; the store session reads its fields."""
 
     def __init__(
         self,
@@ -110,19 +110,19 @@ class ReplicaSession:
         self.replica = replica
         self.stage = ReplicaStage.ABSENT
         self.repair: ReplicaRepair | None = None
-        self.correlation_id = NO_CORRELATION_ID  # of the one repair or copy step that is under way
-        self.is_broken = False  # the connection is known to be lost
+        self.correlation_id = NO_CORRELATION_ID  # the one repair or copy step in progress
+        self.is_broken = False  # The connection is known to be lost.
         self.is_excluded = False  # rule 3
         self.supports_archiving = False  # as PREPARED shows
         self.redial_at_ms = 0
-        # The live log at this replica: what it has synced, and the next ID to send.
+        # The live log at this replica: the last synced ID, and the next ID to send.
         self.synced_last = BEFORE_FIRST
         self.next_id = TransactionId(0)
         self.next_chain: Chain = GENESIS_CHAIN
         self.unanswered_bytes = 0
-        # Latencies of appends, from sending to answer, while engaged; the metrics remove them.
+        # The latencies of appends while engaged, from sending to answer. The metrics remove them.
         self.took_ms: deque[int] = deque(maxlen=LATENCIES_MAX)
-        self.slow_count = 0  # slow appends since the last report of one
+        self.slow_count = 0  # number of slow appends since the last report
         self.slow_report_at_ms = 0
         self._session_id = session_id
         self._partition_id = partition_id
@@ -139,24 +139,24 @@ class ReplicaSession:
 
     @property
     def is_marked(self) -> bool:
-        """Whether its log has the session's mark set."""
+        """Whether the session's low-water mark is set in the replica's log."""
         return self.stage in MARKED
 
     @property
     def unanswered_count(self) -> int:
-        """How many requests have no answer yet."""
+        """The number of requests without an answer."""
         return len(self._requests)
 
     @property
     def is_lagging(self) -> bool:
-        """Whether so much is unanswered that it should get no more appends."""
+        """Whether unanswered requests exceed a limit, so that no more appends are sent."""
         limits = self._limits
         is_over = self.unanswered_bytes >= limits.lag_bytes_max
         return is_over or len(self._requests) >= limits.lag_count_max
 
     @property
     def oldest_ms(self) -> int | None:
-        """When the oldest request without answer was sent."""
+        """When the oldest request without an answer was sent; None without such a request."""
         first = next(iter(self._requests.values()), None)
         return None if first is None else first.sent_ms
 
@@ -177,7 +177,7 @@ class ReplicaSession:
             self._forget()
 
     def on_lost(self, now_ms: int, rng: "Random", *, wait_ms: int = 0) -> None:
-        """The connection was lost: dial again after a pause (about `wait_ms` at least)."""
+        """The connection was lost: dial again after a random pause of at least `wait_ms` / 2."""
         self._forget()
         wait_ms = max(wait_ms, self._redial_ms)
         self.redial_at_ms = now_ms + rng.randint(wait_ms // 2, wait_ms)
@@ -203,7 +203,7 @@ class ReplicaSession:
         now_ms: int,
         correlation_id: int = NO_CORRELATION_ID,
     ) -> None:
-        """Send a request of a kind; `fields` are those after the prefix."""
+        """Send a request of type `kind`; `fields` are its fields after the prefix."""
         assert self.is_connected
         self._sequence += 1
         message = kind(self._session_id, self._sequence, self._partition_id, *fields)
@@ -214,11 +214,11 @@ class ReplicaSession:
         self._outbox.append(SendToReplica(self._session_id, self.replica, message))
 
     def take_request(self, answer: StorageMessage) -> SessionRequest:
-        """Return the request that this answers (rule 1).
+        """Remove and return the request that a message answers (rule 1).
 
         Raises:
-            RemoteProtocolError: there is no request with its sequence number, or one of another
-                kind.
+            RemoteProtocolError: there is no request with this sequence number, or its type is
+                different.
         """
         request = self._requests.pop(answer.sequence, None)
         if request is None:
@@ -240,7 +240,7 @@ class ReplicaSession:
     # the log
 
     def on_mark_written(self, mark: TransactionId, chain: Chain) -> None:
-        """Session and mark are durable: appends continue after the mark."""
+        """The session and the mark are durable: appends continue after the mark."""
         assert self.stage is ReplicaStage.REPAIRING
         self.stage = ReplicaStage.READY
         self.synced_last = mark
@@ -261,7 +261,7 @@ class ReplicaSession:
         self.next_chain = window_batch.entry.chain
 
     def append_range(self, answer: messages.RangeBytes, chain: Chain, now_ms: int) -> None:
-        """Send copied batches; `chain` is that of the log after them."""
+        """Send copied batches; `chain` is the hash chain of the log after them."""
         assert answer.first == self.next_id
         self._append(
             (answer.first, answer.lengths, answer.records, answer.records_crc),
@@ -278,10 +278,11 @@ class ReplicaSession:
         self.send_request(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
 
     def on_append_synced(self, request: messages.AppendRaw, answer: messages.Appended) -> None:
-        """The storage has synced (rule 4).
+        """The storage has synced an append (rule 4).
 
         Raises:
-            RemoteProtocolError: it reports less than this append, or more than was ever sent.
+            RemoteProtocolError: the synced ID is below this append, or above all that was ever
+                sent.
         """
         last = request.lineage[-1].last
         if not last <= answer.synced_max < self.next_id:

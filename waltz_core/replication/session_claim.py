@@ -1,7 +1,8 @@
 """The conditions of a session claim, and the values that it writes to ZooKeeper.
 
 If the first compare-and-set of a session treats an existing partition as a new one, the log can be
-lost. So its conditions are together in this file, separate from the requests to ZooKeeper.
+lost. So the conditions of this write are together in this module, separate from the requests to
+ZooKeeper.
 
 Rules (docs/design/correctness.md 2.1 A and B, 2.4 rows 15, 17 and 36):
     1. Never claim if ZooKeeper has a later generation than this server.
@@ -33,7 +34,7 @@ from waltz_core.replication.session_recovery import (
 
 
 class PartitionNodes(NamedTuple):
-    """Both nodes of the partition, with their versions or those that they replace."""
+    """Both ZooKeeper nodes of a partition, with their versions or those that they replace."""
 
     metadata: PartitionMetadata
     metadata_version: int
@@ -47,12 +48,12 @@ class PartitionNodes(NamedTuple):
 
     @property
     def archived(self) -> ArchivedMark | None:
-        """The range that is in the archive."""
+        """The archived mark of the partition."""
         return None if self.marker is None else self.marker.archived
 
     @property
     def name(self) -> tuple[SessionId, bytes] | None:
-        """Session and nonce of the last claim; None if a 0.13 server made it."""
+        """Session and nonce of the last claim; None if a 0.13 server has made this claim."""
         marker = self.marker
         if marker is None or marker.session_id != self.metadata.session_id:
             return None
@@ -60,7 +61,7 @@ class PartitionNodes(NamedTuple):
 
 
 class InDoubtIds(NamedTuple):
-    """IDs submitted to an earlier session that are not final: those above `committed`."""
+    """The IDs submitted to an earlier session that are not final: those above `committed`."""
 
     session_id: SessionId
     committed: TransactionId
@@ -71,9 +72,10 @@ class InDoubtIds(NamedTuple):
 class SessionClaim:
     """A successful claim: the values of the first compare-and-set, and the state of the owner.
 
-    `known_last` is the highest ID that this owner ever saw committed. `excluded` are replicas that
-    rejected appends recently, and until when they are left out. `bound_later` are replicas
-    bound to a session that is unknown to ZooKeeper. `archived` is what the archive has.
+    `known_last` is the highest ID that this owner ever saw committed. `excluded` are the replicas
+    that rejected appends recently, each with the time until which it is left out. `bound_later` are
+    the replicas that have promised a session that ZooKeeper does not know. `archived` is the
+    archived mark.
     """
 
     session_id: SessionId
@@ -91,16 +93,16 @@ class SessionClaim:
 
 
 def is_newer(generation: Generation, other: Generation) -> bool:
-    """Return whether a generation is later than another; they are int32 and may wrap."""
+    """Return whether a generation is later than another. Both are int32 and may wrap around."""
     return 0 < ((generation - other) & 0xFFFFFFFF) < 1 << 31
 
 
 def rejection(
     nodes: PartitionNodes, replicas: Sequence[ReplicaId], promised: Mapping[ReplicaId, SessionId]
 ) -> str | None:
-    """Return why no session may be claimed here (rules 2 and 3), or None.
+    """Return why no session may be claimed (rules 2 and 3); None if it may.
 
-    `promised` are the sessions to which storages reported to be bound.
+    `promised` are the sessions that storages have reported as promised.
     """
     if history_origin_of(nodes.metadata, nodes.marker) is HistoryOrigin.LOST:
         return (

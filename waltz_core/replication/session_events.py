@@ -7,7 +7,7 @@ Rules:
     1. Every event and effect of a store session has its session ID. A machine drops an event of
        another session, so nothing needs to be cancelled.
     2. `OpenReplica` has one outcome: `ReplicaOpened` or `ReplicaLost`. An opened replica ends once:
-       by `ReplicaLost`, or by `CloseReplica`, after which no event of it follows.
+       by `ReplicaLost`, or by `CloseReplica`, after which none of its events follows.
     3. An effect for ZooKeeper has an attempt number, and has one outcome with the same number.
     4. `SessionOpened`, `SessionSettled` and `Committed` of a session are sent only when its second
        compare-and-set is known to have succeeded (invariant GateCAS2).
@@ -27,8 +27,9 @@ from waltz_core.wire.messages import Buffer, StorageMessage
 class ArchiveBacklog(NamedTuple):
     """The committed transactions that are not archived.
 
-    `byte_count` is their approximate size, None if it is not known. `since_ms` is when the oldest
-    one was committed, by the clock of the session; it is approximate until the next attempt.
+    `byte_count` is their approximate size, None if it is not known. `since_ms` is the time at which
+    the oldest of them was committed, by the clock of the session. It is approximate until the next
+    attempt.
     """
 
     transaction_count: int
@@ -37,13 +38,13 @@ class ArchiveBacklog(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Records with IDs, with the same bytes as on disk; from the append pipeline to the replicas.
+    """Records with IDs and the same bytes as on disk, from the append pipeline to the replicas.
 
-    `lengths` are big-endian int32, one a record; `record_crcs` big-endian uint32, one a record;
-    `records_crc` is the CRC-32 over all of `records`. `stamp_ms` never decreases in a partition.
-    `locks` are the write and append locks of all records, big-endian int32; None if unknown.
-    `distances` is a byte for each lock, the distance of its record from `last`; empty for larger
-    batches.
+    `lengths` (big-endian int32) and `record_crcs` (big-endian uint32) have one number per record.
+    `records_crc` is the CRC-32 of all bytes in `records`. `stamp_ms` is the commit stamp; it never
+    decreases in a partition. `locks` are the write and append locks of all records, big-endian
+    int32; None if they are unknown. `distances` has one byte per lock: the distance of its record
+    from `last`. It is empty for larger batches.
     """
 
     first: TransactionId
@@ -63,7 +64,7 @@ class Batch(NamedTuple):
 
 @value(frozen=True, slots=True)
 class TakeOwnership:
-    """The assignment gave this server the partition (A); sent again for each new generation."""
+    """The assignment gives this server the partition (A); sent again for each new generation."""
 
     generation: Generation
     replicas: tuple[ReplicaId, ...]
@@ -71,19 +72,19 @@ class TakeOwnership:
 
 @value(frozen=True, slots=True)
 class Reassign:
-    """The replica assignment has changed: a new session with these replicas."""
+    """The replica assignment has changed: start a new session with these replicas."""
 
     replicas: tuple[ReplicaId, ...]
 
 
 @value(frozen=True, slots=True)
 class ReleaseOwnership:
-    """This server does not own the partition any more."""
+    """This server no longer owns the partition."""
 
 
 @value(frozen=True, slots=True)
 class Submit:
-    """Append a batch to the open session; its first ID follows the last submitted one."""
+    """Append a batch to the open session; its first ID follows the last submitted ID."""
 
     session_id: SessionId
     batch: Batch
@@ -98,7 +99,7 @@ class ProveMark:
 
 @value(frozen=True, slots=True)
 class Checkpoint:
-    """Start a new session now, so that low-water marks move up."""
+    """Start a new session now, to raise the low-water marks."""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -109,7 +110,8 @@ class Checkpoint:
 class MetadataRead:
     """The partition's nodes in ZooKeeper; None if a node does not exist.
 
-    The versions are those of the two nodes, for `WriteMetadata`; -1 for absent.
+    `metadata_version` and `marker_version` are the versions of the two nodes, for `WriteMetadata`.
+    -1 means that the node does not exist.
     """
 
     attempt: int
@@ -121,7 +123,7 @@ class MetadataRead:
 
 @value(frozen=True, slots=True)
 class MetadataWritten:
-    """The compare-and-set succeeded."""
+    """The compare-and-set has succeeded."""
 
     attempt: int
     metadata_version: int
@@ -130,14 +132,14 @@ class MetadataWritten:
 
 @value(frozen=True, slots=True)
 class MetadataConflict:
-    """The compare-and-set failed: another process has written since the read."""
+    """The compare-and-set has failed: another process has written since the read."""
 
     attempt: int
 
 
 @value(frozen=True, slots=True)
 class MetadataUnknown:
-    """A read failed, or the outcome of a compare-and-set is unknown."""
+    """A read has failed, or the outcome of a compare-and-set is unknown."""
 
     attempt: int
     reason: str
@@ -157,7 +159,7 @@ class ReplicaOpened:
 
 @value(frozen=True, slots=True)
 class ReplicaLost:
-    """The connection failed or was lost."""
+    """The connection could not be opened, or was lost."""
 
     session_id: SessionId
     replica: ReplicaId
@@ -166,7 +168,7 @@ class ReplicaLost:
 
 @value(frozen=True, slots=True)
 class ReplicaResponded:
-    """A storage's answer; its `sequence` is that of the request."""
+    """A storage has sent an answer; its `sequence` is that of the request."""
 
     session_id: SessionId
     replica: ReplicaId
@@ -175,9 +177,9 @@ class ReplicaResponded:
 
 @value(frozen=True, slots=True)
 class ExpireArchive:
-    """Remove the objects of the archive with IDs below `before`, or committed before `before_ms`.
+    """Remove the archived objects with IDs below `before`, or committed before `before_ms`.
 
-    0 stands for none.
+    0 means no limit.
     """
 
     before: TransactionId
@@ -186,7 +188,7 @@ class ExpireArchive:
 
 @value(frozen=True, slots=True)
 class ReplaceInArchive:
-    """Replace an object of the archive that is corrupt or missing; it is listed with these IDs.
+    """Replace an archived object that is corrupt or missing; the manifest lists it with these IDs.
 
     `token` identifies the attempt: the event may be repeated with it.
     """
@@ -199,9 +201,10 @@ class ReplaceInArchive:
 
 @value(frozen=True, slots=True)
 class ReplacementOutcome:
-    """The end of a `ReplaceInArchive`, and the reason of each replica that could not do it.
+    """The end of a `ReplaceInArchive`.
 
-    `replica` has written the new object; empty if it was replaced before.
+    `failures` has the reason for each replica that could not write the object. `replica` has
+    written the new object; it is None if the object had already been replaced.
     """
 
     is_replaced: bool
@@ -229,7 +232,7 @@ Event: TypeAlias = (
 )
 
 # ---------------------------------------------------------------------------------------------
-# Effects: towards the coordinator
+# Effects: requests to the coordinator
 
 
 @value(frozen=True, slots=True)
@@ -241,7 +244,7 @@ class ReadMetadata:
 
 @value(frozen=True, slots=True)
 class WriteMetadata:
-    """Compare-and-set both nodes in one multi, each at its version."""
+    """Compare-and-set both nodes in one ZooKeeper transaction, each at its version."""
 
     attempt: int
     metadata: PartitionMetadata
@@ -251,7 +254,7 @@ class WriteMetadata:
 
 
 # ---------------------------------------------------------------------------------------------
-# Effects: towards the replicas
+# Effects: for the replicas
 
 
 @value(frozen=True, slots=True)
@@ -264,7 +267,7 @@ class OpenReplica:
 
 @value(frozen=True, slots=True)
 class SendToReplica:
-    """Send on the session's connection, in order."""
+    """Send a message on the session's connection, in order."""
 
     session_id: SessionId
     replica: ReplicaId
@@ -280,15 +283,15 @@ class CloseReplica:
 
 
 # ---------------------------------------------------------------------------------------------
-# Effects: towards the owner
+# Effects: for the owner
 
 
 @value(frozen=True, slots=True)
 class SessionOpened:
     """The session accepts appends from `high_water_mark + 1` on (H).
 
-    `unbroken`: the previous session was this machine's own too, so no other owner can have written
-    in between. The owner's state of the log up to its mark is still valid.
+    `unbroken`: the previous session also belonged to this machine, so no other owner can have
+    written in between. The owner's state of the log up to its mark is still valid.
     """
 
     session_id: SessionId
@@ -300,11 +303,11 @@ class SessionOpened:
 
 @value(frozen=True, slots=True)
 class SessionSettled:
-    """Of everything submitted to earlier sessions, IDs up to `committed_last` are in the log.
+    """Of the IDs submitted to earlier sessions, those up to `committed_last` are in the log.
 
-    All later ones are lost: they are not in the log and never will be. `stamp_ms` is the last
-    commit stamp of the log, if another owner may have written it; 0 otherwise. `has_expired`: later
-    ones may be in the log, in a part of it that does not exist any more, or cannot be read now.
+    All later IDs are lost: they are not in the log and never will be. `stamp_ms` is the last commit
+    stamp of the log if another owner may have written it; otherwise 0. `has_expired`: later IDs may
+    be in the log, in a part of it that no longer exists or cannot be read now.
     """
 
     session_id: SessionId
@@ -315,7 +318,7 @@ class SessionSettled:
 
 @value(frozen=True, slots=True)
 class Committed:
-    """The high-water mark is now `last` (J); `chain` is the log's chain there."""
+    """The high-water mark is now `last` (J); `chain` is the log's hash chain there."""
 
     session_id: SessionId
     last: TransactionId
@@ -324,9 +327,10 @@ class Committed:
 
 @value(frozen=True, slots=True)
 class SessionClosed:
-    """No more appends in this session; submitted batches wait for the next one's `SessionSettled`.
+    """The session accepts no more appends.
 
-    `error_code`: if a replica's rejection ended the session, its code (`errors.py`); otherwise 0.
+    Submitted batches wait for the `SessionSettled` of the next session. `error_code`: if a
+    replica's rejection ended the session, the code of its error (`errors.py`); otherwise 0.
     """
 
     session_id: SessionId
@@ -336,9 +340,10 @@ class SessionClosed:
 
 @value(frozen=True, slots=True)
 class CheckpointDue:
-    """Much is archived above the marks that the session has confirmed (AR 11 of decision 047).
+    """The records archived above the marks that the session has confirmed exceed a limit.
 
-    Storages remove archived segments up to those marks only. Sent once in a session.
+    Storages remove archived segments only up to these marks (AR 11 of decision 047). Sent once in a
+    session.
     """
 
     session_id: SessionId
@@ -346,7 +351,7 @@ class CheckpointDue:
 
 @value(frozen=True, slots=True)
 class MarkProved:
-    """At the time of the answer no later session existed; the mark is the log's."""
+    """At the time of the answer no later session existed; `high_water_mark` is that of the log."""
 
     token: int
     high_water_mark: TransactionId
@@ -354,7 +359,7 @@ class MarkProved:
 
 @value(frozen=True, slots=True)
 class MarkProofFailed:
-    """The proof failed or the session ended meanwhile."""
+    """The proof has failed, or the session has ended meanwhile."""
 
     token: int
 
@@ -363,7 +368,7 @@ class MarkProofFailed:
 class Released:
     """The machine releases the partition; the owner should stop serving it.
 
-    `for_others`: this server reaches no quorum of the replicas, but another one may.
+    `for_others`: this server reaches no quorum of the replicas, but another server may.
     """
 
     reason: str

@@ -1,13 +1,13 @@
 """Recovery: which replicas to trust, how much of the log to keep, which states to write.
 
-This file decides whether acknowledged transactions survive. It has no connections and no time, so
-tests can cover each case by itself.
+This module decides whether acknowledged transactions survive. It has no connections and no clock,
+so tests can cover each case by itself.
 
 Rules (docs/design/correctness.md 2.1, C to E and G):
     1. A missing answer never means that a replica has no records. A replica without an answer, with
        an older session, or with a wiped or suspect disk is UNKNOWN for the whole session.
     2. If the unknown replicas are a quorum, nothing is decided and nothing is changed.
-    3. Otherwise the mark is the highest ID that a quorum could have acknowledged.
+    3. Otherwise the high-water mark is the highest ID that a quorum could have acknowledged.
     4. A partition counts as new only if its marker in ZooKeeper states it and no answering replica
        has records. The marker of a restored partition has an archived mark. Then the log begins
        after this mark, and so does the log of a replica that was reset by a session that never
@@ -75,7 +75,7 @@ def states_to_claim(
 ) -> dict[ReplicaId, ReplicaState]:
     """Return the replica states of the first compare-and-set: unchanged, except for an adoption.
 
-    For an adopted partition without states all replicas are recorded as unanswered, so that a later
+    If an adopted partition has no states, all replicas are recorded as unanswered. So a later
     session still knows that all of them must answer.
     """
     if origin is HistoryOrigin.ADOPTED and not states:
@@ -84,7 +84,7 @@ def states_to_claim(
 
 
 def is_credible(answer: Prepared, state: ReplicaState, registered_id: bytes) -> bool:
-    """Return whether an engaged replica's log is as it was when it last answered an append."""
+    """Return whether an engaged replica's log still has everything that it acknowledged."""
     if registered_id not in (NO_STORAGE_ID, answer.storage_id):
         return False
     if answer.last_session < state.session_id or answer.suspect:
@@ -97,10 +97,10 @@ def is_credible(answer: Prepared, state: ReplicaState, registered_id: bytes) -> 
 def decide(
     maxes: Sequence[TransactionId], *, unknown_count: int, quorum: int
 ) -> TransactionId | None:
-    """Return the highest ID that could have been acknowledged, None while it cannot be known.
+    """Return the highest ID that could have been acknowledged; None while it cannot be known.
 
-    `maxes` are the last synced IDs of the credible replicas; `unknown_count` is the number of the
-    others that were engaged. An unknown replica may have had any ID, so it counts for every one.
+    `maxes` are the last synced IDs of the credible replicas. `unknown_count` is the number of the
+    other engaged replicas. An unknown replica may have had any ID, so it counts for every ID.
     """
     assert unknown_count >= 0
     assert len(maxes) + unknown_count >= quorum, "fewer engaged replicas than a quorum"
@@ -130,7 +130,7 @@ class Recovery:
             for replica, state in self.states.items()
             if state.closing_high_water_mark == UNRESOLVED
         ]
-        # Rule 1: None is final.
+        # None is final (rule 1).
         self._max: dict[ReplicaId, TransactionId | None] = {}
         self.mark: TransactionId | None = None
 
@@ -146,13 +146,13 @@ class Recovery:
 
     @property
     def known_chain(self) -> Chain | None:
-        """The chain at the decided mark if no replica is needed to know it: a log begins there."""
+        """The chain at the decided mark if a log begins there; otherwise replicas report it."""
         last, chain = self._begin
         return chain if self.mark == last else None
 
     @property
     def unknown(self) -> list[ReplicaId]:
-        """Engaged replicas that have not answered credibly (yet)."""
+        """The engaged replicas that have not answered credibly (yet)."""
         return [replica for replica in self.engaged if self._max.get(replica) is None]
 
     @property
@@ -161,19 +161,22 @@ class Recovery:
         return all(replica in self._max for replica in self.engaged)
 
     def is_credible(self, replica: ReplicaId) -> bool:
-        """Whether the replica was engaged and is trusted."""
+        """Whether the replica was engaged in the last session and is trusted."""
         return self._max.get(replica) is not None
 
     def is_foreign(self, answer: Prepared) -> bool:
-        """Whether a replica has records where there can be none (rule 4)."""
+        """Whether a replica has records although the partition can have none (rule 4)."""
         if self.origin is HistoryOrigin.RECORDED or answer.synced_max == BEFORE_FIRST:
             return False
-        # A log without records can end above its begin only after a reset.
+        # Only after a reset, a log without records can end above its begin.
         end = answer.synced_max, bytes(answer.chain)
         return answer.start != answer.synced_max or end != self._begin
 
     def exclusion_reason(self, answer: Prepared) -> str | None:
-        """Return why no session can include a replica with this answer (rules 4 and 5), or None."""
+        """Return why no session can include a replica with this answer; None if a session can.
+
+        Rules 4 and 5 define the reasons.
+        """
         if self.is_foreign(answer):
             return (
                 "expected a replica without records, because ZooKeeper has no replica states for "
@@ -192,26 +195,27 @@ class Recovery:
         """Return whether nothing can be decided without this replica.
 
         A replica outside ZooKeeper's last session has no information about that session. If it
-        knows a later session, so does every replica that has synced an append there: a quorum of
-        the assignment. While the assignment is the same, no session opens without one of them.
+        knows a later session, so does every replica that has synced an append in the later session:
+        a quorum of the assignment. While the assignment is the same, no session opens without one
+        of these replicas.
         """
         return self.origin is not HistoryOrigin.RECORDED or replica in self.engaged
 
     def on_answered(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
         """Process a replica's answer to PREPARE."""
         if replica not in self.engaged:
-            return  # It was not in the last session, so it has nothing above its closing mark.
+            return  # The replica was not in the last session: nothing above its closing mark.
         credible = is_credible(answer, self.states[replica], registered_id)
         synced_max = TransactionId(answer.synced_max)
         if replica in self._max:
             before = self._max[replica]
-            # Nothing is truncated before the decision, so a shorter log has lost records.
+            # No log is truncated before the decision, so a shorter log has lost records.
             shrunk = before is not None and self.mark is None and synced_max < before
             credible = credible and before is not None and not shrunk
         self._max[replica] = synced_max if credible else None
 
     def decide(self) -> TransactionId | None:
-        """Decide the mark if it can be; once decided it stays."""
+        """Decide the high-water mark if this is possible; the decision never changes."""
         if self.mark is None:
             self.mark = self._decide()
         return self.mark
@@ -224,7 +228,7 @@ class Recovery:
         maxes = [known for known in map(self._max.get, self.engaged) if known is not None]
         unknown_count = len(self.engaged) - len(maxes)
         if len(self.engaged) < self.old_quorum:
-            return None  # No session leaves such states; an operator must intervene.
+            return None  # No session leaves such states, so an operator must intervene.
         return decide(maxes, unknown_count=unknown_count, quorum=self.old_quorum)
 
     def opening_states(

@@ -1,12 +1,12 @@
 """Settles earlier sessions: finds which of their batches are in the log, and the last commit stamp.
 
 A new session does this before any append. It queries the lineage (the list of batches with their
-sessions) of one engaged replica, whose log up to the mark is the decided one. If that replica has
-lost the batches, it queries the next one.
+sessions) of one engaged replica, whose log up to the high-water mark is the decided one. If that
+replica has lost the batches, the session queries the next replica.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 21):
     1. Batches of an earlier session are recognized by their session in the lineage, never by IDs.
-    2. If another owner may have written the log, commit stamps continue from the last one in the
+    2. If another owner may have written the log, commit stamps continue from the last stamp in the
        log, even if this server's clock is behind it.
     3. A batch that a replica has reconstructed has neither session nor stamp. So it does not prove
        that a batch of a session is missing from the log.
@@ -32,7 +32,7 @@ from waltz_core.replication.session_claim import SessionClaim
 from waltz_core.replication.session_events import SessionSettled
 from waltz_core.wire.messages import LineageRequest, LineageResponse
 
-# The correlation_id of its requests; `RepairRunner` has those from 0 on.
+# The correlation ID of settlement requests. `RepairRunner` uses IDs from 0 on.
 SETTLEMENT_CORRELATION_ID: Final = -2
 
 
@@ -49,7 +49,7 @@ class Settlement:
         self._mark = mark
         self._stamp_ms: int | None = 0 if claim.unbroken or mark == BEFORE_FIRST else None
         if self._stamp_ms is None and claim.archived is not None and claim.archived.last == mark:
-            self._stamp_ms = claim.archived.stamp_ms  # a log may begin after it
+            self._stamp_ms = claim.archived.stamp_ms  # a log may begin after this mark
         self._doubtful: list[LineageEntry] = []
 
     def begin(self, now_ms: int) -> None:
@@ -75,8 +75,8 @@ class Settlement:
         """Process an answer; the next query or the outcome follows.
 
         Raises:
-            RemoteProtocolError: the answer is invalid, or no engaged replica has the batches
-                (rule 3).
+            RemoteProtocolError: the answer is invalid, or no engaged replica has the batches (rule
+                3).
         """
         if not answer.lineage:
             raise RemoteProtocolError(
@@ -106,7 +106,8 @@ class Settlement:
     def on_batches_unreadable(self, error: WaltzError, now_ms: int) -> bool:
         """A replica cannot return the batches in doubt (rule 4); return False if that is an error.
 
-        Expired ones are gone for all replicas; others are requested from the next replica first.
+        Expired batches are lost for all replicas. Other batches are first requested from the next
+        replica.
         """
         in_doubt = self._claim.in_doubt
         if self._stamp_ms is None or in_doubt is None:

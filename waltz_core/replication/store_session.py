@@ -4,14 +4,14 @@
 
 Rules (docs/design/correctness.md 2.1, letters C to K):
     1. Every replica of the last and of the new assignment is fenced (C).
-    2. Nothing on a replica is changed before the mark is decided (E).
+    2. Nothing on a replica is changed before the high-water mark is decided (E).
     3. The session opens only when ZooKeeper is known to have its states (`on_metadata_written`; G,
        H).
-    4. Only while ZooKeeper records a replica as engaged, it counts and gets uncommitted batches
+    4. A replica counts, and gets uncommitted batches, only while ZooKeeper records it as engaged
        (I).
-    5. The committed mark is the highest that a quorum of engaged replicas has synced (J).
-    6. The session ends when it loses an engaged replica, or one that may be recorded as engaged
-       (K). The loss of any other replica does not end it.
+    5. The committed mark is the highest ID that a quorum of engaged replicas has synced (J).
+    6. The session ends when it loses an engaged replica, or a replica that may be recorded as
+       engaged (K). The loss of any other replica does not end the session.
     7. A slow replica gets batches from memory, then from another replica's log. It blocks nothing,
        and has no time limit for joining. But until earlier sessions are settled, every replica must
        answer within `answer_ms_max`.
@@ -72,12 +72,13 @@ from waltz_core.wire.messages import StorageMessage
 if TYPE_CHECKING:
     from random import Random
 
-# Correlation IDs of requests are those of `RepairRunner`, except for heartbeats (the proof's token)
-# and `SETTLEMENT_CORRELATION_ID`.
+# `RepairRunner` chooses the correlation IDs of requests, except those of heartbeats (the token of
+# the proof) and of the settlement and the archive.
 
-# A stalled replica answers hundreds of appends late, all at once: one report a second is enough.
+# A stalled replica answers hundreds of late appends at once; one report per second is enough.
 SLOW_REPORT_MS: Final = 1_000
-# Constants, because each step compares with them many times, and enum members are slow to look up.
+# These are constants because each step compares with them many times, and enum members are slow to
+# look up.
 _ABSENT: Final = ReplicaStage.ABSENT
 _ENGAGED: Final = ReplicaStage.ENGAGED
 _READY: Final = ReplicaStage.READY
@@ -87,7 +88,7 @@ _CATCHING_UP: Final = (ReplicaStage.PREPARING, ReplicaStage.REPAIRING)
 
 
 class PartitionConstants(NamedTuple):
-    """The constants of a partition; only `storage_ids` changes, and is read at each use."""
+    """The constants of a partition. Only `storage_ids` changes; it is read at each use."""
 
     partition_id: PartitionId
     cluster_key: bytes
@@ -96,19 +97,19 @@ class PartitionConstants(NamedTuple):
 
 
 class EndCause(Enum):
-    """Why a session ended, as far as it matters to the next one."""
+    """Why a session ended, as far as it matters to the next session."""
 
     LEFT = auto()  # an engaged replica was lost, or rejected a request
     FENCED = auto()  # a storage is bound to a later session
     RETURNED = auto()  # a replica has returned that cannot join this session again
     STALLED = auto()  # no quorum within the time limit
-    REJECTED = auto()  # it is unsafe to continue
+    REJECTED = auto()  # To continue would be unsafe.
 
 
 class SessionEnd(NamedTuple):
-    """Why a session ended; the replica at fault and the session to which it is bound, if any.
+    """Why a session ended, with the replica at fault and the session that it has promised, if any.
 
-    `is_final`: another session must not be tried, although it might not meet the same obstacle.
+    `is_final`: no other session must be tried, although it might not meet the same obstacle.
     """
 
     cause: EndCause
@@ -117,11 +118,11 @@ class SessionEnd(NamedTuple):
     rejected_append: bool = False
     promised: SessionId | None = None
     is_final: bool = False
-    error_code: int = 0  # of the replica's rejection, a code of `errors.py`; 0 if there was none
+    error_code: int = 0  # the code (`errors.py`) of the replica's rejection; 0 without one
 
 
 class StoreSession:
-    """See the module's rules. Effects are added to the outbox in order, not returned."""
+    """One store session, by the module's rules. It appends effects to the outbox, in order."""
 
     def __init__(
         self,
@@ -135,11 +136,12 @@ class StoreSession:
         self.claim = claim
         self.recovery = Recovery(claim.origin, claim.states, claim.archived)
         self.quorum = quorum_size(len(claim.assigned))
-        self.window: SessionWindow | None = None  # from the opening on
+        self.window: SessionWindow | None = None  # None until the session opens
         self.opened_ms: int | None = None
         self.is_settled = False
         self.ended: SessionEnd | None = None
-        # The states that ZooKeeper is known to have, and those that a write under way would set.
+        # The states that ZooKeeper is known to have, and the states that a write in progress would
+        # set.
         self.states: dict[ReplicaId, ReplicaState] = dict(claim.states)
         self.writing: dict[ReplicaId, ReplicaState] | None = None
         former = [replica for replica in claim.states if replica not in claim.assigned]
@@ -174,7 +176,7 @@ class StoreSession:
         return self.window is not None and self.ended is None
 
     def is_useful(self, now_ms: int) -> bool:
-        """Whether it has accepted appends for `useful_ms`, so that its end is not a failure."""
+        """Whether the session has accepted appends for `useful_ms`, so its end is not a failure."""
         opened_ms = self.opened_ms if self.is_settled else None
         return opened_ms is not None and now_ms - opened_ms >= self._limits.useful_ms
 
@@ -184,8 +186,8 @@ class StoreSession:
         return [each for each in self.replicas.values() if each.stage is _ENGAGED]
 
     def readable_replicas(self) -> list[ReplicaId]:
-        """Return the engaged replicas, those that have synced most first."""
-        # The sort is stable: equal ones stay in the order of the assignment.
+        """Return the engaged replicas, sorted by their last synced ID, the highest first."""
+        # The sort is stable: equal replicas stay in the order of the assignment.
         engaged = sorted(self.engaged, key=_SYNCED_LAST, reverse=True)
         return [each.replica for each in engaged]
 
@@ -219,7 +221,8 @@ class StoreSession:
             archive_at_ms = self._archiving.wake_at_ms
             if archive_at_ms is not None:
                 times.append(archive_at_ms)
-        # These times only affect `wanted_states`, which every step evaluates: skip past ones.
+        # These times affect only `wanted_states`, which every step evaluates, so past ones are
+        # skipped.
         gates = [*self.claim.excluded.values()]
         if self._quorum_since_ms is not None and self.window is None:
             gates.append(self._quorum_since_ms + self._limits.grace_ms)
@@ -261,7 +264,7 @@ class StoreSession:
             self._advance(now_ms)
 
     def on_answered(self, replica: ReplicaId, answer: StorageMessage, now_ms: int) -> None:
-        """A storage has answered, or has reported damage."""
+        """A storage has sent an answer, or has reported damage."""
         each = self.replicas.get(replica)
         if each is None or not each.is_connected:
             return
@@ -294,7 +297,7 @@ class StoreSession:
         self._advance(now_ms)
 
     def submit(self, batch: Batch, now_ms: int) -> None:
-        """Append a batch (J)."""
+        """Append a batch: send it to all engaged replicas (J)."""
         assert self.window is not None
         assert self.is_settled, "nothing is appended before earlier sessions are settled"
         self.window.add(batch, self.claim.session_id, now_ms)
@@ -305,7 +308,7 @@ class StoreSession:
                 self._send_from_window(each, now_ms)
 
     def prove_mark(self, token: int, now_ms: int) -> None:
-        """Query a quorum for a later session."""
+        """Request a confirmation by a quorum that there is no later session."""
         assert self.window is not None
         self._proofs.begin(token, self.window.committed, self.engaged, now_ms)
 
@@ -315,16 +318,16 @@ class StoreSession:
         self._advance(now_ms)
 
     def has_expired(self, bounds: ExpiryBounds) -> bool:
-        """Whether an expiry with these bounds was carried out on all that is archived."""
+        """Whether an expiry with these limits was carried out on the whole archive."""
         return self._archiving.has_expired(bounds)
 
     def replace(self, request: ReplaceInArchive, now_ms: int) -> None:
-        """A client requests that an object of the archive is replaced."""
+        """A client requests the replacement of an archived object."""
         self._archiving.replace(request)
         self._advance(now_ms)
 
     def replacement(self, request: ReplaceInArchive) -> ReplacementOutcome | None:
-        """Return the outcome of such a request; None if there is none yet."""
+        """Return the outcome of a replacement request; None if there is none yet."""
         return self._archiving.replacement(request)
 
     def on_metadata_written(
@@ -363,7 +366,7 @@ class StoreSession:
     # states in ZooKeeper
 
     def wanted_states(self, now_ms: int) -> dict[ReplicaId, ReplicaState] | None:
-        """Return the states to write next (G, I), or None if there is nothing to write."""
+        """Return the states to write next (G, I); None if there is nothing to write."""
         if self.ended is not None or self.writing is not None or self.repairs.goal is None:
             return None
         if self.window is not None:
@@ -389,22 +392,22 @@ class StoreSession:
 
     @property
     def is_archiving(self) -> bool:
-        """Whether an attempt to archive is under way."""
+        """Whether an archive attempt is in progress."""
         return self._archiving.is_busy
 
     @property
     def archive_backlog(self) -> ArchiveBacklog | None:
-        """What is committed and not archived; None if this session uses no archive."""
+        """The committed transactions that are not archived; None if no archive is used."""
         return self._archiving.backlog if self._archiving.is_used else None
 
     @property
     def wanted_archived(self) -> ArchivedMark | None:
-        """The archived mark to write next, or None if there is nothing to write."""
+        """The archived mark to write next; None if there is nothing to write."""
         is_writing = self.writing is not None
         return None if is_writing or self.ended is not None else self._archiving.wanted
 
     def _marked_replicas(self, now_ms: int | None) -> list[ReplicaId]:
-        """Return the marked replicas; with a time, without those that are left out then."""
+        """Return the marked replicas; with `now_ms`, omit those that are left out at this time."""
         held = self.claim.excluded
         return [
             each.replica
@@ -420,8 +423,9 @@ class StoreSession:
     def _joined_states(
         self, window: SessionWindow, now_ms: int
     ) -> dict[ReplicaId, ReplicaState] | None:
-        """Return states that engage late replicas which have the log, or only lack batches that
-        are in memory (I).
+        """Return the states that engage late replicas; None if no replica can join (I).
+
+        A late replica joins if its log lacks at most batches that are in memory.
         """
         late = [each for each in self.replicas.values() if each.stage is _READY]
         if not late:
@@ -444,11 +448,11 @@ class StoreSession:
     def _reject(
         self, each: ReplicaSession, reason: str, now_ms: int, *, error_code: int = 0
     ) -> None:
-        """Leave a replica out for `rejected_retry_ms`."""
+        """Reject a replica: drop it, and leave it out for `rejected_retry_ms`."""
         self._report("replica.rejected", replica=each.replica, reason=reason)
         wait_ms = self._limits.rejected_retry_ms
         if error_code in (UnknownPartition.code, PermissionsNotLoaded.code):
-            wait_ms = self._limits.redial_ms_max  # It has just started, and reads ZooKeeper.
+            wait_ms = self._limits.redial_ms_max  # just started, reads ZooKeeper
         self._drop(each, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
 
     def _drop(
@@ -460,7 +464,10 @@ class StoreSession:
         wait_ms: int = 0,
         error_code: int = 0,
     ) -> None:
-        """Drop a replica; end the session if it counted (rule 6). `wait_ms` is for a rejection."""
+        """Drop a replica; end the session if the replica counted (rule 6).
+
+        `wait_ms` is the pause after a rejection; 0 without one.
+        """
         is_counted = self._is_counted(each)
         self.repairs.on_connection_lost(each)
         each.close()
@@ -477,14 +484,18 @@ class StoreSession:
         return self.writing is not None and self.writing.get(each.replica) == self._engaged_state
 
     def _has_no_timeout(self, each: ReplicaSession) -> bool:
-        """Whether a replica has no answer timeout; it has one until the session is settled.
+        """Whether a replica has no answer timeout.
 
-        If a slow replica were dropped later, each of its returns would end the session again.
+        Until the session is settled, every replica has one. If a slow replica were dropped later,
+        each of its returns would end the session again.
         """
         return self.is_settled and each.stage in _PREPARED
 
     def _on_tainted_replica_returned(self, each: ReplicaSession, now_ms: int) -> None:
-        """A tainted replica has returned: it needs a new session (replica_session.py, rule 3)."""
+        """An excluded replica has returned: it needs a new session (replica_session.py, rule 3).
+
+        The present session ends when it is old enough; until then, the replica waits.
+        """
         each.close()
         earliest_ms = now_ms
         if self.opened_ms is not None:
@@ -543,7 +554,10 @@ class StoreSession:
         reason: str,
         now_ms: int,
     ) -> bool:
-        """Return whether a rejected request was one of the archive; most end no session."""
+        """Process the rejection of an archive request; most rejections do not end the session.
+
+        Return False if the request was not one, or if the replica must be rejected.
+        """
         if request.correlation_id != ARCHIVE_CORRELATION_ID:
             return False
         if self._archiving.is_checked or isinstance(request.message, messages.SetArchived):
@@ -556,7 +570,7 @@ class StoreSession:
         return True
 
     def _note_checked(self) -> None:
-        """The log was compared with the recorded mark, perhaps not for the last time."""
+        """Process a comparison of the log with the recorded mark; others may follow."""
         if self._archiving.contradiction is not None:
             self.end(SessionEnd(EndCause.REJECTED, self._archiving.contradiction))
         else:
@@ -574,7 +588,7 @@ class StoreSession:
         if is_fenced and self.claim.bound_later.get(each.replica) != promised:
             self.end(SessionEnd(EndCause.FENCED, reason, each.replica, promised=promised))
         elif isinstance(error, ReplicaSuspect) and isinstance(request.message, messages.Prepare):
-            # It has lost the nonce of its promise, but will accept the next session.
+            # The storage has lost the nonce of its promise, but will accept the next session.
             self.end(SessionEnd(EndCause.FENCED, reason, each.replica))
         elif is_same and isinstance(request.message, messages.Prepare):
             self._on_rival_found(each, reason, now_ms)
@@ -596,7 +610,7 @@ class StoreSession:
         return self._settlement.on_batches_unreadable(error, now_ms)
 
     def _on_rival_found(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
-        """Another owner has used this session's ID: ZooKeeper gave it out twice (row 15)."""
+        """Another owner has used this session's ID: ZooKeeper has issued the ID twice (row 15)."""
         self._rivals.append(each.replica)
         self._reject(each, reason, now_ms)
         rivals = [name for name in self.claim.assigned if name in self._rivals]
@@ -700,7 +714,7 @@ class StoreSession:
         self._note_settled()
 
     def _note_settled(self) -> None:
-        """Settled: earlier sessions are, and the log is the archived one."""
+        """Settle the session if earlier ones are settled and the log is the archived one."""
         assert self._settlement is not None
         is_done = self._settlement.outcome is not None and self._archiving.is_checked
         if is_done and not self.is_settled:
@@ -712,7 +726,7 @@ class StoreSession:
     # the live log
 
     def _send_from_window(self, each: ReplicaSession, now_ms: int) -> None:
-        """Send a replica the next batches that it may get, within the limit (rules 4 and 7)."""
+        """Send a replica the next batches that it may receive, within the limit (rules 4 and 7)."""
         window = self.window
         assert window is not None
         last = window.last if each.stage is _ENGAGED else window.committed
@@ -742,7 +756,7 @@ class StoreSession:
         window.trim(min(needed), limits.lag_bytes_max, limits.lag_count_max)
 
     def _measure(self, each: ReplicaSession, sent_ms: int, now_ms: int) -> None:
-        """Record an append's latency; report slow ones, at most once in `SLOW_REPORT_MS`."""
+        """Record an append's latency; report slow appends, at most once in `SLOW_REPORT_MS`."""
         took_ms = now_ms - sent_ms
         each.took_ms.append(took_ms)
         if not 0 < self._limits.slow_append_ms <= took_ms:

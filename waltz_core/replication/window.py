@@ -1,7 +1,7 @@
 """The recent batches of a session, in memory: those in flight, and those that slow replicas lack.
 
-The chain is computed here, once for each batch. Replicas that are behind or join later get the same
-bytes and the same chain.
+This module computes the hash chain, once for each batch. Replicas that are behind or join later get
+the same bytes and the same chain.
 
 Invariants:
     1. The batches in memory are consecutive, without a gap, and end at `last`.
@@ -25,22 +25,25 @@ from waltz_core.replication.session_events import Batch
 
 
 class WindowBatch(NamedTuple):
-    """A submitted batch and its place in the log."""
+    """A submitted batch, with its lineage entry and the hash chain before it."""
 
     entry: LineageEntry
     batch: Batch
     chain_before: Chain
     submitted_ms: int
-    locks: bytes = b""  # its lock block
+    locks: bytes = b""  # the lock block of the batch
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its records."""
+        """The size of the batch's records, in bytes."""
         return len(self.batch.records)
 
 
 class SessionWindow:
-    """The batches from `first` to `last`; `committed` is the last ID of the last committed one."""
+    """The batches from `first` to `last` that are in memory.
+
+    `committed` is the last ID of the last committed batch.
+    """
 
     __slots__ = (
         "_batches",
@@ -63,7 +66,7 @@ class SessionWindow:
 
     @property
     def first(self) -> TransactionId:
-        """The first ID that is kept; the next one to be submitted if no batch is."""
+        """The first ID in memory; if no batch is in memory, the next ID to be submitted."""
         return next(iter(self._batches), TransactionId(self.last + 1))
 
     @property
@@ -73,15 +76,15 @@ class SessionWindow:
 
     @property
     def oldest_ms(self) -> int | None:
-        """When the oldest batch in flight was submitted."""
+        """When the oldest batch in flight was submitted; None if no batch is in flight."""
         return self._uncommitted[0].submitted_ms if self._uncommitted else None
 
     def batch_at(self, first: TransactionId) -> WindowBatch | None:
-        """Return the batch that begins at `first`, if it is kept."""
+        """Return the batch that begins at `first`; None if it is not in memory."""
         return self._batches.get(first)
 
     def add(self, batch: Batch, session_id: SessionId, now_ms: int) -> WindowBatch:
-        """Add the next batch and compute its chain."""
+        """Add the next batch and compute the hash chain after it."""
         assert batch.first == self.last + 1, "IDs must be dense"
         assert batch.last >= batch.first
         assert len(batch.lengths) == 4 * (batch.last - batch.first + 1)
@@ -102,7 +105,7 @@ class SessionWindow:
         return window_batch
 
     def commit(self, mark: TransactionId) -> bool:
-        """A quorum has everything up to `mark`: return whether whole batches became committed."""
+        """A quorum has synced up to `mark`: return whether more batches are committed now."""
         assert mark <= self.last, "a replica has more than was ever submitted"
         before = self.committed
         while self._uncommitted and self._uncommitted[0].entry.last <= mark:

@@ -1,9 +1,9 @@
-"""Encodes and decodes Avro with one schema; the only file that names fastavro.
+"""Encodes and decodes Avro with one schema; the only file that imports fastavro.
 
 Rules:
-    1. A payload is decoded by its writer's schema. It ends where its value ends.
-    2. fastavro gets checked schemas only (`avro_schemas.py`), and converted values
-       (`avro_values.py`): it does not check values, and chooses types of unions by itself.
+    1. A payload is decoded with its writer's schema. It must end where its value ends.
+    2. fastavro receives only checked schemas (`avro_schemas.py`) and converted values
+       (`avro_values.py`), because it does not check values, and chooses a union's type by itself.
 """
 
 import io
@@ -28,10 +28,10 @@ except ImportError as error:
         f"Avro needs the package fastavro: {error}. Hint: pip install 'waltz-spark[avro]'"
     ) from error
 
-# Their names begin with `RENAMED`, so that no other user of fastavro is affected.
+# The names of these logical types begin with `RENAMED`, so other users of fastavro are unaffected.
 fastavro.read.LOGICAL_READERS.update(LOGICAL_READERS)
 
-# What fastavro raises for damaged bytes.
+# The errors that fastavro raises for damaged bytes.
 _DAMAGED: Final = (EOFError, ValueError, IndexError, OverflowError, TypeError, struct.error)
 _INVALID: Final = (
     fastavro.schema.SchemaParseException,
@@ -44,13 +44,13 @@ _INVALID: Final = (
 
 
 class AvroCodec:
-    """Encodes and decodes the values of a schema.
+    """Encodes and decodes values with a schema.
 
     Args:
-        schema: the schema, with those to which it refers.
+        schema: the schema, with the schemas to which it refers.
 
     Raises:
-        BadFormat: it is not a valid schema, or is not supported.
+        BadFormat: the schema is not valid, or is not supported.
     """
 
     def __init__(self, schema: RegisteredSchema) -> None:
@@ -78,7 +78,7 @@ class AvroCodec:
             raise BadFormat(f"Avro schema: {error}") from None
 
     def decode(self, body: bytes) -> Any:  # noqa: ANN401 - a value of the schema
-        """Return the value.
+        """Decode the bytes of a payload after its prefix.
 
         Raises:
             BadFormat: the bytes are not a value of the schema.
@@ -91,11 +91,13 @@ class AvroCodec:
             raise BadFormat(f"not a value of the Avro schema: {reason:.300}") from None
         rest = len(body) - source.tell()
         if rest:
-            raise BadFormat(f"not a value of the Avro schema: {rest} more bytes after the value")
+            raise BadFormat(
+                f"expected one value of the Avro schema, found {rest} more bytes after it"
+            )
         return value
 
     def field_names(self) -> tuple[str, ...]:
-        """Return the names of the record's fields."""
+        """Return the names of the record's fields; none if the schema is not a record."""
         schema = self._schema
         while isinstance(schema, str) and schema in self._named:
             schema = self._named[schema]
@@ -103,7 +105,7 @@ class AvroCodec:
         return tuple(each["name"] for each in schema["fields"]) if is_record else ()
 
     def encode(self, value: Any) -> bytes:  # noqa: ANN401
-        """Return the bytes of a value.
+        """Encode a value.
 
         Raises:
             BadRequest: the value does not fit the schema.

@@ -1,17 +1,17 @@
-"""Avro schemas: checks those of a schema registry, and makes a schema of columns.
+"""Avro schemas: checks schemas from a schema registry, and derives schemas from columns.
 
-A schema decides how many values a payload can demand from the decoder, and how deeply it calls
-itself. So a schema is checked before it is used.
+A schema determines how many values a payload can demand from the decoder, and how deeply the
+decoder recurses. So a schema is checked before it is used.
 
 Rules:
-    1. A schema is nested at most `DEPTH_MAX` levels deep, also through the names of types. A type
-       that contains itself is rejected: a payload could nest it until the process crashes.
-    2. An element of an array or a map has at least one byte, and at most `VALUES_PER_BYTE` values
-       for each byte, outside of arrays and maps in it. Otherwise a count in a few bytes could
-       demand any number of values.
+    1. A schema is nested at most `DEPTH_MAX` levels deep; references to named types count, too. A
+       type that contains itself is rejected: a payload could nest it until the process crashes.
+    2. An element of an array or a map has at least one byte. It also has at most `VALUES_PER_BYTE`
+       values for each of its bytes, not counting nested arrays and maps. Otherwise a count in a few
+       bytes could demand any number of values.
     3. Logical types are renamed: fastavro converts some of them with losses, or in a time that is
-       quadratic in the payload. `avro_values.py` has the conversions. Unknown ones are ignored, as
-       the specification demands.
+       quadratic in the size of the payload. `avro_values.py` has the conversions. Unknown logical
+       types are ignored, as the specification demands.
 """
 
 import re
@@ -28,17 +28,17 @@ DEPTH_MAX: Final = 64
 VALUES_MAX: Final = 10_000
 VALUES_PER_BYTE: Final = 16
 FIXED_BYTES_MAX: Final = 4 * 1024 * 1024
-# Before the name of a logical type (rule 3).
+# The prefix of renamed logical types (rule 3).
 RENAMED: Final = "waltz-"
-# The default of a field: readers need none, and `avro_values.py` writes it.
+# The key for the default of a field. Readers need no default, and `avro_values.py` writes it.
 DEFAULT: Final = f"{RENAMED}default"
-ROOT_NAME: Final = "topLevelRecord"  # that of Spark's to_avro
+ROOT_NAME: Final = "topLevelRecord"  # the name that Spark's to_avro uses
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FULL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
 
 
 class _Size(NamedTuple):
-    """The values of a type, outside of arrays and maps in it, and its depth.
+    """The number of values in a type, not counting nested arrays and maps, and its nesting depth.
 
     `excess` is the maximum of `values - VALUES_PER_BYTE * bytes` over all values of the type.
     """
@@ -76,17 +76,17 @@ _LOGICAL: Final = {
 class SchemaCheck:
     """Checks schemas, and returns them with full names and renamed logical types.
 
-    It keeps the named types, so that a later schema may use those of an earlier one.
+    The object stores named types, so that a later schema may refer to types of an earlier one.
     """
 
     def __init__(self) -> None:
-        self._named: dict[str, _Size | None] = {}  # None: its definition has not ended
+        self._named: dict[str, _Size | None] = {}  # None: the definition is not complete yet
 
     def check_schema(self, schema: object) -> Any:  # noqa: ANN401 - JSON
-        """Return a schema for `avro_codec.py`.
+        """Check a schema, and convert it for `avro_codec.py`.
 
         Raises:
-            BadFormat: it is not a schema of Avro, or breaks rule 1 or 2.
+            BadFormat: it is not an Avro schema, or violates rule 1 or 2.
         """
         found, size = self._type(schema, "", DEPTH_MAX)
         if size.values > VALUES_MAX:
@@ -127,13 +127,17 @@ class SchemaCheck:
 
     def _union(self, schema: list[Any], namespace: str, depth: int) -> tuple[list[Any], _Size]:
         if not schema:
-            raise BadFormat("Avro schema: a union without types")
+            raise BadFormat(
+                "Avro schema: expected a union with at least one type, found an empty one"
+            )
         if any(isinstance(each, list) for each in schema):
-            raise BadFormat("Avro schema: a union in a union")
+            raise BadFormat("Avro schema: expected no union in a union, found one")
         parts = [self._type(each, namespace, depth - 1) for each in schema]
         names = [branch_name(found) for found, _ in parts]
         if len(set(names)) != len(names):
-            raise BadFormat(f"Avro schema: a union with two types {sorted(names)!r:.100}")
+            raise BadFormat(
+                f"Avro schema: expected a union of different types, found {sorted(names)!r:.100}"
+            )
         sizes = [size for _, size in parts]
         return [found for found, _ in parts], _Size(
             _flat_size(1).excess + max(size.excess for size in sizes),
@@ -165,7 +169,7 @@ class SchemaCheck:
     def _elements(
         self, schema: object, namespace: str, depth: int, *, key_bytes: int
     ) -> tuple[Any, _Size]:
-        """Return the type of elements, and the size of their array or map."""
+        """Check the type of elements; return it, and the size of their array or map."""
         found, size = self._type(schema, namespace, depth - 1)
         if size.excess > VALUES_PER_BYTE * key_bytes:  # rule 2
             raise BadFormat(
@@ -217,7 +221,7 @@ class SchemaCheck:
         return found | _logical(schema, "fixed"), size
 
     def _defined(self, schema: dict[str, Any], namespace: str) -> tuple[str, str]:
-        """Return the full name of a new type, and the namespace in it."""
+        """Register a new type; return its full name, and the namespace of its inner types."""
         name, given = schema.get("name"), schema.get("namespace")
         if given is None:
             given = namespace
@@ -231,7 +235,7 @@ class SchemaCheck:
 
 
 def branch_name(schema: str | dict[str, Any]) -> str:
-    """Return the name of a type in a union: two types of one name are not allowed."""
+    """Return the name of a type inside a union, which must be unique there."""
     if isinstance(schema, str):
         return schema
     found: str = schema.get("name", schema["type"])
@@ -239,7 +243,9 @@ def branch_name(schema: str | dict[str, Any]) -> str:
 
 
 def _too_deep() -> BadFormat:
-    return BadFormat(f"Avro schema: nested over {DEPTH_MAX} levels deep")
+    return BadFormat(
+        f"Avro schema: expected at most {DEPTH_MAX} levels of nested types, found more"
+    )
 
 
 def _is_name(value: object, pattern: re.Pattern[str]) -> bool:
@@ -247,7 +253,7 @@ def _is_name(value: object, pattern: re.Pattern[str]) -> bool:
 
 
 def _logical(schema: dict[str, Any], base: str) -> dict[str, Any]:
-    """Return the renamed logical type of a schema (rule 3)."""
+    """Return the renamed logical type of a schema; empty if there is none (rule 3)."""
     name = schema.get("logicalType")
     if not isinstance(name, str) or base not in _LOGICAL.get(name, ()):
         return {}
@@ -269,10 +275,10 @@ def _logical(schema: dict[str, Any], base: str) -> dict[str, Any]:
 
 
 def schema_of_columns(fields: Sequence[pa.Field]) -> dict[str, Any]:
-    """Return the Avro schema of columns; a nullable column has the default null.
+    """Derive the Avro schema from columns; a nullable column has the default null.
 
     Raises:
-        BadRequest: Avro has no such type, or no such name.
+        BadRequest: Avro has no type for a column, or does not permit its name.
     """
     return _record_of(fields, ROOT_NAME, "")
 
@@ -300,7 +306,7 @@ def _type_of(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSO
 
 def _element(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
     found = _type_of(part, name, path)
-    return [found] if found == "null" else found  # a union has a byte (rule 2)
+    return [found] if found == "null" else found  # a union has at least one byte (rule 2)
 
 
 def _nested_type(kind: pa.DataType, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
@@ -322,7 +328,7 @@ def _nested_type(kind: pa.DataType, name: str, path: str) -> Any:  # noqa: ANN40
 
 
 def _flat_type(kind: pa.DataType) -> Any:  # noqa: ANN401 - JSON
-    """Return the type of flat values; None if Avro has none."""
+    """Return the Avro type for values that are not nested; None if Avro has none."""
     if pa.types.is_decimal(kind) and 0 <= kind.scale <= kind.precision:
         sizes = {"precision": kind.precision, "scale": kind.scale}
         return {"type": "bytes", "logicalType": "decimal"} | sizes

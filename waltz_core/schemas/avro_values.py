@@ -1,4 +1,4 @@
-"""Converts values for Avro: logical types when it is read, and every value before it is written.
+"""Converts values for Avro: logical types after reading, and every value before writing.
 
     Avro                                    value
     null, boolean, int, long                None, bool, int
@@ -14,11 +14,11 @@
     uuid                                    uuid.UUID
 
 Rules:
-    1. A value is written only if it is of its type and nothing is lost, except that a float is
-       rounded. An integer is also accepted as float and decimal, a text as uuid.
-    2. Of a union, the first type that accepts the value is written; `float` is tried last.
-    3. A field that a value lacks has its default, otherwise null. A key that is not a field is an
-       error.
+    1. A value is written only if it has the type of its field and nothing is lost, except that a
+       float is rounded. An integer is also accepted as float and decimal, and a text as uuid.
+    2. For a union, the first type that accepts the value is written; `float` is tried last.
+    3. If a value lacks a field, the field's default is written, or null if there is none. A key
+       that is not a field is an error.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,6 +27,7 @@ from decimal import Decimal
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
+from waltz_core.config.settings import shown_names
 from waltz_core.schemas.avro_schemas import DEFAULT, RENAMED, branch_name
 from waltz_core.schemas.strict_values import (
     Convert,
@@ -58,7 +59,7 @@ def _date(value: int, *_: object) -> date:
 
 
 def _timestamp(nanos: int, epoch: datetime) -> Callable[..., datetime]:
-    """Return the conversion from units of this many nanoseconds."""
+    """Return the conversion from integers; their unit is `nanos` nanoseconds."""
 
     def convert(value: int, *_: object) -> datetime:
         micros, rest = divmod(value * nanos, 1_000)
@@ -87,7 +88,7 @@ def _decimal(data: bytes, schema: Mapping[str, Any], *_: object) -> Decimal:
 
 _NANOS: Final = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
 
-# By base and renamed logical type; fastavro calls them with a value, its schema, and more.
+# Keys are base types and renamed logical types. fastavro passes a value, its schema and more.
 LOGICAL_READERS: Final[dict[str, Callable[..., Any]]] = {
     f"int-{RENAMED}date": _date,
     f"int-{RENAMED}time-millis": _time(1_000),
@@ -111,24 +112,24 @@ LOGICAL_READERS: Final[dict[str, Callable[..., Any]]] = {
 class _RecordField(NamedTuple):
     name: str
     convert: Convert
-    default: Any  # as fastavro writes it
+    default: Any  # in the form that fastavro writes
     has_default: bool
 
 
 class AvroConverter:
-    """Makes the functions that convert values to those that fastavro writes (rules 1 to 3).
+    """Creates the functions that convert values to the values that fastavro writes (rules 1 to 3).
 
-    Each of them raises ValueError or TypeError for a value that does not fit.
+    Each function raises ValueError or TypeError for a value that does not fit.
 
     Args:
-        named: the types by full name.
+        named: the named types of the schema, by full name.
     """
 
     def __init__(self, named: Mapping[str, Any]) -> None:
         self._named = named
 
     def of(self, schema: Any) -> Convert:  # noqa: ANN401, PLR0911 - a schema; a case each
-        """Return the function for a checked schema."""
+        """Return the conversion function for a checked schema."""
         if isinstance(schema, str):
             return _PRIMITIVES.get(schema) or self.of(self._named[schema])
         if isinstance(schema, list):
@@ -186,7 +187,7 @@ class AvroConverter:
         branches.sort(key=lambda branch: branch[0] == "float")  # rule 2
         has_null = "null" in schema
 
-        # fastavro takes the type whose name comes with the value.
+        # For a union, fastavro expects the name of the chosen type together with the value.
         def convert(value: Any) -> tuple[str, Any]:  # noqa: ANN401
             if value is None and has_null:
                 return "null", None
@@ -201,7 +202,7 @@ class AvroConverter:
         return convert
 
     def _default(self, schema: Any, default: Any) -> Any:  # noqa: ANN401 - JSON
-        """Return the default of a field, which is JSON, as fastavro writes it."""
+        """Convert the JSON default of a field to the form that fastavro writes."""
         if isinstance(schema, str) and schema in self._named:
             schema = self._named[schema]
         if isinstance(schema, list):
@@ -258,7 +259,7 @@ def _map(inner: Convert) -> Convert:
 def _enum(symbols: frozenset[str]) -> Convert:
     def convert(value: Any) -> str:  # noqa: ANN401
         if not isinstance(value, str) or value not in symbols:
-            raise mismatch_error(f"one of {', '.join(sorted(symbols)[:10])}", value)
+            raise mismatch_error(f"one of {shown_names(sorted(symbols), 10)}", value)
         return value
 
     return convert

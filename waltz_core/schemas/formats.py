@@ -5,12 +5,13 @@
     order = transaction.value(ORDERS)
 
 Rules:
-    1. A schema is requested once in a process: an ID never changes its schema. An ID that does not
-       exist is requested again after `MISSING_S`. The cache has at most `SCHEMAS_MAX` IDs: payloads
-       name them, and a writer chooses these.
-    2. A serializer keeps references only, so that it can be sent to another process: URLs, the name
-       of a file with credentials, subject and schema. The cache belongs to the process.
-    3. An outage of the schema registry is `Unavailable`, and never a payload that does not fit.
+    1. A schema is requested once per process, because the schema of an ID never changes. An ID that
+       does not exist is requested again after `MISSING_S`. The cache has at most `SCHEMAS_MAX` IDs,
+       because payloads contain the IDs, and a writer chooses them.
+    2. A serializer contains only references, so that it can be sent to another process: URLs, the
+       name of a file with credentials, subject and schema. Each process has its own cache.
+    3. An outage of the schema registry is `Unavailable`, and never counts as a payload that does
+       not fit.
 """
 
 import json
@@ -31,16 +32,16 @@ MISSING_S: Final = 5.0
 
 
 class PayloadCodec(Protocol):
-    """Encodes and decodes the bytes after the schema ID."""
+    """Encodes and decodes the bytes of a payload after the schema ID."""
 
     def decode(self, body: bytes) -> Any:  # noqa: ANN401 - any value of a schema
-        """Return the value of the bytes; raises BadFormat."""
+        """Decode the bytes; raises BadFormat."""
 
     def encode(self, value: Any) -> bytes:  # noqa: ANN401
-        """Return the bytes of a value; raises BadRequest."""
+        """Encode a value; raises BadRequest."""
 
     def field_names(self) -> tuple[str, ...]:
-        """Return the names of the fields that are written; none if it is not a record."""
+        """Return the names of the fields that `encode` accepts; none if it is not a record."""
 
 
 class _MissingSchema(NamedTuple):
@@ -49,12 +50,12 @@ class _MissingSchema(NamedTuple):
 
 
 class SchemaCache:
-    """The codecs of a schema registry by schema ID (rule 1); several threads may use it.
+    """The codecs for the schemas of a registry, by schema ID (rule 1); several threads may use it.
 
     Args:
         registry: requests schemas.
-        kind: the kind of all schemas.
-        clock: the time in seconds.
+        kind: the kind of all schemas, Avro or Protobuf.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -66,11 +67,12 @@ class SchemaCache:
         self.registry = registry
         self.kind = kind
         self._clock = clock
-        # NB: no lock, which a fork could copy in a locked state: each access is one operation.
+        # NB: there is no lock, because a fork could copy it in a locked state. Each access is
+        # atomic.
         self._codecs: OrderedDict[int, PayloadCodec | _MissingSchema] = OrderedDict()
 
     def decode(self, data: bytes) -> Any:  # noqa: ANN401
-        """Return the value of a payload.
+        """Decode a payload with the schema that it names.
 
         Raises:
             BadFormat: the payload is damaged, or its schema is missing or not valid.
@@ -83,7 +85,7 @@ class SchemaCache:
         return codec.decode(body)
 
     def add(self, schema: RegisteredSchema) -> None:
-        """Add a schema, so that it need not be requested."""
+        """Add a schema, so that the cache need not request it."""
         if schema.schema_id not in self._codecs:
             self._keep(schema.schema_id, codec_of(schema))
 
@@ -106,11 +108,11 @@ class SchemaCache:
 
 
 def codec_of(schema: RegisteredSchema, message: str | None = None) -> PayloadCodec:
-    """Return the codec of a schema; `message` is the type that a Protobuf schema writes.
+    """Return the codec for a schema; `message` is the message type to write, for Protobuf only.
 
     Raises:
         BadFormat: the schema is not valid.
-        BadConfig: the package for it is missing, or there is no such message.
+        BadConfig: the package for the format is missing, or the message type does not exist.
     """
     if schema.kind is SchemaType.AVRO:
         from waltz_core.schemas.avro_codec import AvroCodec  # noqa: PLC0415 - optional
@@ -123,7 +125,7 @@ def codec_of(schema: RegisteredSchema, message: str | None = None) -> PayloadCod
 
 @lru_cache(maxsize=16)
 def schemas_of(urls: str, auth_file: str | None, kind: SchemaType) -> SchemaCache:
-    """Return the schemas of a registry, the same object for each call in a process.
+    """Return the schema cache for a registry; each call in a process returns the same object.
 
     Raises:
         BadConfig: a URL is not valid, or the package for this kind is missing.
@@ -137,7 +139,7 @@ def schemas_of(urls: str, auth_file: str | None, kind: SchemaType) -> SchemaCach
 
 
 class PayloadEncoder:
-    """Encodes payloads with one registered schema; other processes need no registry for it."""
+    """Encodes payloads with one registered schema; it needs no registry in any process."""
 
     def __init__(self, schema: RegisteredSchema, message: str | None = None) -> None:
         self._prefix = prefix_of(schema.schema_id)
@@ -145,7 +147,7 @@ class PayloadEncoder:
         self.field_names = self._codec.field_names()
 
     def encode(self, value: Any) -> bytes:  # noqa: ANN401
-        """Return the payload of a value; raises BadRequest for one that does not fit."""
+        """Encode a value as a payload; raises BadRequest if the value does not fit the schema."""
         return self._prefix + self._codec.encode(value)
 
 
@@ -153,10 +155,10 @@ class SchemaFormat:
     """The common part of `Avro` and `Protobuf`: a serializer with a schema registry.
 
     Args:
-        registry: the URL of a schema registry with Confluent's HTTP API; several with commas.
+        registry: the URL of a schema registry with Confluent's HTTP API; or several, with commas.
         auth_file: a file with `user:password`, for basic authentication.
-        subject: the subject of the schema that is written; readers need none.
-        version: the version that is written [default: the latest].
+        subject: the subject of the schema to write; readers need none.
+        version: the version of the schema to write [default: the latest].
 
     Raises:
         BadConfig: an argument is not valid, or the package for this format is missing.
@@ -184,12 +186,12 @@ class SchemaFormat:
         return self.__dict__ | {"_writer": None}  # rule 2
 
     def serialize(self, value: Any) -> bytes:  # noqa: ANN401 - any value of the schema
-        """Return the payload of a value.
+        """Encode a value as a payload.
 
-        The first call requests the schema, and blocks for it.
+        The first call requests the schema from the registry, and blocks meanwhile.
 
         Raises:
-            BadRequest: the value does not fit, or the registry rejects the schema.
+            BadRequest: the value does not fit the schema, or the registry rejects the schema.
             BadConfig, Unavailable: the schema registry cannot be read.
         """
         if self._writer is None:
@@ -197,9 +199,10 @@ class SchemaFormat:
         return self._writer.encode(value)
 
     def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
-        """Return the value of a payload, by the schema with which it was written.
+        """Decode a payload with the schema with which it was written.
 
-        The first payload of each schema requests it, and blocks for it.
+        The first payload of each schema requests the schema from the registry, and blocks
+        meanwhile.
 
         Raises:
             BadFormat: the payload is damaged, or its schema does not exist.
@@ -211,18 +214,18 @@ class SchemaFormat:
             raise BadFormat(f"transaction data: {error}") from error
 
     def decode(self, data: bytes) -> Any:  # noqa: ANN401
-        """Return the value of a payload, for columns; the errors are those of `deserialize`."""
+        """Decode a payload for columns; raises the errors of `deserialize`."""
         return self.schemas().decode(bytes(data))
 
     def schemas(self) -> SchemaCache:
-        """Return the schemas that this process has requested."""
+        """Return this process's cache for the schema registry."""
         return schemas_of(self._registry, self._auth_file, self.kind)
 
     def written_schema(self) -> RegisteredSchema:
-        """Return the schema that is written.
+        """Return the schema with which payloads are written.
 
         Raises:
-            BadConfig: there is no subject, or it has no such version.
+            BadConfig: the subject is missing, or has no such version.
             Unavailable: the schema registry cannot be read.
         """
         registry = self.schemas().registry
@@ -243,16 +246,16 @@ class SchemaFormat:
 class Avro(SchemaFormat):
     """A serializer for Avro with a schema registry.
 
-    A record is a dict by field name; docs/payload-schemas.md has the values of all types.
+    A record is a dict by field name; docs/payload-schemas.md lists the values of all types.
 
     Args:
-        registry: the URL of a schema registry with Confluent's HTTP API; several with commas.
+        registry: the URL of a schema registry with Confluent's HTTP API; or several, with commas.
         auth_file: a file with `user:password` for the schema registry.
-        subject: the subject of the schema that is written; readers need none.
-        schema: the schema that is written, as JSON text or as the parsed JSON. It is registered
-            under the subject, unless the subject has it; the registry rejects an incompatible one.
-            Without it, `version` is written.
-        version: the version of the subject that is written [default: the latest].
+        subject: the subject of the schema to write; readers need none.
+        schema: the schema to write, as JSON text or as parsed JSON. If the subject does not have
+            the schema, it is registered; the registry rejects an incompatible schema. Without this
+            argument, the schema with `version` is written.
+        version: the version of the subject's schema to write [default: the latest].
 
     Raises:
         BadConfig: an argument is not valid, or the package fastavro is missing.
@@ -283,7 +286,7 @@ class Avro(SchemaFormat):
                 raise BadRequest(f"argument schema: {reason}") from None
 
     def written_schema(self) -> RegisteredSchema:
-        """Return the schema that is written, registered if it is new."""
+        """Return the schema with which payloads are written; register it if it is new."""
         if self._text is None:
             return super().written_schema()
         return self.schemas().registry.register(self._written_subject(), self.kind, self._text)
@@ -292,15 +295,15 @@ class Avro(SchemaFormat):
 class Protobuf(SchemaFormat):
     """A serializer for Protobuf with a schema registry.
 
-    A message is a dict by field name; docs/payload-schemas.md has the values of all types. Writing
-    also accepts a message of a generated class, if it is of the registered type.
+    A message is a dict by field name; docs/payload-schemas.md lists the values of all types.
+    Writing also accepts an instance of a generated message class, if it has the registered type.
 
     Args:
-        registry: the URL of a schema registry with Confluent's HTTP API; several with commas.
+        registry: the URL of a schema registry with Confluent's HTTP API; or several, with commas.
         auth_file: a file with `user:password` for the schema registry.
-        subject: the subject of the schema that is written; readers need none.
-        version: the version of the subject that is written [default: the latest].
-        message: the full name of the message type that is written [default: the first one].
+        subject: the subject of the schema to write; readers need none.
+        version: the version of the subject's schema to write [default: the latest].
+        message: the full name of the message type to write [default: the first one].
 
     Raises:
         BadConfig: an argument is not valid, or the package protobuf is missing.

@@ -1,20 +1,22 @@
-"""Encodes and decodes Protobuf with one schema; the only file that names google.protobuf.
+"""Encodes and decodes Protobuf with one schema; the only file that imports google.protobuf.
 
 Rules:
-    1. A schema is a serialized descriptor of a file, which the registry makes of the source. Each
-       codec has a descriptor pool of its own: two schemas may have types of the same name.
+    1. A schema is a serialized descriptor of a file, which the registry compiles from the source.
+       Each codec has its own descriptor pool, because two schemas may have types with the same
+       name.
     2. A payload names the message type by its path in the file (`schema_prefix.py`).
     3. The parser limits the depth of messages to 100, and memory to the size of the payload.
-       `protobuf_values.py` limits the rest.
-    4. Files that the registry does not store, because each compiler has them: the well-known types,
-       and some of google.type and Confluent. Confluent's meta.proto has options only, which nothing
-       here reads, so it is an empty file.
+       `protobuf_values.py` limits the number of fields.
+    4. `_BUILT_IN` has files that the registry does not store, because each compiler has them: the
+       well-known types, and some files of google.type and Confluent. Confluent's meta.proto has
+       only options, which nothing here reads, so it is an empty file.
 """
 
 import base64
 import binascii
 from typing import Any, Final, NamedTuple
 
+from waltz_core.config.settings import shown_names
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.schemas.protobuf_values import MessageBuilder, MessageReader, MessageTypes
 from waltz_core.schemas.registered_schemas import RegisteredSchema
@@ -55,7 +57,7 @@ _WELL_KNOWN: Final = (
     type_pb2,
     wrappers_pb2,
 )
-# What the library raises for a descriptor or a message that is not valid.
+# The errors that the library raises for a descriptor or a message that is not valid.
 _INVALID: Final = (
     DecodeError,
     TypeError,
@@ -76,15 +78,15 @@ class _Type(NamedTuple):
 
 
 class ProtobufCodec:
-    """Encodes and decodes the messages of a schema.
+    """Encodes and decodes messages with a schema.
 
     Args:
-        schema: the schema, with those to which it refers.
-        message: the full name of the type that is written; None: the first one.
+        schema: the schema, with the schemas to which it refers.
+        message: the full name of the message type to write; None: the first one.
 
     Raises:
         BadFormat: the schema is not valid.
-        BadConfig: it has no such message type.
+        BadConfig: the schema has no such message type.
     """
 
     def __init__(self, schema: RegisteredSchema, message: str | None = None) -> None:
@@ -101,7 +103,7 @@ class ProtobufCodec:
         self._written = (0,) if message is None else self._path_of(message)
 
     def decode(self, body: bytes) -> Any:  # noqa: ANN401 - a value of the schema
-        """Return the value of message indexes and a message.
+        """Decode message indexes and the message after them.
 
         Raises:
             BadFormat: the bytes are damaged.
@@ -115,11 +117,11 @@ class ProtobufCodec:
             raise BadFormat(f"not a message of the Protobuf schema: {error!s:.300}") from None
 
     def field_names(self) -> tuple[str, ...]:
-        """Return the names of the fields of the message type that is written."""
+        """Return the names of the fields in the message type to write."""
         return tuple(part.name for part in self._type(self._written).message.DESCRIPTOR.fields)
 
     def encode(self, value: Any) -> bytes:  # noqa: ANN401
-        """Return the message indexes and the message of a value.
+        """Encode a value as message indexes and a message.
 
         Raises:
             BadRequest: the value does not fit the schema.
@@ -142,13 +144,13 @@ class ProtobufCodec:
         return kind.indexes + bytes(data)
 
     def _add(self, file: Any, files: dict[str, Any], added: set[str]) -> None:  # noqa: ANN401
-        """Add a file to the pool, after those that it imports."""
+        """Add a file to the pool, after the files that it imports."""
         if file.name in added:
             return
         added.add(file.name)
         for name in file.dependency:
             found = files.get(name) or _BUILT_IN.get(name)
-            if found is not None:  # otherwise the pool names it
+            if found is not None:  # otherwise the pool raises an error that names the file
                 self._add(found, files, added)
         self._pool.AddSerializedFile(file.SerializeToString())
 
@@ -170,7 +172,7 @@ class ProtobufCodec:
         return message_factory.GetMessageClass(kind)
 
     def _path_of(self, name: str) -> tuple[int, ...]:
-        """Return the path of a message type; raises BadConfig if there is none."""
+        """Return the path to a message type in the file; raises BadConfig if it does not exist."""
         prefix = f"{self._file.package}." if self._file.package else ""
         waiting: list[tuple[str, Any, tuple[int, ...]]] = [
             (prefix, each, (at,)) for at, each in enumerate(self._file.message_type)
@@ -185,12 +187,12 @@ class ProtobufCodec:
             waiting += [(f"{full}.", each, (*path, at)) for at, each in enumerate(kind.nested_type)]
         raise BadConfig(
             f"schema {self._schema_id} has no message type {name!r}; it has "
-            f"{', '.join(sorted(known)[:10]) or 'none'}"
+            f"{shown_names(sorted(known), 10)}"
         )
 
 
 def _parsed(text: str, name: str) -> Any:  # noqa: ANN401 - a descriptor
-    """Return the descriptor of a file, with the name by which others import it."""
+    """Parse the descriptor of a file, and set the name by which other files import it."""
     try:
         file = descriptor_pb2.FileDescriptorProto.FromString(base64.b64decode(text, validate=True))
     except (DecodeError, binascii.Error, ValueError) as error:
@@ -203,7 +205,7 @@ def _parsed(text: str, name: str) -> Any:  # noqa: ANN401 - a descriptor
 
 
 def _file(name: str, message: str, *fields: tuple[str, int]) -> Any:  # noqa: ANN401
-    """Return the descriptor of a file with one message type of numbered fields."""
+    """Return the descriptor of a file with one message type; its fields are numbered from 1."""
     package, _, kind = message.rpartition(".")
     file = descriptor_pb2.FileDescriptorProto(name=name, package=package, syntax="proto3")
     if fields:

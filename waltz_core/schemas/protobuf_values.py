@@ -1,4 +1,4 @@
-"""Converts messages of Protobuf to values, and values to messages.
+"""Converts Protobuf messages to values, and values to messages.
 
     Protobuf                                value
     bool, integers, float, double           bool, int, float
@@ -13,13 +13,14 @@
     confluent.type.Decimal                  decimal.Decimal
 
 Rules:
-    1. A field with presence that is not set is absent from the dict. One without presence has its
-       default: Protobuf does not store whether it was set.
-    2. A value is written only if it is of its type and nothing is lost (`strict_values.py`). A null
-       is an absent field, and an error where the message could not state that it is absent. A key
-       that is not a field is an error.
-    3. A message has at most `VALUES_PER_BYTE` fields for each byte of the payload, and
-       `VALUES_MIN` in any case: each message in it may have many fields that are not in the bytes.
+    1. A field with presence that is not set is absent from the dict. A field without presence has
+       its default, because Protobuf does not store whether it was set.
+    2. A value is written only if it has the type of its field and nothing is lost
+       (`strict_values.py`). A null is an absent field; it is an error if the message cannot express
+       that the field is absent. A key that is not a field is an error.
+    3. A message has at most `VALUES_PER_BYTE` fields for each byte of the payload, but `VALUES_MIN`
+       are always permitted. The limit is necessary because a nested message can have many fields
+       that take no bytes.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
+from waltz_core.config.settings import shown_names
 from waltz_core.schemas.strict_values import (
     Convert,
     binary,
@@ -59,7 +61,7 @@ _SCALARS: Final[dict[int, Convert]] = {
     9: text,
     12: binary,
 }
-# No type of these is generated, so a field of a descriptor has no type in Python.
+# Message classes are created at runtime, so mypy has no type for a message or a descriptor.
 Message = Any
 Descriptor = Any
 
@@ -70,20 +72,20 @@ class MessagePart(NamedTuple):
     name: str
     has_presence: bool
     is_repeated: bool
-    key: Convert | None  # of a map
+    key: Convert | None  # the conversion of keys, if the field is a map
     scalar: Convert | None  # None for messages
-    names: dict[int, str] | None  # of an enum
+    names: dict[int, str] | None  # names by number, if the field is an enum
     message: Descriptor | None
     oneof: str | None
     is_text: bool
 
 
 class MessageType(NamedTuple):
-    """The fields of a message type by name, and what they have if they are not set (rule 1)."""
+    """The fields of a message type by name, and the values of fields that are not set (rule 1)."""
 
     fields: dict[str, MessagePart]
     defaults: dict[str, Any]
-    lists: tuple[str, ...]  # repeated fields
+    lists: tuple[str, ...]  # the names of repeated fields
     maps: tuple[str, ...]
 
 
@@ -94,7 +96,7 @@ class MessageTypes:
         self._known: dict[str, MessageType] = {}
 
     def of(self, kind: Descriptor) -> MessageType:
-        """Return a message type."""
+        """Return the fields of a message type; computed once."""
         found = self._known.get(kind.full_name)
         if found is None:
             found = self._known[kind.full_name] = _type(kind)
@@ -144,7 +146,7 @@ def _enum_number(names: Mapping[int, str]) -> Convert:
         if isinstance(value, str) and value in numbers:
             return numbers[value]
         if not isinstance(value, int) or isinstance(value, bool):
-            raise mismatch_error(f"one of {', '.join(list(numbers)[:10])}", value)
+            raise mismatch_error(f"one of {shown_names(list(numbers), 10)}", value)
         return value
 
     return convert
@@ -155,11 +157,11 @@ def _enum_number(names: Mapping[int, str]) -> Convert:
 
 
 class MessageReader:
-    """Converts one message to a value.
+    """Converts one message to a value; an object can be used once.
 
     Args:
         types: the fields of message types.
-        size: the bytes of the message (rule 3).
+        size: the size of the message in bytes, which limits the fields (rule 3).
     """
 
     def __init__(self, types: MessageTypes, size: int) -> None:
@@ -167,8 +169,9 @@ class MessageReader:
         self._limit = self._left = VALUES_MIN + VALUES_PER_BYTE * size
 
     def value(self, message: Message) -> Any:  # noqa: ANN401
-        """Return the value; raises ValueError, OverflowError, or AttributeError for a message with
-        the name of a known type and other fields.
+        """Convert the message; raises ValueError, OverflowError or AttributeError.
+
+        AttributeError: a message has the name of a known type, but other fields.
         """
         special = _READERS.get(message.DESCRIPTOR.full_name)
         if special is not None:
@@ -193,7 +196,7 @@ class MessageReader:
 
     def _field(self, part: MessagePart, given: Any) -> Any:  # noqa: ANN401
         if part.key is not None:
-            # Of a map of messages `items` has copies of the keys only.
+            # For a map of messages, `items` would return copies of the keys only.
             return {key: self._one(part, given[key]) for key in given}
         if part.is_repeated:
             return [self._one(part, each) for each in given]
@@ -251,7 +254,7 @@ _READERS: Final[dict[str, Callable[[Message], Any]]] = {
 
 
 class MessageBuilder:
-    """Sets the fields of messages (rule 2)."""
+    """Sets the fields of messages from values (rule 2)."""
 
     def __init__(self, types: MessageTypes) -> None:
         self._types = types
@@ -259,7 +262,7 @@ class MessageBuilder:
     def fill(self, message: Message, value: Any) -> None:  # noqa: ANN401
         """Set the fields of an empty message; raises TypeError, ValueError or OverflowError."""
         kind = message.DESCRIPTOR.full_name
-        message.SetInParent()  # it is present, even if all of its fields are absent
+        message.SetInParent()  # marks it as present, even if all of its fields are absent
         special = _WRITERS.get(kind)
         if special is not None:
             special(message, value)
@@ -279,7 +282,8 @@ class MessageBuilder:
                 other = chosen.setdefault(part.oneof, part.name)
                 if other != part.name:
                     raise ValueError(
-                        f"fields {other!r} and {part.name!r} are of one oneof: expected one of them"
+                        f"fields {other!r} and {part.name!r} are in the same oneof: expected a "
+                        "value in one of them, found values in both"
                     )
             try:
                 self._field(message, part, given)

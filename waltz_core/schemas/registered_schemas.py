@@ -1,25 +1,25 @@
-"""Schemas as a schema registry has them."""
+"""Schemas as a schema registry returns them."""
 
 from enum import Enum
 from typing import NamedTuple
 
 
 class SchemaType(Enum):
-    """The kind of a schema, with the registry's names."""
+    """The kind of a schema; the values are the names in the registry's API."""
 
     AVRO = "AVRO"
     PROTOBUF = "PROTOBUF"
 
 
 class NamedSchema(NamedTuple):
-    """A schema to which another one refers, by a name."""
+    """A schema to which another schema refers by name."""
 
     name: str
     text: str
 
 
 class RegisteredSchema(NamedTuple):
-    """A schema with its ID, and the schemas to which it refers: each one before its users.
+    """A schema with its ID, and the schemas to which it refers, each before those that use it.
 
     `text` is JSON for Avro, and base64 of a serialized FileDescriptorProto for Protobuf.
     """

@@ -1,16 +1,17 @@
-"""A client of a schema registry with Confluent's HTTP API.
+"""A client for a schema registry with Confluent's HTTP API.
 
-The registry decides about versions and compatibility. This client requests a schema by its ID, or
-by the version of a subject, and registers schemas.
+The registry decides about versions and compatibility. This client requests a schema by its ID or by
+the version of a subject, and registers schemas.
 
 Rules:
-    1. An error states whose fault it is. `BadFormat`: a payload names a schema that the registry
-       does not have, or a schema is not valid. `BadConfig`: URL, credentials, subject or version.
-       `BadRequest`: the registry rejects a new schema. `Unavailable`: there is no answer now; this
-       never counts as a missing schema.
-    2. All requests for one schema, with those for the schemas to which it refers, have one time
-       limit. If an address does not answer in its share of the rest, the next one is used.
-    3. A schema refers to at most `REFERENCES_MAX` others, directly or not.
+    1. The class of an error states the cause. `BadFormat`: a payload names a schema that the
+       registry does not have, or a schema is not valid. `BadConfig`: URL, credentials, subject or
+       version are wrong. `BadRequest`: the registry rejects a new schema. `Unavailable`: there is
+       no answer now; this never counts as a missing schema.
+    2. All requests for one schema, including those for the schemas to which it refers, share one
+       time limit. If an address does not answer in its share of the remaining time, the next
+       address is used.
+    3. A schema refers to at most `REFERENCES_MAX` other schemas, directly or indirectly.
 """
 
 import json
@@ -36,12 +37,13 @@ _TEXT_MAX: Final = 300
 
 
 class SchemaRegistry:
-    """A client of a schema registry.
+    """A client for a schema registry.
 
     Args:
-        urls: its URL, or several with commas: the first one that answers is used.
+        urls: the URL of the registry, or several URLs with commas. The first one that answers is
+            used.
         auth_file: a file with `user:password` for basic authentication.
-        timeout_s: the time limit of rule 2.
+        timeout_s: the time limit of rule 2, in seconds.
 
     Raises:
         BadConfig: a URL is not valid.
@@ -58,11 +60,11 @@ class SchemaRegistry:
         return ", ".join(map(str, self._addresses))
 
     def schema(self, schema_id: int, kind: SchemaType) -> RegisteredSchema:
-        """Return the schema with an ID.
+        """Request the schema with an ID.
 
         Raises:
-            BadFormat: there is none, or one of another kind.
-            BadConfig, Unavailable: rule 1.
+            BadFormat: the schema does not exist, or is of another kind.
+            BadConfig, Unavailable: see rule 1.
         """
         lookup = _Lookup(self, kind)
         found = lookup.get(f"/schemas/ids/{schema_id}")
@@ -71,11 +73,11 @@ class SchemaRegistry:
         return lookup.resolve_schema(schema_id, found)
 
     def version(self, subject: str, version: int | None, kind: SchemaType) -> RegisteredSchema:
-        """Return a version of a subject's schemas; None: the latest one.
+        """Request a version of a subject's schema; None: the latest version.
 
         Raises:
-            BadFormat: it is of another kind.
-            BadConfig, Unavailable: rule 1.
+            BadFormat: the schema is of another kind.
+            BadConfig, Unavailable: see rule 1.
         """
         lookup = _Lookup(self, kind)
         found = lookup.version(subject, "latest" if version is None else version)
@@ -85,8 +87,8 @@ class SchemaRegistry:
         """Register a schema under a subject, if it is new, and return it with its ID.
 
         Raises:
-            BadRequest: it is not compatible with the subject's schemas, or not valid.
-            BadConfig, Unavailable: rule 1.
+            BadRequest: the schema is not valid, or not compatible with the subject's schemas.
+            BadConfig, Unavailable: see rule 1.
         """
         lookup = _Lookup(self, kind)
         given: dict[str, Any] = {"schema": text}
@@ -98,8 +100,8 @@ class SchemaRegistry:
         return RegisteredSchema(_schema_id(found, str(self)), kind, text)
 
     def answer(self, path: str, body: bytes | None, deadline_s: float) -> "HttpAnswer":
-        """Return the answer of the first address that has one; the errors are those of rule 1."""
-        # Most clients have no schema registry, and http.client takes 30 ms to import.
+        """Try the addresses in turn, and return the first answer; raises the errors of rule 1."""
+        # Most clients use no schema registry, and importing http.client takes 30 ms.
         from waltz_core.schemas.registry_http import basic_auth, request  # noqa: PLC0415
 
         headers = {"Accept": _ACCEPT, "User-Agent": "waltz"}
@@ -134,7 +136,7 @@ class _Lookup:
         self._deadline_s = time.monotonic() + registry._timeout_s
 
     def get(self, path: str, given: dict[str, Any] | None = None) -> dict[str, Any] | None:
-        """Return the object that answers a request; None if the resource does not exist."""
+        """Send a request; return the object in the answer, None if the resource does not exist."""
         if given is None and self._kind is SchemaType.PROTOBUF:
             path += "?format=serialized"
         body = None if given is None else json.dumps(given).encode()
@@ -142,13 +144,13 @@ class _Lookup:
         reply = _object(found.body)
         if found.status == 200 and reply is not None:
             return reply
-        # An address without this API, such as another web server, has no error code.
+        # The answer of another web server without this API has no error code.
         if found.status == 404 and reply is not None and "error_code" in reply:
             return None
         raise _rejection(found, reply, str(self._registry))
 
     def version(self, subject: str, version: object) -> dict[str, Any]:
-        """Return a version of a subject."""
+        """Request a version of a subject's schema; raises BadConfig if it does not exist."""
         found = self.get(f"/subjects/{quote(subject, safe='')}/versions/{version}")
         if found is None:
             raise BadConfig(
@@ -158,7 +160,7 @@ class _Lookup:
         return found
 
     def resolve_schema(self, schema_id: int, found: dict[str, Any]) -> RegisteredSchema:
-        """Return an answer with a schema, and the schemas to which it refers."""
+        """Return the schema in an answer, with the schemas to which it refers."""
         what = f"schema {schema_id} of the schema registry at {self._registry}"
         known: dict[tuple[str, int], NamedSchema | None] = {}
         self._collect(found, known, what)
@@ -168,17 +170,19 @@ class _Lookup:
     def _collect(
         self, found: dict[str, Any], known: dict[tuple[str, int], NamedSchema | None], what: str
     ) -> None:
-        """Add the schemas to which one refers, after those to which they refer."""
+        """Add the schemas to which a schema refers, each after those to which it refers itself."""
         for name, subject, version in _references(found, what):
             key = (subject, version)
             if key in known:
                 continue
             if len(known) >= REFERENCES_MAX:  # rule 3
-                raise BadFormat(f"{what}: expected at most {REFERENCES_MAX} referenced schemas")
-            known[key] = None  # a schema that refers to itself
+                raise BadFormat(
+                    f"{what}: expected at most {REFERENCES_MAX} referenced schemas, found more"
+                )
+            known[key] = None  # ends the recursion for a schema that refers to itself
             part = self.version(subject, version)
             self._collect(part, known, what)
-            del known[key]  # its place is after its own references
+            del known[key]  # moves it after its own references
             known[key] = NamedSchema(name, self._text(part, what))
 
     def _text(self, found: dict[str, Any], what: str) -> str:
@@ -225,7 +229,7 @@ def _references(found: dict[str, Any], what: str) -> list[tuple[str, str, int]]:
 
 
 def _rejection(found: "HttpAnswer", reply: dict[str, Any] | None, where: str) -> Exception:
-    """Return the error for an answer without a result (rule 1)."""
+    """Return the error for an answer that contains no result (rule 1)."""
     status = found.status
     reason = found.shown
     if reply is not None and isinstance(reply.get("message"), str):
@@ -233,8 +237,9 @@ def _rejection(found: "HttpAnswer", reply: dict[str, Any] | None, where: str) ->
     registry = f"the schema registry at {where}"
     if status in (401, 403):
         return BadConfig(
-            f"{registry} rejects the credentials with status {status}: {reason}. Hint: a file with "
-            "user:password is given as auth_file, in Spark as option schemaRegistryAuthFile."
+            f"{registry} rejects the credentials with status {status}: {reason}. Hint: pass a "
+            "file with user:password as argument auth_file, in Spark as option "
+            "schemaRegistryAuthFile."
         )
     if status == 409:
         return BadRequest(
@@ -244,7 +249,10 @@ def _rejection(found: "HttpAnswer", reply: dict[str, Any] | None, where: str) ->
     if status in (400, 422) and reply is not None:
         return BadRequest(f"{registry} rejects the request with status {status}: {reason}")
     if 300 <= status < 400:
-        return BadConfig(f"{registry} redirects, which is not followed. Hint: use the final URL.")
+        return BadConfig(
+            f"{registry} answers with a redirect, which Waltz does not follow. Hint: use the "
+            "final URL."
+        )
     return BadConfig(
         f"{where}: expected Confluent's HTTP API, found an answer of status {status}: {reason}. "
         "Hint: check the URL of the schema registry."

@@ -2,10 +2,11 @@
 
 Rules:
     1. A request ends within its time limit, however slowly the peer answers: each read waits only
-       for the rest of the limit.
+       for the remaining time.
     2. An answer over `ANSWER_BYTES_MAX` is rejected.
-    3. There are no redirects and no proxies: credentials reach only the host that the URL names.
-    4. Credentials are read from a file for each request, and are in no message.
+    3. The client follows no redirects and uses no proxies: credentials reach only the host that the
+       URL names.
+    4. Credentials are read from a file for each request, and no message contains them.
 """
 
 import base64
@@ -22,7 +23,7 @@ from waltz_core.schemas.registry_urls import RegistryAddress
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
 _AUTH_BYTES_MAX: Final = 4096
-# What an answer may add to a message.
+# The number of characters that an answer may add to a message.
 _TEXT_MAX: Final = 300
 
 
@@ -39,20 +40,20 @@ class HttpAnswer(NamedTuple):
 
 
 def basic_auth(auth_file: str) -> str:
-    """Return the header of basic authentication from a file with `user:password`.
+    """Return the header for basic authentication, from a file with `user:password`.
 
     Raises:
-        BadConfig: the file cannot be read, or has something else.
+        BadConfig: the file cannot be read, or its content has another form.
     """
     try:
         with Path(auth_file).open("rb") as file:
             text = file.read(_AUTH_BYTES_MAX + 1).strip()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise BadConfig(f"schema registry: file {auth_file!r}: {reason}") from None
+        raise BadConfig(f"schema registry: file {auth_file!r} cannot be read ({reason})") from None
     if b":" not in text or len(text) > _AUTH_BYTES_MAX or len(text.splitlines()) != 1:
         raise BadConfig(
-            f"schema registry: file {auth_file!r}: expected one line, user:password, found "
+            f"schema registry: expected one line, user:password, in file {auth_file!r}, found "
             "something else"
         )
     return f"Basic {base64.b64encode(text).decode()}"
@@ -66,17 +67,17 @@ def request(
     headers: Mapping[str, str],
     deadline_s: float,
 ) -> HttpAnswer:
-    """Send a request, POST with a body and GET without, and return the answer.
+    """Send a request, POST with a body or GET without one, and return the answer.
 
     Args:
-        address: where the schema registry answers.
+        address: the address of the schema registry.
         path: the resource, quoted, with a slash at its beginning.
         body: the JSON to send.
         headers: additional headers.
-        deadline_s: when the request ends, in `time.monotonic` (rule 1).
+        deadline_s: the time at which the request ends, as `time.monotonic` (rule 1).
 
     Raises:
-        Unavailable: there is no answer in time, or none of HTTP.
+        Unavailable: there is no answer in time, or no HTTP answer.
     """
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
     connection = kind(address.host, address.port, timeout=_rest_s(deadline_s))
@@ -115,7 +116,7 @@ def _reason(error: Exception) -> str:
 
 
 def _rest_s(deadline_s: float) -> float:
-    """Return the time until a deadline; raises TimeoutError after it."""
+    """Return the seconds until a deadline; raises TimeoutError after it."""
     rest = deadline_s - time.monotonic()
     if rest <= 0:
         raise TimeoutError
@@ -123,7 +124,7 @@ def _rest_s(deadline_s: float) -> float:
 
 
 class _LimitedSocket:
-    """What http.client uses of a socket, until a deadline; its opener closes the socket."""
+    """The socket methods that http.client uses, with a deadline; `request` closes the socket."""
 
     def __init__(self, opened: socket.socket, deadline_s: float) -> None:
         self._socket = opened
@@ -141,7 +142,7 @@ class _LimitedSocket:
 
 
 class _LimitedReader(io.RawIOBase):
-    """The bytes that a socket receives until a deadline."""
+    """A stream of the bytes that a socket receives until a deadline."""
 
     def __init__(self, opened: socket.socket, deadline_s: float) -> None:
         self._socket = opened

@@ -1,7 +1,7 @@
-"""The URLs of schema registries.
+"""Parses the URLs of schema registries.
 
 Rules:
-    1. A URL has no user and no password: it is in settings, plans and logs.
+    1. A URL contains no user and no password, because settings, plans and logs show it.
 """
 
 from typing import Final, NamedTuple
@@ -13,7 +13,7 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 
 class RegistryAddress(NamedTuple):
-    """Where a schema registry answers; `path` has no slash at its end."""
+    """The address of a schema registry; `path` has no slash at its end."""
 
     scheme: str
     host: str
@@ -26,10 +26,10 @@ class RegistryAddress(NamedTuple):
 
 
 def addresses_of(urls: str) -> tuple[RegistryAddress, ...]:
-    """Return the addresses of a list of URLs, `http://r1:8081,http://r2:8081`.
+    """Parse a list of URLs, such as `http://r1:8081,http://r2:8081`, into addresses.
 
     Raises:
-        BadConfig: one is not a URL of HTTP, or has a user or a password.
+        BadConfig: a URL is not an HTTP URL, or contains a user or a password.
     """
     if not isinstance(urls, str):
         raise BadConfig(f"schema registry: expected a URL, found {type(urls).__name__}")
@@ -46,7 +46,7 @@ def _address(url: str) -> RegistryAddress:
     except ValueError:
         parts, port = urlsplit(""), None
     if parts.username is not None or parts.password is not None:
-        # NB: the message must not have the URL.
+        # NB: the message must not contain the URL.
         raise BadConfig(
             "schema registry: expected a URL without a user and a password, which plans and logs "
             "would show. Hint: write user:password into a file, and name the file."

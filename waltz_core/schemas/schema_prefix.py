@@ -1,4 +1,4 @@
-"""Confluent's wire format: the bytes before an Avro or Protobuf payload, which name its schema.
+"""Confluent's wire format: the bytes before an Avro or Protobuf payload, which identify its schema.
 
     0      1                       5
     | 0x00 | schema ID (uint32 BE) | Avro: the value
@@ -8,10 +8,10 @@ Source: "Wire format" of Confluent's page about serializers and deserializers.
 
 Rules:
     1. The message indexes are the path to a message type in its file: the index among the types of
-       the file, then among the types that are nested in this one, and so on. They are the count of
-       the path's steps, then each step; all are zigzag varints of Protobuf.
+       the file, then the index among the types nested in this one, and so on. They are encoded as
+       the number of steps, followed by each step; all are zigzag varints of Protobuf.
     2. The path [0], the first type of the file, is written as the single byte 0. Readers also
-       accept the long form of it.
+       accept its long form.
 """
 
 import struct
@@ -23,7 +23,7 @@ from waltz_core.errors import BadFormat
 MAGIC: Final = 0
 SCHEMA_ID_MAX: Final = (1 << 31) - 1
 _PREFIX: Final = struct.Struct(">BI")
-# protoc rejects types that are nested as deeply; it also limits what a payload can demand.
+# protoc rejects types that are nested more deeply. The limit also bounds what a payload can demand.
 _STEPS_MAX: Final = 32
 _VARINT_BYTES_MAX: Final = 5
 
@@ -31,13 +31,13 @@ FIRST_MESSAGE: Final = (0,)
 
 
 def prefix_of(schema_id: int) -> bytes:
-    """Return the 5 bytes that name a schema."""
+    """Return the 5 bytes that identify a schema."""
     assert 0 <= schema_id <= SCHEMA_ID_MAX
     return _PREFIX.pack(MAGIC, schema_id)
 
 
 def split_prefix(data: bytes) -> tuple[int, bytes]:
-    """Return the schema ID of a payload, and the bytes after it.
+    """Split a payload into its schema ID and the bytes after the prefix.
 
     Raises:
         BadFormat: the payload does not begin with this format.
@@ -59,7 +59,7 @@ def split_prefix(data: bytes) -> tuple[int, bytes]:
 
 
 def message_indexes(path: Sequence[int]) -> bytes:
-    """Return the bytes of a path to a message type (rules 1 and 2)."""
+    """Encode the path to a message type (rules 1 and 2)."""
     assert path
     if tuple(path) == FIRST_MESSAGE:
         return b"\0"
@@ -67,7 +67,7 @@ def message_indexes(path: Sequence[int]) -> bytes:
 
 
 def split_indexes(body: bytes) -> tuple[tuple[int, ...], bytes]:
-    """Return the path to a message type, and the bytes of the message.
+    """Split bytes into the path to a message type and the bytes of the message.
 
     Raises:
         BadFormat: the indexes are damaged.
@@ -96,7 +96,7 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(body: bytes, at: int) -> tuple[int, int]:
-    """Return the zigzag varint at an offset, and the offset after it."""
+    """Decode the zigzag varint at an offset; return it, and the offset after it."""
     value = 0
     for each in range(_VARINT_BYTES_MAX):
         if at + each >= len(body):

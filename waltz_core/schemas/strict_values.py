@@ -1,8 +1,8 @@
-"""Strict conversions of Python values that are written as Avro or Protobuf.
+"""Strict conversions of Python values before they are written as Avro or Protobuf.
 
 Rules:
-    1. A value is accepted only if it is of its type and nothing is lost, except that a float is
-       rounded. An integer is also accepted as float and decimal.
+    1. A value is accepted only if it has the expected type and nothing is lost, except that a float
+       is rounded. An integer is also accepted as float and decimal.
     2. Each conversion raises TypeError or ValueError (OverflowError) for a value that does not fit.
 """
 
@@ -16,30 +16,30 @@ Convert = Callable[[Any], Any]
 DECIMAL_DIGITS_MAX: Final = 76
 _LIMIT: Final = 10**DECIMAL_DIGITS_MAX
 _DIGITS: Final = 2 * DECIMAL_DIGITS_MAX
-# Numbers of twice as many digits are exact, and others an error.
+# Numbers of up to twice as many digits are exact; more digits are an error.
 _EXACT: Final = Context(prec=2 * _DIGITS, traps=[Inexact])
 
 
 def mismatch_error(expected: str, value: object) -> TypeError:
-    """Return the error for a value of another type."""
+    """Return the error for a value of an unexpected type."""
     return TypeError(f"expected {expected}, found {value!r:.100} ({type(value).__name__})")
 
 
 def null(value: Any) -> None:  # noqa: ANN401
-    """Return None."""
+    """Accept only None."""
     if value is not None:
         raise mismatch_error("null", value)
 
 
 def boolean(value: Any) -> bool:  # noqa: ANN401
-    """Return a boolean."""
+    """Accept only a boolean, and return it."""
     if not isinstance(value, bool):
         raise mismatch_error("a boolean", value)
     return value
 
 
 def integer(kind: str, low: int, high: int) -> Convert:
-    """Return the conversion to an integer low..high."""
+    """Return a conversion that accepts integers from `low` to `high`."""
 
     def convert(value: Any) -> int:  # noqa: ANN401
         if not isinstance(value, int) or isinstance(value, bool):
@@ -52,7 +52,7 @@ def integer(kind: str, low: int, high: int) -> Convert:
 
 
 def floating(layout: str, kind: str) -> Convert:
-    """Return the conversion to a float of this layout of `struct`."""
+    """Return a conversion to float; `layout` is the float's format in `struct`."""
 
     pack = struct.Struct(layout).pack
 
@@ -73,21 +73,21 @@ def floating(layout: str, kind: str) -> Convert:
 
 
 def binary(value: Any) -> bytes:  # noqa: ANN401
-    """Return bytes."""
+    """Accept a bytes-like value, and return it as bytes."""
     if not isinstance(value, bytes | bytearray | memoryview):
         raise mismatch_error("bytes", value)
     return bytes(value)
 
 
 def text(value: Any) -> str:  # noqa: ANN401
-    """Return a text."""
+    """Accept only a string, and return it."""
     if not isinstance(value, str):
         raise mismatch_error("a text", value)
     return value
 
 
 def unscaled_of(value: Decimal | int, scale: int) -> int:
-    """Return the integer value * 10**scale."""
+    """Return the integer value * 10**scale; raises ValueError if this is not exact."""
     number = Decimal(value) if isinstance(value, int) and abs(value) < _LIMIT else value
     if not isinstance(number, Decimal) or (number and abs(number.adjusted()) > _DIGITS):
         raise ValueError("a number is out of the range of a decimal")
@@ -106,12 +106,12 @@ def unscaled_of(value: Decimal | int, scale: int) -> int:
 
 
 def decimal_of(unscaled: int, scale: int) -> Decimal:
-    """Return unscaled / 10**scale.
+    """Return unscaled / 10**scale as a decimal.
 
     Raises:
-        ValueError: it has more digits than any column.
+        ValueError: the number has more digits than any column supports.
     """
-    # NB: before the conversion to Decimal, whose time is quadratic.
+    # NB: check this before the conversion to Decimal, which takes quadratic time.
     if abs(unscaled) >= 10**DECIMAL_DIGITS_MAX or abs(scale) > DECIMAL_DIGITS_MAX:
         raise ValueError(f"expected a decimal of up to {DECIMAL_DIGITS_MAX} digits, found more")
     sign, digits, _ = Decimal(unscaled).as_tuple()
@@ -119,6 +119,6 @@ def decimal_of(unscaled: int, scale: int) -> Decimal:
 
 
 def decimal_bytes(unscaled: int) -> bytes:
-    """Return the shortest two's complement of a number, big-endian."""
+    """Return the shortest two's complement form of an integer, big-endian."""
     fewest = (unscaled if unscaled >= 0 else ~unscaled).bit_length() // 8 + 1
     return unscaled.to_bytes(fewest, "big", signed=True)

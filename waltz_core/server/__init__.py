@@ -4,8 +4,9 @@ A server keeps nothing on disk. Its state is in the storages and in ZooKeeper, a
 can take over a partition at any moment; `waltz_core.replication` makes this safe.
 
     process           the process: settings, registration, links to clients and storages, shutdown
-    partition         the machine of a partition: routes between the parts below and the store's
-                      sessions, and reports marks only with a proof that no later session exists
+    partition         the machine of a partition: routes events between the parts below and the
+                      store sessions; reports a high-water mark only after a quorum has confirmed
+                      that no later session exists
     append            the append pipeline: mounts, lanes, throttle, outcomes
     locking           the lock table, the validation of rows, contending writers
     read              feeds and ranges, from memory or from a storage
@@ -16,36 +17,40 @@ The adapter for 0.13 clients is `waltz_core.legacy.legacy_client`.
 Everything except `process` is pure: no clock, no sockets, no tasks.
 
 Life of an append
-    1. A frame arrives. If its connection has room, `clients` accepts it; otherwise the connection
-       is not read (`flow`). The request waits in the queue of its connection, its lane (`lanes`).
-    2. When there is a settled store session, and room for more appends in flight, the pipeline
-       takes a slice (`pipeline.process_slice`). The lane that was served least goes first. Small
-       requests are taken together, a large one alone.
-    3. `admission` checks the mount, the generation and the checksums. Rows that fail are rejected,
+    1. A frame arrives. If its connection has room, `clients` accepts it; otherwise the server does
+       not read the connection (`flow`). The request waits in the queue of its connection, its lane
+       (`lanes`).
+    2. When a store session is settled and there is room for more appends in flight, the pipeline
+       takes a slice of requests (`pipeline.process_slice`). It serves the lane that was served
+       least first. It takes small requests together, and a large one alone.
+    3. `admission` checks the mount, the generation and the checksums. It rejects rows that fail,
        each with a reason.
     4. The lock table validates the rows in order (`validation`). Accepted rows get IDs, which are
        entered into the table at once. A row that conflicts with a transaction in flight waits until
        that transaction is final.
     5. The accepted rows become records, with the same bytes as on disk (`batches`,
        `single_records`), and go to the store as one batch.
-    6. `Committed`: a quorum has the batch on disk. It is cached (`cache`), its requests are
-       answered, and so are the rejections, flushes and mounts that waited for it.
-    7. If the session breaks first, nothing is answered until the next one is `SessionSettled`. Then
-       everything up to the settled mark is committed. Everything else is LOST: it is never
-       validated again, and it ends the mount of its client, so that no later append of the client
-       gets into the log before it is sent again.
+    6. `Committed`: a quorum has the batch on disk. The server caches the batch (`cache`) and
+       answers its requests. It also answers the rejections, flushes and mounts that waited for the
+       batch.
+    7. If the session breaks before the commit, the server answers nothing until the next session
+       reports `SessionSettled`. Everything up to the settled mark is then committed, and everything
+       else is LOST. A lost row is never validated again. It also ends the mount of its client, so
+       that no later append of the client gets into the log before the client has sent the row
+       again.
 
 Life of a mount
     1. A mount is accepted only if its connection sequence is the highest of this client in this
        generation. From then on, older connections of the client append nothing.
-    2. Appends in flight become final. With a feed, the feed reaches the mark of that moment.
+    2. The mount waits until all appends in flight are final. If it has a feed, it also waits until
+       the feed has reached the high-water mark of that moment.
     3. `Mounted`: all older appends of this client are final, and its new appends are accepted.
 
 Life of a feed
     1. A mount with a feed, and later feed requests, grant ranges of the log to send. Each turn
        sends one frame to every client that has a grant and is not congested (`Feed.deliver`).
-    2. The headers come from the feed cache. Older ones are fetched from a replica, once for all
-       clients at the same position.
-    3. If a client does not read, its connection becomes congested: it buffers one megabyte at most,
-       and the server sends and reads nothing until the buffer has drained.
+    2. The headers come from the feed cache. The server fetches older headers from a replica, once
+       for all clients at the same position.
+    3. If a client does not read, its connection becomes congested: the server buffers at most one
+       megabyte for it, and sends and reads nothing until the buffer has drained.
 """

@@ -1,13 +1,14 @@
 """The events, the effects and the limits of a served partition.
 
-The state machine of a partition, its host and the server process communicate with these only,
-together with those of `replication/session_events.py`.
+The state machine of a partition, its host and the server process communicate only with these, and
+with the events of `replication/session_events.py`.
 
 Rules:
     1. Every request ends with exactly one `SendToClient`, unless its connection closes first. The
-       `cost_bytes` of this effect is the size of the request; earlier answers (the feed) have
+       `cost_bytes` of this effect is the size of the request. Earlier answers (the feed) have
        `cost_bytes` 0.
-    2. If there is no other answer to a request, it gets an `ErrorResponse`; none is dropped.
+    2. If there is no other answer to a request, the answer is an `ErrorResponse`. No request is
+       dropped.
     3. `Fetch` has one outcome with the same token: `FetchAnswered` or `FetchFailed`.
     4. `ConnectionDrained` follows every `ConnectionCongested`, and may come without one.
 """
@@ -43,7 +44,7 @@ from waltz_core.wire.messages import (
     RangeRaw,
 )
 
-# One accepted connection of this process; never reused.
+# Identifies one accepted connection of this process; never reused.
 ConnectionId = NewType("ConnectionId", int)
 
 KIB = 1024
@@ -54,15 +55,18 @@ MIB = 1024 * KIB
 class PartitionLimits:
     """The limits of a partition. All must be positive, except those that may be 0 as stated.
 
-    `high_water_mark_staleness_ms_max`: how long marks are reported without another proof after a
-    quorum last answered in the session. `session_wait_ms_max`: how long a request other than an
-    append waits for a store session before it is rejected. `fences_max`: number of disconnected
-    clients whose highest connection sequence is kept. `checkpoint_interval_count`: number of
-    transactions after which a new session starts, at most every `checkpoint_interval_ms`, so that
-    low-water marks move up; it starts earlier when the store reports that a checkpoint is due, and
-    later while it archives. `lock_load_count_max`: number of transactions whose locks a new owner
-    requests, 0 for none; `lock_tail_bytes_max`: size limit of a storage's answer to that request.
-    `archive_interval_ms`: that of the store, which a doctor requests; 0 if nothing is archived.
+    `high_water_mark_staleness_ms_max`: how long the server reports high-water marks without another
+    proof after a quorum last answered in the session. `session_wait_ms_max`: how long a request
+    other than an append waits for a store session before it is rejected. `fences_max`: number of
+    disconnected clients whose highest connection sequence is kept.
+
+    `checkpoint_interval_count`: number of transactions after which a new session starts, at most
+    every `checkpoint_interval_ms`, to raise the low-water marks. The session starts earlier if the
+    store reports that a checkpoint is due, and later while the store archives.
+
+    `lock_load_count_max`: number of transactions whose locks a new owner requests; 0 for none.
+    `lock_tail_bytes_max`: size limit of a storage's answer to that request. `archive_interval_ms`:
+    the store's interval of archive attempts, which a doctor requests; 0 if nothing is archived.
     """
 
     lock_slot_count: int
@@ -97,11 +101,11 @@ class PartitionLimits:
 
 
 class Store(Protocol):
-    """The part of `replication.partition_store.PartitionStore` that the partition uses."""
+    """The interface of `replication.partition_store.PartitionStore` that the partition uses."""
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to send it the next `Wakeup`."""
+        """When the partition must send the next `Wakeup` to the store."""
 
     @property
     def readable_replicas(self) -> Sequence[ReplicaId]:
@@ -109,18 +113,18 @@ class Store(Protocol):
 
     @property
     def archived(self) -> ArchivedMark | None:
-        """What the partition's archive has, as ZooKeeper records it."""
+        """The archived mark of the partition, as ZooKeeper records it."""
 
     @property
     def is_archiving(self) -> bool:
-        """Whether an attempt to archive is under way, which the end of the session would waste."""
+        """Whether an archive attempt is running, which the end of the session would waste."""
 
     @property
     def archive_backlog(self) -> replication.ArchiveBacklog | None:
-        """What is committed and not archived; None if it is not known, or without an archive."""
+        """The backlog of unarchived transactions; None if unknown, or without an archive."""
 
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
-        """Whether such an `ExpireArchive` was carried out on all that is archived."""
+        """Whether an `ExpireArchive` with these limits was carried out on the whole archive."""
 
     def replacement(
         self, request: replication.ReplaceInArchive
@@ -128,12 +132,12 @@ class Store(Protocol):
         """Return the outcome of such a request; None if there is none yet."""
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
-        """Process one event."""
+        """Process one event and return its effects."""
 
 
 @value(frozen=True, slots=True)
 class PartitionIdentity:
-    """Which partition of which cluster this is."""
+    """A partition, and the cluster to which it belongs."""
 
     partition_id: PartitionId
     partition_count: int
@@ -146,11 +150,12 @@ class PartitionIdentity:
 
 @value(frozen=True, slots=True)
 class RequestReceived:
-    """A client's request for this partition arrived, `cost_bytes` long.
+    """A client's request for this partition has arrived; it uses `cost_bytes` of memory.
 
-    `wall_ms` is the wall clock: it becomes a commit stamp, and no decision depends on it.
-    `principal`: a mount binds its client ID to it (`mounts.py`, rule 7); empty for others.
-    `over_limit`: the principal of an append is over a limit, and the append is rejected with this.
+    `wall_ms` is the wall clock time: it becomes a commit stamp, and no decision depends on it.
+    `principal`: the principal to which a mount binds its client ID (`mounts.py`, rule 7); empty for
+    other requests. `over_limit`: if the principal of an append is over a limit, the error with
+    which the append must be rejected.
     """
 
     connection: ConnectionId
@@ -163,14 +168,14 @@ class RequestReceived:
 
 @value(frozen=True, slots=True)
 class ConnectionClosed:
-    """A connection was closed; its requests that were not submitted yet are dropped."""
+    """A connection was closed: drop its requests that were not submitted yet."""
 
     connection: ConnectionId
 
 
 @value(frozen=True, slots=True)
 class ConnectionCongested:
-    """A connection accepts no more frames for now: its client reads too slowly."""
+    """A connection accepts no more frames for now, because its client reads too slowly."""
 
     connection: ConnectionId
 
@@ -184,7 +189,7 @@ class ConnectionDrained:
 
 @value(frozen=True, slots=True)
 class FetchAnswered:
-    """A storage answered a fetch."""
+    """A storage has answered a fetch."""
 
     token: int
     message: RangeBytes | LockBlocks
@@ -192,11 +197,11 @@ class FetchAnswered:
 
 @value(frozen=True, slots=True)
 class FetchFailed:
-    """A fetch failed at this storage; another one may succeed.
+    """A fetch has failed at one storage; another storage may still answer it.
 
-    No other one may if the log begins with a later ID, `first_available`; -1 if that is not known.
-    `damage_code` is that of the error if what this storage has of the records, locally and in the
-    archive, is damaged; otherwise it is 0.
+    `first_available`: if the log begins with this later ID, no storage can answer the fetch; -1 if
+    this is not known. `damage_code`: the code of the error if this storage's copies of the records,
+    on its disk and in the archive, are damaged; otherwise 0.
     """
 
     token: int
@@ -234,8 +239,8 @@ Event: TypeAlias = (
 class SendToClient:
     """Send a message to a client; see rule 1.
 
-    `request` is the request that an error answers, for the adapter of 0.13 clients; and any
-    administrative request, for the audit log.
+    `request` is the request that an error answers, for the adapter of 0.13 clients. It is also set
+    for every administrative request, for the audit log.
     """
 
     connection: ConnectionId
@@ -246,9 +251,9 @@ class SendToClient:
 
 @value(frozen=True, slots=True)
 class Fetch:
-    """Read from a storage, on a connection that is independent of the session's.
+    """Read from a storage, over a connection that is independent of the session's.
 
-    `is_urgent`: another storage is queried if this one does not answer soon.
+    `is_urgent`: use a shorter timeout, after which another storage is queried.
     """
 
     token: int
@@ -267,7 +272,7 @@ class FeedHeaders(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Number of transactions covered."""
+        """The number of transactions whose headers these are."""
         return len(self.headers) // FEED_HEADER_BYTES
 
 
@@ -289,7 +294,7 @@ def error_answer(
     error: WaltzError,
     request: ClientMessage | None = None,
 ) -> SendToClient:
-    """Return the answer that reports an error."""
+    """Build the answer that reports an error for a request."""
     first = error.first_available if isinstance(error, BeforeLogStart) else BEFORE_FIRST
     retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
     message = ErrorResponse(req_id, error.code, error.retriable, str(error), first, retry_after_ms)

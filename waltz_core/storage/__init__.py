@@ -1,7 +1,7 @@
 """One storage node: the replicas that it holds, their files, and the requests that it answers.
 
     <directory>/waltz-storage.ctl     control file of Waltz 0.13: cluster, marks of all partitions
-    <directory>/waltz-x.id            the storage ID; a BSD lock is held on it while it runs
+    <directory>/waltz-x.id            the storage ID; the running process holds a BSD lock on it
     <directory>/waltz-x.reserve       space that is kept free for repairs on a full disk
     <directory>/waltz-x.scrub         progress of the scrub; losing it costs only time
     <directory>/<p>/waltz-x.ctl       two slots: promise, marks, acked marker, damage, intent
@@ -17,18 +17,18 @@ administration, the threads that do the blocking work, and the engine that holds
 `log` is the log of one partition, `files` reads and writes each kind of file, and `disk` is the
 interface to the file system.
 
-Durability:
-    - `prepare`: the promise, then everything that was appended earlier.
-    - `append`: nothing yet. `sync`: records and batches, not the index.
-    - the index: when the acked marker moves, a segment is full, a mark is set, or the log closes;
-      the acked marker moves at most once a second.
-    - `set_low_water_mark`, `engage`, `truncate`, `repair`: on return.
+Durability (what each call makes durable before it returns):
+    - `prepare`: the promise, and everything that was appended earlier.
+    - `append`: nothing. `sync`: records and batches, but not the index.
+    - The index is synced when the acked marker moves, a segment is full, a low-water mark is set,
+      or the log closes. The acked marker moves at most once a second.
+    - `set_low_water_mark`, `engage`, `truncate`, `repair`: their changes, on return.
 
-Trusted after a crash: everything that is known to have been synced. This reaches up to the acked
-marker, and up to the ID that a batch entry states as already durable. If such bytes are unreadable,
-they are damage; if they are missing, the replica is suspect. Above that, a batch is trusted if it
-is whole, has its entry and matches the chain. The rest was never acknowledged, and a crash may
-leave any of its sectors.
+After a crash, the storage trusts all bytes that are known to have been synced: those up to the
+acked marker, and up to the ID that a batch entry states as already durable. If such bytes are
+unreadable, they are damage; if they are missing, the replica is suspect. Above this ID, a batch is
+trusted if it is complete, has its entry and matches the hash chain. The other bytes were never
+acknowledged, and a crash may leave any of their sectors.
 
 Known limit: if the last group that was synced before an unclean stop is corrupted later, it looks
 like a torn tail and is truncated. A quorum of other replicas has the acknowledged part of it.

@@ -1,4 +1,4 @@
-"""The columns that a Delta table may have, written by deltalake or by Spark."""
+"""The columns that a Delta table can have, whether deltalake or Spark writes it."""
 
 import re
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from waltz_core.tables.found_columns import LEVELS_MAX
 from waltz_core.tables.row_changes import DELETED
 
 _RESERVED = {"_partition", "_transaction_id", DELETED}
-# Spark writes no column with one of these; the library finds no column with a control character,
-# and has columns of its own.
+# Spark cannot write a column whose name has one of the first characters. deltalake cannot find a
+# column with a control character, and reserves the prefix for its own columns.
 _NO_NAME = re.compile(r"[ ,;{}()=\x00-\x1f]|^__delta_rs_")
 _TYPES_OF_DELTA = (
     pa.types.is_boolean,
@@ -28,13 +28,13 @@ _TYPES_OF_DELTA = (
 
 
 def check_schema(schema: ArrowSchema) -> None:
-    """Reject columns that Delta lacks.
+    """Reject columns that Delta does not support.
 
     Raises:
-        BadConfig: names the column.
+        BadConfig: the error names the column.
     """
     if not schema.names:
-        raise BadConfig("expected one or more columns of the table, found none")
+        raise BadConfig("schema of the table: expected one or more columns, found none")
     _check_names(schema, "", _RESERVED)
     for part in schema:
         _check_nested(part.type, part.name, 1)
@@ -51,8 +51,8 @@ def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> N
         if _NO_NAME.search(part.name) or not part.name:
             raise BadConfig(
                 f"column {path + part.name!r}: Delta does not permit this name. Hint: "
-                "use a name without spaces, control characters and ,;{}()=, which does not start "
-                "with __delta_rs_."
+                "use a name without spaces, without control characters, without the characters "
+                "`,;{}()=`, and without the prefix `__delta_rs_`."
             )
         if (known := seen.get(part.name.lower())) is not None:
             none_of = f", and none of {', '.join(sorted(reserved))}" if reserved else ""
@@ -64,7 +64,7 @@ def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> N
 
 
 def _check_nested(kind: pa.DataType, path: str, level: int) -> None:
-    """Check the names of fields and the number of levels."""
+    """Check the names of nested fields, and the number of nesting levels."""
     if level > LEVELS_MAX:
         raise BadConfig(
             f"column {path!r:.200}: expected at most {LEVELS_MAX} levels of lists, maps and "

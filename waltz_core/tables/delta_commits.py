@@ -1,11 +1,11 @@
-"""The commits of a follower among those of a Delta table, written by deltalake or by Spark.
+"""Finds a follower's commits in the history of a Delta table, written by deltalake or Spark.
 
 Rules:
-    1. A commit of maintenance is of no follower: those of Spark's auto compaction have the metadata
-       of the session, and so the marks of the follower.
-    2. Spark's `MERGE` succeeds after a `RESTORE`, or a commit of a follower with another name, that
-       came after its marks were read. So these are found also between the newest two commits of
-       the follower: its process may have been killed before it read the table again.
+    1. A maintenance commit belongs to no follower. A commit of Spark's auto compaction has the
+       metadata of the session, and so the marks of the follower.
+    2. Spark's `MERGE` succeeds even if a `RESTORE`, or a commit of a follower with another name,
+       came after the marks were read. So such commits are also searched between the two newest
+       commits of the follower: its process may have been killed before it read the table again.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ class DeltaCommit(NamedTuple):
     metadata: str | None
 
     def of_follower(self) -> OtherCommit:
-        """Return the commit with the name of its follower, if it has one (rule 1)."""
+        """Return the commit, with the name of its follower if it has one (rule 1)."""
         commit = OtherCommit(self.version, self.operation)
         found = None if commit.is_maintenance else decode(self.metadata)
         return commit if found is None else commit._replace(follower=found.follower)
 
 
 def operation_of(operation: str, mode: str) -> str:
-    """Return the operation of a commit of Delta, with the mode if it is an overwrite."""
+    """Return the operation of a Delta commit, with the mode if the commit is an overwrite."""
     is_overwrite = operation == "WRITE" and mode.upper() == "OVERWRITE"
     return f"{operation} (OVERWRITE)" if is_overwrite else operation
 
@@ -38,17 +38,17 @@ def operation_of(operation: str, mode: str) -> str:
 def newest_of(
     follower: TableMarks, commits: Sequence[DeltaCommit], *, is_complete: bool
 ) -> tuple[str, list[OtherCommit]] | None:
-    """Return the metadata of the newest commit of a follower, and the commits to check.
+    """Find the newest commit of a follower; return its metadata, and the commits to check.
 
-    These are all later ones, and those of rule 2.
+    The commits to check are all later commits, and the commits that rule 2 describes.
 
     Args:
-        follower: its name.
-        commits: the newest commits, the newest one first.
-        is_complete: whether there are no older ones.
+        follower: the name of the follower.
+        commits: the newest commits of the table, the newest first.
+        is_complete: whether the table has no older commits.
 
     Returns:
-        None if there is no such commit, or older ones must be read, too.
+        None if there is no commit of the follower, or if older commits must be read, too.
     """
     found = [each.of_follower() for each in commits]
     own = [at for at, each in enumerate(found) if each.follower == follower.follower]

@@ -1,11 +1,11 @@
-"""The meaning of errors of the library deltalake, which has few classes of them: the text decides.
+"""Classifies errors of the library deltalake by their text, because it has few error classes.
 
 Rules:
-    1. `Unavailable` and `Superseded` are errors that another attempt may avoid: of the network, of
-       a store that is overloaded or restarts, and commits that another commit preceded. All others
-       are permanent, including unknown ones, and end the follower.
-    2. A message has the table and one sentence, without the library's stack, and the answer of an
-       object store as status, code and text.
+    1. `Unavailable` and `Superseded` are errors that another attempt may avoid: errors of the
+       network, of a store that is overloaded or restarts, and commits that another commit preceded.
+       All other errors are permanent, including unknown ones, and end the follower.
+    2. A message has the table and one sentence, without the library's stack. An object store's
+       answer is shown as status, code and text.
 """
 
 import re
@@ -15,13 +15,14 @@ from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded, Unav
 
 LibraryError: TypeAlias = BadConfig | BadFormat | BadRequest | Superseded | Unavailable
 
-# The text of an error that the merge raises itself, and where the library shows it.
+# The beginning of an error that the SQL of the merge raises, and its position in the library's
+# text.
 TWO_PARTITIONS: Final = "key in two partitions: "
 _FOUND_TWICE = re.compile(rf"{TWO_PARTITIONS}(\(.*\) in partition .*)\.'", re.DOTALL)
 _COLORS = re.compile(r"\x1b\[\d+m")
 _PREFIXES = re.compile(r"(?:(?:Kernel|Generic DeltaTable|External) error(?: ->|:)?\s+)+")
 _STACK = re.compile(r"\s+0: <unknown>")
-# The XML of an object store; its status precedes it.
+# The answer of an object store in XML, after its status.
 _ANSWER = re.compile(r"status code\W+(\d{3}[ \w]*\w)(?:.*<Code>(\w+)</Code>)?", re.DOTALL)
 _ANSWER_TEXT = re.compile(r"<Message>([^<]*)</Message>")
 _TEMPORARY = r"after \d+ retries|error sending request|timed out|status code\W+(?:408|429|5\d\d)"
@@ -33,7 +34,7 @@ PERMISSION_HINT = "Hint: the user of this process needs write permission in the 
 
 
 class _KnownError(NamedTuple):
-    """What a text means: the class, the cause (None: the text of the library), and the hint."""
+    """The meaning of a text: error class, cause (None: the library's text), and hint."""
 
     text: re.Pattern[str]
     kind: type[LibraryError]
@@ -117,12 +118,12 @@ _MEANINGS = tuple(
 
 
 def library_error(table: str, error: Exception) -> LibraryError:
-    """Return the error of the project for an error of the library."""
+    """Convert an error of the library to an error of the project."""
     text = _COLORS.sub("", str(error))
     if found := _FOUND_TWICE.search(text):
         return BadRequest(
             f"table {table}: expected the changes of a key in one partition, found key "
-            f"{found[1]}: partitions have no order. Hint: use a key that includes the "
+            f"{found[1]}, and partitions have no common order. Hint: use a key that includes the "
             "columns that determine the partition."
         )
     meaning = next(each for each in _MEANINGS if each.text.search(text))
@@ -131,7 +132,7 @@ def library_error(table: str, error: Exception) -> LibraryError:
 
 
 def _without_colors(text: str) -> str:
-    """Return the cause that a text states, in one line (rule 2)."""
+    """Return the cause in an error's text as one line (rule 2)."""
     if answer := _ANSWER.search(text):
         status, code = answer.groups()
         reasons = [code, *_ANSWER_TEXT.findall(text)[:1]]

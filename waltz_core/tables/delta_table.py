@@ -1,4 +1,4 @@
-"""A Delta table of a follower, with the library deltalake: the only file that names it.
+"""A Delta table of a follower, written with deltalake: the only file that imports this library.
 
 Each commit has the marks as `userMetadata` of its `commitInfo`, as delta-spark writes them, and the
 identifier of the follower as `txn`.
@@ -46,10 +46,10 @@ except ModuleNotFoundError:
         "Delta tables need the package deltalake. Hint: pip install 'waltz-spark[tables]'."
     ) from None
 
-# The columns of the place of the last change (rule 2), and those of the changes that they have.
+# The place columns of the table (rule 2), and the columns of the changes from which they come.
 _PLACE: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
 _PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
-# Rule 6: the library writes negative decimals as texts that it cannot read, and changes binaries.
+# Rule 6: the library writes negative decimals as texts that it cannot read, and alters binaries.
 _TYPES_OF_PARTITIONS = (
     pa.types.is_boolean,
     pa.types.is_signed_integer,
@@ -61,7 +61,7 @@ _TYPES_OF_PARTITIONS = (
 
 
 class FollowedDeltaTable:
-    """A Delta table, of one follower.
+    """A Delta table of one follower.
 
     Args:
         uri: a directory, or a URL of an object store.
@@ -87,24 +87,24 @@ class FollowedDeltaTable:
         self._schema = _with_place(schema or pa.schema([]))
         self._uri, self._key = uri, list(key)
         self._table: DeltaTable | None = None
-        self._start: TableMarks | None = None  # of a table that is due (rule 7)
-        self._state: tuple[int, TableState] | None = None  # by version of the table
+        self._start: TableMarks | None = None  # the marks of a table before its creation (rule 7)
+        self._state: tuple[int, TableState] | None = None  # the version of the table, and its state
 
     def columns(self) -> ArrowSchema:
-        """Return the columns of the version that `marks` has read, without those of the place."""
+        """Return the columns of the version that `marks` has read, without the place columns."""
         found = self._schema if self._table is None else _schema_of(self._table)
         return pa.schema([part for part in found if part.name not in _PLACE])
 
     def create(self, start: TableMarks) -> None:
-        """Create the table with the next `apply` that has an effect, or `finish` (rule 7)."""
+        """Let the next `apply` that has an effect, or `finish`, create the table (rule 7)."""
         self._start = start
 
     def finish(self) -> None:
-        """Create the table if it is due, with the marks of its start in the first commit.
+        """Create the table if `create` was called; the first commit has the marks of its start.
 
         Raises:
-            Superseded: the table exists.
-            Like `library_error`: the library reports an error.
+            Superseded: the table exists already.
+            The errors of `library_error`: the library reports an error.
         """
         if self._start is None:
             return
@@ -123,15 +123,15 @@ class FollowedDeltaTable:
         self._start = None
 
     def marks(self, follower: TableMarks) -> TableState | None:
-        """Return the state of the newest version, or that of a table that is due.
+        """Return the state of the newest version, or of a table that is not created yet.
 
-        None if there is no table.
+        The result is None if there is no table.
 
         Raises:
             BadConfig: a column of the table has another type than the declared one, or is not
                 declared, or a partition column has a type that the library changes.
             BadFormat: the table was removed.
-            Like `library_error`: the library reports an error.
+            The errors of `library_error`: the library reports an error.
         """
         with self._translate_errors():
             if self._table is None:
@@ -162,7 +162,7 @@ class FollowedDeltaTable:
             BadRequest: a key has changes in two partitions, or a value of a partition column is
                 an empty text.
             Superseded: there is a later version than the one that `marks` has read.
-            Like `library_error`: the library reports another error.
+            The errors of `library_error`: the library reports another error.
         """
         if changes is not None and not changes.num_rows:
             return False
@@ -184,23 +184,23 @@ class FollowedDeltaTable:
             return table.version() != before
 
     def _rows(self, changes: ArrowTable) -> ArrowTable:
-        """Return the rows of changes in the columns of the table; raises BadConfig."""
+        """Return the rows of changes, with the columns of the table; raises BadConfig."""
         schema = self._schema if self._is_declared else _found_schema(changes)
         columns = [changes[_PLACE.get(name, name)] for name in schema.names]
         return pa.table(columns, schema=schema)
 
     def _has_key(self, table: DeltaTable) -> bool:
-        """Return whether the table has the key columns; without them, it must have no rows."""
+        """Whether the table has the key columns; raises BadConfig if it has rows without them."""
         missing = set(self._key) - set(self.columns().names)
         if missing and _has_rows(table):
             raise BadConfig(
-                f"table {self._uri}: expected a key column {min(missing)!r}, found "
-                f"{', '.join(self.columns().names)}"
+                f"table {self._uri}: expected key column {min(missing)!r} in the table, found "
+                f"the columns {', '.join(self.columns().names)}"
             )
         return not missing
 
     def _add_fields(self, table: DeltaTable, rows: ArrowTable) -> int:
-        """Commit new fields of structs, if there are any (rule 8); return the version."""
+        """Commit new fields of structs if there are any (rule 8); return the table's version."""
         version, known = table.version(), _schema_of(table)
         shared = [name for name in rows.schema.names if name in known.names]
         old, new = (
@@ -235,7 +235,7 @@ class FollowedDeltaTable:
         )
 
     def _checked(self, schema: ArrowSchema, is_deleted: str) -> str:
-        """Return a condition, which fails with the key if the row is of another partition."""
+        """Return condition `is_deleted`, which fails for a row of another partition (rule 3)."""
         key = ", ', ', ".join(_as_text(schema.field(name)) for name in self._key)
         places = ", ' and ', ".join(
             f"'partition ', CAST({side}._partition AS VARCHAR), ', transaction ', "
@@ -252,20 +252,20 @@ class FollowedDeltaTable:
         for part in _schema_of(table):
             if part.name not in self._schema.names:
                 raise BadConfig(
-                    f"table {self._uri}: column {part.name!r} is not declared. Hint: declare all "
-                    "columns of the table."
+                    f"table {self._uri}: column {part.name!r} of the table is not declared. "
+                    "Hint: declare all columns of the table."
                 )
             declared = self._schema.field(part.name).type
             if _plain(part.type) != _plain(declared):
                 raise BadConfig(
-                    f"table {self._uri}: column {part.name!r}: expected the declared type "
-                    f"{declared}, found {part.type}. Hint: a column keeps its type; declare this "
-                    "type, or use a new table."
+                    f"table {self._uri}: column {part.name!r} has type {part.type} in the table, "
+                    f"but is declared as {declared}. Hint: the type of a column cannot change; "
+                    f"declare {part.type}, or use a new table."
                 )
 
     @contextmanager
     def _translate_errors(self) -> Iterator[None]:
-        """Raise errors of the library as errors of the project."""
+        """Convert errors of the library to errors of the project."""
         try:
             yield
         except (DeltaError, OSError) as error:
@@ -281,7 +281,7 @@ def _with_place(schema: ArrowSchema) -> ArrowSchema:
 
 
 def _found_schema(changes: ArrowTable) -> ArrowSchema:
-    """Return the schema of the table for changes with found columns; raises BadConfig."""
+    """Return the schema of the table for changes whose columns were found; raises BadConfig."""
     own = (*LOG_COLUMNS, DELETED)
     found = pa.schema([part for part in changes.schema if part.name not in own])
     check_schema(found)
@@ -289,14 +289,14 @@ def _found_schema(changes: ArrowTable) -> ArrowSchema:
 
 
 def _append(table: DeltaTable, rows: ArrowTable, marks: TableMarks | None) -> None:
-    """Commit rows, which may be none, and columns that the table lacks."""
+    """Commit rows, possibly none, and columns that the table lacks."""
     write_deltalake(
         table, rows, mode="append", schema_mode="merge", commit_properties=_properties(marks)
     )
 
 
 def _check_partitions(table: DeltaTable) -> None:
-    """Check the types of partition columns (rule 6)."""
+    """Reject types of partition columns that the library changes (rule 6)."""
     schema = _schema_of(table)
     for name in table.metadata().partition_columns:
         kind = schema.field(name).type
@@ -324,7 +324,7 @@ def _check_partition_values(table: DeltaTable, rows: ArrowTable) -> None:
 
 
 def _as_text(column: pa.Field) -> str:
-    """Return an expression of the value of a source's column as text."""
+    """Return a SQL expression for the value of a source column as text."""
     name = f"source.{_quoted(column.name)}"
     is_binary = pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)
     return f"encode({name}, 'hex')" if is_binary else f"CAST({name} AS VARCHAR)"
@@ -335,7 +335,7 @@ def _is_text(kind: pa.DataType) -> bool:
 
 
 def _plain(kind: pa.DataType) -> pa.DataType:
-    """Return the type without what Delta does not store: names of children, and 64-bit offsets."""
+    """Return the type without what Delta does not store: names of children and 64-bit offsets."""
     if pa.types.is_large_string(kind):
         return pa.string()
     if pa.types.is_large_binary(kind):
@@ -350,7 +350,7 @@ def _plain(kind: pa.DataType) -> pa.DataType:
 
 
 def _state_of(table: DeltaTable, follower: TableMarks) -> TableState:
-    """Return the newest commit of a follower, and others to check; reads as few as possible."""
+    """Find the newest commit of a follower, and commits to check; read as few as possible."""
     version = table.transaction_version(follower.application)
     limit: int | None = 2
     while True:
@@ -379,7 +379,7 @@ def _has_rows(table: DeltaTable) -> bool:
 
 
 def _properties(marks: TableMarks | None) -> CommitProperties:
-    """Return the properties of a commit; a table of the user may have no marks yet."""
+    """Return the properties of a commit; `marks` is None for a user's table without marks."""
     if marks is None:
         return CommitProperties(max_commit_retries=0)  # rule 1
     return CommitProperties(

@@ -1,12 +1,12 @@
-"""The log of a follower, read with a `WaltzClient`; changes are Arrow tables.
+"""The log of a follower, read with a `WaltzClient`; the changes are Arrow tables.
 
 Rules:
-    1. Marks are linearizable: a server that has lost a partition reports none that decrease.
-    2. Changes are reduced part by part, so a batch needs memory for a part of 32 MiB, and for
-       the last change of each key.
-    3. The server selects transactions by header; without headers, all. Of several tables it selects
-       those of each, and a table decodes its own transactions only.
-    4. With keys, a payload that cannot be decrypted is an error: its row cannot be known.
+    1. Marks are linearizable: a server that has lost a partition does not report decreasing marks.
+    2. Changes are reduced part by part. So a batch needs memory for a part of 32 MiB, and for the
+       last change of each key.
+    3. The server filters transactions by header; without headers, it returns all. For several
+       tables, it returns the transactions of all of them, and each table decodes only its own.
+    4. With encryption keys, a payload that cannot be decrypted is an error: its row is unknown.
 """
 
 import time
@@ -37,11 +37,11 @@ from waltz_core.tables.table_marks import LogState, MarkMap, StoredRules
 
 
 class LogPosition:
-    """The marks of the log now, and the pauses between requests for them.
+    """Requests the current high-water marks of the log, and waits between requests.
 
     Args:
         client: an open client.
-        interval_s: the pause of `wait`.
+        interval_s: the pause of `wait`, in seconds.
     """
 
     def __init__(self, client: WaltzClient, *, interval_s: float) -> None:
@@ -50,7 +50,7 @@ class LogPosition:
         self.sources: Mapping[int, ReplicaSet] = {}
 
     def state(self) -> LogState:
-        """Return the marks and the first available IDs (rule 1).
+        """Return the log's high-water marks and first available IDs (rule 1).
 
         Raises:
             Unavailable: a partition does not answer.
@@ -69,15 +69,16 @@ class LogPosition:
 
 
 class LoggedTable:
-    """A table in the log: which transactions are its own, and how they become changes.
+    """The part of a followed table that reads the log: selects its transactions, and decodes them.
 
     Args:
-        place: its name or path, for errors.
-        schema: the declared columns; those that the log does not have are of the payload. Or, to
-            find the columns in payloads, a function that returns those of the table so far.
+        place: the name or the path of the table, for errors.
+        schema: the declared columns; those that are not columns of the log are in the payload. To
+            find the columns in payloads, pass a function that returns the columns that the table
+            has so far.
         rules: how transactions become changes.
         data_format: the format of the payloads.
-        headers: the headers of the transactions of the table; without any, all transactions are.
+        headers: the headers of the table's transactions; if empty, all transactions belong to it.
         has_keys: whether the client decrypts payloads.
 
     Raises:
@@ -100,7 +101,9 @@ class LoggedTable:
         self._known = schema if callable(schema) else None
         if callable(schema) and not isinstance(data_format, str):
             raise BadConfig(
-                "columns are found in msgpack and JSON only. Hint: declare the columns."
+                "schema: expected declared columns for payloads in "
+                f"{type(data_format).__name__}, found none. Hint: declare the columns; they are "
+                "derived from the payloads only for msgpack and json."
             )
         declared = pa.schema([READ_SCHEMA.field("data")]) if callable(schema) else schema
         rows = transactions_schema(declared)
@@ -124,11 +127,11 @@ class LoggedTable:
 
     @property
     def form(self) -> RangeForm:
-        """Whether payloads are read."""
+        """The form in which ranges are read: headers only, or whole transactions with payloads."""
         return self._columns.form
 
     def no_changes(self) -> ArrowTable:
-        """Return the changes before the first part of a batch."""
+        """Return an empty table of changes, the start of a batch."""
         schema = self._rows
         if self._known is not None:
             schema = transactions_schema(self._known())
@@ -137,16 +140,17 @@ class LoggedTable:
     def with_part(
         self, found: ArrowTable, chunks: Sequence[tuple[int, RangeChunk]], starts: MarkMap
     ) -> ArrowTable:
-        """Return the last changes of the parts so far and of one more.
+        """Add the changes in one more part of a batch; return the last changes so far.
 
         Args:
-            found: the changes so far.
-            chunks: the part, by partition; other tables may have transactions in it.
+            found: the last changes so far.
+            chunks: the chunks of the part with their partitions. They may contain transactions of
+                other tables.
             starts: the marks of the table.
 
         Raises:
             BadFormat: a payload does not fit, or a key is null.
-            BadRequest: a key has changes in two partitions, or the changes function is wrong.
+            BadRequest: a key has changes in two partitions, or the changes function has failed.
         """
         with errors_of_table(self.place):
             batches = []
@@ -162,18 +166,18 @@ class LoggedTable:
 
 
 def transactions_schema(declared: ArrowSchema) -> ArrowSchema:
-    """Return the columns of a table's decoded transactions: of the log, and the declared ones."""
+    """Return the columns of decoded transactions: those of the log, then the declared ones."""
     log = [READ_SCHEMA.field(name) for name in LOG_COLUMNS if name not in declared.names]
     return pa.schema([*log, *declared])
 
 
 class ClientFollowedLog:
-    """The log and the changes in it.
+    """The log and the changes in it (implements `FollowedLog`).
 
     Args:
         client: an open client.
-        position: the marks of the log.
-        tables: the tables.
+        position: provides the high-water marks of the log.
+        tables: the tables that are read together.
     """
 
     def __init__(
@@ -188,7 +192,7 @@ class ClientFollowedLog:
             self._headers = tuple(sorted({one for each in tables for one in each.headers}))
 
     def state(self) -> LogState:
-        """Return the marks and the first available IDs; raises Unavailable."""
+        """Return the log's high-water marks and first available IDs; raises Unavailable."""
         return self._position.state()
 
     def wait(self) -> None:
@@ -196,11 +200,11 @@ class ClientFollowedLog:
         self._position.wait()
 
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[ArrowTable]:
-        """Return the last change of each key of each table, after its start up to `ends` (rule 2).
+        """Return, for each table, the last change of each key between start and end (rule 2).
 
         Raises:
             BadFormat: a payload does not fit, or a key is null.
-            BadRequest: a key has changes in two partitions, or the changes function is wrong.
+            BadRequest: a key has changes in two partitions, or the changes function has failed.
             BeforeLogStart: transactions have expired.
             Unavailable: a partition does not answer.
         """
@@ -228,7 +232,7 @@ class ClientFollowedLog:
                 header_values=self._headers,
                 replicas=self._position.sources.get(partition),
             )
-            with closing(chunks):  # a traceback would keep the range open
+            with closing(chunks):  # otherwise the traceback of an error would keep the range open
                 for chunk in chunks:
                     part.append((partition, chunk))
                     size += len(chunk.records)
@@ -240,7 +244,7 @@ class ClientFollowedLog:
 
 
 def _columns(rows: ArrowSchema, data_format: DataFormat, *, has_keys: bool) -> ScanColumns:
-    """Return the columns of the reads: those of the rows, and with keys the reasons (rule 4)."""
+    """Return the columns to read; with keys, also the column for decryption errors (rule 4)."""
     found = ScanColumns(rows, data_format, has_keys=has_keys)
     if not has_keys or found.form is RangeForm.HEADERS:
         return found
@@ -253,7 +257,7 @@ def _columns(rows: ArrowSchema, data_format: DataFormat, *, has_keys: bool) -> S
 
 
 def check_decrypted(batch: pa.RecordBatch) -> None:
-    """Raise BadFormat for the first payload that could not be decrypted (rule 4)."""
+    """Raise BadFormat for the first payload that was not decrypted (rule 4)."""
     if ERROR_FIELD.name not in batch.schema.names:
         return
     errors = batch[ERROR_FIELD.name]
@@ -270,16 +274,16 @@ def check_decrypted(batch: pa.RecordBatch) -> None:
 def changes_in(
     parts: Iterable[ArrowTable], rules: ChangeRules, known: ArrowSchema, data_format: str
 ) -> ArrowTable:
-    """Return the last changes in parts of a batch whose columns are found in the payloads.
+    """Return the last changes in parts of a batch; their columns are found in the payloads.
 
     Args:
         parts: transactions with the columns `LOG_COLUMNS` and `data`.
-        rules: how they become changes; a column that no payload has is null.
-        known: the columns of the table so far; the result has them and the found ones.
+        rules: how transactions become changes. A column in the rules that no payload has is null.
+        known: the columns that the table has so far; the result has these and the found ones.
         data_format: the format of the payloads.
 
     Raises:
-        Like `with_found_changes`.
+        The errors of `with_found_changes`.
     """
     found = no_changes(transactions_schema(known), rules)
     for part in parts:
@@ -290,7 +294,7 @@ def changes_in(
 def with_found_changes(
     found: ArrowTable, part: ArrowTable, rules: ChangeRules, data_format: str
 ) -> ArrowTable:
-    """Return the last changes of the parts so far, which have the known columns, and of one more.
+    """Find the columns in one more part; return the last changes so far, with all known columns.
 
     Raises:
         BadConfig: the rules do not fit the columns.

@@ -1,26 +1,29 @@
-"""The loop of a follower: it applies one batch of the log after the other to its tables.
+"""The loop of a follower: it applies the log to its tables, one batch after the other.
 
-It knows neither a table format nor how changes are represented: `FollowedTable` and `FollowedLog`
-are its view of both. Changes are an Arrow table without Spark, and a DataFrame with it.
+The loop depends neither on a table format nor on the representation of changes: it uses
+`FollowedTable` and `FollowedLog`. Changes are an Arrow table without Spark, and a DataFrame with
+Spark.
 
 Rules:
     1. The table is the checkpoint: before each batch, the follower reads the table marks. It skips
        a part of the log only if it has found no change there since it read the same marks.
-    2. A batch is one commit, on top of the version of the table that the follower has read. If
-       another commit came first, the follower reads the table again. A table may commit new fields
-       of structs before the batch, with the marks that it has.
-    3. A batch without changes writes no commit. The follower commits the marks alone when they have
-       moved, and its last commit is old or it ends. At its end it also stores the start in a table
-       of the user, which has no marks yet: the next run may have no start.
-    4. A commit that replaces the rows of the table after the last commit of the follower, such as
-       a `RESTORE`, is an error. So is a commit of a follower with another name: each would apply
-       old changes over the rows of the other one. Other commits, except maintenance, are reported
-       as warnings.
-    5. A start is for a table without marks: it is never ignored, and never replaces marks.
+    2. A batch is one commit, on top of the table version that the follower has read. If another
+       commit came first, the follower reads the table again. Before the batch, a table may commit
+       new fields of structs, with its current marks.
+    3. A batch without changes writes no commit. The follower commits marks alone if they have moved
+       and its last commit is old, or if they have moved and the follower ends. At its end, it also
+       stores the start in a user's table that has no marks yet, because the next run may have no
+       start.
+    4. It is an error if a commit after the follower's last commit replaces the rows of the table,
+       such as a `RESTORE`. A commit of a follower with another name is an error, too: each follower
+       would apply old changes over the rows of the other. Other commits, except maintenance, are
+       logged as warnings.
+    5. A start is valid only for a table without marks: it is never ignored, and never replaces
+       marks.
     6. A batch of several tables is read once, from their lowest marks. Each table has its own marks
-       and its own commit, and gets only the changes after its marks.
+       and its own commit, and receives only the changes after its marks.
     7. Without an end, the follower waits after a batch that reaches the end of the log. So the
-       number of versions depends on the interval, even if transactions always arrive.
+       number of versions depends on the interval, even if new transactions always arrive.
 """
 
 import logging
@@ -41,15 +44,15 @@ from waltz_core.tables.table_marks import (
     next_batch,
 )
 
-# After this time without a commit, marks that have moved are committed alone (rule 3).
+# After this number of seconds without a commit, marks that have moved are committed alone (rule 3).
 MARKS_COMMIT_S = 600.0
-# Commits that another commit preceded, without progress of the table marks.
+# The maximum number of conflicts with other commits, without progress of the table marks.
 CONFLICTS_MAX = 20
 
 REMOVED = "the table was removed while it was followed"
-# Operations of Delta and deltalake that replace the rows of a table, as `operation_of` has them.
+# Operations of Delta and deltalake that replace a table's rows, in the form of `operation_of`.
 _REPLACEMENTS = ("RESTORE", "CREATE OR REPLACE", "REPLACE TABLE", "CLONE", "WRITE (OVERWRITE)")
-# Operations of Delta and deltalake that change no row; some names have a suffix ("VACUUM START").
+# Operations of Delta and deltalake that change no row. Some names have a suffix ("VACUUM START").
 _MAINTENANCE = (
     "ADD COLUMN",
     "ADD CONSTRAINT",
@@ -79,7 +82,7 @@ ChangesT_co = TypeVar("ChangesT_co", covariant=True)
 
 
 class OtherCommit(NamedTuple):
-    """A commit that the follower did not write; `follower` is the name of another follower."""
+    """A commit that the follower did not write; `follower` names another follower that wrote it."""
 
     version: int
     operation: str
@@ -97,17 +100,18 @@ class OtherCommit(NamedTuple):
 
 
 class TableState(NamedTuple):
-    """What the newest version of a table has of a follower.
+    """The state of a follower in the newest version of a table.
 
     Attributes:
-        metadata: that of the newest commit of the follower, with its marks; None if there is none.
-        version: the number of transactions that the table has of the application, if any: the
-            version in Delta's `txn`, not the version of the table.
-        others: the commits after that commit, in any order, and others to check (rule 4); none if
-            there is no such commit.
-        has_rows: whether the table has rows, or commits of another follower. With metadata, it is
-            False only for a table that is due.
-        rules: those in the newest commit of any follower, if this one has no commit.
+        metadata: the metadata of the follower's newest commit, with its marks; None if it has no
+            commit.
+        version: the number of transactions that the table records for the application, if any. It
+            is the version in Delta's `txn`, not the version of the table.
+        others: the commits after the follower's newest commit, in any order, and others to check
+            (rule 4); none if the follower has no commit.
+        has_rows: whether the table has rows, or commits of another follower. If there is metadata,
+            it is False only for a table that is not created yet.
+        rules: the rules in the newest commit of any follower, if this follower has no commit.
     """
 
     metadata: str | None
@@ -118,76 +122,77 @@ class TableState(NamedTuple):
 
     @property
     def is_due(self) -> bool:
-        """Whether there is no table yet, and `finish` or `apply` creates it."""
+        """Whether the table does not exist yet, and `finish` or `apply` will create it."""
         return self.metadata is not None and not self.has_rows
 
 
 class FollowedTable(Protocol[ChangesT_contra]):
-    """A table of some format."""
+    """A table in any format, as the follower uses it."""
 
     def create(self, start: TableMarks) -> None:
-        """Create the table, now or at the latest in `finish`; the commit has the marks.
+        """Create the table, now or at the latest in `finish`; the first commit has the marks.
 
-        Until then, `marks` returns the start: a first batch that fails should leave no table.
+        Until then, `marks` returns the start. So a first batch that fails can leave no table.
 
         Raises:
-            Superseded: the table exists.
+            Superseded: the table exists already.
         """
 
     def finish(self) -> None:
-        """Create the table if it is due; raises Superseded."""
+        """Create the table if `create` has not created it yet; raises Superseded."""
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest version, on which `apply` commits; None without a table.
 
         Args:
-            follower: its name and cluster.
+            follower: the name of the follower, and its cluster.
         """
 
     def apply(self, changes: ChangesT_contra | None, marks: TableMarks) -> bool:
-        """Commit changes and the marks after them as one version; return whether there is one.
+        """Commit changes and the marks after them as one version; return whether one was written.
 
-        Changes without an effect need no version. None is no changes, and the marks are committed.
+        If the changes have no effect, no version is needed. If `changes` is None, the marks are
+        committed alone.
 
         Raises:
-            Superseded: another commit is on top of the version that `marks` has read.
+            Superseded: another commit came after the version that `marks` has read.
         """
 
 
 class FollowedLog(Protocol[ChangesT_co]):
-    """The log, and the changes in it."""
+    """The log and the changes in it, as the follower uses them."""
 
     def state(self) -> LogState:
-        """Return the marks and first available IDs now; marks never decrease between calls.
+        """Return the current high-water marks and first available IDs; marks never decrease.
 
         Raises:
             Unavailable: a partition does not answer.
         """
 
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> Sequence[ChangesT_co]:
-        """Return the last change of each key of each table, after its start up to `ends`.
+        """Return, for each table, the last change of each key after its start and up to `ends`.
 
         All marks have the same partitions. A start may be after the end.
 
         Raises:
             Unavailable: a partition does not answer.
-            BeforeLogStart: transactions have expired meanwhile.
+            BeforeLogStart: transactions have expired since the last call of `state`.
             BadFormat: a payload does not fit.
         """
 
     def wait(self) -> None:
-        """Wait a while for more transactions, or until requests may succeed again."""
+        """Wait until the next request is due, or until requests may succeed again."""
 
 
 class TableProgress(Generic[ChangesT]):
     """One table of a follower: its marks, and its commits.
 
     Args:
-        table: the table; it is created if there is none.
-        place: its name or path, for errors and log lines.
-        name: the name of the follower and the key of the cluster; its marks are the start for a
-            table without marks. Without any, the start is the first available transaction.
-        clock_s: a monotonic clock.
+        table: the table; it is created if it does not exist.
+        place: the name or the path of the table, for errors and log lines.
+        name: the name of the follower and the key of the cluster. Its marks are the start for a
+            table without marks; if it has none, the start is the first available transaction.
+        clock_s: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -201,12 +206,12 @@ class TableProgress(Generic[ChangesT]):
         self._name, self._given = name, name.marks
         self._clock_s = clock_s
         self._committed_s = clock_s()
-        self._seen: tuple[str | None, int | None] | None = None  # of the table, when it was read
-        self._is_created = False  # as far as it has read or committed
-        self._has_marks = False  # the table, of this follower; or it has lost them
+        self._seen: tuple[str | None, int | None] | None = None  # metadata, version; as last read
+        self._is_created = False  # as far as the follower has read or committed
+        self._has_marks = False  # whether the table has marks of this follower, or has lost them
         self._stored = name  # the marks in the table
-        self._marks = name  # those up to which there are no more changes (rule 1)
-        self._warned: set[int] = set()  # versions of other programs
+        self._marks = name  # the marks up to which there are no more changes (rule 1)
+        self._warned: set[int] = set()  # versions of other programs that were logged
         self._conflicts = 0
 
     @property
@@ -221,40 +226,40 @@ class TableProgress(Generic[ChangesT]):
 
     @property
     def has_moved(self) -> bool:
-        """Whether the marks are later than those in the table."""
+        """Whether the marks differ from the marks that the table stores."""
         return dict(self.marks) != dict(self._stored.marks)
 
     @property
     def is_due(self) -> bool:
-        """Whether the marks have moved, and the last commit is old (rule 3)."""
+        """Whether to commit marks alone: they have moved, and the last commit is old (rule 3)."""
         return self.has_moved and self._clock_s() - self._committed_s >= MARKS_COMMIT_S
 
     def read(self, log: FollowedLog[ChangesT]) -> bool:
-        """Read the newest version; return False if another program has created the table."""
+        """Read the newest version of the table; return False if another commit came first."""
         return self._try_step(lambda: self._read(log))
 
     def check(self, log: LogState) -> None:
-        """Check that the log has the transactions after the marks; raises DataLoss."""
+        """Check that the log still has the transactions after the marks; raises DataLoss."""
         with errors_of_table(self._place):
             next_batch(self.marks, log, 1)
 
     def commit(self, changes: ChangesT, end: MarkMap) -> bool:
-        """Commit changes and the marks at the end of a batch; return False on a conflict.
+        """Commit changes with the marks after them; return False if another commit came first.
 
-        A table that has the whole batch needs no commit.
+        If the table already has the whole batch, no commit is necessary.
         """
         marks = {each: max(mark, self.marks.get(each, mark)) for each, mark in end.items()}
         return marks == self.marks or self._try_step(lambda: self._commit(changes, marks))
 
     def finish(self, *, is_end: bool) -> bool:
-        """Create a table that is due, and commit marks alone if these are due, too, or at the end.
+        """Create the table if necessary; commit marks alone, if due or at the end (rule 3).
 
-        Return False on a conflict.
+        Return False if another commit came first.
         """
         return self._try_step(lambda: self._finish(is_end=is_end))
 
     def _try_step(self, step: Callable[[], None]) -> bool:
-        """Run a step; return whether no other commit came first."""
+        """Run a step; return False if another commit came first."""
         try:
             with errors_of_table(self._place):
                 step()
@@ -267,7 +272,7 @@ class TableProgress(Generic[ChangesT]):
         return True
 
     def _read(self, log: FollowedLog[ChangesT]) -> None:
-        """Read the newest version of the table; create it if there is none."""
+        """Read the newest version of the table; create the table if it does not exist."""
         state = self._table.marks(self._name)
         if state is None:
             if self._seen is not None:
@@ -277,7 +282,7 @@ class TableProgress(Generic[ChangesT]):
             assert state is not None, "it was created"
         self._check_others(state.others)
         seen = state.metadata, state.version
-        if seen != self._seen:  # rule 1: also a commit of another follower with this name
+        if seen != self._seen:  # rule 1; another process with the same name may have committed
             stored = self._continue_from(state, log)
             if self._seen is None:
                 _log.info(
@@ -295,9 +300,9 @@ class TableProgress(Generic[ChangesT]):
             is_new = state.version is None
             if is_new and state.has_rows and not is_given:
                 raise BadConfig(
-                    "the table has rows or another follower, but no marks of follower "
-                    f"{self._name.follower!r}. Hint: pass the marks up to which the table has the "
-                    "log, or use another table."
+                    "the table has rows, or marks of another follower, but no marks of follower "
+                    f"{self._name.follower!r}. Hint: pass the marks up to which the table has "
+                    "the log, or use another table."
                 )
             if state.rules is not None:
                 common_rules(state.rules, self._name.rules)
@@ -306,9 +311,9 @@ class TableProgress(Generic[ChangesT]):
         stored = continued_marks(state.metadata, state.version, self._name)
         if not self._is_created and is_given and dict(self._given) != dict(stored.marks):
             raise BadConfig(
-                f"a start was given, but follower {self._name.follower!r} has written the table "
-                f"up to {_marks_text(stored.marks)}. Hint: omit the start; the follower continues "
-                "from the marks of the table."
+                f"start marks or a start time were given, but follower {self._name.follower!r} "
+                f"has already written the table up to {_marks_text(stored.marks)}. Hint: omit "
+                "the start; the follower continues from the marks of the table."
             )
         return stored
 
@@ -316,8 +321,8 @@ class TableProgress(Generic[ChangesT]):
         """Return the marks before the first transactions of a table without marks.
 
         Raises:
-            BadConfig: the given ones lack a partition.
-            DataLoss: the log does not have what is after them.
+            BadConfig: the start lacks a mark for a partition.
+            DataLoss: the log does not have the transactions after the start.
         """
         log = followed.state()
         if not self._given:
@@ -328,7 +333,7 @@ class TableProgress(Generic[ChangesT]):
                 f"start marks: expected a mark for each partition of {sorted(log.marks)}, found "
                 f"those for {sorted(self._given)}. Hint: -1 is before the first transaction."
             )
-        next_batch(self._given, log, 1)  # before a table with this start is created
+        next_batch(self._given, log, 1)  # raises before a table with this start is created
         return self._name
 
     def _check_others(self, others: Sequence[OtherCommit]) -> None:
@@ -354,7 +359,7 @@ class TableProgress(Generic[ChangesT]):
         after = self._name._replace(marks=marks)
         is_committed = self._table.apply(changes, after)
         self._marks = after
-        if not is_committed and self.is_due:  # the log may never be idle (rule 3)
+        if not is_committed and self.is_due:  # rule 3; the log may never be idle
             self._table.finish()
             is_committed = self._table.apply(None, after)
         if is_committed:
@@ -371,7 +376,7 @@ class Follower(Generic[ChangesT]):
     Args:
         log: the log, with the changes of each table in it.
         tables: the tables, in the order of the changes.
-        batch_transactions: the maximum number of transactions of a batch.
+        batch_transactions: the maximum number of transactions in a batch.
         on_progress: is called with two numbers of transactions: those that this run has applied,
             and those that it has to apply, as far as it knows.
 
@@ -388,7 +393,9 @@ class Follower(Generic[ChangesT]):
         on_progress: Callable[[int, int], None] = lambda _applied, _total: None,
     ) -> None:
         if batch_transactions < 1:
-            raise BadConfig(f"batch_transactions: expected 1 or more, found {batch_transactions}")
+            raise BadConfig(
+                f"argument batch_transactions: expected 1 or more, found {batch_transactions}"
+            )
         self._log, self._tables = log, list(tables)
         self._batch_transactions = batch_transactions
         self._on_progress = on_progress
@@ -396,18 +403,18 @@ class Follower(Generic[ChangesT]):
         self._is_pause_due = False  # rule 7
 
     def run(self, until: MarkMap | None = None) -> list[TableMarks]:
-        """Apply the log up to the marks `until`, or forever; return the marks of the tables.
+        """Apply the log up to the marks `until`, or forever; return the marks in the tables.
 
-        Without an end, it tries again when the log is not available; with an end it fails.
+        If the log is not available, the follower tries again without an end, and fails with one.
 
         Raises:
-            BadConfig: a start was given, and a table has marks or the start lacks a partition;
-                or no start was given, and a table without marks has rows or another follower.
+            BadConfig: a start was given, and a table has marks or the start lacks a partition; or
+                no start was given, and a table without marks has rows or another follower.
             ClusterKeyMismatch: a table follows another cluster.
             BadFormat: table marks are lost, a table was restored, or a payload does not fit.
             DataLoss: the log does not have the transactions after the table marks.
             Unavailable: the log or a table does not answer (only with `until`).
-            Superseded: another commit came first each time.
+            Superseded: in each attempt, another commit came first.
         """
         while True:
             try:
@@ -420,7 +427,7 @@ class Follower(Generic[ChangesT]):
                 self._log.wait()
 
     def _apply_next(self, until: MarkMap | None) -> bool:
-        """Apply the next batch, or commit marks alone; return whether the end is reached."""
+        """Apply the next batch, or commit marks alone; return whether the follower has ended."""
         if not all(each.read(self._log) for each in self._tables):
             return False
         end = self._next_end(until)
@@ -435,7 +442,7 @@ class Follower(Generic[ChangesT]):
         return all(each.finish(is_end=is_end) for each in self._tables) and is_end
 
     def _next_end(self, until: MarkMap | None) -> dict[int, int] | None:
-        """Wait for the next batch; None when marks are due, or the end is reached (rule 3)."""
+        """Wait for the next batch; return its end, None if marks are due or the end is reached."""
         while True:
             log = self._log.state()
             for each in self._tables:
@@ -453,7 +460,7 @@ class Follower(Generic[ChangesT]):
             self._log.wait()
 
     def _lowest(self, log: LogState) -> dict[int, int]:
-        """Return the marks from which the next batch is read (rule 6)."""
+        """Return the lowest marks of all tables, from which the next batch is read (rule 6)."""
         before = int(BEFORE_FIRST)
         return {
             partition: min(each.marks.get(partition, before) for each in self._tables)
@@ -470,9 +477,10 @@ class Follower(Generic[ChangesT]):
 
 @contextmanager
 def errors_of_table(place: str) -> Iterator[None]:
-    """Add the table to the message of an error, unless it is there.
+    """Add the table to the message of an error, unless the message already names it.
 
-    `Unavailable` may be of the log; a table that does not answer names itself.
+    `Unavailable` is not changed: it may concern the log, and a table that does not answer names
+    itself.
     """
     try:
         yield
@@ -486,19 +494,19 @@ def errors_of_table(place: str) -> Iterator[None]:
 
 
 def check_others(others: Sequence[OtherCommit], follower: TableMarks) -> None:
-    """Check the commits after the last one of a follower (rule 4).
+    """Check the commits after the last commit of a follower (rule 4).
 
     Raises:
-        BadFormat: one replaces the rows of the table, or is of another follower.
+        BadFormat: a commit replaces the rows of the table, or belongs to another follower.
     """
     for each in others:
         version, operation, name = each
         if each.is_replacement:
             raise BadFormat(
                 f"version {version} of the table is a {operation.upper()} after the last commit "
-                f"of follower {follower.follower!r}: its rows and its marks differ. Hint: build "
-                "the table again, or, after a RESTORE, pass another follower name and the marks "
-                "of the restored version."
+                f"of follower {follower.follower!r}, so the rows do not match the marks any "
+                "more. Hint: build the table again, or, after a RESTORE, pass another follower "
+                "name and the marks of the restored version."
             )
         if name is not None:
             raise BadFormat(
@@ -509,7 +517,7 @@ def check_others(others: Sequence[OtherCommit], follower: TableMarks) -> None:
 
 
 def _limit_ends(ends: MarkMap, marks: MarkMap, until: MarkMap) -> dict[int, int]:
-    """Return lower ends of the log: up to `until`, and not below the table marks."""
+    """Limit the ends of the log to `until`, but not below the table marks."""
     before = int(BEFORE_FIRST)
     return {
         each: min(end, max(until.get(each, before), marks.get(each, before)))

@@ -1,14 +1,14 @@
-"""Finds the columns of a table in payloads, for tables whose columns are not declared.
+"""Finds the columns of a table in payloads, if the columns are not declared.
 
 Rules:
     1. The type of a column is that of its first value: boolean, 64-bit integer, double, text,
-       binary, list or struct. It is never a guess from several values.
-    2. A later value of another type is an error, even an integer in a column of doubles: which of
-       two values is first must not depend on the limits of batches.
-    3. Null has no type, and an empty list or struct as first value is an error.
+       binary, list or struct. It is never derived from several values.
+    2. A later value of another type is an error, even an integer in a column of doubles. The result
+       must not depend on the limits of batches, which determine the first of two values.
+    3. Null has no type, and an empty list or struct as the first value is an error.
     4. New columns, and new fields of structs, are appended to the known ones.
-    5. A table has at most `COLUMNS_MAX` of both, so that a log whose payloads have arbitrary names
-       does not create thousands of them.
+    5. A table has at most `COLUMNS_MAX` columns and fields of structs. So a log whose payloads have
+       arbitrary names does not create thousands of columns.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,12 +23,13 @@ from waltz_core.tables.row_changes import DELETED, ArrowTable
 
 ArrowType: TypeAlias = pa.DataType
 
-# Of lists, maps and structs: deltalake commits a schema with 60 levels, and cannot read it again.
+# Nesting levels of lists, maps and structs. deltalake can commit 60 levels, but not read them
+# again.
 LEVELS_MAX = 32
 COLUMNS_MAX = 1_000
 
-# Columns of the log in the rows of a follower, and those of the place in the table. Spark compares
-# names without case.
+# The columns of the log in the rows of a follower. These names and the place columns of the table
+# are reserved. Spark ignores the case of names.
 LOG_COLUMNS = ("partition", "transaction_id", "header")
 _RESERVED = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
 
@@ -49,19 +50,19 @@ _NAMES = {
 
 
 class _Mismatch(Exception):
-    """A value that does not fit: the path of its column, what was expected, and what was found."""
+    """A value that does not fit: the path of its column, the expected and the found value."""
 
 
 def with_found_columns(rows: ArrowTable, known: ArrowSchema, data_format: str) -> ArrowTable:
-    """Return rows with the columns of their payloads, instead of `data`.
+    """Return rows with the columns found in their payloads, in place of `data`.
 
     Args:
         rows: transactions with the columns `LOG_COLUMNS` and `data`.
-        known: the columns of the table so far; all of them are in the result.
+        known: the columns that the table has so far; the result has all of them.
         data_format: `msgpack` or `json`.
 
     Raises:
-        BadFormat: names the transaction and the column.
+        BadFormat: a value does not fit; the error names the transaction and the column.
     """
     data = rows["data"].combine_chunks()
     partitions, ids = rows["partition"], rows["transaction_id"]
@@ -76,8 +77,8 @@ def with_found_columns(rows: ArrowTable, known: ArrowSchema, data_format: str) -
         except _Mismatch as error:
             path, expected, found = error.args
             raise BadFormat(
-                f"{where(row)}: column {path!r}: expected {expected}, found {found}. Hint: declare "
-                "the columns of the table."
+                f"{where(row)}, column {path!r}: expected {expected}, found {found}. Hint: "
+                "declare the columns of the table."
             ) from None
     fields = [pa.field(name, kind) for name, kind in types.items()]
     columns = Unpacker(fields, data_format, is_case_sensitive=True).columns(data, where)
@@ -86,7 +87,7 @@ def with_found_columns(rows: ArrowTable, known: ArrowSchema, data_format: str) -
 
 
 def _add_payload(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> None:
-    """Add the columns of a payload."""
+    """Add the columns of a payload to `types`."""
     for name, value in payload.items():
         if value is None:
             continue
@@ -106,14 +107,14 @@ def _add_payload(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> Non
 
 
 def field_count(types: Iterable[ArrowType]) -> int:
-    """Return the number of columns with these types and of the fields in them (rule 5)."""
+    """Return the number of columns with these types, including the fields in them (rule 5)."""
     return sum(
         1 + field_count(kind.field(each).type for each in range(kind.num_fields)) for kind in types
     )
 
 
 def _widen(known: ArrowType | None, value: object, path: str, level: int = 1) -> ArrowType:
-    """Return the type of a column after a value (rules 1 to 3)."""
+    """Return the type of a column after one more value (rules 1 to 3)."""
     if level > LEVELS_MAX:
         raise _Mismatch(path[:200], f"at most {LEVELS_MAX} levels of lists and maps", "more")
     if isinstance(value, list):
@@ -122,7 +123,7 @@ def _widen(known: ArrowType | None, value: object, path: str, level: int = 1) ->
         return _widen_struct(known, value, path, level)
     found = _TYPES.get(type(value))
     if known is not None and known not in _NAMES and not pa.types.is_nested(known):
-        return known  # of a table whose columns were declared: the conversion checks the value
+        return known  # the column was declared: the conversion checks the value
     if found is None or known not in (None, found):
         expected = "a boolean, a number, text, binary, a list or a map" if known is None else ""
         shown = type(value).__name__ if found is None else _NAMES[found]
@@ -138,7 +139,7 @@ def _widen_list(known: ArrowType | None, value: list[Any], path: str, level: int
         if each is not None:
             item = _widen(item, each, f"{path}[]", level + 1)
     if item is None:
-        raise _Mismatch(path, "a value", "a list of nothing, which has no type")
+        raise _Mismatch(path, "a value", "a list without elements, so that their type is unknown")
     return pa.list_(item)
 
 
@@ -154,7 +155,7 @@ def _widen_struct(
         if each is not None:
             fields[name] = _widen(fields.get(name), each, f"{path}.{name}", level + 1)
     if not fields:
-        raise _Mismatch(path, "a value", "a map of nothing, which has no type")
+        raise _Mismatch(path, "a value", "a map without entries, so that their types are unknown")
     return pa.struct(list(fields.items()))
 
 

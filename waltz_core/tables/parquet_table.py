@@ -1,26 +1,26 @@
-"""A table of Parquet files of a follower, which only gains rows: each transaction adds its own.
+"""A table of Parquet files, written by a follower; it only gains rows, one for each transaction.
 
     TABLE/batch=0/_waltz.json          the start of the table, without rows
     TABLE/batch=1/NAME.parquet         the rows of a batch, in one file or several
     TABLE/batch=1/_waltz.json          the marks after the batch
-    TABLE/_writing/                    files that are in no batch yet; no reader lists them
-    TABLE/_removed/                    such files of earlier runs, which are being deleted
+    TABLE/_writing/                    files that are not in a batch yet; no reader lists them
+    TABLE/_removed/                    such files from earlier runs, which are being deleted
 
 Rules:
     1. A batch is complete when its directory has `_waltz.json`, which is written last. In a local
-       directory, a batch gets its name when it is complete, so all batches are. In an object store,
-       readers list the complete ones.
-    2. Batches are numbered without a gap. The newest complete one has the marks; the next run
-       removes files of a later one that is not complete.
-    3. A table has one follower at a time. In a local directory, the second one to complete a batch
-       raises `Superseded`; object stores do not detect it. A follower that starts removes the files
-       of other ones that are in no batch, in one step. So before a batch gets its name, the other
-       one checks that it has its files, or its rename fails.
-    4. A table has the declared columns, `_partition` and `_transaction_id`: the place of the
-       transaction. The newest file has all columns; a column keeps its type.
+       directory, a batch gets its final name when it is complete, so all batches are complete. In
+       an object store, readers list the complete batches.
+    2. Batches are numbered without gaps. The newest complete batch has the marks. The next run
+       removes the files of a later, incomplete batch.
+    3. A table has one follower at a time. In a local directory, the second follower that completes
+       a batch raises `Superseded`; object stores do not detect this. A follower that starts
+       removes, in one step, other followers' files that are in no batch. So before a batch gets its
+       name, its follower checks that it still has its files, or the rename fails.
+    4. A table has the declared columns and the place of the transaction: `_partition` and
+       `_transaction_id`. The newest file has all columns; a column keeps its type.
     5. A table is created with its first changes, so a first batch that fails leaves no table.
-    6. Errors that another attempt may avoid are `Unavailable`. Denied access, and values and types
-       that Parquet lacks, are not.
+    6. Errors that another attempt may avoid are `Unavailable`. Denied access is not, and neither
+       are values and types that Parquet does not support.
 """
 
 import errno
@@ -49,11 +49,11 @@ MARKS_FILE: Final = "_waltz.json"
 _WRITING: Final = "_writing"
 _REMOVED: Final = "_removed"
 _COMPLETE: Final = re.compile(rf"batch=(\d+)/{re.escape(MARKS_FILE)}")
-# The columns of the place (rule 4), and those of the changes that they have.
+# The place columns of the table (rule 4), and the columns of the changes from which they come.
 _PLACE: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
 _PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
 _RESERVED: Final = {*_PLACE, DELETED, "batch"}  # readers add a column `batch`
-# Numbers of errors of a directory, and what the libraries of object stores report.
+# Error numbers of a directory, and the texts of the libraries for object stores.
 _DENIED_NUMBERS: Final = (errno.EPERM, errno.EACCES, errno.EROFS)
 _DENIED: Final = re.compile(
     r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|"
@@ -63,7 +63,7 @@ _HINT = "Hint: use a Delta table for the current row of each key."
 
 
 class FollowedParquetTable:
-    """A table of Parquet files, of one follower.
+    """A table of Parquet files of one follower (implements `FollowedTable`).
 
     Args:
         uri: a directory, or a URL of an object store.
@@ -86,16 +86,16 @@ class FollowedParquetTable:
         self._uri = uri
         self._store = ArchiveStore(_url_of(uri))
         self._newest = -1  # the number of the newest complete batch
-        self._start: TableMarks | None = None  # of a table that is due (rule 5)
+        self._start: TableMarks | None = None  # the marks of a table before its creation (rule 5)
         self._is_checked = False
 
     def columns(self) -> ArrowSchema:
-        """Return the columns of the newest file, without those of the place."""
+        """Return the columns of the newest file, without the place columns."""
         with self._translate_errors():
             return pa.schema([each for each in self._stored_schema() if each.name not in _PLACE])
 
     def create(self, start: TableMarks) -> None:
-        """Create the table with the next batch, or `finish` (rule 5).
+        """Let the next batch, or `finish`, create the table (rule 5).
 
         Raises:
             BadConfig: the directory has other files.
@@ -112,10 +112,10 @@ class FollowedParquetTable:
         self._start = start
 
     def finish(self) -> None:
-        """Create the table if it is due: a batch without rows, with the marks of the start.
+        """Create the table if `create` was called: an empty batch with the marks of the start.
 
         Raises:
-            Superseded: the table exists.
+            Superseded: the table exists already.
             Unavailable: the store reports an error.
         """
         if self._start is not None:
@@ -123,9 +123,9 @@ class FollowedParquetTable:
             self._start = None
 
     def marks(self, follower: TableMarks) -> TableState | None:
-        """Return the state after the newest complete batch, or that of a table that is due.
+        """Return the state after the newest complete batch, or of a table that is not created yet.
 
-        None if there is no table.
+        The result is None if there is no table.
 
         Raises:
             BadConfig: a column of the table has another type than the declared one, or is not
@@ -166,7 +166,7 @@ class FollowedParquetTable:
         return True
 
     def publish(self, names: Iterable[str], marks: TableMarks) -> None:
-        """Make the next batch of files, with the marks after it (rule 1); it is durable.
+        """Make files the next batch, with the marks after it (rule 1); return when it is durable.
 
         Raises:
             Superseded: another follower has written this batch (rule 3).
@@ -215,11 +215,11 @@ class FollowedParquetTable:
         return self._store.names("")
 
     def _complete_batches(self) -> list[int]:
-        """Return the numbers of the complete batches."""
+        """Return the numbers of all complete batches."""
         return [int(found[1]) for found in map(_COMPLETE.fullmatch, self._names()) if found]
 
     def _is_newest(self) -> bool:
-        """Return whether the newest batch that was read is still the newest one."""
+        """Whether the newest batch that was read still exists, and no later batch does."""
         this, following = (
             f"batch={number}/{MARKS_FILE}" in self._store.names(f"batch={number}")
             for number in (self._newest, self._newest + 1)
@@ -227,7 +227,7 @@ class FollowedParquetTable:
         return this and not following
 
     def _state(self, follower: TableMarks) -> TableState:
-        """Return the newest batch of the follower, and the later ones (rule 2)."""
+        """Find the newest batch of the follower, and the later batches (rule 2)."""
         others: list[OtherCommit] = []
         rules: StoredRules | None = None
         numbers = [self._newest]
@@ -244,7 +244,7 @@ class FollowedParquetTable:
         return TableState(None, None, rules=rules)
 
     def _stored_schema(self) -> ArrowSchema:
-        """Return the schema of the newest file; an empty one if there is no file."""
+        """Return the schema of the newest file; an empty schema if there is no file."""
         for number in sorted(self._complete_batches(), reverse=True):
             for name in self._store.names(f"batch={number}"):
                 if name.endswith(".parquet"):
@@ -258,15 +258,15 @@ class FollowedParquetTable:
         for part in self._stored_schema():
             if part.name not in self._schema.names:
                 raise BadConfig(
-                    f"table {self._uri}: column {part.name!r} is not declared. Hint: declare all "
-                    "columns of the table."
+                    f"table {self._uri}: column {part.name!r} of the table is not declared. "
+                    "Hint: declare all columns of the table."
                 )
             declared = self._schema.field(part.name).type
             if part.type != declared:
                 raise BadConfig(
-                    f"table {self._uri}: column {part.name!r}: expected the declared type "
-                    f"{declared}, found {part.type}. Hint: a column keeps its type; declare this "
-                    "type, or use a new table."
+                    f"table {self._uri}: column {part.name!r} has type {part.type} in the table, "
+                    f"but is declared as {declared}. Hint: the type of a column cannot change; "
+                    f"declare {part.type}, or use a new table."
                 )
 
     def _translate_errors(self) -> AbstractContextManager[None]:
@@ -275,7 +275,7 @@ class FollowedParquetTable:
 
 @contextmanager
 def _translate_errors(uri: str, store: ArchiveStore) -> Iterator[None]:
-    """Raise errors of the store as errors of the table."""
+    """Convert errors of the store to errors about the table."""
     try:
         yield
     except ObjectMissing as error:
@@ -295,14 +295,15 @@ def _translate_errors(uri: str, store: ArchiveStore) -> Iterator[None]:
 
 
 def write_file(uri: str, schema: ArrowSchema, changes: Iterable[ArrowTable]) -> list[str]:
-    """Write changes to a file of a table, in any process; return its name, for `publish`.
+    """Write changes to a file of a table, in any process; return its name for `publish`.
 
-    The file is durable, and no reader lists it yet. Without changes there is none.
+    The file is durable after the call, but no reader lists it yet. Without changes, no file is
+    written.
 
     Args:
-        uri: the table.
-        schema: its columns, with those of the place.
-        changes: parts of a batch.
+        uri: the directory or the URL of the table.
+        schema: the columns of the table, including the place columns.
+        changes: the parts of a batch.
 
     Raises:
         BadRequest: a change is a delete, or a value does not fit its column.
@@ -334,16 +335,16 @@ def _rows(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
         row = pc.index(changes[DELETED], value=True).as_py()
         partition, transaction = (changes[name][row] for name in _PLACE.values())
         raise BadRequest(
-            f"partition {partition}, transaction {transaction}: a Parquet table only gains rows: "
-            f"expected no delete, found one. {_HINT}"
+            f"partition {partition}, transaction {transaction}: expected no delete, found one, "
+            f"but rows of a Parquet table cannot be deleted. {_HINT}"
         )
-    # Spark's batches have the time zone of the session in the types of timestamps.
+    # Timestamp types in Spark's batches have the time zone of the session.
     columns = [changes[_PLACE.get(part.name, part.name)].cast(part.type) for part in schema]
     return pa.table(columns, schema=schema)
 
 
 def with_place(schema: ArrowSchema) -> ArrowSchema:
-    """Return the columns of a table, with those of the place; raises BadConfig (reserved names)."""
+    """Add the place columns to the columns of a table; raises BadConfig for reserved names."""
     seen = {name: name for name in _RESERVED}
     for name in schema.names:
         if (known := seen.get(name.lower())) is not None:
@@ -372,7 +373,7 @@ def _found_schema(changes: ArrowTable) -> ArrowSchema:
 
 
 def _url_of(uri: str) -> str:
-    """Return the URL of a table whose directory may be given as a path."""
+    """Return the URL of a table, which may be a path of a directory."""
     return uri if "://" in uri else Path(uri).absolute().as_uri()
 
 

@@ -1,22 +1,22 @@
-"""Finds the changes of rows in decoded transactions, and the last change of each key.
+"""Computes the changes of rows in decoded transactions, and the last change of each key.
 
 Tables of changes have the columns of the transactions, and `_deleted`:
 
     decoded transactions -> changes -> the last change of each key
 
 Rules:
-    1. A key is one or more columns of types whose values are equal or not: no floats. A null in a
-       key is an error that names the transaction.
+    1. A key consists of one or more columns with types that have exact equality: no floats. A null
+       in a key is an error that names the transaction.
     2. A transaction is a delete if its header is one of `delete_headers`, or if `delete_where`
-       holds; a null is "does not hold". All others are upserts.
-    3. A changes function decides about deletes itself. It gets a part of any size of a batch, so
-       the changes of a transaction depend on this transaction only. It returns changes of the
-       transactions that it was given; the order of its output is the order of the changes of one
-       transaction. All results have the columns of the one without transactions.
-    4. Transactions of one partition are ordered by ID. Partitions have no order, so a key with
-       changes in two of them is an error.
-    5. `last_changes` is associative: the last changes of parts, reduced again, are those of the
-       whole, as long as each transaction is in one part.
+       holds; a condition that is null does not hold. All other transactions are upserts.
+    3. A changes function decides itself which changes are deletes. It receives a part of a batch,
+       of any size, so the changes of a transaction must depend only on this transaction. It returns
+       changes of the transactions that it received. The order of its output is the order of the
+       changes within a transaction. All results have the columns of the result for no transactions.
+    4. Transactions of one partition are ordered by ID. Partitions have no common order, so a key
+       with changes in two partitions is an error.
+    5. `last_changes` is associative: if the last changes of parts are reduced again, the result is
+       the last changes of the whole, as long as each transaction is in one part.
 """
 
 import re
@@ -31,6 +31,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from waltz_core.config.settings import shown_names
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.tables.table_marks import MarkMap, StoredRules
 from waltz_core.user_functions import is_function_name, load_function
@@ -71,14 +72,14 @@ _CONDITION = re.compile(
 
 
 class Condition(NamedTuple):
-    """A comparison of a column with a literal; without an operator, a boolean column."""
+    """A comparison of a column with a literal; without an operator, a boolean column is true."""
 
     column: str
     operator: str = "="
     literal: str | Decimal | bool = True
 
     def __str__(self) -> str:
-        """Return the text that is the same for all forms of the condition."""
+        """Return a canonical text, the same for all forms of the condition."""
         column, operator, literal = self
         name = column if _PLAIN_NAME.fullmatch(column) else f"`{column}`"
         if isinstance(literal, bool):
@@ -93,18 +94,19 @@ class Condition(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChangesFunction:
-    """A function of the user that makes changes of transactions (rule 3); see `changes_function`.
+    """A function of the user that computes changes (rule 3); created by `changes_function`.
 
     Args:
-        name: `module:function`.
-        columns: the columns of the table: those that it returns, except the place and `_deleted`.
+        name: the name of the function, `module:function`.
+        columns: the columns of the table: those that the function returns, without place and
+            `_deleted`.
     """
 
     name: str
     columns: pa.Schema
 
     def __call__(self, rows: ArrowTable) -> ArrowTable:
-        """Return the changes, with the columns of the table, the place and `_deleted`.
+        """Call the function; return changes, with the columns of the table, place and `_deleted`.
 
         Raises:
             BadRequest: the function has raised an error, or its result is not valid.
@@ -132,16 +134,16 @@ class ChangesFunction:
 
 @dataclass(frozen=True, slots=True)
 class ChangeRules:
-    """How transactions become changes of rows.
+    """The rules by which transactions become changes of rows.
 
     Args:
         key: the key columns; none for a table that only gains rows.
-        delete_headers: headers of transactions that are deletes.
-        delete_where: when any other transaction is a delete.
-        function: makes the changes of transactions (rule 3).
+        delete_headers: the headers of transactions that are deletes.
+        delete_where: the condition for other deletes.
+        function: computes the changes of transactions (rule 3).
 
     Raises:
-        BadConfig: a column is twice in the key, or rules for deletes together with a function.
+        BadConfig: the key has a column twice, or there are rules for deletes and a function.
     """
 
     key: Sequence[str]
@@ -159,7 +161,7 @@ class ChangeRules:
             )
 
     def stored_rules(self, headers: Iterable[int] | None) -> StoredRules:
-        """Return the form in which a table stores these rules and the headers of its log."""
+        """Return the form of these rules that a table stores, with its transactions' headers."""
         return StoredRules(
             tuple(sorted(self.key)),
             None if headers is None else tuple(sorted(set(headers))),
@@ -170,10 +172,10 @@ class ChangeRules:
 
 
 def parse_condition(text: str) -> Condition:
-    """Return the condition that a text like `op = 'D'` states.
+    """Parse a condition such as `op = 'D'`.
 
     Raises:
-        BadConfig: it is not one comparison of a column with a literal, or a column.
+        BadConfig: the text is neither a column nor one comparison of a column with a literal.
     """
     found = _CONDITION.fullmatch(text)
     if found is None:
@@ -199,8 +201,8 @@ def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
     """Reject rules that do not fit the schema of the transactions.
 
     Raises:
-        BadConfig: a column is absent, a key has a type that is no key's, or the literal of
-            `delete_where` is not of its column's type.
+        BadConfig: a column is missing, a key column has a type that is not permitted, or the
+            literal of `delete_where` does not fit its column's type.
     """
     used = [*_PLACE, *(["header"] if rules.delete_headers else [])]
     used += [] if rules.delete_where is None else [rules.delete_where.column]
@@ -214,7 +216,7 @@ def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
 
 def _field(schema: pa.Schema, name: str) -> pa.Field:
     if schema.names.count(name) != 1:
-        shown = ", ".join(schema.names[:20])
+        shown = shown_names(schema.names, 20)
         raise BadConfig(
             f"expected exactly one column {name!r}, found the columns {shown}. Hint: declare the "
             "column, or correct its name in the key or in the condition for deletes."
@@ -234,7 +236,7 @@ def _check_key(key: Sequence[str], schema: pa.Schema) -> None:
 
 
 def _scalar(where: Condition, kind: pa.DataType) -> pa.Scalar:
-    """Return the literal as a value of the column's type."""
+    """Convert the literal of a condition to the type of its column; raises BadConfig."""
     literal: Any = where.literal
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
     is_number = pa.types.is_integer(kind) or pa.types.is_decimal(kind)
@@ -263,7 +265,7 @@ def _scalar(where: Condition, kind: pa.DataType) -> pa.Scalar:
 
 
 def rows_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
-    """Return the rows of transactions that a table with these marks does not have."""
+    """Return the transactions after the marks of a table."""
     partitions, ids = (rows[name].to_numpy() for name in _PLACE)
     is_new = np.ones(rows.num_rows, dtype=np.bool_)
     for partition, mark in marks.items():
@@ -272,7 +274,7 @@ def rows_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
 
 
 def select_rows(batch: pa.RecordBatch, after: int, headers: Sequence[int]) -> pa.RecordBatch:
-    """Return the transactions of a partition after a mark, with some headers; with none, all."""
+    """Return transactions after a mark, with one of the headers; without headers, all."""
     is_selected = batch["transaction_id"].to_numpy() > after
     if headers:
         is_selected &= np.isin(batch["header"].to_numpy(), headers)
@@ -280,7 +282,7 @@ def select_rows(batch: pa.RecordBatch, after: int, headers: Sequence[int]) -> pa
 
 
 def changes_of(rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
-    """Return the changes of decoded transactions, which `check_rules` has accepted.
+    """Return the changes of decoded transactions; `check_rules` must have accepted the rules.
 
     Raises:
         BadFormat: a key column is null (rule 1).
@@ -297,7 +299,7 @@ def changes_of(rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
 def deletes_in(rows: ArrowTable, rules: ChangeRules) -> npt.NDArray[np.bool_]:
     """Return a mask of the transactions that are deletes (rule 2).
 
-    The rules have no changes function, and `check_rules` has accepted them.
+    The rules must have no changes function, and `check_rules` must have accepted them.
     """
     found: npt.NDArray[np.bool_] = np.zeros(rows.num_rows, dtype=np.bool_)
     if rules.delete_headers:
@@ -326,16 +328,17 @@ def _row_text(changes: ArrowTable, row: int) -> str:
 
 
 def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> ChangesFunction:
-    """Return a function of the user, with the columns that it returns.
+    """Load a changes function, and determine the columns that it returns.
 
     Args:
-        name: `module:function`.
-        schema: the columns of the transactions that it gets; it is called without transactions.
+        name: the name of the function, `module:function`.
+        schema: the columns of the transactions for the function. It is called once without
+            transactions.
         key: the key columns.
 
     Raises:
-        BadConfig: it does not exist, or a key column has a type that is no key's.
-        BadRequest: it has raised an error, or its result is not valid.
+        BadConfig: the function does not exist, or a key column has a type that is not permitted.
+        BadRequest: the function has raised an error, or its result is not valid.
     """
     if not is_function_name(name):
         raise BadConfig(
@@ -359,7 +362,7 @@ def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> Change
 
 
 def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
-    """Return what a changes function returned, with `_deleted`, after checks of its own columns."""
+    """Call a changes function; return its result, after checks of `_deleted` and the place."""
     function = load_function(
         name,
         "changes function",
@@ -370,8 +373,8 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise BadRequest(
-            f"changes function {name}{_rows_text(rows)}: expected a table, found "
-            f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+            f"changes function {name}{_rows_text(rows)}: expected a table, but the function "
+            f"raised {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
         ) from error
     if not isinstance(found, pa.Table):
         raise _bad_result_error(name, rows, "a pyarrow.Table", type(found).__name__)
@@ -392,7 +395,7 @@ def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
 
 
 def _check_transactions(name: str, found: ArrowTable, rows: ArrowTable) -> None:
-    """Check that changes are those of the transactions of a call."""
+    """Check that all changes belong to transactions that the function has received."""
     if any(found[each].null_count for each in _PLACE):
         raise _bad_result_error(name, rows, f"{' and '.join(_PLACE)} in each row", "a null")
     strange = found.select(_PLACE).join(rows.select(_PLACE), list(_PLACE), join_type="left anti")
@@ -432,7 +435,7 @@ def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
         return changes
     # Arrow's sort is stable, so changes of one transaction keep their order.
     ordered = changes.take(pc.sort_indices(changes, sort_keys=[("transaction_id", "ascending")]))
-    # Names of our own: a column of the key may have any name.
+    # Rename the key columns: columns of the user may have any name.
     keys = {f"key{each}": ordered[name] for each, name in enumerate(key)}
     place = pa.array(np.arange(ordered.num_rows))
     narrow = pa.table({**keys, "place": place, "partition": ordered["partition"]})
@@ -453,16 +456,17 @@ def reduce_batches(
 ) -> ArrowTable:
     """Return the last change of each key in batches of decoded transactions.
 
-    It needs memory for a part of `PART_BYTES`, and for the last change of each key (rule 5).
+    The function needs memory for a part of `PART_BYTES`, and for the last change of each key (rule
+    5).
 
     Args:
-        batches: the transactions of a part of the log.
-        rules: how they become changes; `check_rules` has accepted them.
-        schema: that of the batches.
-        after: the marks of a table; transactions up to them are dropped.
+        batches: the transactions in a part of the log.
+        rules: how transactions become changes; `check_rules` must have accepted the rules.
+        schema: the schema of the batches.
+        after: the marks of a table; transactions up to these marks are dropped.
 
     Raises:
-        Like `changes_of` and `last_changes`.
+        The errors of `changes_of` and `last_changes`.
     """
     found = no_changes(schema, rules)
     for part in parts_of(batches):
@@ -471,7 +475,7 @@ def reduce_batches(
 
 
 def parts_of(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
-    """Yield batches in parts of about `PART_BYTES`."""
+    """Combine batches into tables of about `PART_BYTES`, and yield the tables."""
     waiting: list[pa.RecordBatch] = []
     size = 0
     for batch in batches:
@@ -485,14 +489,14 @@ def parts_of(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
 
 
 def no_changes(schema: pa.Schema, rules: ChangeRules) -> ArrowTable:
-    """Return a table of changes without rows, for transactions of a schema."""
+    """Return an empty table of changes for transactions with a schema."""
     if rules.function is not None:
         schema = pa.schema([*rules.function.columns, *map(schema.field, _PLACE)])
     return schema.append(_DELETED_FIELD).empty_table()
 
 
 def with_changes(found: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
-    """Return the last changes of a part so far and of more rows; raises like `reduce_batches`."""
+    """Add the changes of more rows to the last changes so far; errors as for `reduce_batches`."""
     changes = last_changes(changes_of(rows, rules), rules.key)
     if not found.num_rows:
         return changes

@@ -1,21 +1,23 @@
-"""The marks up to which a table contains the log, and the rule for the batch that it needs next.
+"""The high-water marks up to which a table contains the log, and the rule for the next batch.
 
-The commit that has the rows also has the marks, as JSON in its metadata:
+The commit with the rows also has the marks, as JSON in its metadata:
 
     {"waltz": {"follower": "f", "cluster": "00112233445566778899aabbccddeeff", "marks": {"0": 41},
                "rules": {"key": ["id"], "headers": [], "delete_where": "op = 'D'"}}}
 
 Rules:
-    1. Metadata with `waltz` is exactly of this form; anything else is an error. Metadata without
-       it was written by another program, and has no marks.
-    2. A batch begins after the table marks, and ends at most `count_max` transactions later. What
-       it contains depends on its two ends only.
-    3. Marks never decrease. A log that ends before the table marks, or that begins after them, has
+    1. Metadata with `waltz` has exactly this form; another form is an error. Metadata without
+       `waltz` was written by another program, and has no marks.
+    2. A batch begins after the table marks, and ends at most `count_max` transactions later. Its
+       content depends only on its start and its end.
+    3. Marks never decrease. If the log ends before the table marks, or begins after them, it has
        lost transactions of the table.
-    4. The version of a commit is at most the number of transactions up to its marks, and above that
-       of all earlier marks. So it increases with each batch. Without Spark it is that number.
-    5. A table with a version and no marks has lost its marks. It never starts again by itself.
-    6. A follower never changes the rules of a table: its rows would equal the replay of neither.
+    4. The version of a commit is at most the number of transactions up to its marks, and above the
+       number for all earlier marks. So it increases with each batch. Without Spark, the version is
+       that number.
+    5. A table with a version but without marks has lost its marks. It never starts again by itself.
+    6. A follower never changes the rules of a table: the rows would not equal a replay with either
+       rules.
 """
 
 import re
@@ -26,7 +28,7 @@ from waltz_core.errors import BadConfig, BadFormat, ClusterKeyMismatch, DataLoss
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.records.strict_json import from_json, to_json
 
-# The mark of each partition.
+# For each partition, a high-water mark.
 MarkMap: TypeAlias = Mapping[int, int]
 
 _MEMBER = "waltz"
@@ -38,16 +40,16 @@ _ID_MAX = 2**63 - 1
 
 
 class StoredRules(NamedTuple):
-    """The rules that make rows of transactions, in a form that has one value for each rule.
+    """The rules for deriving rows from transactions, in a canonical form that can be compared.
 
-    Fields at their default are not stored.
+    Fields with their default are not stored.
 
     Attributes:
         key: the key columns, sorted.
-        headers: those of the transactions of the table, sorted; () if all are. None if a query of
-            the user selects the transactions: it is compared with nothing.
-        delete_headers: those of transactions that are deletes, sorted.
-        delete_where: the condition of other deletes.
+        headers: the headers of the table's transactions, sorted; () if all transactions belong to
+            it. None if a query of the user selects the transactions, which cannot be compared.
+        delete_headers: the headers of transactions that are deletes, sorted.
+        delete_where: the condition for other deletes.
         changes: the name of the changes function.
     """
 
@@ -59,7 +61,7 @@ class StoredRules(NamedTuple):
 
 
 class TableMarks(NamedTuple):
-    """The marks of a table, with their follower, the key of their cluster in hex, and the rules."""
+    """The marks of a table, with the follower, the cluster key in hex, and the rules."""
 
     follower: str
     cluster: str
@@ -73,19 +75,19 @@ class TableMarks(NamedTuple):
 
     @property
     def application(self) -> str:
-        """The identifier of the follower in the transactions of the table's format."""
+        """The identifier of the follower in the table's transactions (Delta: `txn`)."""
         return f"waltz/{self.cluster}/{self.follower}"
 
 
 class LogState(NamedTuple):
-    """The log now: the high-water mark and the first available ID of each partition."""
+    """The current state of the log: high-water mark and first available ID of each partition."""
 
     marks: MarkMap
     firsts: MarkMap
 
 
 def encode(table: TableMarks) -> str:
-    """Return the metadata of a commit; raises BadConfig if the follower has no name (rule 1)."""
+    """Encode marks as metadata of a commit; raises BadConfig if a name is missing (rule 1)."""
     if not table.follower:
         raise BadConfig("follower: expected a name, found ''")
     marks = {str(partition): mark for partition, mark in sorted(table.marks.items())}
@@ -100,10 +102,10 @@ def encode(table: TableMarks) -> str:
 
 
 def decode(metadata: str | None) -> TableMarks | None:
-    """Return the marks in the metadata of a commit, or None if another program wrote it (rule 1).
+    """Decode the marks in the metadata of a commit; None if another program wrote it (rule 1).
 
     Raises:
-        BadFormat: it has `waltz`, but not in the form of this version.
+        BadFormat: the metadata has `waltz`, but not in the form of this version.
     """
     try:
         value = from_json((metadata or "null").encode())
@@ -160,15 +162,15 @@ def continued_marks(metadata: str | None, version: int | None, start: TableMarks
     """Return the marks from which a follower continues a table.
 
     Args:
-        metadata: that of the newest commit of the follower; None if there is none.
-        version: the newest version that the table has for `start.application`, if any (rule 4).
-        start: the follower, its cluster, its rules, and the marks for a table that it has not
+        metadata: the metadata of the follower's newest commit; None if there is none.
+        version: the newest version that the table records for `start.application`, if any (rule 4).
+        start: the follower, its cluster, its rules, and the start marks for a table that it has not
             written yet.
 
     Raises:
         BadConfig: the table was written with other rules (rule 6).
         ClusterKeyMismatch: the table follows another cluster.
-        BadFormat: the marks are lost (rule 5), or they and the version are not of one commit.
+        BadFormat: the marks are lost (rule 5), or marks and version do not belong to one commit.
     """
     found = decode(metadata)
     if found is None:
@@ -176,8 +178,8 @@ def continued_marks(metadata: str | None, version: int | None, start: TableMarks
             return start
         raise BadFormat(
             f"follower {start.follower!r}: expected a commit of the table with high-water marks "
-            f"for version {version}, found none: the table's log was cleaned up. Hint: pass the "
-            "marks of the table, or build the table again."
+            f"for version {version}, found none, because the table's log was cleaned up. Hint: "
+            "pass the marks of the table, or build the table again."
         )
     if found.cluster != start.cluster:
         raise ClusterKeyMismatch(
@@ -196,7 +198,7 @@ def continued_marks(metadata: str | None, version: int | None, start: TableMarks
 
 
 def common_rules(stored: StoredRules, given: StoredRules) -> StoredRules:
-    """Return the rules of a table; raises BadConfig if the given ones differ (rule 6)."""
+    """Return the rules of a table; raises BadConfig if the given rules differ (rule 6)."""
     if stored.headers is None:
         stored = stored._replace(headers=given.headers)
     elif given.headers is None:
@@ -217,13 +219,13 @@ def _rule_text(rule: object) -> str:
 
 
 def next_batch(marks: MarkMap, log: LogState, count_max: int) -> dict[int, int]:
-    """Return the marks at the end of the batch after the table marks (rule 2).
+    """Return the marks at the end of the batch that begins after the table marks (rule 2).
 
-    They are equal to the table marks if the log has nothing more. A partition without a table mark
-    begins before its first transaction.
+    The result equals the table marks if the log has no more transactions. A partition without a
+    table mark begins before its first transaction.
 
     Raises:
-        DataLoss: rule 3.
+        DataLoss: the log has lost transactions (rule 3).
     """
     begin = {partition: marks.get(partition, int(BEFORE_FIRST)) for partition in log.marks}
     for partition, mark in marks.items():
@@ -246,9 +248,10 @@ def next_batch(marks: MarkMap, log: LogState, count_max: int) -> dict[int, int]:
 
 
 def divide_by_lag(starts: MarkMap, ends: MarkMap, count_max: int) -> dict[int, int]:
-    """Return lower ends, so that they cover at most `count_max` transactions in total.
+    """Lower the ends of a batch, so that it has at most `count_max` transactions in total.
 
-    The number is divided by the lag of each partition, so that all catch up at about the same time.
+    The count is divided in proportion to the lags of the partitions, so that all partitions catch
+    up at about the same time.
     """
     lags = {partition: max(0, ends[partition] - starts[partition]) for partition in ends}
     total = sum(lags.values())

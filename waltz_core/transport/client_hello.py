@@ -1,10 +1,10 @@
 """Checks whether a peer's first bytes are a ClientHello that a port can answer with little work.
 
 Rules:
-    1. OpenSSL gets a ClientHello only when it is complete and in one record. Its answer takes most
-       of the CPU time of a handshake; otherwise OpenSSL would compute it at a later time, without a
-       turn (`tls_port.py`).
-    2. The key exchange is X25519 or P-256: OpenSSL takes 170 ms for ffdhe8192, and Python 3.11
+    1. OpenSSL receives a ClientHello only when it is complete and in one record. The answer uses
+       most of the CPU time of a handshake. Otherwise OpenSSL would compute the answer later,
+       without a turn (`tls_port.py`).
+    2. The key exchange is X25519 or P-256: OpenSSL needs 170 ms for ffdhe8192, and Python 3.11
        cannot restrict a context to several groups.
 """
 
@@ -13,13 +13,13 @@ from typing import Final
 
 from waltz_core.transport.tls import HANDSHAKE
 
-# A record begins with its type, the version of TLS (3.x) and its size; a handshake message with its
-# type and a size of 3 bytes.
+# A TLS record begins with its type, the version of TLS (3.x) and its size. A handshake message
+# begins with its type and a size of 3 bytes.
 _RECORD_HEADER_BYTES: Final = 5
 _MESSAGE_HEADER_BYTES: Final = 4
 _CLIENT_HELLO: Final = 1
 BYTES_MAX: Final = _RECORD_HEADER_BYTES + 16_384
-# Extensions of a ClientHello, and codes in them.
+# Extensions of a ClientHello, and codes in these extensions.
 _SUPPORTED_GROUPS, _SUPPORTED_VERSIONS, _KEY_SHARE = 10, 43, 51
 _TLS_1_3: Final = 0x0304
 _FAST_GROUPS: Final = frozenset({0x0017, 0x001D})  # P-256, X25519
@@ -27,7 +27,7 @@ _SLOW_GROUPS: Final = frozenset({0x0018, 0x0019, *range(0x0100, 0x0200)})  # P-3
 
 
 def bytes_needed(first: bytes) -> int:
-    """Return how many first bytes of a peer must have arrived before its handshake may begin."""
+    """Return the number of bytes that a peer must have sent before its handshake may begin."""
     if first[0] != HANDSHAKE or first[1:2] not in (b"", b"\x03"):
         return 1  # not a handshake, or one that OpenSSL rejects
     if len(first) < _RECORD_HEADER_BYTES:
@@ -36,9 +36,9 @@ def bytes_needed(first: bytes) -> int:
 
 
 def failure_of(first: bytes) -> str:
-    """Return why OpenSSL must not get a peer's first record; "": it may get it.
+    """Return why OpenSSL must not receive a peer's first record; "" if it may.
 
-    OpenSSL rejects a damaged one.
+    A damaged record is permitted, because OpenSSL rejects it.
     """
     message = first[_RECORD_HEADER_BYTES:]
     record_bytes = _number(first[3:_RECORD_HEADER_BYTES])
@@ -54,7 +54,7 @@ def failure_of(first: bytes) -> str:
     if _TLS_1_3 in _numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
         shares = _sized(extensions.get(_KEY_SHARE, b"")[2:])
         known = (each for each in shares if each in _FAST_GROUPS or each in _SLOW_GROUPS)
-        is_slow = next(known, None) not in _FAST_GROUPS  # OpenSSL uses the first one that it has
+        is_slow = next(known, None) not in _FAST_GROUPS  # OpenSSL uses the first one that it knows
     return (
         ("expected a client that offers a key exchange with X25519 or P-256, found none")
         if is_slow
@@ -70,7 +70,7 @@ def _extensions(hello: bytes) -> dict[int, bytes]:
 
 
 def _sized(data: bytes) -> dict[int, bytes]:
-    """Return the parts of a list, by their code; each has code, size and bytes."""
+    """Parse a list of elements with code, size and bytes; return the bytes of each code."""
     found, at = dict[int, bytes](), 0
     while at + 4 <= len(data):
         code, size = struct.unpack_from(">HH", data, at)

@@ -3,15 +3,15 @@
 The receiver reads the file from the page cache, without a copy through a socket.
 
 Rules:
-    1. The socket has an abstract name. It ends with its process, leaves no file behind, and cannot
-       be reached from other machines or network namespaces.
+    1. The socket has an abstract name. The socket disappears when its process exits, leaves no
+       file, and cannot be reached from other machines or network namespaces.
     2. A connection carries one request of a fixed size and one answer: an open file, or nothing.
     3. The file is open for reading only.
     4. Abstract names exist on Linux only. On other systems, nothing is offered or received.
-    5. Only processes of the same user and of root get files: a file contains more than what was
-       requested, and these processes could open it by its path as well. Also, a receiver accepts
-       files from these users only, because any other process may take the name first and pass a
-       forged file.
+    5. Only processes of the same user and of root receive files: a file contains more than the
+       requested data, and these processes could open it by its path as well. Also, a receiver
+       accepts files from these users only, because any other process may occupy the name first and
+       pass a forged file.
 """
 
 import asyncio
@@ -37,14 +37,16 @@ _DESCRIPTOR_MESSAGE: Final = b"\x01"
 _CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
 _ROOT: Final = 0
 
-# Opens the requested file for reading and returns its descriptor; raises WaltzError.
+# A function that opens the requested file for reading and returns its descriptor; raises
+# WaltzError.
 Open = Callable[[bytes], Awaitable[int]]
 
 
 async def serve_descriptors(name: str, request_bytes: int, open_requested: Open) -> None:
-    """Serve files under this name until cancelled.
+    """Serve descriptors of files under a socket name until cancelled.
 
-    Returns if that is not possible here: then readers use the storage's connection.
+    Return if the system does not support abstract names or the name is taken: readers then use the
+    storage's connection.
     """
     if not IS_POSSIBLE:
         return
@@ -76,7 +78,10 @@ async def _accept(listening: socket.socket) -> tuple[socket.socket, object]:
 
 
 def is_offered(name: str) -> bool:
-    """Return whether a process on this machine offers files under a name; never waits."""
+    """Return whether a trusted process on this machine offers files under a name.
+
+    Does not block.
+    """
     if not IS_POSSIBLE:
         return False
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
@@ -89,10 +94,12 @@ def is_offered(name: str) -> bool:
 
 
 def request_descriptor(name: str, request: bytes, *, timeout_s: float) -> int:
-    """Return the descriptor of a requested file; blocks, and the caller closes it.
+    """Request a file from a process on this machine, and return its descriptor; blocks.
+
+    The caller closes the descriptor.
 
     Raises:
-        Unreachable: no process on this machine has the name, or it does not have the file.
+        Unreachable: no trusted process on this machine has the name, or it does not have the file.
     """
     if not IS_POSSIBLE:
         raise Unreachable(f"{name}: this operating system does not support abstract Unix sockets")
@@ -100,7 +107,7 @@ def request_descriptor(name: str, request: bytes, *, timeout_s: float) -> int:
         made.settimeout(timeout_s)
         try:
             made.connect(_abstract(name))
-            user = _user_of(made)  # of the listening process
+            user = _user_of(made)  # the user of the listening process
             if user not in _trusted_users():
                 raise Unreachable(f"{name}: untrusted user {user} listens at this socket")
             made.sendall(request)
@@ -116,7 +123,10 @@ def request_descriptor(name: str, request: bytes, *, timeout_s: float) -> int:
 
 
 async def _answer(caller: socket.socket, request_bytes: int, open_requested: Open) -> None:
-    """Apply rule 2; a connection without a request in time gets no answer."""
+    """Answer one request (rule 2).
+
+    A connection that sends no request in time receives no answer.
+    """
     loop = asyncio.get_running_loop()
     with closing(caller):
         user = _user_of(caller)

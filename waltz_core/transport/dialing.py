@@ -29,22 +29,25 @@ TLS_HINT: Final = (
 
 
 async def read_token(address: str, ssl: SSLContext | None) -> Token | None:
-    """Return the token for a new connection; raises AuthenticationFailed."""
+    """Read the token for a new connection; return None if there is none.
+
+    Raises AuthenticationFailed if it cannot be read.
+    """
     place = ssl.token if isinstance(ssl, tls.DialContext) else None
     if place is None:
         return None
     try:
         return await asyncio.to_thread(place.read)
-    except BadConfig as error:  # it was readable when the context was made
+    except BadConfig as error:  # it was readable when the context was created
         raise AuthenticationFailed(f"{address}: {error}") from None
 
 
 async def connect(
     make_protocol: Callable[[], asyncio.BaseProtocol], host: str, port: int, ssl: SSLContext | None
 ) -> None:
-    """Connect to the first address of a host that accepts; TLS verifies the host's name.
+    """Connect to the first address of a host that accepts; TLS verifies the name of the host.
 
-    Raises OSError.
+    Raises OSError, with the errors of all addresses if there are several.
     """
     loop, errors = asyncio.get_running_loop(), dict[str, OSError]()
     for address in await dns_lookup.addresses_of(host):
@@ -65,9 +68,10 @@ async def connect(
 
 
 async def send_token(link: "Link", token: Token) -> None:
-    """Send the token first, and wait for the answer.
+    """Send the token as the first message, and wait for the peer's answer.
 
-    Raises AuthenticationFailed, Overloaded or RemoteProtocolError.
+    Does nothing if the agreed version has no access control. Raises AuthenticationFailed,
+    Overloaded or RemoteProtocolError.
     """
     version = link.version
     assert version is not None
@@ -86,9 +90,9 @@ async def send_token(link: "Link", token: Token) -> None:
 
 
 def log_rejection(address: str, error: BaseException) -> None:
-    """Log why a peer does not accept the connection, once a minute for each reason.
+    """Log why a peer rejects the connection, at most once a minute for each reason.
 
-    The caller retries, and its own caller may wait shorter than that.
+    The log line is necessary because the caller retries, and its own caller may time out earlier.
     """
     reason = str(error).removeprefix(f"{address}: ")
     if isinstance(error, TlsFailed):

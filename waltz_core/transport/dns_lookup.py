@@ -1,14 +1,15 @@
-"""Looks up host names so that a slow lookup delays only its own host.
+"""Resolves host names in such a way that a slow lookup delays only its own host.
 
 Both event loops run lookups in a small pool of threads. If the DNS server of a name does not
-answer, the lookup occupies a thread for half a minute, and each retry occupies another one. Then no
-connection to any other host can be opened.
+answer, the lookup occupies a thread for half a minute, and each retry occupies another thread. When
+all threads are occupied, no connection to any other host can be opened.
 
 Rules:
-    1. A lookup has a thread of its own. There is at most one for each name; all callers share it.
-    2. If a caller times out, the lookup continues for the others and for the next caller.
+    1. A lookup has a thread of its own. There is at most one lookup for each name; all callers
+       share it.
+    2. If a caller times out, the lookup continues for the other callers and for the next caller.
     3. A numeric address needs no lookup.
-    4. An impossible host name is an OSError, like an unknown name.
+    4. An invalid host name raises OSError, like an unknown name.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ _running: dict[str, Future[Addresses]] = {}
 
 
 async def addresses_of(host: str) -> Addresses:
-    """Return the numeric addresses of a host, in the order in which to try them.
+    """Return the numeric addresses of a host, in the order in which the caller should try them.
 
     Raises:
         OSError: the name is unknown or invalid, or no DNS server answers.
@@ -51,7 +52,10 @@ async def addresses_of(host: str) -> Addresses:
 
 
 def begin(host: str) -> Future[Addresses]:
-    """Return the running lookup of a host, or start one; errors like `addresses_of`."""
+    """Return the running lookup of a host, or start one.
+
+    The lookup fails with the same errors as `addresses_of`.
+    """
     if is_numeric(host):
         found: Future[Addresses] = Future()
         found.set_result([host])

@@ -1,15 +1,15 @@
 """Serves HTTP with uvicorn at a port of a daemon, in the daemon's own event loop.
 
-`uvicorn.Server` would install signal handlers, wait for its end in a loop with ten turns per
-second, and end the process if the address is in use. So only uvicorn's connections are used
-(docs/decisions/065).
+`uvicorn.Server` would install signal handlers, poll ten times per second for its end, and exit the
+process if the address is in use. So this file uses only uvicorn's connections (docs/decisions/065).
 
 Rules:
-    1. A connection has one request. It is closed `REQUEST_S_MAX` after it was opened, whether the
-       client or the page is slow; unsent bytes do not stay in memory.
+    1. A connection carries one request. It is closed `REQUEST_S_MAX` after it was opened, whether
+       the client or the page is slow. Unsent bytes do not stay in memory.
     2. There are at most `CONNECTIONS_MAX` connections, and requests whose client has disconnected
        count, too. Further connections are closed at once.
-    3. The buffer for an incomplete head has `HEAD_BYTES_MAX`, and that for a body 64 KiB.
+    3. The buffer for an incomplete request head has `HEAD_BYTES_MAX`, and the buffer for a body 64
+       KiB.
     4. uvicorn logs nothing: a peer could fill the log with its warnings of bad requests, or with
        the exceptions that a bad request causes after its response.
     5. With `kept_connections_max` there are that many connections, and a connection has any number
@@ -63,10 +63,10 @@ async def serve_http(
     kept_connections_max: int | None = None,
     ssl: SSLContext | None = None,
 ) -> AsyncIterator[int]:
-    """Serve the pages of `app` while the block runs; yields the port (0: any free one).
+    """Serve the pages of `app` while the block runs, and yield the port; 0 selects a free port.
 
     Raises:
-        BadConfig: it is not possible to listen at the address.
+        BadConfig: it is not possible to listen on the address.
     """
     config = Config(
         app,
@@ -76,7 +76,7 @@ async def serve_http(
         lifespan="off",
         log_config=None,
         proxy_headers=False,
-        workers=1,  # otherwise the environment is read
+        workers=1,  # otherwise uvicorn reads the environment
         h11_max_incomplete_event_size=HEAD_BYTES_MAX,
         timeout_keep_alive=IDLE_S_MAX,
     )

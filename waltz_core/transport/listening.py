@@ -1,4 +1,4 @@
-"""Listening ports, with TLS (`tls_port.py`) or without, and their links."""
+"""Listening ports, with TLS (`tls_port.py`) or without TLS, and their links."""
 
 import asyncio
 import logging
@@ -24,11 +24,11 @@ async def listen(
     ssl: tls.ListenContext | None = None,
     limits: LinkLimits | None = None,
 ) -> "Listener":
-    """Listen and call `on_connection` with every link after both hellos.
+    """Listen on an address, and call `on_connection` with each link after both hellos.
 
-    Port 0 takes a free one, see `Listener.port`. With `ssl` (`tls.listening`) a peer without TLS
-    gets an alert, and each link has the principal of its peer. Raises BadConfig if it is not
-    possible to listen at the address.
+    Port 0 selects a free port; `Listener.port` has its number. If `ssl` (`tls.listen_context`) is
+    given, a peer without TLS receives an alert, and each link has the principal of its peer. Raises
+    BadConfig if it is not possible to listen on the address.
     """
     listener = Listener(protocol, on_connection, limits or LinkLimits())
     try:
@@ -62,11 +62,11 @@ class Listener:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The open links, including those without a complete hello."""
+        """The open links, including links whose peer has not sent its hello yet."""
         return tuple(self._links)
 
     async def close(self, reason: str = "shutting down") -> None:
-        """Accept no more connections, and close the open ones."""
+        """Stop accepting connections, close the open links, and wait until they are closed."""
         self._is_closed = True
         if self._server is not None:
             self._server.close()
@@ -99,7 +99,7 @@ class Listener:
         return link.as_protocol()
 
     def _on_link_opened(self, link: Link) -> None:
-        if self._is_closed:  # It was accepted before, and is reported only now.
+        if self._is_closed:  # It was accepted before `close`, and is reported only now.
             link.abort("shutting down")
             return
         rejection = self._limits.add(link)

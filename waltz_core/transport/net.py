@@ -1,31 +1,32 @@
-"""TCP connections: dial, and links that carry messages.
+"""TCP connections: the function that dials, and the links that carry messages.
 
-All connections with Waltz's protocols are opened here, and accepted in `listening.py`. A link wraps
-a `wire.connection.Connection`.
+This file opens all connections with Waltz's protocols, and `listening.py` accepts them. A link
+wraps a `wire.connection.Connection`.
 
 A link is passed to its user after both hellos. The user either sets callbacks (`start`: the fastest
 way to receive messages) or awaits `receive`.
 
 Rules:
-    1. Callbacks run on the loop, in the order of arrival; `on_closed` is called once, as the last.
+    1. Callbacks run on the event loop, in the order of arrival. `on_closed` is called once, as the
+       last callback.
     2. Messages that arrive before `start` wait in an inbox. Above `_INBOX_BYTES_MAX`, reading
        pauses.
     3. Above `WRITE_BACKLOG_BYTES_HIGH` unsent bytes a link is congested. A listener then stops
        reading the link: a client that does not read answers may not send requests. A dialer
        continues to read, because answers make space.
-    4. Above its hard limit of unsent bytes a link is closed, with a reason.
+    4. If a link exceeds its hard limit of unsent bytes, it is closed, with a reason.
     5. A peer that sends no hello in time, or sends a frame too slowly, is disconnected.
     6. The dialing side sends an empty frame when it has sent nothing for a while.
-    7. A dialer with a token sends it first, and passes the link to its user when the peer has
-       accepted it. On the listener's side, the link has the principal of its peer; if the token is
-       not accepted, the link is closed.
+    7. A dialer with a token sends the token first, and passes the link to its user when the peer
+       has accepted the token. On the listener's side, the link has the principal of its peer. If
+       the listener does not accept the token, it closes the link.
     8. The user of a listener's link processes a request only after `denial` or `permitted`. Before
        that, requests of a principal with limits wait in `throttle.py`.
     9. A peer whose principal has no permission may send small frames only, and is disconnected
        after `UNAUTHORIZED_S_MAX`. Until then its requests are answered with denials, because 0.13
        clients would connect again at once after a disconnect.
-    10. With TLS the same rules hold. Bytes that TLS has passed to the socket do not count as
-        unsent, so as many bytes as the limits of rules 3 and 4 may wait there in addition.
+    10. The same rules hold with TLS. Bytes that TLS has passed to the socket do not count as
+        unsent. So the socket may hold as many bytes again as rules 3 and 4 permit.
 """
 
 import asyncio
@@ -80,7 +81,7 @@ WRITE_BACKLOG_BYTES_LOW: Final = 256 * 1024
 WRITE_BACKLOG_BYTES_MAX: Final = 64 * 1024 * 1024
 _INBOX_BYTES_MAX: Final = 1024 * 1024
 _TICK_S: Final = 15.0
-# 0.13 dialers send a keep-alive after 600 s; a peer that misses two is dead.
+# 0.13 dialers send a keep-alive after 600 s; a peer that misses two of them is dead.
 _IDLE_TICKS_MAX: Final = int(1_300 / _TICK_S)
 _FRAME_BYTES_PER_TICK_MIN: Final = 1024 * int(_TICK_S)
 
@@ -97,7 +98,10 @@ def run(main: Coroutine[Any, Any, ResultT]) -> ResultT:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of "host:port" ("[::1]:99" for IPv6); raise BadConfig for others."""
+    """Return host and port of an address "host:port", or "[::1]:99" for IPv6.
+
+    Raises BadConfig for any other text.
+    """
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     is_port = port.isdecimal() and len(port) <= 5 and int(port) <= 65_535
@@ -114,15 +118,15 @@ async def dial(
     ssl: SSLContext | None = None,
     write_backlog_bytes_max: int = WRITE_BACKLOG_BYTES_MAX,
 ) -> "Link":
-    """Return a link to "host:port" after both hellos.
+    """Connect to "host:port", and return the link after both hellos.
 
-    With `ssl` (`tls.dialing`) it uses TLS, and states the token of `ssl` to a peer whose version
-    has access control.
+    If `ssl` (`tls.dial_context`) is given, the link uses TLS, and presents the token of `ssl` to a
+    peer whose version has access control.
 
     Raises Unreachable if there is no connection within `timeout_s` seconds, TlsFailed if only one
     side uses TLS, or a certificate is not accepted, AuthenticationFailed if the token cannot be
-    read or is not accepted, Overloaded if its principal has too many connections there,
-    RemoteProtocolError if the peer speaks another protocol.
+    read or is not accepted, Overloaded if the token's principal has too many connections at the
+    peer, RemoteProtocolError if the peer speaks another protocol.
     """
     host, port = split_address(address)
     token = await dialing.read_token(address, ssl)
@@ -136,7 +140,7 @@ async def dial(
     def report_closed(link: Link) -> None:
         if not ready.done():
             ready.set_exception(_connection_error(address, link))
-            ready.exception()  # retrieved here, as the dial may have been cancelled
+            ready.exception()  # retrieved here, because the dial may have been cancelled
 
     link = Link(
         protocol,
@@ -161,7 +165,8 @@ async def dial(
             raise kind(f"{address}: {tls.failure_text(error)}") from error
     except BaseException as error:
         dialing.log_rejection(address, error)
-        # NB: a caller may be cancelled when the link is ready already; only this code knows it.
+        # NB: the caller may be cancelled when the link is already ready; only this code can close
+        # it.
         link.abort("the attempt to connect was cancelled")
         raise
     return link
@@ -169,7 +174,10 @@ async def dial(
 
 @dataclass(frozen=True, slots=True)
 class LinkOwner:
-    """The dial or the listening port that makes a link; it is notified of its begin and its end."""
+    """The dial or listening port that creates a link.
+
+    It is notified when the link opens and ends.
+    """
 
     on_ready: "Callable[[Link], None]"
     on_lost: "Callable[[Link], None]"
@@ -192,24 +200,24 @@ class Link:
         assert write_backlog_bytes_max > WRITE_BACKLOG_BYTES_HIGH
         self.protocol = protocol
         self.address = ""
-        # Of a listener's peer; None without access control.
+        # The access of a listener's peer; None without access control.
         self.access: ConnectionAccess | None = None
         self.closed_reason: str | None = None
-        # More unsent bytes close the link (rule 4); its user may lower the limit.
+        # More unsent bytes than this close the link (rule 4); its user may change the limit.
         self.write_backlog_bytes_max = write_backlog_bytes_max
         self.bytes_sent = 0
         self.bytes_received = 0
         self._connection = Connection(protocol, is_listener=is_listener)
         self._is_listener = is_listener
         self._owner = owner
-        self._has_messages = False  # the first one may be a token
+        self._has_messages = False  # the first message may be a token
         self._throttle: Throttle | None = None  # only for a principal with limits
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_running_loop()
         self._on_messages: MessagesCallback | None = None
         self._on_closed: ClosedCallback | None = None
         self._on_drained: DrainedCallback | None = None
-        # Waiting: messages before `start`, and callers.
+        # Messages that arrive before `start`, and events for callers that wait.
         self._inbox: list[Message] = []
         self._inbox_bytes = 0
         self._arrived = asyncio.Event()
@@ -227,83 +235,89 @@ class Link:
         self._idle_ticks = 0
 
     def as_protocol(self) -> asyncio.BufferedProtocol:
-        """Return what the event loop calls for its connection."""
+        """Return the protocol object that the event loop calls for this connection."""
         return _LinkProtocol(self)
 
     # ------------------------------------------------------------------ state
 
     @property
     def version(self) -> int | None:
-        """The agreed version; None before the peer's hello."""
+        """The protocol version on which both peers agreed; None before the peer's hello."""
         return self._connection.version
 
     @property
     def peer(self) -> Hello | None:
-        """The peer's hello."""
+        """The hello message of the peer; None before it has arrived."""
         return self._connection.peer
 
     @property
-    def host(self) -> str:  # of `address`
+    def host(self) -> str:  # the host part of `address`
         return self.address.rpartition(":")[0]
 
     @property
     def is_unauthorized(self) -> bool:
-        """Whether it is a listener's, and its peer has no permission (rule 9)."""
+        """Whether this is a listener's link whose peer has no permission (rule 9)."""
         return self.access is not None and not self.access.has_permission
 
     @property
     def incomplete_bytes(self) -> int:
-        """The bytes of an incomplete frame that have arrived."""
+        """The number of bytes of an incomplete frame that have arrived."""
         return self._connection.incomplete_bytes
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """Whether the link is closed, or closing, so that it cannot send any more."""
         return self.closed_reason is not None
 
     def limit_write_buffer(self, high_bytes: int) -> None:
-        """Set the unsent bytes above which it is congested, instead of 1 MiB."""
+        """Set the number of unsent bytes above which the link is congested; the default is 1 MiB.
+
+        The hard limit rises to twice this number if it is lower.
+        """
         assert self._transport is not None
         self._transport.set_write_buffer_limits(high=high_bytes, low=high_bytes // 4)
         self.write_backlog_bytes_max = max(self.write_backlog_bytes_max, 2 * high_bytes)
 
     @property
     def is_congested(self) -> bool:
-        """Whether so much is unsent that the user should produce no more (rule 3)."""
+        """Whether so many bytes are unsent that the user should not produce more (rule 3)."""
         return not self._drained.is_set()
 
     @property
     def pauses_feeds(self) -> bool:
-        """Whether feeds should send nothing: it is congested, or their part is not paid for."""
+        """Whether feeds must pause: the link is congested, or feed bytes are not yet paid for."""
         return self.is_congested or (self._throttle is not None and self._throttle.is_pausing_feeds)
 
     @property
     def write_backlog_bytes(self) -> int:
-        """The bytes that the kernel has not accepted yet."""
+        """The number of bytes that the kernel has not accepted yet."""
         if self._transport is None or self.is_closed:
             return 0
         return self._transport.get_write_buffer_size()
 
     @property
     def principal(self) -> str:
-        """The principal of a listener's peer."""
+        """The principal of a listener's peer; `anonymous` without access control."""
         return ANONYMOUS if self.access is None else self.access.principal
 
     def proof_of(self, client_id: int) -> bytes:
-        """Return the proof of a client ID that is issued to a listener's peer."""
+        """Return the proof of a client ID that this server issues to the peer."""
         return NO_PROOF if self.access is None else self.access.proof_of(client_id)
 
     def denial(self, request: Message) -> WaltzError | None:
-        """Return the error for a peer's request that is denied; None: it is permitted (rule 8)."""
+        """Return the error for a peer's request if it is denied.
+
+        None if it is permitted (rule 8).
+        """
         return None if self.access is None else self.access.denial(request, self.version)
 
     def on_feeds_ended(self, partition_id: int) -> None:
-        """The feeds of a partition have ended, and do not count for the limit any more."""
+        """Stop counting the feeds of a partition, which have ended, for the principal's limit."""
         if self._throttle is not None:
             self._throttle.on_feeds_ended(partition_id)
 
     def filter_permitted(self, requests: list[Message]) -> list[Message]:
-        """Return the requests that are permitted; answer the others (rule 8)."""
+        """Return the permitted requests, and answer the other requests with errors (rule 8)."""
         if self.access is None:
             return requests
         permitted = []
@@ -316,7 +330,7 @@ class Link:
         return permitted
 
     def audit_request(self, request: Message) -> "AuditedRequest | None":
-        """Return a peer's request for the audit log; None: it need not be written."""
+        """Return a peer's request for the audit log; None if the log does not record it."""
         return None if self.access is None else self.access.audit_request(request)
 
     # ------------------------------------------------------------------ receiving
@@ -327,9 +341,9 @@ class Link:
         on_closed: ClosedCallback,
         on_drained: DrainedCallback | None = None,
     ) -> None:
-        """Call back for messages and the end from now on (rule 1).
+        """Pass messages and the end of the link to callbacks from now on (rule 1).
 
-        `on_drained` is called at the end of a congestion, and at the end of a pause of feeds.
+        `on_drained` is called when a congestion ends, and when a pause of feeds ends.
         """
         assert self._on_messages is None
         self._on_messages = on_messages
@@ -342,7 +356,10 @@ class Link:
             on_closed(self.closed_reason)
 
     async def receive(self) -> list[Message]:
-        """Return the arrived messages, at least one; raise Unreachable when none will arrive."""
+        """Wait for messages and return them, at least one.
+
+        Raises Unreachable if the link is closed.
+        """
         assert self._on_messages is None
         while not self._inbox:
             if self.is_closed:
@@ -364,10 +381,10 @@ class Link:
     # ------------------------------------------------------------------ sending
 
     def send(self, message: Message) -> None:
-        """Send a message; a closed link drops it (`on_closed` reports that).
+        """Send a message; if the link is closed, drop the message (`on_closed` reports the end).
 
-        The message's buffers must not change any more. Raises LocalProtocolError for a message that
-        the agreed version cannot express.
+        The caller must not change the buffers of the message afterwards. Raises LocalProtocolError
+        for a message that the agreed version cannot express.
         """
         if self.is_closed:
             return
@@ -392,7 +409,7 @@ class Link:
         self._count_sent(sum(map(len, buffers)))
 
     def send_frames(self, frames: bytes) -> None:
-        """Send complete frames of a feed, of the agreed version; see `send`."""
+        """Send complete, encoded frames of a feed in the agreed version; see `send`."""
         if self.is_closed:
             return
         assert self._transport is not None
@@ -410,13 +427,13 @@ class Link:
             self.abort(f"the peer does not read: {backlog_bytes} bytes for it are unsent")
 
     async def wait_drained(self) -> None:
-        """Wait until the link is not congested, or is closed."""
+        """Wait until the link is not congested any more, or is closed."""
         await self._drained.wait()
 
     # ------------------------------------------------------------------ closing
 
     def close(self, reason: str) -> None:
-        """Send all unsent bytes, within `CLOSE_S_MAX`, then close."""
+        """Close the link after all unsent bytes are sent, but within `CLOSE_S_MAX`."""
         if self.is_closed:
             return
         self.closed_reason = reason
@@ -426,7 +443,7 @@ class Link:
         self._set_timer(CLOSE_S_MAX, self._transport.abort)
 
     def abort(self, reason: str) -> None:
-        """Close now; unsent bytes are lost."""
+        """Close the link immediately, and discard unsent bytes."""
         if not self.is_closed:
             self.closed_reason = reason
         if self._transport is not None:
@@ -502,11 +519,11 @@ class Link:
             self._fail(failed)
 
     def _fail(self, failed: RemoteProtocolError) -> None:
-        """End the link after a protocol error of the peer."""
+        """Close the link after a protocol error of the peer, and log the error."""
         if str(failed) != FOUND_TLS:
             if tls.is_new_failure(self.host, tls.kind_of(str(failed))):
                 _log.warning("net.protocol_error peer=%s error=%s", self.address, failed)
-        elif self._is_listener:  # a dialer gets an exception
+        elif self._is_listener:  # a dialer raises an exception
             tls.log_failure(self.host, FOUND_TLS)
         self.abort(str(failed))
 
@@ -514,9 +531,9 @@ class Link:
         return SMALL_FRAME_BYTES_MAX if self.is_unauthorized else FRAME_BYTES_MAX
 
     def _without_token(self, messages: list[Message]) -> list[Message]:
-        """Take the token, if the first message of a peer is one (rule 7); return the others.
+        """Process the token, if a peer's first message is one (rule 7); return the other messages.
 
-        The connection counts for its principal from now on.
+        From now on, the connection counts for its principal.
         """
         self._has_messages = True
         first = messages[0]
@@ -542,12 +559,12 @@ class Link:
         return messages[1:]
 
     def _enter(self) -> None:
-        """Count the connection for its principal; raises Overloaded."""
+        """Count the connection for its principal; raises Overloaded if it is over the limit."""
         if self.access is not None and self._owner.limits is not None:
             self.access.enter(partial(self._owner.limits.enter, self))
 
     def _reject(self, first: Message, error: WaltzError) -> None:
-        """Answer the first message with an error, and close the connection."""
+        """Answer the peer's first message with an error, and close the connection."""
         try:
             self.send(authentication.rejected_answer(first, self.version, error))
         except LocalProtocolError:  # a 0.13 client, which would connect again without a pause
@@ -557,7 +574,7 @@ class Link:
             self.close(str(error))
 
     def _take_token(self, credential: authentication.Credential) -> None:
-        """Take the principal of a token; raises AuthenticationFailed."""
+        """Set the principal from a token; raises AuthenticationFailed."""
         assert self._transport is not None
         if self._transport.get_extra_info("ssl_object") is None:
             raise AuthenticationFailed("expected TLS, which is required to present a token")
@@ -569,7 +586,7 @@ class Link:
         self._owner.on_ready(self)
 
     def _pass_on(self, messages: list[Message], count: int) -> None:
-        """Hand messages over, at once or when the limits of their principal permit it (rule 8)."""
+        """Pass messages to the user, now or when the limits of their principal permit (rule 8)."""
         throttle = self._active_throttle()
         if throttle is None:
             self._hand_over(messages, count)
@@ -577,7 +594,7 @@ class Link:
             throttle.receive(messages)
 
     def _active_throttle(self) -> Throttle | None:
-        """Return its throttle; None while the principal has had no limits."""
+        """Return the link's throttle; None if its principal has never had limits."""
         has_limits = self.access is not None and self.access.quota is not None
         if self._throttle is None and has_limits:
             assert self.access is not None
@@ -639,7 +656,7 @@ class Link:
         self.abort(f"expected the hello message of the peer within {HELLO_S_MAX} s")
 
     def _on_tick(self) -> None:
-        """Enforce rules 5, 6 and 9, every `_TICK_S`."""
+        """Enforce rules 5, 6 and 9; the timer calls this method every `_TICK_S`."""
         if self.is_unauthorized:
             self.abort(f"the connection was still unauthorized after {UNAUTHORIZED_S_MAX} s")
             return
@@ -681,7 +698,7 @@ class Link:
 
 
 class _LinkProtocol(asyncio.BufferedProtocol):
-    """The methods that the loop calls, hidden from a link's users."""
+    """The methods that the event loop calls, separate so that users of a link do not see them."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
@@ -709,7 +726,7 @@ class _LinkProtocol(asyncio.BufferedProtocol):
 
 
 def _connection_error(address: str, link: Link) -> WaltzError:
-    """Return the error for a link that was closed before the peer's hello."""
+    """Return the error of a dial for a link that was closed before the peer's hello."""
     broken = link._connection.failure
     if broken is not None and str(broken) == FOUND_TLS:
         return TlsFailed(f"{address}: {broken}. {dialing.TLS_HINT}")

@@ -1,4 +1,4 @@
-"""The files of a daemon's port: those of TLS, and the audit log; SIGHUP opens them again."""
+"""The files of a daemon's port: TLS files and the audit log; SIGHUP opens them again."""
 
 import asyncio
 import signal
@@ -21,9 +21,10 @@ async def open_port_files(
     *,
     metrics: Metrics,
 ) -> AsyncIterator[None]:
-    """Open the audit log of a port, and obey SIGHUP, until the daemon ends.
+    """Open the audit log of a port, and open all its files again on SIGHUP, until the block ends.
 
-    `port` is None without TLS; then there are no such files. Raises BadConfig.
+    `port` is None without TLS; the port then has no such files. Raises BadConfig if the audit log
+    cannot be opened.
     """
     if port is None:
         yield

@@ -1,4 +1,4 @@
-"""The metrics of the principals with limits at one daemon (`access/quotas.py`, rule 6)."""
+"""Metrics of the principals with limits at one daemon (`access/quotas.py`, rule 6)."""
 
 import asyncio
 from typing import Final
@@ -10,9 +10,9 @@ INTERVAL_S: Final = 1.0
 
 
 async def publish_quotas(metrics: Metrics, area: str, port: ListenContext | None) -> None:
-    """Update them periodically; return at once without access control.
+    """Publish the metrics of principals every second; return at once without access control.
 
-    `area` is "server" or "storage". Labels that the permissions do not have any more are dropped.
+    `area` is "server" or "storage". Labels that the permissions no longer contain are dropped.
     """
     if port is None or port.access is None:
         return

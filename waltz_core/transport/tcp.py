@@ -1,8 +1,8 @@
-"""Reads from the kernel whether the peer has closed a TCP connection, or its host still answers.
+"""Reads from the kernel whether a peer has closed a TCP connection, and whether its host answers.
 
-`TCP_USER_TIMEOUT` cannot be used for this: it also ends a connection whose peer does not read. The
-kernel counts the time in which data waits for a full receive window, although the peer's host
-answers every probe.
+The socket option `TCP_USER_TIMEOUT` is not suitable: it also ends a connection whose peer does not
+read. The kernel counts the time in which data waits for a full receive window, although the peer's
+host answers every probe.
 """
 
 import asyncio
@@ -10,28 +10,33 @@ import socket
 import struct
 from typing import Final, Protocol
 
-# Linux, struct tcp_info: retransmits and probes are bytes; `unacked` and `last_ack_recv` are words.
+# The layout of struct tcp_info of Linux: retransmits and probes are bytes; `unacked` and
+# `last_ack_recv` are 32-bit words.
 _BYTES: Final = 60
 _RETRANSMITS, _PROBES = 2, 3
 _UNACKED: Final = struct.Struct("=24xI")
 _LAST_ACK_MS: Final = struct.Struct("=56xI")
 SILENCE_MS_MAX: Final = 10_000
 UNANSWERED_MIN: Final = 3
-# Linux, enum of tcp_states: TCP_CLOSE and TCP_CLOSE_WAIT.
+# Values of the Linux enum of TCP states: TCP_CLOSE and TCP_CLOSE_WAIT.
 _CLOSED: Final = (7, 8)
 
 
 class Socket(Protocol):
-    """The interface of a socket that is used here; uvloop's sockets are not `socket.socket`."""
+    """The part of the socket interface that this file uses.
+
+    Uvloop's sockets are not `socket.socket`.
+    """
 
     def getsockopt(self, level: int, optname: int, buflen: int, /) -> bytes:
-        """Return an option's bytes."""
+        """Return the bytes of an option."""
 
 
 def silence_ms(sock: Socket) -> int | None:
-    """Return how long the peer's host has acknowledged nothing, if that means that it is dead.
+    """Return the ms since the last acknowledgement of the peer's host, if it must be dead.
 
-    None if it answers, if nothing waits for an answer, and if the system does not report it.
+    Return None if the host answers, if no packet waits for an acknowledgement, or if the system
+    does not report it.
     """
     option = getattr(socket, "TCP_INFO", None)
     if option is None:
@@ -43,7 +48,7 @@ def silence_ms(sock: Socket) -> int | None:
 
 
 def silence_of(info: bytes) -> int | None:
-    """Return the same of a `tcp_info`."""
+    """Return the result of `silence_ms` for a `tcp_info` structure."""
     if len(info) < _BYTES:
         return None
     (unacknowledged,) = _UNACKED.unpack_from(info)
@@ -56,14 +61,14 @@ def silence_of(info: bytes) -> int | None:
 def has_closed(sock: Socket) -> bool:
     """Whether the peer has closed its side, even if not all of its bytes were read yet.
 
-    False if the system does not report it.
+    Return False if the system does not report it.
     """
     option = getattr(socket, "TCP_INFO", None)
     return option is not None and sock.getsockopt(socket.IPPROTO_TCP, option, 1)[0] in _CLOSED
 
 
 def set_options(sock: socket.socket) -> None:
-    """Disable delays, and detect within seconds that a peer's host is dead."""
+    """Disable send delays, and let the kernel detect within seconds that a peer's host is dead."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
@@ -71,12 +76,12 @@ def set_options(sock: socket.socket) -> None:
         ("TCP_KEEPINTVL", 3),
         ("TCP_KEEPCNT", 3),
     ):
-        option = getattr(socket, name, None)  # Linux has all of them, other systems some
+        option = getattr(socket, name, None)  # Linux has all options, other systems only some
         if option is not None:
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def peer_address(transport: asyncio.Transport) -> str:
-    """Return "host:port" of the peer."""
+    """Return "host:port" of the peer, or "unknown"."""
     name = transport.get_extra_info("peername")
     return f"{name[0]}:{name[1]}" if name else "unknown"

@@ -1,7 +1,7 @@
 """TLS trust settings and handshake errors: from settings to the contexts that `net.py` uses.
 
-Daemons, clients and commands use this file. It uses the standard library's `ssl` only;
-docs/operations.md, "TLS", describes the certificate files.
+Daemons, clients and commands use this file. It uses only `ssl` of the standard library. Section
+"TLS" of docs/operations.md describes the certificate files.
 
 Rules:
     1. `tls = "off"` overrides everything. Otherwise `?tls=` of the connect string overrides
@@ -9,7 +9,7 @@ Rules:
        set explicitly, peers are verified with them even if the connect string has
        `?tls=unverified`.
     2. ?tls=FILE names the authorities; a FILE.toml has settings of kind "tls", with file names
-       relative to it. ?tls=on trusts the system's authorities, ?tls=unverified any peer.
+       relative to it. ?tls=on trusts the system's authorities, and ?tls=unverified trusts any peer.
     3. TLS 1.2 is the minimum: Waltz 0.13 supports nothing newer.
     4. On a non-loopback address, a daemon starts only if its ports require TLS and check
        permissions, or with `insecure_network = true`, which it then logs.
@@ -18,13 +18,13 @@ Rules:
     6. The same failure of the same peer is logged once in `LOG_INTERVAL_S`, so that a peer that
        connects again and again does not fill the disk.
     7. A token is sent only over TLS, to a peer whose certificate was verified. The token is also
-       read once when the context is created, so that a missing file or variable is an error at
-       once.
-    8. A port that identifies its peers verifies the certificate of each peer that presents one.
-       Without explicit authorities it requests none, since the system's authorities sign
-       certificates for any host.
+       read once when the context is created, so that a missing file or variable is reported
+       immediately.
+    8. A port that identifies its peers verifies the certificate of each peer that presents one. If
+       no authorities are set explicitly, it requests no certificate, because the system's
+       authorities sign certificates for any host.
     9. A daemon checks its own certificate as its peers would: the advertised host, and the dates.
-       When the files are read, it logs a mismatch as an error.
+       When it reads the files, it logs a mismatch as an error.
     10. With `tls_transition` a port accepts plain TCP as well. A setting determines whether a
         daemon connects with TLS or plain TCP; after a failure, TLS is never replaced by plain TCP.
 """
@@ -52,12 +52,12 @@ _log = logging.getLogger(__name__)
 
 ON: Final = "on"
 UNVERIFIED: Final = "unverified"
-# The first byte of a record: a handshake, or the alert that ends one.
+# The first byte of a TLS record: a handshake message, or the alert that ends a handshake.
 HANDSHAKE: Final = 0x16
 ALERT: Final = 0x15
-# The answer to a peer that has not begun a handshake: a fatal alert, unexpected_message.
+# The bytes that answer a peer that has not begun a handshake: the fatal alert unexpected_message.
 UNEXPECTED_MESSAGE: Final = bytes((ALERT, 3, 3, 0, 2, 2, 10))
-# The answer to a ClientHello that must not be processed: handshake_failure.
+# The bytes that answer a ClientHello that must not be processed: alert handshake_failure.
 HANDSHAKE_FAILURE: Final = bytes((ALERT, 3, 3, 0, 2, 2, 40))
 
 LOG_INTERVAL_S: Final = 60.0
@@ -78,7 +78,7 @@ _SENTENCES: Final = {
     "PEER_DID_NOT_RETURN_A_CERTIFICATE": "expected a certificate of the peer, found none",
     "TLSV13_ALERT_CERTIFICATE_REQUIRED": "the peer expects a certificate of this process, which "
     "has none",
-    # TLS 1.2 uses this one for that, and for other failures.
+    # TLS 1.2 uses this alert for a missing certificate, and for other failures.
     "SSLV3_ALERT_HANDSHAKE_FAILURE": "the peer rejects the handshake: it may expect a "
     "certificate, or a key exchange with X25519 or P-256",
 }
@@ -86,15 +86,16 @@ _CERTIFICATE_ALERTS: Final = ("CERTIFICATE", "UNKNOWN_CA")
 
 
 class _Handshake(ssl.SSLObject):
-    """One end of a connection; it keeps the alert of a failure.
+    """One end of a TLS connection; if the handshake fails, the error contains the alert.
 
-    Both event loops drop unsent bytes when a handshake fails, so the peer would not get the reason.
+    Both event loops drop unsent bytes when a handshake fails, so the peer would not receive the
+    alert.
     """
 
     outgoing: ssl.MemoryBIO
 
     def do_handshake(self) -> None:
-        """Continue; raises SSLError, with the alert as its note (`alert_of`)."""
+        """Continue the handshake; raises SSLError, with the alert as its note (`alert_of`)."""
         try:
             super().do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -105,10 +106,10 @@ class _Handshake(ssl.SSLObject):
 
 
 class ListenContext(ssl.SSLContext):
-    """A listener's context; `access`: None without access control.
+    """The TLS context of a listening port; `access` is None without access control.
 
-    `plain_peers`: `tls_transition`, not empty if plain TCP is accepted, too (rule 10).
-    `handshake_burst_max`, `handshakes_per_s_max`: the limits of one host.
+    `plain_peers` is the setting `tls_transition`. If it is not empty, the port also accepts plain
+    TCP (rule 10). `handshake_burst_max` and `handshakes_per_s_max` are the limits for one host.
     """
 
     access: PortAccess | None = None
@@ -123,7 +124,7 @@ class ListenContext(ssl.SSLContext):
         *arguments: Any,  # noqa: ANN401 - handed on
         **options: Any,  # noqa: ANN401 - handed on
     ) -> ssl.SSLObject:
-        """Return the object that the loop requests."""
+        """Return the TLS object that the event loop requests, with its outgoing buffer."""
         made = super().wrap_bio(incoming, outgoing, *arguments, **options)
         assert isinstance(made, _Handshake)
         made.outgoing = outgoing
@@ -131,7 +132,7 @@ class ListenContext(ssl.SSLContext):
 
 
 class DialContext(ssl.SSLContext):
-    """A dialer's context; `token` is the place of its token, if it has one (rule 7)."""
+    """The TLS context of a dialer; `token` is the source of its token, if it has one (rule 7)."""
 
     token: TokenSource | ForwardedToken | None = None
 
@@ -139,13 +140,13 @@ class DialContext(ssl.SSLContext):
 def dial_context(
     config: TlsConfig, connect: str, token: ForwardedToken | None = None
 ) -> DialContext | None:
-    """Return the context for outgoing connections; None: without TLS.
+    """Return the context for outgoing connections; None if they do not use TLS.
 
-    A `token` replaces the place of a token in the connect string.
+    A `token` replaces the token of the connect string.
 
     Raises:
-        BadConfig: the connect string, a setting or a file is not valid; or there is a token, and no
-            TLS with a verified peer.
+        BadConfig: the connect string, a setting or a file is not valid; or there is a token, but no
+            TLS that verifies the peer.
     """
     if isinstance(config, ServerConfig) and config.tls_transition == "accept":
         return None
@@ -160,12 +161,12 @@ def has_certificate(config: TlsConfig, connect: str) -> bool:
 
 
 def reload_files(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext | None) -> None:
-    """Read a daemon's files again, for new connections.
+    """Read the certificate files of a daemon again; new connections use them.
 
-    If they are not valid, that is logged, and the previous ones stay in use.
+    If the files are not valid, the error is logged, and the previous files stay in use.
     """
     try:
-        listen_context(config)  # a new one first: half of a pair of files must not be used
+        listen_context(config)  # into a new context first: half of a pair of files must not be used
         chosen = _effective_settings(config, place_in(config.connect))
     except BadConfig as error:
         _log.error("tls.reload_failed error=%s", error)
@@ -187,16 +188,16 @@ def named_dial_context(place: str, token: TokenSource | None = None) -> DialCont
     """Return the context for a value of ?tls= and a token, for callers without a connect string.
 
     Raises:
-        BadConfig: like `dial_context`.
+        BadConfig: as for `dial_context`.
     """
     return _client_context(_effective_settings(TlsConfig(), place), token)
 
 
 def listen_context(config: ServerConfig | StorageConfig) -> ListenContext | None:
-    """Return the context for a daemon's incoming connections; None: without TLS.
+    """Return the context for a daemon's incoming connections; None if they do not use TLS.
 
     Raises:
-        BadConfig: like `dial_context`; or there is no certificate, or no authority for peers.
+        BadConfig: as for `dial_context`; or there is no certificate, or no authority for peers.
     """
     chosen = _effective_settings(config, place_in(config.connect))
     if chosen is None:
@@ -235,12 +236,13 @@ def listen_context(config: ServerConfig | StorageConfig) -> ListenContext | None
 
 
 def check_network(config: ServerConfig | StorageConfig) -> None:
-    """Check that a daemon listens on a non-loopback address only with TLS and permissions (rule 4).
+    """Check that a daemon on a non-loopback address has TLS and access control (rule 4).
 
-    It logs if every process that reaches ZooKeeper can change the permissions.
+    Log a warning if every process that reaches ZooKeeper can change the permissions.
 
     Raises:
-        BadConfig: it does, and `insecure_network` does not permit it; or like `dial_context`.
+        BadConfig: the address is not protected, and `insecure_network` does not permit it; or as
+            for `dial_context`.
     """
     if config.access == "on" and not parse_connect_string(config.connect).auth_file:
         _log.warning(
@@ -291,19 +293,19 @@ def _check_without_tls(config: ServerConfig | StorageConfig) -> None:
 
 
 def log_failure(peer: str, failure: str) -> None:
-    """Log why a handshake with a peer failed (rule 6); `peer` is a host if its ports vary."""
+    """Log why a handshake with a peer failed (rule 6); if ports vary, `peer` is only the host."""
     if is_new_failure(peer, failure):
         _log.warning("tls.handshake_failed peer=%s error=%s", peer, failure)
 
 
 def log_plain_peer(peer: str) -> None:
-    """Log that a peer was accepted without TLS, which ends with `tls_transition` (rule 6)."""
+    """Log that a peer was accepted without TLS, because of `tls_transition` (rule 6)."""
     if is_new_failure(peer, "plain TCP"):
         _log.warning("tls.plain_tcp_accepted peer=%s", peer)
 
 
 def kind_of(error: str) -> str:
-    """Return the beginning of an error without its values, for `is_new_failure`.
+    """Return the beginning of an error without its values, as the key for `is_new_failure`.
 
     Otherwise a peer could make each error a new one.
     """
@@ -311,9 +313,9 @@ def kind_of(error: str) -> str:
 
 
 def is_new_failure(peer: str, failure: str) -> bool:
-    """Whether a failure must be logged now (rule 6); the caller logs it then.
+    """Whether the caller must log a failure now (rule 6); the failure then counts as logged.
 
-    The addresses of an IPv6 network are one peer, which otherwise could fill the log.
+    All addresses of an IPv6 network count as one peer; otherwise this peer could fill the log.
     """
     peer, now_s = network_of(peer), time.monotonic()
     if now_s < _LAST_LOGGED.get((peer, failure), -LOG_INTERVAL_S) + LOG_INTERVAL_S:
@@ -325,26 +327,26 @@ def is_new_failure(peer: str, failure: str) -> bool:
 
 
 def alert_of(error: Exception) -> bytes:
-    """Return the alert to send to a peer after this handshake error; may be empty."""
+    """Return the alert to send to a peer after this handshake error; empty if there is none."""
     notes = getattr(error, "__notes__", [])
     return bytes.fromhex(notes[-1]) if isinstance(error, ssl.SSLError) and notes else b""
 
 
 def place_in(connect: str) -> str:
-    """Return the value of ?tls= of a connect string.
+    """Return the value of ?tls= in a connect string; empty if it has none.
 
-    A string without it is not checked: a storage without ZooKeeper may have any, and connecting
-    reports its errors.
+    A connect string without ?tls= is not checked: a storage without ZooKeeper may have any text,
+    and connecting reports errors in it.
     """
     return parse_connect_string(connect).tls if "tls=" in connect else ""
 
 
 def failure_text(error: Exception) -> str:
-    """Return the text for an error of a connection, without the number of the error."""
+    """Return the text of a connection error, without the error number."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"the certificate of the peer is not valid: {error.verify_message}"
     if not isinstance(error, ssl.SSLError):
-        if isinstance(error, OSError) and (error.errno or 0) > 0:  # not one of getaddrinfo
+        if isinstance(error, OSError) and (error.errno or 0) > 0:  # not an error of getaddrinfo
             return os.strerror(error.errno or 0)
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
     reason = error.reason or ""
@@ -359,7 +361,7 @@ def _words(reason: str) -> str:
 
 
 def _effective_settings(config: TlsConfig, place: str) -> TlsConfig | None:
-    """Return the effective settings (rule 1); None: no TLS."""
+    """Return the effective TLS settings (rule 1); None if they disable TLS."""
     value = _read_settings(ON if place == UNVERIFIED and config.tls_authorities else place)
     given = {
         each.name: getattr(config, each.name)
@@ -378,7 +380,7 @@ def _effective_settings(config: TlsConfig, place: str) -> TlsConfig | None:
 
 
 def _read_settings(place: str) -> TlsConfig:
-    """Return the settings that ?tls= names (rule 2)."""
+    """Return the settings that the value of ?tls= names (rule 2)."""
     if not place:
         return TlsConfig()
     if place in (ON, UNVERIFIED):
@@ -421,12 +423,12 @@ def _client_context(
 
 
 def _check_own_certificate(chosen: TlsConfig, host: str) -> None:
-    """Log if peers will not accept the own certificate for the advertised host (rule 9)."""
+    """Log an error if peers will reject the own certificate for the advertised host (rule 9)."""
     if chosen.tls_verify == "nothing":
         return
     host = host.removeprefix("[").removesuffix("]")
     dialing = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    dialing.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # its issuer is trusted here
+    dialing.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # this check trusts the issuer
     dialing.check_hostname = chosen.tls_verify in ("", "name")
     dialing.load_verify_locations(chosen.tls_certificate)
     accepting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -477,7 +479,10 @@ def load_certificate(context: ssl.SSLContext, kind: str, file: str, key_file: st
             raise _unreadable_file_error(name, each, error) from None
 
     def no_password() -> NoReturn:
-        raise BadConfig(f"setting {kind}_key: {key!r}: expected a private key without a password")
+        raise BadConfig(
+            f"setting {kind}_key: expected a private key without a password, found one with a "
+            f"password in {key!r}"
+        )
 
     try:
         context.load_cert_chain(file, key, no_password)
@@ -490,8 +495,10 @@ def load_certificate(context: ssl.SSLContext, kind: str, file: str, key_file: st
 
 def _bad_file_error(name: str, file: str, expected: str, error: ssl.SSLError) -> BadConfig:
     reason = _words(error.reason or "") or str(error)
-    return BadConfig(f"setting {name}: {file}: expected a PEM file with {expected}: {reason}")
+    return BadConfig(
+        f"setting {name}: expected a PEM file with {expected}, found {file} ({reason})"
+    )
 
 
 def _unreadable_file_error(name: str, file: str, error: OSError) -> BadConfig:
-    return BadConfig(f"setting {name}: {file!r} cannot be read: {error.strerror or error}")
+    return BadConfig(f"setting {name}: {file!r} cannot be read ({error.strerror or error})")

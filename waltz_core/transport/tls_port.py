@@ -4,14 +4,14 @@ The listening port of the event loop closes a connection silently if the handsha
 operator has configured TLS on one side only, the other side would then log nothing.
 
 Rules:
-    1. A peer that does not begin with a handshake gets an alert, which Waltz's dialers recognize,
-       and is logged. A connection without any byte is not logged.
+    1. A peer that does not begin with a handshake receives an alert, which Waltz's dialers
+       recognize, and is logged. A connection without any byte is not logged.
     2. A handshake may take `HANDSHAKE_S_MAX` at most, and `port_limits.py` limits the number and
-       rate of handshakes. A handshake begins when the whole ClientHello has arrived and it has its
-       turn, because the answer takes most of the CPU time.
+       rate of handshakes. A handshake begins when the whole ClientHello has arrived and the queue
+       gives it a turn, because the answer to it uses most of the CPU time.
     3. No bytes reach a connection's protocol before the handshake is done.
-    4. While a cluster switches to TLS (`tls_transition`), a peer that does not begin with a
-       handshake gets a connection without TLS. If daemons already connect with TLS, this is logged.
+    4. While a cluster switches to TLS (`tls_transition`), the port accepts a peer that does not
+       begin with a handshake, without TLS. If daemons already connect with TLS, this is logged.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ HANDSHAKE_S_MAX: Final = 5.0
 HANDSHAKES_MAX: Final = 4_096
 BACKLOG: Final = 1_024
 
-# After a lack of descriptors or memory; an immediate retry would fail, too.
+# The pause after a lack of descriptors or memory; an immediate retry would fail, too.
 _ACCEPT_PAUSE_S: Final = 0.5
 
 
 class TlsPort:
-    """See the module's rules; `make_protocol` is called after a successful handshake."""
+    """A listening port with TLS; `make_protocol` is called after a successful handshake."""
 
     def __init__(
         self, context: tls.ListenContext, make_protocol: Callable[[], asyncio.BaseProtocol]
@@ -54,7 +54,7 @@ class TlsPort:
         self._queue = HandshakeQueue(self._loop.call_later)
 
     async def open(self, host: str, port: int) -> None:
-        """Listen at all addresses of a host, like `loop.create_server`; raises OSError."""
+        """Listen on all addresses of a host, like `loop.create_server`; raises OSError."""
         infos = await self._loop.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
@@ -65,11 +65,11 @@ class TlsPort:
             self._close_sockets()
             raise
         self.port = self._sockets[0].getsockname()[1]
-        # Not in a task group, like the loop's own ports: it ends with `close`.
+        # Not in a task group, like the event loop's own ports: the task ends with `close`.
         self._accepting = self._loop.create_task(self._accept_all(), name="tls-port")
 
     async def close(self) -> None:
-        """Accept no more connections; handshakes in progress are dropped."""
+        """Stop accepting connections, and drop handshakes in progress."""
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
@@ -108,7 +108,8 @@ class TlsPort:
             first = await self._first_bytes(accepted, host)
             if self._is_acceptable(first, accepted, host):
                 is_tls = first[0] == tls.HANDSHAKE
-                # The loop closes its transport before it reports a failure; this socket stays open.
+                # If the handshake fails, the loop closes its transport first; this duplicate stays
+                # open.
                 duplicate = accepted.dup()
                 is_handed_over = True
                 await self._loop.connect_accepted_socket(
@@ -140,16 +141,18 @@ class TlsPort:
                 accepted.close()
 
     async def _first_bytes(self, accepted: socket.socket, host: str) -> bytes:
-        """Wait for the first bytes, then for a turn (rule 2); do not read them; b"": it has closed.
+        """Wait for a peer's first bytes and for a turn (rule 2); return the bytes without reading.
 
-        A peer has `HANDSHAKE_S_MAX` for them, without the time in which it waits for its turn.
+        Return b"" if the peer has closed the connection. The peer must send the bytes within
+        `HANDSHAKE_S_MAX`; the time for which it waits for a turn does not count.
         """
         accepted.settimeout(0)
         late_s = self._loop.time() + HANDSHAKE_S_MAX
         wanted = 1
         async with asyncio.timeout_at(late_s) as deadline:
             while True:
-                # It becomes readable with these bytes: a slow peer takes three turns at most.
+                # The socket becomes readable with these bytes: a slow peer uses three turns at
+                # most.
                 accepted.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
                 deadline.reschedule(late_s)
                 late_s += await self._wait_for_turn(accepted, host, deadline)
@@ -168,13 +171,16 @@ class TlsPort:
     async def _wait_for_turn(
         self, accepted: socket.socket, host: str, deadline: asyncio.Timeout
     ) -> float:
-        """Wait until it is readable, then for its turn; return how long the latter took."""
+        """Wait until the socket is readable, then for its turn.
+
+        Return the seconds of the second wait.
+        """
         turn, readable_s = self._loop.create_future(), 0.0
 
         def is_readable() -> None:
             nonlocal readable_s
             self._loop.remove_reader(accepted)
-            if not turn.done():  # it is not late
+            if not turn.done():  # it has not timed out
                 readable_s = self._loop.time()
                 deadline.reschedule(None)
                 self._queue.add(host, turn, lambda: tcp.has_closed(accepted))
@@ -187,7 +193,7 @@ class TlsPort:
         return self._loop.time() - readable_s
 
     def _is_acceptable(self, first: bytes, accepted: socket.socket, host: str) -> bool:
-        """Whether a peer with these first bytes may continue; reject it otherwise (rule 1)."""
+        """Whether a peer with these first bytes may continue; if not, send it an alert (rule 1)."""
         if not first:
             return False
         if first[0] == tls.HANDSHAKE:

@@ -1,4 +1,4 @@
-"""The place of a client's token, as a connect string names it: a file or an environment variable.
+"""The source of a client's token that a connect string names: a file or an environment variable.
 
 The token is read for each connection, so that it can be replaced while the process runs. A process
 that acts for others, such as the gateway, keeps the token of each of them in memory.
@@ -15,7 +15,7 @@ from waltz_core.errors import BadConfig
 
 @dataclass(frozen=True, slots=True)
 class TokenSource:
-    """A file or, if that is empty, a variable."""
+    """The file of a token or, if `file` is empty, the environment variable."""
 
     file: str
     variable: str
@@ -24,7 +24,10 @@ class TokenSource:
         return f"token_file {self.file!r}" if self.file else f"token_env {self.variable}"
 
     def read(self) -> Token:
-        """Return the token; raises BadConfig with the place, and without the text."""
+        """Read the token.
+
+        Raises BadConfig, which names the source but does not contain the token.
+        """
         if not self.file:
             if self.variable not in os.environ:
                 raise BadConfig(f"{self}: expected a token, but the variable is not set")
@@ -53,9 +56,9 @@ class ForwardedToken:
 
 
 def token_source_in(connect: str) -> TokenSource | None:
-    """Return the place that a connect string names; None: it names none.
+    """Return the token source that a connect string names; None if it names none.
 
-    A string without one is not checked, like in `tls.place_in`.
+    A string without a token source is not checked, as in `tls.place_in`.
     """
     if "token_" not in connect:
         return None

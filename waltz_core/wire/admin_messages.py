@@ -1,10 +1,10 @@
 """Every message of protocol A: the administration of a storage.
 
-It is a table like `messages.py`, with the same rules. Version 0 has the bytes of Waltz 0.13
+This is a table like `messages.py`, with the same rules. Version 0 has the bytes of Waltz 0.13
 (docs/design/wire-format.md 3.2); versions 1 and 2 add messages.
 
-Prefix: type (1 byte), sequence (8). An answer echoes its request's sequence. Type 5 of 0.13 has no
-meaning.
+Each message starts with a prefix: type (1 byte), sequence number (8 bytes). An answer has the
+sequence number of its request. Type 5 of 0.13 has no meaning.
 """
 
 from dataclasses import field
@@ -41,7 +41,7 @@ from waltz_core.wire.messages import (
     WireProtocol,
 )
 
-# (class, method, file or None, line) of each frame
+# each frame of the stack: (class, method, file or None, line)
 Stack = Annotated[tuple[tuple[str, str, str | None, int], ...], FieldKind.STACK]
 
 
@@ -59,7 +59,7 @@ class AdminMessage(Message):
 
 @value(frozen=True, slots=True)
 class Done(AdminMessage):
-    """The request is done, durably; answers 3, 4, 6, 69, 70 and 71."""
+    """The storage has durably processed the request. Answers 3, 4, 6, 69, 70, 71 and 78."""
 
     code = 1
     requires = ANSWER
@@ -67,7 +67,7 @@ class Done(AdminMessage):
 
 @value(frozen=True, slots=True)
 class AdminFailure(AdminMessage):
-    """The request failed, with the reason; sent to peers of version 0 only."""
+    """The request failed; `text` is the reason. Sent only to peers of version 0."""
 
     code = 2
     requires = ANSWER
@@ -77,7 +77,7 @@ class AdminFailure(AdminMessage):
 
 @value(frozen=True, slots=True)
 class CheckCluster(AdminMessage):
-    """Check that the storage belongs to this cluster; the sequence is -1."""
+    """Check that the storage belongs to this cluster. The sequence number is -1."""
 
     code = 3
     requires = all_of(ADMINISTER, scope=Scope.ANY)
@@ -87,7 +87,7 @@ class CheckCluster(AdminMessage):
 
 @value(frozen=True, slots=True)
 class SetAvailable(AdminMessage):
-    """Take partitions offline, or online again."""
+    """Take partitions offline, or bring them online again."""
 
     code = 4
     requires = all_of(ADMINISTER)
@@ -97,7 +97,7 @@ class SetAvailable(AdminMessage):
 
 @value(frozen=True, slots=True)
 class SetAssigned(AdminMessage):
-    """Assign partitions to the storage, or remove them, optionally with their files."""
+    """Assign partitions to the storage, or unassign them and optionally delete their files."""
 
     code = 6
     requires = all_of(ADMINISTER)
@@ -108,7 +108,7 @@ class SetAssigned(AdminMessage):
 
 @value(frozen=True, slots=True)
 class RecordListRequest(AdminMessage):
-    """Read records from `first` on."""
+    """Read up to `count_max` records, starting with ID `first`."""
 
     code = 7
     requires = all_of(ADMINISTER, READ)
@@ -119,7 +119,7 @@ class RecordListRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class RecordListResponse(AdminMessage):
-    """The records that exist, maybe none."""
+    """The requested records that exist; possibly none."""
 
     code = 8
     requires = ANSWER
@@ -129,7 +129,7 @@ class RecordListResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class SessionInfoRequest(AdminMessage):
-    """Request the marks in the control file."""
+    """Request the session and the low-water marks in a partition's control file entry."""
 
     code = 9
     requires = all_of(ADMINISTER)
@@ -138,7 +138,10 @@ class SessionInfoRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class SessionInfoResponse(AdminMessage):
-    """The marks in the control file. The local mark is the end of the log when they were set."""
+    """The last session and the low-water marks of a partition in the control file.
+
+    `local_low_water_mark` is the end of the log at the time when the marks were set.
+    """
 
     code = 10
     requires = ANSWER
@@ -150,7 +153,7 @@ class SessionInfoResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class MetricsRequest(AdminMessage):
-    """Request the gauges."""
+    """Request the metrics of the storage."""
 
     code = 11
     requires = all_of(ADMINISTER, scope=Scope.ALL)
@@ -158,7 +161,10 @@ class MetricsRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class MetricsResponse(AdminMessage):
-    """The gauges as JSON, with the structure and names of 0.13; longer than a text may be."""
+    """The storage's gauges as JSON, with the structure and names of 0.13.
+
+    A `Text` would be too short.
+    """
 
     code = 12
     requires = ANSWER
@@ -167,7 +173,7 @@ class MetricsResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class HeldRequest(AdminMessage):
-    """Request the assigned partitions."""
+    """Request the list of the partitions that are assigned to the storage."""
 
     code = 13
     requires = all_of(ADMINISTER, scope=Scope.ANY)
@@ -175,7 +181,7 @@ class HeldRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class HeldResponse(AdminMessage):
-    """Each assigned partition, and whether it is available."""
+    """The partitions that are assigned to the storage, each with its availability."""
 
     code = 14
     requires = ANSWER
@@ -188,7 +194,7 @@ class HeldResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class AdminRejected(AdminMessage):
-    """The request failed; the code is that of `errors.py`."""
+    """The request failed. `error_code` is the code of the error in `errors.py`."""
 
     code = 64
     requires = ANSWER
@@ -208,7 +214,7 @@ class StorageRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class StorageResponse(AdminMessage):
-    """The storage's identity, and its partitions."""
+    """The identity of the storage, and the list of its partitions."""
 
     code = 66
     requires = ANSWER
@@ -222,7 +228,7 @@ class StorageResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class ReplicaRequest(AdminMessage):
-    """Request the state of one partition."""
+    """Request the state of one partition of the storage."""
 
     code = 67
     requires = all_of(ADMINISTER)
@@ -232,11 +238,11 @@ class ReplicaRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class ReplicaResponse(AdminMessage):
-    """The state of one partition.
+    """The state of one partition of the storage.
 
-    `reason` is the reason why its log cannot be used, and empty if it can; with a reason the
-    fields after it are empty. `low_water_mark` is the confirmed one. `damaged` holds pairs first,
-    last of ids.
+    `reason` states why the partition's log cannot be used; it is empty for a usable log. With a
+    reason, the fields after it are empty. `low_water_mark` is the confirmed low-water mark.
+    `damaged` contains pairs (first ID, last ID) of damaged ranges.
     """
 
     code = 68
@@ -258,7 +264,7 @@ class ReplicaResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class RemovePartition(AdminMessage):
-    """Remove a partition; `is_forced`: also if the last session depends on this replica."""
+    """Remove a partition. `is_forced`: also if the last session depends on this replica."""
 
     code = 69
     requires = all_of(ADMINISTER)
@@ -270,7 +276,7 @@ class RemovePartition(AdminMessage):
 
 @value(frozen=True, slots=True)
 class MarkSuspect(AdminMessage):
-    """Mark a replica as suspect, until a session has repaired it up to its mark."""
+    """Mark a replica as suspect until a session has repaired it up to its low-water mark."""
 
     code = 70
     requires = all_of(ADMINISTER)
@@ -281,7 +287,10 @@ class MarkSuspect(AdminMessage):
 
 @value(frozen=True, slots=True)
 class ReSeed(AdminMessage):
-    """Delete a replica's log: it starts empty and suspect, and is copied from the others."""
+    """Delete a replica's log.
+
+    The replica restarts empty and suspect; other replicas supply its log.
+    """
 
     code = 71
     requires = all_of(ADMINISTER)
@@ -292,7 +301,7 @@ class ReSeed(AdminMessage):
 
 @value(frozen=True, slots=True)
 class CopyRequest(AdminMessage):
-    """Read whole batches from `first` on, up to the confirmed low-water mark and no further."""
+    """Read whole batches, starting with ID `first`, at most up to the confirmed low-water mark."""
 
     code = 72
     requires = all_of(ADMINISTER, READ)
@@ -304,9 +313,10 @@ class CopyRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class Copy(AdminMessage):
-    """Whole batches of a log; as an answer to 72 empty if `first` is above the mark.
+    """Whole batches of a log.
 
-    As a request: append them to the log of a replica that is offline.
+    As an answer to 72, the message is empty if `first` is above the confirmed low-water mark. As a
+    request, it appends the batches to the log of a replica that is offline.
     """
 
     code = 73
@@ -323,7 +333,7 @@ class Copy(AdminMessage):
 
 @value(frozen=True, slots=True)
 class Copied(AdminMessage):
-    """Everything up to this ID is on disk, synced; answers 73 as a request."""
+    """The log is synced to disk up to this ID. Answers request 73."""
 
     code = 74
     requires = ANSWER
@@ -334,7 +344,7 @@ class Copied(AdminMessage):
 
 @value(frozen=True, slots=True)
 class ScrubRequest(AdminMessage):
-    """Request the progress of a partition's scrub; `begins`: start a new pass first."""
+    """Request the progress of a partition's scrub. With `begins`, first start a new scrub pass."""
 
     code = 76
     requires = all_of(ADMINISTER)
@@ -345,10 +355,11 @@ class ScrubRequest(AdminMessage):
 
 @value(frozen=True, slots=True)
 class ScrubResponse(AdminMessage):
-    """This pass has read the records below `next_id`; answers 76.
+    """The progress of a partition's scrub. Answers 76.
 
-    `read_bytes` are those of this pass, `finished_age_ms` is the time since the last completed
-    pass, -1 for none; `error` is why the last one was not completed.
+    The current scrub pass has read the records below `next_id`, `read_bytes` bytes in total.
+    `finished_age_ms` is the time since the last completed pass; -1 if none was completed. `error`
+    is the reason why the last pass was not completed.
     """
 
     code = 77
@@ -370,7 +381,7 @@ class ScrubResponse(AdminMessage):
 
 @value(frozen=True, slots=True)
 class AuthenticateForAdmin(AdminMessage):
-    """Like `Authenticate` of protocol L; the sequence is -1. `Done` answers it."""
+    """Like `Authenticate` of protocol L. The sequence number is -1. `Done` answers this message."""
 
     code = 78
     requires = CREDENTIAL

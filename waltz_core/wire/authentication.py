@@ -1,8 +1,8 @@
-"""The exchange by which a token states the principal of a connection (decision 048, AC 3).
+"""The exchange in which a token establishes the principal of a connection (decision 048, AC 3).
 
-It is the same in all three protocols: after the hellos the dialer sends the token, and the listener
-accepts it, or answers with an error and closes the connection. `rejected_answer` is also the
-answer to a request that is denied, or over a limit.
+The exchange is the same in all three protocols. After the hellos, the dialer sends its token. The
+listener accepts the token, or answers with an error and closes the connection. A listener also uses
+`rejected_answer` for a request that it denies, or that exceeds a limit.
 """
 
 from dataclasses import replace
@@ -37,7 +37,11 @@ _REQ_ID: Final = ReqId(ClientId(-1), Generation(-1), PartitionId(-1), -1)
 
 
 def credential_message(protocol: WireProtocol, version: int, secret: bytes) -> Credential | None:
-    """Return the dialer's message; None: this version has none, and so no access control."""
+    """Return the message with the dialer's token.
+
+    Return None if this version of the protocol has no such message, and therefore no access
+    control.
+    """
     made: Credential
     match protocol:
         case WireProtocol.CLIENT:
@@ -62,7 +66,7 @@ def accepted_answer(message: Credential) -> Message:
 
 
 def rejected_answer(message: Message, version: int | None, error: WaltzError) -> Message:
-    """Return the listener's answer to a token that it does not accept, or to a denied request."""
+    """Return the listener's answer to a token or another request, rejected with `error`."""
     retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
     if isinstance(message, ClientMessage):
         answer = ErrorResponse(message.req_id, error.code, error.retriable, str(error))
@@ -78,7 +82,7 @@ def rejected_answer(message: Message, version: int | None, error: WaltzError) ->
 
 
 def error_in(answer: Message) -> WaltzError | None:
-    """Return the error of the listener's answer; None: it has accepted the token."""
+    """Return the error in the listener's answer; None if the listener has accepted the token."""
     match answer:
         case Authenticated() | SuccessResponse() | Done():
             return None

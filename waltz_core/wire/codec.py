@@ -1,14 +1,15 @@
-"""Encodes messages to frames and decodes them, derived from the tables of messages.
+"""Encodes messages to frames and decodes frames, according to the tables of messages.
 
-It has no state of a connection. Decoding returns a message or raises `RemoteProtocolError` for any
-bytes; encoding raises `LocalProtocolError` for what a version cannot express.
+The codec keeps no state of a connection. Decoding either returns a message or raises
+`RemoteProtocolError`, whatever the bytes. Encoding raises `LocalProtocolError` if the version
+cannot express the message.
 
-There is one plan for each message class and version. It joins neighboring fields of fixed size
-into one `struct` call and has one function for each field of variable size.
+There is one plan for each message class and version. A plan joins neighboring fields of fixed size
+into one `struct` call, and has one function for each field of variable size.
 
 Rules:
-    1. `decode(encode(m)) == m` for every value that both versions can express; no field is skipped
-       silently except those that messages.py marks `is_extra`.
+    1. `decode(encode(m)) == m` for every value that both versions can express. The codec skips no
+       field silently, except those that messages.py marks `is_extra`.
     2. Bytes after the last field are an error.
     3. Large byte fields are never copied: encoding returns the caller's buffers, decoding returns
        views of the frame.
@@ -41,7 +42,7 @@ assert FRAME_HEADER.size == 7
 
 
 class FrameHeader(NamedTuple):
-    """The header of a frame; `payload_bytes` is as received and may be negative."""
+    """The header of a frame. `payload_bytes` is the received number, which may be negative."""
 
     magic: int
     version: int
@@ -53,17 +54,17 @@ class FrameHeader(NamedTuple):
 
 
 def decode_frame_header(data: Buffer, offset: int = 0) -> FrameHeader:
-    """Decode 7 bytes; the caller has checked that they exist."""
+    """Decode a frame header of 7 bytes; the caller has checked that `data` contains all of them."""
     return FrameHeader._make(FRAME_HEADER.unpack_from(data, offset))
 
 
 def encode_keep_alive(protocol: WireProtocol, version: int) -> bytes:
-    """Return the empty frame of a keep-alive (docs/design/wire-format.md 1.1)."""
+    """Return the bytes of a keep-alive: an empty frame (docs/design/wire-format.md 1.1)."""
     return FRAME_HEADER.pack(protocol.magic, version, 0)
 
 
 def encode_hello(hello: Hello) -> bytes:
-    """Return the complete frame of a hello."""
+    """Return the bytes of a complete hello frame."""
     text = hello.text.encode()
     payload = struct.pack(f">i{len(hello.versions)}h", len(hello.versions), *hello.versions)
     payload += _INT32.pack(len(text)) + text
@@ -71,7 +72,7 @@ def encode_hello(hello: Hello) -> bytes:
 
 
 def decode_hello(payload: Buffer) -> Hello:
-    """Decode a hello's payload; raise RemoteProtocolError for any other bytes."""
+    """Decode the payload of a hello; raise RemoteProtocolError for invalid bytes."""
     view = memoryview(payload)
     values: list[Any] = []
     try:
@@ -88,10 +89,10 @@ def decode_hello(payload: Buffer) -> Hello:
 
 
 def encode(message: Message, version: int) -> list[Buffer]:
-    """Return the message's frame as buffers to write one after the other.
+    """Encode a message as a frame; return the buffers to write in order.
 
-    They include buffers of the message itself (rule 3), which must not change until they are
-    written. Raises LocalProtocolError for a message that this version cannot express.
+    Some buffers belong to the message itself (rule 3). The caller must not change them until they
+    are written. Raises LocalProtocolError if this version cannot express the message.
     """
     plan = _plan(type(message), version)
     out = FieldWriter()
@@ -100,7 +101,7 @@ def encode(message: Message, version: int) -> list[Buffer]:
             write(message, out)
     except (struct.error, UnicodeEncodeError) as error:
         raise LocalProtocolError(
-            f"{plan.name}, version {version}, cannot express this: {error}"
+            f"{plan.name} cannot be encoded in version {version}: {error}"
         ) from error
     if not out.done:
         header = FRAME_HEADER.pack(plan.magic, version, len(out.small) + 1)
@@ -113,15 +114,17 @@ def encode(message: Message, version: int) -> list[Buffer]:
 
 
 def decode(protocol: WireProtocol, version: int, payload: memoryview) -> Message:
-    """Return the message in a payload; raise RemoteProtocolError for invalid bytes."""
+    """Decode the message in a frame's payload; raise RemoteProtocolError for invalid bytes."""
     if len(payload) == 0:
         raise RemoteProtocolError(
-            f"protocol {protocol.name} {version}: expected a message type, found an empty payload"
+            f"protocol {protocol.name}, version {version}: expected a message type, found an "
+            "empty payload"
         )
     plan = _plans(protocol, version).get(payload[0])
     if plan is None:
         raise RemoteProtocolError(
-            f"protocol {protocol.name} {version}: there is no message with type {payload[0]}"
+            f"protocol {protocol.name}, version {version}: there is no message with type "
+            f"{payload[0]}"
         )
     values: list[Any] = []
     at = 1
@@ -152,7 +155,7 @@ _Writer: TypeAlias = Callable[[Message, FieldWriter], None]
 
 
 class _MessageLayout(NamedTuple):
-    """The layout of one message in a frame of one version."""
+    """The plan of one message class in one version: how its frame is written and read."""
 
     name: str
     magic: int
@@ -162,13 +165,13 @@ class _MessageLayout(NamedTuple):
     readers: tuple[FieldReader, ...]
 
 
-# Filled on demand, never changed: the table has a few dozen classes and few versions.
+# Plans are created on demand and never change. There are a few dozen classes and few versions.
 _plans_made: dict[tuple[type[Message], int], _MessageLayout] = {}
 _tables_made: dict[tuple[WireProtocol, int], dict[int, _MessageLayout]] = {}
 
 
 def _plans(protocol: WireProtocol, version: int) -> dict[int, _MessageLayout]:
-    """Return the plans of all messages that exist in a version of a protocol, by type code."""
+    """Return the plans of all messages in a version of a protocol, by type code."""
     found = _tables_made.get((protocol, version))
     if found is None:
         found = _tables_made[protocol, version] = _make_table(protocol, version)
@@ -192,7 +195,7 @@ def _make_table(protocol: WireProtocol, version: int) -> dict[int, _MessageLayou
 
 
 def message_classes(protocol: WireProtocol) -> list[type[Message]]:
-    """Return the classes of the tables that have a code, in the order of their files."""
+    """Return all classes of the tables that have a type code, in the order of their files."""
     return [
         value
         for table in (messages, admin_messages)
@@ -299,9 +302,10 @@ def _variable(name: str, kind: FieldKind) -> tuple[_Writer, FieldReader]:
 
 
 def _absent(field: "dataclasses.Field[Any]", kind: FieldKind) -> tuple[_Writer, FieldReader]:
-    """Return the layout of a field that this version does not have: only its empty value fits.
+    """Return the writer and the reader of a field that this version does not have.
 
-    If the field is extra, any value is allowed, and none is sent.
+    The reader returns the field's empty value. The writer raises LocalProtocolError for any other
+    value. If the field is extra, the writer accepts any value and does not send it.
     """
     is_extra = field.metadata.get("is_extra", False)
     empty = field.default if is_extra else EMPTY[kind]

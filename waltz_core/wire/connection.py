@@ -1,22 +1,24 @@
-"""One connection without any I/O: bytes in, hello and messages out, and the reverse.
+"""One connection without any I/O: converts received bytes to messages, and messages to bytes.
 
-It implements version negotiation, frame limits and protocol errors. `net.py` and the simulator's
-network use it.
+This module implements version negotiation, frame limits and protocol errors. `net.py` and the
+simulator's network use it.
 
-Bytes arrive through `get_buffer` and `buffer_updated`, so that a socket can read directly into the
-memory of a large frame; `receive` does both for bytes that have arrived already.
+Bytes arrive through `get_buffer` and `buffer_updated`. Thus a socket can read directly into the
+memory of a large frame. `receive` does the same for bytes that are already in memory.
 
 Rules:
-    1. The first frame of either side is a hello; then the highest common version is used.
-    2. After a failure nothing is received and nothing can be sent any more.
-    3. Messages that were received before a failure are returned before it.
+    1. The first frame of either side is a hello. From then on, both sides use the highest common
+       version.
+    2. After a failure, the connection receives and sends nothing.
+    3. Messages that were received before a failure are returned before the failure.
     4. A frame over the limit is rejected before memory is allocated for it. The limit of a listener
-       depends on its peer (`bytes_max_of_peer`); before the hello it is that of a hello.
+       depends on its peer (`bytes_max_of_peer`). Before the hello, the limit is that of a hello.
     5. An empty frame of the correct protocol and version is a keep-alive.
-    6. Each frame's payload has its own memory: a view of it stays valid as long as it is kept.
-    7. A connection without a part of a frame, or with a part of a frame's header, has no buffer: of
-       a thousand connections nearly all are idle. Before the hello it has one of its own, of
-       `HELLO_BYTES_MAX`.
+    6. Each frame's payload has its own memory. A view of the payload stays valid as long as the
+       view exists.
+    7. If a connection has received no part of a frame, or only a part of a frame's header, it has
+       no read buffer: of a thousand connections, nearly all are idle. Before the hello, a
+       connection has its own read buffer of `HELLO_BYTES_MAX`.
 """
 
 from dataclasses import dataclass
@@ -34,12 +36,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HELLO_BYTES_MAX: Final = 4 * 1024
-# A frame of this size is received from each peer.
+# Frames up to this size are accepted from each peer, whatever `bytes_max_of_peer` returns.
 SMALL_FRAME_BYTES_MAX: Final = 64 * 1024
-# One read of small frames; a large frame is read into its own memory from its second read on.
+# The size of a read buffer. After the first read of a large frame, the next reads use the frame's
+# own memory.
 _SCRATCH_BYTES: Final = 64 * 1024
 _SCRATCHES_KEPT_MAX: Final = 16
-# The first bytes of a peer with TLS: an alert or a handshake, of a version 3.x.
+# The first bytes of a TLS peer: the record type (alert or handshake), and the major version 3.
 _TLS_RECORDS: Final = ((0x15, 3), (0x16, 3))
 FOUND_TLS: Final = "expected plain TCP, found TLS"
 assert FRAME_HEADER.size < HELLO_BYTES_MAX < _SCRATCH_BYTES
@@ -54,7 +57,7 @@ _TOO_OLD: Final = {
 
 @dataclass(frozen=True, slots=True)
 class HelloReceived:
-    """The hello of the peer has arrived; `version` is the agreed one."""
+    """The peer's hello has arrived; `version` is the version that both sides use from now on."""
 
     peer: Hello
     version: int
@@ -62,7 +65,7 @@ class HelloReceived:
 
 @dataclass(frozen=True, slots=True)
 class ProtocolFailed:
-    """The peer broke the protocol; the connection must be closed."""
+    """The peer has violated the protocol; the caller must close the connection."""
 
     error: RemoteProtocolError
 
@@ -71,7 +74,7 @@ ConnectionEvent: TypeAlias = HelloReceived | Message | ProtocolFailed
 
 
 class Connection:
-    """One end of a connection: the agreed version, and an incomplete frame."""
+    """One end of a connection: the agreed version, and the frame that is being received."""
 
     _scratches: ClassVar[list[memoryview]] = []
 
@@ -93,12 +96,13 @@ class Connection:
         self._versions = own if versions is None else versions
         self._text = protocol.listener_text if is_listener else protocol.dialler_text
         self._frame_bytes_max = frame_bytes_max
-        # Returns the limit of received frames of more than `SMALL_FRAME_BYTES_MAX`.
+        # Returns the size limit for received frames of more than `SMALL_FRAME_BYTES_MAX` bytes.
         self.bytes_max_of_peer: Callable[[], int] | None = None
         self._scratch: memoryview | None = None
         self._scratch_end = 0
-        self._header_part = b""  # what has arrived of a frame's header
-        # A frame that did not arrive in one read: its header, its memory, the bytes that arrived.
+        self._header_part = b""  # the received part of a frame header
+        # A frame that one read did not complete: its header, its memory, and the number of bytes
+        # received.
         self._header: FrameHeader | None = None
         self._frame = memoryview(b"")
         self._frame_end = 0
@@ -106,18 +110,21 @@ class Connection:
     # ------------------------------------------------------------------ sending
 
     def first_bytes(self) -> bytes:
-        """Return the own hello, to send at once, without waiting for the peer's."""
+        """Return the hello of this side. Send it at once, without waiting for the peer's hello."""
         return codec.encode_hello(Hello(self._versions, self._text))
 
     def send(self, message: Message) -> list[Buffer]:
-        """Return the message's frame as buffers to write in order.
+        """Encode a message as a frame; return the buffers to write in order.
 
-        Raises LocalProtocolError before the peer's hello (the version is not known), after a
-        failure, for a frame over the limit, and for what the agreed version cannot express.
+        Raises LocalProtocolError before the peer's hello, when the version is not known, and after
+        a failure. It is also raised if the frame exceeds the limit, or if the agreed version cannot
+        express the message.
         """
         if self.version is None or self.failure is not None:
             state = "has failed" if self.failure else "has not negotiated a version yet"
-            raise LocalProtocolError(f"{type(message).__name__}: the connection {state}")
+            raise LocalProtocolError(
+                f"cannot send {type(message).__name__}, because the connection {state}"
+            )
         assert message.protocol is self.protocol
         buffers = codec.encode(message, self.version)
         frame_bytes = sum(map(len, buffers))
@@ -129,7 +136,7 @@ class Connection:
         return buffers
 
     def keep_alive(self) -> bytes:
-        """Return an empty frame."""
+        """Return the bytes of an empty frame, as a keep-alive."""
         if self.version is None:
             return codec.encode_keep_alive(WireProtocol.HELLO, codec.HELLO_VERSION)
         return codec.encode_keep_alive(self.protocol, self.version)
@@ -138,16 +145,16 @@ class Connection:
 
     @property
     def is_inside_frame(self) -> bool:
-        """Whether the peer still owes the rest of a frame."""
+        """Whether the peer has sent only a part of a frame so far."""
         return self._header is not None or self._scratch_end > 0 or bool(self._header_part)
 
     @property
     def incomplete_bytes(self) -> int:
-        """The bytes that have arrived of a frame with a buffer of its own."""
+        """How many bytes of an incomplete large frame have arrived; 0 without such a frame."""
         return 0 if self._header is None else self._frame_end
 
     def receive(self, data: Buffer) -> list[ConnectionEvent]:
-        """Process bytes; return the completed events in order."""
+        """Process received bytes; return the events that they complete, in order."""
         view = memoryview(data)
         events: list[ConnectionEvent] = []
         while view and self.failure is None:
@@ -159,7 +166,7 @@ class Connection:
         return events
 
     def get_buffer(self) -> memoryview:
-        """Return the buffer for the next bytes; never empty."""
+        """Return the buffer into which the next bytes must be read; it is never empty."""
         if self._header is None:
             if self._scratch is None:
                 self._take_scratch()
@@ -168,7 +175,7 @@ class Connection:
         return self._frame[self._frame_end :]
 
     def buffer_updated(self, count: int) -> list[ConnectionEvent]:
-        """Process `count` bytes of `get_buffer`; return the completed events in order."""
+        """Process `count` bytes, read into `get_buffer()`; return the completed events in order."""
         assert count > 0
         if self.failure is not None:
             return []
@@ -190,7 +197,7 @@ class Connection:
         return events
 
     def _take_scratch(self) -> None:
-        """Take a buffer, with what has arrived of a header (rule 7)."""
+        """Get a read buffer, and copy the received part of a frame header into it (rule 7)."""
         if self.version is None:
             self._scratch = memoryview(bytearray(HELLO_BYTES_MAX))
         elif self._scratches:
@@ -209,7 +216,7 @@ class Connection:
             self._scratches.append(scratch)
 
     def _read_scratch(self, events: list[ConnectionEvent]) -> None:
-        """Take all complete frames from the scratch; move an incomplete one to its own memory."""
+        """Process the complete frames in the read buffer; move an incomplete one elsewhere."""
         scratch, end, at = self._scratch, self._scratch_end, 0
         assert scratch is not None, "buffer_updated without get_buffer"
         while end - at >= FRAME_HEADER.size:
@@ -217,7 +224,8 @@ class Connection:
             self._check_header(header)
             at += FRAME_HEADER.size
             if header.payload_bytes > end - at:
-                # numpy does not clear the memory, which would be most of the cost of large frames
+                # NumPy does not clear the memory. Clearing would be most of the cost of a large
+                # frame.
                 self._frame = np.empty(header.payload_bytes, dtype=np.uint8).data
                 self._frame_end = end - at
                 self._frame[: end - at] = scratch[at:end]
@@ -259,7 +267,7 @@ class Connection:
             )
 
     def _transport_hint(self, peer: Hello) -> str:
-        """Return why a peer is rejected that is older than all versions of this side."""
+        """Return a hint if all versions of the peer are older than those of this side."""
         is_older = bool(peer.versions) and max(peer.versions) < min(self._versions)
         return f"; {_TOO_OLD[self.protocol]}" if is_older and self.protocol in _TOO_OLD else ""
 

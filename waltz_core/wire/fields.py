@@ -1,13 +1,13 @@
-"""The layout of each kind of field in a payload: one function writes it, one reads it.
+"""The layout of each kind of field in a payload: one function that writes it, one that reads it.
 
-A reader gets a view of the payload and an offset, appends the value and returns the offset after
-it.
+A reader gets a view of the payload, an offset, and a list. It appends the value to the list and
+returns the offset after the field.
 
 Rules:
-    1. A count is compared with the remaining bytes before anything is allocated for it.
+    1. A count is compared with the number of remaining bytes before memory is allocated for it.
     2. At most `ENTRIES_MAX` entries become Python objects, in both directions.
-    3. Reading raises RemoteProtocolError, `struct.error` or UnicodeDecodeError, and nothing else;
-       writing raises LocalProtocolError, `struct.error` or UnicodeEncodeError.
+    3. Reading raises only RemoteProtocolError, `struct.error` or UnicodeDecodeError. Writing raises
+       only LocalProtocolError, `struct.error` or UnicodeEncodeError.
 """
 
 import struct
@@ -30,13 +30,14 @@ from waltz_core.wire.messages import ENTRIES_MAX, TEXT_BYTES_MAX, Buffer, FieldK
 _INT32: Final = struct.Struct(">i")
 _UINT32: Final = struct.Struct(">I")
 _LINEAGE_ENTRY: Final = struct.Struct(">qqqq16s")
-# A shorter byte field is joined with its neighbors: a separate buffer would cost more.
+# A byte field up to this size is copied and joined with its neighbors, which costs less than a
+# separate buffer.
 _INLINE_BYTES_MAX: Final = 2048
 assert _LINEAGE_ENTRY.size == 48
 
 
 class FieldWriter:
-    """A frame under construction: the small bytes at its end, and the buffers before them."""
+    """A frame under construction: the finished buffers, and the small bytes that follow them."""
 
     __slots__ = ("done", "small")
 
@@ -45,7 +46,7 @@ class FieldWriter:
         self.done: list[Buffer] = []
 
     def put_bytes(self, data: Buffer) -> None:
-        """Add bytes; a large buffer is not copied."""
+        """Append bytes to the frame; a large buffer is not copied."""
         if len(data) <= _INLINE_BYTES_MAX:
             self.small += data
             return
@@ -54,7 +55,7 @@ class FieldWriter:
         self.small = bytearray()
 
     def finish(self) -> list[Buffer]:
-        """Return all buffers in order; nothing may be added any more."""
+        """Return all buffers of the frame in order; the caller must add nothing afterwards."""
         if self.small or not self.done:
             self.done.append(bytes(self.small))
         return self.done
@@ -69,7 +70,7 @@ FieldReader: TypeAlias = Callable[[memoryview, int, list[Any]], int]
 
 
 class FixedFormat(NamedTuple):
-    """A format character of `struct`, and the conversions of the value."""
+    """A format character of `struct`, and the functions that convert the value to and from it."""
 
     letter: str
     to_wire: Callable[[Any], object] | None = None
@@ -77,7 +78,7 @@ class FixedFormat(NamedTuple):
 
 
 def _bytes_of(size: int) -> Callable[[Buffer], bytes]:
-    """Return a check that a field has this number of bytes."""
+    """Return a function that checks that a value has this number of bytes."""
 
     def checked(value: Buffer) -> bytes:
         if len(value) != size:
@@ -111,18 +112,21 @@ FIXED: Final[dict[FieldKind, FixedFormat]] = {
 
 
 def read_count(view: memoryview, at: int, entry_bytes_min: int) -> tuple[int, int]:
-    """Return a count that the remaining bytes can hold (rule 1), and the offset after it."""
+    """Read a count of entries; return the count and the offset after it.
+
+    Raise RemoteProtocolError if the remaining bytes cannot contain so many entries (rule 1).
+    """
     (count,) = _INT32.unpack_from(view, at)
     at += _INT32.size
     if count < 0 or count * entry_bytes_min > len(view) - at:
         raise RemoteProtocolError(
-            f"a count of {count} at byte {at - _INT32.size}, with {len(view) - at} bytes left"
+            f"count {count} at byte {at - _INT32.size} does not fit the {len(view) - at} bytes left"
         )
     return count, at
 
 
 def _read_entries(view: memoryview, at: int, entry_bytes_min: int) -> tuple[int, int]:
-    """Return a count of entries that become Python objects."""
+    """Read the count of entries that become Python objects; return it and the offset after it."""
     count, at = read_count(view, at, entry_bytes_min)
     if count > ENTRIES_MAX:
         raise RemoteProtocolError(f"expected at most {ENTRIES_MAX} entries, found {count}")
@@ -141,7 +145,7 @@ def _put_blob(value: Buffer, out: FieldWriter) -> None:
 
 
 def _octets(value: Buffer) -> int:
-    """Return a buffer's length; a view whose items are not bytes would break every count."""
+    """Return a buffer's length in bytes; raise LocalProtocolError if its items are larger."""
     if type(value) is memoryview and (value.itemsize != 1 or value.ndim != 1):
         raise LocalProtocolError("expected a view of bytes, found a view of larger items")
     return len(value)
@@ -154,7 +158,7 @@ def _read_blob(view: memoryview, at: int, values: list[Any]) -> int:
 
 
 def _packed(width: int) -> tuple[Putter, FieldReader]:
-    """Return the layout of packed numbers, `width` bytes each."""
+    """Return the layout of packed numbers of `width` bytes each."""
 
     def put(value: Buffer, out: FieldWriter) -> None:
         count, rest = divmod(_octets(value), width)
@@ -175,17 +179,19 @@ def _put_text(value: str, out: FieldWriter) -> None:
     data = value.encode()
     if len(data) > TEXT_BYTES_MAX:
         raise LocalProtocolError(
-            f"expected a text of at most {TEXT_BYTES_MAX} bytes, found {len(data)}"
+            f"expected a text of at most {TEXT_BYTES_MAX} bytes, found {len(data)} bytes"
         )
     out.small += _INT32.pack(len(data))
     out.small += data
 
 
 def read_text(view: memoryview, at: int, values: list[Any]) -> int:
-    """Read strict UTF-8 of at most `TEXT_BYTES_MAX` bytes."""
+    """Read a text in strict UTF-8 of at most `TEXT_BYTES_MAX` bytes."""
     count, at = read_count(view, at, 1)
     if count > TEXT_BYTES_MAX:
-        raise RemoteProtocolError(f"expected a text of at most {TEXT_BYTES_MAX}, found {count}")
+        raise RemoteProtocolError(
+            f"expected a text of at most {TEXT_BYTES_MAX} bytes, found {count} bytes"
+        )
     values.append(str(view[at : at + count], "utf-8"))
     return at + count
 
@@ -218,7 +224,7 @@ def _read_int32s(view: memoryview, at: int, values: list[Any]) -> int:
 def _listed(
     put_one: Putter, read_one: FieldReader, entry_bytes_min: int
 ) -> tuple[Putter, FieldReader]:
-    """Return the layout of a tuple of values, each with `put_one` and `read_one`."""
+    """Return the layout of a tuple; `put_one` and `read_one` are the layout of one entry."""
 
     def put(value: tuple[Any, ...], out: FieldWriter) -> None:
         _put_entries(len(value), out)
@@ -272,7 +278,7 @@ def _read_record(view: memoryview, at: int, values: list[Any]) -> int:
 
 
 def _read_checked_blob(view: memoryview, at: int, values: list[Any]) -> int:
-    """Read a blob and the CRC after it; 0.13, too, closes the connection on a mismatch."""
+    """Read a blob and the CRC after it. Waltz 0.13 also closes the connection if they differ."""
     at = _read_blob(view, at, values)
     (expected,) = _UINT32.unpack_from(view, at)
     found = crc32(values[-1])
@@ -364,6 +370,6 @@ VARIABLE: Final[dict[FieldKind, tuple[Putter, FieldReader]]] = {
     FieldKind.DATA_OR_ERROR: (_put_data_or_error, _read_data_or_error),
     FieldKind.STACK: _listed(_put_stack_frame, _read_stack_frame, 16),
 }
-# The value of a field of a newer version that was not sent.
+# The value that a reader returns for a field of a newer version, which the peer did not send.
 EMPTY: Final[dict[FieldKind, object]] = {FieldKind.INT32S: ()}
 assert FIXED.keys() | VARIABLE.keys() == set(FieldKind), "a kind has no layout"

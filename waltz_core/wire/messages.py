@@ -1,18 +1,19 @@
-"""Every message of protocols L and S, one table by type code; A is in `admin_messages.py`.
+"""Every message of protocols L and S, with its type code. Protocol A is in `admin_messages.py`.
 
-`codec.py` derives the bytes from these declarations alone. docs/design/wire-format.md describes the
-exchanges, with tables that `make docs` generates from here.
+`codec.py` encodes and decodes according to these declarations alone. docs/design/wire-format.md
+describes the exchanges, with tables that `make docs` generates from this file.
 
 Rules:
     1. Fields are written in declaration order, big-endian, with the layouts of `FieldKind`.
-    2. `since` and `until` are the versions of its protocol in which a message or a field exists. A
-       value that an older version cannot express is an error, unless the field is marked
-       `is_extra`: it is not sent then, and the peer reads the field's default.
+    2. `since` and `until` are the first and the last version of the protocol in which a message or
+       a field exists. If an older version cannot express a value, encoding fails. The exception is
+       a field with `is_extra`: it is not sent, and the peer reads the field's default.
     3. A code is never reused; codes that 0.13 does not have start at 64.
-    4. Large byte fields are decoded as views of the frame: keeping one keeps the frame.
-    5. A payload that is shorter or longer than its message is a protocol error of the peer.
-    6. Each message declares in its own body which permission it requires; `ANSWER` if it is never a
-       request. A class without a declaration fails at import: an inherited one does not count.
+    4. Large byte fields are decoded as views of the frame. A view keeps the whole frame in memory.
+    5. If a payload is shorter or longer than its message, the peer has violated the protocol.
+    6. Each message declares in its own body which permission it requires, or `ANSWER` if it is
+       never a request. A class without a declaration fails at import; an inherited declaration does
+       not count.
 """
 
 from collections.abc import Sequence
@@ -42,7 +43,7 @@ Buffer: TypeAlias = bytes | memoryview
 
 
 class FieldKind(Enum):
-    """The layout of a field. n is an int32 count; a negative n is null, if null is allowed."""
+    """The layout of a field. n is an int32 count; a negative n is null, where null is allowed."""
 
     BOOL = "one byte, 1 is true"
     INT8 = "one signed byte"
@@ -86,18 +87,18 @@ Lineage = Annotated[tuple[LineageEntry, ...], FieldKind.LINEAGE]
 Records = Annotated[tuple[Record, ...], FieldKind.RECORDS]
 TextBoolMap = Annotated[tuple[tuple[str, bool], ...], FieldKind.TEXT_BOOL_MAP]
 Int32BoolMap = Annotated[tuple[tuple[int, bool], ...], FieldKind.INT32_BOOL_MAP]
-# (data, None) or (None, error text or None)
+# (data, None), or (None, error text), or (None, None)
 DataOrError = Annotated[tuple[Buffer | None, str | None], FieldKind.DATA_OR_ERROR]
 
 
 class WireProtocol(Enum):
-    """The protocol of a port: its magic byte, the existing versions, the texts of its hellos.
+    """The protocol of a port: its magic byte, its versions, and the texts of its hellos.
 
-    The versions that a listener accepts and those that a dialer offers may differ.
+    A listener and a dialer may support different versions.
     """
 
     HELLO = ("H", (0,), (0,), "", "")
-    # 3 is the first version of 0.13 whose servers can report that a client is ahead.
+    # 3 is the first version of 0.13 in which a server can report that a client is ahead of the log.
     CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6, 7, 8), (3, 4, 5, 6, 7, 8), "Waltz Server", "Waltz Client")
     STORAGE = ("S", (1, 2, 3, 4), (1, 2, 3, 4), "Waltz Storage Server", "Waltz Storage Client")
     ADMIN = ("A", (0, 1, 2), (0, 1, 2), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
@@ -118,17 +119,17 @@ class WireProtocol(Enum):
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """All versions that either side supports, ascending."""
+        """All versions that either side supports, in ascending order."""
         return tuple(sorted({*self.versions_taken, *self.versions_offered}))
 
 
 class RowOutcomeCode(IntEnum):
-    """Why one row of an append is not in the log. COMMITTED is not a rejection."""
+    """The outcome of one row of an append: COMMITTED, or why the row is not in the log."""
 
     COMMITTED = 0
     LOCK = 1  # final: the conflicting transaction is in the log
-    LOST = 2  # the store session broke; the row is not in the log and may be sent again
-    AHEAD = 3  # the row's high-water mark is above the log's
+    LOST = 2  # The store session has ended. The row is not in the log and may be sent again.
+    AHEAD = 3  # The row's high-water mark is above the log's high-water mark.
     NOT_MOUNTED = 4
     GENERATION = 5
     NO_SPACE = 6
@@ -139,27 +140,30 @@ class RowOutcomeCode(IntEnum):
 class RangeForm(IntEnum):
     """The part of each transaction that a range answer contains."""
 
-    WHOLE = 0  # records as in the segment file
+    WHOLE = 0  # whole records, as in the segment file
     HEADERS = 1  # 28 bytes each: ID, request ID, header
 
 
-# RANGE_REQUEST: like HEADERS, only those of the request's client ID (protocol L; 2 is LOCATIONS).
+# RANGE_REQUEST: like HEADERS, but only headers of the request's client ID (protocol L; 2 is
+# LOCATIONS).
 OWN_HEADERS = 3
 # PREPARED: the storage does not support archiving.
 NO_ARCHIVING = -2
-# MOUNT_WRITER: the writer has no mark and uses the log's.
+# MOUNT_WRITER: the writer has no high-water mark, and uses that of the log.
 LATEST_MARK = -2
-# Limits on counts for which a decoder allocates memory, in addition to the frame's size.
+# Limits on counts for which a decoder allocates memory, in addition to the limit on the frame.
 TEXT_BYTES_MAX = 64 * 1024
-# Entries of one field that become Python objects: locks, texts, lineage, records, pairs.
+# The number of entries of one field that become Python objects: locks, texts, lineage, records,
+# pairs.
 ENTRIES_MAX = 64 * 1024
-# Headers of a filter: the server looks for them in each range, or as long as a mount lasts.
+# The number of headers in a filter. The server searches them in each range, or during a whole
+# mount.
 FILTER_HEADERS_MAX = 1_000
 
 
 @value(frozen=True, slots=True)
 class Message:
-    """The base of all messages; the class variables are the table's columns."""
+    """The base class of all messages. Its class variables are the columns of the table."""
 
     protocol: ClassVar[WireProtocol]
     code: ClassVar[int]
@@ -168,9 +172,9 @@ class Message:
     until: ClassVar[int | None] = None
 
     def named_partitions(self) -> Sequence[int]:
-        """The partitions of a request, for which its verbs must be granted (`Scope.NAMED`)."""
+        """The partitions for which a sender needs the required verbs (`Scope.NAMED`)."""
         found: Sequence[int] | None = getattr(self, "partitions", None)
-        if found is None:  # in its prefix, or in its request ID
+        if found is None:  # The partition is in the prefix or in the request ID.
             found = (getattr(self, "req_id", self).partition_id,)  # type: ignore[union-attr]
         return found
 
@@ -187,7 +191,7 @@ class Message:
 
 @value(frozen=True, slots=True)
 class Hello:
-    """The versions of a side. It has no type code: it is the only message of its magic."""
+    """The versions that one side supports. A hello has no type code: H has no other message."""
 
     versions: tuple[int, ...]
     text: str
@@ -207,7 +211,7 @@ class ClientMessage(Message):
 
 @value(frozen=True, slots=True)
 class MountRequest(ClientMessage):
-    """Start the feed of a partition after the client's mark, on this connection."""
+    """Start the feed of a partition on this connection, after the client's high-water mark."""
 
     code = 0
     requires = all_of(READ)
@@ -216,7 +220,7 @@ class MountRequest(ClientMessage):
 
 
 class MountState(IntEnum):
-    """The result of a mount; `CLIENT_AHEAD`: the client's mark is above the log's."""
+    """The result of a mount. `CLIENT_AHEAD`: the client's high-water mark is above the log's."""
 
     READY = 0
     NOT_READY = 1
@@ -235,7 +239,11 @@ class MountOutcome(ClientMessage):
 
 @value(frozen=True, slots=True)
 class MountResponse(ClientMessage):
-    """The feed has reached the log's mark, and older appends of this client are final."""
+    """The state of a mount.
+
+    READY: the feed has reached the log's high-water mark, and older appends of this client are
+    final.
+    """
 
     code = 1
     requires = ANSWER
@@ -260,7 +268,7 @@ class AppendRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FeedRequest(ClientMessage):
-    """Request the next part of the feed; the request ID is the mount's."""
+    """Request the next part of the feed. The request ID is that of the mount."""
 
     code = 3
     requires = all_of(READ)
@@ -269,7 +277,7 @@ class FeedRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FeedData(ClientMessage):
-    """One committed transaction; the request ID is that of the append which wrote it."""
+    """One committed transaction. The request ID is that of the append that wrote it."""
 
     code = 4
     requires = ANSWER
@@ -279,7 +287,7 @@ class FeedData(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FeedSuspended(ClientMessage):
-    """The requested part was sent; send the next feed request."""
+    """The requested part of the feed was sent; the client may send the next `FeedRequest`."""
 
     code = 5
     requires = ANSWER
@@ -287,7 +295,7 @@ class FeedSuspended(ClientMessage):
 
 @value(frozen=True, slots=True)
 class TransactionDataRequest(ClientMessage):
-    """Request one transaction's data."""
+    """Request the data of one transaction."""
 
     code = 6
     requires = all_of(READ)
@@ -296,7 +304,7 @@ class TransactionDataRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class TransactionDataResponse(ClientMessage):
-    """One transaction's data, or the reason why there is none."""
+    """The data of one transaction, or the reason why the server cannot return it."""
 
     code = 7
     requires = ANSWER
@@ -306,7 +314,7 @@ class TransactionDataResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FlushRequest(ClientMessage):
-    """Answer when every append received before this request is final."""
+    """Request an answer as soon as all appends received before this request are final."""
 
     code = 8
     requires = one_of(READ, APPEND)
@@ -314,7 +322,7 @@ class FlushRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FlushResponse(ClientMessage):
-    """The high-water mark after the flush."""
+    """All earlier appends are final. The answer contains the log's high-water mark at this time."""
 
     code = 9
     requires = ANSWER
@@ -323,7 +331,11 @@ class FlushResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class LockFailure(ClientMessage):
-    """An append was rejected; the ID is the estimate that exceeded the client's mark."""
+    """A lock conflict rejected the append.
+
+    The ID is the lock table's estimate for the conflicting transaction; it is above the client's
+    mark.
+    """
 
     code = 10
     requires = ANSWER
@@ -332,7 +344,7 @@ class LockFailure(ClientMessage):
 
 @value(frozen=True, slots=True)
 class HighWaterMarkRequest(ClientMessage):
-    """Request the partition's high-water mark."""
+    """Request the high-water mark of the partition."""
 
     code = 11
     requires = one_of(READ, APPEND)
@@ -340,7 +352,7 @@ class HighWaterMarkRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class HighWaterMarkResponse(ClientMessage):
-    """The last committed transaction that the server knows of."""
+    """The high-water mark: the ID of the last committed transaction that the server knows of."""
 
     code = 12
     requires = ANSWER
@@ -349,7 +361,7 @@ class HighWaterMarkResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class CheckConnectivityRequest(ClientMessage):
-    """Request that the server tries to connect to every assigned storage."""
+    """Request that the server tries to connect to every storage of the assignment."""
 
     code = 13
     requires = all_of(ADMINISTER, scope=Scope.ALL)
@@ -358,7 +370,7 @@ class CheckConnectivityRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class CheckConnectivityResponse(ClientMessage):
-    """Which storages ("host:port") answered the server."""
+    """The storages ("host:port"), each with a flag that states whether it answered the server."""
 
     code = 14
     requires = ANSWER
@@ -368,7 +380,7 @@ class CheckConnectivityResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ServerPartitionsRequest(ClientMessage):
-    """Request the partitions that the server owns."""
+    """Request the list of partitions that the server owns."""
 
     code = 15
     requires = one_of(*AccessVerb, scope=Scope.ANY)
@@ -377,7 +389,7 @@ class ServerPartitionsRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ServerPartitionsResponse(ClientMessage):
-    """The partitions the server owns."""
+    """The partitions that the server owns."""
 
     code = 16
     requires = ANSWER
@@ -387,7 +399,7 @@ class ServerPartitionsResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class AddPreferredRequest(ClientMessage):
-    """Make the server the preferred owner of these partitions, as long as its process lives."""
+    """Make the server the preferred owner of these partitions until its process exits."""
 
     code = 17
     requires = all_of(ADMINISTER)
@@ -397,7 +409,7 @@ class AddPreferredRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class AddPreferredResponse(ClientMessage):
-    """Whether the assignment was rewritten; false for partitions that do not exist."""
+    """Whether the server has updated the assignment; false if a partition does not exist."""
 
     code = 18
     requires = ANSWER
@@ -407,7 +419,7 @@ class AddPreferredResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RemovePreferredRequest(ClientMessage):
-    """End the preference for these partitions."""
+    """Remove the server's preference for these partitions."""
 
     code = 19
     requires = all_of(ADMINISTER)
@@ -417,7 +429,7 @@ class RemovePreferredRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RemovePreferredResponse(ClientMessage):
-    """Whether the assignment was rewritten."""
+    """Whether the server has updated the assignment."""
 
     code = 20
     requires = ANSWER
@@ -427,7 +439,7 @@ class RemovePreferredResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class PartitionsHealthRequest(ClientMessage):
-    """Request which partitions have an open store session."""
+    """Request the list of the server's partitions, with the states of their store sessions."""
 
     code = 21
     requires = one_of(*AccessVerb, scope=Scope.ANY)
@@ -436,7 +448,7 @@ class PartitionsHealthRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class PartitionsHealthResponse(ClientMessage):
-    """For each partition of the server, whether its store session is open."""
+    """The partitions of the server; each with a flag: whether its store session is open."""
 
     code = 22
     requires = ANSWER
@@ -455,10 +467,10 @@ class AppendTimesRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class AppendTimesResponse(ClientMessage):
-    """Append latency by storage ("host:port"), over the last minute.
+    """The append latencies of each storage ("host:port") over the last minute.
 
-    `second_counts`: seconds in which it answered appends. `medians_us`: the median of those
-    seconds' mean latencies, in microseconds.
+    `second_counts`: the number of seconds in which the storage answered appends. `medians_us`: the
+    median of the mean latencies of these seconds, in microseconds.
     """
 
     code = 86
@@ -473,8 +485,8 @@ class AppendTimesResponse(ClientMessage):
 class AppendBatch(ClientMessage):
     """Append many transactions: one Arrow IPC record batch (`batches.APPEND_SCHEMA`).
 
-    Row i has the sequence number of the request ID plus i, even when earlier rows are rejected.
-    The mark applies to every row unless the batch has a mark column.
+    The sequence number of row i is that of the request ID plus i, even if earlier rows are
+    rejected. The high-water mark applies to every row, unless the batch has a column of marks.
     """
 
     code = 64
@@ -489,8 +501,9 @@ class AppendBatch(ClientMessage):
 class AppendResult(ClientMessage):
     """The outcome of every row of an append, sent when all of them are final.
 
-    `transaction_ids` holds -1 for rejected rows, `reasons` one byte each (`RowOutcomeCode`),
-    `conflicting` the ID that a LOCK rejection conflicts with (an upper estimate), -1 otherwise.
+    `transaction_ids` contains -1 for rejected rows. `reasons` has one byte per row
+    (`RowOutcomeCode`). If a row was rejected with LOCK, `conflicting` contains the ID of the
+    conflicting transaction or a higher ID; otherwise it contains -1.
     """
 
     code = 65
@@ -506,9 +519,10 @@ class AppendResult(ClientMessage):
 class AppendFollowing(AppendRequest):
     """Append one transaction that may depend on appends in flight.
 
-    Its mark may be above the log's, if `Predecessors` has reported the appends in flight up to it
-    in the store session `session_id`; -1 for a mark of the log. If a lock rejects it, the answer is
-    `Predecessors` where possible, otherwise an `AppendResult`.
+    The request's mark may be above the log's high-water mark. Then `Predecessors` must have
+    reported the appends in flight up to this mark in store session `session_id`. If the mark is a
+    mark of the log, `session_id` is -1. If a lock rejects the append, the answer is `Predecessors`
+    where possible, otherwise an `AppendResult`.
     """
 
     code = 83
@@ -519,12 +533,12 @@ class AppendFollowing(AppendRequest):
 
 @value(frozen=True, slots=True)
 class Predecessors(ClientMessage):
-    """A lock caused a rejection: these transactions have written its locks since the mark.
+    """A lock conflict rejected the append; `records` are the transactions that it conflicts with.
 
-    `records` are all those above the request's mark, up to `last`, that have written one of its
-    write or read locks, as in the segment file, and `lengths` their lengths. Those above
-    `high_water_mark`, the log's, are in flight in the session: they may never be in the log, and
-    then no append that depends on them will be.
+    `records` contains all transactions above the request's mark, up to `last`, that have written
+    one of its write or read locks, as in the segment file. `lengths` are the lengths of these
+    records. Transactions above `high_water_mark` (of the log) are in flight in the session. They
+    may never get into the log; in that case, no append that depends on them gets into the log.
     """
 
     code = 84
@@ -539,12 +553,14 @@ class Predecessors(ClientMessage):
 
 @value(frozen=True, slots=True)
 class MountWriter(ClientMessage):
-    """Mount a partition for writing. With `wants_feed`, also start its feed after the mark.
+    """Mount a partition for writing; with `wants_feed`, also start its feed.
 
-    `connection_sequence` fences older connections of the same client id: the highest one wins for
-    the whole generation, even after its connection was closed. `high_water_mark` is the client's
-    mark or `LATEST_MARK`. `header_values` filters the feed by application header; empty means no
-    filter. `proof` is that of the client ID (`ClientIdResponse`).
+    The feed starts after the client's mark.
+
+    `connection_sequence` fences older connections of the same client ID: the highest number wins
+    for the whole generation, even after its connection was closed. `high_water_mark` is the
+    client's mark or `LATEST_MARK`. `header_values` filters the feed by application header; empty
+    means no filter. `proof` proves ownership of the client ID (`ClientIdResponse`).
     """
 
     code = 66
@@ -573,11 +589,11 @@ class Mounted(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RangeRequest(ClientMessage):
-    """Read committed transactions first..last, at most about `bytes_max` of them.
+    """Read committed transactions first..last, at most about `bytes_max` bytes of them.
 
     `header_values` filters by application header at the server; empty means no filter. With form
-    `OWN_HEADERS` (L 8) the answer has only headers of the request's client ID, which must be
-    mounted on the same connection, and no lineage.
+    `OWN_HEADERS` (L 8), the answer has only headers of the request's client ID, and no lineage.
+    This client ID must be mounted on the same connection.
     """
 
     code = 68
@@ -599,11 +615,13 @@ class RangeRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RangeData(ClientMessage):
-    """A part of a range. `next` is the next ID to read: above the requested last ID at the end.
+    """A part of a range. `next` is the next ID to read.
 
-    WHOLE: `lengths` are the records' lengths, `records` the segment file's bytes. HEADERS: no
-    `lengths`, `records` are 28 bytes each. `lineage` covers the part; its first and last entries
-    may reach beyond it. With a filter the ids in the records have gaps, without one they are dense.
+    At the end of the range, `next` is above the requested last ID. WHOLE: `lengths` are the lengths
+    of the records, and `records` has the bytes of the segment file. HEADERS: `lengths` is empty,
+    and `records` has 28 bytes per transaction. `lineage` lists the batches of the part; the first
+    and the last batch may extend beyond the part. With a filter, the IDs in the records have gaps;
+    without one, they are consecutive.
     """
 
     code = 69
@@ -622,13 +640,15 @@ class RangeData(ClientMessage):
 
 @value(frozen=True, slots=True)
 class FeedBatch(ClientMessage):
-    """Committed transactions first..first+count-1 as 20 bytes each: request ID, header.
+    """Committed transactions first..first+count-1, 20 bytes each: request ID, application header.
 
-    In a filtered feed only some of them have headers here: `picked` are their ascending offsets
-    from `first`, empty if all have. The others of the part do not pass the filter.
+    In a filtered feed, only the transactions that pass the filter have headers here. `picked`
+    contains the ascending offsets, from `first`, of the transactions with headers. If `picked` is
+    empty, all transactions have headers.
 
-    `chain` is the log's chain at `chain_at` (a batch's last ID, or BEFORE_FIRST and zeros if the
-    server does not know one inside the part), by which a client detects a changed history.
+    `chain` is the log's hash chain at `chain_at`, the last ID of a batch. If the server does not
+    know the chain at a position inside the part, `chain_at` is BEFORE_FIRST and `chain` is zeros. A
+    client compares chains to detect a changed history.
     """
 
     code = 70
@@ -645,9 +665,10 @@ class FeedBatch(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ReplicasRequest(ClientMessage):
-    """Request the session, the mark and the replicas that readers may use.
+    """Request the session, the high-water mark, and the replicas that readers may use.
 
-    `linearizable`: before the answer, a quorum's heartbeats prove that there is no later session.
+    With `linearizable`, the server answers only after heartbeats to a quorum have confirmed that
+    there is no later session.
     """
 
     code = 71
@@ -658,11 +679,13 @@ class ReplicasRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ReplicasResponse(ClientMessage):
-    """The open session, its mark, the addresses of the engaged replicas, and what is archived.
+    """The open session, its high-water mark, its engaged replicas, and the state of the archive.
 
-    The archive has the IDs `first_available`..`archived`; `manifest` lists its objects.
-    `unarchived_bytes` is the approximate size of the committed records after them, -1 if it is not
-    known. `archive_interval_ms` is the setting of the server: 0 if it archives nothing.
+    `replicas` has the addresses of the engaged replicas.
+
+    The archive contains the IDs `first_available`..`archived`; `manifest` lists its objects.
+    `unarchived_bytes` is the approximate size of the committed records after `archived`, or -1 if
+    it is not known. `archive_interval_ms` is the setting of the server: 0 if it archives nothing.
     """
 
     code = 72
@@ -683,10 +706,11 @@ class ReplicasResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ErrorResponse(ClientMessage):
-    """The error of a request; the code is that of `errors.py`.
+    """The request failed. `error_code` is the code of the error in `errors.py`.
 
-    `first_available`: the first ID of the log, if the error is that it begins there; otherwise -1.
-    `retry_after_ms`: the pause before the request may be repeated; 0 if it is not known.
+    `first_available`: the first ID of the log if the request was for earlier IDs; otherwise -1.
+    `retry_after_ms`: how long the client should wait before it repeats the request; 0 if this is
+    not known.
     """
 
     code = 73
@@ -701,10 +725,11 @@ class ErrorResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ExpireRequest(ClientMessage):
-    """Remove archived objects from the start of the log, whole ones only.
+    """Remove whole archived objects from the start of the log.
 
-    They have IDs below `before` only, or commit times before `before_ms`. 0 stands for none.
-    Repeat the request until the answer shows that it is done.
+    An object is removed if all its IDs are below `before`, or all its commit times are before
+    `before_ms`. 0 means no limit. Repeat the request until the answer states that the expiry is
+    done.
     """
 
     code = 76
@@ -716,7 +741,10 @@ class ExpireRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ExpireResponse(ClientMessage):
-    """The first available ID now; `is_done`: the expiry was carried out, as far as possible."""
+    """The first available ID now.
+
+    With `is_done`, the server has carried out the expiry as far as possible.
+    """
 
     code = 77
     requires = ANSWER
@@ -729,9 +757,9 @@ class ExpireResponse(ClientMessage):
 class ObjectReplacementRequest(ClientMessage):
     """Replace an object of the archive that is corrupt or missing, from the log of a storage.
 
-    It is listed as `object`, with the IDs first..last. Repeat the request until the answer shows
-    that the attempt has ended. `token` is a random number of the attempt: a request with another
-    one begins again.
+    The manifest lists the object as `object`, with the IDs first..last. Repeat the request until
+    the answer states that the attempt has ended. `token` is a random number that identifies the
+    attempt: a request with another token starts a new attempt.
     """
 
     code = 78
@@ -745,11 +773,11 @@ class ObjectReplacementRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ObjectReplacementResponse(ClientMessage):
-    """Whether the work has ended, and whether the object was replaced.
+    """Whether the attempt has ended, and whether the object was replaced.
 
-    `storage` has written the new object; it is empty if another request had it replaced before.
-    `failures` has the reason of each storage that could not write it. Reported once: a later
-    request begins again.
+    `storage` is the storage that has written the new object; it is empty if an earlier request has
+    already replaced the object. `failures` has the reason for each storage that could not write the
+    object. The server reports the end of an attempt once; a later request starts a new attempt.
     """
 
     code = 79
@@ -763,9 +791,10 @@ class ObjectReplacementResponse(ClientMessage):
 
 @value(frozen=True, slots=True)
 class Authenticate(ClientMessage):
-    """Take the principal of a token; only as the first message of a connection, over TLS only.
+    """Authenticate the connection as the principal of a token.
 
-    If the token is not accepted, the server answers with an error and closes the connection.
+    Permitted only as the first message of a connection, and only over TLS. If the server does not
+    accept the token, it answers with an error and closes the connection.
     """
 
     code = 87
@@ -776,7 +805,7 @@ class Authenticate(ClientMessage):
 
 @value(frozen=True, slots=True)
 class Authenticated(ClientMessage):
-    """The token is accepted."""
+    """The server has accepted the token."""
 
     code = 88
     requires = ANSWER
@@ -785,7 +814,7 @@ class Authenticated(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ClientIdRequest(ClientMessage):
-    """Request a client ID that was never issued before."""
+    """Request a new client ID: one that no server has ever issued before."""
 
     code = 89
     requires = one_of(READ, APPEND, scope=Scope.ANY)
@@ -794,9 +823,9 @@ class ClientIdRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class ClientIdResponse(ClientMessage):
-    """A client ID of the connection's principal, with the proof for its mounts.
+    """A client ID for the principal of the connection, and the proof that its mounts must contain.
 
-    The proof is `NO_PROOF` if the server has no permissions.
+    `proof` is `NO_PROOF` if the server has no permissions.
     """
 
     code = 90
@@ -820,13 +849,13 @@ class RegistryOperation(IntEnum):
 
 @value(frozen=True, slots=True)
 class RegistryRequest(ClientMessage):
-    """Read or change the record of an exactly-once write; sent again if there is no answer.
+    """Read or change the record of an exactly-once write.
 
-    A write belongs to the principal that began it (decision 048, AC 14). `partitions` and `marks`
-    are the starting marks of BEGIN, `task` is for ENTER and CHECK, `attempt` for CHECK. With an
-    `attempt`, FINISH succeeds only while it is the latest one of `task`. `arguments` is JSON:
-    `keep_ms` and `in_series` of BEGIN, `run` of ENTER and TASKS, `summary` and `keep_ms` of FINISH;
-    otherwise it is empty.
+    The client repeats the request if it receives no answer. A write belongs to the principal that
+    began it (decision 048, AC 14). `partitions` and `marks` are the starting marks of BEGIN. `task`
+    is for ENTER and CHECK, and `attempt` for CHECK. With an `attempt`, FINISH succeeds only while
+    it is the latest one of `task`. `arguments` is JSON: `keep_ms` and `in_series` of BEGIN, `run`
+    of ENTER and TASKS, `summary` and `keep_ms` of FINISH. For other operations it is empty.
     """
 
     code = 91
@@ -854,12 +883,13 @@ class RegistryRequest(ClientMessage):
 
 @value(frozen=True, slots=True)
 class RegistryResponse(ClientMessage):
-    """The operation is done.
+    """The server has carried out the operation of a `RegistryRequest`.
 
-    `result` is the node of the write (BEGIN, READ, FINISH; empty if there is none) or of the task
-    (ENTER), JSON as in ZooKeeper. For TASKS it is a JSON object: `tasks` has the numbers of all
-    tasks, `others` the client IDs of those that another run has begun. `proof` is that of the
-    task's client ID (ENTER; `NO_PROOF` if the server has no permissions).
+    `result` is JSON. For BEGIN, READ and FINISH it is the write's node in ZooKeeper, or empty if
+    there is no such node. For ENTER it is the task's node. For TASKS it is an object: `tasks` has
+    the numbers of all tasks, `others` the client IDs of the tasks that another run has begun. For
+    ENTER, `proof` is the proof of the task's client ID, or `NO_PROOF` if the server has no
+    permissions.
     """
 
     code = 92
@@ -870,8 +900,8 @@ class RegistryResponse(ClientMessage):
 
 
 # ---------------------------------------------------------------------------------------------
-# S: server and storage. Prefix: type (1), session ID (8), sequence (8), partition ID (4).
-# Answers echo session, sequence and partition of their request.
+# S: server and storage. Prefix: type (1), session ID (8), sequence number (8), partition ID (4). An
+# answer has the session, sequence number and partition of its request.
 
 
 @value(frozen=True, slots=True)
@@ -886,7 +916,10 @@ class StorageMessage(Message):
 
 @value(frozen=True, slots=True)
 class OpenRequest(StorageMessage):
-    """Check that the storage belongs to this cluster. Session, sequence and partition are -1."""
+    """Check that the storage belongs to this cluster.
+
+    Session, sequence number and partition are -1.
+    """
 
     code = 1
     requires = one_of(READ, REPLICATE, scope=Scope.ANY)
@@ -896,7 +929,7 @@ class OpenRequest(StorageMessage):
 
 @value(frozen=True, slots=True)
 class SuccessResponse(StorageMessage):
-    """The request is done."""
+    """The storage has processed the request."""
 
     code = 7
     requires = ANSWER
@@ -904,9 +937,10 @@ class SuccessResponse(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Prepare(StorageMessage):
-    """Promise the session, end older ones, sync the log, and return the state of the replica.
+    """Promise the session, end older sessions, sync the log, and return the state of the replica.
 
-    `storage_id` is the registered one, or 16 zeros if none is registered yet.
+    `storage_id` is the ID with which the storage is registered, or 16 zeros if none is registered
+    yet.
     """
 
     code = 64
@@ -920,12 +954,13 @@ class Prepare(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Prepared(StorageMessage):
-    """The replica's state on disk, read after the fence and a sync.
+    """The state of the replica on disk, read after the fencing of older sessions and a sync.
 
-    `damaged` holds pairs first, last of ids whose records cannot be read. `engaged_session`:
-    the last one that was opened with the replica in it, so that ZooKeeper has known of it; or -1,
-    also from a storage that does not report it (S 1). `start` is the end of the batch before the
-    log's first record, with the chain there; -2 from a storage without archiving (S 2).
+    `damaged` contains pairs (first ID, last ID) of unreadable records. `engaged_session` is the
+    last session that opened with this replica engaged, and that ZooKeeper has therefore recorded.
+    It is -1 if there is none, or if the storage does not report it (S 1). `start` is the last ID of
+    the batch before the log's first record, and `start_chain` the hash chain there. `start` is -2
+    if the storage does not support archiving (S 2).
     """
 
     code = 65
@@ -946,7 +981,10 @@ class Prepared(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ReplicaEnd(StorageMessage):
-    """The request is done: the last ID on disk and the chain there. Answers 67, 68, 69 and 75."""
+    """The request is done: the last ID on disk, and the hash chain there.
+
+    Answers 67, 68, 69 and 75.
+    """
 
     code = 66
     requires = ANSWER
@@ -957,7 +995,10 @@ class ReplicaEnd(StorageMessage):
 
 @value(frozen=True, slots=True)
 class SetLowWaterMark(StorageMessage):
-    """Make the session and the mark durable; rejected unless the log ends exactly at the mark."""
+    """Make the session and the low-water mark durable.
+
+    Rejected unless the log ends exactly at the mark.
+    """
 
     code = 67
     requires = all_of(REPLICATE)
@@ -970,8 +1011,9 @@ class SetLowWaterMark(StorageMessage):
 class Truncate(StorageMessage):
     """Truncate the log after `last_to_keep`.
 
-    `base` is the last batch end at or below it that the owner knows, `base_chain` the chain there;
-    rejected if the replica's chain at `base` differs, or below the confirmed low-water mark.
+    `base` is the highest last ID of a batch that the owner knows and that is not above
+    `last_to_keep`. `base_chain` is the hash chain there. The storage rejects the request if its
+    chain at `base` differs, or if `last_to_keep` is below the confirmed low-water mark.
     """
 
     code = 68
@@ -984,7 +1026,7 @@ class Truncate(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Engage(StorageMessage):
-    """Confirm the mark: ZooKeeper lists the replica as engaged in this session."""
+    """Confirm the low-water mark: ZooKeeper lists the replica as engaged in this session."""
 
     code = 69
     requires = all_of(REPLICATE)
@@ -994,10 +1036,10 @@ class Engage(StorageMessage):
 
 @value(frozen=True, slots=True)
 class AppendRaw(StorageMessage):
-    """Append records as they will be on disk, one or more whole batches (`lineage`).
+    """Append records with the same bytes as on disk: one or more whole batches (`lineage`).
 
     `locks` is the batch's lock block (`lock_blocks.py`), which the storage keeps for the next
-    owner; empty if the sender does not know the locks.
+    owner. It is empty if the sender does not know the locks.
     """
 
     code = 70
@@ -1014,7 +1056,7 @@ class AppendRaw(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Appended(StorageMessage):
-    """Everything up to this ID is on disk, synced."""
+    """The log is synced to disk up to this ID."""
 
     code = 71
     requires = ANSWER
@@ -1024,11 +1066,12 @@ class Appended(StorageMessage):
 
 @value(frozen=True, slots=True)
 class RangeRaw(StorageMessage):
-    """Read records first..last, at most about `bytes_max` (one batch or record at least).
+    """Read records first..last, at most about `bytes_max` bytes, but at least one batch or record.
 
-    `reader`: the sender is not an owner; answered only while this storage is engaged in the session
-    of the prefix, and only up to what it has synced. `whole_batches`: first is a batch's first ID,
-    and the answer ends at a batch's last one (repair, catch-up).
+    `reader`: the sender is not an owner. The storage answers a reader only while it is engaged in
+    the session of the prefix, and only up to the last ID that it has synced. `whole_batches`:
+    `first` is the first ID of a batch, and the answer ends at the end of a batch (for repair and
+    catch-up).
     """
 
     code = 72
@@ -1044,10 +1087,10 @@ class RangeRaw(StorageMessage):
 
 @value(frozen=True, slots=True)
 class RangeBytes(StorageMessage):
-    """Records first..first+count-1; `chain_before` is meaningful for whole batches only.
+    """Records first..first+count-1. `chain_before` is meaningful only for whole batches.
 
-    `ticket`: with record locations, what the storage requires before it passes an open file to this
-    reader (`record_locations.py`); empty without access control.
+    `ticket`: with record locations, the code that the storage requires before it passes an open
+    file to this reader (`record_locations.py`). It is empty without access control.
     """
 
     code = 73
@@ -1066,7 +1109,7 @@ class RangeBytes(StorageMessage):
 
 @value(frozen=True, slots=True)
 class LineageRequest(StorageMessage):
-    """Request the batches that cover first..last."""
+    """Request the lineage entries of the batches that cover first..last."""
 
     code = 74
     requires = all_of(REPLICATE)
@@ -1077,7 +1120,7 @@ class LineageRequest(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Repair(StorageMessage):
-    """Replace a damaged range below the mark by another replica's records."""
+    """Replace a damaged range below the low-water mark by the records of another replica."""
 
     code = 75
     requires = all_of(REPLICATE)
@@ -1090,7 +1133,10 @@ class Repair(StorageMessage):
 
 @value(frozen=True, slots=True)
 class LineageResponse(StorageMessage):
-    """The requested batches in order (if not all fit, the newest), and the chain before them."""
+    """The requested batches in order, and the chain before them.
+
+    If not all fit, these are the newest.
+    """
 
     code = 76
     requires = ANSWER
@@ -1110,7 +1156,7 @@ class Heartbeat(StorageMessage):
 
 @value(frozen=True, slots=True)
 class HeartbeatResponse(StorageMessage):
-    """The storage has promised no later session."""
+    """The storage confirms that it has promised no later session."""
 
     code = 78
     requires = ANSWER
@@ -1119,7 +1165,7 @@ class HeartbeatResponse(StorageMessage):
 
 @value(frozen=True, slots=True)
 class LockBlocksRequest(StorageMessage):
-    """Request the newest lock blocks, as a reader: this storage must be engaged."""
+    """Request the newest lock blocks as a reader: the storage must be engaged in the session."""
 
     code = 81
     requires = all_of(REPLICATE)
@@ -1129,7 +1175,10 @@ class LockBlocksRequest(StorageMessage):
 
 @value(frozen=True, slots=True)
 class LockBlocks(StorageMessage):
-    """The newest bytes of the lock files, unchecked: the receiver compares them with the log."""
+    """The last bytes of the lock files, unchecked.
+
+    The receiver validates the blocks against the log.
+    """
 
     code = 82
     requires = ANSWER
@@ -1139,10 +1188,11 @@ class LockBlocks(StorageMessage):
 
 @value(frozen=True, slots=True)
 class Nack(StorageMessage):
-    """An error: a code of `errors.py`; `promised` is the session that the replica has promised.
+    """The request failed. `error_code` is the code of the error in `errors.py`.
 
-    `first_available`: the first ID of the log, if the error is that it begins there; otherwise -1.
-    `retry_after_ms`: the pause before the request may be repeated; 0 if it is not known.
+    `promised`: the session that the replica has promised. `first_available`: the first ID of the
+    log if the request was for earlier IDs; otherwise -1. `retry_after_ms`: how long the sender
+    should wait before it repeats the request; 0 if this is not known.
     """
 
     code = 79
@@ -1157,9 +1207,10 @@ class Nack(StorageMessage):
 
 @value(frozen=True, slots=True)
 class DamageFound(StorageMessage):
-    """A notification to the owner (sequence 0): more records cannot be read.
+    """A notification to the owner (sequence number 0): more records are unreadable.
 
-    `damaged` holds pairs first, last, of all damage that is known now, like PREPARED.
+    `damaged` contains pairs (first ID, last ID) of all damage that the storage knows now, as in
+    PREPARED.
     """
 
     code = 80
@@ -1170,10 +1221,11 @@ class DamageFound(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ArchiveRange(StorageMessage):
-    """Write whole batches of first..last, from the first one on, into the archive.
+    """Write whole batches of first..last into the archive, starting with the batch at `first`.
 
-    `chain_before` is the chain before `first`; `manifest` with its CRC is the present one, empty if
-    nothing is archived. `attempt` is a part of the new files' names. `RangeArchived` follows.
+    `chain_before` is the hash chain before `first`. `manifest` and `manifest_crc` identify the
+    present manifest; `manifest` is empty if nothing is archived. `attempt` is a part of the names
+    of the new files. The storage reports the end with `RangeArchived`.
     """
 
     code = 83
@@ -1189,13 +1241,14 @@ class ArchiveRange(StorageMessage):
 
 @value(frozen=True, slots=True)
 class RangeArchived(StorageMessage):
-    """A notification to the owner (sequence 0): the end of an attempt to archive or to replace.
+    """A notification to the owner (sequence number 0): an archive or replacement attempt has ended.
 
-    The new manifest has all batches up to `last`, where the chain is `chain`. The last one that was
-    written has the commit stamp `stamp_ms`. If `manifest` is empty, nothing has changed: there is
-    not enough yet, the object was replaced before or, with an `error`, the attempt failed. Before
-    the attempt, the range up to `unarchived_last` had `unarchived_bytes` of records, and its oldest
-    batch was committed `unarchived_age_ms` ago (-1: not known); `unarchived_last` is -1 if the log
+    The new manifest contains all batches up to `last`, where the hash chain is `chain`. `stamp_ms`
+    is the commit stamp of the last batch that was written. If `manifest` is empty, nothing has
+    changed: there are not enough records yet, the object had already been replaced or, with an
+    `error`, the attempt failed. `unarchived_last`, `unarchived_bytes` and `unarchived_age_ms`
+    describe the range before the attempt: its last ID, the size of its records, and the time since
+    its oldest batch was committed (-1 if this is not known). `unarchived_last` is -1 if the log
     could not be read.
     """
 
@@ -1216,7 +1269,10 @@ class RangeArchived(StorageMessage):
 
 @value(frozen=True, slots=True)
 class SetArchived(StorageMessage):
-    """The archive has the IDs first..last (rule AR 9); rejected if the log has another chain."""
+    """The archive contains the IDs first..last (rule AR 9).
+
+    Rejected if the log's chain at `last` differs.
+    """
 
     code = 85
     requires = all_of(REPLICATE)
@@ -1230,9 +1286,10 @@ class SetArchived(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ResetLog(StorageMessage):
-    """Drop all records: the empty log then starts after `last`, which the archive has.
+    """Delete all records. The empty log then starts after `last`, the end of the archived part.
 
-    Rejected unless the log ends before `last`, and is suspect or has no confirmed mark above it.
+    Rejected unless the log ends before `last`. It must also be suspect, or have no confirmed
+    low-water mark above `last`.
     """
 
     code = 86
@@ -1244,10 +1301,10 @@ class ResetLog(StorageMessage):
 
 @value(frozen=True, slots=True)
 class CollectGarbage(StorageMessage):
-    """Delete files of the archive that the recorded manifest does not list, a few at a time.
+    """Delete files of the archive that the recorded manifest does not list, a few per request.
 
-    The manifest ends at `last` with this chain. All attempts of this session below `attempt` have
-    ended (rule AR 16). `GarbageCollected` follows.
+    The manifest ends at `last` with the hash chain `chain`. All attempts of this session below
+    `attempt` have ended (rule AR 16). The storage reports the end with `GarbageCollected`.
     """
 
     code = 87
@@ -1262,9 +1319,10 @@ class CollectGarbage(StorageMessage):
 
 @value(frozen=True, slots=True)
 class GarbageCollected(StorageMessage):
-    """A notification to the owner (sequence 0): the end of a collection.
+    """A notification to the owner (sequence number 0): a garbage collection has ended.
 
-    `has_more`: there is more garbage than one request deletes. With an `error` it has failed.
+    `has_more`: there is more garbage than one request deletes. If `error` is not empty, the
+    collection failed.
     """
 
     code = 88
@@ -1279,9 +1337,9 @@ class GarbageCollected(StorageMessage):
 class ExpireObjects(StorageMessage):
     """Expire whole objects: write a manifest with a later first available ID (rule AR 5).
 
-    The recorded manifest ends at `last` with this chain. An object expires if its IDs are below
-    `before`, or its commit times before `before_ms` or older than `retention_ms`; 0 stands for
-    none. `ObjectsExpired` follows.
+    The recorded manifest ends at `last` with the hash chain `chain`. An object expires if its IDs
+    are below `before`, if its commit times are before `before_ms`, or if they are older than
+    `retention_ms`. 0 means no limit. The storage reports the end with `ObjectsExpired`.
     """
 
     code = 90
@@ -1299,10 +1357,10 @@ class ExpireObjects(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ObjectsExpired(StorageMessage):
-    """A notification to the owner (sequence 0): the end of an expiry.
+    """A notification to the owner (sequence number 0): an expiry has ended.
 
-    `first` is the first available ID of the new manifest. If `manifest` is empty, nothing has
-    changed: nothing expires or, with an `error`, the expiry failed.
+    `first` is the first available ID in the new manifest. If `manifest` is empty, nothing has
+    changed: no object expires or, with an `error`, the expiry failed.
     """
 
     code = 91
@@ -1317,10 +1375,10 @@ class ObjectsExpired(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ReplaceObject(StorageMessage):
-    """Write first..last as a new object; a manifest lists it instead of `object` (rule AR 5).
+    """Write first..last as a new object; list it in the manifest instead of `object` (rule AR 5).
 
-    The recorded manifest ends at `archived` with `chain`, and lists `object` with these IDs.
-    `RangeArchived` follows.
+    The recorded manifest ends at `archived` with the hash chain `chain`, and lists `object` with
+    these IDs. The storage reports the end with `RangeArchived`.
     """
 
     code = 92
@@ -1338,9 +1396,9 @@ class ReplaceObject(StorageMessage):
 
 @value(frozen=True, slots=True)
 class ArchiveProgress(StorageMessage):
-    """A notification to the owner (sequence 0): the archive attempt is still running.
+    """A notification to the owner (sequence number 0): the archive attempt is still running.
 
-    A storage sends it for requests that wait or run, while its work on the archive continues.
+    While a storage works on the archive, it sends this message for each request that waits or runs.
     """
 
     code = 89
@@ -1351,7 +1409,10 @@ class ArchiveProgress(StorageMessage):
 
 @value(frozen=True, slots=True)
 class AuthenticateAtStorage(StorageMessage):
-    """Like `Authenticate`; session, sequence and partition are -1. `SuccessResponse` answers it."""
+    """Like `Authenticate`, for a storage; `SuccessResponse` answers this message.
+
+    Session, sequence number and partition are -1.
+    """
 
     code = 93
     requires = CREDENTIAL

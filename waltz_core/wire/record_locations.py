@@ -1,16 +1,16 @@
-"""The positions of a range's records in a storage's files, for a reader on the same machine.
+"""The positions of records in a storage's files, for a reader on the same machine.
 
-A storage answers a `RangeRaw` of form `LOCATIONS` with `RangeBytes` that contain lengths and
-lineage as usual, and these locations instead of the records. An older storage rejects the form, so
-nothing else of the protocol changes.
+If a `RangeRaw` has form `LOCATIONS`, the storage answers with `RangeBytes` that contain lengths and
+lineage as usual, but locations instead of records. An older storage rejects this form, so the
+protocol needs no other change.
 
 Rules:
-    1. The locations are runs of a segment file's bytes, in the order of the ids, without a gap
-       between their records.
-    2. Their sizes add up to the lengths of the answer.
+    1. Each location is a run of bytes in a segment file. The locations are in the order of the IDs,
+       and without a gap between their records.
+    2. The sum of their sizes is the sum of the record lengths in the answer.
     3. The reader requests each segment file at the storage's Unix socket. With access control, the
-       socket has another name, and a request also contains the ticket of the last answer: older
-       readers, which have no ticket, do not find the name.
+       socket has another name, so that older readers, which have no ticket, do not find it. A
+       request then also contains the ticket of the last answer.
 """
 
 from collections.abc import Iterable
@@ -22,9 +22,9 @@ from waltz_core.errors import BadFormat
 from waltz_core.records.record import PartitionId, TransactionId
 from waltz_core.wire.messages import Buffer
 
-# The form of the request and the answer, in addition to those of `RangeForm`.
+# The form of such a request and of its answer, in addition to the forms of `RangeForm`.
 LOCATIONS: Final = 2
-# The limit of the records in one answer, in bytes, because their lengths take memory.
+# The maximum size of the records in one answer, in bytes: their lengths need memory.
 LOCATIONS_BYTES_MAX: Final = 64 * 1024 * 1024
 _LOCATION: Final = Struct(">qqq")
 _SEGMENT: Final = Struct(">iq")
@@ -33,7 +33,7 @@ TICKET_BYTES: Final = 24
 
 
 class FileLocation(NamedTuple):
-    """A run of bytes of the segment whose first ID is `segment`."""
+    """A run of bytes in a segment file; `segment` is the first ID of this segment."""
 
     segment: TransactionId
     offset: int
@@ -41,12 +41,15 @@ class FileLocation(NamedTuple):
 
 
 def encode_locations(locations: Iterable[FileLocation]) -> bytes:
-    """Return the locations, 24 bytes each."""
+    """Encode the locations, 24 bytes each."""
     return b"".join(_LOCATION.pack(*location) for location in locations)
 
 
 def decode_locations(packed: Buffer, records_bytes: int) -> tuple[FileLocation, ...]:
-    """Decode the locations of `records_bytes` bytes of records; raise BadFormat if not valid."""
+    """Decode locations; raise BadFormat if they are not valid.
+
+    `records_bytes` is the expected sum of their sizes.
+    """
     if len(packed) % _LOCATION.size:
         raise BadFormat(
             f"locations of records: expected {_LOCATION.size} bytes each, found "
@@ -70,21 +73,24 @@ def decode_locations(packed: Buffer, records_bytes: int) -> tuple[FileLocation, 
 
 
 def socket_name_of(cluster_key: bytes, address: str, *, with_tickets: bool) -> str:
-    """Return the socket name under which the storage of an address passes its open segments.
+    """Return the name of the Unix socket at which a storage passes open segment files to readers.
 
     A cluster has one storage for each address, so the name is unique on a machine.
     """
     prefix = "waltz-tickets" if with_tickets else "waltz"
-    # An address may be longer than a socket name.
+    # An address can be longer than the maximum length of a socket name.
     return f"{prefix}/{cluster_key.hex()}/{sha256(address.encode()).hexdigest()[:32]}"
 
 
 def encode_segment(partition_id: PartitionId, segment: TransactionId, ticket: bytes) -> bytes:
-    """Return the request for a segment; without access control the ticket is empty."""
+    """Encode the request for a segment file; without access control, the ticket is empty."""
     return _SEGMENT.pack(partition_id, segment) + ticket
 
 
 def decode_segment(request: bytes) -> tuple[PartitionId, TransactionId, bytes]:
-    """Return the requested segment and the ticket, all bytes after `SEGMENT_REQUEST_BYTES`."""
+    """Decode the request for a segment file; return its partition, first ID and ticket.
+
+    The ticket consists of all bytes after `SEGMENT_REQUEST_BYTES`.
+    """
     partition_id, segment = _SEGMENT.unpack_from(request)
     return PartitionId(partition_id), TransactionId(segment), request[SEGMENT_REQUEST_BYTES:]

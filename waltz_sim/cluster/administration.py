@@ -1,7 +1,7 @@
 """A simulated operator that uses the storages' administration commands.
 
-The production machine (`admin.py`) accepts or rejects a request, the production engine changes the
-disk; this module only connects them, in virtual time.
+The production machine (`admin.py`) accepts or rejects a request, and the production engine changes
+the disk. This module only connects the two, in virtual time.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ OnAnswer = Callable[[AdminMessage], None]
 
 
 class Operator:
-    """One request to one running storage; `on_answer` gets the answer, unless the storage dies."""
+    """Sends a request to a running storage; `on_answer` gets the answer if the storage lives."""
 
     def __init__(self, cluster: "SimCluster", storage: "SimStorage", on_answer: OnAnswer) -> None:
         assert storage.engine is not None
@@ -46,7 +46,7 @@ class Operator:
         self._machine = AdminService(identity, address=storage.replica)
 
     def request(self, message: AdminMessage) -> None:
-        """Send the request."""
+        """Send the request to the storage's administration machine."""
         self._take(AdminRequest(ConnectionId(1), VERSION, message))
 
     def _take(self, event: AdminRequest | AdminTaskDone) -> None:

@@ -1,9 +1,10 @@
-"""The guarantees, one checker each, called on each event and once more at the end.
+"""Passes every event of the simulator to the checkers of the guarantees.
 
-Processes, links and disks of the simulator report their events to one object; it passes them to the
-checkers (`guarantees/`) that need them.
+Processes, links and disks of the simulator report their events to one object, `Checks`. It passes
+each event to the checkers (`guarantees/`) that need it, and makes further checks at the end of a
+run.
 
-Each public method receives one kind of event. Names and numbers are those of
+Each public method receives one kind of event. The names and numbers of the guarantees are those of
 docs/design/correctness.md 3.2.
 """
 
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class Checks(CheckerState):
-    """All checkers, and their state."""
+    """All checkers of a world, and the state that they share."""
 
     def __init__(self, cluster: "SimCluster") -> None:
         super().__init__(cluster)
@@ -60,13 +61,13 @@ class Checks(CheckerState):
         self.archive = (
             ArchiveGuarantees(self, self.sessions) if cluster.setup.archive_interval_ms else None
         )
-        self._opening: dict[str, int] = {}  # bytes on disks before they were opened
+        self._opening: dict[str, int] = {}  # the bytes on each disk before it is opened
         self._heads: dict[
             tuple[str, SessionId], Chain
-        ] = {}  # the chain at the end of a server's appends
+        ] = {}  # the chain after the last append that a server has submitted in a session
 
     def reported(self, name: str, report: Report) -> None:
-        """A machine has sent a report."""
+        """Called when a machine has sent a report."""
         self.counts[REPORTED.get(report.name, report.name)] += 1
         if self.world.is_traced:
             fields = " ".join(f"{key}={value}" for key, value in report.fields)
@@ -76,18 +77,18 @@ class Checks(CheckerState):
     # storages
 
     def storage_started(self, storage: "SimStorage") -> None:
-        """A process has opened its directory."""
+        """Called when a storage process has opened its directory."""
 
     def storage_rejected(self, storage: "SimStorage", error: WaltzError) -> None:
-        """A directory or a log cannot be opened."""
+        """Called when a directory or a log cannot be opened."""
         self.count(f"storage rejected: {type(error).__name__}")
 
     def log_opening(self, storage: "SimStorage") -> int:
-        """A directory, then its log, is about to be opened; `log_opened` gets the result."""
+        """Called before a directory and its log are opened; `log_opened` receives the result."""
         return self._opening.setdefault(storage.name, self.replicas.bytes_of(storage))
 
     def log_opened(self, storage: "SimStorage", log: PartitionLog, bytes_before: int = 0) -> None:
-        """A log is open; opening may have cut a torn tail."""
+        """Called when a log is open; opening may have cut a torn record at its end."""
         self._opening.pop(storage.name, None)
         if self.replicas.bytes_of(storage) < bytes_before:
             self.count("torn record at the end of a log")
@@ -96,38 +97,38 @@ class Checks(CheckerState):
             self.archive.opened(storage, log)
 
     def rolled_back(self, storage: "SimStorage") -> None:
-        """A fault has rolled this replica's disk back: its promises are lost."""
+        """Called when a fault has rolled back a replica's disk, so that its promises are lost."""
         self.replicas.rolled_back(storage)
 
     def became_corrupt(self, storage: "SimStorage") -> None:
-        """A fault has changed durable bytes of this replica."""
+        """Called when a fault has changed durable bytes of a replica."""
         self.replicas.became_corrupt(storage)
 
     def before_work(self, storage: "SimStorage", work: Work) -> LogBefore:
-        """Record a log's state before a piece of work; `worked` gets the returned value."""
+        """Called before a piece of work; `worked` receives the returned state of the log."""
         return self.replicas.before_work(storage, work)
 
     def worked(
         self, storage: "SimStorage", work: Work, result: WorkResult, before: LogBefore
     ) -> None:
-        """A piece of work is done; its answer follows."""
+        """Called when a piece of work is done, before its answer is sent."""
         self.replicas.worked(storage, work, result, before)
         self.bounds.worked(storage)
         if self.archive is not None:
             self.archive.worked(storage, work, result)
 
     def archive_written(self, name: str, *, is_known: bool) -> None:
-        """A file was written to the archive; `is_known`: there was one with its name."""
+        """Called when a file was written to the archive; `is_known` if the name existed before."""
         assert self.archive is not None
         self.archive.written(name, is_known=is_known)
 
     def archive_expires(self, name: str, wall_ms: int) -> None:
-        """A storage writes the manifest of an expiry; it has computed it by this wall clock."""
+        """Called when a storage writes an expiry's manifest, computed at its time `wall_ms`."""
         assert self.archive is not None
         self.archive.expires(name, wall_ms)
 
     def archive_deleted(self, name: str) -> None:
-        """A collection has deleted a file of the archive."""
+        """Called when a garbage collection has deleted a file of the archive."""
         assert self.archive is not None
         self.archive.deleted(name)
 
@@ -141,7 +142,7 @@ class Checks(CheckerState):
         after: PartitionMetadata,
         marker: PartitionMarker,
     ) -> None:
-        """Both nodes of the partition have changed."""
+        """Called when both nodes of the partition in ZooKeeper have changed."""
         if self.world.is_traced:
             self.world.note(f"zookeeper < {server} {states_in_words(after)}")
         self.sessions.wrote(server, before, after, marker)
@@ -149,23 +150,23 @@ class Checks(CheckerState):
             self.archive.wrote(server, marker)
 
     def restored(self, mark: ArchivedMark) -> None:
-        """The partition was restored, with this archived mark."""
+        """Called when the partition was restored from a backup, with this archived mark."""
         if self.archive is not None:
             self.archive.restored(mark)
 
     def zookeeper_changed(self) -> None:
-        """A fault has replaced data in ZooKeeper."""
+        """Called when a fault has replaced data in ZooKeeper."""
         self.sessions.zookeeper_changed()
 
     # -----------------------------------------------------------------------------------------
     # servers
 
     def partition_made(self, server: "SimServer") -> None:
-        """A server has a new, empty partition machine without any reported outcomes."""
+        """Called when a server has created a partition machine, which has reported no outcomes."""
         self.answers.made(server.name)
 
     def submitted(self, server: "SimServer", event: session_events.Submit) -> None:
-        """The pipeline hands a batch to the store."""
+        """Called when the pipeline of a server submits a batch to the store."""
         key = server.name, event.session_id
         self.sessions.submitted(server, event.session_id)
         self._heads[key] = self.history.submitted(self._heads[key], event.session_id, event.batch)
@@ -175,7 +176,7 @@ class Checks(CheckerState):
     def stepped(
         self, server: "SimServer", store: "PartitionStore", effects: Sequence[session_events.Effect]
     ) -> None:
-        """The store has emitted an effect."""
+        """Called with the effects of one step of the store."""
         name = server.name
         for effect in effects:
             kind = type(effect)
@@ -198,55 +199,55 @@ class Checks(CheckerState):
             self.bounds.store_reported(name, effect)
 
     def server_stepped(self, server: "SimServer") -> None:
-        """A server has completed one step, with all its effects."""
+        """Called when a server has completed one step with all its effects."""
         self.answers.stepped(server)
         self.locking.stepped(server)
         self.bounds.stepped(server)
 
     def sent_to_replica(self, server: "SimServer", effect: session_events.SendToReplica) -> None:
-        """A server has sent a request to a storage."""
+        """Called when a server has sent a request to a storage."""
         self.sessions.sent(server, effect)
         self.bounds.sent(effect)
 
     def replica_answered(
         self, session_id: SessionId, replica: str, message: "StorageMessage"
     ) -> None:
-        """The owner has received a storage's answer."""
+        """Called when the owner has received an answer of a storage."""
         self.sessions.received(session_id, replica, message)
         self.bounds.received(session_id, replica, message)
 
     def answered(self, server: "SimServer", answer: "SendToClient") -> None:
-        """A server has sent a message to a client."""
+        """Called when a server has sent a message to a client."""
         self.answers.answered(server, answer)
 
     def dialed(self, client: str, server: str) -> None:
-        """A process opens a connection."""
+        """Called when a process opens a connection."""
         self.bounds.dialed(client, server)
 
     # -----------------------------------------------------------------------------------------
     # clients
 
     def client_started(self, client: "SimClient") -> None:
-        """A client has started."""
+        """Called when a client has started."""
         self.outcomes.started(client)
 
     def client_died(self, client: "SimClient") -> None:
-        """A client has died: its pending appends have no owner."""
+        """Called when a client has died, so that its pending appends have no author."""
         self.outcomes.died(client)
 
     def client_stopped(self, client: "SimClient", error: WaltzError) -> None:
-        """A stream has ended permanently: only because its feed has expired."""
+        """Called when a stream has ended permanently; correct only if its feed has expired."""
         if self.archive is not None and isinstance(error, BeforeLogStart):
             self.archive.rejected(client.fed + 1, error.first_available)
             return
         self.fail("ClientStopped", f"{client.name}: {error}")
 
     def client_follows(self, client: "SimClient") -> None:
-        """A client subscribes to the feed."""
+        """Called when a client subscribes to the feed."""
         self.outcomes.followers[client.name] = client
 
     def client_sent(self, client: "SimClient", link: "SimLink", message: "ClientMessage") -> None:
-        """A client sends a message to a server."""
+        """Called when a client sends a message to a server."""
         self.answers.sent(client, link, message)
         if self.archive is not None:
             self.archive.client_sent(message)
@@ -254,32 +255,32 @@ class Checks(CheckerState):
     def client_received(
         self, client: "SimClient", link: "SimLink", message: "ClientMessage"
     ) -> None:
-        """A client receives a message from a server."""
+        """Called when a client receives a message from a server."""
         self.answers.received(client, link, message)
         if self.archive is not None:
             self.archive.client_received(message)
 
     def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
-        """A client's mark has moved."""
+        """Called when a client's high-water mark has changed."""
         self.outcomes.mark_moved(client, mark)
 
     def settled(self, client: "SimClient", effect: client_events.SubmissionSettled) -> None:
-        """An application gets the outcome of a submission."""
+        """Called when an application receives the outcome of a submission."""
         self.outcomes.settled(client, effect)
 
     def rejected(self, client: "SimClient", effect: client_events.SubmissionRejected) -> None:
-        """An application gets an error instead of an outcome."""
+        """Called when an application receives an error instead of an outcome."""
         self.outcomes.rejected(client, effect.token, effect.error)
 
     def fed(self, client: "SimClient", effect: client_events.FeedAdvanced) -> None:
-        """An application gets a transaction of the feed."""
+        """Called when an application receives transactions of the feed."""
         self.outcomes.fed(client, effect)
 
     # -----------------------------------------------------------------------------------------
     # the end
 
     def at_end(self) -> None:
-        """24, 25. Fixed and Converged: all replicas have the log, all outcomes are known."""
+        """24, 25. Fixed and Converged: all replicas have the log, and all outcomes are known."""
         history, last = self.history, self.history.last
         for name in self.cluster.coordinator.assignment.replicas:
             storage = self.cluster.storages[name]
@@ -300,7 +301,7 @@ class Checks(CheckerState):
         self._replay()
 
     def _replay(self) -> None:
-        """17. Serializable: replay the whole log of a replica, from the first record."""
+        """17. Serializable: replay the whole log of one replica, from the first record on."""
         ledger = Ledger()
         storage = self.cluster.storages[self.cluster.coordinator.assignment.replicas[0]]
         archived = self.archive.data_before(first_on(storage)) if self.archive is not None else ()
@@ -311,7 +312,7 @@ class Checks(CheckerState):
 
 
 def states_in_words(metadata: PartitionMetadata) -> str:
-    """Return the replica states in short: `A:3 B:3 C:2<17`."""
+    """Format the replica states, for example as `4: A:3 B:3 C:2<17`."""
     return f"{metadata.session_id}: " + " ".join(
         f"{name}:{state.session_id}" + ("" if state[1] == UNRESOLVED else f"<{state[1]}")
         for name, state in metadata.states.items()

@@ -1,18 +1,18 @@
 """A simulated operator that rebuilds ZooKeeper's metadata from the storages' logs.
 
-The production code (`cluster/change/rebuilding.py`) chooses the log and the order of durable steps;
-this module queries storages and writes ZooKeeper as the commands do.
+The production code (`cluster/change/rebuilding.py`) chooses the log, and the order of the durable
+steps. This module queries storages and writes to ZooKeeper, as the commands do.
 
 Rules:
-    1. The command claims a session later than every promise of a storage; only answers in it count.
-       `accept-replicas` claims it in ZooKeeper first.
+    1. The command claims a session later than every promise of a storage. Only answers in this
+       session count. `accept-replicas` first claims the session in ZooKeeper.
     2. The command may die after each durable step. It is run again, or never.
     3. With `accept-replicas` an operator may decide to lose acknowledged transactions. The checkers
-       do not know this decision, so a command that would lose some dies before it writes ZooKeeper.
-       After the write the decision is made, and the command is run again until the partition can
-       be opened.
+       do not know this decision, so a command that would lose transactions dies before it writes to
+       ZooKeeper. After the write the decision is made, and the command is run again until the
+       partition can be opened.
     4. With `loses` the operator accepts a log that ends below the archived mark. Then no session
-       may open (AR 8 of decision 047), which the checkers see.
+       may open (AR 8 of decision 047), which the checkers verify.
 """
 
 import asyncio
@@ -54,10 +54,10 @@ class CommandDied(Exception):
 
 
 class DisasterRecovery:
-    """One command; `on_verdict` gets the decision, or None if the command has died.
+    """One run of the command; `on_verdict` receives the decision, or None if the command has died.
 
-    It accepts the log of a replica, with `BEST` the longest one, or (`accepted` is None) the one
-    that a rebuild would choose.
+    It accepts the log of the replica `accepted`, or the longest log if that is `BEST`. If
+    `accepted` is None, it accepts the log that a rebuild would choose.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class DisasterRecovery:
         assert dies_after in {"", *STEPS}
         self._cluster = cluster
         cluster.disaster_recovery_count += (
-            1  # each has its own random numbers, and so its own nonces
+            1  # each command has its own random numbers, and so its own nonces
         )
         self._peer = SimPeer(cluster, f"operator{cluster.disaster_recovery_count}")
         self._loop = loop_of(self._peer)
@@ -93,17 +93,20 @@ class DisasterRecovery:
             verdict = await self._recover()
         except CommandDied as died:
             self._cluster.world.note(f"the operator's command has died: {died}")
-        except Exception as error:  # noqa: BLE001 - a checker's, or a fault of the command
+        except Exception as error:  # noqa: BLE001 - of a checker, or a bug of the command
             self._loop.fail(error)
         self._on_verdict(verdict)
 
     def _passed(self, step: str) -> None:
-        """Rule 2; a command that still runs when all faults have ended does not die."""
+        """Die if this step is planned (rule 2), unless all faults have ended."""
         if step == self._dies_after and not self._cluster.is_recovering:
             raise CommandDied(f"after {step}")
 
     async def _recover(self) -> RebuildDecision:
-        """Raises CommandDied, and BadRequest if a silent storage may have acknowledged data."""
+        """Run the command.
+
+        Raises CommandDied, and BadRequest if a silent storage may have acknowledged data.
+        """
         newest = NO_SESSION
         for _ in range(ATTEMPTS_MAX):
             self._claim(newest)
@@ -115,7 +118,7 @@ class DisasterRecovery:
         raise CommandDied("other owners claim later sessions")
 
     def _claim(self, newest: SessionId) -> None:
-        """Rule 1."""
+        """Choose a session, and claim it in ZooKeeper for `accept-replicas` (rule 1)."""
         coordinator = self._cluster.coordinator
         metadata = coordinator.metadata
         known = NO_SESSION if metadata is None else metadata.session_id
@@ -131,7 +134,7 @@ class DisasterRecovery:
         self._passed("claim")
 
     async def _query(self) -> None:
-        """Query every storage for its log, in the session: assigned or known to ZooKeeper."""
+        """Query the log of every storage that is assigned or known to ZooKeeper, in the session."""
         metadata = self._cluster.coordinator.metadata
         held = () if self._accepted is None or metadata is None else metadata.states
         members = dict.fromkeys([*self._cluster.replicas, *held])
@@ -187,7 +190,7 @@ class DisasterRecovery:
     # ---- the operations of a declaration
 
     def write(self, metadata: PartitionMetadata) -> None:
-        """Write ZooKeeper."""
+        """Write the metadata and the marker to ZooKeeper."""
         coordinator = self._cluster.coordinator
         if self._accepted is not None:
             versions = coordinator.metadata_version, coordinator.marker_version
@@ -204,7 +207,7 @@ class DisasterRecovery:
         self._passed("write")
 
     async def mark(self, verdict: RebuildDecision, source: Prepared) -> None:
-        """Set the mark of the log in the session, so that its replica is trusted."""
+        """Set the log's low-water mark in the session, so that its replica is trusted."""
         prefix = self._session_id, 2, self._partition_id
         identity = (self._nonce, NO_STORAGE_ID, self._cluster.key, 1)
         again = Prepare(self._session_id, 1, self._partition_id, *identity)
@@ -216,13 +219,13 @@ class DisasterRecovery:
         self._passed("mark")
 
     def assign(self, verdict: RebuildDecision) -> None:
-        """Assign the first replicas."""
+        """Assign the first replicas of the decision to the partition."""
         self._cluster.reassign(verdict.first_members)
         self._cluster.unfinished_recovery = None
         self._passed("assign")
 
     async def _add(self, others: "Sequence[ReplicaId]") -> None:
-        """Assign the other replicas one by one, each after the assigned ones are engaged."""
+        """Assign the other replicas one by one, each after the assigned replicas are engaged."""
         cluster = self._cluster
         for each in others:
             for _ in range(POLLS_MAX):
@@ -249,9 +252,9 @@ class DisasterRecovery:
     def _has_all(self) -> bool:
         """Whether the accepted log has all acknowledged transactions (rule 3).
 
-        A quorum without losses has answered: no older session acknowledges any longer, and each
-        acknowledged transaction is in one of their logs. A repeated command has checked this
-        before, and since then ZooKeeper names only the accepted replica.
+        This is the case if a quorum without losses has answered: no older session acknowledges any
+        longer, and each acknowledged transaction is in one of their logs. A command that is run
+        again has checked this before, and since then ZooKeeper names only the accepted replica.
         """
         cluster, accepted = self._cluster, self._accepted
         metadata = cluster.coordinator.metadata
@@ -277,7 +280,7 @@ class DisasterRecovery:
 
 
 class _SimulatedOperations:
-    """See `rebuilding.RebuildOperations`."""
+    """The steps of a declaration for the simulated cluster; see `rebuilding.RebuildOperations`."""
 
     def __init__(
         self, recovery: DisasterRecovery, verdict: RebuildDecision, source: Prepared
@@ -285,11 +288,11 @@ class _SimulatedOperations:
         self._recovery, self._verdict, self._source = recovery, verdict, source
 
     async def write(self, metadata: PartitionMetadata) -> None:
-        """Write ZooKeeper."""
+        """Write the metadata to ZooKeeper."""
         self._recovery.write(metadata)
 
     async def mark(self) -> None:
-        """Mark the replica."""
+        """Set the low-water mark of the source replica."""
         await self._recovery.mark(self._verdict, self._source)
 
     async def assign(self) -> None:
@@ -298,7 +301,7 @@ class _SimulatedOperations:
 
 
 def _rank(log: ReportedLog) -> tuple[bool, int, int, bool]:
-    """Return the sort key of a log; the best log has the greatest, as in the command."""
+    """Return the sort key of a log. As in the command, the best log has the greatest key."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 

@@ -1,6 +1,6 @@
-"""A program that sends a few requests to a storage: a command, or an intruder.
+"""A program that sends a few requests to a storage, such as a command or an intruder.
 
-Servers follow the protocol during a session. Any other program that can reach a storage may send
+During a session, servers follow the protocol. Any other program that can reach a storage may send
 any request, once.
 """
 
@@ -21,7 +21,7 @@ PeerAnswers: TypeAlias = list[StorageMessage]
 
 
 class SimPeer(Process):
-    """One program on its own machine."""
+    """One foreign program on its own machine."""
 
     def __init__(self, cluster: "SimCluster", name: str) -> None:
         super().__init__(cluster.world, name)
@@ -33,7 +33,7 @@ class SimPeer(Process):
         requests: Sequence[StorageMessage],
         on_answer: "Callable[[PeerAnswers], None]",
     ) -> None:
-        """Connect, send, and return as many answers, or those that arrived before the end."""
+        """Connect and send requests; `on_answer` receives their answers, fewer if the link ends."""
         answers: PeerAnswers = []
         is_over = False
 

@@ -1,15 +1,17 @@
-"""A partition that was restored from a backup: an archived log, and nothing on the storages.
+"""A partition that was restored from a backup: its log is in the archive, and no storage has data.
 
 `cluster/change/restoring.py` leaves such a partition in ZooKeeper (docs/decisions/055). The log is
 that of a lost cluster.
 
 Rules:
-    1. The objects are below the key of the lost cluster, the manifest is below this one's.
-    2. The rows have append locks only: their authors read nothing that the checkers would know.
+    1. The objects are stored below the key of the lost cluster, and the manifest below the key of
+       this cluster.
+    2. The rows have only append locks: their authors read no data that the checkers would have to
+       know.
     3. Their commit stamps may be later than the clocks of this cluster.
-    4. If objects may expire, the first ones may have done so before the restore.
-    5. The last object may have more batches than the manifest lists: the log was restored up to a
-       batch within it.
+    4. If objects may expire, the first objects may have expired before the restore.
+    5. The last object may have more batches than the manifest lists, because the log was restored
+       up to a batch within the object.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -54,13 +56,13 @@ _CLIENT: Final = ClientId(1)
 _HEADER: Final = 7
 _BATCH_ROWS_MAX: Final = 4
 _OBJECT_BATCHES_MAX: Final = 3
-# From the start of the wall clocks on.
+# The first commit stamp: the start of the wall clocks.
 _STAMP_MS: Final = 1_000_000
 _CLOCK_AHEAD_MS: Final = 3_600_000
 
 
 def restore(cluster: "SimCluster") -> None:
-    """Give a cluster that has not started the log of a lost one (`Setup.restored_count` IDs)."""
+    """Give a cluster that has not started a lost cluster's log of `Setup.restored_count` IDs."""
     _Restored(cluster).write()
 
 
@@ -72,7 +74,7 @@ class _Restored:
         self._stamp_ms = _STAMP_MS + self._rng.choice((0, _CLOCK_AHEAD_MS))
 
     def write(self) -> None:
-        """Write the archive and ZooKeeper, and notify the checkers."""
+        """Write the archive and the nodes in ZooKeeper, and notify the checkers."""
         cluster = self._cluster
         objects: list[ObjectEntry] = []
         last, chain = BEFORE_FIRST, GENESIS_CHAIN
@@ -91,7 +93,7 @@ class _Restored:
         self._cluster.archive.written_ms[name] = 0
 
     def _object_after(self, last: TransactionId, chain: Chain) -> ObjectEntry:
-        """Write an object, and return how the manifest lists it."""
+        """Write the next object, and return its entry in the manifest."""
         runs: list[BatchRun] = []
         first, chain_before = TransactionId(last + 1), chain
         for _ in range(self._rng.randint(1, _OBJECT_BATCHES_MAX)):
@@ -111,7 +113,7 @@ class _Restored:
         return entry._replace(last=last, chain=chain, commit_ms_max=stamp_ms)
 
     def _batch_after(self, before: TransactionId, chain: Chain, stop: int) -> BatchRun:
-        """Return one batch with IDs below `stop`; it is not in the log yet."""
+        """Return the next batch, with IDs below `stop`; the caller adds it to the log."""
         cluster, first = self._cluster, TransactionId(before + 1)
         count = min(self._rng.randint(1, _BATCH_ROWS_MAX), stop - first)
         last = TransactionId(first + count - 1)
@@ -135,7 +137,7 @@ class _Restored:
         return encode_record(position, req_id, _HEADER, data, crc32(data))
 
     def _manifest(self, objects: "Sequence[ObjectEntry]") -> ArchivedMark:
-        """Write the manifest, and return the mark (rules 1 and 4)."""
+        """Write the manifest, and return the archived mark (rules 1 and 4)."""
         cluster, kept = self._cluster, list(objects)
         if cluster.setup.expires and len(kept) > 1 and self._rng.random() < 0.5:
             del cluster.archive.files[kept.pop(0).name]

@@ -1,13 +1,14 @@
 """A simulated server: the production partition and its store, in virtual time.
 
-It replaces `server/process/host.py` and `server/process/storage_links.py`: links to storages, links
-from clients, requests to ZooKeeper, and a process that can die because of a machine.
+It replaces `server/process/host.py` and `server/process/storage_links.py`. It has links to storages
+and from clients, sends requests to ZooKeeper, and can die at a chosen event or effect of a machine.
 
 Rules:
-    1. The machines are the production ones, unchanged; each ownership has new ones, as in the
-       daemon.
-    2. Every event and effect of the store passes the checkers first.
-    3. A released partition is owned again after a pause, while it is still assigned.
+    1. The machines are the unchanged production machines. Each ownership has new machines, as in
+       the daemon.
+    2. Every event and effect of the store passes through the checkers first.
+    3. After a released partition, the server takes ownership again after a pause, if the partition
+       is still assigned to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,15 +67,15 @@ _NO_CLIENT_ID: Final = -1
 
 
 class SmallPieces(LargeBatchThrottle):
-    """Batches are small here, and so are their pieces."""
+    """A throttle for large batches whose pieces are small, like all batches in the simulator."""
 
     def piece_bytes(self, now_ms: int) -> int | None:
-        """As the real one, if the batch has pieces."""
+        """Return the size of a piece in bytes; None if the batch is not divided."""
         return None if super().piece_bytes(now_ms) is None else PIECE_BYTES
 
 
 class ObservedStore:
-    """The store, observed by the checkers (rule 2)."""
+    """The store of a partition, observed by the checkers (rule 2)."""
 
     def __init__(self, server: "SimServer", store: PartitionStore) -> None:
         self.store = store
@@ -83,41 +84,41 @@ class ObservedStore:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """Return the value of the store."""
+        """The time in ms at which the store wants a `Wakeup`."""
         return self.store.wake_at_ms
 
     @property
     def readable_replicas(self) -> Sequence[ReplicaId]:
-        """Return the value of the store."""
+        """The replicas from which the server may read."""
         return self.store.readable_replicas
 
     @property
     def archived(self) -> ArchivedMark | None:
-        """Return the value of the store."""
+        """The archived mark of the store."""
         return self.store.archived
 
     @property
     def is_archiving(self) -> bool:
-        """Return the value of the store."""
+        """Whether the store archives the log."""
         return self.store.is_archiving
 
     @property
     def archive_backlog(self) -> session_events.ArchiveBacklog | None:
-        """Return the value of the store."""
+        """How much of the log is not archived yet."""
         return self.store.archive_backlog
 
     def has_expired(self, before: TransactionId, before_ms: int) -> bool:
-        """Return the value of the store."""
+        """Forward the call to the store."""
         return self.store.has_expired(before, before_ms)
 
     def replacement(
         self, request: session_events.ReplaceInArchive
     ) -> session_events.ReplacementOutcome | None:
-        """Return the value of the store."""
+        """Forward the call to the store."""
         return self.store.replacement(request)
 
     def step(self, event: session_events.Event, now_ms: int) -> Sequence[session_events.Effect]:
-        """Step the store, and check it."""
+        """Step the store, and check the event, its invariants and its effects."""
         if type(event) is session_events.Submit:
             self._checks.submitted(self._server, event)
         effects = self.store.step(event, now_ms)
@@ -127,7 +128,7 @@ class ObservedStore:
 
 
 class SimServer(Process):
-    """One server process."""
+    """One simulated server process."""
 
     def __init__(self, cluster: "SimCluster", name: str) -> None:
         super().__init__(cluster.world, name)
@@ -135,43 +136,44 @@ class SimServer(Process):
         self.storage_ids: dict[ReplicaId, bytes] = {}
         self.partition: Partition | None = None
         self.store: ObservedStore | None = None
-        self._ownership = 0  # numbers the partition machines of this process
+        self._ownership = 0  # the number of the current partition machine in this process
         self._replicas: tuple[ReplicaId, ...] = ()
         self._sessions: dict[tuple[SessionId, ReplicaId], SimLink | None] = {}
         self._readers: dict[ReplicaId, SimLink | None] = {}
-        self._fetches: dict[int, tuple[ReplicaId, int, Fetch]] = {}  # by sequence
+        self._fetches: dict[int, tuple[ReplicaId, int, Fetch]] = {}  # by sequence number
         self._fetch_count = 0
-        # Where it has to die: at which message, whether after it, and whom to notify.
+        # Where the server has to die: the name of an event or effect, whether after it, and a
+        # callback.
         self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
-        # Its event loop hangs while its other threads run.
+        # Whether its event loop hangs while its other threads run.
         self.is_hanging = False
         self.hang_count = 0
 
     @property
     def fetch_count(self) -> int:
-        """How many reads of storages are in progress."""
+        """The number of reads from storages that are in progress."""
         return len(self._fetches)
 
     # ---- life
 
     def started(self) -> None:
-        """Start without state, and register."""
+        """Start without state, and register the server in ZooKeeper."""
         self.cluster.coordinator.register_server(self)
 
     def hang(self) -> None:
-        """Stop the event loop, while other threads keep the ZooKeeper session."""
+        """Stop the event loop, while other threads keep the ZooKeeper session alive."""
         self.pause()
         self.is_hanging = True
         self.hang_count += 1
         self.cluster.coordinator.watch_hanging(self)
 
     def resume(self) -> None:
-        """See `Process.resume`."""
+        """Continue after `pause` or `hang`."""
         self.is_hanging = False
         super().resume()
 
     def died(self) -> None:
-        """Lose all state except the name."""
+        """Drop all state except the name."""
         self.is_hanging = False
         self.partition = self.store = None
         self._replicas = ()
@@ -180,7 +182,7 @@ class SimServer(Process):
         self._fetches.clear()
 
     def kill(self, *, is_silent: bool = False) -> None:
-        """End the process (`kill -9`)."""
+        """Kill the process as with SIGKILL; if `is_silent`, its peers do not notice at once."""
         if not self.is_up:
             return
         self.world.note(f"{self.name} is killed")
@@ -189,7 +191,7 @@ class SimServer(Process):
         self.cluster.coordinator.watch_server(self)
 
     def _dies(self, thing: object, *, is_after: bool) -> bool:
-        """Die if a fault is planned here."""
+        """Kill this server if a fault plans it at this event or effect; return whether it did."""
         if self.dies_at is None:
             return False
         point, is_wanted_after, struck = self.dies_at
@@ -204,7 +206,7 @@ class SimServer(Process):
         return True
 
     def assigned(self, assignment: "Assignment") -> None:
-        """Take the current assignment, which this server has just read."""
+        """Apply the current assignment, which this server has just read."""
         if assignment.owner != self.name:
             self.release_ownership()
             return
@@ -221,7 +223,7 @@ class SimServer(Process):
             self.step(session_events.Reassign(replicas))
 
     def release_ownership(self) -> None:
-        """Another server owns the partition."""
+        """Release the partition, because another server owns it."""
         if self.partition is None:
             return
         self.step(session_events.ReleaseOwnership())
@@ -256,7 +258,7 @@ class SimServer(Process):
     # ---- the machine
 
     def step(self, event: Event) -> None:
-        """Pass an event to the partition; dropped if it is no longer owned."""
+        """Pass an event to the partition machine; drop it if the server has no partition."""
         machine = self.partition
         if machine is None:
             return
@@ -277,7 +279,7 @@ class SimServer(Process):
             self.set_timer(machine.wake_at_ms)
 
     def ring(self) -> None:
-        """See `Process.ring`."""
+        """Wake the partition machine."""
         if self.partition is not None:
             self.step(Wakeup())
 
@@ -321,7 +323,7 @@ class SimServer(Process):
     # ---- clients
 
     def accept(self, link: SimLink) -> Handlers:
-        """Accept a client's connection."""
+        """Accept the connection of a client."""
         return Handlers(self._client_sent, self._client_lost)
 
     def _client_sent(self, link: SimLink, message: Message) -> None:
@@ -340,7 +342,7 @@ class SimServer(Process):
         self.step(RequestReceived(connection, message, cost_bytes, self.wall_ms))
 
     def _client_nowhere(self, link: SimLink, message: ClientMessage) -> None:
-        """Answer as the daemon does for a partition that it does not serve."""
+        """Answer a request as the daemon does for a partition that it does not serve."""
         error = NotOwned(f"{self.name} does not own the partition")
         answer = error_answer(ConnectionId(link.number), message.req_id, 0, error)
         self.cluster.network.send(link, FAR, answer.message)
@@ -355,7 +357,7 @@ class SimServer(Process):
             self.cluster.network.send(link, FAR, effect.message)
 
     def congest(self, link: SimLink) -> None:
-        """Let a client stop reading for a while."""
+        """Simulate a client that stops reading for a while."""
         connection = ConnectionId(link.number)
         self.step(ConnectionCongested(connection))
         self.after(
@@ -406,7 +408,7 @@ class SimServer(Process):
         if link is not None:
             self.cluster.network.close(link, NEAR)
 
-    # ---- reading from storages, outside sessions
+    # ---- reads from storages, outside of sessions
 
     def _fetch(self, effect: Fetch) -> None:
         self._fetch_count += 1
@@ -475,7 +477,7 @@ class SimServer(Process):
 
 
 def describe(event: Event) -> str:
-    """Return a short text of an event, for the trace."""
+    """Describe an event in a short text for the trace."""
     match event:
         case session_events.ReplicaResponded():
             return f"{event.replica} {message_in_words(event.message)}"
@@ -493,6 +495,6 @@ _WORDS = ("session_id", "first", "mark", "last_to_keep", "synced_max", "req_id",
 
 
 def message_in_words(message: Message) -> str:
-    """Return a short text of a message, for the trace."""
+    """Describe a message in a short text for the trace."""
     found = [f"{name}={getattr(message, name)}" for name in _WORDS if hasattr(message, name)]
     return " ".join((type(message).__name__, *found))

@@ -1,25 +1,27 @@
 """A simulated object store, and the uploads of simulated storages into it.
 
-It replaces `archive/store.py` and `archive/upload.py`, which block. Here every request takes
-virtual time, and may fail, be carried out without an answer, or be carried out much later, also
-after its sender has died.
+It replaces `archive/store.py` and `archive/upload.py`, which block. Here every request needs
+virtual time. A request may fail, may be carried out without an answer, or may be carried out much
+later, even after its sender has died.
 
-An object is not a Parquet file: encoding one takes longer than all other work of a schedule, and
-the guarantees do not depend on it. It has the records of its batches, and their lineage. Manifests
-have the bytes of production.
+An object is not a Parquet file: encoding a Parquet file takes longer than all other work of a
+schedule, and the guarantees do not depend on it. An object has the records of its batches, and
+their lineage. Manifests have the same bytes as in production.
 
 Rules:
-    1. A write is carried out at once, late, or never; only an answer without an error shows it.
-    2. Nothing is overwritten (AR 2 of decision 047), and no file is lost that is not deleted. A
+    1. A write is carried out at once, late, or never. Only an answer without an error shows that it
+       was carried out.
+    2. No file is overwritten (AR 2 of decision 047), and no file is lost unless it is deleted. A
        fault may change or lose a file, until its operator restores it.
-    3. An upload does what `archive/upload.py` does, in the same order: it reads the present
+    3. An upload does the same as `archive/upload.py`, in the same order: it reads the present
        manifest, writes the object, reads it back, writes the new manifest, and reads it back.
-    4. A process has at most one upload; if it dies, requests on their way may still take effect.
-    5. A collection of garbage is that of production. It lists the files at one moment, perhaps
-       late; each is deleted later, also after the process has died.
-    6. An expiry does what `archive/upload.py` does, in the same order.
+    4. A process has at most one upload. If the process dies, requests that it has sent may still
+       take effect.
+    5. A garbage collection is that of production. It lists the files at one moment, perhaps late.
+       Each file is deleted later, even after the process has died.
+    6. An expiry does the same as `archive/upload.py`, in the same order.
     7. Replaced manifests and expired objects are kept for a shorter time than in production: the
-       clock by which the store and expiries measure their age is a fast one (`_archive_ms`).
+       store and expiries measure their age with a fast clock (`_archive_ms`).
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -87,7 +89,7 @@ SHORT_EXPIRY_GRACE_MS: Final = 400
 
 
 class StoredFile(NamedTuple):
-    """A file: its bytes; of an object its batches, the end of each record, the chain before."""
+    """A file: its bytes. An object also has its batches, record ends, and the chain before it."""
 
     data: bytes
     batches: tuple[LineageEntry, ...] = ()
@@ -109,7 +111,7 @@ _Result = TypeVar("_Result", NewManifest, ExpiredManifest)
 
 
 class SimArchive:
-    """The store of one world. See the module's rules."""
+    """The object store of one world; see the module's rules."""
 
     grace_ms: Final = SHORT_GRACE_MS
     expiry_grace_ms: Final = SHORT_EXPIRY_GRACE_MS
@@ -121,13 +123,13 @@ class SimArchive:
         self._chance = self._rng.random
         self._late_rng = cluster.world.stream("late collections")
         self.files: dict[str, StoredFile] = {}
-        self.spoiled: dict[str, StoredFile] = {}  # changed or lost by a fault: what was written
+        self.spoiled: dict[str, StoredFile] = {}  # as written, before a fault changed or lost it
         self.written_ms: dict[str, int] = {}
         # Faults.
         self.is_away = False
-        self.throttled = 0.0  # share of requests that are rejected
+        self.throttled = 0.0  # the share of requests that are rejected
         self.lost_answers = 0.0
-        self.corrupting = 0.0  # share of writes that store other bytes
+        self.corrupting = 0.0  # the share of writes that store other bytes
         self.slow_us = 0
 
     # ---- requests
@@ -135,13 +137,13 @@ class SimArchive:
     def upload(
         self, storage: "SimStorage", job: UploadJob, done: Callable[[UploadOutcome], None]
     ) -> None:
-        """Carry out a job; `done` gets the outcome, unless the process dies before (rule 4)."""
+        """Carry out an upload; `done` receives the outcome if the process lives (rule 4)."""
         self._run(storage, _upload_steps(self._cluster.key, job), done)
 
     def expire(
         self, storage: "SimStorage", job: ExpiryJob, done: Callable[[ExpiryOutcome], None]
     ) -> None:
-        """Write the manifest of an expiry; `done` as for an upload."""
+        """Write the manifest of an expiry; `done` is called as for an upload."""
         self._run(storage, self._expiry_steps(storage, job), done)
 
     def _run(
@@ -178,7 +180,8 @@ class SimArchive:
         answer: Callable[[StoredFile | WaltzError | None], None],
     ) -> None:
         delay_us, incarnation = self._rng.randint(*REQUEST_US) + self.slow_us, storage.incarnation
-        # An attempt begins with reads: if they failed as often, few would write anything.
+        # An attempt begins with reads. If reads failed as often as writes, few attempts would
+        # write.
         share = 1.0 if isinstance(request, _Write) else LOST_READS_SHARE
         is_lost = self._chance() < self.lost_answers * share
         if is_lost:
@@ -219,13 +222,13 @@ class SimArchive:
     # ---- expiry and collection
 
     def _archive_ms(self, ms: int) -> int:
-        """Return a time of the world by the clock of rule 7."""
+        """Convert a time of the world to the fast clock of rule 7."""
         return ms * EXPIRY_GRACE_MS // SHORT_EXPIRY_GRACE_MS
 
     def _expiry_steps(
         self, storage: "SimStorage", job: ExpiryJob
     ) -> Generator[_Request, StoredFile, ExpiredManifest]:
-        """Rule 6; raises what `archive.upload.expire` raises."""
+        """Yield the requests of an expiry (rule 6); raises what `archive.upload.expire` raises."""
         recorded, cluster_key = job.recorded, self._cluster.key
         head = _checked((yield _Read(recorded.name)), recorded.name, recorded.file_crc)
         present = Manifest.from_bytes(head.data, recorded.name)
@@ -251,7 +254,7 @@ class SimArchive:
         job: GarbageCollectionJob,
         done: Callable[[GarbageCollectionOutcome], None],
     ) -> None:
-        """Carry out a collection (rule 5)."""
+        """Carry out a garbage collection (rule 5); `done` receives the outcome."""
 
         def begin() -> None:
             if self.is_away or self._chance() < self.throttled:
@@ -272,7 +275,7 @@ class SimArchive:
         storage.after(self._rng.randint(*REQUEST_US) + self.slow_us + late_us, begin)
 
     def modified_ms(self, name: str) -> int:
-        """Return when a file was written, so that its age has the proportion of rule 7."""
+        """Return when a file was written, adjusted so that its age has the proportion of rule 7."""
         now_ms = self._world.now_ms
         age_ms = (now_ms - self.written_ms[name]) * GRACE_MS // SHORT_GRACE_MS
         return self._archive_ms(now_ms) - age_ms
@@ -292,12 +295,12 @@ class SimArchive:
     # ---- faults
 
     def spoil(self, name: str) -> None:
-        """Flip a bit of a file that was written."""
+        """Flip a bit of a stored file."""
         self.spoiled.setdefault(name, self.files[name])
         self.files[name] = self._flipped(self.files[name])
 
     def lose(self, name: str) -> None:
-        """Lose a file that was written."""
+        """Lose a stored file."""
         self.spoiled.setdefault(name, self.files.pop(name))
 
     def _flipped(self, file: StoredFile) -> StoredFile:
@@ -306,20 +309,20 @@ class SimArchive:
         return file._replace(data=bytes(data))
 
     def repair(self) -> None:
-        """End all faults."""
+        """End all faults, and restore all files."""
         self.is_away, self.slow_us = False, 0
         self.throttled = self.lost_answers = self.corrupting = 0.0
         self.restore()
 
     def restore(self) -> None:
-        """Restore changed and lost files (rule 2)."""
+        """Restore the files that faults have changed or lost (rule 2)."""
         self.files.update(self.spoiled)
         self.spoiled.clear()
 
     # ---- reading
 
     def listed(self, mark: ArchivedMark | None) -> list[ObjectEntry]:
-        """Return the available objects that a manifest lists, damaged or not."""
+        """Return the available objects in the manifest of a mark, damaged or not."""
         name = "" if mark is None else mark.manifest
         file = self.spoiled.get(name) or self.files.get(name)
         if file is None:
@@ -328,14 +331,14 @@ class SimArchive:
         return [each for each in found.newest if each.last >= found.first]
 
     def is_damaged(self, entry: ObjectEntry) -> bool:
-        """Whether an object is missing, or not what was written."""
+        """Whether an object is missing, or differs from what was written."""
         file = self.files.get(entry.name)
         return file is None or crc32(file.data) != entry.file_crc
 
     def answer(
         self, storage: "SimStorage", read: ArchiveQuery, done: Callable[[WorkOutcome], None]
     ) -> None:
-        """Answer a request from the archive, unless the process dies before."""
+        """Answer a read from the archive, unless the process dies before."""
 
         def answer() -> None:
             if self.is_away or self._chance() < self.throttled:
@@ -351,7 +354,7 @@ class SimArchive:
     def objects(
         self, mark: SetArchived, first: TransactionId, last: TransactionId
     ) -> list[tuple[ObjectEntry, StoredFile]]:
-        """Return the objects that hold first..last by the manifest of a mark.
+        """Return the objects with the IDs first..last, according to the manifest of a mark.
 
         Raises:
             BeforeLogStart: `first` has expired.
@@ -381,13 +384,13 @@ class _Listed(NamedTuple):
 
 
 class _Listing:
-    """The store as a collection finds it; see `ArchiveStore`."""
+    """The store as a garbage collection sees it; see `ArchiveStore`."""
 
     def __init__(self, archive: SimArchive) -> None:
         self._archive = archive
 
     def files(self, folder: str) -> list[_Listed]:
-        """Return the files of a folder."""
+        """Return the files in a folder, sorted by name."""
         return [
             _Listed(name, len(file.data), self._archive.modified_ms(name))
             for name, file in sorted(self._archive.files.items())
@@ -395,30 +398,30 @@ class _Listing:
         ]
 
     def names(self, folder: str) -> list[str]:
-        """Return the names of the files of a folder."""
+        """Return the names of the files in a folder, sorted."""
         return [each.name for each in self.files(folder)]
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a file; raises ObjectMissing."""
+        """Return the bytes of a file; raise ObjectMissing if there is none."""
         file = self._archive.files.get(name)
         if file is None:
             raise ObjectMissing(f"archive: no {name}")
         return file.data
 
     def delete(self, name: str) -> None:
-        """Delete a file."""
+        """Delete a file, perhaps much later."""
         self._archive.delete_later(name)
 
 
 class _SimReader:
-    """Reads the archive by a manifest, as `archive.reader.ArchiveReader` does."""
+    """Reads the archive through a manifest, as `archive.reader.ArchiveReader` does."""
 
     def __init__(self, archive: SimArchive, mark: SetArchived) -> None:
         self._archive = archive
         self._mark = mark
 
     def read_range(self, first: TransactionId, last: TransactionId, bytes_max: int) -> RangeRead:
-        """Return records of one object; raises as `SimArchive.objects`."""
+        """Return records of one object; raises the same errors as `SimArchive.objects`."""
         entry, file = self._archive.objects(self._mark, first, first)[0]
         starts, at = (0, *file.ends), first - entry.first
         stop = min(last, entry.last) - entry.first + 1
@@ -435,7 +438,10 @@ class _SimReader:
     def lineage(
         self, first: TransactionId, last: TransactionId, entries_max: int
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
-        """Return the batches that touch first..last and the chain before; raises as `objects`."""
+        """Return the chain before the batches that overlap first..last, and these batches.
+
+        Raises the same errors as `SimArchive.objects`.
+        """
         objects = self._archive.objects(self._mark, first, last)
         batches = [each for _, file in objects for each in file.batches]
         chain_before, found = _touching(objects[0][1].chain_before, batches, first, last)
@@ -446,7 +452,7 @@ class _SimReader:
 def _touching(
     chain: Chain, batches: Sequence[LineageEntry], first: TransactionId, last: TransactionId
 ) -> tuple[Chain, tuple[LineageEntry, ...]]:
-    """Return the batches that touch first..last, and the chain before them."""
+    """Return the chain before the batches that overlap first..last, and these batches."""
     found = []
     for each in batches:
         if each.last < first:
@@ -459,7 +465,7 @@ def _touching(
 def _upload_steps(
     cluster_key: bytes, job: UploadJob
 ) -> Generator[_Request, StoredFile, NewManifest]:
-    """Rule 3; raises what `archive.upload.upload` raises."""
+    """Yield the requests of an upload (rule 3); raises what `archive.upload.upload` raises."""
     present = Manifest(
         cluster_key, job.partition_id, 0, TransactionId(0), BEFORE_FIRST, GENESIS_CHAIN
     )
@@ -489,7 +495,7 @@ def _upload_steps(
 
 
 def _replaced(entries: Sequence[ObjectEntry], job: UploadJob) -> ObjectEntry:
-    """Return the object with the IDs and the chain of a job that replaces one."""
+    """Return the entry of the object that a job replaces; raise BadFormat if there is none."""
     bounds = job.first, job.end.last, job.end.chain
     old = next((each for each in entries if each[1:4] == bounds), None)
     if old is None:
@@ -498,7 +504,7 @@ def _replaced(entries: Sequence[ObjectEntry], job: UploadJob) -> ObjectEntry:
 
 
 def object_of(cluster_key: bytes, job: UploadJob) -> tuple[ObjectEntry, StoredFile]:
-    """Return the object that a job writes, and how a manifest lists it."""
+    """Return the object that a job writes: its entry in a manifest, and its file."""
     ends, end = [], 0
     for run in job.runs:
         for length in run.lengths.tolist():

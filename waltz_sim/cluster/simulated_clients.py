@@ -1,12 +1,12 @@
 """A simulated client: the production stream, and an application that uses it.
 
-It replaces `client/stream/client_partition.py` and `client/links/connections.py`: links to servers,
-requests to ZooKeeper, and waiting callers.
+It replaces `client/stream/client_partition.py` and `client/links/connections.py`. It has links to
+servers, sends requests to ZooKeeper, and calls back the application.
 
 Rules:
-    1. The stream is the production machine, unchanged.
+    1. The stream is the unchanged production machine.
     2. Every effect of the stream for its application goes to the checkers first.
-    3. A client that dies loses its state; after a restart it has another client ID.
+    3. A client that dies loses its state. After a restart it has another client ID.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ SETTINGS: Final = StreamSettings(
     in_flight_bytes_max=64 * 1024,
     feed_ahead_max=40,
 )
-# Below all sequence numbers of the stream's own requests.
+# Below the sequence numbers of all requests by the stream itself.
 _SEQUENCE_BELOW: Final = -(1 << 30)
 
 Answered = Callable[[ClientMessage | None], None]
@@ -56,7 +56,7 @@ def _ignore(_: ClientMessage | None) -> None:
 
 
 class SimClient(Process):
-    """One client process; the workload controls it, and gets results through callbacks."""
+    """One client process. The workload controls it, and receives results through callbacks."""
 
     def __init__(self, cluster: "SimCluster", name: str) -> None:
         super().__init__(cluster.world, name)
@@ -65,12 +65,12 @@ class SimClient(Process):
         self.stream: PartitionStream | None = None
         self.fed = BEFORE_FIRST  # the last transaction that the application has applied
         self.apply_us_max = 3_000  # the longest time to apply a transaction
-        self._links: dict[int, SimLink] = {}  # open ones to servers, by number
+        self._links: dict[int, SimLink] = {}  # open links to servers, by number
         self._requested: dict[ReqId, tuple[SimLink, Answered]] = {}
         self._request_count = 0
         self._inbox: deque[stream_events.Event] = deque()
         self._is_stepping = False
-        # The application's callback for outcomes.
+        # The application's callbacks.
         self.on_settled: Callable[[stream_events.SubmissionSettled], None] = lambda _: None
         self.on_rejected: Callable[[stream_events.SubmissionRejected], None] = lambda _: None
         self.on_ready: Callable[[], None] = lambda: None
@@ -89,14 +89,14 @@ class SimClient(Process):
         cluster.checks.client_started(self)
 
     def died(self) -> None:
-        """Forget everything."""
+        """Drop all state."""
         self.stream = None
         self._inbox.clear()
         self._links.clear()
         self._requested.clear()
 
     def kill(self, *, is_silent: bool = False) -> None:
-        """End the process."""
+        """Kill the process; if `is_silent`, its peers do not notice at once."""
         if not self.is_up:
             return
         self.world.note(f"{self.name} is killed")
@@ -107,23 +107,23 @@ class SimClient(Process):
     # ---- actions of the application
 
     def append(self, submission: Submission) -> None:
-        """Append; exactly one of `on_settled` and `on_rejected` follows."""
+        """Append rows; exactly one of `on_settled` and `on_rejected` follows."""
         self.step(stream_events.SendAppends(submission))
 
     def subscribe(self, mark: TransactionId) -> None:
-        """Subscribe to the feed after a mark."""
+        """Subscribe to the feed after a high-water mark."""
         self.fed = mark
         self.cluster.checks.client_follows(self)
         self.step(stream_events.Subscribe(mark))
 
     @property
     def mark(self) -> TransactionId:
-        """The mark that a transaction computed now may claim."""
+        """The high-water mark that a transaction may claim if it is computed now."""
         assert self.stream is not None
         return self.stream.high_water_mark
 
     def request(self, make: Callable[[ReqId], ClientMessage], answered: Answered = _ignore) -> None:
-        """Send a request outside the stream; the answer is None if the link breaks."""
+        """Send a request outside of the stream; `answered` receives None if the link breaks."""
         if not self._links:
             answered(None)
             return
@@ -145,7 +145,7 @@ class SimClient(Process):
     # ---- the stream
 
     def step(self, event: stream_events.Event) -> None:
-        """Pass an event to the stream; a nested event waits, as in the driver."""
+        """Pass an event to the stream; an event during a step waits, as in the driver."""
         self._inbox.append(event)
         if self._is_stepping:
             return
@@ -159,7 +159,7 @@ class SimClient(Process):
             self.set_timer(self.stream.wake_at_ms)
 
     def ring(self) -> None:
-        """See `Process.ring`."""
+        """Wake the stream."""
         if self.stream is not None:
             self.step(Wakeup())
 
@@ -190,7 +190,7 @@ class SimClient(Process):
                 client_id = self.cluster.coordinator.next_client_id()
                 self.after(1_000, lambda: self._renew(client_id))
             case stream_events.FeedLagging():
-                # Small logs: the missed range is requested from the server at once.
+                # The logs are small, so the missed range is requested from the server at once.
                 mark = effect.fed
                 self.after(1_000, lambda: self.step(stream_events.Resume(mark)))
             case stream_events.Stopped():
@@ -259,7 +259,7 @@ class SimClient(Process):
                 generation,
                 sequence,
                 supports_pipelining=True,
-                reads_own=bool(self.client_id % 2),  # like a server of L 8, or an older one
+                reads_own=bool(self.client_id % 2),  # as with a server with L 8, or an older one
             )
         )
 

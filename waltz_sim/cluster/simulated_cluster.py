@@ -1,15 +1,17 @@
-"""Clients, servers, storages and ZooKeeper in one world, and operations on the whole cluster.
+"""A simulated cluster: clients, servers, storages and ZooKeeper in one world.
 
-Faults, workloads, checkers and scenarios share this object.
+Faults, workloads, checkers and scenarios share this object, and use its operations on the whole
+cluster.
 
 Rules:
-    1. One partition. Resources shared by partitions of a process (a storage's disk, a server's
-       memory) are tested elsewhere; the log's guarantees hold per partition.
-    2. A run has two phases. In the first, faults occur; in the second they heal, and the cluster
-       must recover within a bounded time. Without a budget (`data_loss_budget.py`) it does not have
-       to recover: it only must not break a guarantee.
-    3. An operator repairs what cannot heal by itself: returns swapped disks, gives a storage with a
-       foreign or unreadable disk an empty directory and a new identity, and scrubs logs. The
+    1. There is one partition. Resources that the partitions of a process share (the disk of a
+       storage, the memory of a server) are tested elsewhere. The guarantees of the log apply to
+       each partition.
+    2. A run has two phases. In the first phase faults occur. In the second phase all faults are
+       repaired, and the cluster must recover within a limited time. Without a budget
+       (`data_loss_budget.py`) it need not recover, but must not break a guarantee.
+    3. An operator repairs what cannot recover by itself. It returns swapped disks, gives a storage
+       with a foreign or unreadable disk an empty directory and a new identity, and scrubs logs. The
        operator never accepts a log of unknown content.
 """
 
@@ -51,7 +53,7 @@ EQUAL_MS_MAX: Final = 60_000
 AFTERWARDS_MS: Final = 20
 OPERATOR_MS: Final = 3_000
 HALTED_MS: Final = 8_000
-# Errors that do not disappear by retrying.
+# Errors that a retry does not resolve.
 UNREADABLE_ERRORS: Final = (
     BadFormat,
     ChecksumMismatch,
@@ -62,7 +64,7 @@ UNREADABLE_ERRORS: Final = (
 
 
 class SimCluster:
-    """See the module's rules."""
+    """All processes, links and checkers of one world; see the module's rules."""
 
     partition_id: Final = PartitionId(0)
     key: Final = b"cluster-key-16-b"
@@ -87,20 +89,20 @@ class SimCluster:
         self.coordinator = SimCoordinator(self, replicas)
         self.archive = SimArchive(self)
         self.budget = DataLossBudget(self)
-        self.swapped: dict[str, SimStorage] = {}  # by name: storages with a foreign disk
-        self.held_down: dict[str, None] = {}  # machines that must stay down for a while
+        self.swapped: dict[str, SimStorage] = {}  # storage's name -> the owner of its disk
+        self.held_down: dict[str, None] = {}  # names of machines that must stay down for a while
         self.is_recovering = False
         # The replica whose log an unfinished command has accepted (disaster_recovery.py).
         self.unfinished_recovery: ReplicaId | None = None
         self.disaster_recovery_count = 0
-        self._unreadable: dict[str, int] = {}  # how often a log could not be read completely
+        self._unreadable: dict[str, int] = {}  # how often each log could not be read completely
         for n in range(setup.replicas + setup.spare_storages):
             replica = ReplicaId(f"storage{n}:1")
             self.storages[replica] = SimStorage(self, replica)
         self.servers += [SimServer(self, f"server{n}") for n in range(setup.servers)]
         self.workload = Workload(self)
         self.clients = [SimClient(self, f"client{n}") for n in range(setup.clients)]
-        # Faults do not choose these processes: they end and pause by themselves.
+        # Faults do not choose these processes: they restart and pause by themselves.
         self.context_clients = [
             ContextClient(self, f"context-client{n}") for n in range(setup.context_clients)
         ]
@@ -113,16 +115,16 @@ class SimCluster:
 
     @property
     def processes(self) -> "Sequence[Process]":
-        """All processes, in a fixed order."""
+        """The processes that faults may choose, in a fixed order."""
         return [*self.storages.values(), *self.servers, *self.clients]
 
     def server_named(self, name: str | None) -> SimServer | None:
-        """Return a server by its name."""
+        """Return the server with a name; None if there is none."""
         return next((each for each in self.servers if each.name == name), None)
 
     @property
     def owner(self) -> SimServer | None:
-        """The server that the assignment names."""
+        """The server that the assignment names; None without an owner."""
         return self.server_named(self.coordinator.assignment.owner)
 
     @property
@@ -132,15 +134,15 @@ class SimCluster:
 
     @property
     def is_zookeeper_away(self) -> bool:
-        """Whether ZooKeeper is unreachable for all."""
+        """Whether no process can reach ZooKeeper."""
         return self.coordinator.is_away
 
     def register_storage(self, replica: ReplicaId, storage_id: bytes) -> bytes:
-        """Register a storage's ID for its address, if there is none; return the registered one."""
+        """Register a storage's ID for its address, if there is none; return the registered ID."""
         return self.coordinator.storage_ids.setdefault(replica, storage_id)
 
     def start_clients(self) -> None:
-        """Start the workload."""
+        """Start all clients and their workload."""
         for client in self.clients:
             self.start_client(client)
         for context_client in self.context_clients:
@@ -152,7 +154,7 @@ class SimCluster:
             each.loop.close()
 
     def start_client(self, client: SimClient) -> None:
-        """Start a client again."""
+        """Start a client again, and its workload."""
         self.workload.drop(client)
         client.is_up = True
         client.incarnation += 1
@@ -170,13 +172,13 @@ class SimCluster:
         self.world.after(delay_us, start)
 
     def reassign(self, replicas: "tuple[ReplicaId, ...]") -> None:
-        """Change the replica assignment, as `cluster` commands do: one replica at a time."""
+        """Change the assigned replicas, and notify the storages, as a `cluster` command does."""
         self.coordinator.reassign(replicas)
         for storage in self.storages.values():
             storage.after(self.coordinator.watch_us(), storage.receive_assignment)
 
     def kill(self, process: "SimStorage | SimServer") -> None:
-        """`kill -9`; its supervisor starts it again."""
+        """Kill a process as with SIGKILL; its supervisor starts it again."""
         if process.is_up and not self.is_recovering:
             process.kill()
             self.restart_later(process)
@@ -184,7 +186,7 @@ class SimCluster:
     # ---- the operator (rule 3)
 
     def swap_disks(self, storage: SimStorage, other: SimStorage) -> None:
-        """Swap the disks of two machines, without data loss."""
+        """Swap the disks of two machines, without a loss of data; both machines restart."""
         for each in (storage, other):
             each.kill()
         storage.disk, other.disk = other.disk, storage.disk
@@ -197,7 +199,7 @@ class SimCluster:
             self.restart_later(each)
 
     def operate(self, *, waits: bool = True) -> None:
-        """Repair faults that do not end by themselves; with `waits`, wait for the others."""
+        """Repair faults that do not end by themselves; if not `waits`, also replace replicas."""
         for name in list(self.swapped):
             if name in self.swapped:
                 storage = next(each for each in self.storages.values() if each.name == name)
@@ -218,12 +220,12 @@ class SimCluster:
             self._checkpoint()
 
     def _cannot_be_repaired(self, storage: SimStorage) -> bool:
-        """Whether a replica with lost data cannot recover by itself."""
+        """Whether a replica that has lost data cannot recover by itself."""
         owner = self.owner
         session = None if owner is None or owner.store is None else owner.store.store.session
         if session is None or storage.replica not in self.replicas:
             return False
-        # The end of the log is decided without replicas that are not engaged.
+        # The end of the log is decided without the replicas that are not engaged.
         is_needed = session.repairs.goal is None or self.budget.is_engaged(storage)
         if not self.budget.has_lost(storage) or (is_needed and not self.budget.allows(storage)):
             return False
@@ -255,7 +257,8 @@ class SimCluster:
     def read_all(self) -> None:
         """Read every log completely, so that its damage is known.
 
-        An unreadable one may become readable when it is opened again, or has to be replaced.
+        An unreadable log may become readable when it is opened again; otherwise its storage is
+        replaced.
         """
         for storage in self.storages.values():
             if storage.log is not None:
@@ -273,7 +276,7 @@ class SimCluster:
     # ---- healing
 
     def repair(self) -> None:
-        """End all faults; no more occur.
+        """End all faults, and inject no more.
 
         A hanging server continues to hang until the other servers have recovered the partition.
         """
@@ -303,7 +306,7 @@ class SimCluster:
                 self.start_client(client)
 
     def is_whole(self) -> bool:
-        """Whether the partition is served with all its replicas engaged."""
+        """Whether the partition is served in a session that has all its replicas engaged."""
         owner = self.owner
         if owner is None or owner.partition is None or owner.store is None:
             return False
@@ -317,7 +320,7 @@ class SimCluster:
         )
 
     def is_equal(self) -> bool:
-        """Whether nothing is in progress, and all replicas hold the whole log."""
+        """Whether no work is in progress, and all replicas hold the whole log."""
         if self.workload.pending_count or not self.is_whole():
             return False
         if any(each.running for each in self.context_clients):
@@ -329,14 +332,14 @@ class SimCluster:
         return all(log is not None and log.synced_max == last for log in logs)
 
     def is_repaired(self) -> bool:
-        """Whether no replica has anything to repair."""
+        """Whether the partition is whole, and no replica is suspect or damaged."""
         logs = [self.storages[each].log for each in self.replicas]
         return self.is_whole() and all(
             log is not None and not log.damaged and not log.suspect for log in logs
         )
 
     def unrecovered_reasons(self) -> str:
-        """Return the reasons why the cluster has not recovered."""
+        """Describe why the cluster has not recovered."""
         owner = self.owner
         stages = []
         if owner is not None and owner.store is not None:
@@ -364,7 +367,7 @@ class SimCluster:
         )
 
     def run_until_recovered(self) -> None:
-        """Run until the cluster has recovered, or fail with the reasons (rule 2)."""
+        """Run until the cluster has recovered; fail with the reasons if it does not (rule 2)."""
         self.repair()
         if self.setup.is_unbounded:
             self._run_halted()
@@ -374,14 +377,14 @@ class SimCluster:
         for server in self.servers:
             server.resume()
         self._run_until_repaired()
-        # Some more work, then a pause.
+        # First some more work, and then a pause.
         world.run(AFTERWARDS_MS * MS)
         self.workload.is_over = True
         self._run_until_equal()
         checks.at_end()
 
     def _run_until_whole(self) -> None:
-        """Let the operator check now and then, until the partition has recovered."""
+        """Run until the partition is whole; the operator repairs the cluster every few seconds."""
         for again in range(OPEN_MS_MAX // OPERATOR_MS):
             if self.world.run(OPERATOR_MS * MS, until=self.is_whole):
                 return
@@ -389,7 +392,7 @@ class SimCluster:
         self.checks.fail("Converged", f"not whole: {self.unrecovered_reasons()}")
 
     def _run_until_repaired(self) -> None:
-        """Read all logs; damage is repaired in the session, or by a new one."""
+        """Read all logs repeatedly, until sessions have repaired all damage."""
         for again in range(OPEN_MS_MAX // OPERATOR_MS):
             self._scrub_all()
             self.read_all()
@@ -402,7 +405,7 @@ class SimCluster:
         self.checks.fail("Converged", f"not repaired: {self.unrecovered_reasons()}")
 
     def _run_until_equal(self) -> None:
-        """Let the operator replace a storage whose unreadable files are found only now."""
+        """Run until replicas are equal; the operator replaces storages with unreadable files."""
         for _ in range(EQUAL_MS_MAX // OPERATOR_MS):
             if self.world.run(OPERATOR_MS * MS, until=self.is_equal):
                 return
@@ -423,7 +426,7 @@ class SimCluster:
         self.world.run(OPERATOR_MS * MS, until=is_done)
 
     def _run_halted(self) -> None:
-        """Run for a while: only the guarantees are checked."""
+        """Run for a while; recovery is not required, and only the guarantees are checked."""
         for _ in range(HALTED_MS // OPERATOR_MS):
             self.world.run(OPERATOR_MS * MS)
             self.operate()

@@ -1,14 +1,16 @@
 """A client whose application runs contexts with its own view: the complete production client.
 
-`simulated_clients.py` has the client's stream, which is a machine. Coroutines outside it decide
-which mark a context may claim, while partitions are unsubscribed and resumed.
+`simulated_clients.py` has only the client's stream, which is a machine. Coroutines outside of the
+stream decide which high-water mark a context may claim, while partitions are unsubscribed and
+resumed.
 
 Rules:
-    1. The client is `AsyncWaltzClient`, unchanged. Its event loop, sockets and ZooKeeper are
+    1. The client is the unchanged `AsyncWaltzClient`. Its event loop, sockets and ZooKeeper are
        simulated.
-    2. The application's view is a mark: what it has applied. It may survive a restart.
-    3. A context reads the view of that moment. The history records it as the author's mark,
-       regardless of the mark that the client claims.
+    2. The application's view is the high-water mark up to which it has applied the log. It may
+       survive a restart.
+    3. A context reads the current view. The history records this view as the author's mark,
+       whatever mark the client claims.
     4. ClaimedMark: no append claims to have seen more than the application had applied by then.
 """
 
@@ -54,23 +56,23 @@ CONFIG: Final = ClientConfig(
     retry_interval_ms_max=400,
     range_bytes_max=64 * KIB,
 )
-# The client logs faults for operators; there are many here.
+# The client logs warnings about faults for operators. The simulator causes too many of them.
 logging.getLogger("waltz_core.client").addHandler(logging.NullHandler())
 HEADER: Final = 7
-RUNNING_MAX: Final = 3  # contexts at one time
-COLD_COUNT_MAX: Final = 2  # appends before there is a view
+RUNNING_MAX: Final = 3  # the number of contexts at the same time
+COLD_COUNT_MAX: Final = 2  # the number of contexts before the application has a view
 _COLD_ROW: Final[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = ((), (), (1,))
 
 
 class ContextClient(Process):
-    """One application; see the module's rules."""
+    """One application with its client; see the module's rules."""
 
     def __init__(self, cluster: "SimCluster", name: str) -> None:
         super().__init__(cluster.world, name)
         self.cluster = cluster
         self.loop = loop_of(self)
         self.view = BEFORE_FIRST  # rule 2
-        self.has_view = False  # since the first `subscribe` of this life has returned
+        self.has_view = False  # whether the first `subscribe` since the start has returned
         self.running = 0
         self._wires: dict[int, _Wire] = {}
         self._is_restarting = False
@@ -84,9 +86,9 @@ class ContextClient(Process):
         self.loop.enter(lambda: self.loop.create_task(self._live(), name=self.name))
 
     def end(self) -> None:
-        """End the process."""
+        """Kill the process: close its event loop and its links."""
         self.world.note(f"{self.name} ends")
-        self.is_up = False  # from now on it sends nothing
+        self.is_up = False  # from now on the client sends nothing
         self.loop.close()
         self._wires.clear()
         self.die()
@@ -94,7 +96,7 @@ class ContextClient(Process):
         self.cluster.checks.outcomes.died(self)
 
     def _restart(self) -> None:
-        """End, and restart after a while, with the view or without."""
+        """Kill the process, and start it again after a while, with its view or without."""
         if self.cluster.is_recovering:
             return
         self.end()
@@ -127,7 +129,7 @@ class ContextClient(Process):
             self.running -= 1
 
     async def _change_feeds(self, client: AsyncWaltzClient) -> None:
-        """Pause and resume the partition repeatedly; sometimes restart the client."""
+        """Pause and resume the subscription repeatedly; sometimes pause or restart the process."""
         while True:
             await self._sleep_us(self.rng.randrange(2_000, 200_000))
             if self.cluster.is_recovering:
@@ -156,7 +158,7 @@ class ContextClient(Process):
             self.ended(context.operation, result)
 
     async def _append(self, client: AsyncWaltzClient) -> None:
-        """Append without a mark: the client's own is claimed."""
+        """Append a row without a mark, so that the client claims its own mark."""
         position = int(self.chance() * self.cluster.setup.keys)
         operation = self.operation(((position,), (), ()), self.view)
         result: TransactionId | errors.WaltzError
@@ -166,14 +168,14 @@ class ContextClient(Process):
             )
             operation.mark = (
                 self.view
-            )  # it may have waited, and is not sent before the loop's next turn
+            )  # the append may have waited, and is not sent before the next turn of the loop
             result = await future
         except errors.WaltzError as error:
             result = error
         self.ended(operation, result)
 
     def operation(self, row: "RowPlan", mark: int) -> Operation:
-        """Record a row that was computed at a mark."""
+        """Record a row that was computed at a high-water mark."""
         return self.cluster.workload.operation(self.name, row, mark)
 
     def ended(self, operation: Operation, result: "TransactionId | Exception | None") -> None:
@@ -192,7 +194,7 @@ class ContextClient(Process):
             timer.cancel()
 
     async def apply(self, transaction: AsyncTransaction) -> None:
-        """Apply the next transaction; 13. Dense and 14. ClientPrefix."""
+        """Apply the next transaction; check 13. Dense and 14. ClientPrefix."""
         if self.chance() < 0.3:
             await self._sleep_us(int(self.chance() * 5_000))
         log, position = self.cluster.checks.history.log, transaction.transaction_id
@@ -207,7 +209,7 @@ class ContextClient(Process):
     # ---- the client's connections
 
     def sending(self, message: ClientMessage) -> None:
-        """ClaimedMark (rule 4)."""
+        """ClaimedMark: check the mark of an append that the client sends (rule 4)."""
         if isinstance(message, AppendRequest) and self.has_view:
             mark = message.client_high_water_mark
             if mark > self.view:
@@ -215,14 +217,14 @@ class ContextClient(Process):
                 self.loop.fail(Violation("ClaimedMark", text))
 
     async def dial(self, address: str) -> "_Wire":
-        """Connect to a server; raises Unreachable."""
+        """Connect to a server; raise Unreachable if that fails."""
         network, server = self.cluster.network, self.cluster.server_named(address)
         if server is None:
             raise errors.Unreachable(f"{address}: no such server")
         dialed: asyncio.Future[SimLink] = self.loop.create_future()
 
         def opened(link: SimLink) -> None:
-            if dialed.done():  # the dial was cancelled meanwhile
+            if dialed.done():  # the caller has cancelled the dial
                 network.close(link, NEAR)
                 return
             self._wires[link.number] = _Wire(self, link)
@@ -262,21 +264,21 @@ class _SimulatedContext(TransactionContext):
         self._author = author
         self.timeout_ms = author.rng.choice((100, 1_000, 3_000))
         self.retries_max = author.rng.choice((None, 0, 3))
-        self.operation: Operation | None = None  # of the last attempt
+        self.operation: Operation | None = None  # the operation of the last attempt
         self._row = (
             author.cluster.workload.checked_transaction_of(author) if author.has_view else _COLD_ROW
         )
 
     def partition_id(self, partition_count: int) -> int:
-        """See `TransactionContext`."""
+        """Return the only partition."""
         return 0
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Read the view, and decide (rule 3)."""
+        """Read the view, and compute the row from it (rule 3)."""
         author, mark = self._author, builder.client_high_water_mark
         if self.operation is not None:
             author.ended(self.operation, errors.LockFailed("retried"))
-        # It may claim less than it reads, and never more.
+        # The context may claim less than it has read, and never more.
         mark = min(mark, author.view) if author.has_view else mark
         self.operation = operation = author.operation(self._row, mark)
         builder.set_header(HEADER)
@@ -288,7 +290,7 @@ class _SimulatedContext(TransactionContext):
 
 
 class _View(AsyncCallbacks):
-    """How the application applies the log."""
+    """Applies the log to the application's view."""
 
     def __init__(self, author: ContextClient) -> None:
         self._author = author
@@ -299,7 +301,7 @@ class _View(AsyncCallbacks):
         return self._author.view
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
-        """See `ContextClient.apply`."""
+        """Apply the next transaction; see `ContextClient.apply`."""
         await self._author.apply(transaction)
 
 
@@ -327,12 +329,12 @@ class _Links(ServerLinks):
         self._author = author
 
     async def dial_unshared(self, address: str) -> "net.Link":
-        """See `ServerLinks`."""
+        """Open a simulated connection; see `ServerLinks`."""
         return cast("net.Link", await self._author.dial(address))
 
 
 class _Wire:
-    """The part of `net.Link` that `ServerLink` uses."""
+    """A simulated connection: the part of `net.Link` that `ServerLink` uses."""
 
     version = CLIENT_VERSION
 
@@ -352,57 +354,57 @@ class _Wire:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the link is closed for sending."""
+        """Whether the connection is closed for sending."""
         return bool(self.closed_reason)
 
     def send(self, message: Message) -> None:
-        """Send; nothing from a process that has ended."""
+        """Send a message; do nothing if the process has died or the connection is closed."""
         if self._author.is_up and not self.is_closed:
             assert isinstance(message, ClientMessage)
             self._author.sending(message)
             self._author.cluster.network.send(self._link, NEAR, message)
 
     def close(self, reason: str) -> None:
-        """End it."""
+        """Close the connection."""
         if not self.is_closed:
             self._author.cluster.network.close(self._link, NEAR)
             self._author.loop.call_soon(self._author._lost, self._link, reason)
             self.closed_reason = reason
 
     def ended(self, reason: str) -> None:
-        """Handle the end of the link."""
+        """Handle the end of the connection."""
         self.closed_reason = self.closed_reason or reason or "lost"
         self._on_closed(reason)
 
     async def wait_closed(self) -> None:
-        """Return at once: one end can close it alone."""
+        """Return at once, because one end can close the connection alone."""
 
 
 class _Directory:
-    """The owner of the partition, from the simulated ZooKeeper."""
+    """The owner of the partition according to the simulated ZooKeeper; see `Directory`."""
 
     def __init__(self, author: ContextClient) -> None:
         self._author = author
 
     @property
     def cluster(self) -> ClusterInfo:
-        """See `Directory`."""
+        """The simulated cluster."""
         return ClusterInfo("simulation", self._author.cluster.key, 1)
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
-        """See `Directory`."""
+        """No cached owners: each request reads ZooKeeper."""
         return {}
 
     async def open(self, changed: OwnersChanged) -> None:
-        """See `Directory`; it reports no changes: a client may always learn of them too late."""
+        """Report no changes of owners: a client may always learn of them too late."""
 
     async def run(self) -> None:
-        """See `Directory`."""
+        """Wait forever."""
         await self._author.loop.create_future()
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
-        """See `Directory`."""
+        """Return the owner in ZooKeeper, perhaps a former one; raise NotOwned if there is none."""
         assigned: asyncio.Future[Assignment] = self._author.loop.create_future()
 
         def received(assignment: "Assignment") -> None:
@@ -416,19 +418,19 @@ class _Directory:
         return Owner(assignment.owner, assignment.generation)
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
-        """See `Directory`."""
+        """Return the owner in ZooKeeper, perhaps a former one."""
         return await self.owner(partition_id, after_failure=True)
 
     def mark_suspect(self) -> None:
-        """See `Directory`."""
+        """Do nothing, because no owner is cached."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
-        """See `Directory`."""
+        """Return no groups."""
         return {}
 
     async def next_client_id(self) -> int:
-        """See `Directory`."""
+        """Return an unused client ID."""
         return self._author.cluster.coordinator.next_client_id()
 
     async def close(self) -> None:
-        """See `Directory`."""
+        """Do nothing."""

@@ -1,22 +1,22 @@
 """Simulated ZooKeeper: versions, sessions, watches, and lost answers.
 
-The cluster assumes that ZooKeeper is consistent. So its data is always correct here; its answers
-may arrive late, twice, or never.
+The cluster assumes that ZooKeeper is consistent. So its data is always correct here, but its
+answers may arrive late, twice, or never.
 
 Rules:
     1. Both nodes of the partition change in one step, each at its expected version, or not at all.
-    2. A request whose answer is lost may have been carried out, may never be, or may be later.
-    3. The assignment names one owner with one generation; a server learns of it when its watch
-       fires, which may be much later. A server with an expired session learns of that when it can
-       reach ZooKeeper again.
-    4. A watch fires once for all changes since it was set, and its server reads the current state;
-       later reads are never older. A watch that is lost with a connection is set again with the
-       next one, followed by a read.
-    5. A client may get an old state.
+    2. A request whose answer is lost may have been carried out, may be carried out later, or never.
+    3. The assignment names one owner with one generation. A server learns of it when its watch
+       fires, which may be much later. A server with an expired session learns of the expiry when it
+       can reach ZooKeeper again.
+    4. A watch fires once for all changes since it was set, and its server reads the current state.
+       Later reads are never older. A watch that is lost with a connection is set again on the next
+       connection, followed by a read.
+    5. A client may receive an old state.
     6. A server with a hanging event loop keeps its session as long as the production watchdog
        allows.
-    7. With `Setup.has_new_owner_ids` a restarted server has another ID, like a real one: the
-       partition of its former process gets an owner, the same or another, in the next generation.
+    7. With `Setup.has_new_owner_ids` a restarted server has another ID, as in production. The
+       partition of its former process gets the same owner or another one, in the next generation.
 """
 
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ NAME: Final = "zookeeper"
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """The owner of the partition (None: no owner), its generation, and the replicas."""
+    """The owner of the partition (None without an owner), its generation, and the replicas."""
 
     owner: str | None
     generation: Generation
@@ -57,25 +57,25 @@ class Assignment:
 
 
 class SimCoordinator:
-    """See the module's rules."""
+    """The simulated ZooKeeper of one world; see the module's rules."""
 
     def __init__(self, cluster: "SimCluster", replicas: tuple[ReplicaId, ...]) -> None:
         self._cluster = cluster
         self._world = cluster.world
         self._rng = cluster.world.stream(NAME)
         self._chance = self._rng.random
-        # As `cluster create` leaves them.
+        # The nodes as `cluster create` leaves them.
         self.metadata: PartitionMetadata | None = PartitionMetadata()
         self.metadata_version = 0
         self.marker: PartitionMarker | None = PartitionMarker(MarkerState.NEW)
         self.marker_version = 0
         self.storage_ids: dict[ReplicaId, bytes] = {}
-        self.former_ids: dict[ReplicaId, list[bytes]] = {}  # of replaced storages
+        self.former_ids: dict[ReplicaId, list[bytes]] = {}  # the IDs of replaced storages
         self.assignment = Assignment(None, Generation(-1), replicas)
-        self._registered: dict[str, int] = {}  # the last incarnation of each server
+        self._registered: dict[str, int] = {}  # server -> its last registered incarnation
         self.alive: dict[
             str, bool
-        ] = {}  # server sessions, in the order of their first registration
+        ] = {}  # server -> whether its session is alive, in the order of the first registrations
         self.client_count = 0
         self.connection_count = 0
         # Faults.
@@ -83,18 +83,18 @@ class SimCoordinator:
         self.lost_answers = 0.0
         self.watch_delay_ms_max = 20
         self.lost_watches = 0.0
-        self.stale_reads = 0.0  # share of clients' reads
-        self.cut_off: dict[str, None] = {}  # servers that cannot reach it
+        self.stale_reads = 0.0  # the share of clients' reads that return an old state
+        self.cut_off: dict[str, None] = {}  # servers that cannot reach ZooKeeper
         self.is_rewritten = False
         self.past_nodes: list[tuple[PartitionMetadata | None, PartitionMarker | None]] = []
-        self._views = [self.assignment]  # earlier states, newest last
-        self._firing: dict[str, int] = {}  # servers whose watch will fire, with incarnation
+        self._views = [self.assignment]  # the latest assignments, newest last
+        self._firing: dict[str, int] = {}  # server whose watch will fire -> its incarnation
         self._notified_us: dict[str, int] = {}
 
     # ---- the partition's nodes (rule 1)
 
     def read(self, server: "SimServer", effect: session_events.ReadMetadata) -> None:
-        """Answer with the content of both nodes."""
+        """Read both nodes, and pass the answer to a server."""
 
         def check() -> None:
             if self._is_unreachable(server):
@@ -113,7 +113,7 @@ class SimCoordinator:
         self._world.after(self._delay_us(), check)
 
     def read_storage_ids(self, server: "SimServer") -> None:
-        """Answer with the registered identities; no answer while it is unavailable."""
+        """Update a server's registered storage IDs, unless ZooKeeper is unreachable."""
 
         def check() -> None:
             if not self._is_unreachable(server):
@@ -122,7 +122,7 @@ class SimCoordinator:
         server.after(self._delay_us(), check)
 
     def write(self, server: "SimServer", effect: session_events.WriteMetadata) -> None:
-        """Compare and set both nodes; rule 2 for lost answers."""
+        """Compare and set both nodes; rule 2 applies to lost answers."""
         delay_us = self._delay_us()
         is_lost = self._chance() < self.lost_answers
         if is_lost:
@@ -179,7 +179,7 @@ class SimCoordinator:
     # ---- server sessions and the assignment (rule 3)
 
     def register_server(self, server: "SimServer") -> None:
-        """Register a server: it may get the partition."""
+        """Register a server, which may become the owner of the partition."""
         if self._is_unreachable(server):
             server.after(100_000, lambda: self.register_server(server))
             return
@@ -193,13 +193,13 @@ class SimCoordinator:
         self._notify(server)
 
     def _remove_former(self, server: "SimServer") -> None:
-        """Remove the partition from the former process at this address (rule 7)."""
+        """Take the partition from the former process at this address (rule 7)."""
         if self.assignment.owner == server.name:
             living = [name for name, is_alive in self.alive.items() if is_alive]
             self.give(self._rng.choice(living))
 
     def watch_server(self, server: "SimServer") -> None:
-        """Check, after the session timeout, whether a server is still silent."""
+        """Expire a server's session if the server is still silent after the session timeout."""
         incarnation = server.incarnation
 
         def check() -> None:
@@ -228,7 +228,7 @@ class SimCoordinator:
             if is_over or not self.alive.get(server.name):
                 return
             may_keep = watchdog.may_keep_session(server.now_ms)
-            # While ZooKeeper is unavailable, no session ends.
+            # No session expires while ZooKeeper is unavailable.
             if self.is_away or (may_keep and server.name not in self.cut_off):
                 received_us = self._world.now_us
             if self._world.now_us - received_us >= SESSION_MS * 1000:
@@ -240,7 +240,7 @@ class SimCoordinator:
         self._world.after(HEARTBEAT_US, check)
 
     def expire(self, server: "SimServer") -> None:
-        """End a server's session: the partition goes to another one."""
+        """Expire a server's session, so that the partition moves to another server."""
         self._world.note(f"zookeeper: the session of {server.name} has expired")
         self._cluster.checks.count("session expired")
         self.alive[server.name] = False
@@ -258,7 +258,7 @@ class SimCoordinator:
         server.after(self._delay_us() + 1_000, learn)
 
     def assign(self) -> None:
-        """Give the partition to a live server, if its owner is dead."""
+        """Assign the partition to a live server if its owner is dead."""
         now = self.assignment
         if now.owner is not None and self.alive.get(now.owner):
             return
@@ -280,7 +280,7 @@ class SimCoordinator:
         self._notify_all()
 
     def reassign(self, replicas: tuple[ReplicaId, ...]) -> None:
-        """Change which storages hold the partition."""
+        """Change the replicas of the partition."""
         now = self.assignment
         self._world.note(f"zookeeper: replicas {' '.join(replicas)}")
         self.assignment = Assignment(now.owner, now.generation, replicas)
@@ -292,7 +292,7 @@ class SimCoordinator:
             self._notify(server)
 
     def _notify(self, server: "SimServer", *, is_new: bool = False) -> None:
-        """Fire a server's watch; the server then reads the current state (rule 4)."""
+        """Let a server's watch fire; the server then reads the current state (rule 4)."""
         name = server.name
         if not is_new and self._firing.get(name) == server.incarnation:
             self._cluster.checks.count("watch coalesced")
@@ -315,7 +315,7 @@ class SimCoordinator:
         server.after(self.watch_us(), fire)
 
     def watch_us(self) -> int:
-        """Return the delay of a watch."""
+        """Return the delay in µs until a watch fires."""
         if self.lost_watches and self._chance() < self.lost_watches:
             self._cluster.checks.count("watch lost")
             return self._rng.randint(*LOST_WATCH_US)
@@ -324,7 +324,7 @@ class SimCoordinator:
     # ---- faults of the whole service
 
     def restart(self, expired: "list[SimServer]") -> None:
-        """Restart after a stop of all its nodes; some sessions have expired."""
+        """Restart after a stop of all nodes; the sessions of some servers have expired."""
         self.is_away = False
         for server in self._cluster.servers:
             if server in expired and self.alive.get(server.name):
@@ -333,7 +333,7 @@ class SimCoordinator:
                 self._notify(server, is_new=True)
 
     def put_back(self, metadata: PartitionMetadata | None, marker: PartitionMarker | None) -> None:
-        """Replace the data of the partition's nodes, or (None) remove one."""
+        """Replace the data of the partition's nodes; None removes a node."""
         self.is_rewritten = True
         self._world.note(f"zookeeper: the nodes become {metadata} and {marker}")
         self.metadata_version = -1 if metadata is None else self.metadata_version + 1
@@ -349,7 +349,7 @@ class SimCoordinator:
         after = replace(before, session_id=session_id)
         claimed = replace(marker, session_id=session_id, nonce=nonce)
         if session_id != before.session_id + 1:
-            self.put_back(after, claimed)  # ZooKeeper's data was older than the storages'
+            self.put_back(after, claimed)  # ZooKeeper's data was older than that of the storages
             return
         self.metadata, self.marker = after, claimed
         self.metadata_version += 1
@@ -359,7 +359,7 @@ class SimCoordinator:
     # ---- clients
 
     def owner_for(self, client: "Process", answer: "Callable[[Assignment], None]") -> None:
-        """Answer a client with the owner of the partition, or a former one (rule 5)."""
+        """Answer a client with the owner of the partition, or with a former one (rule 5)."""
         seen = self.assignment
         if self.stale_reads and self._chance() < self.stale_reads:
             seen = self._rng.choice(self._views)
@@ -372,6 +372,6 @@ class SimCoordinator:
         return self.client_count
 
     def next_connection_sequence(self) -> int:
-        """Return a number above all earlier ones."""
+        """Return a number that is greater than all earlier ones."""
         self.connection_count += 1
         return self.connection_count

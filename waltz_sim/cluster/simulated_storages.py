@@ -1,18 +1,18 @@
 """A simulated storage: the production service and engine on a disk that can lose data.
 
-It replaces `storage/process/storage_daemon.py`: it runs the service's effects in virtual time, and
-the power may fail between any two steps of its disk.
+It replaces `storage/process/storage_daemon.py`. It runs the service's effects in virtual time, and
+its power may fail between any two steps of its disk.
 
 Rules:
-    1. The service, the engine and the files are the production ones, unchanged.
-    2. A piece of work takes effect at one moment and is answered after the duration of the disk
-       access: in between, the process may die with everything durable and nothing answered. A
-       process that dies during the work dies at a step of its disk (`SimDisk.plan`).
+    1. The service, the engine and the files are the unchanged production ones.
+    2. A piece of work takes effect at one moment, and is answered after the duration of the disk
+       access. In between, the process may die when all data is durable and no request is answered.
+       A process that dies during the work dies at a step of its disk (`SimDisk.plan`).
     3. A disk belongs to the machine, not to the process: it survives every incarnation.
-    4. Like the daemon, it does not start while ZooKeeper is unavailable, nor at an address that is
-       registered for another storage; it serves the partition while it knows that it is assigned,
-       and afterwards until the owner has removed it from the replica states.
-    5. Uploads and reads of the archive go to the simulated one.
+    4. Like the daemon, it starts neither while ZooKeeper is unavailable, nor at an address that is
+       registered for another storage. It serves the partition while it knows that the partition is
+       assigned to it, and afterwards until the owner has removed it from the replica states.
+    5. Uploads and reads of the archive go to the simulated archive.
 """
 
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 HOME: Final = Path("/waltz")
 QUEUE_BYTES_MAX: Final = 64 * 1024
-SCRUB_BYTES_PER_S: Final = 4 * 1024  # a simulated log has some kilobytes
+SCRUB_BYTES_PER_S: Final = 4 * 1024  # low, because a simulated log has only some kilobytes
 RESTART_MS: Final = (1, 400)
 REOPEN_US: Final = 200_000
 LEAVING_AGAIN_US: Final = 1_000_000
@@ -64,7 +64,7 @@ LOCK_FILE_BYTES_MAX: Final = 2 * 1024
 
 @dataclass(frozen=True, slots=True)
 class DiskBackup:
-    """A backup of a disk, and the session of its replica's mark."""
+    """A backup of a disk, with the session of its replica's low-water mark."""
 
     contents: Contents
     last_session: SessionId
@@ -81,7 +81,8 @@ class SimStorage(Process):
         self.disk = SimDisk(is_traced=False)
         self.snapshots: list[DiskBackup] = []
         self.trusts_fsync = True
-        # Where it has to die: at which request, whether after its work, and whom to notify.
+        # Where the storage has to die: the name of a request, whether after its work, and a
+        # callback.
         self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
         self.fsync_us = self.rng.choice((100, 500, 2_000))
         self.storage_id = self.rng.randbytes(16)
@@ -90,11 +91,11 @@ class SimStorage(Process):
         self._settings = LogSettings(
             cluster.key, cluster.setup.segment_bytes_max, self._wall_clock, trust_fsync=True
         )
-        self.rejected: WaltzError | None = None  # why it did not start
+        self.rejected: WaltzError | None = None  # the reason why it did not start
         self._is_dropping = False
         self._exclusive_call: Callable[[], None] | None = None
         self.is_uploading = False
-        self.is_denying = False  # the servers are not permitted to replicate
+        self.is_denying = False  # whether the servers are not permitted to replicate
         self.started()
 
     def _wall_clock(self) -> int:
@@ -102,7 +103,7 @@ class SimStorage(Process):
 
     @property
     def log(self) -> PartitionLog | None:
-        """The log of the partition, if the process runs and serves it."""
+        """The log of the partition, if the process runs and serves the partition."""
         if self.engine is None:
             return None
         return self.engine.logs.get(self._cluster.partition_id)
@@ -110,7 +111,7 @@ class SimStorage(Process):
     # ---- life
 
     def started(self) -> None:
-        """Open the directory and serve the partition."""
+        """Open the directory, and serve the partition if it is assigned here."""
         self._is_dropping = False
         self._exclusive_call = None
         try:
@@ -140,7 +141,7 @@ class SimStorage(Process):
         self.follow()
 
     def _come_up(self) -> None:
-        """Open the directory and take the address (rule 4)."""
+        """Open the directory, and register the storage at its address (rule 4)."""
         if self._cluster.is_zookeeper_away:
             raise CoordinatorUnavailable("ZooKeeper is unavailable")
         self._checks.log_opening(self)
@@ -155,7 +156,7 @@ class SimStorage(Process):
         self.engine = engine
 
     def open_engine(self, disk: SimDisk) -> StorageEngine:
-        """Open the directory on a disk; raises the errors of `StorageEngine.open`, or PowerLoss."""
+        """Open the directory on a disk; raises PowerLoss and the errors of `StorageEngine.open`."""
         return StorageEngine.open(
             disk,
             HOME,
@@ -166,7 +167,7 @@ class SimStorage(Process):
         )
 
     def follow(self) -> None:
-        """Serve the partition if it is assigned here, or is leaving; else stop (rule 4)."""
+        """Serve the partition if it is assigned here or is leaving; otherwise stop (rule 4)."""
         if self.service is None or self._is_dropping:
             return
         is_served = self._cluster.partition_id in self.service.partitions
@@ -189,9 +190,9 @@ class SimStorage(Process):
         self._step(service.PartitionDropped(PartitionId(self._cluster.partition_id)))
 
     def run_exclusively(self, call: "Callable[[], None]") -> None:
-        """Call while the partition is not served; then serve it again if it is assigned.
+        """Call a function while the partition is not served; then serve it again if it is assigned.
 
-        If the process dies first, the call never happens.
+        If the process dies before, the function is never called.
         """
         assert self.service is not None
         assert self._exclusive_call is None
@@ -214,21 +215,21 @@ class SimStorage(Process):
         self.follow()
 
     def _is_named(self) -> bool:
-        """Whether it holds the partition, and is a replica of the last session."""
+        """Whether it has a log of the partition, and is a replica of the last session."""
         assert self.engine is not None
         metadata = self._cluster.coordinator.metadata
         is_held = self._cluster.partition_id in self.engine.assigned_partitions()
         return is_held and metadata is not None and self.replica in metadata.states
 
     def receive_assignment(self) -> None:
-        """Handle a fired watch."""
+        """Read the assignment after its watch has fired."""
         if self._cluster.is_zookeeper_away:
             self.after(100_000, self.receive_assignment)
         else:
             self.follow()
 
     def _serve(self) -> None:
-        """Open the partition's log; try again later if that fails."""
+        """Open the partition's log and serve it; if that fails, try again later."""
         assert self.engine is not None
         bytes_before = self._checks.log_opening(self)
         try:
@@ -252,7 +253,7 @@ class SimStorage(Process):
         self._step(service.PartitionOpened(log))
 
     def _end(self, reason: str) -> None:
-        """End as the daemon does if its disk cannot be trusted: the supervisor restarts it."""
+        """End the process, as the daemon does if it cannot trust its disk; it is restarted."""
         self.world.note(f"{self.name} ends: {reason}")
         self._checks.count("storage ended itself")
         self.die()
@@ -260,19 +261,19 @@ class SimStorage(Process):
         self._cluster.restart_later(self)
 
     def _open_log(self, engine: StorageEngine) -> PartitionLog:
-        """Open as the daemon does: a full disk still has space for opening."""
+        """Open the log as the daemon does: even a full disk has a reserve for opening."""
         partition_id = PartitionId(self._cluster.partition_id)
         return engine.space.with_reserve(partial(engine.assign, partition_id))
 
     def died(self) -> None:
-        """Lose the process; its files keep the state of the page cache."""
+        """Drop the process's state; the files keep the contents of the page cache."""
         if self.engine is not None:
             self.engine.abandon()
         self.engine = self.service = None
         self.is_uploading = False
 
     def kill(self, *, is_silent: bool = False) -> None:
-        """End the process (`kill -9`): the page cache stays."""
+        """Kill the process as with SIGKILL; the page cache stays."""
         if not self.is_up:
             return
         self.world.note(f"{self.name} is killed")
@@ -280,16 +281,16 @@ class SimStorage(Process):
         self._cluster.network.died(self, is_silent=is_silent)
 
     def lose_power(self, survival: Survival | None = None, *, with_lies: bool = False) -> None:
-        """Cut the power: unsynced data is lost, or part of it."""
+        """Cut the power: all or some of the unsynced data is lost."""
         if survival is None:
             survival = self.rng.choice((Survival.ANY_SECTORS, Survival.ENDS))
         if self.disk.is_lying and not with_lies:
             survival = (
                 Survival.EVERYTHING
-            )  # the losses of such a disk are in the budget of its fault
+            )  # the losses of a lying disk belong to the budget of that fault
         self.world.note(f"{self.name} loses power")
         if self.is_up:
-            # The open files of this boot are lost with it, so there is nothing to close.
+            # The open files are lost with this boot of the machine, so no file needs to be closed.
             self.engine = None
             self.die()
             self._cluster.network.died(self, is_silent=self.chance() < 0.5)
@@ -297,7 +298,7 @@ class SimStorage(Process):
         self._cluster.restart_later(self)
 
     def re_seed(self) -> None:
-        """Get an empty disk and a new storage ID; the process is down."""
+        """Give the storage an empty disk and a new storage ID while its process is down."""
         assert not self.is_up
         self.disk.become(NO_CONTENTS)
         self.snapshots.clear()
@@ -305,7 +306,7 @@ class SimStorage(Process):
         self.storage_id = self.rng.randbytes(16)
 
     def repair(self) -> None:
-        """End the faults of the machine and its disk."""
+        """End the faults of the machine and of its disk."""
         self.is_denying = False
         disk = self.disk
         disk.capacity_bytes = disk.on_full = None
@@ -313,7 +314,7 @@ class SimStorage(Process):
         disk.forget_plans()
         self.fsync_us = 500
         self.dies_at = None
-        if self.is_up:  # Else its operator still has to start it with untrusted syncs.
+        if self.is_up:  # Otherwise its operator still has to start it with untrusted syncs.
             self.trusts_fsync = True
 
     def _gone(self, text: str, error: WaltzError) -> None:
@@ -327,19 +328,19 @@ class SimStorage(Process):
         self._cluster.restart_later(self)
 
     def scrub_now(self) -> None:
-        """Scrub at the operator's request."""
+        """Start a scrub pass, as at an operator's request."""
         self._step(service.ScrubNow())
 
     @property
     def is_scrubbing(self) -> bool:
-        """Whether a requested scrub is still running."""
+        """Whether a requested scrub pass is still running."""
         states = () if self.service is None else self.service.scrub_states(self.now_ms)
         return any(each.is_requested for each in states)
 
     # ---- links
 
     def accept(self, link: SimLink) -> Handlers:
-        """Accept a server's connection."""
+        """Accept the connection of a server or of another program."""
         return Handlers(self._received, self._lost)
 
     def _received(self, link: SimLink, message: Message) -> None:
@@ -356,7 +357,7 @@ class SimStorage(Process):
     # ---- the service
 
     def ring(self) -> None:
-        """See `Process.ring`."""
+        """Wake the service."""
         self._step(Wakeup())
 
     def _step(self, event: service.Event) -> None:
@@ -394,7 +395,7 @@ class SimStorage(Process):
                 self._use_archive(effect)
 
     def _use_archive(self, effect: service_effects.Effect) -> None:
-        """Rule 5."""
+        """Perform an effect that concerns the archive (rule 5)."""
         archive = self._cluster.archive
         match effect:
             case service_effects.UploadRange(job):
@@ -408,7 +409,7 @@ class SimStorage(Process):
             case service_effects.ReadArchive(read):
                 archive.answer(self, read, partial(self._was_read, read))
             case _:
-                pass  # The socket limits reading.
+                pass  # In the simulator, the socket limits reading.
 
     def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
         self.is_uploading = False
@@ -422,14 +423,14 @@ class SimStorage(Process):
         self._step(archive_jobs.FilesCollected(job, outcome))
 
     def archive_progressed(self) -> None:
-        """A request of the running upload is done."""
+        """Report to the service that a request of the running upload is done."""
         self._step(archive_jobs.ArchiveProgressed())
 
     def _was_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
         self._step(service.ArchiveAnswered(read, outcome))
 
     def _run(self, work: Work) -> None:
-        """Rule 2."""
+        """Run a piece of work, and answer it later (rule 2)."""
         if self._dies(work, is_after=False):
             return
         before = self._checks.before_work(self, work)
@@ -442,7 +443,7 @@ class SimStorage(Process):
         if self.disk.on_full is not None and any(
             isinstance(each, NoSpace) for each in result.outcomes
         ):
-            self.disk.on_full()  # A storage that watches its space does not fail a write.
+            self.disk.on_full()  # A storage that watches its space rejects a write before it fails.
         self._checks.worked(self, work, result, before)
         if self._dies(work, is_after=True):
             return
@@ -459,7 +460,7 @@ class SimStorage(Process):
         self.after(self.fsync_us, lambda: self._step(service.SpaceChecked()))
 
     def _dies(self, work: Work, *, is_after: bool) -> bool:
-        """Die if a fault is planned here."""
+        """Kill this storage if a fault plans it at this work; return whether it did."""
         if self.dies_at is None or not work.requests:
             return False
         point, is_wanted_after, struck = self.dies_at

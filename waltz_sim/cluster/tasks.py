@@ -1,18 +1,19 @@
 """A Spark task with two attempts under one client ID, in the simulation.
 
-The first attempt has read the generation and is paused before it mounts. The second one mounts with
-a higher connection sequence, appends all rows and disconnects. Then the first one continues: it
-mounts and appends the same rows. The server's fences must reject it (`server/append/mounts.py`,
-rule 1).
+The first attempt has read the generation, and is paused before it mounts. The second attempt mounts
+with a higher connection sequence, appends all rows, and disconnects. Then the first attempt
+continues: it mounts and appends the same rows. The server's fences must reject it
+(`server/append/mounts.py`, rule 1).
 
 Rules:
-    1. The rows have the same request IDs in both attempts: a second one in the log is a violation
-       of AtMostOnce.
-    2. The first attempt continues only when the second one has all rows in the log. If it
+    1. The rows have the same request IDs in both attempts. So if the log contains a row twice,
+       AtMostOnce is violated.
+    2. The first attempt continues only when the log contains all rows of the second attempt. If it
        continued earlier, the attempts could alternate, and the rows in the log would have to be
        read back (`client/stream/write_claim.py`).
-    3. Without `Setup.has_new_owner_ids` it does not continue after the owner's death: that server
-       would keep its generation over the restart, and nothing would reject this attempt.
+    3. Without `Setup.has_new_owner_ids`, the first attempt does not continue after the owner's
+       death. That server would keep its generation over the restart, and no fence would reject this
+       attempt.
 """
 
 import zlib
@@ -42,13 +43,13 @@ POLL_INTERVAL_US: Final = 10_000
 POLLS_MAX: Final = 300
 RETRY_US: Final = 50_000
 ATTEMPTS_MAX: Final = 100
-# What ends an attempt: it is fenced, or its generation is over.
+# The errors that end an attempt: it is fenced, or its generation has ended.
 FINAL: Final = (ConnectionSuperseded.code, GenerationMismatch.code)
 _NO_LOCKS: Final[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = ((), (), ())
 
 
 class RetriedTask(Process):
-    """One task; `written` is called when its second attempt has all rows in the log."""
+    """One task; `written` is called when the log contains all rows of its second attempt."""
 
     def __init__(self, cluster: "SimCluster", written: "Callable[[], None]") -> None:
         super().__init__(cluster.world, "task")
@@ -70,9 +71,9 @@ class RetriedTask(Process):
         self._attempt(1)
 
     def _poll(self, left: int) -> None:
-        """Rule 2."""
+        """End the second attempt when the log contains all of its rows (rule 2)."""
         if all(row.transaction_id != BEFORE_FIRST for row in self._rows):
-            self._is_over = True  # the second attempt
+            self._is_over = True  # ends the second attempt
             for link in list(self.links.values()):
                 self._cluster.network.close(link, NEAR)
             self._written()
@@ -111,7 +112,7 @@ class RetriedTask(Process):
         network = self._cluster.network
         if isinstance(message, Mounted):
             self._is_over = (
-                True  # sent once: a client reads the outcome back, and does not send again
+                True  # the rows are sent once: a client reads the outcome instead of resending
             )
             for number, row in enumerate(self._rows, 1):
                 request = (BEFORE_FIRST, (), (), (), 7, row.data, zlib.crc32(row.data))

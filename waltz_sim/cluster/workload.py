@@ -1,17 +1,18 @@
 """The simulated applications.
 
 A checker finds only faults that an application could notice, so these applications use the whole
-API: they append single transactions and batches, with all kinds of locks, at old and new marks,
-retry after a rejection, follow the feed, query marks, die and restart.
+API. They append single transactions and batches, with all kinds of locks, at old and new marks.
+They retry after a rejection, follow the feed, query marks, die and restart.
 
 Rules:
     1. Each client works in its own loop, with its own random numbers.
     2. Every row has a unique number, and is recorded before it is sent.
-    3. A deal (`ledger.py`) reads the state at its mark, like an application that has applied the
-       feed up to there.
-    4. Some follow appends in flight: they compute from them as if they were committed.
-    5. A row that claims a mark beyond the log has only append locks: nothing can be computed from
-       transactions that do not exist.
+    3. A checked transaction (`ledger.py`) reads the state at its mark, like an application that has
+       applied the feed up to this mark.
+    4. Some applications follow appends in flight: they compute from these appends as if they were
+       committed.
+    5. A row that claims a mark beyond the log has only append locks, because no value can be
+       computed from transactions that do not exist.
 """
 
 import zlib
@@ -52,15 +53,15 @@ WAIT_US: Final = 200_000
 SLOWING_US: Final = 20_000
 CHECKED_SHARE: Final = 0.4
 REQUEST_SHARE: Final = 0.06
-WAITING_REQUEST_SHARE: Final = 0.25  # of an application without answers to its appends
+WAITING_REQUEST_SHARE: Final = 0.25  # for an application whose appends are not answered
 AHEAD_SHARE: Final = 0.004
-# Some records have whole sectors between their first and last one.
+# Long records have whole sectors between their first and their last sector.
 LONG_EVERY: Final = 7
 LONG_BYTES: Final = 1_200
 
 
 class Workload:
-    """All applications of a world."""
+    """All applications of a world, and their submissions."""
 
     def __init__(self, cluster: "SimCluster") -> None:
         self._cluster = cluster
@@ -68,19 +69,19 @@ class Workload:
         self._numbers = 0
         self._tokens = 0
         self._submissions: dict[int, list[Operation]] = {}
-        self.first_available = TransactionId(0)  # as an application has learned it
+        self.first_available = TransactionId(0)  # as the applications have learned it
         self.is_over = False
         self._recovering_since_us: int | None = None
 
     def recovering_us(self) -> int:
-        """Return the time since healing began."""
+        """Return the time in µs since the recovery phase began."""
         if self._recovering_since_us is None:
             self._recovering_since_us = self._world.now_us
         return self._world.now_us - self._recovering_since_us
 
     @property
     def pending_count(self) -> int:
-        """How many submissions wait for an outcome."""
+        """The number of submissions that wait for an outcome."""
         return len(self._submissions)
 
     def operations_of(self, token: int) -> "Sequence[Operation]":
@@ -98,9 +99,9 @@ class Workload:
         mark: int,
         pipelined_state: PipelinedState | None = None,
     ) -> Submission:
-        """Record rows (deals, or write, read and append locks) and pack them into a submission.
+        """Record rows (checked transactions, or locks), and return a submission with them.
 
-        Dependent rows are computed from the state at the mark, and from appends in flight.
+        Dependent rows are computed from the state at the mark, and from the appends in flight.
         """
         self._tokens += 1
         operations = [self._operation(client.name, row, mark, pipelined_state) for row in rows]
@@ -130,7 +131,7 @@ class Workload:
         )
 
     def rows_of(self, author: str, rows: "Sequence[Locks]") -> list[Operation]:
-        """Record rows without a waiting author."""
+        """Record rows that no author waits for."""
         operations = [self._operation(author, row, BEFORE_FIRST, None) for row in rows]
         for operation in operations:
             operation.outcome = "gone"
@@ -172,20 +173,20 @@ class Workload:
         return operation
 
     def operation(self, author: str, row: RowPlan, mark: int) -> Operation:
-        """Record one row whose author gets the outcome elsewhere."""
+        """Record one row whose outcome the caller reports to the checkers."""
         return self._operation(author, row, mark, None)
 
     def think_us(self, process: "Process") -> int:
-        """Return the pause of an application."""
+        """Return the pause in µs after an action of an application."""
         think_us = self._cluster.setup.think_ms * 1_000
         if self._cluster.is_recovering:
-            # Only the recovery of the cluster is still awaited, and it may take long.
+            # Only the recovery of the cluster is still awaited, which may take long.
             late_us = max(0, self.recovering_us() - WAIT_US)
             think_us += think_us * late_us // SLOWING_US
         return int(process.chance() * 2 * think_us) + 100
 
     def checked_transaction_of(self, process: "Process") -> CheckedTransaction:
-        """Return the next deal of an application."""
+        """Return the next checked transaction of an application."""
         keys, roll = self._cluster.setup.keys, process.chance()
         key = int(process.chance() * keys)
         if roll < 0.4:
@@ -199,11 +200,11 @@ class Workload:
         )
 
     def ended(self, token: int) -> "list[Operation]":
-        """Remove a submission: its outcome is known, or never will be."""
+        """Remove a submission whose outcome is known, or will never be known; return its rows."""
         return self._submissions.pop(token)
 
     def drop(self, client: "SimClient") -> None:
-        """Forget the submissions of a client that has died."""
+        """Remove all submissions of a client that has died."""
         for token, operations in list(self._submissions.items()):
             if operations[0].client == client.name:
                 del self._submissions[token]
@@ -271,7 +272,7 @@ class _Application:
             client.request(lambda req_id: RangeRequest(req_id, first, last, 600, form, wanted))
 
     def _mark(self) -> int:
-        """The mark that the application has seen: mostly the last one, sometimes an older one."""
+        """Return a mark that the application has seen: mostly the last, sometimes an older one."""
         mark: int = self._client.mark
         if self._chance() < 0.2:
             mark = max(BEFORE_FIRST, mark - int(self._chance() * 10))
@@ -297,7 +298,8 @@ class _Application:
             rows, mark, pipelined_state = [((), (), (1,))], self._client.mark + 5, None
         claimed: PipelinedState | None = None
         if self._is_pipelined and len(rows) == 1:
-            # Its state is that of the mark, and the claims of earlier appends are on top of it.
+            # The row is computed from the state at the mark, and from the earlier appends in
+            # flight.
             claimed = (pipelined_state or NO_PREDECESSORS).claim(TransactionId(mark))[1]
         self._client.append(self._workload.submission(self._client, rows, mark, claimed))
 
@@ -317,7 +319,7 @@ class _Application:
             self._retries = 0
 
     def _stopped(self, error: WaltzError) -> None:
-        """Transactions of the feed have expired: start again after them, as another client."""
+        """Start again after the expired transactions of the feed, as another client."""
         assert isinstance(error, BeforeLogStart)
         self._workload.first_available = TransactionId(error.first_available)
         client = self._client

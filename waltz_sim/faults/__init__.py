@@ -1,6 +1,6 @@
-"""Fault injection: `kinds` lists all faults, the other files implement them.
+"""Fault injection: `kinds` lists all kinds of faults, and the other files implement them.
 
-They are `archive_faults.py`, `disk_faults.py`, `network_faults.py`, `process_faults.py` and
-`zookeeper_faults.py`, with the helpers of `injection.py`. A new kind also belongs into
-`LATER_KINDS` of `waltz_sim/schedule.py`: otherwise all earlier seeds get other schedules.
+These files are `archive_faults.py`, `disk_faults.py`, `network_faults.py`, `process_faults.py` and
+`zookeeper_faults.py`, with the helpers of `injection.py`. A new kind must also be added to
+`LATER_KINDS` in `waltz_sim/schedule.py`. Otherwise all earlier seeds get other schedules.
 """

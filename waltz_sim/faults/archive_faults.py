@@ -1,7 +1,7 @@
 """Faults of the object store, and of storages that upload to it.
 
-The rules of `kinds.py` apply here. They strike only in worlds with an archive. Where ZooKeeper's
-data is changed, rule 4 of `data_loss_budget.py` applies.
+The rules of `kinds.py` apply here. These faults occur only in worlds with an archive. If a fault
+changes ZooKeeper's data, rule 4 of `data_loss_budget.py` applies.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -34,7 +34,7 @@ COMMANDS_MAX: Final = 8
 
 
 def archive_away(cluster: SimCluster, rng: "Random") -> bool:
-    """Make the object store unavailable."""
+    """Make the object store unavailable for a while."""
     archive = cluster.archive
     archive.is_away = True
 
@@ -46,7 +46,7 @@ def archive_away(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def archive_throttles(cluster: SimCluster, rng: "Random") -> bool:
-    """Let the object store reject some requests."""
+    """Let the object store reject some requests for a while."""
     archive = cluster.archive
     archive.throttled = rng.choice((0.1, 0.3))
 
@@ -58,7 +58,7 @@ def archive_throttles(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def archive_loses_answers(cluster: SimCluster, rng: "Random") -> bool:
-    """Lose answers of the object store; the writes may take effect, also much later."""
+    """Lose answers of the object store for a while; the writes may take effect, even much later."""
     archive = cluster.archive
     archive.lost_answers = rng.choice((0.2, 0.5, 0.8))
 
@@ -70,7 +70,7 @@ def archive_loses_answers(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def slow_archive(cluster: SimCluster, rng: "Random") -> bool:
-    """Delay all requests to the object store."""
+    """Delay all requests to the object store for a while."""
     archive = cluster.archive
     archive.slow_us = rng.choice((20, 100, 400)) * MS
 
@@ -82,7 +82,7 @@ def slow_archive(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def corrupt_object(cluster: SimCluster, rng: "Random") -> bool:
-    """Change a file after it was written; or, for a while, each new file when it is written."""
+    """Change a stored file until its repair, or some new files when they are written."""
     archive = cluster.archive
     if rng.random() < 0.5:
         archive.corrupting = 0.5
@@ -95,7 +95,7 @@ def corrupt_object(cluster: SimCluster, rng: "Random") -> bool:
     if not archive.files:
         return False
     archive.spoil(rng.choice(list(archive.files)))
-    # Until then its readers wait, and the archive does not grow.
+    # Until the repair, readers of the file wait, and the archive does not grow.
     cluster.world.after(rng.randrange(50, 1_000) * MS, archive.restore)
     return True
 
@@ -103,7 +103,7 @@ def corrupt_object(cluster: SimCluster, rng: "Random") -> bool:
 def damage_objects(cluster: SimCluster, rng: "Random") -> bool:
     """Change or lose an archived object; later an operator runs `archive verify --repair`.
 
-    Mostly a storage still has its records.
+    In most cases a storage still has the records of the object.
     """
     archive = cluster.archive
     listed = [each for each in _listed(cluster) if each.name in archive.files]
@@ -121,9 +121,9 @@ def damage_objects(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _repair_objects(cluster: SimCluster, left: int) -> None:
-    """Request the replacement of a damaged object, until there is none.
+    """Request the replacement of a damaged object repeatedly, until no object is damaged.
 
-    If no storage has the records, the files come back from a copy of the archive.
+    If no storage has the records, the files are at last restored from a copy of the archive.
     """
     archive = cluster.archive
     damaged = [each for each in _listed(cluster) if archive.is_damaged(each)]
@@ -146,14 +146,14 @@ def _listed(cluster: SimCluster) -> "list[ObjectEntry]":
 
 
 def _request(cluster: SimCluster, turn: int, make: "Callable[[ReqId], ClientMessage]") -> None:
-    """Send a command's request on the connection of any client."""
+    """Send the request of a command on the connection of any client."""
     connected = [each for each in cluster.clients if each.is_up]
     if connected:
         connected[turn % len(connected)].request(make)
 
 
 def expire_objects(cluster: SimCluster, rng: "Random") -> bool:
-    """Let archived objects expire; the command repeats its request until it is carried out."""
+    """Let archived objects expire; the command repeats its request several times."""
     assert cluster.checks.archive is not None
     if not cluster.setup.expires:
         return False
@@ -171,7 +171,7 @@ def _request_expiry(cluster: SimCluster, before: TransactionId, left: int) -> No
 
 
 def expire_rows_in_doubt(cluster: SimCluster, rng: "Random") -> bool:
-    """Let all that is archived expire while an owner and clients do not learn outcomes."""
+    """Let all archived objects expire while an owner and some clients do not learn outcomes."""
     if not cluster.setup.expires or not strand_owner(cluster, rng):
         return False
     for client in cluster.clients:
@@ -194,7 +194,7 @@ def _expire_all(cluster: SimCluster, left: int) -> None:
 
 
 def power_loss_at_removal(cluster: SimCluster, rng: "Random") -> bool:
-    """Cut the power while a storage removes a file, or shortly after."""
+    """Cut the power when a storage removes a file, or shortly after."""
     disk = any_storage(cluster, rng).disk
     struck, steps = counted(cluster, "power_loss_at_removal"), rng.randint(1, 6)
 
@@ -217,10 +217,10 @@ def crash_at_a_reset(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
-    """Lose the segments of a replica; when it was reset, the rest of its last quorum is away.
+    """Lose the segments of a replica; after its reset, stop the rest of its last quorum.
 
-    The other replicas lack the newest appends. If the one that was reset counted with its log, the
-    next session would decide without them.
+    The other replicas lack the newest appends. If the log of the reset replica counted, the next
+    session would decide without these appends.
     """
     owner, replicas = cluster.owner, [cluster.storages[each] for each in cluster.replicas]
     marker = cluster.coordinator.marker
@@ -258,7 +258,7 @@ def lose_a_reset_replica(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def lose_marks(cluster: SimCluster, rng: "Random") -> bool:
-    """Restore ZooKeeper's data from before the last archived marks of a session, if it has some."""
+    """Restore ZooKeeper's data from before a session's last archived marks, if it has any."""
     is_recent = rng.random() < 0.7
 
     def strike(left: int) -> None:
@@ -293,8 +293,8 @@ def _lose_marks(cluster: SimCluster, rng: "Random", *, is_recent: bool) -> bool:
 def accept_a_shorter_log(cluster: SimCluster, rng: "Random") -> bool:
     """Accept the log of a replica that ends below the archived mark, by mistake.
 
-    Acknowledged transactions are missing from it, so no session may open with it. Often all servers
-    restart, too, so that none has the former mark in memory.
+    The log lacks acknowledged transactions, so no session may open with it. Often all servers
+    restart as well, so that no server has the former mark in memory.
     """
     replicas = list(cluster.replicas)
     if not _may_accept_less(cluster):
@@ -324,7 +324,7 @@ def accept_a_shorter_log(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _accept(cluster: SimCluster, replica: "ReplicaId", left: int) -> None:
-    """Run the command; it dies if a server claims a session meanwhile."""
+    """Run the command; run it again if it dies because a server claims a session meanwhile."""
 
     def on_verdict(verdict: RebuildDecision | None) -> None:
         if verdict is None and left > 1:
@@ -342,7 +342,7 @@ def _may_accept_less(cluster: SimCluster) -> bool:
 
 
 def kill_uploader(cluster: SimCluster, rng: "Random") -> bool:
-    """Kill a storage that uploads; its requests to the object store may still take effect."""
+    """Kill a storage that is uploading; its requests to the object store may still take effect."""
     uploading = [each for each in cluster.storages.values() if each.is_uploading]
     if not uploading:
         return False

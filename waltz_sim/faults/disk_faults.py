@@ -1,7 +1,7 @@
 """Disk faults: errors, full, slow or lying disks, rot, and old, empty or swapped disks.
 
-The rules of `kinds.py` apply here. A fault that destroys promised data checks the budget
-(`data_loss_budget.py`) first.
+The rules of `kinds.py` apply here. A fault that destroys promised data first checks the budget
+(`data_loss_budget.py`).
 """
 
 from collections.abc import Callable
@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 SNAPSHOTS_MAX: Final = 3
 PAGE_BYTES: Final = 4_096
-# Spoils a file of this size, which is not empty.
+# A function that spoils a file with this size in bytes, which is not 0.
 Spoil = Callable[[SimStorage, Path, int], None]
 
 
-# ---- errors and speed. A second fault while the replica handles a first may cost its promises (it
-# becomes suspect), so a disk has one fault at a time, unless there is no budget.
+# ---- errors and speed. If a second fault occurs while the replica handles the first fault, the
+# replica may lose its promises and become suspect. So a disk has one fault at a time, unless there
+# is no budget.
 
 
 def _healthy_disk(cluster: SimCluster, rng: "Random") -> SimDisk | None:
@@ -40,7 +41,7 @@ def _healthy_disk(cluster: SimCluster, rng: "Random") -> SimDisk | None:
 
 
 def failing_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """Fail one call that changes something."""
+    """Let one of the next calls that change a disk fail."""
     disk = _healthy_disk(cluster, rng)
     if disk is None:
         return False
@@ -50,7 +51,7 @@ def failing_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def failing_call(cluster: SimCluster, rng: "Random") -> bool:
-    """Fail one call of a rare kind."""
+    """Let the next call of a rare kind fail, or cut the power at this call."""
     name = rng.choice(("create", "rename", "truncate", "unlink", "syncdir", "allocate"))
     fault = rng.choice((DiskFault.FAILS, DiskFault.POWER_LOSS))
     disk = _healthy_disk(cluster, rng)
@@ -61,7 +62,7 @@ def failing_call(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def failing_read(cluster: SimCluster, rng: "Random") -> bool:
-    """Fail one read."""
+    """Let one of the next reads from a disk fail."""
     disk = _healthy_disk(cluster, rng)
     if disk is None:
         return False
@@ -70,7 +71,7 @@ def failing_read(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def full_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """Fill a disk temporarily, maybe with a restart in between."""
+    """Fill a disk for a while, perhaps with a restart of the storage in between."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
     if disk.has_fault:
@@ -90,13 +91,13 @@ def full_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def slow_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """Change the sync speed of a disk."""
+    """Change the duration of a disk's syncs."""
     any_storage(cluster, rng).fsync_us = rng.choice((100, 500, 5_000, 100_000))
     return True
 
 
 def hanging_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """Slow a disk's syncs until peers may time out; the process itself is healthy."""
+    """Make a disk's syncs so slow that peers may time out, while the process is healthy."""
     storage = any_storage(cluster, rng)
     storage.fsync_us = hung_us = rng.randrange(300, 5_000) * MS
 
@@ -112,7 +113,7 @@ def hanging_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def take_snapshot(cluster: SimCluster, rng: "Random") -> bool:
-    """Back up a disk, which is harmless."""
+    """Take a backup of a disk, which is harmless; `roll_back_disk` restores it."""
     storage = any_storage(cluster, rng)
     log = storage.log
     if log is None or storage.disk.is_lying:
@@ -138,7 +139,7 @@ def roll_back_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def empty_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """Replace a disk by an empty one, which has no owner until an operator assigns it."""
+    """Replace a disk by an empty disk, which has another storage ID until an operator acts."""
     storage = any_storage(cluster, rng)
     if not cluster.budget.allows(storage):
         return False
@@ -159,13 +160,13 @@ def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _is_of(cluster: SimCluster, other: SimStorage, storage: SimStorage) -> bool:
-    """Whether a disk is an older copy of the storage's own (data_loss_budget.py, rule 2)."""
+    """Whether a disk is an older copy of the storage's own disk (data_loss_budget.py, rule 2)."""
     path, own_id = HOME / STORAGE_ID_NAME, cluster.coordinator.storage_ids.get(storage.replica)
     return own_id is None or (other.disk.exists(path) and own_id in other.disk.content(path))
 
 
 def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
-    """Swap the disks of two machines until an operator notices; nothing is lost."""
+    """Swap the disks of two machines until an operator notices; no data is lost."""
     storage, other = any_storage(cluster, rng), any_storage(cluster, rng)
     if storage is other:
         return False
@@ -179,7 +180,7 @@ def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
-    """Report false syncs, then cut the power; the settings may declare the disk untrusted."""
+    """Report false syncs, and then cut the power; the settings may declare the disk untrusted."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
     if disk.has_fault:
@@ -204,7 +205,7 @@ def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def rot(cluster: SimCluster, rng: "Random") -> bool:
-    """Flip a bit in any file, while the storage runs or while it is down."""
+    """Flip bits in a file, while its storage runs or while it is down."""
 
     def flip(storage: SimStorage, path: Path, size: int) -> None:
         for _ in range(rng.choice((1, 1, 3))):
@@ -223,23 +224,23 @@ def unseen_rot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def memory_pressure(cluster: SimCluster, rng: "Random") -> bool:
-    """Drop a storage's page cache, as far as the disk has its content."""
+    """Drop the clean data of a storage's disk from the page cache."""
     any_storage(cluster, rng).disk.drop_all_cached()
     return True
 
 
 def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
-    """Zero a page; a page of old records or of their index may be unreadable instead."""
+    """Zero a page of a file; a page of old records or of their index may become unreadable too."""
 
     def wipe(storage: SimStorage, path: Path, size: int) -> None:
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
         stems = (each.stem for each in _files(storage) if each.suffix == ".seg")
-        newest = max(stems, default="")  # without a segment the file belongs to the daemon
+        newest = max(stems, default="")  # empty if the storage has no segment
         is_old = path.suffix in {".seg", ".idx"} and path.stem != newest
         if not is_old or size % 2:
             storage.disk.overwrite(path, page, bytes(PAGE_BYTES))
             return
-        # The header of a segment stays readable: otherwise no storage would open the segment.
+        # The header of a segment stays readable; otherwise no storage would open the segment.
         start = max(page, SECTOR_BYTES) if path.suffix == ".seg" else page
         end = min(page + PAGE_BYTES, size)
         if start < end:
@@ -251,7 +252,7 @@ def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def misdirected_write(cluster: SimCluster, rng: "Random") -> bool:
-    """Write a page to the wrong place, in its file or in another one."""
+    """Write a page to a wrong place, in its own file or in another file."""
 
     def misdirect(storage: SimStorage, path: Path, size: int) -> None:
         source = storage.disk.content(rng.choice(_files(storage)))
@@ -263,7 +264,7 @@ def misdirected_write(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def stale_page(cluster: SimCluster, rng: "Random") -> bool:
-    """Revert a page to an older state: the disk acknowledged later writes without doing them."""
+    """Revert a page to an older state, as if the disk had acknowledged later writes falsely."""
 
     def age(storage: SimStorage, path: Path, size: int) -> None:
         old = next((each.contents.files.get(path, b"") for each in storage.snapshots), b"")
@@ -274,7 +275,7 @@ def stale_page(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def cut_file(cluster: SimCluster, rng: "Random") -> bool:
-    """Shorten or delete a file."""
+    """Shorten or remove a file of a stopped storage."""
 
     def cut(storage: SimStorage, path: Path, size: int) -> None:
         if rng.random() < 0.2:
@@ -296,7 +297,7 @@ def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
-    """Lose, cut, mix up, revert or swap the lock files, which must do no harm."""
+    """Lose, cut, mix up, revert or replace the lock files, which must do no harm."""
     storage = any_storage(cluster, rng)
     disk = storage.disk
     paths = [path for path in sorted(disk.files()) if path.name.startswith(LOCKS_NAME)]
@@ -326,20 +327,20 @@ def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _foreign_blocks(last: TransactionId, rng: "Random") -> bytes:
-    """Return the lock blocks of another log, whose transactions have taken no locks."""
+    """Return the lock blocks of another log, whose transactions have no locks."""
     ends = [LogEnd(TransactionId(each), Chain(rng.randbytes(16))) for each in range(-1, last + 1)]
     return b"".join(encode(end.last, end, before.chain, b"") for before, end in pairwise(ends))
 
 
 def _restore(disk: SimDisk, path: Path, content: bytes) -> None:
-    """Restore a file's old content: later writes are lost, truncated records reappear."""
+    """Restore the old content of a file: later writes are lost, and truncated data reappears."""
     if disk.exists(path):
         disk.cut(path, len(content))
         disk.overwrite(path, 0, content)
 
 
 def scrub(cluster: SimCluster, rng: "Random") -> bool:
-    """Request a scrub of a whole log."""
+    """Request a scrub pass over the log of a storage."""
     storage = any_storage(cluster, rng)
     if storage.log is None:
         return False
@@ -366,13 +367,13 @@ def _operate_later(cluster: SimCluster, rng: "Random") -> None:
 
 
 def _files(storage: SimStorage, names: tuple[str, ...] = ()) -> list[Path]:
-    """Return the relevant files in order, with equal numbers of each kind."""
+    """Return the files that faults may spoil, in order, and each kind about equally often."""
     kinds: dict[str, list[Path]] = {}
     for path in sorted(storage.disk.files()):
         if path.parent not in {HOME, HOME / "0"} or path.name.endswith(".reserve"):
             continue
         if path.name.startswith(LOCKS_NAME):
-            continue  # No promise depends on them: see `spoiled_locks`.
+            continue  # No promise depends on the lock files; see `spoiled_locks`.
         if not names or path.name in names:
             kinds.setdefault(path.suffix if path.parent != HOME else CONTROL_NAME, []).append(path)
     most = max((len(paths) for paths in kinds.values()), default=0)
@@ -388,9 +389,10 @@ def _spoil(
     is_at_rest: bool = False,
     is_plausible: bool = False,
 ) -> bool:
-    """Spoil a file of a storage.
+    """Spoil a file of a storage with `how`; return whether the budget has allowed it.
 
-    A loss at the end of a log is undetectable, and so is `is_plausible` data: valid, but old.
+    No component can detect a loss at the end of a log, or `is_plausible` data, which is valid but
+    old.
     """
     storage = any_storage(cluster, rng)
     files = [path for path in _files(storage, names) if storage.disk.content(path)]

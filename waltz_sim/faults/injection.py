@@ -1,12 +1,12 @@
-"""Helpers for faults: select the victim, and count faults that strike.
+"""Helpers for faults: they choose the victim, and count the faults that occur.
 
 All kinds of faults are built from these helpers.
 
 Rules:
     1. A fault depends only on its own random numbers (`schedule.py`, rule 1) and on the state of
        the cluster.
-    2. A fault is counted when it strikes, not when it is planned, so that a batch of runs in which
-       a kind never struck can be rejected.
+    2. A fault is counted when it occurs, not when it is planned. So a batch of runs in which a kind
+       of fault never occurred can be rejected.
 """
 
 from collections.abc import Callable
@@ -19,24 +19,24 @@ from waltz_sim.world.process import Process
 if TYPE_CHECKING:
     from random import Random
 
-# Injects the fault or schedules it; returns whether it has struck (rule 2).
+# A function that injects a fault or plans it; it returns whether the fault has occurred (rule 2).
 InjectFault = Callable[[SimCluster, "Random"], bool]
 
 
 def any_storage(cluster: SimCluster, rng: "Random") -> SimStorage:
-    """Return any storage of the assignment, or sometimes a spare one."""
+    """Choose a storage: mostly one of the assigned storages, sometimes any storage."""
     if rng.random() < 0.9:
         return cluster.storages[rng.choice(cluster.coordinator.assignment.replicas)]
     return rng.choice(list(cluster.storages.values()))
 
 
 def pause_ms(rng: "Random") -> int:
-    """Return the duration of a process's pause."""
+    """Choose the duration in ms of a process's pause."""
     return rng.choice((5, 50, 500, 3_000))
 
 
 def pause(cluster: SimCluster, process: Process, rng: "Random") -> bool:
-    """Pause a process temporarily (SIGSTOP)."""
+    """Pause a process for a while, as SIGSTOP does; return False if that is not possible."""
     if process.is_paused or not process.is_up:
         return False
     process.pause()
@@ -45,12 +45,12 @@ def pause(cluster: SimCluster, process: Process, rng: "Random") -> bool:
 
 
 def counted(cluster: SimCluster, kind: str) -> Callable[[], None]:
-    """Return the callback that a planned fault calls when it strikes (rule 2)."""
+    """Return the callback that a planned fault calls when it occurs (rule 2)."""
     return lambda: cluster.checks.count(f"fault {kind}")
 
 
 def keep_down(cluster: SimCluster, process: Process, away_ms: int) -> None:
-    """Restart a killed process after a delay, and not earlier."""
+    """Start a killed process after `away_ms`, and not earlier."""
     cluster.held_down[process.name] = None
 
     def back() -> None:
@@ -61,10 +61,10 @@ def keep_down(cluster: SimCluster, process: Process, away_ms: int) -> None:
 
 
 def restore_trust_later(cluster: SimCluster, storage: SimStorage, *, after_ms: int) -> None:
-    """Let an operator trust a lying disk again, after its storage has started with the setting."""
+    """Let an operator trust a disk again, after its storage has started with untrusted syncs."""
 
     def trust_again() -> None:
-        if storage.log is None:  # It has not opened since with this setting.
+        if storage.log is None:  # The storage has not opened its log with this setting yet.
             cluster.world.after(1_000 * MS, trust_again)
         else:
             storage.trusts_fsync = True

@@ -7,11 +7,11 @@ Rules:
     1. A fault depends only on its own random numbers (`schedule.py`, rule 1) and on the state of
        the cluster.
     2. A fault destroys promised data of a replica only within a budget (`data_loss_budget.py`).
-    3. Each kind of fault that strikes is counted, so that a batch in which it never strikes can be
-       rejected (`injection.py`).
+    3. Each fault that occurs is counted by its kind. So a batch of runs in which a kind never
+       occurs can be rejected (`injection.py`).
     4. A rough run has a theme: a few kinds of faults of disks, ZooKeeper's data or assignments
-       recur, half of the time with few other faults, over small segments. Such a run finds bugs
-       sooner that need several rare faults at once.
+       recur. Half of the rough runs have few other faults. The segments are often small. Such a run
+       finds bugs sooner that need several rare faults at once.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ from waltz_sim.world.world import chance_of
 
 
 def plan(cluster: SimCluster, schedule: Schedule) -> None:
-    """Schedule each fault of a schedule at its time."""
+    """Plan each fault of a schedule at its time."""
     for fault in schedule.faults:
         cluster.world.after(fault.at_us, _action(cluster, fault))
 
@@ -161,7 +161,7 @@ WEIGHTS: Final[dict[str, int]] = {
     "duplicate_connect": 2,
 }
 
-# The kinds of each theme (rule 4), and the other kinds in runs with little else.
+# The kinds from which each theme is chosen (rule 4), and the other kinds in runs with few others.
 THEMES: Final = (
     "all_power",
     "change_replicas",
@@ -205,7 +205,7 @@ assert KINDS.keys() >= {*THEMES, *_ALWAYS_POSSIBLE}
 
 
 def rough_schedule_of(seed: int) -> Schedule:
-    """Draw a rough run from its seed (rule 4)."""
+    """Draw a rough schedule from a seed (rule 4)."""
     rng = chance_of(seed ^ 0x20064)
     theme = rng.sample(THEMES, rng.randint(3, 6))
     weights = {kind: rng.choice((16, 30)) if kind in theme else 3 for kind in WEIGHTS}

@@ -1,4 +1,4 @@
-"""Network faults: links break, drop messages or are slow, in one direction or both.
+"""Network faults: links break, drop messages or are slow, in one direction or in both.
 
 The rules of `kinds.py` apply here.
 """
@@ -15,7 +15,7 @@ from waltz_sim.world.network import FAR, NEAR, Handlers, SimLink
 if TYPE_CHECKING:
     from random import Random
 
-# How long after the end of a link its messages may still arrive.
+# How long after the end of a link its messages may still arrive, in ms: shortest and longest.
 LATE_MS: Final = (50, 2_000)
 
 
@@ -29,7 +29,7 @@ def cut_link(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def half_delivered(cluster: SimCluster, rng: "Random") -> bool:
-    """Break a link with messages in flight: a part of them arrives, the rest never does."""
+    """Break a link with messages in flight: only the first messages arrive."""
     network = cluster.network
     under_way = [
         (link, end)
@@ -44,7 +44,7 @@ def half_delivered(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def mute_link(cluster: SimCluster, rng: "Random") -> bool:
-    """Drop all messages on one link without an error."""
+    """Drop all messages on one link from now on, without an error."""
     links = list(cluster.network.links.values())
     if not links:
         return False
@@ -53,7 +53,7 @@ def mute_link(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def revoke_replicate(cluster: SimCluster, rng: "Random") -> bool:
-    """Deny requests at a storage, or at all; its connections end first (decision 048, AC 4)."""
+    """Let one or all storages deny requests for a while; their links break first (048, AC 4)."""
     storages = [any_storage(cluster, rng)]
     if rng.random() < 0.3:
         storages = list(cluster.storages.values())
@@ -71,7 +71,7 @@ def revoke_replicate(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def partition_network(cluster: SimCluster, rng: "Random") -> bool:
-    """Partition some machines from some others, maybe in one direction only."""
+    """Block the network between two groups of machines for a while, perhaps in one direction."""
     names = [each.name for each in cluster.processes]
     side = {name for name in names if rng.random() < 0.4}
     is_one_way = rng.random() < 0.4
@@ -87,7 +87,7 @@ def partition_network(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def isolate_one(cluster: SimCluster, rng: "Random") -> bool:
-    """Isolate one machine from all others, or two machines from each other."""
+    """Isolate one machine from all others for a while, or two machines from each other."""
     network, names = cluster.network, [each.name for each in cluster.processes]
     machine = rng.choice(names)
     others = [name for name in names if name != machine]
@@ -103,7 +103,7 @@ def isolate_one(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def slow_network(cluster: SimCluster, rng: "Random") -> bool:
-    """Increase the latency of all messages."""
+    """Increase the latency of all messages for a while."""
     cluster.network.slow_us = rng.choice((1_000, 10_000, 60_000))
 
     def recover() -> None:
@@ -125,7 +125,7 @@ def heavy_tail(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def duplicate_connect(cluster: SimCluster, rng: "Random") -> bool:
-    """Let a client open a second connection, send nothing on it, and close it."""
+    """Let a client open a second connection, send no message on it, and close it."""
     client, server = rng.choice(cluster.clients), rng.choice(cluster.servers)
     if not client.is_up or not server.is_up:
         return False
@@ -146,7 +146,7 @@ def duplicate_connect(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def slow_reader(cluster: SimCluster, rng: "Random") -> bool:
-    """Let a client stop reading from a server."""
+    """Let a client stop reading from a server for a while."""
     links = [
         link
         for link in cluster.network.links.values()
@@ -164,7 +164,7 @@ def slow_reader(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def outlived_link(cluster: SimCluster, rng: "Random") -> bool:
-    """Let the dialing side abandon a link; its messages arrive later, then the link's end."""
+    """Let the dialing end abandon a link; its messages arrive later, and then the link's end."""
     network, world = cluster.network, cluster.world
     links = [
         link

@@ -14,7 +14,7 @@ from waltz_sim.world.simulated_disk import DiskFault, Survival
 if TYPE_CHECKING:
     from random import Random
 
-# Messages and events before or after which a server dies (`SimServer.dies_at`).
+# Messages and events at which a server dies, before or after them (`SimServer.dies_at`).
 SERVER_POINTS: Final = (
     "Prepare",
     "SetLowWaterMark",
@@ -34,7 +34,7 @@ STORAGE_POINTS: Final = ("Prepare", "SetLowWaterMark", "Truncate", "AppendRaw", 
 
 
 def kill_storage(cluster: SimCluster, rng: "Random") -> bool:
-    """Kill a storage (`kill -9`); its supervisor restarts it."""
+    """Kill a storage as with SIGKILL; its supervisor restarts it."""
     storage = any_storage(cluster, rng)
     if not storage.is_up:
         return False
@@ -44,7 +44,7 @@ def kill_storage(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def storage_away(cluster: SimCluster, rng: "Random") -> bool:
-    """Keep a storage down for a long time."""
+    """Kill a storage, and keep it down for a long time."""
     storage = any_storage(cluster, rng)
     if not storage.is_up:
         return False
@@ -60,7 +60,7 @@ def storage_away(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def restart_loop(cluster: SimCluster, rng: "Random") -> bool:
-    """Kill a process repeatedly, soon after each start."""
+    """Kill a storage or a server several times within a short time."""
     process = any_storage(cluster, rng) if rng.random() < 0.6 else rng.choice(cluster.servers)
     if not process.is_up:
         return False
@@ -70,7 +70,7 @@ def restart_loop(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def crash_storage_at(cluster: SimCluster, rng: "Random") -> bool:
-    """Kill a storage at a named point: before an action, or after it and before the answer."""
+    """Kill a storage at a named request: before its work, or between the work and the answer."""
     storage = any_storage(cluster, rng)
     struck = counted(cluster, "crash_storage_at")
     storage.dies_at = (rng.choice(STORAGE_POINTS), rng.random() < 0.7, struck)
@@ -87,7 +87,7 @@ def power_loss(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def power_loss_at_a_step(cluster: SimCluster, rng: "Random") -> bool:
-    """Cut the power during a piece of work, or after its writes and before the sync."""
+    """Cut the power at one of the next steps of a disk, or at the next sync."""
     disk = any_storage(cluster, rng).disk
     struck = counted(cluster, "power_loss_at_a_step")
     if rng.random() < 0.5:
@@ -98,7 +98,7 @@ def power_loss_at_a_step(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def all_power(cluster: SimCluster, rng: "Random") -> bool:
-    """Cut the power of all machines."""
+    """Cut the power of all storages' machines at the same time."""
     for storage in cluster.storages.values():
         if storage.is_up:
             storage.lose_power(rng.choice(list(Survival)))
@@ -106,7 +106,7 @@ def all_power(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def pause_storage(cluster: SimCluster, rng: "Random") -> bool:
-    """Pause a storage (SIGSTOP)."""
+    """Pause a storage for a while, as SIGSTOP does."""
     return pause(cluster, any_storage(cluster, rng), rng)
 
 
@@ -114,7 +114,7 @@ def pause_storage(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def pause_server(cluster: SimCluster, rng: "Random") -> bool:
-    """Pause a server, maybe for longer than its session timeout."""
+    """Pause a server for a while, perhaps for longer than its session timeout."""
     server = rng.choice(cluster.servers)
     if not pause(cluster, server, rng):
         return False
@@ -123,9 +123,9 @@ def pause_server(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def hanging_server(cluster: SimCluster, rng: "Random") -> bool:
-    """Hang a server's event loop, maybe forever, while its threads keep its ZooKeeper session.
+    """Hang a server's event loop, perhaps forever, while its threads keep its ZooKeeper session.
 
-    Another server must not hang, because the partition has to move to it.
+    At least one other server does not hang, because the partition has to move to it.
     """
     server = rng.choice(cluster.servers)
     hang_ms = rng.choice((300, 1_500, 4_000, None))
@@ -145,7 +145,7 @@ def hanging_server(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def kill_server(cluster: SimCluster, rng: "Random") -> bool:
-    """Kill a server (`kill -9`)."""
+    """Kill a server as with SIGKILL; its supervisor restarts it."""
     server = rng.choice(cluster.servers)
     if not server.is_up:
         return False
@@ -164,7 +164,7 @@ def crash_server_at(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def slow_server(cluster: SimCluster, rng: "Random") -> bool:
-    """Slow down a server."""
+    """Slow down a server for a while."""
     server = rng.choice(cluster.servers)
     server.slow_us = rng.choice((50, 500, 3_000))
 
@@ -179,7 +179,7 @@ def slow_server(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def kill_client(cluster: SimCluster, rng: "Random") -> bool:
-    """Kill a client with appends in flight; it restarts as another client."""
+    """Kill a client, which may have appends in flight; it restarts as another client."""
     client = rng.choice(cluster.clients)
     if not client.is_up:
         return False
@@ -195,12 +195,12 @@ def kill_client(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def pause_client(cluster: SimCluster, rng: "Random") -> bool:
-    """Pause a client."""
+    """Pause a client for a while."""
     return pause(cluster, rng.choice(cluster.clients), rng)
 
 
 def slow_apply(cluster: SimCluster, rng: "Random") -> bool:
-    """Slow down a client's application when it applies the feed."""
+    """Slow down the application of a client, which then applies the feed slowly."""
     client = rng.choice(cluster.clients)
     if not client.is_up:
         return False
@@ -214,7 +214,7 @@ def slow_apply(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def two_attempts(cluster: SimCluster, rng: "Random") -> bool:
-    """Resume a task's older attempt after a newer one has written all its rows.
+    """Resume the older attempt of a task after a newer attempt has written all rows.
 
     Often the storages lose their quorum in between, until the server releases the partition and
     owns it again in the same generation.
@@ -240,7 +240,7 @@ def two_attempts(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def quorum_away(cluster: SimCluster, rng: "Random", away_ms: int) -> None:
-    """Stop enough replicas that the others are no quorum."""
+    """Stop so many replicas for a while that the others are not a quorum."""
     replicas = list(cluster.replicas)
     for replica in rng.sample(replicas, len(replicas) // 2 + 1):
         storage = cluster.storages[replica]
@@ -253,12 +253,12 @@ def quorum_away(cluster: SimCluster, rng: "Random", away_ms: int) -> None:
 
 
 def clock_jump(cluster: SimCluster, rng: "Random") -> bool:
-    """Let a wall clock jump by an hour."""
+    """Move the wall clock of a process by one hour."""
     rng.choice(list(cluster.processes)).wall_offset_ms += rng.choice((-3_600_000, 3_600_000))
     return True
 
 
 def clock_drift(cluster: SimCluster, rng: "Random") -> bool:
-    """Let a machine's monotonic clock and all its timers run fast or slow."""
+    """Let the monotonic clock of a process, and all its timers, run fast or slow."""
     rng.choice(list(cluster.processes)).set_clock_rate(rng.choice((0.8, 0.9, 1.1, 1.2)))
     return True

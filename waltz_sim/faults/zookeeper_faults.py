@@ -1,6 +1,6 @@
 """Faults of ZooKeeper, and actions of operators.
 
-The rules of `kinds.py` apply here. Faults that destroy ZooKeeper's data strike only in worlds
+The rules of `kinds.py` apply here. Faults that destroy ZooKeeper's data occur only in worlds
 without a budget.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def lost_answers(cluster: SimCluster, rng: "Random") -> bool:
-    """Lose ZooKeeper's answers temporarily."""
+    """Lose some of ZooKeeper's answers for a while."""
     cluster.coordinator.lost_answers = 0.5
 
     def recover() -> None:
@@ -37,7 +37,7 @@ def lost_answers(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def zookeeper_away(cluster: SimCluster, rng: "Random") -> bool:
-    """Make ZooKeeper unavailable to all clients."""
+    """Make ZooKeeper unavailable to all of its clients for a while."""
     cluster.coordinator.is_away = True
 
     def recover() -> None:
@@ -48,7 +48,7 @@ def zookeeper_away(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def zookeeper_restart(cluster: SimCluster, rng: "Random") -> bool:
-    """Restart all ZooKeeper nodes; watches are set again, some sessions are lost."""
+    """Restart all ZooKeeper nodes; watches are set again, and some sessions expire."""
     cluster.coordinator.is_away = True
     expired = [server for server in cluster.servers if rng.random() < 0.5]
     back_ms = rng.randrange(50, 1_500)
@@ -66,7 +66,7 @@ def expire_session(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def cut_off_server(cluster: SimCluster, rng: "Random") -> bool:
-    """Cut a server off from ZooKeeper, while all other links work."""
+    """Cut a server off from ZooKeeper for a while; all its other links work."""
     server = rng.choice(cluster.servers)
     coordinator = cluster.coordinator
     coordinator.cut_off[server.name] = None
@@ -78,7 +78,7 @@ def cut_off_server(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def late_watches(cluster: SimCluster, rng: "Random") -> bool:
-    """Delay watch events of the assignment."""
+    """Delay the watches of the assignment for a while."""
     cluster.coordinator.watch_delay_ms_max = rng.choice((100, 1_000, 3_000))
 
     def recover() -> None:
@@ -89,7 +89,7 @@ def late_watches(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def lost_watches(cluster: SimCluster, rng: "Random") -> bool:
-    """Lose watches together with their connections."""
+    """Lose watches together with their connections for a while."""
     cluster.coordinator.lost_watches = 0.6
 
     def recover() -> None:
@@ -100,7 +100,7 @@ def lost_watches(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def stale_reads(cluster: SimCluster, rng: "Random") -> bool:
-    """Serve stale data to ZooKeeper clients."""
+    """Let ZooKeeper answer clients with old states for a while."""
     cluster.coordinator.stale_reads = 0.7
 
     def recover() -> None:
@@ -114,11 +114,12 @@ def stale_reads(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
-    """Cut off the owner, some clients and a few replicas while another server takes over.
+    """Cut off the owner, some clients and a few replicas, while another server takes over.
 
-    The owner loses ZooKeeper and most replicas. No component can notify it that its session has
-    expired, that the partition has moved, or that it is fenced. The partition may return to it
-    before it learns of the move. Its clients may leave it, and may be sent back.
+    The owner loses ZooKeeper and most replicas. No component can notify the owner that its session
+    has expired, that the partition has moved, or that it is fenced. The partition may return to the
+    owner before it learns of the move. The owner's clients may leave it, and may be sent back to
+    it.
     """
     coordinator, owner = cluster.coordinator, cluster.owner
     heirs = _possible_successors(cluster)
@@ -159,7 +160,7 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _possible_successors(cluster: SimCluster) -> list[str]:
-    """Return the servers that could take over from the serving owner; none without one."""
+    """Return the servers that could take over from a serving owner; empty without such an owner."""
     coordinator, owner = cluster.coordinator, cluster.owner
     if owner is None or owner.is_paused or owner.name in coordinator.cut_off:
         return []
@@ -232,7 +233,7 @@ def delete_nodes(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def move_partition(cluster: SimCluster, rng: "Random") -> bool:
-    """Assign the partition to any live server, maybe to the same one."""
+    """Assign the partition to any live server, perhaps to the same one."""
     coordinator = cluster.coordinator
     living = [name for name, is_alive in coordinator.alive.items() if is_alive]
     if not living:
@@ -242,7 +243,7 @@ def move_partition(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def duel(cluster: SimCluster, rng: "Random") -> bool:
-    """Pause or isolate the owner while the partition moves away and returns."""
+    """Pause the owner or delay its watches, while the partition moves away and perhaps returns."""
     coordinator = cluster.coordinator
     owner = cluster.owner
     others = [
@@ -274,7 +275,7 @@ def change_replicas(cluster: SimCluster, rng: "Random") -> bool:
     now = list(coordinator.assignment.replicas)
     held = {} if coordinator.metadata is None else coordinator.metadata.states
     if set(held) != set(now):
-        return False  # Only one change at a time.
+        return False  # There is only one change at a time.
     spare = [each for each in cluster.storages if each not in now]
     roll = rng.random()
     if roll < 0.4 and len(now) > 2:
@@ -290,7 +291,7 @@ def change_replicas(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def change_replicas_with_one_away(cluster: SimCluster, rng: "Random") -> bool:
-    """Stop a replica during an assignment change, maybe the one that joins or leaves."""
+    """Kill a storage during a change of replicas, perhaps the one that joins or leaves."""
     if not change_replicas(cluster, rng):
         return False
     storage = rng.choice(list(cluster.storages.values()))
@@ -299,7 +300,7 @@ def change_replicas_with_one_away(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
-    """Request a new session under load."""
+    """Request a new session under load, as at a checkpoint."""
     owner = cluster.owner
     if owner is None or owner.partition is None or not owner.partition.is_open or owner.is_paused:
         return False
@@ -308,10 +309,11 @@ def checkpoint(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
-    """Accept a replica's log by command, which may die after each step and is then run again.
+    """Accept a replica's log by a command, which may die after each step and is then run again.
 
-    Often the replica has lost its last records and is suspect, another one lacks them, and those
-    that have them are down. A partial run of the command must not open the partition then.
+    Often the replica has lost its last records and is suspect, another replica lacks these records,
+    and the replicas that have them are down. Then a partial run of the command must not open the
+    partition.
     """
     metadata, replicas = cluster.coordinator.metadata, list(cluster.replicas)
     held = {} if metadata is None else metadata.states
@@ -332,7 +334,7 @@ def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
 
 
 def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", after_ms: int) -> None:
-    """Run the command when the replica is reachable; if the command dies, maybe run it again."""
+    """Run the command when the replica is reachable; if it dies, perhaps run it again."""
     dies_after = rng.choice(("", "", *STEPS))
     again_ms = rng.choice((None, 200, 1_500))
 

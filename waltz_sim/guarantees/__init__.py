@@ -1,7 +1,7 @@
-"""Checkers for the guarantees of Waltz, one file for each subject.
+"""Checkers for the guarantees of Waltz, with one file for each subject.
 
     checker_state
-                shared state: the reference history, the counters, and failure reports
+                the state that all checkers share: the reference history, the counters, and failures
     replica_guarantees
                 3 PromiseMono, 4 SingleWriter, 7 GateCAS2 (on disk), 9 NoCutCommitted, 10 LwmFull,
                 21 NoRotServed (of storages), 22 Identity, 23 LogMatching, 24 Fixed
@@ -24,13 +24,13 @@
     history     the reference history of a run
     ledger      the state of the simulated applications
     data_loss_budget
-                which losses the model allows
+                which losses of data the model allows
 
-The numbers and names are those of docs/design/correctness.md 3.2; 25 Converged is
+The numbers and names are those of docs/design/correctness.md 3.2. 25 Converged is checked in
 `checkers.Checks.at_end`.
 
 Rules:
-    1. A checker reads messages, disks and ZooKeeper's data, never a machine's own view of its
-       state.
-    2. A checker changes nothing and draws no random numbers: a run is the same without it.
+    1. A checker reads messages, disks and the data in ZooKeeper. It never reads a machine's own
+       view of its state.
+    2. A checker changes nothing and draws no random numbers, so a run is the same without it.
 """

@@ -1,16 +1,18 @@
 """Checks of the archive: its objects, the archived mark, and the starts of logs.
 
-The rules are those of docs/decisions/047. Records are compared with the reference history; the
-content of a file is what was written, since a fault may have changed it later.
+The rules of the archive are those of docs/decisions/047. Records are compared with the reference
+history. The checks use the content of a file as it was written, because a fault may have changed it
+later.
 
 Rules:
     1. Each transaction up to the recorded archived mark is in an object that the recorded manifest
-       lists. Files are never overwritten, so this is checked when ZooKeeper records a mark, when a
-       log's start rises, and at the end.
-    2. A fault that replaces ZooKeeper's data may replace a mark by an older one. From then on only
-       the content of files is checked, and that none is deleted which a log needs.
-    3. An object may be missing from the manifest and from the store only when the grace period is
-       over since a recorded expiry: that of the storage's computation of its manifest.
+       lists. Files are never overwritten, so this is checked only when ZooKeeper records a mark,
+       when the start of a log rises, and at the end.
+    2. A fault that replaces ZooKeeper's data may replace a mark by an older one. From then on the
+       checks cover only the content of files, and that no file is deleted which a log needs.
+    3. An object may be missing from the manifest and from the store only when the grace period
+       after a recorded expiry is over. The time of an expiry is the time at which the storage
+       computed its manifest.
 """
 
 from collections.abc import Iterator
@@ -45,7 +47,7 @@ _FIRST: Final = TransactionId(0)
 
 
 class ArchiveGuarantees:
-    """Checks the archive of one partition."""
+    """Checks the archive of one partition (rules 28 to 32)."""
 
     def __init__(self, evidence: "CheckerState", sessions: "SessionGuarantees") -> None:
         self._facts = evidence
@@ -53,19 +55,19 @@ class ArchiveGuarantees:
         self._recorded: ArchivedMark | None = None
         self._starts: dict[str, int] = {}
         self._settled: dict[tuple[str, SessionId], None] = {}
-        self._verified: dict[str, None] = {}  # objects with the records of the history
-        self._listed: dict[str, ObjectEntry] = {}  # by the last manifest before a fault of rule 2
+        self._verified: dict[str, None] = {}  # objects whose records equal those of the history
+        self._listed: dict[str, ObjectEntry] = {}  # in the last manifest before a fault of rule 2
         self._deleted: dict[str, None] = {}
-        self._replaced_ms: dict[str, int] = {}  # manifests: when the next one was written
-        # Expiry: what was requested, when manifests were computed (by the world's clock and the
-        # storage's), and each first available ID since when (rule 3).
+        self._replaced_ms: dict[str, int] = {}  # manifest -> when the next manifest was written
+        # Expiry (rule 3): the requested ID, the time at which each manifest was computed (by the
+        # world's clock and the storage's clock), and each first available ID with its time.
         self._requested = TransactionId(0)
         self._computed_ms: dict[str, tuple[int, int]] = {}
         self._expired: list[tuple[TransactionId, int]] = []
-        self._reads: dict[ReqId, int] = {}  # requests of clients, and the first ID of each
+        self._reads: dict[ReqId, int] = {}  # request of a client -> the first requested ID
 
     def restored(self, mark: ArchivedMark) -> None:
-        """The partition begins after this mark."""
+        """Record that the partition begins with a restored log, archived up to this mark."""
         self._recorded, self._facts.archived_last = mark, mark.last
         self._expired.append((mark.first, -self._facts.cluster.archive.expiry_grace_ms))
         self._check_content(mark)
@@ -101,7 +103,7 @@ class ArchiveGuarantees:
             self._check_unneeded(self._listed[name], self._recorded)
 
     def _check_unneeded(self, entry: ObjectEntry, recorded: ArchivedMark) -> None:
-        """28. Archived: after a rollback of ZooKeeper, what a log has removed stays (AR 16)."""
+        """28. Archived: after a rollback of ZooKeeper, files that logs need remain (AR 16)."""
         for replica in self._facts.cluster.replicas:
             start = self._starts.get(replica, BEFORE_FIRST)
             if max(entry.first - 1, recorded.last) < start and entry.last >= self._gone_below():
@@ -113,20 +115,20 @@ class ArchiveGuarantees:
     # ---- expiry
 
     def requested(self, before: TransactionId) -> None:
-        """An operator lets objects below an ID expire."""
+        """Record that an operator lets objects below an ID expire."""
         self._requested = max(self._requested, before)
 
     def expires(self, name: str, wall_ms: int) -> None:
-        """A storage has computed the manifest of an expiry, which it writes now."""
+        """Record that a storage has computed the manifest of an expiry, and writes it now."""
         self._computed_ms[name] = self._facts.world.now_ms, wall_ms
 
     def _gone_below(self) -> TransactionId:
-        """Return the ID below which objects may be gone (rule 3)."""
+        """Return the ID below which objects may be missing (rule 3)."""
         end_ms = self._facts.world.now_ms - self._facts.cluster.archive.expiry_grace_ms
         return max([first for first, at_ms in self._expired if at_ms <= end_ms], default=_FIRST)
 
     def _check_expiry(self, server: str, before: ArchivedMark, after: ArchivedMark) -> None:
-        """32. Expired: whole objects expire, those that an operator or the policy means (AR 7)."""
+        """32. Expired: only whole objects expire, by an operator or the retention (AR 7)."""
         self._facts.count("archived objects expired")
         last = TransactionId(after.first - 1)
         ends = [entry.last for entry, _ in self._objects(before)]
@@ -145,7 +147,7 @@ class ArchiveGuarantees:
         self._expired.append((after.first, now_ms))
 
     def rejected(self, wanted: int, first_available: int) -> None:
-        """32. Expired: a read fails only with a recorded first available ID above it (AR 15)."""
+        """32. Expired: a read fails only below a recorded first available ID (AR 15)."""
         self._facts.count("read below the first available ID")
         if first_available <= wanted or all(first_available != each for each, _ in self._expired):
             self._facts.fail(
@@ -154,14 +156,14 @@ class ArchiveGuarantees:
             )
 
     def client_sent(self, message: ClientMessage) -> None:
-        """A client requests records."""
+        """Record that a client requests records."""
         if isinstance(message, RangeRequest):
             self._reads[message.req_id] = message.first
         elif isinstance(message, TransactionDataRequest):
             self._reads[message.req_id] = message.transaction_id
 
     def client_received(self, message: ClientMessage) -> None:
-        """A client receives an answer."""
+        """Check an error that a client receives for a read below the first available ID."""
         wanted = self._reads.pop(message.req_id, None)
         is_error = isinstance(message, ErrorResponse) and message.error_code == BeforeLogStart.code
         if wanted is not None and is_error:
@@ -171,12 +173,12 @@ class ArchiveGuarantees:
     # ---- the archived mark
 
     def stepped(self, server: str, effect: "Effect") -> None:
-        """Record which sessions are settled."""
+        """Record that a session is settled."""
         if isinstance(effect, SessionSettled):
             self._settled[server, effect.session_id] = None
 
     def wrote(self, server: str, marker: PartitionMarker) -> None:
-        """28. Archived, 29. ArchiveMono: ZooKeeper has a marker (AR 1, AR 4, AR 5, AR 7)."""
+        """28. Archived, 29. ArchiveMono: check a marker in ZooKeeper (AR 1, AR 4, AR 5, AR 7)."""
         before, after = self._recorded, marker.archived
         self._recorded = after
         self._facts.archived_last = BEFORE_FIRST if after is None else after.last
@@ -215,7 +217,7 @@ class ArchiveGuarantees:
             )
 
     def _check_content(self, mark: ArchivedMark) -> None:
-        """Rule 1."""
+        """Check that objects have all records of the history up to an archived mark (rule 1)."""
         if self._sessions.is_rewritten and mark.manifest in self._deleted:
             return  # rule 2
         listed = list(self._objects(mark))
@@ -237,7 +239,7 @@ class ArchiveGuarantees:
             )
 
     def _objects(self, mark: ArchivedMark) -> "Iterator[tuple[ObjectEntry, StoredFile | None]]":
-        """Yield the objects that a manifest lists, and their files; None if it may be gone."""
+        """Yield the objects in a mark's manifest with their files; None if a file may be gone."""
         archive = self._facts.cluster.archive
         files = {**archive.files, **archive.spoiled}
         manifest = files.get(mark.manifest)
@@ -260,7 +262,7 @@ class ArchiveGuarantees:
             yield entry, file
 
     def _check_object(self, entry: ObjectEntry, file: "StoredFile") -> None:
-        """28. Archived: the records and batches are those of the log (AR 4)."""
+        """28. Archived: an object has the records and batches of the log (AR 4)."""
         history, size = self._facts.history, file.ends[entry.last - entry.first]
         batches = [each for each in file.batches if each.first <= entry.last]
         if file.data[:size] != b"".join(history.records[entry.first : entry.last + 1]):
@@ -276,12 +278,12 @@ class ArchiveGuarantees:
     # ---- logs
 
     def opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
-        """Check a log that was opened."""
+        """Check the start of a log that was opened."""
         self._starts.pop(storage.name, None)
         self._check_start(storage, log)
 
     def worked(self, storage: "SimStorage", work: "Work", result: "WorkResult") -> None:
-        """31. NoTrustedReset: no session needs a replica that is reset (AR 12)."""
+        """31. NoTrustedReset: a replica is reset only if no session needs it (AR 12)."""
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             message = request.message
             if isinstance(message, ResetLog) and not isinstance(outcome, WaltzError):
@@ -292,7 +294,7 @@ class ArchiveGuarantees:
         self._check_start(storage, work.log)
 
     def _check_start(self, storage: "SimStorage", log: "PartitionLog") -> None:
-        """30. StartBound: records below the start are archived and confirmed (AR 10, AR 12)."""
+        """30. StartBound: records below a log's start are archived and confirmed (AR 10, AR 12)."""
         start = log.start
         if self._starts.get(storage.name, BEFORE_FIRST) == start.transaction_id:
             return
@@ -313,7 +315,7 @@ class ArchiveGuarantees:
     # ---- the end
 
     def data_before(self, first: int) -> Iterator[bytes]:
-        """Yield the data of the transactions before an ID, from the objects if not expired."""
+        """Yield the data of transactions before an ID, from objects or (expired) the history."""
         if first == 0:
             return
         recorded = self._recorded

@@ -1,4 +1,4 @@
-"""State that all checkers share: the reference history, the counters, and failure reports."""
+"""The state that all checkers share: the reference history, the counters, and failures."""
 
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
@@ -20,12 +20,12 @@ class CheckerState:
         self.history = History()
         self.ledger = Ledger()
         self.counts: Counter[str] = Counter()
-        self.archived_last: int = BEFORE_FIRST  # as ZooKeeper has it
+        self.archived_last: int = BEFORE_FIRST  # according to ZooKeeper
 
     def count(self, what: str) -> None:
-        """Count a state that runs should reach (27, Sometimes)."""
+        """Count an occurrence of a state that runs should reach (27, Sometimes)."""
         self.counts[what] += 1
 
     def fail(self, rule: str, text: str) -> NoReturn:
-        """Raise a Violation of a rule."""
+        """Raise a Violation of the named rule."""
         raise Violation(rule, text)

@@ -1,24 +1,25 @@
-"""Budget for faults that destroy durable data of replicas.
+"""The budget for faults that destroy durable data of replicas.
 
-If every disk may be lost, no quorum survives and a run proves nothing. A budget that is too strict
-proves as little. These rules state when each kind of loss is allowed.
+If every disk may be lost, no quorum survives, and a run proves nothing. If the budget is too
+strict, a run proves as little. These rules state when each kind of loss is allowed.
 
 Rules:
-    1. A loss that the replica detects may happen when every other engaged replica is trusted: each
-       acknowledged transaction is then still on one of them. Detected losses are an empty disk, a
-       disk from before the last session, and unreadable slots. No other replica may have
-       undetected rot, even if it is not engaged or has left: a session could still engage it. The
-       session in which a replica was lost could do so, too, because of its earlier answers.
-    2. A loss that no component can detect (the end of a log is missing, within a session, without
-       a trace) may happen only when a quorum of others is engaged, and all of them hold all that
-       this replica holds (docs/design/correctness.md 2.4, rows 2 and 8). With any of them away,
-       the rest still outvotes it.
-    3. A replica that has lost something is trusted again when a later session has engaged it and a
-       copy of its disk, read completely, has no damage.
+    1. A loss that the replica detects may happen if every other engaged replica is trusted: each
+       acknowledged transaction is then still on one of these replicas. Detected losses are an empty
+       disk, a disk from before the last session, and unreadable slots. No other replica may have
+       undetected rot, even if it is not engaged or has left, because a session could still engage
+       it. The session in which a replica lost data could also engage it, because of the replica's
+       earlier answers.
+    2. A loss that no component can detect is the missing end of a log, within a session and without
+       a trace. It may happen only if a quorum of other replicas is engaged, and all of them hold
+       everything that this replica holds (docs/design/correctness.md 2.4, rows 2 and 8). If one of
+       these replicas is away, the rest still outvotes this replica.
+    3. A replica that has lost data is trusted again when a later session has engaged it, and when a
+       copy of its disk has been read completely without damage.
     4. A change of ZooKeeper's data removes the last record of what the disks should hold. It may
-       not happen when a disk has lost something, and no disk may lose anything after it.
-    5. Without a budget (`Setup.is_unbounded`) losses of the first kind may happen at any time. Then
-       the partition may halt; a wrong answer is still wrong.
+       not happen after a disk has lost data, and no disk may lose data after it.
+    5. Without a budget (`Setup.is_unbounded`), losses of the first kind may happen at any time.
+       Then the partition may halt, but a wrong answer is still a failure.
 """
 
 from typing import TYPE_CHECKING, Final
@@ -46,11 +47,11 @@ _NOTHING: Final = PartitionMetadata()
 
 
 class DataLossBudget:
-    """Decides whether a loss is allowed by the module's rules."""
+    """Decides whether a loss of durable data is allowed by the module's rules."""
 
     def __init__(self, cluster: "SimCluster") -> None:
         self._cluster = cluster
-        # Replicas that have lost data -> their session in ZooKeeper at that time.
+        # Replica that has lost data -> the partition's session in ZooKeeper at that time.
         self.lost: dict[ReplicaId, SessionId] = {}
 
     @property
@@ -58,7 +59,7 @@ class DataLossBudget:
         return self._cluster.coordinator.metadata or _NOTHING
 
     def session_of(self, storage: "SimStorage") -> SessionId:
-        """Return a replica's session as ZooKeeper has it."""
+        """Return the session of a replica's state in ZooKeeper."""
         state = self._metadata.states.get(storage.replica)
         return NO_SESSION if state is None else state.session_id
 
@@ -68,10 +69,10 @@ class DataLossBudget:
         return state is not None and state.closing_high_water_mark == UNRESOLVED
 
     def allows(self, victim: "SimStorage", *, is_silent: bool = False) -> bool:
-        """Whether a replica may lose something now (all rules)."""
+        """Whether a replica may lose data now (all rules); `is_silent` is a loss of rule 2."""
         cluster = self._cluster
         if victim.name in cluster.swapped or cluster.coordinator.is_rewritten:
-            return False  # Its disk belongs to another storage; or rule 4.
+            return False  # Its disk belongs to another storage, or rule 4 applies.
         if cluster.setup.is_unbounded and not is_silent:
             return True
         metadata = self._metadata
@@ -95,15 +96,15 @@ class DataLossBudget:
         return is_outvoted and self._all_hold(victim, [storage for storage, _ in others])
 
     def has_lost(self, storage: "SimStorage") -> bool:
-        """Whether a replica has lost something and is not known to be repaired."""
+        """Whether a replica has lost data and is not known to be repaired (rule 3)."""
         return storage.replica in self.lost
 
     def has_rot(self, storage: "SimStorage") -> bool:
-        """Whether a replica that has lost something cannot be read completely."""
+        """Whether a replica that has lost data cannot be read completely."""
         return self.has_lost(storage) and not is_sound(storage)
 
     def spend(self, victim: "SimStorage") -> None:
-        """Record that a replica loses something."""
+        """Record that a replica loses data."""
         self.lost[victim.replica] = self._metadata.session_id
         self._cluster.checks.rolled_back(victim)
 
@@ -129,7 +130,7 @@ class DataLossBudget:
 
 
 def is_sound(storage: "SimStorage") -> bool:
-    """Whether the disk can be read completely and is trusted; changes nothing."""
+    """Whether a disk can be read completely and is trusted. The check reads a copy of the disk."""
     copy = SimDisk(is_traced=False)
     copy.become(storage.disk.contents())
     try:
@@ -151,7 +152,7 @@ def _has_reconstructed(log: PartitionLog) -> bool:
 
 
 def read_whole(log: PartitionLog) -> None:
-    """Read all of a log so that it finds its damage; raises WaltzError if that fails."""
+    """Read a whole log, so that it finds its damage; raise WaltzError if that fails."""
     at = TransactionId(log.start.transaction_id + 1)
     while at <= log.synced_max:
         log.lineage(at, at)

@@ -1,14 +1,16 @@
-"""Reference history of a run, independent of the state of the machines under test.
+"""The reference history of a run, which is independent of the machines under test.
 
-A checker that took committed data from the machines would inherit their bugs. The history is built
-from the batches sent to replicas and the results sent to applications; checkers compare with it.
+If a checker read committed data from the machines, it would inherit their bugs. So the history is
+built from the batches that are sent to replicas, and the results that are sent to applications. The
+checkers compare with this history.
 
 Rules:
-    1. A batch is identified by its chain, which covers all before it. The history is a tree of
-       batches; the log is the path that ends in the last chain that any component exposed.
+    1. A batch is identified by its hash chain, which covers all batches before it. The history is a
+       tree of batches. The log is the path to the last chain that any component exposed.
     2. The path only grows. A chain that does not lead back to the end of the path is reported as a
        fork or a loss.
-    3. A row is identified by its author's request ID and carries a number that names the operation.
+    3. A row is identified by its author's request ID, and carries a number that identifies the
+       operation.
     4. Commit stamps never go back along the path, even when the partition's owner changes.
 """
 
@@ -34,7 +36,7 @@ _PREFIX: Final = struct.Struct(">qiiiiiiI")
 
 
 class Violation(Exception):
-    """A violated guarantee; `rule` is the invariant's name."""
+    """A violated guarantee; `rule` is the name of the guarantee."""
 
     def __init__(self, rule: str, text: str) -> None:
         super().__init__(f"{rule}: {text}")
@@ -45,11 +47,11 @@ class HistoryRow(NamedTuple):
     """One transaction as it was sent to replicas."""
 
     key: tuple[int, int]  # client ID, sequence number
-    number: int  # of the operation
+    number: int  # the number of the operation
 
 
 class BatchNode(NamedTuple):
-    """One batch in the tree: its predecessor and its content."""
+    """One batch in the tree: the chain before it, and its content."""
 
     before: Chain
     first: TransactionId
@@ -58,11 +60,11 @@ class BatchNode(NamedTuple):
     rows: tuple[HistoryRow, ...]
     record_crcs: bytes
     records: bytes
-    ends: tuple[int, ...]  # where each record ends in `records`
-    stamp_ms: int = 0  # its commit stamp, which no chain covers
+    ends: tuple[int, ...]  # the end offset of each record in `records`
+    stamp_ms: int = 0  # the commit stamp, which no chain covers
 
     def cut_to(self, last: int) -> "BatchNode":
-        """Return the batch without the rows after an ID."""
+        """Return a copy of this batch without the rows after an ID."""
         count = last - self.first + 1
         return self._replace(
             last=TransactionId(last),
@@ -74,13 +76,13 @@ class BatchNode(NamedTuple):
 
     @property
     def chain(self) -> Chain:
-        """The chain after this batch."""
+        """The hash chain after this batch."""
         return next_chain(self.before, self.first, self.last, self.session_id, self.record_crcs)
 
 
 @dataclass(slots=True)
 class Operation:
-    """One row that an application appended, and the outcome that it received."""
+    """One row that an application appended, and the outcome that the application received."""
 
     number: int
     client: str
@@ -91,12 +93,12 @@ class Operation:
     mark: int  # the last ID that its author had really seen
     requested_us: int
     data: bytes = b""
-    # The in-flight rows that it depends on (ids and keys) and their session. Its mark is then
-    # higher than that of the state it was computed from, which is `state_mark`.
+    # The in-flight rows that this row depends on (IDs and keys), and their session. Its mark is
+    # then higher than `state_mark`, the mark of the state from which it was computed.
     followed: tuple[tuple[int, tuple[int, int]], ...] = ()
     state_mark: int = BEFORE_FIRST
     session_id: SessionId = NO_SESSION
-    outcome: str = ""  # "ok", "no", "unknown", "gone" (its author died); empty while pending
+    outcome: str = ""  # "ok", "no", "unknown", or "gone" if its author died; empty while pending
     transaction_id: int = -1
 
 
@@ -105,21 +107,21 @@ class History:
     """The history: `log[i]` is the row of transaction i, `chains[i]` the chain at a batch's end."""
 
     log: list[HistoryRow] = field(default_factory=list)
-    records: list[bytes] = field(default_factory=list)  # as every disk must store them
-    sessions: list[SessionId] = field(default_factory=list)  # of each row of the log
+    records: list[bytes] = field(default_factory=list)  # as each disk must store them
+    sessions: list[SessionId] = field(default_factory=list)  # the session of each row of the log
     chains: dict[int, Chain] = field(default_factory=lambda: {BEFORE_FIRST: GENESIS_CHAIN})
     nodes: dict[Chain, BatchNode] = field(default_factory=dict)
     operations: dict[int, Operation] = field(default_factory=dict)
     at: dict[tuple[int, int], int] = field(default_factory=dict)  # key -> ID in the log
-    stamp_ms: int = 0  # of the last batch of the log
+    stamp_ms: int = 0  # the commit stamp of the last batch in the log
 
     @property
     def last(self) -> int:
-        """The last ID that was ever exposed as committed."""
+        """The last ID that any component ever exposed as committed."""
         return len(self.log) - 1
 
     def submitted(self, before: Chain, session_id: SessionId, batch: Batch) -> Chain:
-        """Add a batch to the tree; return the chain after it."""
+        """Add a batch to the tree; return the hash chain after it."""
         chain = next_chain(before, batch.first, batch.last, session_id, batch.record_crcs)
         records = bytes(batch.records)
         rows, ends = rows_of(records, batch.lengths)
@@ -131,9 +133,9 @@ class History:
         return chain
 
     def exposed(self, last: int, chain: Chain) -> range:
-        """Extend the log to `last`, which has this chain; return the new IDs (rule 2).
+        """Extend the log to the ID `last`, where the chain is `chain`; return the new IDs (rule 2).
 
-        Raises Violation when that log is not an extension of the known one.
+        Raises Violation if that log does not extend the known log.
         """
         if last <= self.last:
             known = self.chains.get(last)
@@ -157,7 +159,7 @@ class History:
         return range(first_new, last + 1)
 
     def row_before(self, chain: Chain, transaction_id: int) -> HistoryRow | None:
-        """Return the row of an ID on the path up to a batch, inclusive; None without such a row."""
+        """Return the row with an ID on the path up to and including a batch; None if absent."""
         while (node := self.nodes.get(chain)) is not None:
             if node.first <= transaction_id:
                 return (
@@ -171,7 +173,7 @@ class History:
         node = self.nodes.get(chain)
         if node is not None and node.last == last:
             return node
-        # A batch that was truncated in the middle has a separate entry.
+        # A batch that was truncated in its middle gets an entry of its own.
         for whole in list(self.nodes.values()):
             if whole.first <= last < whole.last:
                 cut = whole.cut_to(last)
@@ -216,9 +218,9 @@ class History:
 def rows_of(
     records: bytes | memoryview, lengths: bytes | memoryview
 ) -> tuple[tuple[HistoryRow, ...], tuple[int, ...]]:
-    """Return the rows in a sequence of records, and the end offset of each.
+    """Return the rows in concatenated records, and the end offset of each record.
 
-    `lengths` are big-endian int32, one per record.
+    `lengths` has one big-endian int32 for each record.
     """
     rows: list[HistoryRow] = []
     ends: list[int] = []
@@ -240,5 +242,5 @@ def data_in(record: bytes) -> bytes:
 
 
 def data_of(number: int, size: int) -> bytes:
-    """Return an operation's data: its number, and padding that differs from empty sectors."""
+    """Return the data of an operation: its number, and padding that is never zero."""
     return _NUMBER.pack(number) + bytes((1 + number % 255,)) * (size - NUMBER_BYTES)

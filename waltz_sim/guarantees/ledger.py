@@ -1,17 +1,17 @@
-"""Application state built from the log: accounts, lists and guards.
+"""The state of applications, computed from the log: accounts, lists and guards.
 
 Lock checks are a means to serializability: each transaction must be valid at its place in the log,
 although it was computed at an earlier mark. This module checks that result directly. Every
-transaction carries the values that it read; if a replay of the log finds other values, the history
+transaction carries the values that it read. If a replay of the log finds other values, the history
 is not serializable.
 
 Rules:
-    1. A deal reads two things at its mark and holds a lock on each: a write lock on a thing that it
-       changes, a read lock on a thing that it only reads.
-    2. The values that it writes follow from the values that it read and from its number, so the
-       log alone determines them.
-    3. TRANSFER moves money between two accounts (the bank), PUSH appends to a list and states its
-       length (list-append), GUARD lets the first of a pair leave only while the second stays
+    1. A checked transaction reads two values at its mark, and holds a lock on each: a write lock on
+       a value that it changes, and a read lock on a value that it only reads.
+    2. The values that it writes follow from the values that it read and from its number. So the log
+       alone determines them.
+    3. TRANSFER moves money between two accounts (the bank). PUSH appends to a list and states its
+       length (list-append). GUARD lets the first of a pair leave only while the second one stays
        (write skew).
 """
 
@@ -23,15 +23,15 @@ from typing import Final, NamedTuple
 
 from waltz_sim.guarantees.history import NUMBER_BYTES, Violation
 
-# Kind, first, second, the value read from each.
+# The kind, the two positions, and the value read at each position.
 _BODY: Final = struct.Struct(">BiiQQ")
 BALANCE: Final = 100
-# The locks of each kind are distinct from those of other kinds and of plain rows.
+# The locks of each kind differ from those of other kinds and of plain rows.
 _LOCKS_OF_KIND: Final = 1_000
 
 
 class RowKind(IntEnum):
-    """The kind of a row (rule 3); PLAIN rows carry no deal."""
+    """The kind of a row (rule 3). A PLAIN row is not a checked transaction."""
 
     PLAIN = 0
     TRANSFER = 1
@@ -40,7 +40,7 @@ class RowKind(IntEnum):
 
 
 class CheckedTransaction(NamedTuple):
-    """A transaction that carries the values that it read."""
+    """A transaction that carries the values that it read, at two positions (rule 1)."""
 
     kind: RowKind
     first: int
@@ -48,14 +48,14 @@ class CheckedTransaction(NamedTuple):
 
     @property
     def write(self) -> tuple[int, ...]:
-        """The locks on the things that it changes."""
+        """The locks on the values that it changes."""
         if self.kind is RowKind.TRANSFER:
             return self._lock(self.first), self._lock(self.second)
         return (self._lock(self.first),)
 
     @property
     def read(self) -> tuple[int, ...]:
-        """The locks on the things that it only reads."""
+        """The locks on the values that it only reads."""
         return (self._lock(self.second),) if self.kind is RowKind.GUARD else ()
 
     def _lock(self, position: int) -> int:
@@ -63,7 +63,7 @@ class CheckedTransaction(NamedTuple):
 
 
 def _written_by(data: bytes) -> list[tuple[tuple[int, int], int]]:
-    """Return the things and values that a transaction writes (rule 2); empty if it is no deal."""
+    """Return what a checked transaction writes, as ((kind, position), value); else nothing."""
     if len(data) != NUMBER_BYTES + _BODY.size:
         return []
     kind, first, second, *read = _BODY.unpack_from(data, NUMBER_BYTES)
@@ -76,7 +76,7 @@ def _written_by(data: bytes) -> list[tuple[tuple[int, int], int]]:
             amount = min(number % 10, read[0]) if first != second else 0
             return [((kind, first), read[0] - amount), ((kind, second), read[1] + amount)]
         case RowKind.PUSH:
-            # The length of the list, and its last element.
+            # The value of a list is its length and its last element.
             value = (((read[0] >> 40) + 1) << 40) | (number & ((1 << 40) - 1))
             return [((kind, first), value)]
         case RowKind.GUARD:
@@ -86,7 +86,7 @@ def _written_by(data: bytes) -> list[tuple[tuple[int, int], int]]:
 
 
 class _Versions:
-    """The versions of one thing's value."""
+    """All versions of one value, each with the ID of the transaction that wrote it."""
 
     __slots__ = ("ids", "values")
 
@@ -103,7 +103,7 @@ class _Versions:
 
 
 class Ledger:
-    """The state of all applications at every mark of one log."""
+    """The state of all applications at every ID of one log."""
 
     def __init__(self) -> None:
         self._things: dict[tuple[int, int], _Versions] = {}
@@ -112,9 +112,9 @@ class Ledger:
     def body(
         self, checked: CheckedTransaction, mark: int, predecessors: Iterable[bytes] = ()
     ) -> bytes:
-        """Return the data that a deal computed at a mark carries after its number.
+        """Return the data after the number of a checked transaction that is computed at a mark.
 
-        `predecessors` are the data of in-flight rows after the mark that it depends on.
+        `predecessors` are the data of the in-flight rows after the mark that it depends on.
         """
         after: dict[tuple[int, int], int] = {}
         for data in predecessors:
@@ -126,9 +126,9 @@ class Ledger:
         return _BODY.pack(checked.kind, checked.first, checked.second, *values)
 
     def take(self, transaction_id: int, data: bytes) -> None:
-        """Replay the next transaction of the log; raises Violation when it read other values.
+        """Replay the next transaction of the log; raise Violation if it read other values.
 
-        Rows that are no deals are skipped.
+        Rows that are not checked transactions are skipped.
         """
         if len(data) != NUMBER_BYTES + _BODY.size:
             return
@@ -148,7 +148,7 @@ class Ledger:
             self._versions_of(*thing).put(transaction_id, value)
 
     def audit(self) -> None:
-        """Check that a serial order can lead to the state; raises Violation."""
+        """Check that some serial order leads to the current state; raise Violation if none does."""
         last = {key: versions.values[-1] for key, versions in self._things.items()}
         accounts = [value for (kind, _), value in last.items() if kind == RowKind.TRANSFER]
         if sum(accounts) != BALANCE * len(accounts):

@@ -1,10 +1,10 @@
-"""Limits on queues, in-flight bytes and retry rates.
+"""Checks of limits: queues, bytes in flight, and rates of retries.
 
 An unbounded queue or a retry without a delay breaks no guarantee about the log, but is a bug.
 
 Rules:
-    1. In-flight bytes are the bytes sent and not yet answered; queues are measured by their
-       content.
+    1. Bytes in flight are the bytes that were sent and not yet answered. Queues are measured by
+       their content.
     2. Attempts are counted over windows of one virtual second.
 """
 
@@ -24,17 +24,18 @@ if TYPE_CHECKING:
     from waltz_sim.guarantees.checker_state import CheckerState
 
 SECOND_US: Final = 1_000_000
-# How much one frame may exceed a limit.
+# The number of bytes by which one frame may exceed a limit.
 FRAME_BYTES: Final = 16 * 1024
-# Per virtual second, several times the usual rate: delays start at about 20 ms and double.
+# Limits per virtual second, several times the usual rate: delays begin at about 20 ms and double.
 CLAIMS_MAX: Final = 20
 DIALS_MAX: Final = 50
-# A storage's queue limit; two sessions may add what they send before its answer arrives.
+# The limit of a storage's queue. Each of two sessions may exceed it by what the session sends
+# before an answer arrives.
 QUEUE_BYTES_MAX: Final = 64 * 1024
 
 
 class LimitGuarantees:
-    """Checks all limits."""
+    """Checks all limits of one world (26 Bounded)."""
 
     def __init__(self, evidence: "CheckerState") -> None:
         self._facts = evidence
@@ -44,7 +45,7 @@ class LimitGuarantees:
     # ---- attempts (rule 2)
 
     def tried(self, actor: str, what: str, limit: int) -> None:
-        """Count an attempt by a component, and fail when it tries too often."""
+        """Count an attempt by a component; fail after more than `limit` attempts in a second."""
         times = self._times.setdefault((actor, what), deque())
         now_us = self._facts.world.now_us
         times.append(now_us)
@@ -54,11 +55,11 @@ class LimitGuarantees:
             self._facts.fail("Bounded", f"{actor}: {len(times)} times {what} within a second")
 
     def dialed(self, actor: str, peer: str) -> None:
-        """Count a connection attempt."""
+        """Count an attempt to open a connection."""
         self.tried(actor, f"dialing {peer}", DIALS_MAX)
 
     def store_reported(self, server: str, effect: session_events.Effect) -> None:
-        """Count metadata reads (one per session claim); forget closed connections."""
+        """Count reads of the metadata (one per session claim); forget closed connections."""
         if isinstance(effect, session_events.ReadMetadata):
             self.tried(server, "reading the metadata", CLAIMS_MAX)
         elif isinstance(effect, session_events.CloseReplica):
@@ -67,7 +68,7 @@ class LimitGuarantees:
     # ---- bytes (rule 1)
 
     def sent(self, effect: session_events.SendToReplica) -> None:
-        """Count the bytes of appends sent to a replica."""
+        """Add the bytes of an append that is sent to a replica; check the total."""
         message = effect.message
         if not isinstance(message, AppendRaw):
             return
@@ -80,19 +81,19 @@ class LimitGuarantees:
             self._facts.fail("Bounded", f"{effect.replica} has {total} unanswered bytes")
 
     def received(self, session: "SessionId", replica: str, answer: StorageMessage) -> None:
-        """Subtract the bytes that a replica has answered."""
+        """Subtract the bytes of an append that a replica has answered."""
         unanswered = self._unanswered.get((session, replica))
         if unanswered is not None:
             unanswered.pop(answer.sequence, None)
 
     def worked(self, storage: "SimStorage") -> None:
-        """Check the queue of a storage."""
+        """Check the queues of a storage."""
         lag_bytes_max = self._facts.cluster.store_limits.lag_bytes_max
         service = storage.service
         if service is None:
             return
-        # The lag counts record bytes; the queue also counts the rest of each request, and the
-        # answer to a read. Each session may send one more read before its connection is paused.
+        # The lag counts the bytes of records. The queue also counts the rest of each request, and
+        # the answer to a read. Each session may send one more read before its connection is paused.
         limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES + AHEAD_BYTES)
         held = service.queue_limits
         for queued_bytes in (held.owner_bytes, held.reader_bytes):
@@ -100,7 +101,7 @@ class LimitGuarantees:
                 self._facts.fail("Bounded", f"{storage.name}: {queued_bytes} bytes queued")
 
     def stepped(self, server: "SimServer") -> None:
-        """Check the queues of a server."""
+        """Check the queue, the bytes in flight and the fetches of a server."""
         partition, limits = server.partition, self._facts.cluster.limits
         if partition is None:
             return

@@ -1,13 +1,13 @@
 """Checks of lock tables against the transactions that really wrote each lock.
 
 `ledger.py` checks serializability without lock tables. This module finds the cause of a failure: a
-table that misses a writer, or has an entry for a transaction that never existed.
+lock table that misses a writer, or has an entry for a transaction that never existed.
 
 Rules:
-    1. A table's entries may be too high, never too low, and never above the last ID that its server
-       has assigned.
-    2. A server knows the log up to the mark that its session has committed; its table need not have
-       later writes of other servers.
+    1. An entry of a lock table may be too high. It is never too low, and never above the last ID
+       that its server has assigned.
+    2. A server knows the log up to the high-water mark that its session has committed. Its table
+       need not have later writes by other servers.
 """
 
 from bisect import bisect_right
@@ -21,34 +21,35 @@ if TYPE_CHECKING:
     from waltz_sim.guarantees.checker_state import CheckerState
     from waltz_sim.guarantees.history import Operation
 
-# One lock of one table is checked every N steps of servers, and the whole table at the end.
+# One lock of one table is checked every LOCK_EVERY steps of servers, and the reserved entries of
+# the whole table every TABLE_EVERY steps.
 LOCK_EVERY: Final = 4
 TABLE_EVERY: Final = 64
 
 
 class LockGuarantees:
-    """Checks all lock tables."""
+    """Checks the lock tables of all servers."""
 
     def __init__(self, evidence: "CheckerState") -> None:
         self._facts = evidence
-        self._writers: dict[int, list[int]] = {}  # lock -> the transactions that wrote it
-        self._mark: dict[str, int] = {}  # by server: committed in its session
-        self._given: dict[str, int] = {}  # by server: submitted to the store
+        self._writers: dict[int, list[int]] = {}  # lock -> IDs of the transactions that wrote it
+        self._mark: dict[str, int] = {}  # server -> the last ID committed in its session
+        self._given: dict[str, int] = {}  # server -> the last ID submitted to its store
         self._step_count = 0
 
     def written(self, operation: "Operation", transaction_id: int) -> None:
-        """Record the locks of a row in the log."""
+        """Record the locks of a row that was added to the log."""
         for lock in (*operation.write, *operation.append):
             self._writers.setdefault(lock, []).append(transaction_id)
 
     def last_writer(self, lock: int, mark: int) -> int:
-        """Return the last transaction up to a mark that wrote a lock."""
+        """Return the ID of the last transaction up to a mark that wrote a lock."""
         writers = self._writers.get(lock, ())
         at = bisect_right(writers, mark)
         return writers[at - 1] if at else BEFORE_FIRST
 
     def store_reported(self, server: str, effect: session_events.Effect) -> None:
-        """Follow the marks of servers."""
+        """Update the last committed ID of a server."""
         match effect:
             case session_events.SessionOpened():
                 self._mark[server] = self._given[server] = effect.high_water_mark
@@ -58,11 +59,11 @@ class LockGuarantees:
                 pass
 
     def submitted(self, server: str, batch: session_events.Batch) -> None:
-        """Record the IDs that a server assigns."""
+        """Record the last ID that a server has submitted to its store."""
         self._given[server] = batch.last
 
     def stepped(self, server: "SimServer") -> None:
-        """Check one lock periodically, and all of them less often."""
+        """Check one lock every few steps, and the reserved entries of the table less often."""
         self._step_count += 1
         count = self._step_count
         if count % LOCK_EVERY:
@@ -77,7 +78,7 @@ class LockGuarantees:
             self.check_table(server)
 
     def check_lock(self, server: "SimServer", lock: int) -> None:
-        """18. LockBound and 19. ReserveHeld, for one lock."""
+        """Check the entry of one lock in a server's table: 18. LockBound and 19. ReserveHeld."""
         assert server.partition is not None
         table, name = server.partition.pipeline.locks, server.name
         assert table is not None
@@ -96,13 +97,13 @@ class LockGuarantees:
             )
 
     def _given_out(self, server: "SimServer") -> TransactionId:
-        """Return the last assigned ID; some IDs are not yet submitted to the store."""
+        """Return the last ID that a server has assigned, whether submitted to the store or not."""
         assert server.partition is not None
         gathered = server.partition.pipeline.gathered_count
         return TransactionId(self._given[server.name] + gathered)
 
     def check_table(self, server: "SimServer") -> None:
-        """Check a whole table: it reserves nothing beyond the rows in flight."""
+        """Check that a server's table has no reserved entries above the last assigned ID."""
         assert server.partition is not None
         table, name = server.partition.pipeline.locks, server.name
         assert table is not None

@@ -1,12 +1,12 @@
-"""Checks of outcomes, feeds and marks that applications receive, against the log.
+"""Checks of the outcomes, feeds and marks that applications receive, against the log.
 
-These are all results visible to a user. The checks need no replica, session or server, only the
-log and the applications' view.
+These are all results that a user can see. The checks use only the log and what the applications
+receive, and no replica, session or server.
 
 Rules:
-    1. The log is that of the reference history; it grows here, and each new row is checked once,
+    1. The log is that of the reference history. It grows here, and each new row is checked once,
        when it is added.
-    2. An application's mark is the last ID that it has really seen, whatever its client claims.
+    2. An application's mark is the last ID that it has really seen, whatever its client states.
     3. No application receives AHEAD if the log had reached its mark before its request.
 """
 
@@ -48,12 +48,12 @@ class OutcomeGuarantees:
     # ---- the log (rule 1)
 
     def exposed(self, last: TransactionId, chain: Chain) -> None:
-        """1. AckUnique: a component exposes that the log reaches an ID with this chain."""
+        """1. AckUnique: check that a component exposes the log up to an ID with this chain."""
         for transaction_id in self._facts.history.exposed(last, chain):
             self._in_the_log(transaction_id)
 
     def submitted(self, chain: Chain) -> None:
-        """16. NotAhead: no row was computed from rows that are not in the log."""
+        """16. NotAhead: check that no row was computed from rows that are not in the log."""
         history = self._facts.history
         for position, row in enumerate(history.nodes[chain].rows, history.nodes[chain].first):
             operation = history.operations.get(row.number)
@@ -67,7 +67,7 @@ class OutcomeGuarantees:
                 )
 
     def _check_followed(self, operation: Operation, chain: Chain, position: int) -> None:
-        """Followed: a dependent append's predecessors have the expected IDs, in one session."""
+        """Followed: check the IDs and the session of a dependent append's predecessors."""
         evidence, history = self._facts, self._facts.history
         session_id = history.nodes[chain].session_id
         if operation.session_id != session_id:
@@ -85,7 +85,7 @@ class OutcomeGuarantees:
             evidence.count("dependent append sent before its predecessors committed")
 
     def _check_all_reported(self, operation: Operation, chain: Chain) -> None:
-        """Followed: its author was notified of every later row that wrote one of its locks."""
+        """Followed: check that its author was notified of all later rows that wrote its locks."""
         history = self._facts.history
         reported = {transaction_id for transaction_id, _ in operation.followed}
         locks = {*operation.write, *operation.read}
@@ -100,7 +100,7 @@ class OutcomeGuarantees:
                 )
 
     def _in_the_log(self, transaction_id: int) -> None:
-        """11. OutcomeTruth, 12. AtMostOnce, 16. NotAhead, 17. LockSerial."""
+        """Check a new row: 11. OutcomeTruth, 12. AtMostOnce, 16. NotAhead, 17. LockSerial."""
         evidence, history = self._facts, self._facts.history
         self._since_us[transaction_id] = evidence.world.now_us
         operation = history.operations.get(history.log[transaction_id].number)
@@ -120,7 +120,7 @@ class OutcomeGuarantees:
         self._facts.ledger.take(transaction_id, operation.data)
 
     def _check_serial(self, operation: Operation, transaction_id: int) -> None:
-        """17. LockSerial and 16. NotAhead, by the author's real mark (rule 2)."""
+        """17. LockSerial and 16. NotAhead: check a row by its author's real mark (rule 2)."""
         last_writer = self._locking.last_writer
         for lock in (*operation.write, *operation.read):
             writer = last_writer(lock, transaction_id)
@@ -137,19 +137,19 @@ class OutcomeGuarantees:
     # ---- clients
 
     def started(self, client: "SimClient") -> None:
-        """Register a client that starts."""
+        """Record that a client starts."""
         self._marks[client.name] = BEFORE_FIRST
         self.followers.pop(client.name, None)
 
     def died(self, client: "Process") -> None:
-        """Mark the pending operations of a client that died."""
+        """Set the outcome of the pending operations of a client that died."""
         self.followers.pop(client.name, None)
         for operation in self._facts.history.operations.values():
             if operation.client == client.name and not operation.outcome:
                 operation.outcome = "gone"
 
     def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
-        """15. HwmMono: a client's mark never goes back, nor beyond the log."""
+        """15. HwmMono: check that a client's mark never goes back, and is never beyond the log."""
         if mark < self._marks[client.name]:
             self._facts.fail("HwmMono", f"{client.name}: {mark} after {self._marks[client.name]}")
         self._not_beyond(client, mark)
@@ -163,7 +163,7 @@ class OutcomeGuarantees:
             )
 
     def settled(self, client: "SimClient", effect: stream_events.SubmissionSettled) -> None:
-        """11. OutcomeTruth: each outcome that an application receives is true."""
+        """11. OutcomeTruth: check each outcome that an application receives."""
         evidence, outcome = self._facts, effect.outcome
         assert isinstance(outcome.reasons, np.ndarray)
         for operation, transaction_id, reason, conflict in zip(
@@ -203,12 +203,12 @@ class OutcomeGuarantees:
         operation.outcome = "no"
 
     def _is_reached(self, operation: Operation) -> bool:
-        """Whether the log had reached an operation's mark when the application requested it."""
+        """Whether the log had reached an operation's mark before the application requested it."""
         since_us = self._since_us.get(operation.mark, operation.requested_us + 1)
         return operation.mark == BEFORE_FIRST or since_us <= operation.requested_us
 
     def rejected(self, client: "SimClient", token: int, error: WaltzError) -> None:
-        """11. OutcomeTruth, for a submission without an outcome: unknown, or certainly not sent."""
+        """11. OutcomeTruth: check a failed submission, which is unknown or was not sent."""
         is_unknown = isinstance(error, OutcomeUnknown)
         self._facts.count("reported unknown" if is_unknown else "reported not sent")
         for operation in self._facts.cluster.workload.operations_of(token):
@@ -219,7 +219,7 @@ class OutcomeGuarantees:
                 )
 
     def context_ended(self, operation: Operation, result: TransactionId | Exception | None) -> None:
-        """11. OutcomeTruth, for an attempt of a context: its ID, or the reason for its failure."""
+        """11. OutcomeTruth: check an attempt of a context, which ends with an ID or an error."""
         if isinstance(result, OutcomeUnknown):
             operation.outcome = "unknown"
         elif isinstance(result, int):
@@ -230,7 +230,7 @@ class OutcomeGuarantees:
     # ---- the feed
 
     def fed(self, client: "SimClient", effect: stream_events.FeedAdvanced) -> None:
-        """13. Dense and 14. ClientPrefix."""
+        """13. Dense and 14. ClientPrefix: check the rows that a client receives in its feed."""
         evidence, log = self._facts, self._facts.history.log
         if effect.first != client.fed + 1:
             evidence.fail("Dense", f"{client.name} received {effect.first} after {client.fed}")
@@ -243,6 +243,6 @@ class OutcomeGuarantees:
         evidence.counts["fed"] += effect.count
 
     def are_all_fed(self) -> bool:
-        """25. Converged: every client that follows the feed has reached its end."""
+        """25. Converged: whether every client that follows the feed has reached the log's end."""
         last = self._facts.history.last
         return all(each.fed == last for each in self.followers.values())

@@ -5,10 +5,10 @@ these answers.
 
 Rules:
     1. Rows that a storage has answered as synced are on its disk until a later session truncates
-       them, or a fault restores an older disk (`rolled_back`).
-    2. Records are compared byte by byte with the reference history; no checksum and no chain is
-       trusted.
-    3. The checks never read through a log object: that could fail or repair something, and would
+       them, or until a fault restores an older disk (`rolled_back`).
+    2. Records are compared byte by byte with the reference history. The checks trust no checksum
+       and no hash chain.
+    3. The checks never read through a log object, because this could fail or repair data, and would
        change the run.
 """
 
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from waltz_sim.guarantees.session_guarantees import SessionGuarantees
 
 HOME: Final = Path("/waltz/0")
-# A replica's records are compared with the history every N pieces of work.
+# The records of a replica are compared with the history after every CHECK_EVERY pieces of work.
 CHECK_EVERY: Final = 200
 
 
 class DurableValues(NamedTuple):
-    """The values of a replica that may never decrease."""
+    """The durable values of a replica that may never decrease."""
 
     promised: SessionId
     last_session: SessionId
@@ -62,14 +62,14 @@ class DurableValues(NamedTuple):
 
 
 class LogBefore(NamedTuple):
-    """The state of a log before a piece of work, as far as the checks need it."""
+    """The state of a log before a piece of work: the values that the checks need."""
 
     synced_max: TransactionId = BEFORE_FIRST
     segment_count: int = 0
 
 
 class _Cut(NamedTuple):
-    """A requested truncation: the last ID kept, and the last ID acknowledged at that time."""
+    """A requested truncation: the last ID to keep, and the last committed ID at that time."""
 
     keep: int
     acked: int
@@ -79,17 +79,17 @@ _NOTHING: Final = LogBefore()
 
 
 class ReplicaGuarantees:
-    """Checks all replicas that ever held the partition."""
+    """Checks all replicas that ever belonged to the partition."""
 
     def __init__(self, evidence: "CheckerState", sessions: "SessionGuarantees") -> None:
         self._facts = evidence
         self._sessions = sessions
         self.durable: dict[str, DurableValues] = {}
-        # The highest ID that was answered as synced and not truncated since.
+        # By replica: the highest ID that was answered as synced and not truncated since.
         self.kept: dict[str, int] = {}
-        # The batches on its disk, and the last ID of each.
+        # By replica: the batches on its disk, with the last ID of each batch.
         self._holds: dict[str, dict[Chain, int]] = {}
-        self.corrupted: dict[str, None] = {}  # replicas whose disk_state bytes a fault has changed
+        self.corrupted: dict[str, None] = {}  # replicas on whose disks a fault has changed bytes
         self._chain_of: dict[tuple[int, SessionId], Chain] = {}
         self._cutting: dict[str, _Cut] = {}  # truncations in progress
         self._work_count = 0
@@ -97,14 +97,14 @@ class ReplicaGuarantees:
     # ---- starting
 
     def opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
-        """3. PromiseMono across restarts; rule 1."""
+        """Check a log that was opened after a restart: 3. PromiseMono and rule 1."""
         if storage.name in self.corrupted and log.suspect:
-            self.durable.pop(storage.name, None)  # It fell back to its older slot.
+            self.durable.pop(storage.name, None)  # The replica uses its older slot now.
         self._check_durable(storage.name, log)
         cutting = self._cutting.get(storage.name)
         if cutting is not None and log.max_id <= cutting.keep and not log.is_broken:
-            # It failed during a truncation, and opening the log has completed it. It does not
-            # count for rows that others have acknowledged since, in a later session.
+            # A truncation had failed, and opening the log has completed it. The check ignores rows
+            # that other replicas have acknowledged since, in a later session.
             self._cut(storage, log, cutting)
         kept = self.kept.get(storage.name, BEFORE_FIRST)
         if log.synced_max < kept and not log.suspect:
@@ -116,7 +116,7 @@ class ReplicaGuarantees:
         self._check_torn(storage, log)
 
     def _check_torn(self, storage: "SimStorage", log: "PartitionLog") -> None:
-        """21. NoRotServed: records that count after a crash are complete, before any read."""
+        """21. NoRotServed: check, before any read, that no torn record counts after a crash."""
         if storage.name in self.corrupted or log.suspect or log.damaged:
             return
         operations = self._facts.history.operations
@@ -128,21 +128,21 @@ class ReplicaGuarantees:
                 )
 
     def rolled_back(self, storage: "SimStorage") -> None:
-        """Note that a fault has restored an older disk of a replica: its promises are lost."""
+        """Record that a fault has restored an older disk of a replica, so its promises are lost."""
         self.durable.pop(storage.name, None)
         self.kept.pop(storage.name, None)
         self._holds.pop(storage.name, None)
         self._cutting.pop(storage.name, None)
-        # Its earlier answers still count: they may be in flight.
+        # The earlier answers of the replica still count, because they may be in flight.
 
     def became_corrupt(self, storage: "SimStorage") -> None:
-        """Note that a fault has changed bytes on this replica's disk."""
+        """Record that a fault has changed bytes on the disk of a replica."""
         self.corrupted[storage.name] = None
 
     # ---- working
 
     def before_work(self, storage: "SimStorage", work: "Work") -> LogBefore:
-        """Return the state of a log before a piece of work, for `worked`."""
+        """Return the state of a log before a piece of work; `worked` receives it after the work."""
         if not work.requests:
             return _NOTHING
         message, log = work.requests[0].message, work.log
@@ -157,7 +157,7 @@ class ReplicaGuarantees:
     def worked(
         self, storage: "SimStorage", work: "Work", result: "WorkResult", before: LogBefore
     ) -> None:
-        """Check a finished piece of work, before the storage answers it."""
+        """Check a finished piece of work, before the storage answers its requests."""
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             message = request.message
             if isinstance(outcome, WaltzError):
@@ -188,7 +188,7 @@ class ReplicaGuarantees:
         if isinstance(error, NoSpace):
             self._facts.count("NO_SPACE")
         if isinstance(message, Truncate) and isinstance(error, DataLoss):
-            # The storage's own check rejected it; no server may rely on that.
+            # The check of the storage itself rejected it. A server may not rely on that check.
             if storage.name in self.corrupted:
                 self._facts.count("a corrupt log was not cut")
                 return
@@ -197,7 +197,7 @@ class ReplicaGuarantees:
     def _appended(
         self, storage: "SimStorage", log: "PartitionLog", message: AppendRaw, before: LogBefore
     ) -> None:
-        """4. SingleWriter, 7. GateCAS2, 22. Identity, 23. LogMatching: the batches on a disk."""
+        """Check an append: 4. SingleWriter, 7. GateCAS2, 22. Identity, 23. LogMatching."""
         name, session = storage.name, SessionId(message.session_id)
         self._check_identity(storage, "an append")
         self._sessions.written(name, session, log.slot.nonce, message.lineage)
@@ -214,7 +214,7 @@ class ReplicaGuarantees:
             self._facts.count("segment roll during recovery")
 
     def _marked(self, storage: "SimStorage", message: SetLowWaterMark, before: LogBefore) -> None:
-        """10. LwmFull."""
+        """10. LwmFull: check that a low-water mark is set to exactly the last synced ID."""
         self._check_identity(storage, "a mark")
         if message.mark != before.synced_max:
             self._facts.fail(
@@ -223,7 +223,7 @@ class ReplicaGuarantees:
             )
 
     def _cut(self, storage: "SimStorage", log: "PartitionLog", cut: "_Cut") -> None:
-        """9. NoCutCommitted: no truncated row was, with the same chain, in the log.
+        """9. NoCutCommitted: check that no truncated row was in the log with the same chain.
 
         A replica that no session needs may lose rows that the archive has, before it is reset.
         """
@@ -250,7 +250,7 @@ class ReplicaGuarantees:
         self._sessions.not_synced(storage.name, log.synced_max)
 
     def _answered(self, storage: "SimStorage", outcome: "WorkOutcome") -> None:
-        """21. NoRotServed and 22. Identity, for the answers of a storage."""
+        """Check the answer of a storage: 21. NoRotServed and 22. Identity."""
         if isinstance(outcome, RangeBytes):
             self.check_range(storage.name, outcome)
         elif isinstance(outcome, LineageResponse):
@@ -265,11 +265,11 @@ class ReplicaGuarantees:
                 self._facts.fail("Identity", f"{storage.name} answers with another storage's ID")
 
     def _is_reconstructed(self, name: str, entry: LineageEntry) -> bool:
-        """Whether a batch may be a substitute for others whose entries were unreadable."""
+        """Whether a batch entry may be a substitute for other entries, which were unreadable."""
         return name in self.corrupted and entry.session_id == RECONSTRUCTED
 
     def _check_identity(self, storage: "SimStorage", what: str) -> None:
-        """22. Identity: only the registered disk is changed."""
+        """22. Identity: check that only the registered disk of a replica is changed."""
         assert storage.engine is not None
         registered = self._facts.cluster.coordinator.storage_ids.get(storage.replica)
         if registered not in (None, storage.engine.storage_id):
@@ -278,7 +278,7 @@ class ReplicaGuarantees:
             )
 
     def _check_durable(self, name: str, log: "PartitionLog") -> None:
-        """3. PromiseMono."""
+        """3. PromiseMono: check that the durable values of a replica did not decrease."""
         slot = log.slot
         now = DurableValues(slot.promised, slot.last_session, slot.low_water_mark)
         before = self.durable.get(name)
@@ -298,13 +298,13 @@ class ReplicaGuarantees:
     # ---- records
 
     def check_range(self, name: str, answer: RangeBytes) -> None:
-        """21. NoRotServed: records read from a replica are those that were sent to replicas."""
+        """21. NoRotServed: check that records read from a replica equal those sent to replicas."""
         nodes = self._facts.history
         records = bytes(answer.records)
         end = 0
         is_whole = answer.form == RangeForm.WHOLE
         if name in self.corrupted and not _covers(answer):
-            return  # Some entries are lost; the requester detects that.
+            return  # Some batch entries are lost. The requester detects that.
         for entry in answer.lineage:
             if self._is_reconstructed(name, entry):
                 return
@@ -328,9 +328,10 @@ class ReplicaGuarantees:
             self._facts.fail("NoRotServed", f"{name} sends {len(records)} bytes, not {end}")
 
     def check_log_state(self, storage: "SimStorage", log: "PartitionLog") -> None:
-        """24. Fixed: up to its low-water mark a replica has the rows of the history.
+        """24. Fixed: check that a replica has the rows of the history up to its low-water mark.
 
-        A suspect one, such as one that lost its segments and was reset, counts in no quorum.
+        A suspect replica, such as one that lost its segments and was reset, counts in no quorum,
+        and is not checked.
         """
         if storage.name in self.corrupted or log.damaged or log.slot.suspect:
             return
@@ -340,11 +341,11 @@ class ReplicaGuarantees:
         self.check_records(storage, mark)
 
     def bytes_of(self, storage: "SimStorage") -> int:
-        """Return the total length of a replica's segment files."""
+        """Return the total size in bytes of a replica's segment files."""
         return sum(len(storage.disk.content(path)) for path in segments_of(storage))
 
     def data_on(self, storage: "SimStorage") -> Iterator[bytes]:
-        """Yield the data of each record on a replica's disk."""
+        """Yield the application's data in each record on a replica's disk."""
         for path in segments_of(storage):
             yield from data_in(storage.disk.content(path), SEGMENT_HEADER_BYTES)
 
@@ -365,7 +366,7 @@ class ReplicaGuarantees:
 
 
 def _covers(answer: RangeBytes) -> bool:
-    """Whether the batches of a range are contiguous from its first ID to its last."""
+    """Whether the batch entries of a range are contiguous from its first ID to its last ID."""
     next_id = answer.first
     for entry in answer.lineage:
         if not entry.first <= next_id <= entry.last:
@@ -379,17 +380,17 @@ def _is_catch_up(message: AppendRaw) -> bool:
 
 
 def segments_of(storage: "SimStorage") -> list[Path]:
-    """Return the segment files of a storage, in their order."""
+    """Return the paths of a storage's segment files, sorted by their first ID."""
     return [_path_of(name) for name in storage.disk.list(HOME) if name.endswith(".seg")]
 
 
 def first_on(storage: "SimStorage") -> int:
-    """Return the first ID on a storage's disk; older ones are in the archive."""
+    """Return the first ID on the disk of a storage. Older IDs are only in the archive."""
     return int(segments_of(storage)[0].stem)
 
 
 def data_in(content: bytes, at: int) -> Iterator[bytes]:
-    """Yield the data of each record from an offset on."""
+    """Yield the application's data in each record from the offset `at` on."""
     while at < len(content):
         size = RECORD_PREFIX.unpack_from(content, at)[3]
         data_at = at + RECORD_PREFIX.size
@@ -399,4 +400,4 @@ def data_in(content: bytes, at: int) -> Iterator[bytes]:
 
 @lru_cache(maxsize=4_096)
 def _path_of(name: str) -> Path:
-    return HOME / name  # cached, so that each path is built and hashed only once
+    return HOME / name  # cached, because building and hashing a path is slow

@@ -1,12 +1,14 @@
-"""Checks on messages from servers to clients: none is premature, stale or corrupt.
+"""Checks of the messages from servers to clients: none is premature, stale or corrupt.
 
-Every message from a server to a client passes here, whichever part of the server produced it and
-whether or not the client will accept it.
+Every message from a server to a client is checked here, no matter which part of the server produced
+it, and whether the client will accept it.
 
 Rules:
-    1. A server sends an outcome or a mark only while a store session is open and settled, or in
-       the step that closed it. It may send records of the log from any session that was open.
-    2. A mark without a proof is no older than `high_water_mark_staleness_ms_max`.
+    1. A server sends an outcome or a high-water mark only while a store session is open and
+       settled, or in the step that closed it. It may send records of the log from any session that
+       was open.
+    2. A mark that was not confirmed by a quorum is no older than
+       `high_water_mark_staleness_ms_max`.
     3. After a client's row was lost, none of its later rows on that connection is committed until
        the client mounts again.
     4. A server answers a flush only after it has answered every earlier request on that connection.
@@ -61,7 +63,7 @@ _NEEDS_SESSION: Final = (
     ReplicasResponse,
 )
 _MARK_REQUESTS: Final = (FlushRequest, HighWaterMarkRequest, MountWriter, ReplicasRequest)
-# Committed records are final: a server may send them after the session of the request.
+# Committed records are final, so a server may send them after the session of the request.
 _FINAL: Final = (FeedBatch, RangeData)
 _WITHOUT_SESSION: Final = bytes(
     (RowOutcomeCode.NOT_MOUNTED, RowOutcomeCode.TOO_LARGE, RowOutcomeCode.OVERLOADED)
@@ -78,19 +80,19 @@ class ResponseGuarantees:
     def __init__(self, evidence: "CheckerState", sessions: "SessionGuarantees") -> None:
         self._facts = evidence
         self._sessions = sessions
-        # By server: the connection on which it answered each client's last mount.
+        # By server and client: the connection on which the server answered the client's last mount.
         self._mounted: dict[str, dict[int, int]] = {}
-        self._claims: dict[ReqId, SessionId] = {}  # of unanswered dependent appends
-        # By server: the session that is open now, and those that were open in this step.
+        self._claims: dict[ReqId, SessionId] = {}  # sessions of unanswered dependent appends
+        # By server: the session that is open now, and the sessions that were open in this step.
         self._open: dict[str, SessionId] = {}
         self._in_step: dict[str, dict[SessionId, None]] = {}
-        self._marks: dict[int, int] = {}  # last mark sent on each connection
-        # Client and connection -> its first row that was lost since it mounted there.
+        self._marks: dict[int, int] = {}  # connection -> the last mark sent on it
+        # Client and connection -> the first row that was lost since the client mounted there.
         self._lost: dict[tuple[int, int], int] = {}
-        self._mark_before: dict[str, int] = {}  # by server, before the step
+        self._mark_before: dict[str, int] = {}  # by server: the mark before the step
         self._mark: dict[str, int] = {}
-        self._pace: dict[str, float] = {}  # by server, its slowest clock rate so far
-        # IDs acknowledged to applications, with the time (ms); the last one is the highest.
+        self._pace: dict[str, float] = {}  # by server: its slowest clock rate so far
+        # IDs acknowledged to applications, each with its time in ms. The last ID is the highest.
         self._acknowledged: deque[tuple[int, int]] = deque([(0, BEFORE_FIRST)])
         self._not_answered: dict[tuple[str, int], dict[object, None]] = {}  # by client and link
         self._requests: dict[object, tuple[ClientMessage, int, list[object]]] = {}
@@ -98,7 +100,7 @@ class ResponseGuarantees:
     # ---- when a server may answer (rule 1)
 
     def made(self, server: str) -> None:
-        """Start a partition machine, which has no session yet."""
+        """Record that a server has created a partition machine, which has no session yet."""
         self._open.pop(server, None)
         self._mounted.pop(server, None)
         self._in_step.pop(server, None)
@@ -106,7 +108,7 @@ class ResponseGuarantees:
         self._mark_before.pop(server, None)
 
     def store_reported(self, server: str, effect: session_events.Effect) -> None:
-        """Track which sessions open (with `SessionSettled`) and close."""
+        """Track which sessions are open and settled, and the last committed ID of each server."""
         match effect:
             case session_events.SessionSettled():
                 self._open[server] = effect.session_id
@@ -121,7 +123,7 @@ class ResponseGuarantees:
                 pass
 
     def stepped(self, server: "SimServer") -> None:
-        """Finish a step of a server."""
+        """Record the end of a server's step."""
         name = server.name
         now = self._open.get(name)
         self._in_step[name] = {} if now is None else {now: None}
@@ -172,7 +174,7 @@ class ResponseGuarantees:
         return isinstance(message, _NEEDS_SESSION)
 
     def _check_session(self, name: str, message: ClientMessage, session: SessionId) -> None:
-        """7. GateCAS2: a server names only sessions that have opened."""
+        """7. GateCAS2: check that a server names only sessions that have opened."""
         allowed = self._sessions.opened if isinstance(message, _FINAL) else self._in_step[name]
         if session not in allowed:
             self._facts.fail(
@@ -180,7 +182,7 @@ class ResponseGuarantees:
             )
 
     def _check_mark(self, server: "SimServer", answer: "SendToClient", mark: int) -> None:
-        """15. HwmMono on each connection, never beyond the log; rule 2."""
+        """15. HwmMono: check that a connection's marks never go back or beyond the log; rule 2."""
         evidence, message = self._facts, answer.message
         if mark > evidence.history.last:
             evidence.fail(
@@ -243,7 +245,7 @@ class ResponseGuarantees:
         self._facts.count("single transaction read")
 
     def _check_result(self, name: str, message: AppendResult) -> None:
-        """Check that a lock conflict names a committed transaction; it may have waited for that."""
+        """Check that a lock conflict names a committed transaction; the server may wait for it."""
         reasons = bytes(message.reasons)
         claimed = self._claims.pop(message.req_id, None)
         if RowOutcomeCode.LOCK not in reasons:
@@ -276,7 +278,7 @@ class ResponseGuarantees:
             self._lost[key] = req_id.sequence + rows[0]
 
     def _note_older_connection(self, name: str, connection: int, message: AppendResult) -> None:
-        """Count rejections on connections older than the client's current mount."""
+        """Count rejections on connections that are older than the client's current mount."""
         mounted = self._mounted.get(name, {}).get(message.req_id.client_id, connection)
         if connection < mounted and RowOutcomeCode.NOT_MOUNTED in bytes(message.reasons):
             self._facts.count("append on an older connection")
@@ -284,12 +286,12 @@ class ResponseGuarantees:
     # ---- what clients send and receive
 
     def acknowledged(self, transaction_id: int) -> None:
-        """Record that an application received an acknowledgement of this ID."""
+        """Record that an application has received the acknowledgement of an ID."""
         if transaction_id > self._acknowledged[-1][1]:
             self._acknowledged.append((self._facts.world.now_ms, transaction_id))
 
     def acknowledged_at(self, at_ms: int) -> int:
-        """Return the highest ID acknowledged by a time; calls must not go back in time."""
+        """Return the highest ID acknowledged up to a time in ms, which must not decrease."""
         known = self._acknowledged
         while len(known) > 1 and known[1][0] <= at_ms:
             known.popleft()
@@ -314,7 +316,7 @@ class ResponseGuarantees:
             self._requests[message.req_id] = message, known, list(not_answered)
 
     def received(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
-        """Check a message that a client receives: flush order and age of proven marks."""
+        """Check the order of flushes, and the age of marks that a quorum has confirmed (rule 4)."""
         not_answered = self._not_answered.get((client.name, link.number), {})
         if isinstance(message, AppendResult | ErrorResponse | Predecessors):
             not_answered.pop(message.req_id, None)
@@ -339,5 +341,5 @@ class ResponseGuarantees:
                     )
 
     def link_lost(self, client: "SimClient", link: "SimLink") -> None:
-        """Forget a link: no more messages arrive on it."""
+        """Forget the requests on a link, because no more messages arrive on it."""
         self._not_answered.pop((client.name, link.number), None)

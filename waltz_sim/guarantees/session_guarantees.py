@@ -1,15 +1,15 @@
 """Checks of store sessions: claims, decisions, openings and commits.
 
-The module follows docs/design/correctness.md 2.1 from ZooKeeper's data, the promises on disks, and
-the answers that the owner has received. It computes the expected decisions independently and
-compares the owner's decisions with them.
+This module follows docs/design/correctness.md 2.1. It uses the data in ZooKeeper, the promises on
+the disks, and the answers that the owner has received. From these it computes the expected
+decisions independently, and compares the owner's decisions with them.
 
 Rules:
-    1. ZooKeeper's content is known from the writes that it has applied (`wrote`).
+    1. The content of ZooKeeper is known from the writes that ZooKeeper has applied (`wrote`).
     2. A replica is fenced when its disk has promised the session, whether or not any server has
        received the answer.
-    3. A decision is checked once, at its first sign: the report, or the first message that changes
-       a replica. Everything later must agree with it.
+    3. A decision is checked once, at its first sign, which is the report, or the first message that
+       changes a replica. Everything later must agree with this decision.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,17 +61,17 @@ class ClaimedMetadata(NamedTuple):
 
     @property
     def engaged(self) -> list[str]:
-        """The replicas that were engaged in the preceding session."""
+        """The replicas that were engaged in the previous session."""
         return [str(name) for name, state in self.states.items() if state[1] == UNRESOLVED]
 
     @property
     def quorum(self) -> int:
-        """The quorum size of the last assignment; 0 without a history."""
+        """The quorum size of the last assignment; 0 if the partition was never opened."""
         return len(self.states) // 2 + 1 if self.states else 0
 
 
 class DecidedMark(NamedTuple):
-    """The minimum mark that the answers allow, and the number of unknown engaged replicas."""
+    """A decision: the lowest mark that the answers allow, and the count of unknown replicas."""
 
     least: int
     unknown_count: int
@@ -82,10 +82,11 @@ class SessionGuarantees:
 
     def __init__(self, evidence: "CheckerState") -> None:
         self._facts = evidence
-        self.is_rewritten = False  # a fault has changed ZooKeeper's data
+        self.is_rewritten = False  # whether a fault has changed ZooKeeper's data
         self.claims: dict[SessionId, ClaimedMetadata] = {}
-        self.opened: dict[SessionId, PartitionMetadata] = {}  # by the second compare-and-set
-        # The end of the log then: an owner that opens late is fenced and must cover only that.
+        self.opened: dict[SessionId, PartitionMetadata] = {}  # since the second compare-and-set
+        # The end of the log at that time. An owner that opens late is fenced, and must cover only
+        # this.
         self._last_at_open: dict[SessionId, int] = {}
         self.ever_engaged: dict[SessionId, dict[str, None]] = {}
         self.engaged_now: dict[str, None] = {}
@@ -93,12 +94,13 @@ class SessionGuarantees:
         self._tried: dict[SessionId, dict[bytes, None]] = {}
         self._version = 0
         self._last_claimants: list[str] = []
-        # From the disks: the highest promise and mark session ever, and who synced which chain.
+        # From the disks: the highest promise and mark session of each replica so far, and which
+        # replicas have synced each chain.
         self._promised: dict[str, SessionId] = {}
         self._last_session: dict[str, SessionId] = {}
         self._synced: dict[Chain, dict[str, None]] = {}
-        self._lasts: dict[Chain, int] = {}  # last ID of the batch with this chain
-        # Answers that the owner has received, and whether each came from the storage that was
+        self._lasts: dict[Chain, int] = {}  # chain -> the last ID of its batch
+        # Answers that the owner has received, each with whether it came from the storage that was
         # registered at that time.
         self._prepared: dict[tuple[SessionId, str], list[tuple[Prepared, bool]]] = {}
         self._reached: dict[tuple[SessionId, str], int] = {}
@@ -115,7 +117,7 @@ class SessionGuarantees:
         after: PartitionMetadata,
         marker: PartitionMarker,
     ) -> None:
-        """20. MetaShape; records claims, open sessions and their engaged replicas."""
+        """20. MetaShape: check a write; record claims, open sessions and engaged replicas."""
         self.engaged_now = dict.fromkeys(_engaged(after))
         if self.is_rewritten:
             if after.states:
@@ -141,7 +143,7 @@ class SessionGuarantees:
         after: PartitionMetadata,
         marker: PartitionMarker,
     ) -> None:
-        """Check a first compare-and-set: it changes the session and the nonce, nothing else."""
+        """Check a first compare-and-set: it changes only session, generation and nonce."""
         session = after.session_id
         if session != before.session_id + 1 or after.generation < before.generation:
             self._bad(f"a claim from {before} to {after}")
@@ -168,7 +170,7 @@ class SessionGuarantees:
         after: PartitionMetadata,
         marker: PartitionMarker,
     ) -> None:
-        """Check a later compare-and-set: the engaged replicas, and the marks of closed ones."""
+        """Check a later compare-and-set: its engaged replicas, and the marks of closed replicas."""
         session = after.session_id
         claim = self.claims.get(session)
         if claim is None or (claim.server, claim.nonce) != (server, marker.nonce):
@@ -198,7 +200,7 @@ class SessionGuarantees:
         self._last_at_open.setdefault(session, self._facts.history.last)
 
     def _check_previous_assignment(self, claim: ClaimedMetadata, session: SessionId) -> None:
-        """A session opens only when a quorum of the former assignment has its mark (2.1 G)."""
+        """Check that a quorum of the former assignment has an opening session's mark (2.1 G)."""
         marked = [
             str(name)
             for name in claim.states
@@ -208,7 +210,7 @@ class SessionGuarantees:
             self._bad(f"{session} opens, but of {list(claim.states)} only {marked} have its mark")
 
     def _check_closed(self, claim: ClaimedMetadata, after: PartitionMetadata) -> None:
-        """Replicas that are not ready are closed at the mark, or keep their closed state."""
+        """Check that other replicas are closed at the session's mark, or stay closed as before."""
         mark = self._marks.get(after.session_id, BEFORE_FIRST)
         for name, state in after.states.items():
             if state[1] == UNRESOLVED:
@@ -221,24 +223,24 @@ class SessionGuarantees:
                 self._bad(f"{name} is recorded as {state}, expected {wanted}")
 
     def zookeeper_changed(self) -> None:
-        """Note that a fault has replaced ZooKeeper's data, so that session IDs may repeat.
+        """Record that a fault has replaced ZooKeeper's data, so that session IDs may repeat.
 
-        From now on the only guarantee for sessions is that no mark goes below the log. Other
-        modules check the results that applications receive.
+        From now on the only guarantee for sessions is that no mark is below the log. Other modules
+        check the results that applications receive.
         """
         self.is_rewritten = True
 
     # ---- disks (rule 2)
 
     def bound(self, name: str, promised: SessionId, last_session: SessionId) -> None:
-        """Record the values in a replica's slot."""
+        """Record the promised session and the last session in a replica's slot."""
         self._promised[name] = max(promised, self._promised.get(name, NO_SESSION))
         self._last_session[name] = max(last_session, self._last_session.get(name, NO_SESSION))
 
     def written(
         self, name: str, session: SessionId, nonce: bytes, lineage: Sequence[LineageEntry]
     ) -> None:
-        """4. SingleWriter, 7. GateCAS2: a replica has synced batches written in a session."""
+        """4. SingleWriter, 7. GateCAS2: check a session's batches that a replica has synced."""
         claim = self.claims.get(session)
         if (claim is None or claim.nonce != nonce) and not self.is_rewritten:
             self._facts.fail(
@@ -262,11 +264,11 @@ class SessionGuarantees:
     # ---- messages to and from the owner
 
     def received(self, session: SessionId, replica: str, answer: StorageMessage) -> None:
-        """Record a storage's answer that the owner receives."""
+        """Record an answer of a storage that the owner receives."""
         if isinstance(answer, Prepared):
             coordinator = self._facts.cluster.coordinator
             registered = coordinator.storage_ids.get(ReplicaId(replica))
-            # An answer may predate the replacement of the storage at this address.
+            # The answer may have been sent before the storage at this address was replaced.
             former = coordinator.former_ids.get(ReplicaId(replica), ())
             is_registered = registered in (None, answer.storage_id) or answer.storage_id in former
             self._prepared.setdefault((session, replica), []).append((answer, is_registered))
@@ -276,7 +278,7 @@ class SessionGuarantees:
             self._reached[key] = max(answer.synced_max, self._reached.get(key, BEFORE_FIRST))
 
     def _notice_wait(self, session: SessionId) -> None:
-        """Count a session that cannot decide, although an untrusted replica has answered."""
+        """Count a session that cannot decide although an untrusted replica has answered."""
         claim = self.claims.get(session)
         if claim is None or session in self.decided:
             return
@@ -286,14 +288,14 @@ class SessionGuarantees:
             self._facts.count("recovery waited for more trusted replicas")
 
     def _known(self, session: SessionId, claim: ClaimedMetadata) -> list[int]:
-        """Return the last IDs of the trusted engaged replicas."""
+        """Return the last IDs of the engaged replicas that are trusted."""
         lasts = [
             self._known_max(session, name, claim.states[ReplicaId(name)]) for name in claim.engaged
         ]
         return [last for last in lasts if last is not None]
 
     def sent(self, server: "SimServer", effect: session_events.SendToReplica) -> None:
-        """9. A replica is changed only in a session that has decided (rule 3)."""
+        """Check that replicas are changed only in a session that has decided (9, rule 3)."""
         message, session = effect.message, effect.session_id
         if not isinstance(message, _CHANGING) or self.is_rewritten:
             return
@@ -308,7 +310,7 @@ class SessionGuarantees:
             self._check_own_append(server, effect.replica, message)
 
     def _check_own_append(self, server: "SimServer", replica: str, message: AppendRaw) -> None:
-        """7. GateCAS2, and 2.1 I: live appends go to engaged replicas only."""
+        """7. GateCAS2, and 2.1 I: check that live appends are sent only to engaged replicas."""
         session = SessionId(message.session_id)
         lasts = [each.last for each in message.lineage if each.session_id == session]
         if not lasts:
@@ -322,7 +324,7 @@ class SessionGuarantees:
             self._facts.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
 
     def _decide(self, session: SessionId) -> DecidedMark:
-        """5. FenceFirst and the formula of 6. DecisionCovers, computed independently."""
+        """5. FenceFirst, and the formula of 6. DecisionCovers: compute a decision independently."""
         found = self.decided.get(session)
         if found is not None:
             return found
@@ -349,7 +351,7 @@ class SessionGuarantees:
         return decided
 
     def is_trusted(self, session: SessionId, name: str) -> bool:
-        """Whether this session, or the next one, needs a replica's log for its decision."""
+        """Whether this session, or the next session, needs a replica's log for its decision."""
         if session in self.opened:
             return name in self.ever_engaged.get(session, ())
         claim = self.claims.get(session)
@@ -358,7 +360,7 @@ class SessionGuarantees:
         return self._known_max(session, name, claim.states[ReplicaId(name)]) is not None
 
     def _known_max(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
-        """Return the last ID of a replica if it is trusted, else None."""
+        """Return the last ID of a replica if it is trusted, otherwise None."""
         last = -2
         for answer, is_registered in self._prepared.get((session, name), ()):
             damage = memoryview(answer.damaged).cast("B")
@@ -375,12 +377,12 @@ class SessionGuarantees:
         return None if last == -2 else last
 
     def _check_mark(self, session: SessionId, mark: int) -> None:
-        """6. DecisionCovers, for a mark that a session uses."""
+        """6. DecisionCovers: check a mark that a session uses."""
         known = self._marks.get(session)
         if known is not None and mark != known:
             self._facts.fail("DecisionCovers", f"{session} uses mark {known}, then {mark}")
         if known is not None:
-            return  # The log may have grown since, in this session.
+            return  # The log may have grown in this session since.
         self._marks[session] = mark
         decided, last = self._decide(session), self._facts.history.last
         if mark < decided.least or mark < last:
@@ -393,7 +395,7 @@ class SessionGuarantees:
     # ---- effects of the owner
 
     def submitted(self, server: "SimServer", session: SessionId) -> None:
-        """7. GateCAS2: a server submits a batch to the store."""
+        """7. GateCAS2: check that a server submits batches only to an open session."""
         if self.is_rewritten:
             return
         if session not in self.opened:
@@ -434,7 +436,7 @@ class SessionGuarantees:
             self._facts.fail("GateCAS2", f"{what} of session {session} before it is open")
 
     def _session_opened(self, server: "SimServer", effect: session_events.SessionOpened) -> None:
-        """4. SingleWriter, 6. DecisionCovers, 7. GateCAS2."""
+        """Check a session that opens: 4. SingleWriter, 6. DecisionCovers, 7. GateCAS2."""
         session = effect.session_id
         self._check_open(session, "SessionOpened")
         self._facts.count("session opened")
@@ -445,7 +447,7 @@ class SessionGuarantees:
             self._facts.fail("SingleWriter", f"{writer} and {server.name} in {session}")
 
     def _check_covers(self, effect: session_events.SessionOpened) -> None:
-        """6. DecisionCovers, for the rows acknowledged to applications."""
+        """6. DecisionCovers: check that a session covers all rows acknowledged to applications."""
         last = self._last_at_open.get(effect.session_id, self._facts.history.last)
         if effect.high_water_mark < last:
             self._facts.fail(
@@ -457,7 +459,7 @@ class SessionGuarantees:
             self._facts.count("unacknowledged rows kept by a recovery")
 
     def _committed(self, effect: session_events.Committed) -> None:
-        """2. AckQuorum: on disks. 8. EngagedOnly: in answers that the owner may have counted."""
+        """Check a commit: 2. AckQuorum by the disks, 8. EngagedOnly by the owner's answers."""
         session, last = effect.session_id, effect.last
         self._check_open(session, "Committed")
         quorum = len(self.opened[session].states) // 2 + 1

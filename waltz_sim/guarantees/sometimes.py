@@ -1,13 +1,13 @@
-"""States that a batch of runs must reach at least once.
+"""The states that a batch of runs must reach at least once.
 
 A checker without input always passes, so it proves nothing. This module lists the states that make
-a batch meaningful; the component that observes a state counts it.
+a batch meaningful. The component that observes a state counts it.
 """
 
 from collections.abc import Mapping
 from typing import Final
 
-# Names of counters of checkers, of the simulated ZooKeeper, or of reports by machines.
+# These are names of counters of checkers, of the simulated ZooKeeper, or of reports by machines.
 SOMETIMES: Final = (
     "recovery waited for more trusted replicas",
     "recovery decided without some replicas",
@@ -64,12 +64,12 @@ SOMETIMES: Final = (
     "archived objects expired",
     "read below the first available ID",
 )
-# Reports of machines -> the names above.
+# Reports of machines -> the states above that they show.
 REPORTED: Final[Mapping[str, str]] = {
     "recovery.waiting": "recovery waited for more trusted replicas"
 }
 
 
 def never(counts: Mapping[str, int]) -> list[str]:
-    """Return the states that runs with these counts never reached, in the list's order."""
+    """Return the states that the counted runs never reached, in the order of `SOMETIMES`."""
     return [each for each in SOMETIMES if not counts.get(each)]

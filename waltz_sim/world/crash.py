@@ -1,19 +1,20 @@
-"""Every state that a crash may leave: a disk that records each change, and the resulting states.
+"""A disk that records each change, and every state that a crash may leave on it.
 
-`simulated_disk.py` loses power once, at random. Here a program runs to its end; then each state is
-built that a crash at any point of the run may have left. No state depends on luck, and a sync can
-be removed or moved without running the program again.
+`simulated_disk.py` loses power once, at random. Here a program runs to its end, and then every
+state is built that a crash at any point of the run may have left. So no state depends on luck, and
+a sync can be removed or moved without running the program again.
 
 Rules:
-    1. Only synced data is certain: of the later changes, each sector, each size and each directory
-       entry is kept or lost independently, in any order; if one of them has changed several times,
-       any of the values may remain.
-    2. `Sync` makes a file's bytes and size durable and not its name. `SyncDirectory` makes the
-       entries of one directory durable, not its own entry in the parent, nor the files' contents.
-    3. A rename is two entries. After a crash the file may have both names, or neither.
+    1. Only synced data is certain. Of the later changes, each sector, each size and each directory
+       entry is kept or lost independently, in any order. If one of them has changed several times,
+       any of its values may remain.
+    2. `Sync` makes a file's bytes and size durable, but not its name. `SyncDirectory` makes the
+       entries of one directory durable, but neither the directory's own entry in its parent, nor
+       the contents of files.
+    3. A rename is two changes of entries. After a crash the file may have both names, or neither.
     4. A sector within a file's size that was never written reads as zeros.
-    5. After a failed sync, its sectors may be durable or not; a later sync does not change that
-       unless they are written again.
+    5. After a failed sync, the sectors of the file may be durable or not. A later sync does not
+       change that unless they are written again.
     6. A killed process loses nothing, and makes nothing durable.
 """
 
@@ -33,18 +34,18 @@ if TYPE_CHECKING:
     from waltz_core.storage.disk.file_system import Buffer, File
 
 FileId = int
-UNITS_MAX: Final = 24  # units that are kept or lost alone, at one point
+UNITS_MAX: Final = 24  # how many units at one point are kept or lost alone
 
 
 class CreateFile(NamedTuple):
-    """A new, empty file got a name."""
+    """A new, empty file was created with a name."""
 
     path: Path
     file: FileId
 
 
 class Write(NamedTuple):
-    """Bytes were written; the file grows to hold them."""
+    """Bytes were written to a file, which grows if necessary."""
 
     file: FileId
     offset: int
@@ -52,40 +53,40 @@ class Write(NamedTuple):
 
 
 class Resize(NamedTuple):
-    """A file was cut or grown."""
+    """The size of a file was changed."""
 
     file: FileId
     size: int
 
 
 class Rename(NamedTuple):
-    """A file got another name."""
+    """A file was renamed."""
 
     source: Path
     target: Path
 
 
 class HardLink(NamedTuple):
-    """A file got one more name."""
+    """A file was given another name in addition."""
 
     source: Path
     target: Path
 
 
 class Unlink(NamedTuple):
-    """A name was removed."""
+    """A name of a file was removed."""
 
     path: Path
 
 
 class MakeDirectory(NamedTuple):
-    """A directory was created in an existing one."""
+    """A directory was created in an existing directory."""
 
     path: Path
 
 
 class Sync(NamedTuple):
-    """A file's bytes and size are durable; `path` is its name at opening, `site` the caller."""
+    """A file was synced: `path` is its name when it was opened, `site` the caller of the sync."""
 
     file: FileId
     path: Path
@@ -93,20 +94,20 @@ class Sync(NamedTuple):
 
 
 class SyncFailed(NamedTuple):
-    """A sync of a file has failed (rule 5)."""
+    """The sync of a file has failed (rule 5)."""
 
     file: FileId
 
 
 class SyncDirectory(NamedTuple):
-    """The names in a directory are durable."""
+    """A directory was synced: its names are durable."""
 
     path: Path
     site: str = ""
 
 
 class PositionMarker(NamedTuple):
-    """A mark by which a test finds a position in the list; not a change of the disk."""
+    """A marker by which a test finds a position in the list. It is not a change of the disk."""
 
     what: object
 
@@ -127,7 +128,7 @@ DiskChange: TypeAlias = (
 
 
 class RecordingFile:
-    """An open file of a `RecordingDisk`."""
+    """An open file of a `RecordingDisk`, which records its changes."""
 
     def __init__(self, disk: "RecordingDisk", file: "File", number: FileId, path: Path) -> None:
         self._disk = disk
@@ -143,7 +144,7 @@ class RecordingFile:
         self.close = file.close
 
     def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
-        """Write the parts; of a failed write, record the part that was written."""
+        """Write the concatenated parts; if the write fails, record the bytes that were written."""
         data = b"".join(parts)
         before = self._file.pread(len(data), offset)
         try:
@@ -165,18 +166,18 @@ class RecordingFile:
         self._disk.changes.append(Sync(self._number, self._path, self._disk.site()))
 
     def truncate(self, size: int) -> None:
-        """Cut the file."""
+        """Change the size of the file in bytes."""
         self._file.truncate(size)
         self._disk.changes.append(Resize(self._number, size))
 
     def allocate(self, size: int) -> None:
-        """Reserve space."""
+        """Reserve space for a size in bytes."""
         self._file.allocate(size)
         self._disk.changes.append(Resize(self._number, self._file.size()))
 
 
 class RecordingDisk:
-    """A `Disk` over a `SimDisk` that records each change; faults are planned on `inner`."""
+    """A `Disk` over a `SimDisk` that records each change; tests plan faults on `inner`."""
 
     def __init__(
         self, changes: Iterable[DiskChange] = (), site: Callable[[], str] = lambda: ""
@@ -216,7 +217,7 @@ class RecordingDisk:
         return self.inner.exists(path)
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return what distinguishes two files with one name."""
+        """Return a value that distinguishes two files with the same name; None without a file."""
         return self.inner.identity(path)
 
     def list(self, directory: Path) -> list[str]:
@@ -232,7 +233,7 @@ class RecordingDisk:
         make_with_parents(self, directory, self._make_one, self.sync_directory)
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
-        """Create directories in one, durably."""
+        """Create several directories in a directory, durably."""
         for name in names:
             if not self.exists(directory / name):
                 self._make_one(directory / name)
@@ -243,13 +244,13 @@ class RecordingDisk:
         self.changes.append(MakeDirectory(directory))
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file, and replace an existing target."""
+        """Rename a file; replace the target if it exists."""
         self.inner.rename(source, target)
         self._files[target] = self._files.pop(source)
         self.changes.append(Rename(source, target))
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; a missing one is not an error."""
+        """Remove a file, if it exists."""
         self.inner.unlink(path)
         if self._files.pop(path, None) is not None:
             self.changes.append(Unlink(path))
@@ -260,15 +261,15 @@ class RecordingDisk:
         self.changes.append(SyncDirectory(directory, self.site()))
 
     def free_bytes(self, directory: Path) -> int:
-        """Return the free space in bytes."""
+        """Return the free space of the disk in bytes."""
         return self.inner.free_bytes(directory)
 
     def size_bytes(self, directory: Path) -> int:
-        """Return the size of the disk."""
+        """Return the size of the disk in bytes."""
         return self.inner.size_bytes(directory)
 
     def number_of(self, path: Path) -> FileId:
-        """Return the file with a name."""
+        """Return the ID of the file with a name."""
         return self._files[path]
 
     def mark_position(self, what: object) -> None:
@@ -277,7 +278,7 @@ class RecordingDisk:
 
 
 def changes_of(contents: Contents) -> list[DiskChange]:
-    """Return changes that produce these contents, durably."""
+    """Return changes that produce these contents and make them durable."""
     changes: list[DiskChange] = []
     directories = sorted(contents.directories)
     changes += [MakeDirectory(path) for path in directories if path != path.parent]
@@ -298,7 +299,7 @@ class Sector(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The size of a file, if it has changed after the last sync."""
+    """The size of a file that has changed after the last sync of the file."""
 
     file: FileId
 
@@ -313,65 +314,65 @@ Unit: TypeAlias = Sector | Size | DirectoryEntry
 
 
 class Keep:
-    """Chooses which unsynced changes survive; this one keeps nothing."""
+    """Chooses which unsynced changes survive. This class keeps no change."""
 
     def version(self, unit: Unit, count: int) -> int:
-        """Return which of `count` values of a unit survives: 1 is the first, 0 the old one."""
+        """Return which of `count` values of a unit survives: 1 is the first, 0 the synced one."""
         del unit, count
         return 0
 
     def size(self, unit: Size, sizes: Sequence[int]) -> int:
-        """Return the size that survives; the first one is the old one."""
+        """Return the size that survives; the first of `sizes` is the durable size."""
         return sizes[self.version(unit, len(sizes) - 1)]
 
 
 class KeepAll(Keep):
-    """Keeps all writes."""
+    """Keeps all unsynced changes."""
 
     def version(self, unit: Unit, count: int) -> int:
-        """Return the newest."""
+        """Return the newest value of each unit."""
         del unit
         return count
 
 
 class KeepOnly(Keep):
-    """Keeps only some units. A kept sector is not beyond the end of its file."""
+    """Keeps only some units. The file of a kept sector also keeps its newest size."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self.units = set(units)
         self._sized = {unit.file for unit in self.units if isinstance(unit, Sector)}
 
     def version(self, unit: Unit, count: int) -> int:
-        """Return the newest for a kept unit."""
+        """Return the newest value of a kept unit, and the durable value of all others."""
         is_kept = unit in self.units or (isinstance(unit, Size) and unit.file in self._sized)
         return count if is_kept else 0
 
 
 class KeepAllBut(Keep):
-    """Keeps all but some units."""
+    """Keeps all units except some."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self.units = set(units)
 
     def version(self, unit: Unit, count: int) -> int:
-        """Return the newest unless the unit is lost."""
+        """Return the newest value of each unit that is not lost."""
         return 0 if unit in self.units else count
 
 
 class KeepRandom(Keep):
-    """Keeps units at random, with any of their values, and sizes in between."""
+    """Keeps units at random, with any of their values, and with sizes in between."""
 
     def __init__(self, rng: "Random") -> None:
         self._rng = rng
         self._share = rng.choice((0.1, 0.5, 0.9))
 
     def version(self, unit: Unit, count: int) -> int:
-        """Return any."""
+        """Return a random value of a unit."""
         del unit
         return self._rng.randint(1, count) if self._rng.random() < self._share else 0
 
     def size(self, unit: Size, sizes: Sequence[int]) -> int:
-        """Return one of the sizes, or one between them."""
+        """Return one of the sizes, or a size between them."""
         del unit
         between = self._rng.randint(min(sizes), max(sizes))
         return self._rng.choice((*sizes, between, sizes[-1]))
@@ -379,13 +380,13 @@ class KeepRandom(Keep):
 
 @dataclass(slots=True, eq=False)
 class _RecordedFile:
-    """One file: durable content, visible content, and all values of sectors and size in between."""
+    """A file: its durable content, its visible content, and all unsynced values in between."""
 
     kept: bytearray = field(default_factory=bytearray)
     seen: bytearray = field(default_factory=bytearray)
     sectors: dict[int, list[bytes]] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
-    doubtful: set[int] = field(default_factory=set)  # of a failed sync (rule 5)
+    doubtful: set[int] = field(default_factory=set)  # sectors of a failed sync (rule 5)
 
     def write(self, offset: int, data: bytes) -> None:
         if len(self.seen) < offset:
@@ -415,7 +416,7 @@ class _RecordedFile:
             self.sizes.append(len(self.seen))
 
     def sync(self) -> None:
-        """Make all durable except doubtful sectors."""
+        """Make the file durable except its doubtful sectors."""
         suspect = {sector: self.sectors[sector] for sector in self.doubtful}
         before = self.kept
         self.kept = bytearray(self.seen)
@@ -440,26 +441,26 @@ class _RecordedFile:
 
 
 class DiskState:
-    """The state of a disk after a list of changes, change by change."""
+    """The state of a disk after a list of changes, which are added one after the other."""
 
     def __init__(self) -> None:
         self._files: dict[FileId, _RecordedFile] = {}
-        # Entries of directories, by path. A directory is an entry without a file.
+        # Directory entries by path. The entry of a directory has no file.
         self._kept: dict[Path, FileId | None] = {}
         self._seen: dict[Path, FileId | None] = {}
         self._pending: dict[Path, list[tuple[bool, FileId | None]]] = {}
 
     @property
     def file_count(self) -> int:
-        """The number of files ever created."""
+        """The number of files that were ever created."""
         return len(self._files)
 
     def files_seen(self) -> Iterator[tuple[Path, FileId]]:
-        """Return the files that are visible to a program."""
+        """Return the files that a program sees, with their names."""
         return ((path, file) for path, file in self._seen.items() if file is not None)
 
     def add(self, change: DiskChange) -> None:
-        """Apply one more change."""
+        """Apply the next change."""
         match change:
             case Write(file, offset, data):
                 self._files[file].write(offset, data)
@@ -509,7 +510,7 @@ class DiskState:
                 self._kept[path] = self._seen[path]
 
     def units(self) -> list[Unit]:
-        """Return all units that may be kept or lost independently."""
+        """Return all units that a crash may keep or lose independently."""
         units: list[Unit] = [DirectoryEntry(path) for path in self._pending]
         for number, file in self._files.items():
             units += [Sector(number, sector) for sector in file.sectors]
@@ -518,7 +519,7 @@ class DiskState:
         return units
 
     def image(self, keep: Keep) -> Contents:
-        """Return the contents of the disk if `keep` chooses the unsynced changes."""
+        """Return the contents after a crash in which `keep` chooses the unsynced changes."""
         entries = dict(self._kept)
         for path, values in self._pending.items():
             which = keep.version(DirectoryEntry(path), len(values))
@@ -540,7 +541,7 @@ class DiskState:
 
 
 def survivals(disk_state: DiskState, rng: "Random", *, random_count: int) -> Iterator[Keep]:
-    """Return the choices at one point: nothing, all, each alone, all but each, at random."""
+    """Yield the choices at one point: nothing, all, each unit alone, all but each unit, random."""
     yield Keep()
     yield KeepAll()
     units = disk_state.units()
@@ -561,7 +562,7 @@ def survivals(disk_state: DiskState, rng: "Random", *, random_count: int) -> Ite
 
 
 def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
-    """Return all units, or if there are too many, the first, the last, and some between."""
+    """Return all units; if they are too many, the first two, the last two, and some in between."""
     if len(units) <= UNITS_MAX:
         return units
     between = rng.sample(range(2, len(units) - 2), UNITS_MAX - 4)
@@ -575,7 +576,7 @@ def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
 
 
 def sync_places(changes: Sequence[DiskChange]) -> list[int]:
-    """Return the places of syncs."""
+    """Return the positions of the syncs in a list of changes."""
     return [
         position
         for position, change in enumerate(changes)
@@ -584,12 +585,12 @@ def sync_places(changes: Sequence[DiskChange]) -> list[int]:
 
 
 def without(changes: Sequence[DiskChange], position: int) -> list[DiskChange]:
-    """Return the changes of a program that omits a sync."""
+    """Return the changes of a faulty program that omits the sync at a position."""
     return [*changes[:position], *changes[position + 1 :]]
 
 
 def delayed(changes: Sequence[DiskChange], position: int) -> list[DiskChange] | None:
-    """Return the changes of a program that delays a sync beyond the next one; None for the last."""
+    """Return the changes of a program that makes a sync after the next sync; None for the last."""
     after = next((sync for sync in sync_places(changes) if sync > position), None)
     if after is None:
         return None
@@ -602,7 +603,7 @@ def delayed(changes: Sequence[DiskChange], position: int) -> list[DiskChange] | 
 
 
 def disk_states(changes: Sequence[DiskChange]) -> Iterator[tuple[int, DiskState]]:
-    """Return each point at which a crash may occur, as the number of changes before it."""
+    """Yield each point at which a crash may occur: the count of changes before it, the state."""
     disk_state = DiskState()
     yield 0, disk_state
     for position, change in enumerate(changes):

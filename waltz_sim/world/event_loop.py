@@ -1,16 +1,17 @@
 """An asyncio event loop in virtual time, for production code with coroutines.
 
-Machines need no loop; the client's and the operator's drivers do, and their faults are between two
-awaits.
+Machines need no loop. The drivers of the client and of the operator do need one, and their faults
+occur between two awaits.
 
 Rules:
     1. Callbacks run in the order in which they became ready. A timer is an action planned in the
        world, and ends with its process.
-    2. A message or a timer of its process enters the loop. The loop is left when nothing is ready.
-    3. Production code survives errors, so `fail` keeps a checker's violation until the loop is
-       left, and raises it there.
-    4. A loop is closed with its process: its tasks are cancelled and run to their end, so that the
-       garbage collector has nothing to end at a random time.
+    2. A message or a timer of its process enters the loop. The loop is left when no callback is
+       ready.
+    3. Production code survives errors. So `fail` keeps a checker's violation until the loop is
+       left, and then raises it.
+    4. A loop is closed with its process. Its tasks are cancelled and run to their end, so that the
+       garbage collector does not end them at a random time.
 """
 
 import asyncio
@@ -41,7 +42,7 @@ class _Timer(asyncio.TimerHandle):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """See the module's rules; methods that production code does not use are missing."""
+    """The event loop of one process. Methods that production code does not use are missing."""
 
     def __init__(self, process: "Process") -> None:
         self._process = process
@@ -53,7 +54,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # ---- the interface of asyncio
 
     def time(self) -> float:
-        """Return virtual time, in seconds."""
+        """Return the virtual time in seconds."""
         return self._process.world.now_us / 1_000_000
 
     def call_soon(
@@ -86,7 +87,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     ) -> asyncio.TimerHandle:
         """See `asyncio`."""
         timer = _Timer(when, callback, args, self, context)
-        # Plus one: rounded down, the timer would fire too early.
+        # Plus one, because the delay is rounded down and the timer would fire too early.
         delay_us = max(0, int((when - self.time()) * 1_000_000) + 1)
         timer.planned = self._process.after(delay_us, lambda: self._ring(timer))
         return timer
@@ -109,7 +110,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """See `asyncio`: a callback or a task has raised an unhandled error."""
+        """Keep the unhandled error of a callback or a task, as in `fail`."""
         error = context.get("exception")
         if isinstance(error, Exception):
             self.fail(error)
@@ -129,7 +130,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     # ---- the interface of the world
 
     def enter(self, call: Callable[[], object]) -> None:
-        """Call inside the loop, then run everything that is ready (rule 2); raises as in rule 3."""
+        """Call inside the loop, and run all ready callbacks (rule 2); raise as in rule 3."""
         if self._is_running:
             call()
             return
@@ -150,12 +151,12 @@ class SimLoop(asyncio.AbstractEventLoop):
             raise failure
 
     def fail(self, error: Exception) -> None:
-        """Keep an error until the loop is left; the first one counts."""
+        """Keep an error until the loop is left; only the first error counts."""
         if self._failure is None and not self._is_closed:
             self._failure = error
 
     def close(self) -> None:
-        """Rule 4."""
+        """Cancel all tasks and run them to their end (rule 4)."""
         self._is_closed = True
         for _ in range(CLOSING_ROUNDS_MAX):
             if not self._tasks:
@@ -175,6 +176,6 @@ class SimLoop(asyncio.AbstractEventLoop):
 
 
 def loop_of(process: "Process") -> SimLoop:
-    """Return a new loop of a process."""
+    """Return a new event loop for a process."""
     # The other methods, for sockets, threads and signals, raise NotImplementedError.
     return SimLoop(process)  # type: ignore[abstract]

@@ -1,7 +1,8 @@
-"""One file of the simulated disk: its visible content, and its durable content.
+"""One file of the simulated disk: its visible content and its durable content.
 
 A power loss affects a file only in these two contents, and in the sectors in which they may differ.
-The disk has names, steps and faults, and the rules that are cited here (`simulated_disk.py`).
+The disk (`simulated_disk.py`) has the names, the steps and the faults, and the rules that are cited
+here.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ SECTOR_BYTES: Final = 512
 
 @dataclass(slots=True, eq=False)
 class Inode:
-    """One file's visible and durable content; `dirty` are the unsynced sectors."""
+    """The visible (`seen`) and durable (`kept`) content of a file, and its unsynced sectors."""
 
     seen: bytearray = field(default_factory=bytearray)
     kept: bytearray = field(default_factory=bytearray)
@@ -22,7 +23,7 @@ class Inode:
     locked_by: object | None = None
 
     def touch(self, start: int, end: int) -> None:
-        """Mark sectors of written bytes as dirty; wholly written ones are no longer lost."""
+        """Mark the sectors of written bytes as dirty, and those wholly written as readable."""
         if start >= end:
             return
         first, last = start // SECTOR_BYTES, (end - 1) // SECTOR_BYTES
@@ -34,7 +35,7 @@ class Inode:
             self.unreadable.difference_update(range(-(-start // SECTOR_BYTES), end // SECTOR_BYTES))
 
     def up_to_lost(self, offset: int, data: bytes) -> bytes:
-        """Return the part of a write that succeeds (rule 7)."""
+        """Return the part of a write that succeeds before an unreadable sector (rule 7)."""
         end = offset + len(data)
         ends = {offset // SECTOR_BYTES, (end - 1) // SECTOR_BYTES} & self.unreadable
         for start in sorted(sector * SECTOR_BYTES for sector in ends):
@@ -43,7 +44,7 @@ class Inode:
         return data
 
     def resize(self, size: int) -> None:
-        """Cut the file, or extend it with zeros."""
+        """Cut the file to a size in bytes, or extend it with zeros."""
         old = len(self.seen)
         if size < old:
             del self.seen[size:]
@@ -51,11 +52,11 @@ class Inode:
             self.unreadable = {sector for sector in self.unreadable if sector * SECTOR_BYTES < size}
         else:
             self.seen.extend(bytes(size - old))
-            # The new part reads as zeros on the disk, too, regardless of earlier content.
+            # The new part reads as zeros on the disk as well, whatever was stored there before.
             self.touch(old, size)
 
     def carry_over(self, sectors: Iterable[int], size: int) -> None:
-        """Make sectors, in any order, and a size durable (rule 3)."""
+        """Make some sectors, in any order, and a size durable (rule 3)."""
         kept, seen = self.kept, self.seen
         if len(kept) < size:
             kept.extend(bytes(size - len(kept)))
@@ -72,9 +73,9 @@ class Inode:
             kept[start:end] = seen[start:end]
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """Show the durable content of clean sectors (rule 8), with lost syncs and bit rot.
+        """Make clean sectors show their durable content (rule 8), with lost syncs and bit rot.
 
-        The size stays: the operating system has it in memory.
+        The visible size stays, because the operating system has it in memory.
         """
         end = min(offset + size, len(self.seen))
         if end <= offset:

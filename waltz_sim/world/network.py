@@ -1,20 +1,21 @@
-"""Links between processes: ordered in each direction, slow, cut, half open, mute.
+"""Links between processes: ordered in each direction, and slow, cut, half open or mute by faults.
 
-Clients, servers and storages use the same links, with the same network faults.
+Clients, servers and storages use the same kind of links, with the same network faults.
 
 Rules:
-    1. Messages of one link arrive in the order in which they were sent.
-    2. After one end has closed, the other end still gets earlier messages, then the end of the
-       link, once. An end that has closed gets nothing.
-    3. A break reaches both ends, each after a delay; messages in transit may still arrive at the
-       far end, like a request that was received and not yet read.
-    4. A message in a blocked direction is lost, and the link with it: both ends detect that by
-       keep-alives only, much later. The close of an end is lost in the same way.
+    1. The messages of one link arrive in the order in which they were sent.
+    2. After one end has closed, the other end still receives the earlier messages, and then the end
+       of the link, once. An end that has closed receives nothing.
+    3. A break reaches both ends, each after a delay. Messages in transit may still arrive at the
+       far end, like a request that was received but not yet read.
+    4. A message in a blocked direction is lost, and the link with it. Both ends detect that only by
+       keep-alives, much later. The close of an end is lost in the same way.
     5. In a world with bytes every message is encoded and decoded, so it shares no memory with its
        sender.
-    6. A dialler's messages may arrive after it has dropped their link, as on a slow network, or
-       unread in the far end's socket: the dialler opens a new link and may get answers on it; only
-       later the far end gets the rest of the old link, in order, and its end.
+    6. A dialler's messages may arrive after it has dropped their link. They were delayed by a slow
+       network, or were unread in the socket of the far end. Meanwhile the dialler opens a new link,
+       and may receive answers on it. Only later the far end receives the rest of the old link, in
+       order, and its end.
 """
 
 from functools import partial
@@ -38,21 +39,21 @@ TAIL_US: Final = (20_000, 1_000_000)
 
 
 class Handlers(NamedTuple):
-    """The callbacks of one end of a link: a message, or the end of the link."""
+    """The callbacks of one end of a link: for a message, and for the end of the link."""
 
     message: "Callable[[SimLink, Message], None]"
     lost: "Callable[[SimLink, str], None]"
 
 
 class HeldBytes(NamedTuple):
-    """Messages of a dialler that the far end does not get yet (rule 6)."""
+    """Messages of a dialler that the far end does not receive yet (rule 6)."""
 
     messages: list[Message]
-    on_late: "Callable[[], None]"  # called when the first of them finally reaches the far end
+    on_late: "Callable[[], None]"  # called when the first message finally reaches the far end
 
 
 class SimLink:
-    """One connection; `ends[NEAR]` has dialed it. Each list has an entry per end."""
+    """One connection; `ends[NEAR]` has dialed it. Each list has one entry for each end."""
 
     __slots__ = (
         "at_us",
@@ -72,12 +73,12 @@ class SimLink:
         self.handlers = handlers
         self.is_open = [True, True]
         self.is_mute = False
-        self.held: HeldBytes | None = None  # while messages are held back
-        self.at_us = [0, 0]  # when the last thing sent by this end arrives
+        self.held: HeldBytes | None = None  # set while messages are held back
+        self.at_us = [0, 0]  # when the last message or close sent by this end arrives
 
 
 class Network:
-    """All links, and the faults between machines."""
+    """All links of a world, and the network faults between machines."""
 
     def __init__(self, world: World, *, is_bytes: bool) -> None:
         self._world = world
@@ -86,9 +87,9 @@ class Network:
         self._is_bytes = is_bytes
         self._count = 0
         self.links: dict[int, SimLink] = {}
-        self.blocked: set[tuple[str, str]] = set()  # never iterated
+        self.blocked: set[tuple[str, str]] = set()  # (sender, receiver); never iterated
         self.slow_us = 0
-        self.tail_share = 0.0  # share of very slow messages
+        self.tail_share = 0.0  # the share of very slow messages
         self.mute_count = 0
 
     # ---- opening
@@ -103,7 +104,7 @@ class Network:
         failed: "Callable[[str], None]",
         accept: "Callable[[SimLink], Handlers]",
     ) -> None:
-        """Connect; either `opened` or `failed` is called, in the near process."""
+        """Open a link; call either `opened` or `failed` in the near process."""
         incarnation = near.incarnation
 
         def arrive() -> None:
@@ -131,7 +132,7 @@ class Network:
     # ---- sending
 
     def send(self, link: SimLink, end: int, message: Message) -> None:
-        """Send from an end; nothing if it has closed the link."""
+        """Send a message from one end; do nothing if that end has closed the link."""
         if not link.is_open[end] or link.is_mute:
             return
         sender, receiver = link.ends[end], link.ends[1 - end]
@@ -144,7 +145,7 @@ class Network:
         self._world.after(self._in_order(link, end), arrive)
 
     def _in_order(self, link: SimLink, end: int) -> int:
-        """Return the delay of a message sent now (rule 1)."""
+        """Return the delay in µs of a message that is sent now (rule 1)."""
         now_us = self._world.now_us
         at_us = now_us + self._delay_us()
         if at_us <= link.at_us[end]:
@@ -172,14 +173,15 @@ class Network:
                 receiver.take(incarnation, partial(self._receive, link, end, message))
 
     def _receive(self, link: SimLink, end: int, message: Message) -> None:
-        # It may have been paused when the message arrived, and may have closed the link since.
+        # The receiver may have been paused when the message arrived, and may have closed the link
+        # since.
         if link.is_open[end]:
             link.handlers[end].message(link, message)
 
     # ---- ending
 
     def close(self, link: SimLink, end: int, reason: str = "closed by the other end") -> None:
-        """Close one end; the other end learns of it after messages in transit (rule 2)."""
+        """Close one end; the other end learns of it after the messages in transit (rule 2)."""
         if not link.is_open[end]:
             return
         link.is_open[end] = False
@@ -193,11 +195,11 @@ class Network:
         self._forget(link)
 
     def _receive_end(self, link: SimLink, end: int, reason: str) -> None:
-        if link.held is None or end == NEAR:  # Else it follows the held messages.
+        if link.held is None or end == NEAR:  # Otherwise it follows the held messages.
             self._lose(link, end, reason)
 
     def break_link(self, link: SimLink, reason: str) -> None:
-        """End the link for both ends (rule 3)."""
+        """Break the link for both ends (rule 3)."""
         if link.is_mute:
             return
         if link.is_open[NEAR]:
@@ -207,14 +209,14 @@ class Network:
             self._world.after(delay_us, lambda: self._lose(link, FAR, reason))
 
     def cut_within(self, link: SimLink, end: int, rng: "Random") -> None:
-        """End the link during a transfer; the receiver gets the first part of the messages."""
+        """Break the link during a transfer; the receiver receives only the first messages."""
         rest_us = link.at_us[1 - end] - self._world.now_us
         assert rest_us > 0
         self._world.after(rng.randrange(rest_us), lambda: self._lose(link, end, "cut"))
         self._world.after(self._delay_us(), lambda: self._lose(link, 1 - end, "cut"))
 
     def mute(self, link: SimLink) -> None:
-        """Drop everything from now on; the ends detect it later (rule 4)."""
+        """Drop all messages from now on; the ends detect it later (rule 4)."""
         if link.is_mute:
             return
         link.is_mute = True
@@ -225,7 +227,7 @@ class Network:
                 self._world.after(wait_us, partial(self._lose, link, end, "no answer to pings"))
 
     def died(self, process: Process, *, is_silent: bool) -> None:
-        """End the links of a dead process; peers get the end, or detect it later."""
+        """End the links of a dead process; if `is_silent`, its peers detect it only later."""
         for link in list(process.links.values()):
             end = NEAR if link.ends[NEAR] is process else FAR
             if is_silent:
@@ -251,7 +253,7 @@ class Network:
     # ---- late messages (rule 6)
 
     def hold(self, link: SimLink, on_late: "Callable[[], None]") -> None:
-        """Hold back messages to the far end, until `release`."""
+        """Hold back messages to the far end until `release`."""
         link.held = HeldBytes([], on_late)
 
     def abandon(self, link: SimLink, reason: str) -> None:
@@ -262,7 +264,8 @@ class Network:
     def release(self, link: SimLink, reason: str, end_us: int = 0) -> None:
         """Deliver held messages to the far end, and the end of the link `end_us` later.
 
-        Messages in transit follow them (rule 1). Does nothing for a link that is no longer held.
+        Messages in transit follow the held messages (rule 1). Does nothing if the link is no longer
+        held.
         """
         if link.held is None:
             return
@@ -277,7 +280,7 @@ class Network:
     def _let_go(self, link: SimLink, reason: str, end_us: int) -> None:
         held, link.held = link.held, None
         if held is None:
-            return  # `heal` came before
+            return  # `repair` has released the link before
         for number, message in enumerate(held.messages):
             arrive = partial(self._arrive, link, FAR, message)
             if not number:
@@ -292,10 +295,10 @@ class Network:
             held.on_late()
         arrive()
 
-    # ---- what is wrong between machines
+    # ---- faults between machines
 
     def block(self, sender: str, receiver: str) -> None:
-        """Drop everything in one direction."""
+        """Drop all messages in one direction between two processes."""
         self.blocked.add((sender, receiver))
 
     def unblock(self, ways: "Iterable[tuple[str, str]]") -> None:
@@ -303,7 +306,7 @@ class Network:
         self.blocked.difference_update(ways)
 
     def repair(self) -> None:
-        """Unblock everything; mute links stay mute until their ends drop them."""
+        """Unblock all directions, and release held messages; mute links stay mute."""
         self.blocked.clear()
         self.slow_us, self.tail_share = 0, 0.0
         for link in list(self.links.values()):
@@ -315,7 +318,7 @@ class Network:
 
 
 def through_bytes(message: Message) -> Message:
-    """Return a message after encoding and decoding (rule 5)."""
+    """Return a message after encoding and decoding it (rule 5)."""
     if isinstance(message, ClientMessage):
         protocol, version = WireProtocol.CLIENT, CLIENT_VERSION
     else:

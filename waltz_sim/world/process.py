@@ -1,11 +1,12 @@
 """A simulated operating system process: it runs, is slow, pauses, dies, and starts again.
 
-Storages, servers and clients die in the same way; a dead process's planned actions must not run.
+Storages, servers and clients die in the same way. The planned actions of a dead process must not
+run.
 
 Rules:
-    1. Actions planned by one incarnation never reach the next one.
-    2. Input during a pause or a busy time waits, and is processed in order.
-    3. A machine's `wake_at_ms` is read after every step; there is at most one timer.
+    1. Actions planned by one incarnation never reach the next incarnation.
+    2. Input that arrives during a pause or a busy time waits, and is processed in order.
+    3. A machine's `wake_at_ms` is read after every step. There is at most one timer.
     4. Each process has its own monotonic clock (`now_ms`), which may run fast or slow, and a wall
        clock, which may show any time.
 """
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """See the module's rules. A subclass implements `died`, `started` and `ring`."""
+    """A simulated process. A subclass implements `died`, `started` and `ring`."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -31,24 +32,24 @@ class Process:
         self.is_up = True
         self.is_paused = False
         self.incarnation = 1
-        self.slow_us = 0  # delay before each input
+        self.slow_us = 0  # the delay before each input
         self.wall_offset_ms = 0
-        self.clock_rate = 1.0  # the speed of its own clock
-        self._rate_since_us = (0, 0)  # the world's time and its own, when this speed began
+        self.clock_rate = 1.0  # the speed of this process's monotonic clock
+        self._rate_since_us = (0, 0)  # the world's time and this clock's time when the speed began
         self.links: dict[int, SimLink] = {}
-        self._held: deque[Action] = deque()  # of this incarnation
+        self._held: deque[Action] = deque()  # waiting inputs of this incarnation
         self._free_at_us = 0
         self._timer: Planned | None = None
         self._timer_at_ms = 0
 
     @property
     def wall_ms(self) -> int:
-        """The time of its wall clock."""
+        """The time of this process's wall clock in ms."""
         return 1_000_000 + self.world.now_ms + self.wall_offset_ms
 
     @property
     def now_ms(self) -> int:
-        """The time of its own clock (rule 4)."""
+        """The time of this process's monotonic clock in ms (rule 4)."""
         if self.clock_rate == 1.0 and not self._rate_since_us[0]:
             return self.world.now_us // 1000
         return self._now_us() // 1000
@@ -58,7 +59,7 @@ class Process:
         return own_us + int((self.world.now_us - since_us) * self.clock_rate)
 
     def set_clock_rate(self, clock_rate: float) -> None:
-        """Change the speed of its clock."""
+        """Change the speed of this process's monotonic clock."""
         self._rate_since_us = max(1, self.world.now_us), self._now_us()
         self.clock_rate = clock_rate
 
@@ -71,7 +72,7 @@ class Process:
         )
 
     def take(self, incarnation: int, action: Action) -> None:
-        """Process an input for one incarnation (rules 1 and 2)."""
+        """Process an input for one incarnation, now or later (rules 1 and 2)."""
         if incarnation != self.incarnation or not self.is_up:
             return
         if self.is_paused or self._held:
@@ -89,7 +90,7 @@ class Process:
         self.world.after(delay_us, lambda: self._take_held(incarnation))
 
     def _take_held(self, incarnation: int) -> None:
-        """Process waiting inputs; only the first one, while the process is slow."""
+        """Process the waiting inputs; while the process is slow, only the first one."""
         while incarnation == self.incarnation and self._held and not self.is_paused:
             if self.slow_us and self.world.now_us < self._free_at_us:
                 self._take_held_later()
@@ -98,22 +99,22 @@ class Process:
             self._held.popleft()()
 
     def after(self, delay_us: int, action: Action) -> Planned:
-        """Plan an action that is dropped with this incarnation."""
+        """Plan an action for this incarnation; it is dropped if the process dies before."""
         return self.world.after(delay_us, partial(self.take, self.incarnation, action))
 
     def pause(self) -> None:
-        """Pause (SIGSTOP)."""
+        """Pause the process, as SIGSTOP does."""
         self.is_paused = True
 
     def resume(self) -> None:
-        """Continue, with the inputs that arrived meanwhile."""
+        """Continue the process, with the inputs that arrived meanwhile."""
         if not self.is_paused:
             return
         self.is_paused = False
         self._take_held(self.incarnation)
 
     def die(self) -> None:
-        """End at once; sent messages may still arrive."""
+        """Kill the process; the messages that it has sent may still arrive."""
         self.is_up = self.is_paused = False
         self.incarnation += 1
         self._held.clear()
@@ -122,7 +123,7 @@ class Process:
         self.died()
 
     def start(self) -> None:
-        """Start again; does nothing for a running process."""
+        """Start the process again; do nothing if it is running."""
         if self.is_up:
             return
         self.is_up = True
@@ -130,7 +131,7 @@ class Process:
         self.started()
 
     def set_timer(self, at_ms: int | None) -> None:
-        """Call `ring` at this time (rule 3)."""
+        """Call `ring` at a time of this process's clock, or at an earlier set time (rule 3)."""
         if at_ms is None:
             return
         timer = self._timer
@@ -151,10 +152,10 @@ class Process:
     # ---- implemented by subclasses
 
     def died(self) -> None:
-        """Drop the state in memory."""
+        """Drop the state in memory, after the process has died."""
 
     def started(self) -> None:
-        """Come up."""
+        """Create the state in memory, after the process has started."""
 
     def ring(self) -> None:
-        """Handle the timer: wake the machine if due, and set the next timer."""
+        """Handle the timer: wake the machine if it is due, and set the next timer."""

@@ -1,21 +1,21 @@
 """A disk in memory that can lose unsynced data: the simulated version of `file_system.py`.
 
-A storage's promises must survive a power loss, and a real disk cannot simulate one. This disk keeps
-two contents of each file, the visible one and the durable one on the disk, and the set of
-sectors that differ.
+A storage's promises must survive a power loss, and a real disk cannot simulate one. For each file,
+this disk keeps the visible content, the durable content, and the set of sectors that differ.
 
 Rules:
-    1. Only `sync` and `sync_directory` make anything durable, and only their own file or directory.
-    2. A power loss keeps any subset of the unsynced sectors, and any of the sizes in between; of
+    1. Only `sync` and `sync_directory` make data durable, and only the data of their own file or
+       directory.
+    2. A power loss keeps any subset of the unsynced sectors, and any of the sizes in between. Of
        the changes of names it keeps the first few, as a journal does.
     3. A sector (512 bytes) is written as a whole or not at all, also by a failing write.
-    4. A failed sync leaves its sectors marked clean: they are visible to the program, never become
-       durable, and the next sync reports no error (ext4, XFS and Btrfs do the same).
-    5. Every call that changes the disk is a step. A fault is planned for a step by its number, for
-       the next step of a kind, or for a read; a callback reports when it happens.
+    4. A failed sync leaves its sectors marked as clean. They are visible to the program but never
+       become durable, and the next sync reports no error. ext4, XFS and Btrfs do the same.
+    5. Every call that changes the disk is a step. A fault is planned for a step with a number, for
+       the next step of a kind, or for a read. A callback reports when the fault occurs.
     6. A lying disk reports syncs that it has not done.
-    7. An unreadable sector stays unreadable until it is discarded, cut, or written completely: a
-       partial write would have to read the rest.
+    7. An unreadable sector stays unreadable until it is discarded, cut, or written completely. A
+       partial write would have to read the rest of the sector.
     8. Clean sectors may be dropped from the cache at any time, and are then read from the disk.
 """
 
@@ -34,26 +34,26 @@ if TYPE_CHECKING:
 
     from waltz_core.storage.disk.file_system import Buffer, File
 
-FREE_BYTES: Final = 1 << 40  # of an unlimited disk
-_FOLIO_BYTES: Final = 4 * SECTOR_BYTES  # dropped together from the cache; `page_cache.py`, rule 4
+FREE_BYTES: Final = 1 << 40  # the size of a disk without a limit
+_FOLIO_BYTES: Final = 4 * SECTOR_BYTES  # the unit in the page cache; `page_cache.py`, rule 4
 OnInjected = Callable[[], None]
 
 
 class PowerLoss(BaseException):
-    """The machine is off. Not an error of the disk: no caller may handle it."""
+    """The machine is off. This is not an error of the disk, and no caller may handle it."""
 
 
 class Survival(Enum):
     """Which unsynced changes survive a power loss."""
 
     NOTHING = auto()
-    EVERYTHING = auto()  # also the state after a killed process
+    EVERYTHING = auto()  # also used for a killed process
     ANY_SECTORS = auto()
-    ENDS = auto()  # first and last sector of each write, and nothing between them
+    ENDS = auto()  # the first and the last sector of each write, and no sector between them
 
 
 class DiskFault(Enum):
-    """A fault at a planned step, once."""
+    """A fault that occurs once, at a planned step."""
 
     POWER_LOSS = auto()
     FAILS = auto()
@@ -74,7 +74,7 @@ class _PlannedFault(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _NameChange:
-    """A name was added, removed or moved: `target` now names `inode`, or nothing."""
+    """A name was added, removed or moved: `target` now names `inode`, or no file."""
 
     target: Path
     inode: Inode | None = None
@@ -127,7 +127,7 @@ class SimFile:
         return bytes(self._inode.seen[offset : offset + size])
 
     def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
-        """Write the parts one after the other; a fault leaves a part written."""
+        """Write the concatenated parts; a fault leaves the first bytes written."""
         self._check()
         disk, inode = self._disk, self._inode
         data = b"".join(parts)
@@ -153,12 +153,12 @@ class SimFile:
         disk.inject(fault, "write", self._path)
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """Drop clean sectors of the range's blocks from the cache (rule 8)."""
+        """Drop the clean sectors in the blocks of a range from the cache (rule 8)."""
         self._check()
         self._inode.drop_cached(*blocks_begun(offset, size, _FOLIO_BYTES))
 
     def discard_lost(self, offset: int, size: int) -> bool:
-        """Let the sectors at the ends of a range be zeros that cannot be read (rule 7)."""
+        """Zero unreadable sectors at a range's ends; return whether there were any (rule 7)."""
         self._check()
         inode = self._inode
         ends = {offset // SECTOR_BYTES, (offset + size - 1) // SECTOR_BYTES} & inode.unreadable
@@ -183,7 +183,7 @@ class SimFile:
         if fault is not DiskFault.POWER_LOSS and not self._disk.is_lying:
             inode.dirty.clear()
         if fault is DiskFault.DISK_FULL:
-            fault = DiskFault.FAILS  # the cause of a failed sync does not matter to the storage
+            fault = DiskFault.FAILS  # The cause of a failed sync does not matter to the storage.
         self._disk.inject(fault, "sync", self._path)
 
     def truncate(self, size: int) -> None:
@@ -195,19 +195,19 @@ class SimFile:
         self._disk.inject(fault, "truncate", self._path)
 
     def size(self) -> int:
-        """Return the size in bytes."""
+        """Return the visible size in bytes."""
         self._check()
         return len(self._inode.seen)
 
     def lock_range(self, first: int, count: int) -> bool:
-        """Take a POSIX lock: always free, since there is only one process."""
+        """Acquire a POSIX lock, which is always free, because there is only one process."""
         self._check()
         assert first >= 0
         assert count > 0
         return True
 
     def lock_whole(self) -> bool:
-        """Take an exclusive lock; False if another open file has it."""
+        """Acquire an exclusive lock; return False if another open file has it."""
         self._check()
         if self._inode.locked_by not in {None, self}:
             return False
@@ -225,7 +225,7 @@ class SimFile:
         self._disk.inject(fault, "allocate", self._path)
 
     def close(self) -> None:
-        """Close the file, and release its lock."""
+        """Close the file, and release its exclusive lock."""
         if self._is_open and self._boot == self._disk.boot_count:
             self._disk.open_count -= 1
         self._is_open = False
@@ -234,25 +234,25 @@ class SimFile:
 
 
 class SimDisk:
-    """A file system in memory. Parent directories of files exist implicitly."""
+    """A file system in memory. The parent directories of files exist implicitly."""
 
     def __init__(self, *, capacity_bytes: int | None = None, is_traced: bool = True) -> None:
         self.capacity_bytes = capacity_bytes
         self.boot_count = 0
         self.step_count = 0
         self.read_count = 0
-        self.open_count = 0  # number of open files
+        self.open_count = 0  # the number of open files
         self.trace: list[str] = []
         self.is_lying = False
-        self.on_full: OnInjected | None = None  # called whenever there is no space
+        self.on_full: OnInjected | None = None  # called whenever a step finds no space
         self._is_traced = is_traced
-        self._plans: dict[int, _PlannedFault] = {}  # by step
+        self._plans: dict[int, _PlannedFault] = {}  # by the number of the step
         self._call_plans: list[tuple[Collection[str], _PlannedFault]] = []
-        self.read_plans: dict[int, OnInjected | None] = {}  # by read
+        self.read_plans: dict[int, OnInjected | None] = {}  # by the number of the read
         self.is_off = False
         self._names: dict[Path, Inode] = {}
         self._kept_names: dict[Path, Inode] = {}
-        self._journal: list[_NameChange] = []  # changes that are not yet durable, oldest first
+        self._journal: list[_NameChange] = []  # changes of names that are not durable, oldest first
         self._directories: set[Path] = set()
 
     # ---- Disk
@@ -275,7 +275,7 @@ class SimDisk:
         return path in self._names or path in self._directories
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return a constant for an existing path: no file is replaced while it is in use."""
+        """Return a constant for an existing path, as no file is replaced while it is in use."""
         return (0, 0) if self.exists(path) else None
 
     def list(self, directory: Path) -> list[str]:
@@ -290,7 +290,7 @@ class SimDisk:
         )
 
     def will_read(self, directory: Path, names: Sequence[str]) -> None:
-        """Do nothing: all data is in memory."""
+        """Do nothing, because all data is in memory."""
         self.check_power()
 
     def make_directory(self, directory: Path) -> None:
@@ -302,18 +302,18 @@ class SimDisk:
         self._directories.update((directory, *directory.parents))
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
-        """Create directories in one, durably."""
+        """Create several directories in a directory, durably."""
         for name in names:
             self.make_directory(directory / name)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file, and replace an existing target."""
+        """Rename a file; replace the target if it exists."""
         self.check_power()
         self.inject(self.step("rename", target), "rename", target)
         self._change(_NameChange(target, self._names[source], source))
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; a missing one is not an error."""
+        """Remove a file, if it exists."""
         self.check_power()
         if path not in self._names:
             return
@@ -335,13 +335,13 @@ class SimDisk:
         self.inject(fault, "syncdir", directory)
 
     def free_bytes(self, directory: Path) -> int:
-        """Return the free space in bytes."""
+        """Return the free space of the disk in bytes."""
         self.check_power()
         used = sum(len(inode.seen) for inode in self._names.values())
         return FREE_BYTES if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
 
     def size_bytes(self, directory: Path) -> int:
-        """Return the size of the disk."""
+        """Return the size of the disk in bytes."""
         return FREE_BYTES if self.capacity_bytes is None else self.capacity_bytes
 
     def _change(self, change: _NameChange) -> None:
@@ -351,7 +351,7 @@ class SimDisk:
     # ---- faults
 
     def plan(self, step: int, fault: DiskFault, injected: OnInjected | None = None) -> None:
-        """Plan a fault at a step (rule 5); steps count from 1 since the disk was created."""
+        """Plan a fault at a step (rule 5); steps are counted from 1 since the disk was created."""
         assert step > self.step_count
         self._plans[step] = _PlannedFault(fault, injected)
 
@@ -360,12 +360,12 @@ class SimDisk:
     ) -> None:
         """Plan a fault at the next step of one of these kinds, as named in the trace.
 
-        Without a fault, only `injected` is called there.
+        If `fault` is None, only `injected` is called at that step.
         """
         self._call_plans.append((names, _PlannedFault(fault, injected)))
 
     def plan_read(self, count: int, injected: OnInjected | None = None) -> None:
-        """Plan the failure of the `count`th read from now on, once."""
+        """Plan that the `count`th read from now on fails, once."""
         assert count > 0
         self.read_plans[self.read_count + count] = injected
 
@@ -376,13 +376,13 @@ class SimDisk:
         return self.is_lying or self.capacity_bytes is not None or any(plans)
 
     def forget_plans(self) -> None:
-        """Drop all planned faults."""
+        """Cancel all planned faults."""
         self._plans.clear()
         self._call_plans.clear()
         self.read_plans.clear()
 
     def power_loss(self, survival: Survival, rng: "Random") -> None:
-        """Lose power and restart; open files are lost (rule 2)."""
+        """Lose power and start again; all open files become invalid (rule 2)."""
         for inode in (*self._names.values(), *self._kept_names.values()):
             _lose(inode, survival, rng)
         count = {
@@ -401,14 +401,14 @@ class SimDisk:
         self.open_count = 0
 
     def flip(self, path: Path, offset: int, mask: int = 1) -> None:
-        """Flip bits on the disk and in the visible content."""
+        """Flip bits both on the disk and in the cache."""
         inode = self._names[path]
         for content in (inode.seen, inode.kept):
             if offset < len(content):
                 content[offset] ^= mask
 
     def rot_unseen(self, path: Path, offset: int, mask: int = 1) -> None:
-        """Flip bits on the disk; the cache still has the right content (rule 8)."""
+        """Flip bits on the disk, while the cache still has the correct content (rule 8)."""
         kept = self._names[path].kept
         if offset < len(kept):
             kept[offset] ^= mask
@@ -419,40 +419,40 @@ class SimDisk:
             inode.drop_cached(0, len(inode.seen))
 
     def stop_lying(self) -> None:
-        """Stop lying, and make everything durable that was reported as synced."""
+        """Stop lying, and make all data durable that was reported as synced."""
         self.is_lying = False
         for inode in self._names.values():
             inode.carry_over(inode.dirty, len(inode.seen))
             inode.dirty.clear()
 
     def overwrite(self, path: Path, offset: int, content: bytes) -> None:
-        """Replace bytes without any error; no file grows."""
+        """Replace bytes of a file on the disk and in the cache, without an error; no file grows."""
         inode = self._names[path]
         for each in (inode.seen, inode.kept):
             part = content[: max(0, len(each) - offset)]
             each[offset : offset + len(part)] = part
 
     def make_unreadable(self, path: Path, first: int, last: int) -> None:
-        """Make the sectors of some bytes unreadable (rule 7)."""
+        """Make the sectors of the bytes first..last unreadable (rule 7)."""
         self._names[path].unreadable.update(range(first // SECTOR_BYTES, last // SECTOR_BYTES + 1))
 
     def cut(self, path: Path, size: int) -> None:
-        """Shorten a file without any error."""
+        """Shorten a file on the disk and in the cache, without an error."""
         inode = self._names[path]
         del inode.seen[size:], inode.kept[size:]
 
     def remove(self, path: Path) -> None:
-        """Remove a file without any error."""
+        """Remove a file from the disk and from the cache, without an error."""
         self._names.pop(path, None)
         self._kept_names.pop(path, None)
 
     def contents(self) -> Contents:
-        """Return what is on the disk now."""
+        """Return a copy of the durable contents of the disk."""
         files = {path: bytes(inode.kept) for path, inode in self._kept_names.items()}
         return Contents(files, frozenset(self._directories))
 
     def become(self, contents: Contents) -> None:
-        """Put a backup, or nothing, in the position of all that is here; no file is open."""
+        """Replace all contents by those of a backup; the caller has closed all files."""
         self._names = {
             path: Inode(bytearray(s), bytearray(s)) for path, s in contents.files.items()
         }
@@ -465,28 +465,28 @@ class SimDisk:
         self.open_count = 0
 
     def content(self, path: Path) -> bytes:
-        """Return what a program would read of a file."""
+        """Return the content of a file that a program would read."""
         return bytes(self._names[path].seen)
 
     def put(self, path: Path, content: bytes) -> None:
-        """Write a file whole and durable, as if it had been there before."""
+        """Write a whole file durably, as if it had always been there."""
         self._directories.update(path.parents)
         inode = Inode(bytearray(content), bytearray(content))
         self._names[path] = self._kept_names[path] = inode
 
     def files(self) -> dict[Path, bytes]:
-        """Return all files."""
+        """Return the visible content of all files."""
         return {path: bytes(inode.seen) for path, inode in self._names.items()}
 
     # ---- for SimFile
 
     def check_power(self) -> None:
-        """Raise when the machine is off."""
+        """Raise PowerLoss if the machine is off."""
         if self.is_off:
             raise PowerLoss
 
     def step(self, what: str, path: Path) -> DiskFault | None:
-        """Count a step and return the fault that is planned for it."""
+        """Count a step, and return the fault that is planned for it, if any."""
         self.step_count += 1
         if self._is_traced:
             self.trace.append(f"{what} {path.name}")
@@ -509,7 +509,7 @@ class SimDisk:
         return None
 
     def reading(self, path: Path) -> None:
-        """Raise the error that is planned for this read."""
+        """Raise ReadFailed if the failure of this read is planned."""
         if self.read_count in self.read_plans:
             injected = self.read_plans.pop(self.read_count)
             if injected is not None:
@@ -517,7 +517,7 @@ class SimDisk:
             raise ReadFailed(f"cannot read {path}: input/output error")
 
     def inject(self, fault: DiskFault | None, what: str, path: Path) -> None:
-        """Raise the error of a fault."""
+        """Raise the error for a fault; do nothing for None."""
         if fault is None:
             return
         if fault is DiskFault.POWER_LOSS:
@@ -531,7 +531,10 @@ class SimDisk:
             raise DiskFailed(f"{what} {path}: input/output error")
 
     def space_for(self, inode: Inode, size: int) -> int:
-        """Return the bytes that would still be free with a file of `size`; below 0 if too few."""
+        """Return the free bytes if a file had `size` bytes; negative if they are too few.
+
+        Returns 0 for a disk without a limit, and for a file that does not grow.
+        """
         growth = size - len(inode.seen)
         if self.capacity_bytes is None or growth <= 0:
             return 0
@@ -540,7 +543,7 @@ class SimDisk:
 
 
 def _written_bytes(fault: DiskFault, offset: int, size: int, *, has_grown: bool) -> int:
-    """Return how many bytes of a failing write are done (rule 3)."""
+    """Return how many bytes of a failing write are written (rule 3)."""
     if fault is DiskFault.POWER_LOSS:
         return max(0, _sector_floor(offset + size // 2) - offset)
     is_divided = has_grown if fault is DiskFault.DISK_FULL else _spans_sectors(offset, size)
@@ -556,7 +559,7 @@ def _sector_floor(offset: int) -> int:
 
 
 def _lose(inode: Inode, survival: Survival, rng: "Random") -> None:
-    """Decide the durable content of one file after a power loss, and show it."""
+    """Choose the durable content of a file after a power loss, and make it the visible content."""
     sectors = sorted(inode.dirty)
     sizes = sorted((len(inode.kept), len(inode.seen)))
     if survival is Survival.EVERYTHING:

@@ -4,12 +4,13 @@ A simulation must be repeatable from its seed, so this module is the only source
 randomness.
 
 Rules:
-    1. Actions run in the order of their time; at the same time in the order of planning.
-    2. Time is in whole microseconds and only moves to the next action.
-    3. Every process and every pair of processes has its own random stream, so that removing one
-       fault from a schedule changes the rest of the run as little as possible.
-    4. The trace is a running hash over all notes: two runs of one seed have equal traces. A note
-       changes only the trace; `fingerprint` is cheaper and always available.
+    1. Actions run in the order of their time. Actions at the same time run in the order in which
+       they were planned.
+    2. Time is a whole number of microseconds, and only moves to the next action.
+    3. Every process and every pair of processes has its own random stream. So if one fault is
+       removed from a schedule, the rest of the run changes as little as possible.
+    4. The trace is a running hash of all notes. Two runs of one seed have equal traces. A note
+       changes only the trace. `fingerprint` costs less, and is always available.
     5. In a calm world every draw is the middle one, so that a scenario does not depend on luck.
 """
 
@@ -30,40 +31,40 @@ _MASK: Final = (1 << 64) - 1
 
 
 def chance_of(number: int) -> Random:
-    """Return a random stream that depends on a number only."""
-    return Random(number)  # noqa: S311 - repeatable is the point
+    """Return a random stream that depends only on a number."""
+    return Random(number)  # noqa: S311 - it must be repeatable
 
 
 class MiddleRandom(Random):
-    """A random stream that always returns the middle; only bytes and nonces differ."""
+    """A random stream that always returns the middle value; only bytes and nonces differ."""
 
     def random(self) -> float:
-        """Return the middle."""
+        """Return 0.5."""
         return 0.5
 
     def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:
-        """Return the middle of a range."""
+        """Return the middle value of a range."""
         whole = range(start) if stop is None else range(start, stop, step)
         return whole[len(whole) // 2]
 
     def choice(self, seq: "SupportsLenAndGetItem[_T]") -> _T:
-        """Return the middle element."""
+        """Return the middle element of a sequence."""
         return seq[len(seq) // 2]
 
 
 class Planned:
-    """A planned action, unless it is cancelled."""
+    """A planned action, which can be cancelled before it runs."""
 
     __slots__ = ("action",)
     action: Action | None
 
     def cancel(self) -> None:
-        """Drop the action; does nothing if it has run."""
+        """Cancel the action; do nothing if it has run."""
         self.action = None
 
 
 class World:
-    """See the module's rules."""
+    """Virtual time, planned actions and randomness; see the module's rules."""
 
     def __init__(
         self,
@@ -87,27 +88,27 @@ class World:
 
     @property
     def now_ms(self) -> int:
-        """The time that machines get."""
+        """The virtual time in ms, which machines receive."""
         return self.now_us // 1000
 
     @property
     def trace(self) -> str:
-        """The hash of everything noted so far."""
+        """The hash of all notes so far (rule 4)."""
         return self._trace.hexdigest()
 
     @property
     def fingerprint(self) -> str:
-        """A number computed from the times of actions; it differs for different runs."""
+        """A hash of the times of all actions in hexadecimal; different runs have different ones."""
         return f"{self._fingerprint:016x}"
 
     def stream(self, name: str) -> Random:
-        """Return a new random stream that depends on the seed and the name only (rule 3)."""
+        """Return a new random stream that depends only on the seed and the name (rule 3)."""
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "big")
         return MiddleRandom(number) if self.is_calm else chance_of(number)
 
     def note(self, text: str) -> None:
-        """Add a line to the trace."""
+        """Add a line to the trace; do nothing if the world is not traced."""
         if not self.is_traced:
             return
         line = f"{self.now_us / 1000:10.3f} {text}"
@@ -115,7 +116,7 @@ class World:
         self.notes.append(line)
 
     def after(self, delay_us: int, action: Action) -> Planned:
-        """Plan an action."""
+        """Plan an action `delay_us` from now."""
         assert delay_us >= 0
         planned = Planned()
         planned.action = action
@@ -130,9 +131,9 @@ class World:
         until: Callable[[], bool] | None = None,
         steps_max: int | None = None,
     ) -> bool:
-        """Run the world; stop early, and return True, as soon as `until` holds.
+        """Run the world for `duration_us`; if `until` holds before, stop and return True.
 
-        Also stops after `steps_max` steps, if given.
+        Otherwise returns False, after the duration or after `steps_max` steps.
         """
         end_us = self.now_us + duration_us
         heap, pop = self._heap, heapq.heappop

@@ -1,11 +1,11 @@
 """Reads of archived transactions directly from the object store, for option `archive`.
 
-The driver finds the objects and splits them into tasks by size; tasks read them without a server or
-a storage.
+The driver finds the archived objects and splits them into tasks by size. Tasks read them without a
+server or a storage.
 
 Rules:
-    1. An archive that cannot be read fails no query: a warning names the file and the reason, and
-       the task reads the rest from the storages. A URL that names no object store is an error.
+    1. An archive that cannot be read fails no query: a warning names the partition and the reason,
+       and the task reads the rest from the storages. A URL that names no object store is an error.
 """
 
 import logging
@@ -26,14 +26,14 @@ from waltz_core.records.record import BEFORE_FIRST
 from waltz_spark.planning import TransactionRange
 
 _log = logging.getLogger("waltz")
-# The records of one task, of objects that are smaller together, or of a part of a larger one.
+# The maximum size of records per task; a task reads several small objects or a part of a large one.
 TASK_BYTES = 128 * 1024 * 1024
 
 
 def objects_of(
     url: str, whole: Sequence[TransactionRange], sources: Mapping[int, ReplicaSet]
 ) -> dict[int, ArchivedObjects]:
-    """Return the archived objects of each partition that hold some of the spans.
+    """Return, for each partition, the archived objects that contain transactions of the spans.
 
     Raises:
         BadConfig: the URL names no object store.
@@ -58,7 +58,7 @@ def objects_of(
 
 
 def last_archived_before(url: str, partition: int, archived: ArchivedRange, time_ms: int) -> int:
-    """Return the last archived ID that is known to be older than a time; -1 if none is known.
+    """Return the last archived ID that is known to be older than a time; -1 if there is none.
 
     Raises:
         BadConfig: the URL names no object store.
@@ -73,9 +73,9 @@ def last_archived_before(url: str, partition: int, archived: ArchivedRange, time
 
 
 def pieces_of(span: TransactionRange, objects: ArchivedObjects | None) -> list[TransactionRange]:
-    """Split a span where its objects end, by size; the transactions that have none are one piece.
+    """Split a span at the ends of objects, by size; transactions without an object are one piece.
 
-    Larger objects than TASK_BYTES are split at IDs, as if their records had the same size.
+    An object larger than TASK_BYTES is split at IDs, as if all of its records had the same size.
     """
     if objects is None:
         return [span]
@@ -94,7 +94,7 @@ def pieces_of(span: TransactionRange, objects: ArchivedObjects | None) -> list[T
         if last < first:
             continue
         if first == objects.manifest.first:
-            cut(first - 1)  # what has expired, which the storages reject
+            cut(first - 1)  # expired transactions, which the storages reject
         size = entry.record_bytes * (last - first + 1) // (entry.last - entry.first + 1)
         if gathered and gathered + size > TASK_BYTES:
             cut(first - 1)
@@ -113,7 +113,7 @@ def chunks_of(
     form: RangeForm,
     header_values: Sequence[int],
 ) -> Iterator[RangeChunk]:
-    """Yield the transactions of a span; fewer if the archive cannot be read (rule 1)."""
+    """Yield the transactions of a span, fewer of them if the archive cannot be read (rule 1)."""
     first = span.first
     try:
         for chunk in read_archived(

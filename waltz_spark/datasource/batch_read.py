@@ -1,7 +1,7 @@
-"""Batch reads: the driver resolves marks once and plans tasks, tasks fetch ranges.
+"""Batch reads: the driver resolves high-water marks once and plans tasks; tasks fetch ranges.
 
-Spark pickles the reader to every task and calls `partitions` once for a `load`, at the first
-action; so a DataFrame is a snapshot, and the reader has plain values only.
+Spark pickles the reader for every task. It calls `partitions` once for a `load`, at the first
+action. So a DataFrame is a snapshot, and the reader contains plain values only.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +26,11 @@ from waltz_spark.worker_errors import without_stack, without_stack_each
 
 @dataclass
 class ReadTask(InputPartition):
-    """One task's input: transactions first..last of one partition, and their replicas.
+    """The input of one task: transactions first..last of one partition, and its replicas.
 
-    Spark pickles each task separately, so a task contains the owner of its own partition only. The
-    task of a change feed has the whole log up to `last`, and yields rows of what is after `begin`.
+    Spark pickles each task separately, so a task contains only the owner of its own partition. The
+    task of a change feed reads the whole log up to `last`, and yields rows only for transactions
+    after `begin`.
     """
 
     layout: ClusterLayout
@@ -46,7 +47,8 @@ class WaltzBatchReader(DataSourceReader):
 
     Args:
         options: the checked options of the read.
-        schema: the columns wanted, in order: the log's own and, with `dataFormat`, the payload's.
+        schema: the requested columns, in order: those of the log and, with `dataFormat`, of
+            payloads.
     """
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
@@ -55,15 +57,15 @@ class WaltzBatchReader(DataSourceReader):
 
     @without_stack
     def partitions(self) -> Sequence[InputPartition]:
-        """Resolve the marks, once, and return the tasks.
+        """Resolve the high-water marks, once, and return the tasks.
 
         Raises:
-            DataLoss: a mark is past the end of its log, or wanted transactions have expired.
-            BadConfig: a partition does not exist or has no mark, or ends before its start.
+            DataLoss: a mark is past the end of its log, or requested transactions have expired.
+            BadConfig: a partition does not exist, has no mark, or would end before its start.
             Unavailable: the cluster does not answer.
         """
         options = self._options
-        # A given mark may be later than the mark of a server that has just lost the partition.
+        # A mark from the user may be later than that of a server that has just lost the partition.
         is_given = not (isinstance(options.starting, str) and isinstance(options.ending, str))
         client, sources = sources_of(
             options.connect,
@@ -78,7 +80,7 @@ class WaltzBatchReader(DataSourceReader):
 
     @without_stack_each
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield a task's transactions as Arrow batches."""
+        """Yield the transactions of a task as Arrow batches."""
         return read_task(partition, self._options, self._schema)
 
 
@@ -88,7 +90,7 @@ def tasks_of(
     whole: Sequence[planning.TransactionRange],
     sources: Mapping[int, ReplicaSet],
 ) -> Sequence[InputPartition]:
-    """Return the tasks that read the spans; `sources` by partition, for each with a span.
+    """Return the tasks that read the spans; `sources` has the replicas of each partition.
 
     Raises:
         DataLoss: transactions that a change feed needs have expired.
@@ -128,14 +130,14 @@ def read_task(
     Args:
         task: one of `tasks_of`.
         options: the options of the read.
-        schema: the columns wanted.
+        schema: the requested columns.
         query: the ID of the streaming query that may cache the state of its change feed.
 
     Raises:
-        Like `fetch`, and `FeedReader.rows`.
+        The errors of `fetch` and `FeedReader.rows`.
     """
     if not isinstance(task, ReadTask):
-        return iter(())  # for Spark: there is nothing to read
+        return iter(())  # Spark passes another object if there is nothing to read
     source = ReadSource(client_at(task.layout), task.replicas, task.archived)
     if task.begin is None:
         span = planning.TransactionRange(task.partition, task.first, task.last)

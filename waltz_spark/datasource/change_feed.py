@@ -1,17 +1,17 @@
-"""The rows of a change feed: the changes of rows that transactions make, and what was before them.
+"""Computes the rows of a change feed: each change of a row, with the row's previous content.
 
     transactions of a partition, in order, and the feed state before them -> rows, the next state
 
 Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
-    1. An upsert of an absent key is `insert`. An upsert of a present one is `update_preimage` and
-       `update_postimage`, next to each other, and its delete is `delete`. A delete of an absent key
-       has no row.
-    2. `update_preimage` and `delete` have the payload's columns of the previous change of the key.
-       The columns of the log are always those of the transaction that causes the row.
+    1. An upsert of an absent key is `insert`. An upsert of a present key is `update_preimage` and
+       `update_postimage`, next to each other; a delete of a present key is `delete`. A delete of an
+       absent key has no row.
+    2. `update_preimage` and `delete` have the payload's columns from the previous change of the
+       key. The columns of the log are always those of the transaction that causes the row.
     3. A transaction is a change if its payload fits the schema and its key has no null. A delete
-       needs only the key. With `mode=FAILFAST` any other transaction is an error,
-       with `DROPMALFORMED` it is not a change. So the rows depend on the log, not on where a read
-       starts.
+       needs only the key. With `mode=FAILFAST`, any other transaction is an error; with
+       `DROPMALFORMED`, it is not a change. So the rows depend on the log, not on the start of a
+       read.
     4. A step of the state has about 8 MiB of previous payloads, and at most one batch of new ones.
 """
 
@@ -25,6 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
+from waltz_core.config.settings import shown_names
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.records.unpacking import Decode, Unpacker, columns_named
@@ -42,15 +43,16 @@ _KINDS = pa.array(["insert", "update_preimage", "update_postimage", "delete"])
 _INSERT, _BEFORE, _AFTER, _DELETE = range(len(_KINDS))
 _ABSENT = -1
 _EMPTY_MAPS = {"msgpack": b"\x80", "json": b"{}"}
-# In place of a payload that is null; formats with schemas have no payload without bytes.
+# Replaces a payload that is null; no payload of a format with schemas is empty.
 _NO_PAYLOAD = b""
 
 
 def with_checked_rules(options: ReadOptions, schema: StructType) -> ReadOptions:
-    """Return the options of a change feed, with the columns of its rules as the schema names them.
+    """Return the options of a change feed; the columns in its rules are spelled as in the schema.
 
     Raises:
-        BadConfig: the schema lacks a column, or it is of a type that the rules cannot have.
+        BadConfig: the schema lacks a column of the rules, or the column has a type that they
+            exclude.
     """
     rules = options.feed
     assert rules is not None
@@ -70,8 +72,8 @@ def _column(wanted: str, names: Sequence[str], option: str) -> str:
     found = columns_named(wanted, names)
     if len(found) != 1:
         raise BadConfig(
-            f"option {option!r}: expected columns of your schema ({', '.join(names[:20])}), found "
-            f"{wanted!r}"
+            f"option {option!r}: expected columns of your schema ({shown_names(names, 20)}), "
+            f"found {wanted!r}"
         )
     return found[0]
 
@@ -82,10 +84,10 @@ def payload_fields(options: ReadOptions, schema: StructType) -> list[pa.Field]:
 
 
 class _Transactions(NamedTuple):
-    """Transactions with their payloads, unpacked where they fit."""
+    """Transactions with their payloads, unpacked if they fit the schema."""
 
     log: dict[str, pa.Array]
-    stored: pa.Array  # the payloads as the log has them, encrypted or not
+    stored: pa.Array  # the payloads as they are in the log, encrypted or not
     payload: list[pa.Array]
     is_whole: npt.NDArray[np.bool_]
 
@@ -109,22 +111,23 @@ class _Changes:
 
 @dataclass(slots=True)
 class _Step:
-    """Changes `start` to `stop` of a batch, and what was before each of them.
+    """Changes `start` to `stop` of a batch, each with the previous change of its key.
 
-    `before` has the place of the previous change of the key: in the batch, or, after its last one,
-    in `previous`; or `_ABSENT`.
+    `before` has an index for each change: that of the previous change of its key in the batch or,
+    after the last index of the batch, in `previous`. It is `_ABSENT` if there is no previous
+    change.
     """
 
     start: int
     stop: int
     before: list[int]
     previous: list[StoredRow]
-    first: list[tuple[bytes, StoredRow | None]]  # the state before the step, of each key in it
-    last: dict[bytes, int]  # the place of the last change of each key, `_ABSENT` for a delete
+    first: list[tuple[bytes, StoredRow | None]]  # for each key in the step, the row before the step
+    last: dict[bytes, int]  # for each key, the index of its last change; `_ABSENT` for a delete
 
 
 class ChangeFeed:
-    """Makes the rows of one partition; in a task, because it has keys.
+    """Computes the rows for one partition. It contains encryption keys, so only tasks create it.
 
     Args:
         options: the options of the read, with rules from `with_checked_rules`.
@@ -164,7 +167,7 @@ class ChangeFeed:
         """Return the changes of transactions (rule 3).
 
         Raises:
-            BadFormat: with `FAILFAST`: names the first transaction that is not a change.
+            BadFormat: `mode` is `FAILFAST`, and a transaction is not a change; the error names it.
         """
         found = self._transactions(batch)
         table = self._table(found)
@@ -194,41 +197,41 @@ class ChangeFeed:
         return pa.table(found.log | dict(zip(names, found.payload, strict=True)))
 
     def _digests(self, found: _Transactions) -> list[bytes]:
-        """Return a digest of each key: it has one size, and a file with it has no keys."""
+        """Return a digest of each key: its size is fixed, and a file with it contains no keys."""
         names = [part.name for part in self._fields]
         columns = [found.payload[names.index(name)] for name in self._rules.key]
         keys = pack(columns, self._rules.key, "msgpack").to_pylist()
         return [blake2b(each, digest_size=KEY_BYTES).digest() for each in keys]
 
     def _fail(self, found: _Transactions, row: int, *, is_delete: bool) -> NoReturn:
-        """Raise the reason why a transaction is not a change."""
+        """Raise an error with the reason why a transaction is not a change."""
         place = f"partition {self._partition}, transaction {found.log['transaction_id'][row]}"
         if not found.log["data"][row].is_valid:
             raise BadFormat(
-                f"{place}: its payload cannot be decrypted: {found.log[ERROR_COLUMN][row]}. Hint: "
-                "mode=DROPMALFORMED ignores such transactions."
+                f"{place}: the payload cannot be decrypted ({found.log[ERROR_COLUMN][row]}). "
+                "Hint: mode=DROPMALFORMED ignores such transactions."
             )
         unpacker = self._unpacker
         if is_delete:
             keys = [part for part in self._fields if part.name in self._rules.key]
             unpacker = self._unpacker_of(keys)
         unpacker.columns(found.log["data"].slice(row, 1), lambda _: place)
-        changes_of(self._table(found).slice(row, 1), self._rules)  # a null in the key
+        changes_of(self._table(found).slice(row, 1), self._rules)  # raises for a null in the key
         raise AssertionError(f"{place}: it is a change")
 
     # ---- changes to rows
 
     def skip(self, batch: pa.RecordBatch, state: FeedState) -> None:
-        """Move the state over a batch, without rows."""
+        """Apply the changes of a batch to the state, without computing rows."""
         changes = self._changes(batch)
         places = np.where(changes.deleted, _ABSENT, np.arange(len(changes.keys))).tolist()
         _store(changes, dict(zip(changes.keys, places, strict=True)), state)
 
     def rows(self, batch: pa.RecordBatch, state: FeedState) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Move the state over a batch; yield its rows, each time with the last ID of the step.
+        """Apply a batch to the state, step by step; yield the last ID and the rows of each step.
 
         Raises:
-            BadFormat: a payload does not fit (rule 3).
+            BadFormat: a payload does not fit the schema (rule 3).
             sqlite3.Error: the state cannot be read or written.
         """
         changes = self._changes(batch)
@@ -245,7 +248,7 @@ class ChangeFeed:
     def _with_previous(
         self, changes: _Changes, step: _Step
     ) -> tuple[list[pa.Array], npt.NDArray[np.int64]]:
-        """Return the payload's columns with those of the previous rows, and each row's `before`."""
+        """Append previous payloads to the payload columns; return these columns, and `before`."""
         before = np.array(step.before, np.int64)
         if not step.previous:
             return changes.found.payload, before
@@ -261,7 +264,7 @@ class ChangeFeed:
                 names=list(_NEEDED),
             )
         )
-        if not found.is_whole.all():  # its key has been deleted since
+        if not found.is_whole.all():  # the encryption key of a previous payload has been deleted
             if self._options.on_corrupt is OnCorrupt.FAIL:
                 self._fail(found, int(np.argmin(found.is_whole)), is_delete=False)
             is_kept = np.concatenate([np.ones(len(changes.keys), np.bool_), found.is_whole])
@@ -279,7 +282,8 @@ class ChangeFeed:
         """Return the rows of a step (rules 1 and 2)."""
         own = np.arange(step.start, step.stop)
         deleted, is_known = changes.deleted[own], before != _ABSENT
-        # Each change has a row with the previous payload, and one with its own; either may lack.
+        # Each change has a row with the previous payload and a row with its own; either may be
+        # missing.
         has_row = np.stack([is_known, ~deleted], axis=1)
         kinds = np.stack(
             [np.where(deleted, _DELETE, _BEFORE), np.where(is_known, _AFTER, _INSERT)], axis=1
@@ -302,7 +306,7 @@ class ChangeFeed:
 
 
 def _decoder(options: ReadOptions) -> Decode | None:
-    """Return the decoder of a format with schemas, in which no payload is an empty map."""
+    """Return the decoder of a format with schemas, extended: an empty payload is an empty map."""
     decode = payload_decoder(options)
     if decode is None:
         return None
@@ -310,7 +314,7 @@ def _decoder(options: ReadOptions) -> Decode | None:
 
 
 def _step(changes: _Changes, start: int, state: FeedState) -> _Step:
-    """Return a step of changes from `start` on (rule 4)."""
+    """Return the next step of changes, beginning at index `start` (rule 4)."""
     count, size = len(changes.keys), 0
     deleted = changes.deleted.tolist()
     step = _Step(start, start, [], [], [], {})
@@ -332,7 +336,7 @@ def _step(changes: _Changes, start: int, state: FeedState) -> _Step:
 
 
 def _store(changes: _Changes, last: dict[bytes, int], state: FeedState) -> None:
-    """Write the last change of each key."""
+    """Write the last change of each key to the state."""
     upserts = {key: place for key, place in last.items() if place != _ABSENT}
     places = pa.array(upserts.values(), pa.int64())
     columns = [changes.found.log["header"], changes.found.log["transaction_id"]]

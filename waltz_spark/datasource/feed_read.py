@@ -1,13 +1,14 @@
-"""Reads a change feed in a task: moves a feed state to the start of the rows, then yields them.
+"""Reads a change feed in a task: moves the feed state to the start, then yields the rows.
 
 Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
-    1. A batch has a private state, and reads the log from its first available transaction.
-    2. A micro-batch uses the file of its query, partition and rules, and moves the state in it to
-       its start. A state at a later mark returns to the mark before; if that is later, too, it is
-       built again.
-    3. Without a file, and if the file is in use or fails, the state is private. The rows are the
-       same ones. A file that fails is deleted.
-    4. A state on the way to the start is committed every 1,000,000 transactions.
+    1. The task of a batch read has a private state, and reads the log from its first available
+       transaction.
+    2. The task of a micro-batch uses the file of its query, partition and rules, and moves the
+       state in it to its start. If the state is at a later mark, it returns to its previous mark.
+       If the previous mark is later, too, the state is rebuilt.
+    3. Without a file, or if the file is in use or fails, the state is private. The rows are the
+       same. A file that fails is deleted.
+    4. While the state moves to the start, it is committed every 1,000,000 transactions.
 """
 
 import sqlite3
@@ -33,14 +34,14 @@ from waltz_spark.options import ReadOptions
 from waltz_spark.rows import is_case_sensitive
 
 COMMIT_TRANSACTIONS = 1_000_000
-# Yields the transactions first..last of a partition.
+# Yields transactions first..last of a partition; the arguments are first and last.
 ReadLog = Callable[[int, int], Iterator[pa.RecordBatch]]
 
 
 class FeedSpan(NamedTuple):
-    """The part of a partition's log whose rows a task yields: the transactions after `begin`.
+    """The part of a partition's log for which a task yields rows: `begin` + 1 to `end`.
 
-    `first_available` is the first transaction that the log has; nothing before it is read.
+    `first_available` is the first available ID of the log; nothing before it is read.
     """
 
     first_available: int
@@ -49,13 +50,13 @@ class FeedSpan(NamedTuple):
 
 
 class FeedReader:
-    """Reads the rows of one task; once.
+    """Reads the rows of one task; an object can be used once.
 
     Args:
-        feed: makes the rows.
+        feed: computes the rows.
         read: reads the columns `feed.columns` of the log.
-        span: what to yield.
-        file: where to cache the state (rule 2); None: nowhere.
+        span: the range of the log for which to yield rows.
+        file: the file that caches the state (rule 2); None: no cache.
     """
 
     def __init__(self, feed: ChangeFeed, read: ReadLog, span: FeedSpan, file: Path | None) -> None:
@@ -63,14 +64,14 @@ class FeedReader:
         self._read = read
         self._span = span
         self._file = file
-        self._done = span.begin  # rows were yielded up to here
+        self._done = span.begin  # the ID up to which rows were yielded
 
     def rows(self) -> Iterator[pa.RecordBatch]:
         """Yield the rows.
 
         Raises:
             BadFormat: a transaction is not a change.
-            Unavailable: there is no space for the state.
+            Unavailable: the disk has no space for the state.
             The errors of `read`.
         """
         if self._file is not None and (state := cached_state(self._file)) is not None:
@@ -105,7 +106,7 @@ class FeedReader:
         state.commit(self._done, previous=begin)
 
     def _move(self, state: FeedState, mark: int) -> None:
-        """Move a state to a mark, without rows (rules 2 and 4)."""
+        """Move the state to a mark, without yielding rows (rules 2 and 4)."""
         state.first_available = self._span.first_available
         if state.mark > mark and state.previous > mark:
             state.clear()
@@ -130,9 +131,9 @@ def query_of_task() -> str | None:
 def feed_state_file(
     query: str | None, cluster_key: bytes, partition: int, options: ReadOptions, schema: StructType
 ) -> Path | None:
-    """Return the file for the state of a query; its name depends on what the state depends on.
+    """Return the file for the state of a query, named by a hash of all that determines the state.
 
-    None if the state is private: there is no query, or no directory for it.
+    The result is None if the state must be private: without a query, or without a directory for it.
     """
     if query is None:
         return None

@@ -1,16 +1,19 @@
 """The state of a change feed: the latest payload of each key of a partition, in SQLite.
 
-A state is private, in a database that SQLite deletes with the connection; or a file in a directory,
-which is a cache between the micro-batches of a query, and never the truth.
+A state is either private, in a database that SQLite deletes when the connection closes, or a file
+in a directory. The file is a cache between the micro-batches of a query; the log is the source of
+truth.
 
 Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
-    1. A state is at a mark: it has the changes of all transactions up to it. It moves to another
-       mark in one SQLite transaction, so a killed task leaves the mark before.
-    2. A state that has moved from `previous` has the rows that were replaced, and can return there.
-    3. One task uses a file at a time: it has an exclusive lock until it ends.
-    4. A file that SQLite cannot read, that is not of this version, or that has a row with another
-       checksum is damaged.
-    5. A row of a transaction that the log does not have any more is absent, as in a new state.
+    1. A state is at a mark: it contains the changes of all transactions up to this mark. It moves
+       to another mark in one SQLite transaction, so a killed task leaves the state at the previous
+       mark.
+    2. A state that has moved from `previous` also stores the rows that the move replaced, and can
+       return to `previous`.
+    3. One task uses a file at a time: it holds an exclusive lock until it ends.
+    4. A file is damaged if SQLite cannot read it, if it is not of this version, or if a row does
+       not match its checksum.
+    5. A row from a transaction that the log no longer has is absent, as in a new state.
     6. The memory of a state is its page cache, whatever the number of its keys.
 """
 
@@ -28,15 +31,15 @@ from typing import NamedTuple
 
 from waltz_core.records.record import BEFORE_FIRST
 
-# The size of a key: a digest. With 10^9 keys, two have the same one with a chance of 10^-21.
+# The size of the digest of a key. With 10^9 keys, the probability of a collision is 10^-21.
 KEY_BYTES = 16
 _PAGE_CACHE = "PRAGMA cache_size = -65536"  # KiB
 UNUSED_S_MAX = 8 * 24 * 3600  # a weekly query keeps its states
-# The first two letters are the project's; the number counts versions of the tables below.
+# The first two bytes are letters of the project; the last two are the version of the tables below.
 _FORMAT = 0x575A_0001
 _SUFFIX = ".sqlite"
-_JOURNAL = "-journal"  # SQLite's name
-# A key, a header and an ID.
+_JOURNAL = "-journal"  # the suffix that SQLite uses
+# A key, a header and a transaction ID.
 _HEAD = struct.Struct(f">{KEY_BYTES}siq")
 _TABLES = """
     CREATE TABLE latest (key BLOB PRIMARY KEY, header INTEGER, id INTEGER, data BLOB, sum INTEGER)
@@ -50,7 +53,7 @@ _log = logging.getLogger("waltz")
 
 
 class StoredRow(NamedTuple):
-    """The last change of a key: its transaction, and the payload as the log has it."""
+    """The last change of a key: its transaction, and the payload as it is in the log."""
 
     header: int
     transaction_id: int
@@ -61,8 +64,8 @@ class FeedState:
     """The state of one partition; `private_state` and `cached_state` open it.
 
     Args:
-        database: it has the tables, and an open transaction.
-        is_private: whether it has no file.
+        database: a database with the tables, and with an open transaction.
+        is_private: whether the state has no file.
     """
 
     def __init__(self, database: sqlite3.Connection, *, is_private: bool) -> None:
@@ -96,14 +99,14 @@ class FeedState:
         return row if row.transaction_id >= self.first_available else None
 
     def write(self, upserts: Iterable[tuple[bytes, StoredRow]], deletes: Iterable[bytes]) -> None:
-        """Write the last change of keys."""
+        """Write the last change of each key."""
         rows = sorted((key, *row, _checksum(key, row)) for key, row in upserts)
         self._database.executemany("INSERT OR REPLACE INTO latest VALUES (?, ?, ?, ?, ?)", rows)
         keys = ((key,) for key in deletes)
         self._database.executemany("DELETE FROM latest WHERE key = ?", keys)
 
     def keep(self, rows: Iterable[tuple[bytes, StoredRow | None]]) -> None:
-        """Keep the rows of keys, before their first change after the mark (rule 2)."""
+        """Store the rows of keys as they were before their first change after the mark (rule 2)."""
         if self._is_private:
             return
         self._database.executemany(
@@ -115,7 +118,7 @@ class FeedState:
         )
 
     def begin(self) -> None:
-        """Forget the rows that the move to this mark replaced."""
+        """Delete the rows that the move to the current mark replaced, before the next move."""
         self._database.execute("DELETE FROM replaced")
 
     def restore(self) -> None:
@@ -130,17 +133,17 @@ class FeedState:
         self.begin()
 
     def clear(self) -> None:
-        """Return to the state before the first transaction."""
+        """Make the state empty, as before the first transaction."""
         self._database.execute("DELETE FROM latest")
         self.mark = int(BEFORE_FIRST)
         self.begin()
 
     def commit(self, mark: int, *, previous: int) -> None:
-        """Let the state be at a mark; it returns after SQLite has synced it.
+        """Set the mark of the state; return after SQLite has synced it.
 
         Args:
             mark: the new mark.
-            previous: where the state was when `begin` was called, or `mark` if no rows were kept.
+            previous: the mark when `begin` was called, or `mark` if no rows were stored since.
         """
         self.mark, self.previous = mark, previous
         self._database.execute("UPDATE place SET mark = ?, previous = ?", (mark, previous))
@@ -148,7 +151,7 @@ class FeedState:
         self._database.execute("BEGIN EXCLUSIVE")
 
     def close(self) -> None:
-        """Close it; what was not committed is lost."""
+        """Close the state; uncommitted changes are lost."""
         self._database.close()
 
 
@@ -157,10 +160,10 @@ def _checksum(key: bytes, row: StoredRow) -> int:
 
 
 def private_state() -> FeedState:
-    """Return an empty state without a file of its own."""
+    """Return an empty state in a temporary database."""
     database = sqlite3.connect("", isolation_level=None)
     database.execute(_PAGE_CACHE)
-    # It does not outlive the connection, so there is nothing to roll back.
+    # The database does not outlive the connection, so there is nothing to roll back.
     database.execute("PRAGMA journal_mode = OFF")
     database.execute("PRAGMA synchronous = OFF")
     database.execute("BEGIN")
@@ -169,16 +172,16 @@ def private_state() -> FeedState:
 
 
 def cached_state(file: Path) -> FeedState | None:
-    """Return the state in a file, empty if there is none or if it is damaged.
+    """Return the state in a file; it is empty if the file is new or was damaged.
 
-    None if another task uses the file, or if it cannot be opened or created. It also deletes other
-    files in the directory that no task has used for 8 days.
+    The result is None if another task uses the file, or if it cannot be opened or created. The
+    function also deletes other files in the directory that no task has used for 8 days.
     """
     for _ in range(2):
         try:
             return _open_state(file)
         except (sqlite3.Error, OSError) as error:
-            # The lower byte of an extended code is the code.
+            # The lower byte of SQLite's extended error code is the primary error code.
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
                 _log.info("spark.feed_state_in_use file=%s", file)
                 return None
@@ -187,17 +190,17 @@ def cached_state(file: Path) -> FeedState | None:
 
 
 def discard(file: Path, error: Exception) -> None:
-    """Delete a state that cannot be used."""
+    """Delete a file with a state that cannot be used."""
     _log.warning("spark.feed_state_discarded file=%s error=%s", file, error)
     with suppress(OSError):
-        # Without its journal, which may be the one of a new file already. SQLite deletes a journal
-        # that it finds when it creates the file.
+        # The journal is kept: it may already belong to a new file. If SQLite finds a journal when
+        # it creates the file, it deletes the journal.
         file.unlink(missing_ok=True)
 
 
 def _open_state(file: Path) -> FeedState:
     """Open a file, lock it (rule 3), and check that it is a state of this version (rule 4)."""
-    # It does not wait for another task, which has its lock for a long time.
+    # Do not wait for another task: it holds its lock for a long time.
     database = sqlite3.connect(file, timeout=0, isolation_level=None)
     try:
         database.execute(_PAGE_CACHE)
@@ -237,10 +240,10 @@ def _create(database: sqlite3.Connection) -> None:
 
 
 def state_file(name: str) -> Path | None:
-    """Return the file of a state; None if there is no directory that only this user can read."""
+    """Return the path for a state; None if no directory is private to this user."""
     directory: Path | None = None
     try:
-        # It fails if no directory is writable, or if all disks are full.
+        # gettempdir fails if no directory is writable, or if all disks are full.
         directory = Path(tempfile.gettempdir(), f"waltz-change-feed-{os.getuid()}")
         directory.mkdir(mode=0o700, exist_ok=True)
         found = directory.lstat()
@@ -254,12 +257,12 @@ def state_file(name: str) -> Path | None:
 
 
 def _delete_unused(used: Path) -> None:
-    """Delete states that no task has used for 8 days before this one was."""
+    """Delete states that no task has used for 8 days, measured from the use of file `used`."""
     oldest = used.stat().st_mtime - UNUSED_S_MAX
     for file in used.parent.glob(f"*{_SUFFIX}"):
         _delete_old(file, oldest)
     for journal in used.parent.glob(f"*{_SUFFIX}{_JOURNAL}"):
-        # Without the journal of its last transaction, a file may be damaged.
+        # A file without the journal of its last transaction may be damaged.
         if not Path(str(journal).removesuffix(_JOURNAL)).exists():
             _delete_old(journal, oldest)
 

@@ -1,10 +1,10 @@
-"""Fetches one range of IDs in a task, and converts it to Arrow batches of the read's schema.
+"""Fetches one range of IDs in a task, and converts it to Arrow batches with the read's schema.
 
-Batch and stream reads use it.
+Batch reads and stream reads use this module.
 
 Rules:
     1. It processes whole columns; a batch has at most 8,192 rows or about 8 MiB.
-    2. Without `data` and without payload columns only headers are fetched.
+    2. If a read needs neither `data` nor payload columns, only headers are fetched.
     3. IDs are dense: a gap without a filter fails the read.
 """
 
@@ -33,14 +33,14 @@ from waltz_spark.spark_version import arrow_schema
 
 _log = logging.getLogger("waltz")
 
-# The columns in an error for a payload that cannot be unpacked.
+# The columns that locate a payload in an error message.
 _PLACE = ("partition", "transaction_id")
-# The columns by which a payload is decrypted.
+# The columns that decryption of a payload needs.
 _ENCRYPTED = ("partition", "header", "data")
 
 
 class BatchColumns:
-    """The columns of a read's batches.
+    """The columns of the batches of a read, and the conversion to them.
 
     Args:
         options: the options of the read.
@@ -70,11 +70,12 @@ class BatchColumns:
         if options.encryption_keys is not None and {"data", ERROR_COLUMN} & {*columns, *wanted}:
             self._encryption = decryption_of(options)
             columns += [name for name in _ENCRYPTED if name not in columns]
-        # A count needs no column; the narrowest one has the number of rows.
+        # A count needs no columns, but the batches must have the number of rows: read the narrowest
+        # one.
         self.columns = columns or ["partition"]
 
     def project(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Convert a batch of the log's columns to one of the schema."""
+        """Convert a batch of the log's columns to a batch of the schema."""
         if self._encryption is None:
             found = {name: batch.column(name) for name in batch.schema.names}
         else:
@@ -87,9 +88,9 @@ class BatchColumns:
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
 
     def _unpacked(self, found: dict[str, pa.Array], unpacker: Unpacker) -> dict[str, pa.Array]:
-        """Add the payload's columns; option `mode` decides about invalid payloads.
+        """Add the payload's columns; option `mode` determines the result for invalid payloads.
 
-        A payload that was not decrypted is null in all of them, in every mode.
+        If a payload was not decrypted, all of these columns are null, in every mode.
         """
         data, corrupt = found["data"], self.options.corrupt_column
         if data.null_count:
@@ -121,7 +122,7 @@ class BatchColumns:
     def _unpacked_present(
         self, found: dict[str, pa.Array], unpacker: Unpacker
     ) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
-        """Return the same where some payloads are null: these are null in all columns, and fit."""
+        """Unpack a batch with null payloads, which give null columns and count as fitting."""
         is_present = found["data"].is_valid()
         names = (*_PLACE, "data")
         columns, fits = self._unpacked_whole(
@@ -135,13 +136,13 @@ class BatchColumns:
 
 
 def _as_text(data: pa.Array) -> pa.Array:
-    """Return bytes as text, with a replacement character for invalid ones."""
+    """Decode binary values as UTF-8, with a replacement character for each invalid byte."""
     texts = [None if each is None else each.decode(errors="replace") for each in data.to_pylist()]
     return pa.array(texts, pa.string())
 
 
 class ReadSource(NamedTuple):
-    """Where a task reads: `archived` first, if its transactions are there."""
+    """The source of a task's transactions: the archive first, if it has them, then the cluster."""
 
     client: WaltzClient
     replicas: ReplicaSet
@@ -165,10 +166,10 @@ def fetch(
 def log_batches(
     source: ReadSource, span: TransactionRange, options: ReadOptions, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the transactions of a span, with these columns of the log.
+    """Yield the given columns of the log for the transactions of a span.
 
     Raises:
-        Like `fetch`.
+        The errors of `fetch`.
     """
     began = time.monotonic()
     rows = size = 0
@@ -194,7 +195,7 @@ def _chunks(
     form = RangeForm.HEADERS if headers_only else RangeForm.WHOLE
     first = span.first
     if source.archived is not None:
-        # The span of a change feed may end after what is archived, or begin there.
+        # The span of a change feed may end after the archived transactions, or begin after them.
         part = span._replace(last=min(span.last, source.archived.manifest.last))
         for chunk in chunks_of(source.archived, part, form, options.headers):
             first = chunk.next

@@ -1,9 +1,9 @@
 """`format("waltz")`: the data source that Spark creates on the driver.
 
-Spark creates it for every `load` and `save`, pickles it between processes, and shows its errors to
-the user. So all options are checked here, at once. The reader and the writer are imported on
-demand: Spark also uses this module in processes that only look up the format and its schema, and
-need no client.
+Spark creates the data source for every `load` and `save`, pickles it between processes, and shows
+its errors to the user. So all options are checked here, at once. The reader and the writer are
+imported on demand. Spark also uses this module in processes that only look up the format and its
+schema, and need no client.
 """
 
 from collections import Counter
@@ -19,6 +19,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import BinaryType, StringType, StructType
 
+from waltz_core.config.settings import shown_names
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.records.unpacking import columns_named
 from waltz_spark.option_table import Purpose
@@ -41,7 +42,7 @@ from waltz_spark.worker_errors import without_stack
 
 
 class WaltzDataSource(DataSource):
-    """The log as a table: read ranges of it, append to it.
+    """The log as a table: reads return ranges of it, writes append to it.
 
     A read returns `partition`, `transaction_id`, `header`, `request_id`, `commit_time`, `data`, or
     the columns of your schema with option `dataFormat`. A write appends each row as one
@@ -63,12 +64,12 @@ class WaltzDataSource(DataSource):
 
     @without_stack
     def schema(self) -> str:
-        """Return the log's columns, or those that option `columns` names."""
+        """Return the DDL of the log's columns, or of the columns that option `columns` names."""
         return read_schema(parse_read(self.options).columns)
 
     @without_stack
     def reader(self, schema: StructType) -> DataSourceReader:
-        """Return the reader of a batch; `schema` may be the user's."""
+        """Return the reader of a batch; `schema` is that of the log or of the user."""
         options = self._checked_read_options(schema, Purpose.BATCH)
         from waltz_spark.datasource.batch_read import WaltzBatchReader  # noqa: PLC0415 - see the module
 
@@ -76,7 +77,7 @@ class WaltzDataSource(DataSource):
 
     @without_stack
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
-        """Return the reader of a stream; `schema` may be the user's."""
+        """Return the reader of a stream; `schema` is that of the log or of the user."""
         from waltz_spark.datasource import stream_read  # noqa: PLC0415 - see the module
         from waltz_spark.spark_version import stream_reader  # noqa: PLC0415 - see the module
 
@@ -110,7 +111,7 @@ class WaltzDataSource(DataSource):
             )
         foreign = [field for field in schema.fields if field.name not in options.log_columns]
         if foreign and options.data_format is None:
-            names = ", ".join(field.name for field in foreign[:5])
+            names = shown_names([field.name for field in foreign], 5)
             raise BadRequest(
                 f"the schema has columns that the log does not have ({names}). Hint: to "
                 "unpack them from the payload, use option dataFormat=msgpack (or json)."

@@ -1,9 +1,9 @@
-"""The start of a read, of a batch or of the first micro-batch of a stream; the end of a batch.
+"""The start of a batch read or of a stream's first micro-batch, and the end of a batch read.
 
-A start by time needs requests to the log, or a look into its archive. A start before the first
-available ID of the log is data loss, unless the options allow it: the archive has expired the
-transactions in between. So are requested IDs below it, and a given end below it, if the read has no
-other start.
+A start by time requires requests to the log or to its archive. A start before the first available
+ID of the log is data loss, unless the options allow it: the transactions in between have expired
+from the archive. The same applies to requested IDs below the first available ID. It also applies to
+an end that the user specifies below it, if the read has no other start.
 """
 
 import logging
@@ -19,7 +19,7 @@ from waltz_spark import planning
 from waltz_spark.datasource.archive_read import last_archived_before
 from waltz_spark.options import ReadOptions
 
-# A start by time takes about thirty sequential requests; for this many partitions concurrently.
+# A start by time takes about thirty sequential requests; this number of partitions does so at once.
 CONCURRENT_PARTITIONS_MAX = 32
 
 _log = logging.getLogger("waltz")
@@ -28,12 +28,12 @@ _log = logging.getLogger("waltz")
 def starts(
     client: WaltzClient, options: ReadOptions, sources: Mapping[int, ReplicaSet]
 ) -> dict[int, int]:
-    """Return the exclusive start of each partition in `sources`, which have the marks now.
+    """Return the exclusive start of each partition in `sources`, which has the current marks.
 
     Raises:
-        BadConfig: marks were given, but none for one of the partitions.
-        DataLoss: a given mark is past the end of its log, transactions since a given mark or time
-            may have expired, or some of the given IDs have.
+        BadConfig: the user specified marks, but none for one of the partitions.
+        DataLoss: a specified mark is past the end of its log, transactions after a specified mark
+            or time may have expired, or some of the specified IDs have expired.
         Unavailable: a partition does not answer.
     """
     marks, firsts = marks_of(sources), firsts_of(sources)
@@ -57,16 +57,16 @@ def starts(
 
     with ThreadPoolExecutor(CONCURRENT_PARTITIONS_MAX) as pool:
         found = dict(zip(marks, pool.map(start, marks), strict=True))
-    # If no available transaction is older than the time, expired ones may be as recent.
+    # If no available transaction is older than the time, expired transactions may match it, too.
     wanted = {each: at - 1 if 0 < firsts[each] == at + 1 else at for each, at in found.items()}
     return check_available(options, wanted, firsts, "option 'startingTimestamp'")
 
 
 def _earliest(options: ReadOptions, firsts: Mapping[int, int]) -> dict[int, int]:
-    """Return the start of each log, unless given IDs below it have expired.
+    """Return the start of each log; expired IDs of option `transactionIds` are data loss.
 
     Raises:
-        DataLoss: as `check_available`.
+        DataLoss: as for `check_available`.
     """
     ids = options.transaction_ids
     lows = [low for low, _ in ids]
@@ -76,11 +76,12 @@ def _earliest(options: ReadOptions, firsts: Mapping[int, int]) -> dict[int, int]
 
 
 def ends(options: ReadOptions, sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
-    """Return the inclusive end of each partition in `sources`, none before an expired ID.
+    """Return the inclusive end of each partition in `sources`, never before an expired ID.
 
     Raises:
-        BadConfig: marks were given, but none for one of the partitions.
-        DataLoss: a given mark is past the end of its log, or everything up to it has expired.
+        BadConfig: the user specified marks, but none for one of the partitions.
+        DataLoss: a specified mark is past the end of its log, or all transactions up to it have
+            expired.
     """
     firsts = firsts_of(sources)
     found = planning.resolve_ends(options, marks_of(sources))
@@ -100,16 +101,17 @@ def marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
 def check_available(
     options: ReadOptions, starts: Mapping[int, int], firsts: Mapping[int, int], what: str
 ) -> dict[int, int]:
-    """Return the starts, none before the first available ID of its log.
+    """Return the starts, raised to the first available ID of each log.
 
     Args:
-        options: say whether data loss is allowed.
+        options: state whether data loss is allowed.
         starts: the exclusive start of each partition.
-        firsts: the first available ID of each of them.
-        what: the origin of the starts, for an error.
+        firsts: the first available ID of each of these partitions.
+        what: the origin of the starts, for an error message.
 
     Raises:
-        DataLoss: names a partition and the first available ID.
+        DataLoss: a start is before the first available ID; the error names the partition and the
+            ID.
     """
     _check_expired(
         options, {each: start + 1 for each, start in starts.items()}, firsts, f"{what} begins"
@@ -120,7 +122,7 @@ def check_available(
 def _check_expired(
     options: ReadOptions, ids: Mapping[int, int], firsts: Mapping[int, int], what: str
 ) -> None:
-    """Report IDs that have expired; raises DataLoss as `check_available`, if it is not allowed."""
+    """Raise DataLoss if IDs have expired, or log a warning if the options allow data loss."""
     expired = {each: firsts[each] for each, found in ids.items() if found < firsts[each]}
     if expired and options.fail_on_data_loss:
         partition, first = min(expired.items())
@@ -139,10 +141,10 @@ def from_first_available(
     spans: Sequence[planning.TransactionRange],
     sources: Mapping[int, ReplicaSet],
 ) -> list[planning.TransactionRange]:
-    """Return the spans, each from the first available transaction of its log: for a change feed.
+    """Return the spans, extended to the first available transaction of the log, for a change feed.
 
     Raises:
-        DataLoss: transactions have expired, unless that is allowed.
+        DataLoss: transactions have expired, and the options do not allow it.
     """
     firsts = firsts_of(sources)
     found = [span._replace(first=firsts[span.partition]) for span in spans]

@@ -1,24 +1,25 @@
 """Stream reads: offsets are high-water marks, and a micro-batch is a range of each partition.
 
-Spark keeps one reader in a separate process for offsets, and pickles another one to the tasks; they
-share only the offsets in the checkpoint.
+Spark keeps one reader for offsets in a separate process, and pickles another reader to the tasks.
+The two readers share only the offsets in the checkpoint.
 
 Rules:
-    1. An offset has the mark of each partition (read up to there, inclusive) and the cluster's key
+    1. An offset has the mark of each partition (read up to this ID, inclusive) and the cluster key
        (`offsets.py`). A micro-batch reads the transactions between two offsets, even if it is
        planned several times.
     2. Offsets never decrease, even if a server that has just lost a partition reports an old mark,
        except by rule 4.
-    3. A start past the end of the log is data loss, once a quorum of the replicas has confirmed it.
-       So is another cluster than the offset's, however long its log is, unless it was restored from
-       a backup of that one which has all that the stream has read.
-    4. If data loss is allowed, a partition of another log is read from its start: an offset returns
-       to `BEFORE_FIRST`, by a separate micro-batch that reads nothing of it.
-    5. An offset before the first available ID of its log is data loss, too. If that is allowed, the
-       read continues from there.
-    6. A micro-batch that was planned for another log cannot be read. The cluster's key shows it, or
-       an end past the end of the log. Offsets of development versions have no key; the next one
-       has.
+    3. A start past the end of the log is data loss, after a quorum of the replicas has confirmed
+       the end. It is also data loss if the cluster is not the one in the offset, however long its
+       log is. The exception is a cluster that was restored from a backup of the cluster in the
+       offset, if the backup contains all that the stream has read.
+    4. If the options allow data loss, a partition of another log is read from its start. The offset
+       returns to `BEFORE_FIRST`, in a separate micro-batch that reads nothing from this partition.
+    5. An offset before the first available ID of its log is data loss, too. If the options allow
+       it, the read continues from the first available ID.
+    6. A micro-batch that was planned for another log cannot be read. The reader recognizes such a
+       micro-batch by the cluster key, or by an end past the end of the log. Offsets of development
+       versions have no cluster key; the next offset has.
 """
 
 import logging
@@ -58,7 +59,8 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     Args:
         options: the checked options of the read.
-        schema: the columns wanted, in order: the log's own and, with `dataFormat`, the payload's.
+        schema: the requested columns, in order: those of the log and, with `dataFormat`, of
+            payloads.
     """
 
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
@@ -68,31 +70,31 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._marks: Marks = {}
         self._firsts: Marks = {}  # the first available ID of each partition
         self._marks_until_s = 0.0
-        self._cluster_key = b""  # of the marks' cluster
+        self._cluster_key = b""  # that of the cluster from which the marks are
         self._cluster: ClusterInfo | None = None
 
-    # ---- offsets, in Spark's process for them
+    # ---- offsets, in the process that Spark starts for them
 
     @without_stack
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return the start of a query without a checkpoint.
 
         Raises:
-            DataLoss: a mark is past the end of its log, or wanted transactions have expired.
+            DataLoss: a mark is past the end of its log, or requested transactions have expired.
             BadConfig: a partition does not exist, or has no mark.
             Unavailable: the cluster does not answer.
         """
-        # Rule 3: a given mark is compared with marks that a quorum confirms.
+        # Rule 3: compare a mark from the user with marks that a quorum has confirmed.
         client, sources = self._query(linearizable=True)
         return encode(starts(client, self._options, sources), client.cluster().key)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
-        """Return the limit of a micro-batch, unless the trigger sets another one."""
+        """Return the maximum size of a micro-batch, unless the trigger sets another limit."""
         return ReadMaxRows(self._options.trigger_transactions_max)
 
     @without_stack
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Set the end of the query to the current marks."""
+        """Set the end of the query to the current high-water marks."""
         self._target = self._marks_now()
 
     @without_stack
@@ -100,8 +102,8 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return the end of the next micro-batch (rules 2 and 3).
 
         Raises:
-            DataLoss: the log ends before `start`, or the transactions after it have expired.
-            BadConfig: `start`, from a checkpoint, has other partitions.
+            DataLoss: the log ends before `start`, or the transactions after `start` have expired.
+            BadConfig: the checkpoint has partitions that this query omits.
         """
         begin, cluster = self._begin(start)
         marks = self._marks_now(begin)
@@ -122,17 +124,17 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @without_stack
     def reportLatestOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Return the current marks, for the query's progress."""
+        """Return the current high-water marks, for the query's progress report."""
         return encode(self._marks_now(), self._cluster_key)
 
     def commit(self, end: Offset) -> None:
         """Do nothing: the log keeps everything, and the checkpoint has the position."""
 
     def stop(self) -> None:
-        """Do nothing: the connections close with their process."""
+        """Do nothing: the connections close when their process exits."""
 
     def _begin(self, start: Offset) -> StreamOffset:
-        """Return a checkpoint's offset; a partition that it lacks begins at the start."""
+        """Decode an offset of a checkpoint; a partition that it lacks is read from the start."""
         client = client_of(self._options.connect)
         chosen = planning.chosen_partitions(self._options, client.partition_count)
         found, cluster = decode(start)
@@ -146,13 +148,13 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return StreamOffset(marks, cluster)
 
     def _restart_marks(self, lost: Sequence[int], start: StreamOffset, marks: Marks) -> Marks:
-        """Return the start of partitions of another log (rule 4).
+        """Return the offset at which partitions of another log are read again (rule 4).
 
         Raises:
-            DataLoss: unless it is allowed.
+            DataLoss: the options do not allow data loss.
         """
         if self._options.fail_on_data_loss:
-            # A partition that ends before its offset is the clearest example.
+            # For the message: the partition whose log ends the furthest before its offset.
             begin = start.marks
             shown = min(lost, key=lambda each: marks[each] - begin[each])
             what = (
@@ -166,7 +168,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return dict.fromkeys(lost, int(BEFORE_FIRST))
 
     def _has_log_of(self, offset: StreamOffset) -> bool:
-        """Whether the cluster that was queried last has the log of an offset (rule 3)."""
+        """Whether the last queried cluster has the log to which an offset belongs (rule 3)."""
         if offset.cluster in (None, self._cluster_key.hex()):
             return True
         assert self._cluster is not None
@@ -179,11 +181,11 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
 
     def _marks_now(self, least: Marks | None = None) -> Marks:
-        """Return the marks, at most `pollInterval` old; less than `least` only if confirmed."""
+        """Return marks at most `pollInterval` old; a quorum has confirmed marks below `least`."""
         now_s = time.monotonic()
         if now_s >= self._marks_until_s:
             known = self._marks
-            # Rule 2: a reader without marks has nothing to compare them with.
+            # Rule 2: a reader without earlier marks cannot detect an old mark.
             self._marks = self._request_marks(linearizable=not known)
             self._confirm(known)
             self._marks_until_s = now_s + self._options.poll_ms / 1000
@@ -191,7 +193,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._marks
 
     def _confirm(self, known: Marks) -> None:
-        """Let a quorum confirm marks that are below known ones (rules 2 and 3)."""
+        """If a mark is below a known one, request marks that a quorum confirms (rules 2 and 3)."""
         if any(mark < known.get(each, mark) for each, mark in self._marks.items()):
             self._marks = self._request_marks(linearizable=True)
 
@@ -203,7 +205,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def _query(
         self, partitions: Sequence[int] | None = None, *, linearizable: bool
     ) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
-        """Request these partitions, or all chosen ones, and note the cluster."""
+        """Query the given partitions, or all chosen partitions, and record the cluster."""
         choose = partial(planning.chosen_partitions, self._options)
         client, sources = sources_of(
             self._options.connect,
@@ -213,7 +215,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
         cluster = client.cluster()
         if self._cluster_key != cluster.key:
-            self._marks_until_s = 0.0  # the known ones belong to another cluster
+            self._marks_until_s = 0.0  # the cached marks belong to another cluster
             self._cluster_key, self._cluster = cluster.key, cluster
         return client, sources
 
@@ -257,14 +259,14 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @without_stack_each
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Yield a task's transactions as Arrow batches."""
+        """Yield the transactions of a task as Arrow batches."""
         return read_task(partition, self._options, self._schema, query_of_task())
 
 
 class FailingStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """A reader for a stream that cannot be read: its methods raise the reason.
+    """A reader for a stream that cannot be read: its methods raise the error.
 
-    PySpark 4.3 hides an exception of `streamReader` behind its own error.
+    If `streamReader` raised it, PySpark 4.3 would hide it behind an error of its own.
     """
 
     def __init__(self, error: WaltzError) -> None:
@@ -272,25 +274,25 @@ class FailingStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @without_stack
     def initialOffset(self) -> Offset:  # noqa: N802 - Spark's name
-        """Raise the reason."""
+        """Raise the error."""
         raise self._error
 
     @without_stack
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
-        """Raise the reason."""
+        """Raise the error."""
         raise self._error
 
     @without_stack
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802
-        """Raise the reason."""
+        """Raise the error."""
         raise self._error
 
     @without_stack
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Raise the reason."""
+        """Raise the error."""
         raise self._error
 
 
 def _partitions_past(ends: Marks, sources: Mapping[int, ReplicaSet]) -> list[int]:
-    """Return the partitions whose log ends before an end."""
+    """Return the partitions whose log ends before their end in `ends`."""
     return [each for each, end in ends.items() if end > sources[each].high_water_mark]

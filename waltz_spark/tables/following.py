@@ -1,6 +1,6 @@
-"""`follow` and `upsert`: tables that equal a replay of the log up to their marks.
+"""`follow` and `upsert`: keep tables equal to a replay of the log up to their marks.
 
-They run in the user's Python process, as `append` and `snapshot` do.
+Both functions run in the user's Python process, like `append` and `snapshot`.
 """
 
 import logging
@@ -65,7 +65,7 @@ _log = logging.getLogger(__name__)
 
 
 class Table(NamedTuple):
-    """A table of `follow(..., tables=...)`; the fields are the arguments of `follow`."""
+    """A table for `follow(..., tables=...)`; the fields are arguments of `follow`."""
 
     key: str | Sequence[str] = ()
     schema: str | StructType | None = None
@@ -124,58 +124,62 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     on_progress: Callable[[int, int], None] = lambda _applied, _total: None,
     **options: object,
 ) -> dict[int, int] | dict[str, dict[int, int]]:
-    """Keep tables equal to the log, batch by batch; return the marks of the table or tables.
+    """Keep tables equal to the log, batch by batch; return the high-water marks of the tables.
 
-    Each batch is one commit, which also has the marks. So the table equals a replay of the log
-    whenever the driver, an executor or a task is killed, and a repeated call continues at the
-    marks of the table. `waltz-core follow` can continue the same table without Spark.
+    Each batch is one commit, which also stores the marks. So the table equals a replay of the log
+    whenever the driver, an executor or a task is killed. A repeated call continues at the marks of
+    the table. `waltz-core follow` can continue the same table without Spark.
 
         waltz_spark.follow(spark, connect, table="/tables/accounts", key="id",
                            schema="id long, owner string, op string", delete_where="op = 'D'")
 
     Args:
-        spark: a session with Delta or Iceberg; the table is written in a session of its own.
-        connect: the cluster.
-        table: the name of the table, or its path or URL; it is created if there is none.
+        spark: a session with Delta or Iceberg; Waltz opens another session to write the table.
+        connect: the connect string of the cluster.
+        table: the name of the table, or its path or URL. If the table does not exist, it is
+            created.
         key: the key column or columns; none for Parquet.
-        schema: the columns of the table: those of the payload, and of the log by their names. The
-            table has two more, `_partition` and `_transaction_id`. Without it, columns are found in
-            msgpack or JSON payloads of a Delta table.
-        format: that of a new table: delta (default), iceberg, or parquet, which only gains rows.
-            Each call for a table of Parquet files needs it.
-        headers: the headers of the transactions of the table; without any, all transactions are.
-        delete_headers: headers of transactions that delete the row with their key.
-        delete_where: the condition of other deletes: a boolean column, or a comparison of a column
+        schema: the columns of the table: those of the payload, and those of the log by their names.
+            The table has two more columns, `_partition` and `_transaction_id`. Without a schema,
+            columns are found in the payloads, which must be msgpack or JSON; this works for Delta
+            tables only.
+        format: the format of a new table: delta (default), iceberg, or parquet. A Parquet table
+            only gains rows, and each call for it needs `format`.
+        headers: the headers of transactions that belong to the table; default: all transactions.
+        delete_headers: the headers of transactions that delete the row with their key.
+        delete_where: another condition for deletes: a boolean column, or a comparison of a column
             with a literal (`op = 'D'`).
-        changes: `module:function`, a function that takes transactions as a `pyarrow.Table`, with
-            the columns of `schema`, and returns changes; the columns of the table are those that it
-            returns. Workers must be able to import the module.
-        tables: several tables by name, path or URL, instead of the arguments above. The log is read
-            once for all of them; each has its own commits and marks, which are returned by table.
+        changes: `module:function`, the name of a changes function. Its argument is a
+            `pyarrow.Table` of transactions with the columns of `schema`, and it returns changes.
+            The columns of the table are those that the function returns. Workers must be able to
+            import the module.
+        tables: several tables by name, path or URL, in place of the arguments above. The log is
+            read once for all of them. Each table has its own commits and marks; the result has them
+            by table.
         follower: the name of the follower in the commits of the table.
-        start: for a new table, the mark of each partition before its first transaction, or a
-            commit time (in UTC if it has no time zone). Without it, the table begins at the first
-            available transaction.
-        until: "now" ends at the marks of the call, a mapping at its marks, or at the end of the log
-            if this comes first. Without it, the function returns only with an error.
-        batch_transactions: the maximum number of transactions of a commit.
+        start: the start of a new table: by partition, the mark before the first transaction; or a
+            commit time (in UTC if it has no time zone). Default: the first available transaction.
+        until: the end of the call. "now" is the end of the log at the time of the call. A mapping
+            has a mark for each partition; the call also ends at the end of the log if it is before
+            these marks. Default: the function returns only with an error.
+        batch_transactions: the maximum number of transactions in a commit.
         interval_s: seconds between requests for new transactions.
-        on_progress: is called with two numbers of transactions: those that the call has applied,
-            and those that it has to apply, as far as it knows.
-        options: options of the format: `dataFormat` (msgpack), `schemaRegistry`,
+        on_progress: a function that is called with two numbers of transactions: those that this
+            call has applied, and those that it has to apply, as far as it knows.
+        options: options of the format: `dataFormat` (msgpack by default), `schemaRegistry`,
             `schemaRegistryAuthFile`, `encryptionKeys`, `requireEncryption`, `readFrom`, `archive`,
             `group`, `minPartitions`, `maxTransactionsPerTask`.
 
     Raises:
-        BadConfig: an argument is not valid, a start was given for a table with marks, the table has
-            other columns or another format, or the session has no library of the format.
+        BadConfig: an argument is not valid, `start` was used for a table with marks, the table has
+            other columns or another format, or the session lacks the library for the format.
         BadFormat: a payload does not fit, a key is null, the table marks are lost, or the table was
             restored.
         BadRequest: a key has changes in two partitions, or a changes function has failed.
         ClusterKeyMismatch: the table follows another cluster.
-        DataLoss: the log does not have the transactions after the table marks.
+        DataLoss: the log no longer has the transactions after the table marks.
         Unavailable: the cluster does not answer (only with `until`).
-        Superseded: another commit came first each time.
+        Superseded: in each attempt, another commit came first.
     """
     if interval_s <= 0:
         raise BadConfig(f"interval_s: expected more than 0, found {interval_s:g}")
@@ -215,7 +219,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
 
 
 class _CheckedTable(NamedTuple):
-    """A table of a call; `declared` are the columns of its transactions."""
+    """A table of a call, after its checks; `declared` has the columns of its transactions."""
 
     place: str
     declared: StructType | None
@@ -228,14 +232,18 @@ class _CheckedTable(NamedTuple):
 def _given_tables(
     table: str | None, one: Table, tables: Mapping[str, Table] | None
 ) -> Mapping[str, Table]:
-    """Return the tables of a call."""
+    """Return the tables of a call by name, from either of the two forms of arguments."""
     if tables is None:
         if table is None or not (one.key or one.format == "parquet"):
-            raise BadConfig("follow: expected table and key, or tables")
+            found = "neither" if table is None else "table without key"
+            raise BadConfig(
+                f"follow: expected the arguments table and key, or tables; found {found}"
+            )
         return {table: one}
     if table is not None or one != Table():
         raise BadConfig(
-            f"follow: expected either tables or table, {', '.join(Table._fields)}, found both"
+            "follow: expected either the argument tables, or table with "
+            f"{', '.join(Table._fields)}; found both"
         )
     if not tables:
         raise BadConfig("follow: expected one or more tables, found none")
@@ -249,7 +257,7 @@ def _check_table(
     table: Table,
     options: Mapping[str, object],
 ) -> _CheckedTable:
-    """Return a table of a call, checked."""
+    """Check the arguments for a table, and open it."""
     with errors_of_table(place):
         headers = tuple(table.headers)
         if headers and (unread := set(table.delete_headers) - set(headers)):
@@ -307,35 +315,36 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
     changes: str | None = None,
     follower: str = "follow",
 ) -> dict[int, int]:
-    """Apply transactions to a table, each once; return the marks of the table.
+    """Apply each transaction to a table exactly once; return the table's high-water marks.
 
-    For a `foreachBatch` of yours. The rows and the marks after them are one commit. Rows up to the
-    marks of the table are dropped, so a repeated micro-batch writes no commit, even with a new
-    checkpoint directory.
+    Call the function in a `foreachBatch`. The rows and the marks after them are one commit. Rows up
+    to the marks of the table are dropped. So a repeated micro-batch writes no commit, even with a
+    new checkpoint directory.
 
         def each(df, batch):
             waltz_spark.upsert(df, connect, table="/tables/accounts", key="id")
 
     Args:
         df: transactions of the log, with the columns `partition` and `transaction_id`, with
-            `delete_headers` also `header`, and the columns of the table. A transaction may have
-            several rows, with different keys.
-        connect: the cluster of the transactions.
-        table: the name of the table, or its path or URL; it is created if there is none.
+            `delete_headers` also `header`, and with the columns of the table. A transaction may
+            have several rows with different keys.
+        connect: the connect string of the transactions' cluster.
+        table: the name of the table, or its path or URL. If the table does not exist, it is
+            created.
         key: the key column or columns.
-        format: that of a new table: delta (default) or iceberg.
-        delete_headers: headers of transactions that delete the row with their key.
-        delete_where: the condition of other deletes, as for `follow`.
-        changes: `module:function`, a function that makes changes of the rows, as for `follow`.
+        format: the format of a new table: delta (default) or iceberg.
+        delete_headers: the headers of transactions that delete the row with their key.
+        delete_where: another condition for deletes, as for `follow`.
+        changes: `module:function`, a function that computes changes from the rows, as for `follow`.
         follower: the name of the follower in the commits of the table.
 
     Raises:
-        BadConfig: an argument is not valid, the table has other columns, or rows without marks, or
-            the session has no Delta.
+        BadConfig: an argument is not valid, the table has other columns, or rows but no marks, or
+            the session lacks the library for the format.
         BadFormat: a key is null, the table marks are lost, or the table was restored.
         BadRequest: `df` is not a DataFrame of transactions, or a key has changes in two partitions.
         ClusterKeyMismatch: the table follows another cluster.
-        Superseded: another commit came first each time.
+        Superseded: in each attempt, another commit came first.
     """
     _check_frame(df)
     given = Table(key, None, (), delete_headers, delete_where, changes)
@@ -365,7 +374,7 @@ def _upsert_once(
 ) -> dict[int, int]:
     stored = _stored_marks(target, name)
     parts = changes_of_frame(df, columns, rules, stored.marks)
-    # Two actions use them: the marks, and the MERGE.
+    # Two actions use the changes: the one for the marks, and the MERGE.
     changes = last_of_tasks(parts, rules.key).persist()
     try:
         with target.translate_errors():
@@ -381,7 +390,7 @@ def _upsert_once(
 
 
 def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
-    """Return the marks of the table, which is created if there is none."""
+    """Return the marks of the table; create the table if it does not exist."""
     state = target.marks(name)
     if state is None:
         target.create(name)
@@ -389,15 +398,15 @@ def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
         assert state is not None, "it was created"
     if state.metadata is None and state.version is None and state.has_rows:
         raise BadConfig(
-            f"the table has rows or another follower, but no marks of follower {name.follower!r}. "
-            "Hint: use another table."
+            "the table has rows, or marks of another follower, but no marks of follower "
+            f"{name.follower!r}. Hint: use another table."
         )
     check_others(state.others, name)
     return continued_marks(state.metadata, state.version, name)
 
 
 def _rules(table: Table, rows: StructType | None) -> ChangeRules:
-    """Return the rules of a table with these columns of transactions; None if they are found."""
+    """Return the rules of a table; `rows` has the columns of transactions, None if not declared."""
     where = None if table.delete_where is None else parse_condition(table.delete_where)
     key = [table.key] if isinstance(table.key, str) else list(table.key)
     rules = ChangeRules(key, tuple(table.delete_headers), where)
@@ -412,7 +421,7 @@ def _rules(table: Table, rows: StructType | None) -> ChangeRules:
 
 
 def _check_frame(df: DataFrame) -> None:
-    """Check that a value is a DataFrame of transactions."""
+    """Check that the value of `df` is a DataFrame of transactions."""
     if getattr(df, "sparkSession", None) is None:
         raise BadRequest(f"upsert: expected a DataFrame of Spark, found {type(df).__name__}")
     types = {part.name: part.dataType.simpleString() for part in df.schema}
@@ -425,7 +434,7 @@ def _check_frame(df: DataFrame) -> None:
 
 
 def _columns_of_table(df: DataFrame, rules: ChangeRules) -> StructType:
-    """Return the columns that the rows of a DataFrame of transactions have in the table."""
+    """Return the columns of the table for a DataFrame of transactions."""
     check_rules(rules, arrow_schema(df.schema))
     if rules.function is not None:
         return table_columns(df.schema, rules)
@@ -441,13 +450,15 @@ def _read_options(
     found = option_texts(given)
     for name in found:
         if name not in _OPTIONS:
-            raise BadConfig(f"follow: expected an option of {', '.join(_OPTIONS)}, found {name!r}")
+            raise BadConfig(
+                f"follow: expected only the options {', '.join(_OPTIONS)} for reads, found {name!r}"
+            )
     found.setdefault("dataFormat", "msgpack")
     if headers:
         found["headers"] = ",".join(map(str, headers))
     found["connect"] = connect
     if columns and all(name in parse_read(found).log_columns for name in columns.names):
-        return _without_options(found, *_PAYLOADS)  # the table has columns of the log only
+        return _without_options(found, *_PAYLOADS)  # the table has only columns of the log
     return found
 
 
@@ -458,7 +469,7 @@ def _without_options(options: Mapping[str, str], *names: str) -> dict[str, str]:
 def _start_marks(
     connect: str, start: Mapping[int, int] | datetime | str | None, options: Mapping[str, str]
 ) -> Mapping[int, int]:
-    """Return the given start as marks; none without it."""
+    """Return the start of a call as marks; no marks if `start` is None."""
     if start is None or isinstance(start, Mapping):
         return {int(partition): int(mark) for partition, mark in (start or {}).items()}
     text = start.isoformat() if isinstance(start, datetime) else start
@@ -471,7 +482,7 @@ def _end_marks(position: LogPosition, until: object) -> Mapping[int, int] | None
     """Return the marks at which a call ends; None if it does not end.
 
     Raises:
-        BadConfig: it is neither "now" nor marks.
+        BadConfig: `until` is neither "now" nor a mapping of marks.
     """
     if until is None:
         return None

@@ -1,11 +1,12 @@
-"""The changes in a part of the log whose columns are found in the payloads.
+"""The changes in a part of the log, for tables whose columns are found in the payloads.
 
 Rules:
-    1. Tasks find columns at the same time, each in its own part of the log. If one fails, or if two
-       do not agree, they run one after the other: each knows the columns of those before it, as in
-       the follower without Spark. So the columns and the errors are the same.
+    1. Tasks find columns concurrently, each in its own part of the log. If a task fails, or if two
+       tasks do not agree, the tasks run one after the other. Then each task receives the columns
+       that were found before it, as in the follower without Spark. So the columns and the errors
+       are the same.
     2. Spark needs the columns of a DataFrame before it runs a task. So tasks return their changes
-       as bytes of Arrow, which Spark keeps until all columns are known.
+       as Arrow bytes, which Spark keeps until all columns are known.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,25 +25,25 @@ from waltz_core.tables.row_changes import DELETED, ChangeRules, parts_of
 from waltz_spark.tables.spark_errors import translate_errors
 from waltz_spark.worker_errors import without_stack_each
 
-# What tasks return: the columns first, then changes (rule 2).
+# The result of tasks: a row with the columns first, then rows with changes (rule 2).
 _PARTS = "task int, columns binary, changes binary"
 _PART_BYTES = 8 * 1024 * 1024
 
 
 class _SchemaConflict(Exception):
-    """Tasks have found two types for a column, or too many columns together."""
+    """Tasks have found two types for a column, or too many columns in total."""
 
 
 @dataclass
 class FindingRead:
-    """Reads the transactions of tasks, and yields the last changes with the columns found in them.
+    """Reads the transactions of tasks; yields the last changes, and the columns found in them.
 
     Attributes:
         reader: reads the columns of the log, with `data`.
-        tasks: in the order of the log.
+        tasks: the tasks, in the order of the log.
         rules: how transactions become changes.
-        known: the columns of the table.
-        data_format: that of the payloads.
+        known: the known columns of the table.
+        data_format: the format of the payloads.
     """
 
     reader: DataSourceReader
@@ -67,7 +68,7 @@ class FindingRead:
 def decrypted_rows(
     batches: Iterable[pa.RecordBatch], columns: list[str]
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the columns of batches; raises BadFormat for a payload that was not decrypted."""
+    """Yield the given columns of batches; raises BadFormat if a payload was not decrypted."""
     for batch in batches:
         check_decrypted(batch)
         yield batch.select(columns)
@@ -94,13 +95,13 @@ def _part_row(task: int, columns: bytes | None, changes: bytes | None) -> pa.Rec
 
 @dataclass
 class Unpacked:
-    """Returns packed changes with all columns."""
+    """Converts changes from Arrow bytes to rows that have all columns."""
 
     schema: pa.Schema
 
     @without_stack_each
     def __call__(self, parts: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the changes in Arrow batches."""
+        """Yield the changes as Arrow batches."""
         for part in parts:
             for packed in part.column(0):
                 changes = pa.ipc.open_stream(packed.as_buffer()).read_all()
@@ -114,7 +115,7 @@ class Unpacked:
 
 
 class FoundChanges:
-    """Keeps the bytes of the last changes until the next ones are read.
+    """Finds columns and changes; keeps the bytes of the last changes until it reads more changes.
 
     Args:
         session: runs the tasks.
@@ -125,12 +126,12 @@ class FoundChanges:
         self._parts: DataFrame | None = None
 
     def changes(self, read: FindingRead) -> DataFrame:
-        """Return the changes of tasks: the last one of each key and task.
+        """Return the changes in the transactions of tasks: the last change for each key and task.
 
         Raises:
             BadFormat: a payload does not fit, a key is null, or a column has no type.
             BadConfig: the rules do not fit the columns.
-            Like the read: the log cannot be read.
+            The errors of the reader: the log cannot be read.
         """
         try:
             columns = self._run_tasks(read)
@@ -147,13 +148,13 @@ class FoundChanges:
         return packed.mapInArrow(Unpacked(schema), spark_schema(schema))
 
     def release(self) -> None:
-        """Release the bytes."""
+        """Release the bytes of the last changes from Spark's cache."""
         if self._parts is not None:
             self._parts.unpersist()
             self._parts = None
 
     def _run_tasks(self, read: FindingRead) -> pa.Schema:
-        """Run the tasks, and return all columns."""
+        """Run the tasks, and return the columns that are known or were found."""
         self.release()
         numbers = self._session.range(0, len(read.tasks), 1, len(read.tasks))
         self._parts = numbers.mapInArrow(read, _PARTS).persist()
@@ -168,7 +169,7 @@ class FoundChanges:
 
 
 def spark_schema(schema: pa.Schema) -> StructType:
-    """Return the columns of found types for Spark."""
+    """Convert found columns to Spark types."""
     return from_arrow_schema(schema)
 
 
@@ -177,7 +178,7 @@ def _with_columns(known: pa.Schema, more: pa.Schema) -> pa.Schema:
 
 
 def _common_type(known: pa.DataType, more: pa.DataType) -> pa.DataType:
-    """Return the type with the fields of both types, those of the first one first."""
+    """Return a type with the fields of both types; the fields of the first type come first."""
     if known == more:
         return known
     if pa.types.is_list(known) and pa.types.is_list(more):

@@ -1,18 +1,18 @@
-"""An Iceberg table of a follower in Spark, written by `MERGE`.
+"""An Iceberg table that a follower in Spark writes, with `MERGE`.
 
-The summary of each snapshot has the marks, as property `waltz.marks`. Iceberg takes it from the
-settings of the session, so the session belongs to the table.
+The summary of each snapshot stores the marks in property `waltz.marks`. Iceberg reads the property
+from the settings of the session, so the session belongs to the table.
 
 Rules:
-    1. A batch is committed to a branch of its own, which begins at the snapshot v that `marks` has
-       read. Then the branch `main` is moved to the new snapshot. Iceberg rejects this if `main` is
-       not v any more, which raises `Superseded`. So no other commit comes between.
-       If another program drops the branch, Iceberg commits to a new one on top of `main`, so the
+    1. A batch is committed to its own branch, which begins at v, the snapshot that `marks` has
+       read. Then the branch `main` is moved to the new snapshot. Iceberg rejects this move if
+       `main` is no longer at v, which raises `Superseded`. So no other commit comes between. If
+       another program drops the branch, Iceberg commits to a new branch on top of `main`. So the
        new snapshot must have v as its parent.
-    2. A snapshot that `main` has had contains its marks and their rows, so a rollback to it needs
-       no repair: the follower continues from its marks.
+    2. Every snapshot in the history of `main` contains its marks and the rows up to them. So a
+       rollback to such a snapshot needs no repair: the follower continues from its marks.
     3. Snapshots that only replace files (compaction) are not commits of other programs.
-    4. The columns of the place are `_log_partition` and `_transaction_id`: `_partition` is one of
+    4. The place columns are `_log_partition` and `_transaction_id`, because `_partition` is one of
        Iceberg's metadata columns.
     5. Columns that the table lacks are added before the batch that has their first values.
 """
@@ -43,7 +43,7 @@ from waltz_spark.tables.spark_errors import ICEBERG, translate_errors
 _PROPERTY = "waltz.marks"
 _SETTING = f"spark.sql.iceberg.snapshot-property.{_PROPERTY}"
 _PLACE = PlaceColumns(partition="_log_partition")  # rule 4
-# Iceberg creates a table with a column like its own, and then cannot read it.
+# Iceberg can create a table that has a column with such a name, but cannot read it.
 _METADATA_COLUMNS = (
     "_change_ordinal",
     "_change_type",
@@ -55,23 +55,23 @@ _METADATA_COLUMNS = (
     "_row_id",
     "_spec_id",
 )
-_BRANCH = "waltz_"  # the start of the names of branches (rule 1)
+_BRANCH = "waltz_"  # the prefix of branch names (rule 1)
 _MAINTENANCE = "replace"  # rule 3
-# Types of Spark that Iceberg stores as others, so the next run would find another type.
+# Spark types that Iceberg stores as other types, so the next run would find another type.
 _CHANGED_TYPES = {"tinyint": "int", "smallint": "int"}
 _NO_TABLE = re.compile(r"TABLE_OR_VIEW_NOT_FOUND|NoSuchTableException|SCHEMA_NOT_FOUND")
-_SNAPSHOTS_LIMIT = 20  # to read at first; the newest one of the follower is among them
+_SNAPSHOTS_LIMIT = 20  # the number to read at first; usually one of them is of the follower
 
 
 class _BranchHead(NamedTuple):
-    """The newest snapshot of a branch."""
+    """The newest snapshot of a branch, and its parent."""
 
     snapshot: int
     parent: int | None
 
 
 class MergedIcebergTable:
-    """An Iceberg table of one follower (`FollowedTable`).
+    """An Iceberg table of one follower (implements `FollowedTable`).
 
     Args:
         session: a session for this table only.
@@ -103,24 +103,24 @@ class MergedIcebergTable:
         self._columns = [StructField(part.name, part.dataType) for part in schema]
         self._schema = StructType([*self._columns, *_PLACE.fields()])
         self._branch = f"{_BRANCH}{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
-        self._start: TableMarks | None = None  # of a table that the first `apply` creates
-        self._snapshot: int | None = None  # of `main`, which `marks` has read
-        self._new_columns: list[StructField] | None = None  # of the table; None before the check
-        self._is_clean = False  # whether branches of earlier runs were dropped
+        self._start: TableMarks | None = None  # the marks of a table that the first `apply` creates
+        self._snapshot: int | None = None  # the snapshot of `main` that `marks` has read
+        self._new_columns: list[StructField] | None = None  # to be added; None: not checked
+        self._is_clean = False  # whether the branches of earlier runs were dropped
 
     def create(self, start: TableMarks) -> None:
-        """Create the table with the next `apply` or `finish`, if there is none then.
+        """Let the next `apply` or `finish` create the table, if it does not exist by then.
 
         So a first batch that cannot be read leaves no table.
         """
         self._start = start
 
     def finish(self) -> None:
-        """Create the table, with the marks of its start in the first snapshot, if it is due.
+        """Create the table if `create` was called; its first snapshot has the marks of its start.
 
         Raises:
-            Superseded: the table exists.
-            BadConfig: the session has no Iceberg.
+            Superseded: the table exists already.
+            BadConfig: the session has no Iceberg library.
         """
         if self._start is None:
             return
@@ -132,13 +132,13 @@ class MergedIcebergTable:
             self._snapshot, self._new_columns = self._first_snapshot(), []
 
     def marks(self, follower: TableMarks) -> TableState | None:
-        """Return the state of the newest snapshot, or that of a table that is due.
+        """Return the state of the newest snapshot, or of a table that is not yet created.
 
-        None if there is no table.
+        The result is None if there is no table.
 
         Raises:
-            BadConfig: the session has no Iceberg, or a column of the table has another type than
-                the declared one, or is not declared.
+            BadConfig: the session has no Iceberg library, or a column of the table is not declared,
+                or has another type than the declared one.
         """
         with self.translate_errors():
             try:
@@ -163,19 +163,19 @@ class MergedIcebergTable:
                 limit *= 100
 
     def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
-        """Merge changes, and commit the marks with them; return whether there is a new snapshot.
+        """Merge changes and commit the marks with them; return whether there is a new snapshot.
 
         Raises:
             BadRequest: a key has changes in two partitions.
-            Superseded: rule 1.
-            BadConfig: the session has no Iceberg for this Spark.
-            Like `read` of the log: the changes cannot be read.
+            Superseded: another commit came first (rule 1).
+            BadConfig: the session has no Iceberg library for this version of Spark.
+            The errors of `read` of the log: the changes cannot be read.
         """
         first = changes.persist() if changes is not None and self._start is not None else None
         try:
             if first is not None:
                 with self.translate_errors():
-                    first.count()  # it fails before the table exists
+                    first.count()  # an error is raised before the table exists
             self.finish()
             with self.translate_errors():
                 return self._is_committed(changes, marks)
@@ -212,7 +212,7 @@ class MergedIcebergTable:
 
     def _merge(self, branch: str, changes: DataFrame) -> None:
         view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
-        # The changes may be of another session, which shares the global views.
+        # The changes may belong to another session; sessions share global views.
         changes.createOrReplaceGlobalTempView(view)
         try:
             actions = merge_actions([part.name for part in self._columns], self._key, _PLACE)
@@ -223,7 +223,7 @@ class MergedIcebergTable:
             self._session.catalog.dropGlobalTempView(view)
 
     def _begin(self) -> int:
-        """Return the snapshot that `marks` has read; a table that a user has created has none."""
+        """Return the snapshot that `marks` has read; create one if a user's table has none."""
         if self._snapshot is None:
             self._session.conf.unset(_SETTING)
             self._session.createDataFrame([], self._schema).writeTo(self._name).append()
@@ -231,10 +231,10 @@ class MergedIcebergTable:
         return self._snapshot
 
     def _first_snapshot(self) -> int:
-        """Return the snapshot that was committed to a table without any.
+        """Return the first snapshot, which this table has committed.
 
         Raises:
-            Superseded: `main` has another one, with marks that were not read (rule 1).
+            Superseded: `main` is at another snapshot, with marks that were not read (rule 1).
         """
         head = self._heads()["main"]
         if head.parent is not None:
@@ -242,14 +242,14 @@ class MergedIcebergTable:
         return head.snapshot
 
     def _branches(self) -> dict[str, int]:
-        """Return the newest snapshot of each branch."""
+        """Return the ID of the newest snapshot of each branch, by name."""
         found = self._session.sql(
             f"SELECT name, snapshot_id FROM {self._name}.refs WHERE type = 'BRANCH'"  # noqa: S608 - the user's SQL
         )
         return dict(map(tuple, found.collect()))
 
     def _heads(self) -> dict[str, _BranchHead]:
-        """Return the newest snapshot of each branch, with its parent."""
+        """Return the newest snapshot of each branch and its parent, by name."""
         found = self._session.sql(
             "SELECT r.name, r.snapshot_id, s.parent_id "  # noqa: S608 - the user's SQL
             f"FROM {self._name}.refs r JOIN {self._name}.snapshots s "
@@ -263,8 +263,8 @@ class MergedIcebergTable:
     def _drop_branches(self) -> None:
         """Drop the branches of earlier runs, which would keep their snapshots from expiring.
 
-        `main` has moved. Another follower may use a branch that is at `main`, or one snapshot after
-        it; the others cannot become `main` any more.
+        `main` has moved since. A branch that is at `main` or one snapshot after it may be in use by
+        another follower. The other branches cannot become `main` any more.
         """
         if self._is_clean:
             return
@@ -276,7 +276,7 @@ class MergedIcebergTable:
                 self._session.sql(f"ALTER TABLE {self._name} DROP BRANCH IF EXISTS {name}")
 
     def _snapshots(self, limit: int) -> list[Row]:
-        """Return the newest snapshots, including those of other branches."""
+        """Return the newest `limit` snapshots, including those of other branches."""
         return self._session.sql(
             "SELECT snapshot_id, parent_id, operation, "  # noqa: S608 - the user's SQL
             f"summary['{_PROPERTY}'] AS marks, summary['total-records'] AS rows "
@@ -299,17 +299,17 @@ class MergedIcebergTable:
             self._new_columns = []
 
     def translate_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Raise errors of Spark, its tasks and Iceberg as errors of the project."""
+        """Convert errors of Spark, its tasks and Iceberg to errors of the project."""
         return translate_errors(f"table {self._name}", self._session, ICEBERG)
 
 
 def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks) -> TableState:
-    """Return the newest snapshot of a follower, and the later ones of other programs.
+    """Return the state at the newest snapshot of a follower, with later commits of other programs.
 
     Args:
-        snapshots: those of all branches.
-        newest: the newest one of `main`; the state has its ancestors only.
-        follower: its name and cluster.
+        snapshots: snapshots of all branches.
+        newest: the newest snapshot of `main`; only its ancestors count.
+        follower: the name and the cluster of the follower.
     """
     by_id = {row["snapshot_id"]: row for row in snapshots}
     others: list[OtherCommit] = []
@@ -332,7 +332,7 @@ def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks
 
 
 def _type_in_sql(kind: DataType) -> str:
-    """Return a type in SQL; its simple string does not quote the names of fields."""
+    """Return a type in SQL syntax; Spark's simple string does not quote the names of fields."""
     if isinstance(kind, ArrayType):
         return f"ARRAY<{_type_in_sql(kind.elementType)}>"
     if isinstance(kind, MapType):

@@ -1,12 +1,13 @@
-"""The changes in a part of the log, or in a DataFrame of it: the last change of each key.
+"""The last change of each key in a part of the log, or in a DataFrame with a part of the log.
 
 Rules:
-    1. A task reads transactions and reduces them in its Python process, so the JVM gets a row for
-       each key and task. Several tasks are reduced again, by the JVM.
+    1. A task reads transactions and reduces them in its Python process, so the JVM receives one row
+       for each key and task. The JVM reduces the results of several tasks again.
     2. DataFrames of changes have the columns of the table, then `partition`, `transaction_id` and
        `_deleted`.
-    3. A batch contains what its two ends determine, so a repeated batch has the same changes.
-    4. With keys, a payload that cannot be decrypted is an error: its row cannot be known.
+    3. The start and the end of a batch determine its content, so a repeated batch has the same
+       changes.
+    4. With encryption keys, a payload that cannot be decrypted is an error: its row is unknown.
 """
 
 import json
@@ -51,18 +52,18 @@ _REASON = StructField(ERROR_COLUMN, StringType())
 
 
 class SparkFollowedLog:
-    """The log and the changes in it, read by the tasks of a session (`FollowedLog`).
+    """The log and the changes in it, read by Spark tasks (implements `FollowedLog`).
 
     Args:
         session: runs the tasks.
-        position: the marks of the log.
-        schema: the declared columns of the table. Or, to find the columns in payloads, a function
-            that returns those of the table so far.
+        position: provides the high-water marks of the log.
+        schema: the declared columns of the table. To find the columns in payloads, pass a function
+            that returns the columns that the table has so far.
         rules: how transactions become changes.
         options: the options of the reads.
 
     Raises:
-        BadConfig: the rules do not fit the schema, or columns cannot be found in the format.
+        BadConfig: the rules do not fit the schema, or columns cannot be found in this data format.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class SparkFollowedLog:
             self._data_format = self._options.pop("dataFormat")
             if self._data_format not in ("msgpack", "json"):
                 raise BadConfig(
-                    "columns are found in msgpack and JSON only. Hint: declare the columns."
+                    "schema: expected declared columns for payloads in "
+                    f"{self._data_format}, found none. Hint: declare the columns; they are "
+                    "derived from the payloads only for msgpack and json."
                 )
             rows = StructType([*_PLACE, _HEADER, StructField("data", BinaryType())])
             self._read = with_reasons(rows, self._options)
@@ -92,7 +95,7 @@ class SparkFollowedLog:
         self._schema = changes_schema(table_columns(schema, rules))
 
     def state(self) -> LogState:
-        """Return the marks and the first available IDs; raises Unavailable."""
+        """Return the log's high-water marks and first available IDs; raises Unavailable."""
         return self._position.state()
 
     def wait(self) -> None:
@@ -100,16 +103,16 @@ class SparkFollowedLog:
         self._position.wait()
 
     def release(self) -> None:
-        """Release what the last changes need in Spark's cache."""
+        """Release the data of the last changes from Spark's cache."""
         self._found.release()
 
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[DataFrame]:
-        """Return the last change of each key of the table after its start up to `ends`.
+        """Return the last change of each key after `starts[0]` and up to `ends`, as one DataFrame.
 
-        Declared columns are read at the next action; to find columns, the log is read at once.
+        If columns are declared, the log is read at the next action; otherwise it is read at once.
 
         Raises:
-            BadFormat, BadConfig: columns were not found, see `FoundChanges`.
+            BadFormat, BadConfig: columns cannot be found; see `FoundChanges`.
             DataLoss: transactions have expired.
             Unavailable: a partition does not answer.
         """
@@ -134,9 +137,9 @@ class SparkFollowedLog:
 
 @dataclass
 class TaskRead:
-    """Reads the transactions of tasks and yields the last changes (rule 1).
+    """Reads the transactions of tasks, and yields the last changes (rule 1).
 
-    Spark passes it the numbers of tasks: one to each of its own tasks.
+    Spark passes the numbers of tasks: one number to each of its own tasks.
     """
 
     reader: DataSourceReader
@@ -147,7 +150,7 @@ class TaskRead:
 
     @without_stack_each
     def __call__(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the changes in Arrow batches."""
+        """Yield the changes as Arrow batches."""
         for batch in numbers:
             for number in batch.column(0).to_pylist():
                 rows = self.reader.read(self.tasks[number])
@@ -156,7 +159,7 @@ class TaskRead:
                     yield from changes.select(self.columns).to_batches()
 
     def _changes(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-        """Yield the last changes; without a key the changes of each part, so memory is bounded."""
+        """Yield the last changes; without a key, all changes part by part, to bound the memory."""
         if self.rules.key:
             yield reduce_batches(rows, self.rules, self.schema)
         else:
@@ -165,7 +168,7 @@ class TaskRead:
 
 @dataclass
 class FrameReduction:
-    """Reduces the rows of a DataFrame to the last changes after some marks."""
+    """Reduces the rows of a DataFrame to the last changes after the marks in `after`."""
 
     rules: ChangeRules
     schema: pa.Schema
@@ -174,7 +177,7 @@ class FrameReduction:
 
     @without_stack_each
     def __call__(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the changes in Arrow batches."""
+        """Yield the changes as Arrow batches."""
         if self.rules.function is not None:  # Spark's timestamps are in the session's time zone
             parts = (pa.Table.from_batches([batch]).cast(self.schema) for batch in rows)
             rows = (batch for part in parts for batch in part.to_batches())
@@ -188,10 +191,10 @@ def changes_of_frame(
     """Return the last change of each key and task in a DataFrame of transactions (rule 2).
 
     Args:
-        df: the columns of the table, and those that the rules use.
+        df: transactions with the columns of the table, and with those that the rules use.
         schema: the columns of the table.
         rules: how transactions become changes.
-        after: the marks of the table; it has the transactions up to them.
+        after: the marks of the table; transactions up to them are dropped.
     """
     found = changes_schema(schema)
     reduction = FrameReduction(rules, arrow_schema(df.schema), found.names, dict(after))
@@ -199,15 +202,15 @@ def changes_of_frame(
 
 
 def read_schema(schema: StructType, rules: ChangeRules) -> StructType:
-    """Return the columns of the transactions of a table: the declared ones, and those of rules."""
+    """Return the columns of a table's transactions: declared columns, and columns of rules."""
     return with_log_columns(schema, header=bool(rules.delete_headers) or rules.function is not None)
 
 
 def with_reasons(rows: StructType, options: Mapping[str, str]) -> StructType:
-    """Return the columns of a read of transactions: with keys, also the reasons (rule 4).
+    """Return the columns to read; with keys, also the column for decryption errors (rule 4).
 
     Raises:
-        BadConfig: a column has this name.
+        BadConfig: the schema already has a column with this name.
     """
     if "encryptionKeys" not in options:
         return rows
@@ -221,16 +224,16 @@ def with_reasons(rows: StructType, options: Mapping[str, str]) -> StructType:
 
 
 def with_log_columns(schema: StructType, *, header: bool = True) -> StructType:
-    """Return the columns of transactions: the declared ones, and those of the log."""
+    """Return the declared columns of transactions and the columns of the log."""
     used = [*_PLACE, *([_HEADER] if header else [])]
     return StructType([*schema, *(each for each in used if each.name not in schema.names)])
 
 
 def table_columns(schema: StructType, rules: ChangeRules) -> StructType:
-    """Return the columns of a table: those of its transactions, or of its changes function.
+    """Return the columns of a table: those of its transactions, or those of its changes function.
 
     Raises:
-        BadConfig: Spark has no such type.
+        BadConfig: Spark has no type for a column.
     """
     if rules.function is None:
         return schema
@@ -246,22 +249,22 @@ def table_columns(schema: StructType, rules: ChangeRules) -> StructType:
 
 
 def changes_schema(schema: StructType) -> StructType:
-    """Return the columns of changes (rule 2); a delete may have nulls in each but the key."""
+    """Return the columns of changes (rule 2); all but the key are null in some deletes."""
     place = [each for each in _PLACE if each.name not in schema.names]
     columns = [StructField(each.name, each.dataType) for each in schema]
     return StructType([*columns, *place, StructField(DELETED, BooleanType(), nullable=False)])
 
 
 def last_of_tasks(parts: DataFrame, key: Sequence[str]) -> DataFrame:
-    """Return the last change of each key of several tasks' last changes.
+    """Reduce the last changes of several tasks to the last change of each key.
 
-    Its action fails if a key has changes in two partitions, with a message after `TWO_PARTITIONS`.
-    Without a key, all changes are returned.
+    If a key has changes in two partitions, the action on the result fails, with a message after
+    `TWO_PARTITIONS`. Without a key, all changes are returned.
     """
     if not key:
         return parts
     names = parts.columns
-    # Names of our own: a column may have any name.
+    # Rename all columns: the columns of the user may have any name.
     numbered = {name: f"c{number}" for number, name in enumerate(names)}
     keys, partition = [numbered[name] for name in key], numbered["partition"]
     rest = [numbered[name] for name in names if name not in key]
@@ -289,5 +292,5 @@ def last_of_tasks(parts: DataFrame, key: Sequence[str]) -> DataFrame:
 
 
 def marks_as_json(marks: MarkMap) -> str:
-    """Return marks as the options of a read have them."""
+    """Return high-water marks as JSON, the form of the options of a read."""
     return json.dumps({str(partition): mark for partition, mark in marks.items()})

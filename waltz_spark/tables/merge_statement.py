@@ -1,9 +1,10 @@
-"""The `MERGE` of changes into a table, which Delta and Iceberg have in common.
+"""The `MERGE` of changes into a table, in the SQL that Delta and Iceberg have in common.
 
 Rules:
-    1. A table has the declared columns, and two for the place of the last change of the row:
-       `_partition` and `_transaction_id`. Iceberg reserves the first name.
-    2. A key with changes in two partitions fails the statement, with a message after
+    1. A table has the declared columns, and two columns for the place of the last change of the
+       row: `_partition` and `_transaction_id`. Iceberg reserves the first name, so its tables use
+       another one.
+    2. If a key has changes in two partitions, the statement fails, with a message after
        `TWO_PARTITIONS`.
 """
 
@@ -20,30 +21,30 @@ from waltz_spark.tables.spark_errors import TWO_PARTITIONS
 
 
 class PlaceColumns(NamedTuple):
-    """The columns of a table for the place of the last change (rule 1)."""
+    """The names of a table's columns for the place of the last change (rule 1)."""
 
     partition: str = "_partition"
     transaction_id: str = "_transaction_id"
 
     def fields(self) -> list[StructField]:
-        """Return the columns with their types."""
+        """Return the two columns with their types."""
         types = (IntegerType(), LongType())
         return [StructField(name, kind) for name, kind in zip(self, types, strict=True)]
 
 
 PLACE = PlaceColumns()
-# A part of a name in backticks may have any character.
+# A name in backticks may contain any character.
 _PART = re.compile(r"`(?:[^`]|``)+`|\w+")
 _NAME = re.compile(rf"(?:{_PART.pattern})(?:\.(?:{_PART.pattern}))*")
 
 
 def merge_actions(columns: Sequence[str], key: Sequence[str], place: PlaceColumns = PLACE) -> str:
-    """Return the condition and the actions of `MERGE INTO ... AS target USING ... AS source ON`.
+    """Return the text after `MERGE INTO ... AS target USING ... AS source ON`.
 
     Args:
-        columns: the columns of the changes, without those of the place and `_deleted`.
+        columns: the columns of the changes, without the place columns and `_deleted`.
         key: the key columns.
-        place: the columns of the place.
+        place: the names of the place columns in the table.
     """
     names = {quote(name): f"source.{quote(name)}" for name in columns}
     names |= {quote(name): f"source.{column}" for column, name in place._asdict().items()}
@@ -58,7 +59,7 @@ def merge_actions(columns: Sequence[str], key: Sequence[str], place: PlaceColumn
 
 
 def _checked_condition(is_deleted: str, key: Sequence[str], place: PlaceColumns) -> str:
-    """Return a condition, which fails with the key if the row is of another partition."""
+    """Return condition `is_deleted`, which fails for a row of another partition (rule 2)."""
     shown = ", ', ', ".join(f"CAST(source.{quote(name)} AS STRING)" for name in key)
     places = ", ' and ', ".join(
         f"'partition ', {partition}, ', transaction ', {transaction}"
@@ -75,18 +76,18 @@ def _checked_condition(is_deleted: str, key: Sequence[str], place: PlaceColumns)
 
 
 def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str] = PLACE) -> None:
-    """Reject a schema that lacks a key column, or has a reserved name, also in another case.
+    """Reject a schema that lacks a key column or has a reserved name, ignoring case.
 
-    A key with a collation is rejected, too: a task compares texts by their bytes, and Spark would
-    not.
+    Key columns with a collation are rejected, too: a task compares texts by their bytes, but Spark
+    would not.
 
     Args:
         schema: the declared columns.
         key: the key columns.
-        reserved: names that the table has, or that its format reserves.
+        reserved: names that the table uses, or that its format reserves.
 
     Raises:
-        BadConfig: names the column.
+        BadConfig: the error names the column.
     """
     if missing := [name for name in key if name not in schema.names]:
         raise BadConfig(
@@ -100,7 +101,7 @@ def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str
                 f"key column {name!r}: expected text without a collation, found {kind}. Hint: "
                 "declare it as string."
             )
-    # A column of the log may be declared; the `MERGE` has it as another column than the place.
+    # A column of the log may be declared; in the `MERGE` it is not the same as the place columns.
     log = [name for name in LOG_COLUMNS if name not in schema.names]
     taken = {*reserved, *log, DELETED}
     seen = {name: name for name in taken}
@@ -115,29 +116,29 @@ def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str
 
 
 def check_columns(table: str, found: StructType, declared: Iterable[StructField]) -> None:
-    """Check that the columns of a table are declared with their types.
+    """Check that all columns of a table are declared with their types.
 
     Raises:
-        BadConfig: names the table and the column.
+        BadConfig: the error names the table and the column.
     """
     types = {part.name: part.dataType.simpleString() for part in declared}
     for part in found:
         if part.name not in types:
             raise BadConfig(
-                f"table {table}: column {part.name!r} is not declared. Hint: declare all columns "
-                "of the table."
+                f"table {table}: column {part.name!r} of the table is not declared. Hint: declare "
+                "all columns of the table."
             )
-        if part.dataType.simpleString() != types[part.name]:
+        kind = part.dataType.simpleString()
+        if kind != types[part.name]:
             raise BadConfig(
-                f"table {table}: column {part.name!r}: expected the declared type "
-                f"{types[part.name]}, found {part.dataType.simpleString()}. Hint: declare the type "
-                "of the table. Before you declare new fields of a struct, add them to the table: "
-                "ALTER TABLE ... ADD COLUMN."
+                f"table {table}: column {part.name!r} has type {kind} in the table, but is "
+                f"declared as {types[part.name]}. Hint: declare the type of the table. Before you "
+                "declare new fields of a struct, add them to the table: ALTER TABLE ... ADD COLUMN."
             )
 
 
 def parts_of_name(text: str) -> list[str]:
-    """Return the parts of the name of a table in SQL, without quotes; none if it is not a name."""
+    """Split the name of a table in SQL, without quotes; return no parts if it is not a name."""
     if _NAME.fullmatch(text) is None:
         return []
     parts = _PART.findall(text)
@@ -145,6 +146,6 @@ def parts_of_name(text: str) -> list[str]:
 
 
 def quote(name: str) -> str:
-    """Return a name as an identifier of SQL."""
+    """Return a name as a quoted SQL identifier."""
     escaped = name.replace("`", "``")
     return f"`{escaped}`"

@@ -1,24 +1,24 @@
-"""A Delta table of a follower in Spark, written by `MERGE`.
+"""A Delta table that a follower in Spark writes, with `MERGE`.
 
 Each commit has the marks as `userMetadata`, and the identifier of the follower as `txn`. Delta
-takes both from the settings of the session, so the session belongs to the table.
+reads both from the settings of the session, so the session belongs to the table.
 
 Rules:
-    1. The `txn` version of a commit is one more than the transactions of the table before it. So
-       of all commits that were prepared on the same marks, Delta accepts the first one: it skips a
-       `MERGE` whose version the table has or had, and rejects one if a commit with the same
-       identifier came between its start and its end. Both raise `Superseded`.
-    2. Delta does not compare commits of other programs. A `RESTORE`, or a commit of a follower with
-       another name, between the newest two commits of the follower is found when the table is read
-       again (`delta_commits.py`).
-    3. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
-       change of the row.
-    4. Auto compaction is off: Delta would run an `OPTIMIZE` in the session after the `MERGE`, and
-       commit it with the metadata of the follower.
-    5. Delta stores values of partition columns as texts, which it takes from names of directories.
-       An empty text is read as null, and so is the name that stands for null. Both are rejected: a
-       row with such a key would be inserted again by each change. The time zone is UTC: in another
-       one, two timestamps have the same text when daylight saving time ends.
+    1. The `txn` version of a commit is the number of transactions in the table before it, plus one.
+       So of all commits that were prepared on the same marks, Delta accepts only the first. Delta
+       skips a `MERGE` whose version the table has or had. It rejects a `MERGE` if a commit with the
+       same identifier came between its start and its end. Both raise `Superseded`.
+    2. Delta does not compare commits of other programs. Between the two newest commits of the
+       follower, there may be a `RESTORE`, or a commit of a follower with another name. It is
+       detected when the table is read again (`delta_commits.py`).
+    3. A table has the declared columns, and the place of the last change of the row: `_partition`
+       and `_transaction_id`.
+    4. Auto compaction is off. Otherwise Delta would run an `OPTIMIZE` in the session after the
+       `MERGE`, and commit it with the metadata of the follower.
+    5. Delta stores values of partition columns as texts, in names of directories. It reads an empty
+       text as null, and also the name that represents null. Both texts are rejected: each change
+       would insert the row with such a key again. The time zone is UTC: in another zone, two
+       timestamps have the same text when daylight saving time ends.
 """
 
 import contextlib
@@ -54,25 +54,25 @@ _VERSION = "spark.databricks.delta.write.txnVersion"
 _AUTO_COMPACTION = "spark.databricks.delta.autoCompact.enabled"  # rule 4; precedes the property
 _TIME_ZONE = "spark.sql.session.timeZone"
 _NULL_TEXTS = ("", "__HIVE_DEFAULT_PARTITION__")  # rule 5
-# How Spark and Delta report that there is no table.
+# The errors with which Spark and Delta report that a table does not exist.
 _NO_TABLE = re.compile(
     r"DELTA_TABLE_ONLY_OPERATION|DELTA_MISSING_DELTA_TABLE|TABLE_OR_VIEW_NOT_FOUND|"
     r"DELTA_TABLE_NOT_FOUND|DELTA_PATH_DOES_NOT_EXIST"
 )
-_HISTORY_LIMIT = 5  # commits to read at first; the newest one of the follower is among them
+_HISTORY_LIMIT = 5  # the number of commits to read at first; usually one is of the follower
 
 
 class MergedDeltaTable:
-    """A Delta table of one follower (`FollowedTable`).
+    """A Delta table of one follower (implements `FollowedTable`).
 
     Args:
-        session: a session for the tables of a follower only.
-        name: the name of the table, or its path or URL, which has a slash.
-        schema: the declared columns; None if the columns are those of the changes.
+        session: a session that only the tables of this follower use.
+        name: the name of the table, or its path or URL, which contains a slash.
+        schema: the declared columns; None: the columns of the changes.
         key: the key columns.
 
     Raises:
-        BadConfig: it is not a name, a key column is not declared, or a declared column has a
+        BadConfig: `name` is not valid, a key column is not declared, or a declared column has a
             reserved name.
     """
 
@@ -94,27 +94,27 @@ class MergedDeltaTable:
         self._sql = f"delta.{quote(name)}" if self._is_path else name
         self._is_checked = False
         self._stored = StructType()  # the columns of the version that `marks` has read
-        self._start: TableMarks | None = None  # of a table that the first `apply` creates
-        self._next_version = 0  # of `txn`, after what `marks` has read (rule 1)
-        self._partition_columns: list[str] | None = None  # of a table that exists
+        self._start: TableMarks | None = None  # the marks of a table that the first `apply` creates
+        self._next_version = 0  # the next `txn` version, after what `marks` has read (rule 1)
+        self._partition_columns: list[str] | None = None  # None: not read yet
 
     def columns(self) -> StructType:
-        """Return the columns of the version that `marks` has read, without those of the place."""
+        """Return the columns of the version that `marks` has read, without the place columns."""
         return StructType([part for part in self._stored if part.name not in PLACE])
 
     def create(self, start: TableMarks) -> None:
-        """Create the table with the next `apply` or `finish`, if there is none then.
+        """Let the next `apply` or `finish` create the table, if it does not exist by then.
 
         So a first batch that cannot be read leaves no table.
         """
         self._start = start
 
     def finish(self) -> None:
-        """Create the table without rows, if it is due.
+        """Create the table without rows, if `create` was called.
 
         Raises:
-            Superseded: the table exists.
-            BadConfig: the session has no Delta.
+            Superseded: the table exists already.
+            BadConfig: the session has no Delta library.
         """
         if self._start is None:
             return
@@ -134,8 +134,8 @@ class MergedDeltaTable:
         """Return the state of the newest version; None if there is no table.
 
         Raises:
-            BadConfig: the session has no Delta, or a column of the table has another type than the
-                declared one, or is not declared.
+            BadConfig: the session has no Delta library, or a column of the table is not declared,
+                or has another type than the declared one.
         """
         with self.translate_errors():
             commits, found = self._newest_commits(follower)
@@ -151,20 +151,20 @@ class MergedDeltaTable:
             return state
 
     def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
-        """Merge changes, and commit the marks with them; return whether there is a new version.
+        """Merge changes and commit the marks with them; return whether there is a new version.
 
         Raises:
             BadRequest: a key has changes in two partitions.
-            Superseded: rule 1.
-            BadConfig: the session has no Delta for this Spark.
-            Like `read` of the log: the changes cannot be read.
+            Superseded: another commit came first (rule 1).
+            BadConfig: the session has no Delta library for this version of Spark.
+            The errors of `read` of the log: the changes cannot be read.
         """
         schema = self._checked_columns(changes)
         first = changes.persist() if changes is not None and self._start is not None else None
         try:
             if first is not None:
                 with self.translate_errors():
-                    first.count()  # it fails before the table exists
+                    first.count()  # an error is raised before the table exists
                 self._schema = schema
             self.finish()
             with self.translate_errors():
@@ -179,7 +179,7 @@ class MergedDeltaTable:
         return True
 
     def _checked_columns(self, changes: DataFrame | None) -> StructType:
-        """Return the columns of changes in the table; of found ones, Delta may lack a name."""
+        """Return the table columns of changes; Delta may not support the name of a found column."""
         own = {*PLACE._asdict(), DELETED}
         schema = _plain([] if changes is None else [x for x in changes.schema if x.name not in own])
         if schema and not self._is_declared:
@@ -187,10 +187,10 @@ class MergedDeltaTable:
         return schema
 
     def _is_merged(self, changes: DataFrame | None, schema: StructType, marks: TableMarks) -> bool:
-        """Merge changes; return whether Delta has not skipped it (rule 1)."""
+        """Merge changes; return False if Delta has skipped the `MERGE` (rule 1)."""
         view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
         into = f"INTO {self._sql} AS target USING global_temp.{view} AS source ON"
-        if changes is None or not set(self._key) <= set(schema.names):  # it has no rows then
+        if changes is None or not set(self._key) <= set(schema.names):  # no rows to merge
             changes = self._session.createDataFrame([], "partition int")
             merge = f"MERGE {into} target._partition = source.partition WHEN MATCHED THEN DELETE"
         else:
@@ -198,7 +198,7 @@ class MergedDeltaTable:
             merge = self._merge(into, schema)
             changes = self._with_checked_texts(changes)
         self._set_identifier(marks, self._next_version)
-        # The changes may be of another session, which shares the global views.
+        # The changes may belong to another session; sessions share global views.
         changes.createOrReplaceGlobalTempView(view)
         try:
             return bool(self._session.sql(merge).collect())
@@ -206,7 +206,7 @@ class MergedDeltaTable:
             self._session.catalog.dropGlobalTempView(view)
 
     def _with_checked_texts(self, changes: DataFrame) -> DataFrame:
-        """Return changes, which fail if a partition column has a text for null (rule 5)."""
+        """Make changes fail if a partition column has a text that Delta reads as null (rule 5)."""
         if self._partition_columns is None:
             detail = self._session.sql(f"DESCRIBE DETAIL {self._sql}").collect()[0]
             self._partition_columns = list(detail["partitionColumns"])
@@ -221,7 +221,7 @@ class MergedDeltaTable:
         return changes.withColumns(checked) if checked else changes
 
     def _add_key(self, schema: StructType) -> None:
-        """Add key columns to a table without columns: the condition of a `MERGE` needs them."""
+        """Add missing key columns to an empty table: the condition of a `MERGE` needs them."""
         new = [
             part
             for part in schema
@@ -231,8 +231,8 @@ class MergedDeltaTable:
             return
         if self._frame().limit(1).collect():
             raise BadConfig(
-                f"table {self._name}: expected a key column {new[0].name!r}, found "
-                f"{', '.join(self._stored.names)}"
+                f"table {self._name}: expected key column {new[0].name!r} in the table, found "
+                f"the columns {', '.join(self._stored.names)}"
             )
         columns = ", ".join(f"{quote(part.name)} {part.dataType.simpleString()}" for part in new)
         self._session.sql(f"ALTER TABLE {self._sql} ADD COLUMNS ({columns})")
@@ -251,7 +251,7 @@ class MergedDeltaTable:
         return f"MERGE {evolving}{into} {merge_actions(schema.names, self._key)}"
 
     def _newest_commits(self, follower: TableMarks) -> tuple[list[DeltaCommit], TableState | None]:
-        """Return commits, newest first, and the state that they have; none if there is no table."""
+        """Return commits, newest first (none without a table), and the state found in them."""
         limit = _HISTORY_LIMIT
         while True:
             commits = list(map(_commit, self._history(limit)))
@@ -260,7 +260,7 @@ class MergedDeltaTable:
                 metadata, others = found
                 marks = decode(metadata)
                 assert marks is not None, "it is of the follower"
-                # `txn` has this version or a lower one.
+                # The `txn` of the follower has this version or a lower one.
                 return commits, TableState(metadata, marks.version, others)
             if is_complete:
                 return commits, None
@@ -290,7 +290,7 @@ class MergedDeltaTable:
         return TableState(None, self._stored_version(follower.application), (), has_rows, rules)
 
     def _stored_version(self, application: str) -> int | None:
-        """Return the newest version of an application in Delta's log; no statement returns it."""
+        """Return the newest `txn` version of an application; only Delta's log files contain it."""
         location = self._session.sql(f"DESCRIBE DETAIL {self._sql}").collect()[0]["location"]
         escaped = re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", location)
         reader = self._session.read.schema("txn struct<appId: string, version: bigint>")
@@ -308,7 +308,7 @@ class MergedDeltaTable:
         self._is_checked = True
 
     def translate_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Raise errors of Spark, its tasks and Delta as errors of the project."""
+        """Convert errors of Spark, its tasks and Delta to errors of the project."""
         return translate_errors(f"table {self._name}", self._session)
 
 
@@ -318,7 +318,7 @@ def _commit(row: Row) -> DeltaCommit:
 
 
 def _plain(fields: Iterable[StructField]) -> StructType:
-    """Return columns that may be null, without metadata."""
+    """Return the fields as nullable columns without metadata."""
     return StructType([StructField(part.name, part.dataType) for part in fields])
 
 

@@ -1,8 +1,8 @@
-"""A table of Parquet files of a follower in Spark: tasks write the files, the driver the marks.
+"""A table of Parquet files that a follower in Spark writes: tasks write files, the driver marks.
 
-The layout and its rules are those of the core (`waltz_core/tables/parquet_table.py`), so either
-follower continues a table of the other one. Tasks write with pyarrow: they, and the driver, reach
-the store of the table as `waltz-core follow` does.
+The layout and its rules are those of the core (`waltz_core/tables/parquet_table.py`). So a follower
+with Spark continues a table of one without Spark, and the other way round. Tasks write with
+pyarrow: tasks and driver access the store of the table like `waltz-core follow`.
 """
 
 from collections.abc import Iterator
@@ -24,10 +24,10 @@ _FILES = "name string"
 
 
 class SparkParquetTable:
-    """A table of Parquet files, of one follower (`FollowedTable`).
+    """A table of Parquet files of one follower (implements `FollowedTable`).
 
     Args:
-        uri: a directory that all machines of Spark have, or a URL of an object store.
+        uri: a directory that exists on all machines of Spark, or a URL of an object store.
         schema: the declared columns.
         rules: how transactions become changes.
 
@@ -41,28 +41,28 @@ class SparkParquetTable:
         self._write = WrittenFiles(uri, with_place(columns))
 
     def create(self, start: TableMarks) -> None:
-        """Create the table with its first batch; raises like `FollowedParquetTable`."""
+        """Let the first batch create the table; errors as in `FollowedParquetTable`."""
         self._table.create(start)
 
     def finish(self) -> None:
-        """Create the table if it is due; raises like `FollowedParquetTable`."""
+        """Create the table if `create` was called; errors as in `FollowedParquetTable`."""
         self._table.finish()
 
     def marks(self, follower: TableMarks) -> TableState | None:
-        """Return the state of the table; raises like `FollowedParquetTable`."""
+        """Return the state of the table; errors as in `FollowedParquetTable`."""
         return self._table.marks(follower)
 
     def apply(self, changes: DataFrame | None, marks: TableMarks) -> bool:
         """Write changes as a batch with the marks after it; return whether there is a new batch.
 
-        Only files of tasks that Spark has accepted are in the batch: a task that runs twice, or
-        after the death of its driver, adds no row.
+        A batch contains only files of tasks that Spark has accepted. So a task that runs twice, or
+        after the death of its driver, adds no rows.
 
         Raises:
             BadRequest: a change is a delete.
             Superseded: another follower has written this batch.
             Unavailable: Spark has lost an executor.
-            Like `read` of the log: the changes cannot be read.
+            The errors of `read` of the log: the changes cannot be read.
         """
         if changes is None:
             return self._table.apply(None, marks)
@@ -75,13 +75,13 @@ class SparkParquetTable:
 
 @dataclass
 class WrittenFiles:
-    """Writes the changes of a task to a file, and yields its name."""
+    """Writes the changes of a task to files, and yields the file names."""
 
     uri: str
     schema: pa.Schema
 
     @without_stack_each
     def __call__(self, changes: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the names of the files in Arrow batches."""
+        """Yield the names of the files as Arrow batches."""
         names = write_file(self.uri, self.schema, parts_of(changes))
         yield pa.RecordBatch.from_pydict({"name": pa.array(names, pa.string())})

@@ -1,10 +1,11 @@
-"""The changes of several tables in a part of the log, which is read once.
+"""The changes of several tables in a part of the log, which is read once for all of them.
 
 Rules:
-    1. A task reads the columns of the log, with the headers of all tables. Each table decodes its
-       own transactions only.
-    2. A task returns rows with a struct for each table, and only that of their table is not null.
-       Spark keeps them in its cache until the next part is read: each table has its own commit.
+    1. A task reads the columns of the log, filtered by the headers of all tables. Each table
+       decodes only its own transactions.
+    2. A task returns rows with a struct for each table. In each row, only the struct of the row's
+       table is not null. Spark keeps the rows in its cache until the next part is read, because
+       each table has its own commit.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -44,7 +45,7 @@ from waltz_spark.tables.log_changes import (
 )
 from waltz_spark.worker_errors import without_stack_each
 
-# Columns of the log by which a table selects its transactions, and which errors name.
+# The columns of the log with which tables select transactions, and which error messages name.
 _SELECTING = ("partition", "transaction_id", "header")
 _LOG = StructType(
     [
@@ -61,11 +62,11 @@ class SharedTable:
     """A table of a shared read.
 
     Attributes:
-        place: its name or path, for errors.
+        place: the name or the path of the table, for errors.
         declared: the declared columns of its transactions.
         rules: how transactions become changes.
-        headers: the headers of its transactions; without any, all are.
-        options: the options with which it is read.
+        headers: the headers of its transactions; if empty, all transactions belong to the table.
+        options: the options for reading the table.
     """
 
     place: str
@@ -75,10 +76,10 @@ class SharedTable:
     options: Mapping[str, str]
 
     def check(self) -> None:
-        """Check the rules and the options.
+        """Check the rules and the options of the table.
 
         Raises:
-            BadConfig, BadRequest: they do not fit the columns.
+            BadConfig, BadRequest: the rules or the options do not fit the columns.
         """
         with errors_of_table(self.place):
             rows = self.row_schema()
@@ -86,22 +87,22 @@ class SharedTable:
             WaltzDataSource(self.options).reader(with_reasons(rows, self.options))
 
     def row_schema(self) -> StructType:
-        """Return the columns of its transactions."""
+        """Return the columns of the table's transactions."""
         return read_schema(self.declared, self.rules)
 
     def batch_columns(self) -> BatchColumns:
-        """Return how its transactions are decoded."""
+        """Return the conversion of the log's columns to those of the table's transactions."""
         return BatchColumns(parse_read(self.options), with_reasons(self.row_schema(), self.options))
 
 
 class SharedSparkFollowedLog:
-    """The log and the changes of several tables in it (`FollowedLog`).
+    """The log and the changes of several tables in it (implements `FollowedLog`).
 
     Args:
         session: runs the tasks.
-        position: the marks of the log.
+        position: provides the high-water marks of the log.
         tables: the tables.
-        options: the options of the reads, without the format of payloads.
+        options: the options of the reads, without those for the format of payloads.
 
     Raises:
         BadConfig, BadRequest: the rules or the options do not fit the columns of a table.
@@ -121,7 +122,7 @@ class SharedSparkFollowedLog:
         self._parts: DataFrame | None = None
 
     def state(self) -> LogState:
-        """Return the marks and the first available IDs; raises Unavailable."""
+        """Return the log's high-water marks and first available IDs; raises Unavailable."""
         return self._position.state()
 
     def wait(self) -> None:
@@ -135,7 +136,7 @@ class SharedSparkFollowedLog:
             self._parts = None
 
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[DataFrame]:
-        """Return the last change of each key of each table, after its start up to `ends`.
+        """Return, for each table, the last change of each key after its start and up to `ends`.
 
         The log is read at the first action.
 
@@ -166,7 +167,7 @@ class SharedSparkFollowedLog:
 class SharedRead:
     """Reads the transactions of tasks, and yields the last changes of each table (rule 2).
 
-    Spark passes it the numbers of tasks: one to each of its own tasks.
+    Spark passes the numbers of tasks: one number to each of its own tasks.
     """
 
     tasks: Sequence[ReadTask]
@@ -175,13 +176,13 @@ class SharedRead:
     starts: Sequence[dict[int, int]]
 
     def schema(self) -> StructType:
-        """Return the columns of the rows: a struct for each table."""
+        """Return the schema of the rows: a struct column for each table."""
         kinds = (changes_schema(table_columns(each.declared, each.rules)) for each in self.tables)
         return StructType([StructField(f"t{at}", kind) for at, kind in enumerate(kinds)])
 
     @without_stack_each
     def __call__(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield the changes in Arrow batches."""
+        """Yield the changes as Arrow batches."""
         kinds = arrow_schema(self.schema())
         for batch in numbers:
             for number in batch.column(0).to_pylist():
@@ -190,7 +191,7 @@ class SharedRead:
                     yield from _as_structs(rows, at, kinds)
 
     def _changes(self, task: ReadTask) -> list[ArrowTable]:
-        """Return the last changes of each table in a task."""
+        """Return, for each table, the last changes in the transactions of a task."""
         shapes = [each.batch_columns() for each in self.tables]
         columns = dict.fromkeys((*_SELECTING, *(name for each in shapes for name in each.columns)))
         kinds = [arrow_schema(each.row_schema()) for each in self.tables]

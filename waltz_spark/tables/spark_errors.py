@@ -1,11 +1,11 @@
-"""Errors of Spark, Delta and Iceberg, as errors of the project.
+"""Converts errors of Spark, Delta and Iceberg to errors of the project.
 
 Rules:
-    1. An error of the project in a task is raised as such.
-    2. An error of the network, or the loss of an executor, is `Unavailable`: a follower tries it
-       again. Other errors of Spark are not changed, and end a follower.
-    3. An error of a constraint of the table shows values of rows, which may have any text. So it is
-       recognized first.
+    1. An error of the project that a task raises is raised on the driver as this error.
+    2. An error of the network, or the loss of an executor, is `Unavailable`, and a follower tries
+       again. Other errors of Spark are not changed, and end the follower.
+    3. The message of a violated table constraint contains values of rows, which may be any text. So
+       this error is recognized first.
 """
 
 import re
@@ -19,13 +19,13 @@ from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable, Wa
 from waltz_spark.session_errors import SPARK_ERRORS
 from waltz_spark.worker_errors import error_of
 
-# The starts of messages of errors that Spark raises, and of what follows them.
+# The beginnings of messages that the SQL statements of the followers raise.
 TWO_PARTITIONS = "a key in two partitions: "
 NULL_TEXT = "a text that Delta reads as null: partition "
 
 
 class Library(NamedTuple):
-    """A library of a table format, and the hint for a session without it."""
+    """A library for a table format, and the hint for a session that lacks it."""
 
     name: str
     hint: str
@@ -41,11 +41,11 @@ ICEBERG = Library(
     "there are libraries for Spark 4.0 and 4.1, and none for 4.2 and 4.3; docs/spark-tables.md has "
     "them, with the settings of the session.",
 )
-# How Spark and Delta report a row that violates a constraint (rule 3), ...
+# The errors with which Spark and Delta report a row that violates a constraint (rule 3).
 _CONSTRAINT = re.compile(
     r"\[(?:DELTA_VIOLATE_CONSTRAINT|DELTA_NOT_NULL|NOT_NULL_CONSTRAINT|NOT_NULL_ASSERT)\w*"
 )
-# ... how they and Iceberg report another commit, ...
+# The errors with which Spark, Delta and Iceberg report that another commit came first.
 _TABLE_EXISTS = re.compile(
     r"DELTA_PATH_EXISTS|TABLE_OR_VIEW_ALREADY_EXISTS|DELTA_TABLE_ALREADY_EXISTS"
 )
@@ -54,7 +54,7 @@ _CONFLICT = re.compile(
     r"Cannot fast-forward|CommitFailedException|Cannot use branch \(does not exist\)|"
     r"Ref does not exist|Found conflicting"
 )
-# ... and a Spark without a library, or with that of another version.
+# The errors of a Spark that lacks a library, or has a library for another version.
 _NO_LIBRARY = re.compile(
     r"NoSuchMethodError|NoSuchFieldError|NoClassDefFoundError|IncompatibleClassChangeError|"
     r"AbstractMethodError|DATA_SOURCE_NOT_FOUND|DELTA_CONFIGURE_SPARK_SESSION\w*|"
@@ -81,9 +81,9 @@ def translate_errors(
     """Raise errors of Spark as errors of the project.
 
     Args:
-        what: the subject of the messages.
-        session: that of the Spark.
-        library: the one that the session needs, if any.
+        what: the subject of the messages, such as "table t".
+        session: the session in which the errors are raised.
+        library: the library that the session needs; None if it needs none.
     """
     try:
         yield
@@ -115,7 +115,7 @@ def _error_of(
 
 
 def _error_of_row(text: str, what: str) -> BadRequest | None:
-    """Return the error of a row for which our statements raise one."""
+    """Return the error of a row for which the SQL statements of the followers raise an error."""
     if twice := _FOUND_TWICE.search(text):
         return BadRequest(
             f"{what}: the key {twice[1]}, and partitions have no common order. Hint: use a key "
@@ -123,7 +123,7 @@ def _error_of_row(text: str, what: str) -> BadRequest | None:
         )
     if null := _FOUND_NULL.search(text):
         return BadRequest(
-            f"{what}: partition {null[1]}: expected null or another text in partition column "
+            f"{what}, partition {null[1]}: expected null or another text in partition column "
             f"{null[2]} of the table, found {null[3]}, which Delta reads as null. Hint: use a "
             "table with another partition column."
         )

@@ -1,4 +1,4 @@
-"""The formats of tables, and which one a table has."""
+"""The formats of tables, and the choice of the format for a table."""
 
 from typing import Literal, TypeAlias, get_args
 
@@ -13,7 +13,7 @@ from waltz_spark.tables.merged_table import MergedDeltaTable
 from waltz_spark.tables.parquet_files import SparkParquetTable
 
 TableFormat: TypeAlias = Literal["delta", "iceberg", "parquet"]
-# Formats with a row for each key.
+# The formats of tables that have a row for each key.
 MergedTable: TypeAlias = MergedDeltaTable | MergedIcebergTable
 
 
@@ -24,17 +24,19 @@ def open_table(
     schema: StructType | None,
     rules: ChangeRules,
 ) -> MergedTable | SparkParquetTable:
-    """Return a table of a follower.
+    """Open a table of a follower.
 
     Args:
         session: a session for this table only.
-        name: the name of the table, or its path or URL, which has a slash.
-        given: the format of a new table, Delta without it. A table with a name has a format.
-        schema: the declared columns; None if they are found in the payloads, for Delta.
+        name: the name of the table, or its path or URL, which contains a slash.
+        given: the format of a new table; None: Delta. For an existing table with a name, its own
+            format counts.
+        schema: the declared columns; None: columns are found in the payloads (Delta only).
         rules: how transactions become changes.
 
     Raises:
-        BadConfig: the format is unknown or not that of the table, or an argument does not fit it.
+        BadConfig: the format is unknown or not the format of the table, or an argument does not fit
+            the format.
     """
     if given not in (None, *get_args(TableFormat)):
         raise BadConfig(
@@ -69,7 +71,7 @@ def open_merged_table(
     schema: StructType,
     rules: ChangeRules,
 ) -> MergedTable:
-    """Return a table with a row for each key; raises like `open_table`."""
+    """Open a table that has a row for each key; errors as for `open_table`."""
     found = open_table(session, name, given, schema, rules)
     if isinstance(found, SparkParquetTable):
         raise BadConfig("upsert: expected a table with format delta or iceberg, found parquet")
@@ -77,10 +79,10 @@ def open_merged_table(
 
 
 def _stored_format(session: SparkSession, name: str) -> str | None:
-    """Return the format of a table; None if there is none, or its catalog does not work."""
+    """Return the format of a table; None if the table does not exist, or its catalog fails."""
     try:
         rows = session.sql(f"DESCRIBE TABLE EXTENDED {name}").collect()
     except PySparkException:
-        return None  # the table reports it
+        return None  # opening the table reports the error
     found = [row["data_type"] for row in rows if row["col_name"] == "Provider"]
     return found[0].lower() if found else None

@@ -1,7 +1,7 @@
-"""A session in which a table is written: Delta takes the identifier of a `MERGE` from its settings.
+"""A session for writing a table: Delta reads the identifier of a `MERGE` from its settings.
 
-In the session of the user, another query would inherit the identifier, and Delta would skip its
-commits as repetitions.
+In the session of the user, another query would inherit the identifier, and Delta would skip the
+commits of that query as repetitions.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from waltz_spark.spark_version import new_session
 
 @contextlib.contextmanager
 def table_session(spark: SparkSession) -> Iterator[SparkSession]:
-    """Open a session with the settings and the current database of another one."""
+    """Open a new session with the settings and the current database of `spark`."""
     session = new_session(spark)
     try:
         _copy_settings(spark, session)
@@ -25,8 +25,8 @@ def table_session(spark: SparkSession) -> Iterator[SparkSession]:
         yield session
     finally:
         if is_connect(session):
-            # Not stop(): it would end a server that this process has started.
-            with contextlib.suppress(Exception):  # it ends by itself after an hour
+            # Not stop(), which would stop a server that this process has started.
+            with contextlib.suppress(Exception):  # otherwise the session expires after an hour
                 session.client.release_session()
 
 

@@ -5,12 +5,13 @@ Batch writes and stream writes use it; it does not need Spark.
 Rules:
     1. Rows of one log partition are sent in the order of the input.
     2. A lost row (the session broke, the partition moved) is known not to be in the log, so it is
-       sent again; all later rows of its partition wait for that, so that rule 1 holds. A row that a
-       lock rejected is never sent again: its payload is stale.
-    3. At most `maxInFlight` batches wait for an answer; meanwhile the input is not read, nor while
-       as many rejected rows wait for their recomputation.
-    4. With a `recompute` function, rejected rows wait a little and are sent as it returns them,
-       after later rows of the input. Other rows do not wait for them.
+       sent again. All later rows of its partition wait for it, so that rule 1 holds. A row that a
+       lock rejected is never sent again, because its payload is stale.
+    3. At most `maxInFlight` batches wait for an answer. While this number of batches wait, the
+       input is not read. Nor is it read while the same amount of rejected rows wait for their
+       recomputation.
+    4. With a `recompute` function, rejected rows wait for a delay, and are sent as the function
+       returns them, after later rows of the input. Other rows do not wait for them.
 """
 
 import time
@@ -71,7 +72,7 @@ _FATAL: dict[RowOutcomeCode, tuple[type[WaltzError], str]] = {
 
 
 class BatchClient(Protocol):
-    """The method of the client that a task needs."""
+    """The method of the client that a task uses."""
 
     def append_batch(
         self,
@@ -82,7 +83,7 @@ class BatchClient(Protocol):
         client_high_water_mark: int,
         order: ReportOrder,
     ) -> "Future[BatchOutcome]":
-        """Send one append batch; once one of `order` has lost rows, later ones are lost, too."""
+        """Send one append batch; if a batch of `order` has lost rows, later batches are lost."""
 
 
 class Recompute(Protocol):
@@ -91,14 +92,14 @@ class Recompute(Protocol):
     retries_max: int
 
     def pause_s(self, retries: int) -> float:
-        """Return the delay of rows after this many recomputations."""
+        """Return the delay in seconds for rows that were recomputed `retries` times."""
 
     def recompute(self, rejected: RejectedRows) -> RecomputedRows:
-        """Return the recomputed rows, possibly fewer."""
+        """Return the recomputed rows; the function may omit rejected rows."""
 
 
 class FinalRows(NamedTuple):
-    """Rows with a final outcome in `reasons`: committed, or rejected by a lock."""
+    """Rows with final outcomes, which `reasons` contains: committed, or rejected by a lock."""
 
     partition: int
     identity: pa.RecordBatch | None
@@ -107,12 +108,12 @@ class FinalRows(NamedTuple):
     conflicting: npt.NDArray[np.int64]
     high_water_mark: int
     attempt: int
-    retries: int = 0  # how often they were recomputed
+    retries: int = 0  # how often the rows were recomputed
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """Rows that are sent together."""
+    """Rows that are sent in one append."""
 
     partition: int
     append: pa.RecordBatch
@@ -123,12 +124,12 @@ class _Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Its size in memory."""
+        """The size in memory, in bytes."""
         parts = (self.append, self.identity, self.source)
         return sum(int(part.nbytes) for part in parts if part is not None)
 
     def take(self, rows: npt.NDArray[np.integer]) -> "_Chunk":
-        """Return some of the rows, to send them again."""
+        """Return the rows at these indexes as a chunk of the next attempt."""
         index = pa.array(rows)
         append, identity, source = (
             None if batch is None else batch.take(index)
@@ -138,7 +139,7 @@ class _Chunk:
 
 
 class _RowsToRecompute(NamedTuple):
-    """Rejected rows that wait for their recomputation."""
+    """Rejected rows that wait until they are recomputed."""
 
     due: float
     chunk: _Chunk
@@ -148,7 +149,7 @@ class _RowsToRecompute(NamedTuple):
 
 @dataclass(slots=True)
 class _PartitionRows:
-    """One log partition: rows to send, rows that were sent, rows to send again."""
+    """The rows for one log partition: to send, in flight, to send again, and to recompute."""
 
     waiting: list[_Chunk] = field(default_factory=list)
     waiting_rows: int = 0
@@ -178,7 +179,7 @@ class Appender:
         self._rejected_rows_max = options.batch_rows * options.in_flight_max
         self._rejected_bytes_max = BATCH_BYTES_MAX * options.in_flight_max
         self._batch_rows = options.batch_rows
-        # Encryption is the last step before an append: waiting rows are plain text.
+        # Encryption is the last step before an append: rows that wait are in plain text.
         self._sealer = None if options.encryption_keys is None else PayloadEncryptor(options)
         self._sealed_bytes = 0 if self._sealer is None else ROW_BYTES_MAX
         self._in_flight_max = options.in_flight_max
@@ -186,12 +187,12 @@ class Appender:
         self._in_flight = 0
 
     def send(self, batches: Iterable[ShapedRows]) -> Iterator[FinalRows]:
-        """Send everything; yield outcomes as they become known.
+        """Send all rows; yield their outcomes as they become known.
 
         Raises:
             Unavailable: a partition accepted no rows for a minute; the message names it.
             BadRequest: the `recompute` function returned an invalid result.
-            ClientAheadOfLog, TooLarge: the log will never accept a row.
+            ClientAheadOfLog, TooLarge: the log can never accept a row.
         """
         for shaped in batches:
             self._enqueue(shaped)
@@ -220,7 +221,7 @@ class Appender:
     # -- out ----------------------------------------------------------------------------------
 
     def _send_and_collect(self, *, last: bool) -> Iterator[FinalRows]:
-        """Send what can be sent; return when the input may continue (or all is answered)."""
+        """Send rows until the next input may be read; with `last`, until all rows are answered."""
         while True:
             for partition in sorted(self._lanes):
                 lane = self._lanes[partition]
@@ -255,8 +256,8 @@ class Appender:
 
     def _fill(self, lane: _PartitionRows, *, last: bool) -> None:
         if lane.resend:
-            # Rule 2: lost rows first, and those only after every earlier answer, so that they are
-            # sent in order.
+            # Rule 2: send lost rows first, after all outstanding answers have arrived. So they keep
+            # their order.
             if lane.sent:
                 return
             self._pause(lane)
@@ -270,7 +271,7 @@ class Appender:
             self._submit(lane, self._next_chunk(lane))
 
     def _next_chunk(self, lane: _PartitionRows) -> _Chunk:
-        """Take up to `batchSize` rows and 4 MiB from the start of a lane."""
+        """Remove up to `batchSize` rows and 4 MiB from the start of a lane, as one chunk."""
         taken: list[_Chunk] = []
         rows = size = 0
         while lane.waiting and rows < self._batch_rows:
@@ -298,7 +299,7 @@ class Appender:
         if self._sealer is not None:
             append = self._sealer.encrypt_columns(append, chunk.partition)
         payload = encode_append_arrow(append)
-        # Every row has its own mark in the batch; the frame's mark applies to none.
+        # Each row in the batch has its own mark. The mark of the frame applies to no row.
         future = self._client.append_batch(
             chunk.partition,
             payload,
@@ -310,7 +311,7 @@ class Appender:
         self._in_flight += 1
 
     def _collect(self, *, block: bool) -> Iterator[FinalRows]:
-        """Take the available answers, in order; with `block`, wait for one lane's oldest."""
+        """Process available answers in order; if `block`, wait for the oldest answer of a lane."""
         for partition in sorted(self._lanes):
             lane = self._lanes[partition]
             while lane.sent and (block or lane.sent[0][1].done()):
@@ -363,7 +364,7 @@ class Appender:
     # -- again --------------------------------------------------------------------------------
 
     def _recompute(self, lane: _PartitionRows) -> Iterator[FinalRows]:
-        """Recompute the rows whose delay has passed; yield those that are final."""
+        """Recompute the rows whose delay has passed; yield rows that the function omitted."""
         assert self._recomputer is not None
         now = time.monotonic()
         for waiting in [each for each in lane.rejected if each.due <= now]:
@@ -393,7 +394,7 @@ class Appender:
             time.sleep(max(0.0, min(due) - time.monotonic()))
 
     def _pause(self, lane: _PartitionRows) -> None:
-        """Wait longer each time that the log accepts no rows; raise after `RETRY_SECONDS_MAX`."""
+        """Sleep, longer after each failure of this lane; raise after `RETRY_SECONDS_MAX`."""
         now = time.monotonic()
         lane.failing_since = lane.failing_since or now
         if now - lane.failing_since > RETRY_SECONDS_MAX:
@@ -420,7 +421,7 @@ def _slice_chunk(chunk: _Chunk, start: int, count: int) -> _Chunk:
 
 
 def _pieces(chunk: _Chunk, rows_max: int, sealed_bytes: int) -> Iterator[_Chunk]:
-    """Split recomputed rows into appends."""
+    """Split recomputed rows into chunks of the size of an append."""
     start = 0
     while start < chunk.append.num_rows:
         rest = chunk.append.slice(start)
@@ -430,7 +431,7 @@ def _pieces(chunk: _Chunk, rows_max: int, sealed_bytes: int) -> Iterator[_Chunk]
 
 
 def _omitted_rows(waiting: _RowsToRecompute, rows: npt.NDArray[np.int64]) -> FinalRows:
-    """Return rejected rows that are final because the function omitted them."""
+    """Return rejected rows as final, because the function omitted them."""
     chunk = waiting.chunk
     assert chunk.identity is None or len(chunk.identity) == len(waiting.conflicting)
     return FinalRows(
@@ -440,7 +441,7 @@ def _omitted_rows(waiting: _RowsToRecompute, rows: npt.NDArray[np.int64]) -> Fin
         np.full(len(rows), int(RowOutcomeCode.LOCK), dtype=np.uint8),
         waiting.conflicting[rows],
         waiting.high_water_mark,
-        chunk.attempt - 1,  # `take` has counted an attempt that did not happen
+        chunk.attempt - 1,  # `take` has counted an attempt for rows that are not sent
         chunk.retries,
     )
 
@@ -460,9 +461,9 @@ def _join_chunks(chunks: list[_Chunk]) -> _Chunk:
 
 
 def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int, sealed_bytes: int) -> int:
-    """Return how many leading rows are within both limits, by their payloads and locks.
+    """Return the number of leading rows whose payloads and locks are within both limits.
 
-    `sealed_bytes` are those that encryption adds to a row.
+    `sealed_bytes` is the number of bytes that encryption adds to each row.
     """
     count: int = min(append.num_rows, rows_max)
     data = append.column("data")
@@ -477,10 +478,10 @@ def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int, sealed
 
 
 def check_marks(marks: Mapping[int, int], partition_count: int) -> None:
-    """Reject marks of partitions that the cluster does not have.
+    """Reject marks for partitions that the cluster does not have.
 
     Raises:
-        BadRequest: names the partition.
+        BadRequest: the error names the partition.
     """
     for partition in marks:
         if not 0 <= partition < partition_count:

@@ -1,17 +1,17 @@
-"""`df.write.format("waltz")`: the code on the driver, before the tasks and after them.
+"""`df.write.format("waltz")`: the code on the driver, before and after the tasks.
 
-Spark pickles the writer to every task and unpickles it again for the commit, so it has plain values
-only, and nothing may depend on shared state, `abort` or `finally`.
+Spark pickles the writer for every task, and unpickles it again for the commit. So the writer
+contains plain values only, and nothing may depend on shared state, `abort` or `finally`.
 
 Rules (docs/spark.md, "Exactly once"):
-    1. A write begins on the driver, so that its starting marks are those of its first run, and a
-       task that finds none detects that the write is over. A write without `writeId` gets a new
-       name each time: only its tasks can run again.
-    2. `commit` keeps the results first, and then marks the write as done: if it is done, its
-       results exist. A write without `writeId` is removed instead. The removal may fail: if
-       ZooKeeper does not answer, a job with all rows in the log must not fail. A write that was
-       done before must have had the same rows (`rows_hash.py`). One that was not done must have no
-       rows in the log from tasks that only an earlier run had.
+    1. A write begins on the driver. So its starting marks are those of its first run, and a task
+       that finds no marks detects that the write is over. A write without `writeId` gets a new name
+       each time: only its tasks can run again.
+    2. `commit` first keeps the results, and then marks the write as done. So if a write is done,
+       its results exist. A write without `writeId` is removed instead. The removal may fail: a job
+       whose rows are all in the log must not fail because ZooKeeper does not answer. If the write
+       was already done, its rows must be the same (`rows_hash.py`). If it was not done, the log
+       must have no rows from tasks that only an earlier run had.
     3. `abort` undoes and removes nothing: tasks may still run, and the write may run again.
 """
 
@@ -54,7 +54,7 @@ from waltz_spark.writer.task import TaskResult, WriteJob, task_attempt
 _log = logging.getLogger("waltz")
 
 DAY_MS = 24 * 3_600 * 1_000
-# For writes that are not done, and for the last micro-batch of a stream.
+# The retention of writes that are not done, and of the last micro-batch of a stream.
 UNFINISHED_DAYS = 365
 _HINT = (
     "A repeated run must compute the same rows; use another writeId for other rows. This "
@@ -67,7 +67,7 @@ _HINT_OF_RACE = (
 
 
 class NamedWrite(NamedTuple):
-    """A write that can run again; `hint` is for a repetition with other rows."""
+    """A write that can run again; `hint` is for the error if a later run has other rows."""
 
     write: str
     keep_days: int
@@ -75,7 +75,7 @@ class NamedWrite(NamedTuple):
 
 
 def new_job(options: WriteOptions, schema: StructType, write: str | None) -> WriteJob:
-    """Return the common part of one execution's tasks; on the driver, before any task.
+    """Return the common part of all tasks of one run; called on the driver, before any task.
 
     Raises:
         BadRequest: the DataFrame cannot be written.
@@ -108,22 +108,22 @@ def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> Wr
             "not support exactly-once writes. Hint: use exactlyOnce=false."
         )
     check_marks(options.marks, client.partition_count)
-    # One resolution for the whole job: every row without its own mark counts as computed from the
-    # log as of the start of the job.
+    # The marks are resolved once for the whole job: a row without its own mark counts as computed
+    # from the log as of the start of the job.
     found = client.high_water_marks(options.partitions)
     marks = {int(partition): int(mark) for partition, mark in found.items()}
     return WriteJob(client.layout(), options, marks, secrets.token_hex(12), now_ms(), write)
 
 
 class WaltzBatchWriter(DataSourceArrowWriter):
-    """Writes a DataFrame; one row is one transaction.
+    """Writes a DataFrame; each row is one transaction.
 
     Args:
         options: the checked options of the write.
         schema: the DataFrame's schema.
 
     Raises:
-        BadRequest: the DataFrame cannot be written; on the driver, before any task.
+        BadRequest: the DataFrame cannot be written. It is raised on the driver, before any task.
         Unavailable: the cluster cannot be reached.
     """
 
@@ -140,24 +140,24 @@ class WaltzBatchWriter(DataSourceArrowWriter):
 
     @without_stack
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Send a task's rows; return their outcomes."""
+        """Send the rows of a task; return their outcomes."""
         return self._job.write_task(iterator, *task_attempt())
 
     # -- on the driver ------------------------------------------------------------------------
 
     @without_stack
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Keep the results and log the outcome of the job (rule 2)."""
+        """Keep the results, and log the outcome of the job (rule 2)."""
         write, days = self._job.write, self._job.options.retention_days
         named = None if write is None or not self._job.is_named else NamedWrite(write, days)
         finish(self._job, messages, named)
         remove_writes(self._job, [] if write is None or named is not None else [write])
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Log what is in the log; a log cannot undo appends."""
+        """Log the number of committed rows, which stay in the log."""
         tasks = [message for message in messages if isinstance(message, TaskResult)]
         if any(task.was_done for task in tasks):
-            return  # the error has the counts
+            return  # the error has the row counts
         committed = sum(task.committed for task in tasks)
         _log.warning(
             "spark.write_failed committed=%d write=%s",
@@ -169,18 +169,18 @@ class WaltzBatchWriter(DataSourceArrowWriter):
 def finish(
     job: WriteJob, messages: Sequence[WriterCommitMessage | None], named: NamedWrite | None
 ) -> dict[str, Any] | None:
-    """Keep the results, mark a write with a name as done, and log the outcome of the job.
+    """Keep the results, mark a named write as done, and log the outcome of the job.
 
     Returns its summary; None if the write was done before.
 
     Args:
-        job: the common part of its tasks; for a stream, without the names of the write.
+        job: the common part of the tasks; for a stream, without the names of the write.
         messages: the messages of all tasks.
         named: the write, if it has a name.
 
     Raises:
         BadRequest: an earlier run of the write had other rows.
-        ConnectionSuperseded: the write was done before, and was removed.
+        ConnectionSuperseded: the write was already done, and its state was removed.
     """
     tasks = [message for message in messages if isinstance(message, TaskResult)]
     if named is not None and any(task.was_done for task in tasks):
@@ -195,7 +195,7 @@ def finish(
     if named is not None:
         summary |= rows.as_fields()
     if paths:
-        # The writer that commits a micro-batch is not the one of its tasks.
+        # Spark commits a micro-batch with another writer than that of its tasks.
         name = next((task.results_name for task in tasks), job.results_name)
         summary |= {"results_path": paths[0], "results_name": name}
         keep_results(
@@ -215,7 +215,7 @@ def finish(
 
 
 def _report_repeated(job: WriteJob, tasks: list[TaskResult], named: NamedWrite) -> None:
-    """Report a write that was done before and had the same rows; nothing was appended."""
+    """Check the rows of a write that was already done, and report it; nothing was appended."""
     summary = asyncio.run(summary_of_write(job.options.connect, named.write))
     if not summary:
         raise ConnectionSuperseded(
@@ -259,7 +259,7 @@ def _rows_of(tasks: list[TaskResult]) -> RowsHash:
 
 
 def remove_writes(job: WriteJob, writes: list[str]) -> None:
-    """Remove writes that are not needed any more, and some expired ones (rule 2)."""
+    """Remove writes that are no longer needed, and some expired writes (rule 2)."""
     if not job.options.exactly_once:
         return
     try:
@@ -269,12 +269,12 @@ def remove_writes(job: WriteJob, writes: list[str]) -> None:
 
 
 def now_ms() -> int:
-    """Return the time, for data that outlives a process; no other machine may depend on it."""
+    """Return the wall-clock time in ms, for data that outlives a process, on this machine only."""
     return int(time.time() * 1_000)  # noqa: TID251 - see above
 
 
 def summarize(tasks: list[TaskResult], *, returns_rejected_rows: bool = False) -> dict[str, Any]:
-    """Return the job's counts and marks from those of its tasks."""
+    """Compute the row counts and high-water marks of a job from the reports of its tasks."""
     marks: dict[int, int] = {}
     for task in tasks:
         for partition, mark in task.marks.items():

@@ -1,10 +1,11 @@
 """Converts the columns of a DataFrame to those of an append: payload, locks, partition, mark.
 
-It rejects every invalid column: on the driver by type (`check_schema`), on the executor by value
+The module rejects invalid columns: on the driver by type (`check_schema`), on the executor by value
 (`RowShaper`).
 
 Rules:
-    1. It processes whole columns: Python code runs per row only to pack payloads and hash strings.
+    1. It processes whole columns: Python code runs for each row only to pack payloads and hash
+       strings.
     2. The append columns keep the order of the rows.
 """
 
@@ -40,9 +41,9 @@ from waltz_spark.rows import check_packed_type, pack
 
 LOCK_COLUMNS = ("write_locks", "read_locks", "append_locks")
 MARK_COLUMN = "client_high_water_mark"
-# Columns with a meaning; with `dataFormat`, every other one is payload.
+# Columns with a special meaning; with `dataFormat`, all other columns are packed into the payload.
 WRITE_COLUMNS = ("data", "header", "partition", *LOCK_COLUMNS, MARK_COLUMN)
-# The outcome of a row in results; `partition` has the same meaning in a DataFrame.
+# The columns of results with the outcome of a row. `partition` also is a column of a DataFrame.
 RESULT_COLUMNS = (
     "status",
     "transaction_id",
@@ -50,7 +51,7 @@ RESULT_COLUMNS = (
     "lock_failure_transaction_id",
     "retry_high_water_mark",
 )
-# Additional columns of rejected rows for the function of option `recompute`.
+# Columns that are added to rejected rows for the function of option `recompute`.
 ROW_COLUMN, CONFLICT_COLUMN = "waltz_row", "lock_failure_transaction_id"
 _INTEGERS = (IntegerType, LongType, ShortType)
 _GOLDEN_RATIO = np.uint32(0x9E3779B1)
@@ -60,7 +61,7 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
     """Reject a DataFrame that cannot be written, before any task starts.
 
     Raises:
-        BadRequest: names the column, its expected and its found type.
+        BadRequest: the error names the column, its expected and its found type.
     """
     types = {field.name: field.dataType for field in schema.fields}
     _check_spelling(types)
@@ -83,7 +84,7 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
 
 
 def _check_spelling(types: Mapping[str, DataType]) -> None:
-    """Reject a misspelled lock column, which would lock nothing, packed or not."""
+    """Reject misspelled names of log columns: a misspelled lock column would lock nothing."""
     for name, kind in types.items():
         if name in WRITE_COLUMNS:
             continue
@@ -107,9 +108,9 @@ def _check_names_for_recompute(types: Mapping[str, DataType]) -> None:
 
 
 def _check_all_used(types: Mapping[str, DataType], options: WriteOptions) -> None:
-    """Reject unused columns: a misspelled lock column, for example, would lock nothing."""
+    """Reject columns that would have no effect, for example a misspelled lock column."""
     if options.data_format is not None or options.recompute is not None:
-        return  # packed, or the function may need it
+        return  # the columns are packed, or the function may need them
     used = {*WRITE_COLUMNS, options.partition_by, options.encryption_key_column}
     if options.results_path is not None:
         used.update(types if options.result_columns is None else options.result_columns)
@@ -151,9 +152,9 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
             )
         if not isinstance(kind, (*_INTEGERS, StringType)):
             raise BadRequest(
-                f"option 'partitionBy': column {options.partition_by!r}: expected an integer "
-                f"or a string, found {kind.simpleString()}. Hint: for other types use a "
-                f"column of hashes: .withColumn('key', xxhash64({options.partition_by!r})), "
+                f"option 'partitionBy', column {options.partition_by!r}: expected an integer or "
+                f"a string, found {kind.simpleString()}. Hint: for other types use a column of "
+                f"hashes: .withColumn('key', xxhash64({options.partition_by!r})), "
                 "partitionBy=key."
             )
 
@@ -163,8 +164,9 @@ def _check_key_column(kind: DataType | None, name: str) -> None:
         raise BadRequest(f"option 'encryptionKeyIdColumn': the input has no column {name!r}")
     if not isinstance(kind, StringType):
         raise BadRequest(
-            f"option 'encryptionKeyIdColumn': column {name!r}: expected a string, found "
-            f"{kind.simpleString()}. Hint: .withColumn('key', concat(lit('customer-'), {name!r}))."
+            f"option 'encryptionKeyIdColumn', column {name!r}: expected a string, found "
+            f"{kind.simpleString()}. Hint: .withColumn('key', concat(lit('customer-'), "
+            f"{name!r}))."
         )
 
 
@@ -204,10 +206,10 @@ def _check_locks(name: str, kind: DataType) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ShapedRows:
-    """Rows to send: the log partition of each, the append columns, the result columns.
+    """Rows to send: the log partition of each row, the append columns, the result columns.
 
-    `is_free` marks the rows whose partition is arbitrary (round robin). `source` has the input
-    rows, if they may be recomputed.
+    `is_free` is true for rows whose partition is arbitrary (round-robin). `source` has the input
+    rows if they may be recomputed.
     """
 
     partitions: npt.NDArray[np.int32]
@@ -220,14 +222,15 @@ class ShapedRows:
 
 
 class RowShaper:
-    """Shapes the record batches of one task.
+    """Converts the record batches of one task to append columns.
 
     Args:
         options: the options of the write.
-        partition_count: partitions of the log.
-        marks: the marks for rows without one, by partition.
-        wants_identity: also keep the result columns.
-        first_turn: the start of round robin; the task's number, so that tasks of few rows spread.
+        partition_count: the number of partitions of the log.
+        marks: by partition, the mark for rows that have no mark of their own.
+        wants_identity: whether to keep the input columns for the results.
+        first_turn: the index of the first round-robin partition. It is the number of the task, so
+            that tasks with few rows use different partitions.
     """
 
     def __init__(
@@ -250,14 +253,14 @@ class RowShaper:
         self._own = np.array(range(partition_count) if own is None else own, np.int64)
         self._turn = first_turn % len(self._own)
         self._encode = payload_encoder(options)
-        self._rows = 0  # of earlier batches, to name a row by its position in the task
+        self._rows = 0  # the rows of earlier batches; errors name a row by its position in the task
 
     def shape(self, batch: pa.RecordBatch) -> ShapedRows:
         """Return the append columns of a batch.
 
         Raises:
-            BadRequest: a null that is not allowed, a partition that does not exist.
-            TooLarge: a payload over the limit.
+            BadRequest: a value is null where this is not allowed, or a partition does not exist.
+            TooLarge: a payload or the locks of a row are over the limit.
         """
         batch = _nullable(batch)
         count = batch.num_rows
@@ -276,7 +279,7 @@ class RowShaper:
         return ShapedRows(partitions, append, self.identity(batch), is_free, source)
 
     def identity(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
-        """Return the input columns for the results; None without results."""
+        """Return the input columns that the results contain; None without results."""
         if not self._wants_identity:
             return None
         names = self._options.result_columns
@@ -308,19 +311,19 @@ class RowShaper:
         return data
 
     def _keys(self, batch: pa.RecordBatch, name: str) -> pa.Array:
-        """Return the ID of each row's key, of option `encryptionKeyIdColumn`."""
+        """Return the key ID of each row, from the column of option `encryptionKeyIdColumn`."""
         keys = batch.column(name).cast(pa.string())
         if keys.null_count:
             raise BadRequest(
-                f"option 'encryptionKeyIdColumn': column {name!r} is null in "
-                f"{self._row(batch, keys.is_null())}: expected a key ID"
+                f"option 'encryptionKeyIdColumn': expected a key ID in column {name!r}, found "
+                f"null in {self._row(batch, keys.is_null())}"
             )
         for key_id in pc.unique(keys).to_pylist():
-            check_key_id(key_id, f"option 'encryptionKeyIdColumn': column {name!r}")
+            check_key_id(key_id, f"option 'encryptionKeyIdColumn', column {name!r}")
         return keys
 
     def _row(self, batch: pa.RecordBatch, is_wrong: pa.Array) -> str:
-        """Name the first wrong row: its position in the task, and its short values."""
+        """Return a text for the first wrong row: its position in the task, and its values."""
         index = pc.index(is_wrong, True).as_py()
         rest = {
             name: batch.column(name)[index].as_py() for name in batch.schema.names if name != "data"
@@ -379,7 +382,7 @@ class RowShaper:
         chosen: npt.NDArray[np.int64],
         is_named: npt.NDArray[np.bool_],
     ) -> None:
-        """Reject a row that belongs to a partition which is not one of option `partitions`."""
+        """Reject a row whose partition is not in option `partitions`."""
         is_wrong = ~np.isin(chosen, self._own)
         if not is_wrong.any():
             return
@@ -405,7 +408,7 @@ class RowShaper:
             hashes = _hash_column(batch.column(self._options.partition_by))
             return self._spread(hashes), np.zeros(count, dtype=np.bool_)
         chosen, is_free = turn, np.ones(count, dtype=np.bool_)
-        # The first lock of a row: of its write locks, then read locks, then append locks.
+        # The first lock of a row: the first of its write locks, then read locks, then append locks.
         for column in reversed(locks):
             offsets = np.asarray(column.offsets)
             has = offsets[1:] > offsets[:-1]
@@ -417,7 +420,7 @@ class RowShaper:
         return chosen, is_free
 
     def _spread(self, hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
-        """Return `record.spread` of a whole column."""
+        """Compute `record.spread` for a whole column."""
         mixed = (hashes * _GOLDEN_RATIO).astype(np.uint64)
         return ((mixed * np.uint64(self._partition_count)) >> np.uint64(32)).astype(np.int64)
 
@@ -441,15 +444,15 @@ class RowShaper:
 
 
 def _nullable(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the batch with a nullable schema, which all of its parts share."""
+    """Return the batch with all columns nullable, so that batches can be concatenated."""
     fields = [pa.field(part.name, part.type) for part in batch.schema]
     return pa.RecordBatch.from_arrays(batch.columns, schema=pa.schema(fields))
 
 
 def _hash_column(column: pa.Array) -> npt.NDArray[np.uint32]:
-    """Return `record.lock_hash("", key)` of a column; null counts as key 0."""
+    """Compute `record.lock_hash("", key)` for a column; null counts as key 0."""
     if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-        # As bytes: a Spark string may not be valid UTF-8.
+        # Hash bytes, not text: a Spark string may not be valid UTF-8.
         kind = pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary()
         keys = np.array(
             [0 if text is None else zlib.crc32(text) for text in column.cast(kind).to_pylist()],

@@ -1,20 +1,22 @@
-"""Finds the rows of a task that an earlier attempt has appended.
+"""Finds the rows of a task that earlier attempts have appended.
 
-It handles the rows of an exactly-once write; the client handles its attempts (`TaskClaim`).
+The module handles the rows of an exactly-once write; the client handles its attempts (`TaskClaim`).
 
 Rules (docs/spark.md, "Exactly once"):
-    1. The log is read after all partitions of the write are mounted: from then on no earlier
-       attempt of this task can append, so the result stays valid.
+    1. The log is read after the client has mounted all partitions of the write. From then on, no
+       earlier attempt of this task can append, so the result stays valid.
     2. Rows are matched with records as a multiset of partition, header and data: an attempt may
        have them in another order. A row with a round-robin partition matches in any partition. Rows
-       that are equal in these, but not in locks or mark, are not interchangeable: with a record of
-       one of them in the log, the write fails with an error. `identityColumns` replace header and
-       data.
+       that are equal in these parts, but not in locks or mark, are not interchangeable: if a record
+       of one of them is in the log, the write fails with an error. `identityColumns` replace header
+       and data.
     3. A record that no row matches shows that the input has changed: the write fails.
-    4. A record of another task of an earlier run does not belong to this task, unless the input was
-       split into tasks differently. That cannot be decided, so the write fails.
-    5. Nothing is appended before rules 2 to 4 are known to hold: until then rows are spooled to a
-       file. So a run that fails by them does not change the log, and a correct one can continue.
+    4. A record that another task of an earlier run has appended does not belong to this task,
+       unless the input was split into tasks differently. The two cases cannot be distinguished, so
+       the write fails if a row of this task matches such a record.
+    5. Nothing is appended until rules 2 to 4 are known to hold; rows are spooled to a file. So a
+       run that fails because of these rules does not change the log, and a correct run can
+       continue.
 """
 
 import tempfile
@@ -43,14 +45,14 @@ class EarlierRecord(NamedTuple):
 
 
 class EarlierRows:
-    """The rows of a task that are in the log.
+    """The rows of a task that are already in the log.
 
     Args:
-        own: the records of earlier attempts of this task, by row key; each by the key with its
-            partition and by the one without.
-        others: the row keys of other tasks of earlier runs, of both kinds.
+        own: the records of earlier attempts of this task, by row key. Each record has two keys: one
+            with its partition, one without.
+        others: the row keys of records from other tasks of earlier runs, of both kinds.
         next_sequences: by partition, the request number after the highest one in the log.
-        keys: computes row keys, like those of the records.
+        keys: computes the keys of rows, in the same way as those of the records.
     """
 
     def __init__(
@@ -75,21 +77,21 @@ class EarlierRows:
 
     @property
     def count(self) -> int:
-        """The number of records without a matching row so far."""
+        """The number of records that no row has matched so far."""
         return len(self._left)
 
     def split(self, shaped: ShapedRows) -> tuple[ShapedRows | None, list[FinalRows]]:
-        """Return the rows to append, and the outcomes of those in the log.
+        """Return the rows to append, and the outcomes of the rows that are in the log.
 
         Raises:
-            BadRequest: rules 2 and 4.
+            BadRequest: rule 2 or rule 4 is violated.
         """
         if self.is_empty:
             return shaped, []
         missing: list[int] = []
         there: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, key in enumerate(self._keys.of_rows(shaped)):
-            # A round-robin row has no locks, but it may have a key of its own.
+            # A round-robin row has no locks, but rows can differ in their encryption keys.
             may_differ = not shaped.is_free[row] or KEY_COLUMN in shaped.append.schema.names
             if key in self._own and may_differ:
                 self._check_locks(key, shaped, row)
@@ -111,23 +113,23 @@ class EarlierRows:
         waiting = self._own.get(key)
         while waiting:
             found = waiting.popleft()
-            if found in self._left:  # otherwise a row has matched it by the other kind of key
+            if found in self._left:  # otherwise a row has matched the record by its other key
                 self._left.remove(found)
                 return found
         return None
 
     @property
     def is_settled(self) -> bool:
-        """Whether no later row can make the write fail, except by its locks (rule 5)."""
+        """Whether no later row can make the write fail, except because of its locks (rule 5)."""
         return not self._others and self.count == 0
 
     def missing_rows(
         self, batches: Iterable[ShapedRows], there: list[FinalRows]
     ) -> Iterator[ShapedRows]:
-        """Yield the rows to append; add the outcomes of the others to `there` (rule 5).
+        """Yield the rows to append; add the outcomes of all other rows to `there` (rule 5).
 
         Raises:
-            BadRequest: rules 2 to 4.
+            BadRequest: one of the rules 2 to 4 is violated.
         """
         rows = 0
         with Spool() as spool:
@@ -173,7 +175,7 @@ class EarlierRows:
 
 
 class Spool:
-    """Spools shaped rows to disk, in order, until they may be appended."""
+    """A temporary file with converted rows, in order, until they may be appended."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -188,7 +190,7 @@ class Spool:
             self._file.close()
 
     def put(self, shaped: ShapedRows) -> None:
-        """Add rows."""
+        """Write rows to the file."""
         parts = {"p": pa.array(shaped.partitions), "f": pa.array(shaped.is_free)}
         self._kinds = {"i": shaped.identity is not None, "s": shaped.source is not None}
         for kind, batch in (("a", shaped.append), ("i", shaped.identity), ("s", shaped.source)):
@@ -201,7 +203,7 @@ class Spool:
         self._writer.write_batch(row_batch)
 
     def take(self) -> Iterator[ShapedRows]:
-        """Yield all added rows, once."""
+        """Yield all rows from the file, once."""
         if self._writer is None or self._file is None:
             return
         self._writer.close()
@@ -232,9 +234,9 @@ def read_back(
     keys: RowKeys | None = None,
     encryption: Encryption | None = None,
 ) -> EarlierRows:
-    """Read the records of a write's clients since its starting marks (rule 1).
+    """Read the records that the clients of a write have appended since its starting marks (rule 1).
 
-    The write uses the partitions of these marks only.
+    The write uses only the partitions in `marks`.
 
     Raises:
         BadRequest: a payload cannot be decrypted, so its row cannot be compared.
@@ -273,7 +275,7 @@ def _decrypt(record: "_Record", encryption: Encryption) -> bytes:
 
 
 class _Record(NamedTuple):
-    """The parts of one record that are read back."""
+    """The parts of one record that are needed to match it with a row."""
 
     client_id: int
     sequence: int
@@ -285,7 +287,7 @@ class _Record(NamedTuple):
 def _records_of(
     client: WaltzClient, partition: int, span: tuple[int, int], wanted: npt.NDArray[np.int64]
 ) -> Iterator[_Record]:
-    """Yield the records of some clients; chunks without any are read as headers only."""
+    """Yield the records of the wanted clients; data is read only for chunks that contain any."""
     for chunk in client.read_range(partition, *span, form=RangeForm.HEADERS):
         headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
         places = np.flatnonzero(np.isin(headers["req_id"]["client_id"].astype(np.int64), wanted))
@@ -315,7 +317,7 @@ def _whole_records(
                 )
 
 
-# A record's bytes before and after its data (docs/design/disk-format.md 4).
+# The number of bytes in a record before and after its data (docs/design/disk-format.md 4).
 _DATA_FROM, _DATA_UNTIL = raw_records.PREFIX_DTYPE.itemsize, 4
 
 

@@ -1,17 +1,17 @@
 """Recomputes rejected rows, in the task, with the user's function.
 
-After a lock failure a row is computed again; a stale payload is never sent again.
+After a lock failure, a row is computed again; a stale payload is never sent again.
 
 Rules:
-    1. The function gets rejected rows of one mark, and all transactions of their partition since
-       that mark, up to a mark that includes the conflicting transactions.
-    2. A new row stays in its partition and has that mark: a transaction that the function has not
-       seen rejects it.
-    3. `waltz_row` is the number of the row that a new one replaces; each replaces one row, with its
-       identity columns. An omitted row stays rejected.
+    1. The function receives rejected rows with the same mark, and all transactions of their
+       partition since that mark, up to a later mark that includes the conflicting transactions.
+    2. A recomputed row stays in its partition and has that later mark. So a transaction that the
+       function has not received can reject the row.
+    3. `waltz_row` is the number of the row that a recomputed row replaces. Each recomputed row
+       replaces one row, and has the identity columns of that row. An omitted row stays rejected.
     4. Rows are not recomputed if the transactions since their mark would not fit into memory.
-    5. A transaction that does not fit the input's columns has nulls, and is marked. So is one that
-       cannot be decrypted; its payload is null, too.
+    5. A transaction that does not fit the input's columns has nulls in them, and is marked. The
+       same applies to a transaction that cannot be decrypted; its payload is null, too.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from waltz_core.client import Encryption, WaltzClient
+from waltz_core.config.settings import shown_names
 from waltz_core.errors import BadRequest
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
@@ -47,12 +48,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("waltz")
 
-# Whether a transaction's payload fits the input's columns.
+# A boolean column: whether a transaction's payload fits the input's columns.
 WHOLE_COLUMN = "waltz_whole"
-# Columns of the writer: the function's values for them have no effect.
+# Columns that the writer sets: values that the function returns for them have no effect.
 _SET_BY_WRITER = ("partition", MARK_COLUMN)
 PAUSE_MS_MAX = 5_000
-# Transactions since a mark, which are in memory as a table.
+# Limits for the transactions since a mark, which are in memory as a table.
 SINCE_TRANSACTIONS_MAX = 1_000_000
 SINCE_BYTES_MAX = 256 * 1024 * 1024
 
@@ -68,23 +69,23 @@ class RejectedRows(NamedTuple):
     conflicting: npt.NDArray[np.int64]
 
     def take(self, places: npt.NDArray[np.intp]) -> "RejectedRows":
-        """Return some of them."""
+        """Return the rows at these indexes."""
         source = self.source.take(pa.array(places))
         return RejectedRows(self.partition, source, self.marks[places], self.conflicting[places])
 
 
 class RecomputedRows(NamedTuple):
-    """Recomputed rows, and the numbers of the rejected ones that they replace."""
+    """Recomputed rows, and the numbers of the rejected rows that they replace."""
 
     shaped: ShapedRows
     rows: npt.NDArray[np.int64]
 
 
 def load_recompute(name: str) -> Function:
-    """Return the function of option `recompute`.
+    """Return the function that option `recompute` names.
 
     Raises:
-        BadConfig: it does not exist; on the driver, before any task.
+        BadConfig: the function does not exist. It is raised on the driver, before any task.
     """
     function: Function = load_function(
         name,
@@ -102,8 +103,8 @@ class Recomputer:
     Args:
         client: reads the transactions since the marks.
         options: the options of the write.
-        shaper: converts the new rows to append columns, like the input rows.
-        random: for the delays.
+        shaper: converts recomputed rows to append columns, like the input rows.
+        random: varies the delays.
     """
 
     def __init__(
@@ -119,15 +120,15 @@ class Recomputer:
         self.retries_max = options.retries_max
 
     def pause_s(self, retries: int) -> float:
-        """Return the delay after this many recomputations: half to all of the interval."""
+        """Return the delay in seconds after `retries` recomputations, with jitter."""
         doubled = min(self._options.backoff_ms << min(retries, 20), PAUSE_MS_MAX)
         return doubled * (1 - self._random.random() / 2) / 1_000
 
     def recompute(self, rejected: RejectedRows) -> RecomputedRows:
-        """Return the recomputed rows; fewer than were rejected, or none.
+        """Recompute rejected rows; the function may omit some or all of them.
 
         Raises:
-            BadRequest: the function's result is not valid.
+            BadRequest: the result of the function is not valid.
         """
         partition = rejected.partition
         mark = int(self._client.high_water_mark(partition))
@@ -154,7 +155,7 @@ class Recomputer:
         return _check_answer(answer, rejected.source, name, self._options.identity_columns)
 
     def _load_since(self, rejected: RejectedRows, last: int) -> tuple[list[int], pa.Table]:
-        """Return the marks from which rows are recomputed, and the transactions since the first."""
+        """Return the marks from which to recompute rows, and transactions since the first mark."""
         marks = sorted({int(mark) for mark in rejected.marks})
         while marks:
             since = self._transactions_since(
@@ -174,7 +175,7 @@ class Recomputer:
     def _place_rows(
         self, batch: pa.RecordBatch, partition: int, mark: int, rows: list[int]
     ) -> RecomputedRows:
-        """Return the append columns of new rows, and the rows with the input's columns (rule 2)."""
+        """Return recomputed rows as append columns, and also with the input's columns (rule 2)."""
         count = batch.num_rows
         found = {name: batch.column(name) for name in batch.schema.names}
         placed = {
@@ -182,7 +183,7 @@ class Recomputer:
             MARK_COLUMN: pa.array(np.full(count, mark, np.int64)),
         }
         shaped = self._shaper.shape(pa.RecordBatch.from_pydict(found | placed))
-        # With the input's columns, which may not include these two.
+        # The rows with the input's columns, which may lack `partition` and the mark.
         for name, column in placed.items():
             if name in found:
                 found[name] = column.cast(batch.schema.field(name).type)
@@ -235,7 +236,7 @@ class Recomputer:
 
 
 def _decrypt_batch(batch: pa.RecordBatch, encryption: Encryption) -> pa.RecordBatch:
-    """Return a batch with decrypted payloads, null where that is not possible."""
+    """Return a batch with decrypted payloads; a payload that cannot be decrypted is null."""
     found = decrypt_batch(batch, encryption)
     columns = [found[name] for name in batch.schema.names]
     return pa.RecordBatch.from_arrays(columns, schema=batch.schema)
@@ -244,7 +245,7 @@ def _decrypt_batch(batch: pa.RecordBatch, encryption: Encryption) -> pa.RecordBa
 def _unpack_payloads(
     batch: pa.RecordBatch, unpacker: Unpacker | None, names: list[str]
 ) -> pa.RecordBatch:
-    """Add the payload's columns, null for transactions of another kind (rule 5)."""
+    """Add the payload's columns, which are null for payloads that do not fit (rule 5)."""
     if unpacker is None:
         return batch
     columns, is_whole = unpacker.columns_with_nulls(batch.column("data"))
@@ -263,7 +264,7 @@ def _one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
 
 
 def _rejected_table(rejected: RejectedRows) -> pa.Table:
-    """Return the rejected rows with number, partition, mark, and conflicting transaction."""
+    """Return the rejected rows with their number, partition, mark and conflicting transaction."""
     source = rejected.source
     count = source.num_rows
     own: dict[str, Any] = {
@@ -279,10 +280,10 @@ def _rejected_table(rejected: RejectedRows) -> pa.Table:
 def _check_answer(
     answer: object, source: pa.RecordBatch, name: str, identity: tuple[str, ...]
 ) -> tuple[list[int], pa.RecordBatch]:
-    """Return the numbers of the replaced rows, and the new ones with the input's columns (rule 3).
+    """Return the numbers of the replaced rows, and the recomputed rows with the input's columns.
 
     Raises:
-        BadRequest: states what was expected and found.
+        BadRequest: the answer violates rule 3; the error has the expected and the found value.
     """
     if isinstance(answer, pa.RecordBatch):
         answer = pa.Table.from_batches([answer])
@@ -307,20 +308,21 @@ def _check_answer(
     if not is_fit or len(set(rows)) != len(rows):
         raise _wrong_result_error(
             f"expected {name} to return distinct row numbers in column {ROW_COLUMN!r}, 0 to "
-            f"{count - 1}, found {rows[:20]}"
+            f"{count - 1}, found {shown_names(list(map(str, rows)), 20)}"
         )
     fields = [part.with_nullable(nullable=True) for part in source.schema]
     try:
         arrays = [_column(answer, part) for part in fields]
     except (pa.ArrowException, ValueError) as error:
         raise _wrong_result_error(
-            f"expected {name} to return columns with the types of the input: {error}"
+            f"expected {name} to return columns with the types of the input, found others ({error})"
         ) from None
     batch = pa.RecordBatch.from_arrays(arrays, schema=pa.schema(fields))
     for each in identity:
         if not batch.column(each).equals(source.column(each).take(pa.array(rows, pa.int64()))):
             raise _wrong_result_error(
-                f"expected {name} to leave identity column {each!r} unchanged"
+                f"expected {name} to leave identity column {each!r} unchanged, found other "
+                "values in it"
             )
     return rows, batch
 

@@ -1,14 +1,14 @@
-"""The results of a write: every row's outcome, as Parquet files of tasks that the job keeps.
+"""The results of a write: the outcome of every row, in Parquet files that the tasks write.
 
-Their columns are an interface for users.
+The columns of the files are an interface for users.
 
 Rules:
-    1. Each task attempt writes its own file, with the write in its name. Readers ignore it: its
-       name begins with `_` until the job renames the files of the attempts that Spark accepted. The
-       job deletes the others of this write, and writes `_SUCCESS` last. A directory without it is
-       unfinished. The file of an attempt that outlives the job stays hidden. Other files in the
-       directory are not touched.
-    2. The columns are the chosen input columns, then `RESULT_FIELDS`; all nullable.
+    1. Each task attempt writes its own file, with the name of the write in its file name. The file
+       name begins with `_`, so readers ignore the file. The job renames the files of the attempts
+       that Spark accepted, deletes the other files of this write, and writes `_SUCCESS` last. A
+       directory without `_SUCCESS` is unfinished. The file of an attempt that outlives the job
+       stays hidden. Other files in the directory are not touched.
+    2. The columns are the chosen input columns, then `RESULT_FIELDS`; all are nullable.
 """
 
 import json
@@ -30,7 +30,7 @@ from waltz_spark.spark_version import arrow_schema
 from waltz_spark.writer.appender import FinalRows
 
 COMMITTED, REJECTED, RETRY = "COMMITTED", "REJECTED", "RETRY"
-# The columns of the outcome; they replace input columns of the same name.
+# The columns of the outcome. They replace input columns with the same names.
 RESULT_FIELDS = (
     pa.field("status", pa.string()),
     pa.field("partition", pa.int32()),
@@ -47,9 +47,9 @@ _OWN = frozenset(part.name for part in RESULT_FIELDS)
 
 
 def result_batch(answered: FinalRows, rejected_status: str) -> pa.RecordBatch:
-    """Return one row of results for each answered row; `rejected_status` is that of rejected ones.
+    """Return the results of rows as a batch; `rejected_status` is the status of rejected rows.
 
-    `retry_high_water_mark` is a mark from which a rejected row can be computed again.
+    `retry_high_water_mark` is a high-water mark from which a rejected row can be computed again.
     """
     assert answered.identity is not None
     identity = answered.identity
@@ -71,14 +71,14 @@ def result_batch(answered: FinalRows, rejected_status: str) -> pa.RecordBatch:
 
 
 def check_column_types(schema: StructType, names: Sequence[str] | None) -> None:
-    """Reject a column type that Parquet does not have, before any row is in the log.
+    """Reject a column type that Parquet does not support, before any row is in the log.
 
     Args:
         schema: the DataFrame's schema.
-        names: the input columns in the results; all but `data` if None.
+        names: the input columns in the results; None: all but `data`.
 
     Raises:
-        BadRequest: names the column and its type.
+        BadRequest: the error names the column and its type.
     """
     for part in schema.fields:
         if part.name in _OWN or part.name not in (names or schema.names):
@@ -86,7 +86,7 @@ def check_column_types(schema: StructType, names: Sequence[str] | None) -> None:
         if part.name == "data" and names is None:
             continue
         try:
-            # All are nullable in results (rule 2).
+            # All columns are nullable in results (rule 2).
             kind = arrow_schema(StructType().add(part.name, part.dataType))
             pq.ParquetWriter(pa.BufferOutputStream(), kind).close()
         except (ValueError, pa.ArrowException, PySparkException) as error:
@@ -98,7 +98,7 @@ def check_column_types(schema: StructType, names: Sequence[str] | None) -> None:
 
 
 class ResultDirectory(NamedTuple):
-    """A directory on any file system of pyarrow."""
+    """A directory on any file system that pyarrow supports."""
 
     system: fs.FileSystem
     path: str
@@ -108,7 +108,7 @@ def open_results(results_path: str, *, is_read: bool = False) -> ResultDirectory
     """Open `resultsPath`; create the directory, unless `is_read`.
 
     Raises:
-        BadConfig: its file system is unknown, or it cannot be created.
+        BadConfig: the file system is unknown, or the directory cannot be created.
     """
     try:
         if "://" in results_path:
@@ -123,7 +123,7 @@ def open_results(results_path: str, *, is_read: bool = False) -> ResultDirectory
 
 
 class ResultFile:
-    """The results of one task attempt; the file is created with the first row."""
+    """The results of one task attempt; the first row creates the file."""
 
     def __init__(self, results_path: str, name: str, *, rejected_status: str) -> None:
         self._rejected_status = rejected_status
@@ -132,7 +132,7 @@ class ResultFile:
         self._writer: pq.ParquetWriter | None = None
 
     def add(self, answered: FinalRows) -> None:
-        """Append the outcomes of some rows."""
+        """Append the outcomes of rows to the file."""
         batch = result_batch(answered, self._rejected_status)
         if self._writer is None:
             self._writer = pq.ParquetWriter(
@@ -143,35 +143,35 @@ class ResultFile:
         self._writer.write_batch(batch)
 
     def close(self) -> str | None:
-        """Finish the file; return the name for `keep_results`, or None without rows."""
+        """Finish the file; return its name for `keep_results`, or None if there were no rows."""
         if self._writer is None:
             return None
         self._writer.close()
         return self.name
 
     def close_of_failed(self) -> None:
-        """Finish the file and make it visible: the job of a failed task keeps nothing."""
+        """Finish the file and make it visible, for a failed task: its job keeps no results."""
         if self.close() is not None:
             _make_visible(self._place, self.name)
 
 
 def file_name(task: int, attempt: int, write: str) -> str:
-    """Return the name of the results of a task attempt."""
+    """Return the name of the results file for a task attempt."""
     return f"part-{task:05d}-{attempt}-{write}.parquet"
 
 
 def is_result_of(name: str, write: str) -> bool:
-    """Whether a file has results of this write; a write's name may be the suffix of another's."""
+    """Whether a file has results of this write; one write's name may be a suffix of another's."""
     return re.fullmatch(rf"part-\d+-\d+-{re.escape(write)}\.parquet", name) is not None
 
 
 def keep_results(
     results_path: str, names: list[str], write: str, summary: dict[str, object]
 ) -> None:
-    """Keep the named files of a write, delete those of its other attempts (rule 1)."""
+    """Make the named files of a write visible, and delete those of its other attempts (rule 1)."""
     place = open_results(results_path)
     for name in names:
-        with suppress(FileNotFoundError):  # of an executor with another local directory
+        with suppress(FileNotFoundError):  # an executor has another local directory
             _make_visible(place, name)
     wanted = set(names)
     selector = fs.FileSelector(place.path)
@@ -187,7 +187,7 @@ def _make_visible(place: ResultDirectory, name: str) -> None:
 
 
 def write_summary_again(results_path: str, summary: dict[str, object]) -> None:
-    """Write the summary of a write that was done before, with the directory of its results."""
+    """Write the summary of a write that was already done, with the directory of its results."""
     _write_summary(open_results(results_path), summary)
 
 

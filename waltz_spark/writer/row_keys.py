@@ -1,9 +1,10 @@
-"""Row keys: the equal digests of a row and its record, by which a row is found in the log.
+"""Row keys: digests that are equal for a row and its record, to find rows in the log.
 
 Rules:
-    1. A key is a digest of partition, header and data; or of the partition and the columns of
-       option `identityColumns`, which a recomputed row keeps.
-    2. Each record has two keys: with its partition, and for rows that may be in any partition.
+    1. A row key is a digest of partition, header and data. With option `identityColumns`, it is a
+       digest of the partition and these columns, which a recomputed row keeps.
+    2. Each record has two keys: one with its partition, and one for rows that may be in any
+       partition.
 """
 
 import hashlib
@@ -19,14 +20,14 @@ from waltz_spark.writer.columns import ShapedRows
 
 _KEY_BYTES = 16
 _PLACE = struct.Struct(">ii")
-_ANY = -1  # the partition of a row that may be in any
+_ANY = -1  # in place of the partition, for a row that may be in any partition
 
 
 class RowKeys:
-    """Computes the keys of a write's rows and records.
+    """Computes the keys of rows and records of a write.
 
     Args:
-        options: the options of the write; None without identity columns.
+        options: the options of the write; None: without identity columns.
     """
 
     def __init__(self, options: WriteOptions | None = None) -> None:
@@ -36,17 +37,17 @@ class RowKeys:
 
     @property
     def check_columns_of_key(self) -> tuple[str, ...]:
-        """Append columns, in addition to locks and mark, that rows of one key must share."""
+        """The append columns, besides locks and mark, that rows with equal keys must share."""
         return ("header", "data") if self._names else ()
 
     @property
     def text(self) -> str:
-        """The parts of a key, for messages."""
+        """The parts of a row key, for messages."""
         return ", ".join(self._names) if self._names else "header and data"
 
     @property
     def hint(self) -> str:
-        """An additional hint for records without a matching row."""
+        """An additional hint for the error about records without a matching row."""
         if self._names or not self._recomputes:
             return ""
         return "; to find recomputed rows, set option identityColumns (with dataFormat)"
@@ -62,7 +63,7 @@ class RowKeys:
     def of_record(
         self, partition: int, header: int, data: bytes | memoryview
     ) -> tuple[bytes, bytes]:
-        """Return both keys of a record (rule 2)."""
+        """Return the keys of a record with its partition, and without a partition (rule 2)."""
         return self._key(partition, header, data), self._key(_ANY, header, data)
 
     def _key(self, partition: int, header: int, data: bytes | memoryview) -> bytes:

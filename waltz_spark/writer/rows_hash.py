@@ -1,15 +1,16 @@
-"""The number and the hash of a write's rows, by which a finished write recognizes its rows.
+"""The number and the hash of a write's rows, to compare them with a finished write.
 
-The record of a finished write contains them for days, so their definition must not change.
+ZooKeeper stores both for days in the summary of a finished write, so their definition must not
+change.
 
 Rules (docs/spark.md, "A write ID identifies its rows"):
-    1. A row is identified like in the log (`row_keys.py`): by its partition, unless that is a
-       round-robin one, by header and payload, or by the columns of option `identityColumns`. Locks
+    1. A row is identified as in the log (`row_keys.py`): by header and payload, or by the columns
+       of option `identityColumns`, and by its partition, unless that is a round-robin one. Locks
        and marks do not count: a repeated run may compute them from a newer state, and the log does
        not store them.
-    2. The hash of a row is 64 bits, mixed from the CRC-32 and the length of its payload, partition
-       and header. That of several rows is the sum modulo 2**64, which does not depend on their
-       order, tasks or batches.
+    2. The hash of a row has 64 bits, mixed from the CRC-32 and the length of its payload, its
+       partition and its header. The hash of several rows is the sum of their hashes modulo 2**64,
+       which does not depend on their order, tasks or batches.
     3. The hash detects mistakes, not attacks: the writer of the rows also chooses the write ID.
 """
 
@@ -39,7 +40,7 @@ class RowsHash(NamedTuple):
     digest: int = 0
 
     def plus(self, other: Self) -> "RowsHash":
-        """Return the sum of these rows and others."""
+        """Return the sum of two row hashes."""
         return RowsHash(self.rows + other.rows, (self.digest + other.digest) % (1 << 64))
 
     @property
@@ -52,10 +53,10 @@ class RowsHash(NamedTuple):
         return {"rows": self.rows, "rows_hash": self.hex}
 
     def check_same(self, write: str, summary: Mapping[str, Any], *, hint: str) -> None:
-        """Check that these are the rows of a finished write, if its summary has the fields.
+        """Check that these are the rows of a finished write, if its summary has their hash.
 
         Raises:
-            BadRequest: they are other rows; with both counts.
+            BadRequest: the finished write had other rows; the error has both counts.
         """
         rows, digest = summary.get("rows"), summary.get("rows_hash")
         if digest is None or (rows, digest) == (self.rows, self.hex):
@@ -70,7 +71,7 @@ class RowsHash(NamedTuple):
 
 
 def row_sum(batch: pa.RecordBatch, shaped: ShapedRows, options: WriteOptions) -> RowsHash:
-    """Return the sum of some rows, from their input and append columns (rules 1 and 2)."""
+    """Return the count and hash of a batch, from its input and append columns (rules 1 and 2)."""
     headers = shaped.append.column("header").to_numpy()
     data, crcs = shaped.append.column("data"), shaped.append.column("crc")
     names = options.identity_columns
@@ -85,12 +86,12 @@ def row_sum(batch: pa.RecordBatch, shaped: ShapedRows, options: WriteOptions) ->
 
 
 def _join_halves(low: npt.NDArray[np.integer], high: npt.NDArray[np.integer]) -> U64:
-    """Combine two columns of 32 bits into one of 64."""
+    """Combine two columns of 32-bit values into one column of 64-bit values."""
     return low.astype(np.uint32).astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
 
 
 def _mix_bits(values: U64) -> U64:
-    """Mix the bits of values: each bit depends on all others (SplitMix64)."""
+    """Mix the bits of values, so that each bit depends on all others (SplitMix64)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

@@ -1,17 +1,19 @@
-"""`df.writeStream.format("waltz")`: a micro-batch is an exactly-once write.
+"""`df.writeStream.format("waltz")`: each micro-batch is an exactly-once write.
 
-Spark creates one writer for the tasks of a micro-batch, and another one, in another process, to
-commit it; neither knows the number of the batch, but the tasks do.
+Spark creates one writer for the tasks of a micro-batch, and another one, in another process, for
+the commit. Neither writer knows the number of the batch, but the tasks do.
 
 Rules (docs/spark.md, "Exactly once"):
-    1. A micro-batch is the write (query, batch). Its tasks read both from their local properties,
-       and pass them to the commit in their messages. The first task of its first run sets the
-       starting marks.
+    1. A micro-batch is the write (query, batch). Its tasks read the query and the batch from their
+       local properties, and pass both to the commit in their messages. The first task of its first
+       run sets the starting marks.
     2. Spark records a micro-batch after this writer's commit. If the driver dies between the two,
-       Spark repeats the batch with the same tasks, which find the write done and append nothing.
-       With other rows the query fails: the rows that it has computed now would be lost silently.
-    3. The commit also removes the write of the previous batch, which Spark has recorded. The last
-       one is kept for a year after its end: while it exists, no task of an earlier batch begins.
+       Spark repeats the batch with the same tasks. These find that the write is done, and append
+       nothing. If the rows differ, the query fails: otherwise the rows that it has computed now
+       would be lost silently.
+    3. The commit also removes the write of the previous batch, which Spark has recorded. The write
+       of the last batch is kept for a year after its end: while it exists, no task of an earlier
+       batch begins.
 """
 
 import dataclasses
@@ -40,7 +42,7 @@ from waltz_spark.writer.write_counts import WriteCounts, add_counts
 
 _log = logging.getLogger("waltz")
 
-# The properties of a task that identify its stream and micro-batch.
+# The local properties of a task that identify its query and micro-batch.
 _QUERY, _BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
 _HINT = (
     "When Spark repeats a micro-batch, the query must compute the same rows. The rows of "
@@ -50,14 +52,14 @@ _HINT = (
 
 
 class WaltzStreamWriter(DataSourceStreamArrowWriter):
-    """Writes the micro-batches of a stream; one row is one transaction.
+    """Writes the micro-batches of a stream; each row is one transaction.
 
     Args:
         options: the checked options of the write.
         schema: the stream's schema.
 
     Raises:
-        BadRequest: the stream cannot be written; on the driver, before any task.
+        BadRequest: the stream cannot be written. It is raised on the driver, before any task.
         Unavailable: the cluster cannot be reached.
     """
 
@@ -74,7 +76,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
 
     @without_stack
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
-        """Send a task's rows; return their outcomes."""
+        """Send the rows of a task; return their outcomes."""
         written = _job_of_batch(self._job).write_task(iterator, *task_attempt())
         written.query = _task_property(_QUERY)
         return written
@@ -83,7 +85,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
 
     @without_stack
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Keep the results and log the outcome of the micro-batch."""
+        """Keep the results of the micro-batch, and log its outcome (rules 2 and 3)."""
         tasks = [message for message in messages if isinstance(message, TaskResult)]
         write = next((task.write for task in tasks if task.write is not None), None)
         before: list[str] = []
@@ -101,10 +103,10 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         remove_writes(self._job, before)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
-        """Log what is in the log; the stream will find it there when it continues."""
+        """Log the number of committed rows; a repeated micro-batch will find them in the log."""
         tasks = [message for message in messages if isinstance(message, TaskResult)]
         if any(task.was_done for task in tasks):
-            return  # the error has the counts
+            return  # the error has the row counts
         _log.warning(
             "spark.micro_batch_failed batch=%d committed=%d",
             batchId,
@@ -113,7 +115,7 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
 
 
 def _job_of_batch(job: WriteJob) -> WriteJob:
-    """Return the job of this task's micro-batch (rule 1)."""
+    """Return the job for this task's micro-batch (rule 1)."""
     query, batch = _task_property(_QUERY), _task_property(_BATCH)
     options = job.options
     if options.results_path is not None:

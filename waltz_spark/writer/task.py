@@ -1,12 +1,13 @@
-"""One task of a write: it appends its rows once, and collects their outcomes.
+"""One task of a write: it appends each of its rows once, and collects their outcomes.
 
-Batches and micro-batches use it. Spark pickles the job to every task, so it has plain values only.
+Batch writes and micro-batches use this module. Spark pickles the job for every task, so the job
+contains plain values only.
 
 Rules:
-    1. With `exactlyOnce` an attempt first claims its task in the write (`TaskClaim`), and skips the
-       rows that an earlier attempt has appended (`earlier_rows.py`).
-    2. A write that is done already appends nothing. Its tasks still count and hash their rows: the
-       driver compares them with the rows of the finished write.
+    1. With `exactlyOnce`, an attempt first claims its task in the write (`TaskClaim`). Then it
+       skips the rows that earlier attempts have appended (`earlier_rows.py`).
+    2. If the write is already done, its tasks append nothing. They still count and hash their rows:
+       the driver compares them with the rows of the finished write.
 """
 
 import logging
@@ -36,14 +37,14 @@ from waltz_spark.writer.rows_hash import RowsHash, row_sum
 
 _log = logging.getLogger("waltz")
 
-# Conflicts that a task reports; they only serve a count in a log line.
+# The maximum number of conflicts that a task reports; they only serve a count in a log line.
 CONFLICTS_MAX = 10_000
 RUNS_MAX = 100_000
 
 
 @dataclass
 class TaskResult(WriterCommitMessage):
-    """The report of one task: counts, marks, and runs of the IDs that it wrote."""
+    """The report of one task: row counts, high-water marks, and the ranges of IDs that it wrote."""
 
     write: str | None = None
     was_done: bool = False
@@ -56,7 +57,7 @@ class TaskResult(WriterCommitMessage):
     committed: int = 0
     rejected: int = 0
     recomputed: int = 0  # the committed rows that were recomputed
-    found: int = 0  # the committed rows of earlier attempts
+    found: int = 0  # the committed rows that earlier attempts have appended
     marks: dict[int, int] = field(default_factory=dict)
     runs: list[tuple[int, int, int]] = field(default_factory=list)  # partition, first, last
     conflicts: list[tuple[int, int]] = field(default_factory=list)  # partition, conflicting ID
@@ -65,7 +66,7 @@ class TaskResult(WriterCommitMessage):
     retried: int = 0  # appends that were repeated
 
     def count(self, answered: FinalRows) -> None:
-        """Add the outcomes of some rows to the counts."""
+        """Add the outcomes of rows to the counts."""
         committed = answered.reasons == RowOutcomeCode.COMMITTED
         self.committed += int(committed.sum())
         self.rejected += int((~committed).sum())
@@ -94,11 +95,12 @@ class TaskResult(WriterCommitMessage):
 
 @dataclass(frozen=True)
 class WriteJob:
-    """The common part of all tasks of one execution.
+    """The common part of all tasks in one run of a write.
 
-    `marks` are the log's at the start, `began_ms`; those in the options are the user's. `run` names
-    the execution, `write` the write: None without `exactlyOnce`. `keep_ms` is for a write that its
-    first task begins.
+    `marks` are the high-water marks of the log at `began_ms`, the start of the run; `options.marks`
+    are those that the user specified. `run` is the name of the run, and `write` the name of the
+    write, None without `exactlyOnce`. `keep_ms` is the retention of a write that its first task
+    begins.
     """
 
     layout: ClusterLayout
@@ -111,12 +113,12 @@ class WriteJob:
 
     @property
     def is_named(self) -> bool:
-        """Whether the whole job can run again, as the same write."""
+        """Whether the whole job can run again as the same write."""
         has_name = self.options.write_name is not None or self.keep_ms is not None
         return has_name and self.write is not None
 
     def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
-        """Write a task's rows; return their outcomes."""
+        """Write the rows of a task; return their outcomes."""
         written = self._write_task(batches, task, attempt)
         freeze_long_lived("write")
         return written
@@ -138,7 +140,7 @@ class WriteJob:
                 written = TaskResult(write=self.write, was_done=True, results_path=path)
                 shaper = self._shaper(claim.marks, task, wants_identity=False)
                 for _ in self._shape_batches(batches, shaper, written):
-                    pass  # it is counted (rule 2), and Spark expects the whole input to be read
+                    pass  # the rows are counted (rule 2), and Spark expects a full read
                 return written
             self._check_partitions(claim)
             already = self._find_earlier_rows(client, claim)
@@ -157,9 +159,9 @@ class WriteJob:
         return file_name(task, attempt, self.results_name)
 
     def _check_partitions(self, claim: TaskClaim) -> None:
-        """Check that this run uses the same partitions as the first run of this write.
+        """Check that this run uses the same partitions as the first run of the write.
 
-        Only their marks are known: rows in other partitions would not be read back.
+        The marks of other partitions are unknown, so rows in them would not be read back.
         """
         if claim.marks.keys() != self.marks.keys():
             began, now = (parts_text(sorted(each)) for each in (claim.marks, self.marks))
@@ -170,7 +172,7 @@ class WriteJob:
             )
 
     def _find_earlier_rows(self, client: WaltzClient, claim: TaskClaim) -> EarlierRows | None:
-        """Return the rows in the log of an earlier attempt or run; None if there was none."""
+        """Return the rows that earlier attempts or runs have appended; None if there were none."""
         state, others = claim.state, client.other_clients()
         if state.attempt == 1 and not others:
             return None
@@ -199,7 +201,7 @@ class WriteJob:
         client: WaltzClient,
         batches: Iterator[pa.RecordBatch],
         already: EarlierRows,
-        place: tuple[int, int],  # task and attempt
+        place: tuple[int, int],  # the numbers of task and attempt
         marks: dict[int, int],
     ) -> TaskResult:
         options = self.options
@@ -286,7 +288,7 @@ def task_attempt() -> tuple[int, int]:
 def _with_existing(
     sent: Iterable[FinalRows], there: list[FinalRows], written: TaskResult
 ) -> Iterator[FinalRows]:
-    """Yield the outcomes of sent rows, and of rows that were in the log already."""
+    """Yield the outcomes of sent rows, and of rows that were already in the log."""
     for answered in sent:
         yield from _drain(there, written)
         yield answered

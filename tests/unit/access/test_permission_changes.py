@@ -124,7 +124,7 @@ def test_anonymous_may_have_grants_and_no_token():
 @pytest.mark.parametrize("text", ["", "write", "read,", "READ", "read append"])
 def test_unknown_verbs_are_rejected(text):
     with pytest.raises(
-        BadConfig, match="expected one or more verbs of read, append, administer, replicate"
+        BadConfig, match="verbs: expected one or more of read, append, administer, replicate"
     ):
         changes.parse_verbs(text)
 

@@ -141,7 +141,7 @@ def test_a_truncated_a_missing_and_a_swapped_object_are_found(archive):
     shutil.copy(archive.path(archive.object(3)), one)
     expected, other = (archive.listed[each].first for each in (1, 3))
     assert (
-        f"the first transaction ID: expected {expected}, found {other}"
+        f"expected {expected} as the first transaction ID, found {other}"
         in archive.problem(archive.object(1)).problem
     )
 
@@ -159,9 +159,9 @@ def test_a_corrupt_or_missing_manifest_is_found(archive):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"last": 17}, "the last ID that ZooKeeper has: expected 17"),
-        ({"first": 1}, "the first ID that ZooKeeper has: expected 1, found 0"),
-        ({"chain": b"other chain here"}, "the chain that ZooKeeper has: expected 6f74"),
+        ({"last": 17}, "expected 17 as the last ID (recorded in ZooKeeper)"),
+        ({"first": 1}, "expected 1 as the first ID (recorded in ZooKeeper), found 0"),
+        ({"chain": b"other chain here"}, " as the chain (recorded in ZooKeeper), found "),
     ],
 )
 def test_a_manifest_that_differs_from_zookeeper_is_found(archive, change, text):
@@ -171,14 +171,14 @@ def test_a_manifest_that_differs_from_zookeeper_is_found(archive, change, text):
 
 def test_the_archive_of_another_partition_is_not_accepted(archive):
     found = archive.problem(archive.log.name, partition=PARTITION + 1)
-    assert "the partition that ZooKeeper has: expected 4, found 3" in found.problem
+    assert "expected 4 as the partition (recorded in ZooKeeper), found 3" in found.problem
 
 
 def test_a_page_that_is_wrong_or_missing_hides_only_its_own_objects(archive):
     archive.flip(PAGE, 0.5)
     check = archive.check()
     assert [each.name for each in check.found] == [PAGE]
-    assert "CRC-32: expected" in check.found[0].problem
+    assert " as CRC-32, found " in check.found[0].problem
     assert check.object_count == 2
     archive.path(PAGE).unlink()
     assert "it does not exist" in archive.problem(PAGE).problem
@@ -222,17 +222,17 @@ def test_a_chain_that_does_not_join_the_object_before_is_found(tmp_path):
 def test_a_manifest_chain_that_differs_from_the_object_is_found(archive):
     archive.relist([*archive.listed[:3], archive.listed[3]._replace(chain=b"other chain here")])
     problem = archive.problem(archive.object(3)).problem
-    assert f"the chain hash at transaction {archive.log.manifest.last}: expected 6f74" in problem
+    assert f" as the chain hash at transaction {archive.log.manifest.last}, found " in problem
 
 
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"cluster_key": bytes(16)}, f"cluster key: expected {KEY.hex()}, found 0000"),
-        ({"partition_id": 4}, "partition: expected 3, found 4"),
+        ({"cluster_key": bytes(16)}, f"expected {KEY.hex()} as cluster key, found 0000"),
+        ({"partition_id": 4}, "expected 3 as partition, found 4"),
         (
             {"chain_before": b"not the genesis!"},
-            f"the chain hash before transaction 0: expected {bytes(16).hex()}",
+            f"expected {bytes(16).hex()} as the chain hash before transaction 0",
         ),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
     check = archive.check(recorded)
     assert [each.name for each in check.found] == ["page 1"]
     expected, found = entries[1][1:3], entries[0][1:3]
-    assert f"IDs: expected {expected}, found {found}" in check.found[0].problem
+    assert f"expected {expected} as IDs, found {found}" in check.found[0].problem
     assert check.object_count == 3
 
 
@@ -275,7 +275,7 @@ def test_wrong_commit_times_of_the_manifest_are_found(archive, field):
     entries = archive.listed
     entries[1] = entries[1]._replace(**{field: STAMP + 7})
     archive.relist(entries)
-    assert "commit times: expected" in archive.problem(archive.object(1)).problem
+    assert " as commit times, found " in archive.problem(archive.object(1)).problem
 
 
 def test_rows_that_the_manifest_does_not_list_are_no_fault(tmp_path):

@@ -303,7 +303,7 @@ def test_failed_attempts_of_several_sessions_are_no_rollback(archived):
 
 
 FAULTS = {
-    "manifest missing": ({"name": "x.json"}, ObjectMissing, "x.json: it does not exist"),
+    "manifest missing": ({"name": "x.json"}, ObjectMissing, "x.json, because it does not exist"),
     "other CRC": ({"file_crc": 1}, ChecksumMismatch, "expected CRC 00000001"),
     "other end": ({"last": 8}, BadFormat, "up to transaction 8 with chain hash"),
     "other chain": ({"chain": OTHER}, BadFormat, f"with chain hash {OTHER.hex()}"),

@@ -118,14 +118,14 @@ def test_a_changed_byte_is_found():
     [
         ({"last": 40}, "expected objects up to transaction 40"),
         ({"first": 31}, "found objects up to transaction 29 and the first available ID 31"),
-        ({"newest": (entry(0), entry(2))}, "10, found one with the IDs 20..29"),
+        ({"newest": (entry(0), entry(2))}, "10, found an object with transactions 20..29"),
         (
             {"newest": (entry(1), entry(2)), "first": 5},
             "begins at the first available ID 5, found none",
         ),
         (
             {"newest": (entry(0)._replace(last=-1), entry(1), entry(2))},
-            "0, found one with the IDs 0..-1",
+            "0, found an object with transactions 0..-1",
         ),
     ],
 )

@@ -128,7 +128,7 @@ def test_a_read_of_a_row_group_ends_with_it(store, cache):
         assert read.lengths.size == count
         assert (read.first, read.records) == (first, b"".join(log.records[first : first + count]))
         assert (read.chain_before, read.entries) == log.batches(first, first + count - 1)
-    with pytest.raises(BadRequest, match="are not available: the"):
+    with pytest.raises(BadRequest, match="were requested, but the"):
         reader.read_group(0, len(log.records))
 
 
@@ -152,7 +152,7 @@ def test_ids_outside_of_the_archive_are_rejected(store, cache):
     last = len(log.records) - 1
     with pytest.raises(
         BeforeLogStart,
-        match=r"59\.\.70 are not available: the first available "
+        match=r"59\.\.70 were requested, but the first available "
         r"one is 60",
     ) as caught:
         reader.read_range(59, 70, 1)
@@ -244,7 +244,7 @@ def test_after_a_missing_file_the_reader_of_the_recorded_manifest_decides(store,
     log = write_archive(store)
     stale = reader_of(store, log, cache)
     store.delete(f"{PARTITION}/objects/0.parquet")
-    with pytest.raises(ObjectMissing, match=r"/objects/0\.parquet: it does not exist"):
+    with pytest.raises(ObjectMissing, match=r"/objects/0\.parquet, because it does not exist"):
         stale.read_range(0, 9, EVERYTHING)
     assert stale.successor(log.name, log.crc) is None
     expired = log.manifest.expired(51, 0)
@@ -253,7 +253,7 @@ def test_after_a_missing_file_the_reader_of_the_recorded_manifest_decides(store,
         newer.read_range(0, 9, EVERYTHING)
     check(log, newer.read_range(51, 80, EVERYTHING), 51, 80, EVERYTHING)
     store.delete("newer")
-    with pytest.raises(ObjectMissing, match="/newer: it does not exist"):
+    with pytest.raises(ObjectMissing, match="/newer, because it does not exist"):
         stale.successor("newer", 0).read_range(51, 80, EVERYTHING)
 
 

@@ -273,7 +273,7 @@ def test_an_archive_of_which_all_has_expired_is_rejected(store, log):
     store.write("gone.json", gone.to_bytes())
     saved = SavedManifest.read(store, "gone.json", crc32(gone.to_bytes()))
     with pytest.raises(
-        ObjectMissing, match="partition 3: all of its archived objects have expired"
+        ObjectMissing, match="partition 3, because all of its archived objects have expired"
     ):
         RestoredRange(store, saved)
 

@@ -45,7 +45,9 @@ def test_files_are_written_read_listed_and_deleted(store):
 @pytest.mark.parametrize("call", ["read", "open"])
 def test_a_missing_file_is_named(store, call):
     store.write("7/other", b"")
-    with pytest.raises(ObjectMissing, match=f"cannot {call} .*/archive/{NAME}: it does not exist"):
+    with pytest.raises(
+        ObjectMissing, match=f"cannot {call} .*/archive/{NAME}, because it does not exist"
+    ):
         getattr(store, call)(NAME)
 
 

@@ -127,7 +127,7 @@ def test_nothing_is_overwritten(store):
         ({"chain_before": NONCE}, BadFormat, "with chain hash 0{32}, found"),
         ({"partition_id": 4}, BadFormat, "expected partition 4 .* found partition 3"),
         ({"manifest_crc": 1}, ChecksumMismatch, "1-9-.*json is corrupt: expected CRC 00000001"),
-        ({"manifest": "x/y"}, ArchiveUnavailable, "archive: cannot read .*x/y: folder"),
+        ({"manifest": "x/y"}, ArchiveUnavailable, "archive: cannot read .*x/y, because folder"),
         (
             {"manifest": ""},
             BadFormat,

@@ -193,9 +193,12 @@ def test_an_equal_grant_makes_no_revision(begun):
         (("grant", "a b", "read"), "expected a principal name of 1 to 128 characters"),
         (
             ("grant", "etl", "write"),
-            "expected one or more verbs of read, append, administer, replicate",
+            "verbs: expected one or more of read, append, administer, replicate",
         ),
-        (("grant", "etl", "read", "--partitions", "8"), "'8': expected partitions like 0-3,7 of"),
+        (
+            ("grant", "etl", "read", "--partitions", "8"),
+            "partitions: expected numbers and ranges such as 0-3,7 in 0..7, or all; found '8'",
+        ),
         (
             ("grant", "readers", "read", "--group"),
             "there is no group 'readers'; the existing groups are: se",

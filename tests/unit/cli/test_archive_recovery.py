@@ -120,7 +120,7 @@ def object_from(archive, first):
 FAULTS = {
     "a corrupt head": (lambda each: corrupt(each.root / each.made[-1].name), "expected CRC"),
     "a corrupt page": (lambda each: corrupt(page_of(each)), "expected CRC"),
-    "no page": (lambda each: page_of(each).unlink(), "-page.json: it does not exist"),
+    "no page": (lambda each: page_of(each).unlink(), "-page.json, because it does not exist"),
     "no object": (
         lambda each: object_from(each, 20).unlink(),
         "transactions 20..29. with .* found none",

@@ -105,7 +105,7 @@ def test_producer_and_consumer_may_be_separate_commands(capsys, connected):
         (["validate", "--clients", "0"], "--clients: expected 1 or more, found 0"),
         (["validate", "--transactions", "0"], "--transactions: expected 1 or more, found 0"),
         (["validate", "--partitions", "3"], "--partitions: expected at most 2, the partition"),
-        (["produce", "--interval-ms", "-1"], "--interval-ms of at least 0"),
+        (["produce", "--interval-ms", "-1"], "--interval-ms: expected 0 or more, found -1"),
         (["consume", "--first", "-1"], "--first: expected a transaction ID, 0 or more, found -1"),
     ],
 )

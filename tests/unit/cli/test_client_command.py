@@ -41,7 +41,10 @@ def test_rows_go_to_the_named_partitions_only(waltz, option):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--partition", "4"), "'4': expected partitions like 0-3,7 of 0..3, or all"),
+        (
+            ("--partition", "4"),
+            "partitions: expected numbers and ranges such as 0-3,7 in 0..3, or all; found '4'",
+        ),
         (
             ("--partition", "1,3", "--write-lock", "account:7"),
             "--partition: expected one partition with --write-lock, found '1,3'",

@@ -26,7 +26,7 @@ WORDS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
             ["--changes", "tests.changing:pairs", "--delete-header", "1"],
             "expected either the changes function tests.changing:pairs or rules for deletes",
         ),
-        (["--tables", "x"], "--tables: expected tables and their options in the file only"),
+        (["--tables", "x"], "--tables: expected that only the file names tables and their options"),
         (["--interval-s", "0"], "--interval-s: expected more than 0, found 0"),
         (
             ["--start-marks", "7"],
@@ -37,7 +37,7 @@ WORDS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
         (["--start-time", "2026-11-28"], "--start-time: expected a time with a time zone"),
         (
             ["--start-time", "2026-11-28T10:00:00Z", "--start-marks", '{"0": 1}'],
-            "--start-marks and --start-time were both given: expected one of them",
+            "expected either --start-marks or --start-time, found both",
         ),
     ],
 )
@@ -55,8 +55,8 @@ def test_a_wrong_option_is_named(tmp_path: Path, more: list[str], message: str):
         ("", 'expected a section such as ["/lake/accounts"] for each table'),
         ("x = 1", 'expected a section such as ["/lake/accounts"] for each table'),
         ("[x", "tables.toml: "),
-        ("[x]\ncolumn = 1", """section ["x"]: unknown name 'column'; did you mean 'columns'"""),
-        ("[x]\nkey = 1", """section ["x"]: key: expected text or a list of them, found 1"""),
+        ("[x]\ncolumn = 1", """section ["x"]: unknown option 'column'; did you mean 'columns'"""),
+        ("[x]\nkey = 1", """section ["x"], option key: expected text or a list of them, found 1"""),
         ("[x]\nheaders = [true]", "headers: expected a number or a list of them, found [True]"),
         ("[x]\nchanges = ['a:b']", "changes: expected text, found ['a:b']"),
         ("[x]\nheaders = 1", "table x: key: expected one or more columns for a Delta table"),

@@ -126,4 +126,7 @@ def test_a_running_cluster_gets_no_archive(tmp_path, monkeypatch):
 
 def test_an_impossible_count_is_reported(capsys):
     assert main(["local", "up", "--storages", "0"]) == 1
-    assert "flag --storage-count: storage_count: expected 1..9, found 0" in capsys.readouterr().err
+    assert (
+        "flag --storage-count, setting storage_count: expected 1..9, found 0"
+        in capsys.readouterr().err
+    )

@@ -90,7 +90,7 @@ def test_only_a_task_of_a_series_begins_a_write(monkeypatch):
         done = await entered(2, "one")
         assert done.is_done
         await coordinator.writes.forget("w")
-        with pytest.raises(errors.ConnectionSuperseded, match="and its state was removed"):
+        with pytest.raises(errors.ConnectionSuperseded, match="the state of the write was removed"):
             await entered(0, "one")
 
     run(scenario, monkeypatch)

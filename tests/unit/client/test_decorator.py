@@ -45,7 +45,9 @@ def test_each_attempt_fills_in_its_own_builder():
     ],
 )
 def test_the_partition_is_named_once_where_the_function_is_decorated(decorate):
-    with pytest.raises(errors.BadRequest, match=r"@transactional: expected either partition=.."):
+    with pytest.raises(
+        errors.BadRequest, match=r"@transactional: expected exactly one of the arguments"
+    ):
         decorate()
 
 
@@ -55,7 +57,7 @@ def test_partition_by_must_return_a_lock():
         return True
 
     with pytest.raises(
-        errors.BadRequest, match=r"anywhere: expected it to return a lock, .* found None"
+        errors.BadRequest, match=r"anywhere: expected a lock as the result, .* found None"
     ):
         anywhere().partition_id(4)
 

@@ -482,7 +482,8 @@ def missing(zookeeper):
         zookeeper.is_missing = True
         for ask in (lambda: directory.owner(0, after_failure=True), directory.run):
             with pytest.raises(
-                errors.CoordinatorUnavailable, match="ZooKeeper has no such cluster: no clu"
+                errors.CoordinatorUnavailable,
+                match="of this client does not exist any more: no clu",
             ):
                 await ask()
         zookeeper.is_missing = False

@@ -138,7 +138,7 @@ def test_the_ends_of_a_range_are_transaction_ids():
         with pytest.raises(
             errors.BadRequest,
             match=r"partition 3: expected a transaction ID "
-            r"as \w+ of a range",
+            r"as its \w+ ID",
         ):
             check_range(3, first, last)
     for first, last in ((-1, 5), (5, 1)):

@@ -80,24 +80,27 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
     ("changes", "problem"),
     [
         ({"format": 2}, "expected file format 1, found 2"),
-        ({"cluster": 3}, "expected field cluster as str, found 3"),
+        ({"cluster": 3}, "expected field cluster of type str, found 3"),
         ({"cluster_key": "x"}, "badly formed"),
-        ({"taken_ms": None}, "expected field taken_ms as int, found None"),
+        ({"taken_ms": None}, "expected field taken_ms of type int, found None"),
         ({"client_id": 2**31}, "expected field client_id in -1..2147483647"),
         ({"client_id": True}, "expected field client_id in"),
         ({"issued_client_id": 5}, "expected field issued_client_id in 1073741823..2147483647"),
         ({"partitions": []}, "expected a backup of at least 1 partition, found 0"),
         ({"partitions": [3]}, "expected the fields of a partition, found 3"),
-        ({"partitions": {}}, "expected field partitions as list"),
+        ({"partitions": {}}, "expected field partitions of type list"),
         ({"writes": {"w": 3}}, "expected the fields of an exactly-once write, found 3"),
-        ({"writes": {"w": {"state": "{}", "tasks": {}}}}, "WriteState"),
+        (
+            {"writes": {"w": {"state": "{}", "tasks": {}}}},
+            "state of an exactly-once write: expected an object of format 1 or 2",
+        ),
         ({"writes": {"w": {"state": OPEN_STATE, "tasks": {"x": ""}}}}, "invalid literal"),
         (
             {"writes": {"w": {"state": OPEN_STATE, "tasks": {"1": 2}}}},
-            "expected field 1 as str, found 2",
+            "expected field 1 of type str, found 2",
         ),
         ({"restored_from": "{}"}, "znode restored_from"),
-        ({"access": None}, "expected field access as str, found None"),
+        ({"access": None}, "expected field access of type str, found None"),
         ({"access": "{}"}, "permissions: expected format 1, found None"),
     ],
 )
@@ -112,7 +115,7 @@ def test_wrong_values_are_named(changes, problem):
     [
         (
             PartitionBackup(7, 60, 3, None),
-            "partition 0: expected a manifest with transactions up to 7, found none",
+            "expected a manifest of partition 0 with transactions up to 7, found none",
         ),
         (PartitionBackup(10, 60, 3, saved()), "up to 10 or more, found .* up to 9"),
         (PartitionBackup(7, 60, 3, saved(partition=1)), "found one of partition 1"),

@@ -221,7 +221,7 @@ async def test_an_address_that_could_not_be_freed_is_not_reported_as_free(cluste
         raise errors.CoordinatorConflict("x")
 
     cluster.coordinator._znodes.write = conflict
-    with pytest.raises(errors.CoordinatorUnavailable, match="changed it during each attempt"):
+    with pytest.raises(errors.CoordinatorUnavailable, match="changed the list during each attempt"):
         await cluster.coordinator.storages.forget_id(A)
 
 
@@ -271,8 +271,8 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
             assert not waiting.done()
             waiting.cancel()
     assert str(progress[-1].waits[0]).startswith(
-        f"partition 0: replica {C} is not in sync, and without it appends would need 2 of the "
-        f"replicas {B}, {C}."
+        f"partition 0: replica {C} is not in sync; after the change, appends would need 2 "
+        f"acknowledgements of the replicas {B}, {C}, and only 1 of these are in sync."
     )
     assert progress[-1].step == ()
 

@@ -132,7 +132,7 @@ async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_clus
             return await scenario.session.write(operations)
 
     with pytest.raises(
-        errors.CoordinatorConflict, match="deleted, because processes still write to it"
+        errors.CoordinatorConflict, match="deleted completely, because processes still write to it"
     ):
         await tree.delete_tree(ConcurrentWriter(), "/w")
     assert scenario.zookeeper.dump()["/w"] == b""

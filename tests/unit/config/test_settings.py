@@ -144,7 +144,7 @@ def test_rendered_settings_are_read_back(tmp_path):
         render(PlantConfig, {"nam": "x"})
     with pytest.raises(BadConfig, match="control characters"):
         render(PlantConfig, {"name": "a\nb"})
-    with pytest.raises(BadConfig, match="plant: water_ms: expected 1000"):
+    with pytest.raises(BadConfig, match="plant, setting water_ms: expected 1000"):
         render(PlantConfig, {"water_ms": 1})
 
 

@@ -80,7 +80,7 @@ def test_a_provider_that_returns_no_key_is_an_error_without_the_key(
 ) -> None:
     provider = Calls()
     provider.keys = {"a": secret}
-    with pytest.raises(errors.BadConfig, match=f"a test: key 'a': expected .* found {found}") as it:
+    with pytest.raises(errors.BadConfig, match=f"a test, key 'a': expected .* found {found}") as it:
         provider.cache().find("a")
     assert str(secret) not in str(it.value)
     assert "short" not in str(it.value)

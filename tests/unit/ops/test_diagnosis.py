@@ -334,7 +334,7 @@ def test_no_command_deletes_a_log_that_is_being_opened(case):
 def test_a_storage_with_another_identity_at_the_address_is_reported(case):
     case.storage(A, storage_id="bb")
     found = case.the_only("storage-id-mismatch")
-    assert "but ZooKeeper has aa for" in found.sentence
+    assert "but ZooKeeper has the ID aa for" in found.sentence
     assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
     case.storage(A, is_of_cluster=False)
     assert case.the_only("storage-cluster-mismatch").about == A
@@ -404,7 +404,7 @@ def test_clocks_that_differ_are_reported(case):
     case.storage(A, clock_ahead_ms=None)
     case.partition(stamp_ahead_ms=61_000.0)
     found = case.the_only("server-clock-skew")
-    assert "61.0 s in the future:" in found.sentence
+    assert "61.0 s in the future, so the clock" in found.sentence
     assert ONE in found.sentence
 
 
@@ -471,7 +471,7 @@ def test_a_replica_that_lags_is_reported(case):
     case.replica(B, last=91 + LAG_MAX)
     found = case.the_only("replica-lagging")
     assert found.about == f"0 {C}"
-    assert f"{LAG_MAX + 1} transactions:" in found.sentence
+    assert f"{LAG_MAX + 1} transactions, because" in found.sentence
     assert f"move-replica 0 {C} {SPARE}" in found.command
 
 
@@ -787,7 +787,7 @@ def test_a_damaged_file_of_the_archive_is_reported(archive):
     archive.storage(A, archive=failed)
     archive.partition(0, unarchived_s=1.0, marker=archived(89))
     found = archive.the_only("archive-damaged")
-    assert "missing or corrupt: object 7: expected CRC 1, found 2. Hint:" in found.sentence
+    assert "missing or corrupt (object 7: expected CRC 1, found 2). Hint:" in found.sentence
     assert found.command == f"waltz-core archive verify --repair --connect {CONNECT}"
     # One that a read has found stays, also when everything is archived.
     archive.partition(0, unarchived_s=0.0, marker=archived(90))

@@ -83,7 +83,7 @@ def read(value: object, kind: pa.DataType, data_format: str) -> object:
     ],
 )
 def test_lossy_conversions_are_errors(value: object, kind: str, data_format: str) -> None:
-    with pytest.raises(BadFormat, match="transaction 0: column 'a': expected "):
+    with pytest.raises(BadFormat, match="transaction 0, column 'a': expected "):
         read(value, KINDS[kind], data_format)
 
 

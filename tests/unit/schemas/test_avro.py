@@ -210,7 +210,7 @@ def doubled() -> object:
         (record(["null", "R"]), "contains itself"),
         (record({"type": "array", "items": "R"}), "contains itself"),
         (record({"type": "map", "values": record("R", name="S")}), "contains itself"),
-        (nested(DEPTH_MAX + 1), "levels deep"),
+        (nested(DEPTH_MAX + 1), "levels of nested types, found more"),
         (doubled(), f"up to {VALUES_MAX} fields"),
         ({"type": "array", "items": "null"}, "may have no bytes"),
         ({"type": "array", "items": record()}, "may have no bytes"),
@@ -219,9 +219,9 @@ def doubled() -> object:
         ({"type": "map", "values": record(*["null"] * 16)}, "16 values for each byte"),
         (fixed(1 << 40), "no valid size"),
         (fixed(-1), "no valid size"),
-        ([], "without types"),
-        (["int", ["null"]], "union in a union"),
-        (["int", logical("int", "date")], "two types"),
+        ([], "expected a union with at least one type, found an empty one"),
+        (["int", ["null"]], "expected no union in a union, found one"),
+        (["int", logical("int", "date")], "expected a union of different types, found"),
         ("nothing", "no type 'nothing'"),
         ({}, "expected a type"),
         (7, "expected a type"),
@@ -288,7 +288,7 @@ def test_damaged_bytes_are_an_error(schema, data, text):
     if text is None:
         tested.decode(bytes.fromhex(data))
         return
-    with pytest.raises(BadFormat, match=rf"not a value of the Avro schema: .*{text}"):
+    with pytest.raises(BadFormat, match=rf"(not a|one) value of the Avro schema.*{text}"):
         tested.decode(bytes.fromhex(data))
 
 
@@ -354,7 +354,7 @@ def test_a_value_is_converted_without_loss(written, value, kind, expected):
     ],
 )
 def test_a_value_of_another_type_names_row_and_column(written, value, kind):
-    with pytest.raises(BadFormat, match=r"row 0: column 'f0': expected .*found"):
+    with pytest.raises(BadFormat, match=r"row 0, column 'f0': expected .*found"):
         columns(record(written), [pa.field("f0", kind)], {"f0": value})
 
 

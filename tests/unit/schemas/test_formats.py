@@ -216,7 +216,7 @@ def test_a_scan_names_the_transaction_that_does_not_fit(registry, client):
     ):
         client.scan(0, schema=COLUMNS, data_format=orders).read_all()
     text = pa.schema([("id", pa.string())])
-    with pytest.raises(BadFormat, match="transaction 0: column 'id': expected string, found 1"):
+    with pytest.raises(BadFormat, match="transaction 0, column 'id': expected string, found 1"):
         client.scan(0, stop=1, schema=text, data_format=orders).read_all()
 
 

@@ -99,7 +99,7 @@ def test_the_message_indexes_are_the_path_of_the_type():
         ({"state": "LOST"}, "field 'state': expected one of NEW, PAID"),
         ({"weight": 1e39}, "field 'weight': float too large"),
         ({"owner": "\ud800"}, "surrogates"),
-        ({"cash": 1.0, "card": "x"}, "'cash' and 'card' are of one oneof"),
+        ({"cash": 1.0, "card": "x"}, "'cash' and 'card' are in the same oneof: expected"),
         ({"at": dt.datetime(2020, 1, 1)}, "field 'at': expected a timestamp with a time zone"),  # noqa: DTZ001
         ({"day": ORDER["at"]}, "field 'day': expected a date"),
         ({"time": 5}, "field 'time': expected a time"),

@@ -120,7 +120,7 @@ def test_a_schema_of_another_kind_is_an_error(registry):
         ((200, b"{}"), BadFormat, "expected a text of up to"),
         ((200, b'{"schema":7}'), BadFormat, "expected a text of up to"),
         ((200, b'{"schema":"%s"}' % (b"x" * 1_100_000)), BadFormat, "expected a text of up to"),
-        ((302, b""), BadConfig, "redirects"),
+        ((302, b""), BadConfig, "answers with a redirect, which Waltz does not follow"),
         ((500, b"sorry"), Unavailable, "status 500: 'sorry'"),
         ((503, b""), Unavailable, "status 503"),
         ((429, b""), Unavailable, "status 429"),

@@ -123,6 +123,7 @@ def test_unchanged_figures_are_not_reported_again() -> None:
 
 def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> None:
     """A late replica delays no other one, so nothing else would show that it hangs."""
+    caplog.set_level("INFO")
     owed_since, metrics = {}, Metrics("server")
     waits = ReplicaWaitReporter(
         PartitionId(3), lambda now: {r: now - at for r, at in owed_since.items()}, metrics

@@ -76,7 +76,7 @@ def test_timestamps_before_standard_time_keep_their_seconds(data_format: str, zo
 
 def test_a_value_of_another_type_names_its_row_and_column() -> None:
     payloads = pack([pa.array(["1", "x"])], ["a"], "msgpack")
-    with pytest.raises(BadFormat, match="transaction 0: column 'a': expected int32, found '1'"):
+    with pytest.raises(BadFormat, match="transaction 0, column 'a': expected int32, found '1'"):
         Unpacker([pa.field("a", pa.int32())], "msgpack").columns(payloads, where)
 
 
@@ -236,7 +236,7 @@ def test_values_under_a_null_are_not_cast(
     ],
 )
 def test_a_nested_value_of_another_type_is_named(kind: pa.DataType, payload: bytes) -> None:
-    with pytest.raises(BadFormat, match="transaction 1: column 'a': expected "):
+    with pytest.raises(BadFormat, match="transaction 1, column 'a': expected "):
         Unpacker([pa.field("a", kind)], "json").columns(pa.array([b"{}", payload]), where)
 
 

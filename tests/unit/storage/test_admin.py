@@ -244,15 +244,15 @@ def test_a_replica_outside_the_session_can_be_removed():
 
 
 IN_SESSION = (
-    "in store session 7 with a:1, b:1, c:1 (without it 2 replicas are left, still a quorum)"
+    "count in store session 7 (replicas a:1, b:1, c:1; without it, 2 are left, still a quorum)"
 )
 
 
 @pytest.mark.parametrize(
     ("state", "forced", "text"),
     [
-        (ASSIGNED, False, "is assigned to this storage in ZooKeeper"),
-        (ASSIGNED, True, "is assigned to this storage in ZooKeeper"),
+        (ASSIGNED, False, "because ZooKeeper assigns it to this storage"),
+        (ASSIGNED, True, "because ZooKeeper assigns it to this storage"),
         (ENGAGED, False, IN_SESSION),
         (ENGAGED, True, None),
     ],
@@ -279,7 +279,7 @@ def test_a_log_is_discarded_only_if_it_is_not_needed_or_with_force():
     bare = ENGAGED._replace(engaged=("a:1", "b:1"))
     desk = Terminal(FindZooKeeperState=bare)
     text = refused(desk.ask(wire.ReSeed(1, 2, False)), errors.BadRequest)
-    assert "(without it 1 replicas are left, less than the quorum of 2)" in text
+    assert "without it, 1 are left, less than the quorum of 2)" in text
     assert "offline first" in text
     assert desk.changes == []
     assert desk.ask(wire.ReSeed(1, 2, True)) == wire.Done(1)
@@ -291,7 +291,7 @@ def test_a_replica_is_suspect_unless_it_is_the_only_one():
     assert desk.ask(wire.MarkSuspect(1, 2, False)) == wire.Done(1)
     assert desk.changes == [admin_tasks.MarkSuspectTask(2)]
     desk = Terminal(FindZooKeeperState=ONLY_REPLICA)
-    assert "the only replica in sync" in refused(
+    assert "the only one in sync" in refused(
         desk.ask(wire.MarkSuspect(1, 2, False)), errors.BadRequest
     )
     assert desk.changes == []

@@ -223,7 +223,7 @@ def test_until_the_owner_has_announced_the_mark_a_reader_may_try_again(archived)
     assert isinstance(found, ArchiveUnavailable)
     assert found.retriable
     assert str(found) == (
-        "partition 0: the requested transactions 0..9 are not available: the log of this storage "
+        "partition 0: transactions 0..9 were requested, but the log of this storage "
         "begins at 16; earlier transactions are in the archive, but the server that owns the "
         "partition has not sent the archived mark yet"
     )

@@ -264,7 +264,7 @@ def test_requests_of_others_and_without_an_archive_are_rejected(make):
     for message in (range_to(owner, 5), collection_of(owner)):
         found = rejection(other, message)
         assert isinstance(found, BadRequest)
-        assert str(found) == "this storage has no archive configured"
+        assert str(found) == "this storage cannot archive, because it has no setting `archive_url`"
 
 
 def test_one_range_is_read_or_uploaded_at_a_time(make):
@@ -719,7 +719,7 @@ def test_a_log_without_all_records_of_an_object_does_not_replace_it(make):
         (6, 8, "expected whole batches with transactions 6..8, found batches up to "),
         (6, 16, "expected whole batches with transactions 6..16, found batches up to 15"),
         (7, 9, "expected a batch that begins at transaction 7"),
-        (4, 7, "4..7 are not available: the log of this storage begins at 6"),
+        (4, 7, "4..7 were requested, but the log of this storage begins at 6"),
     ):
         request(bench, owner, replacement_of(owner, first, last, made=MADE))
         assert reason in notices(bench)[-1].error

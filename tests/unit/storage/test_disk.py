@@ -272,7 +272,7 @@ def test_no_more_files_are_open_than_the_limit_and_all_can_be_used(tmp_path):
     for file in files:
         file.close()
     assert open_names(tmp_path) == set()
-    with pytest.raises(DiskFailed, match=f"{tmp_path}/0: is closed"):
+    with pytest.raises(DiskFailed, match=f"{tmp_path}/0: the file is closed"):
         files[0].size()
 
 

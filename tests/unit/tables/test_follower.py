@@ -350,7 +350,10 @@ def test_a_start_is_for_a_table_without_marks():
     assert (marks_of(table), table[0].rows) == ([{0: 0}], {})
     follower(log, table, start).run({0: 2})  # it has applied nothing yet
     assert table[-1].rows == {"b": 2, "c": 3}
-    with pytest.raises(BadConfig, match=r"a start was given, but .* up to 0:2. Hint: omit the st"):
+    with pytest.raises(
+        BadConfig,
+        match=r"start marks or a start time were given, but .* up to 0:2. Hint: omit the st",
+    ):
         follower(log, table, start).run({0: 2})
 
 
@@ -376,7 +379,10 @@ def test_a_start_is_not_ignored_if_another_follower_creates_the_table_first(step
             follower(log, table).run({0: 1})
 
     start = TableMarks("f", KEY, {0: 0})
-    with pytest.raises(BadConfig, match=r"a start was given, but .* up to 0:1. Hint: omit the st"):
+    with pytest.raises(
+        BadConfig,
+        match=r"start marks or a start time were given, but .* up to 0:1. Hint: omit the st",
+    ):
         follower(log, OpenTable(table, create), start).run({0: end})
     assert marks_of(table)[-1] == {0: 1}
 
@@ -465,7 +471,9 @@ def test_a_table_with_rows_of_another_program_needs_a_start():
     log, table = LogInMemory([("a", 1), ("b", 2)]), StoredVersions()
     follower(log, table).run({0: 0})
     other = TableMarks("other", KEY, {})
-    with pytest.raises(BadConfig, match="the table has rows or another follower, but no marks"):
+    with pytest.raises(
+        BadConfig, match="the table has rows, or marks of another follower, but no marks"
+    ):
         follower(log, table, other).run({0: 1})
     follower(log, table, other._replace(marks={0: 0})).run({0: 1})
     assert table[-1].rows == {"a": 1, "b": 2}
@@ -474,7 +482,7 @@ def test_a_table_with_rows_of_another_program_needs_a_start():
 def test_a_table_without_rows_of_another_follower_needs_a_start():
     log, table = LogInMemory([("a", 1), ("a", None)]), StoredVersions()
     follower(log, table).run({0: 1})
-    with pytest.raises(BadConfig, match="the table has rows or another follower"):
+    with pytest.raises(BadConfig, match="the table has rows, or marks of another follower"):
         follower(log, table, TableMarks("other", KEY, {})).run({0: 1})
 
 

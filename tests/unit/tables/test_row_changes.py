@@ -310,7 +310,7 @@ OF_ROWS = f"result of the changes function {NAME} for transactions from partitio
         ),
         (
             lambda rows: rows.slice(0, 0 if not rows.num_rows else 1 // 0),
-            rf"partition 0, transaction 0 on: .* found ZeroDivisionError: .*{FILE}, line \d+\)",
+            rf"transaction 0 on: .* the function raised ZeroDivisionError: .*{FILE}, line \d+\)",
         ),
     ],
 )

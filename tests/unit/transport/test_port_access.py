@@ -577,7 +577,7 @@ async def test_an_unknown_value_of_a_field_is_an_invalid_request():
     request = RangeRequest(REQ_ID, 0, 0, 1, 2, ())
     error = AccessOfConnection().denial(request)
     assert type(error) is BadRequest
-    assert str(error) == "RangeRequest: expected form of 0, 1, 3, found 2"
+    assert str(error) == "RangeRequest: expected one of 0, 1, 3 in field form, found 2"
     assert AccessOfConnection().denial(dataclasses.replace(request, form=OWN_HEADERS)) is None
     assert isinstance(
         AccessOfConnection().denial(dataclasses.replace(request, form=1)), PermissionDenied

@@ -124,11 +124,20 @@ def test_a_view_of_larger_items_is_a_local_error():
         (b"\xff", "no message with type 255"),
         (b"\x07", "cannot be decoded"),
         (b"\x07" + bytes(21), "expected no bytes after its last field, found 1"),
-        (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", -1), "a count of -1"),
-        (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", 5) + b"four", "a count of 5"),
+        (
+            b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", -1),
+            "count -1 at byte 33 does not fit",
+        ),
+        (
+            b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", 5) + b"four",
+            "count 5 at byte 33 does not fit",
+        ),
         (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", 2) + b"\xc3\x28", "utf-8"),
         (b"\x4f" + bytes(20) + bytes(12) + struct.pack(">i", 65_537) + bytes(65_537), "a text of"),
-        (b"\x4c" + bytes(36) + struct.pack(">i", 2**31 - 1) + bytes(48), "a count of 2147483647"),
+        (
+            b"\x4c" + bytes(36) + struct.pack(">i", 2**31 - 1) + bytes(48),
+            "count 2147483647 at byte 37 does not fit",
+        ),
         (b"\x4c" + bytes(36) + struct.pack(">i", 65_537) + bytes(48 * 65_537), "at most 65536"),
     ],
 )

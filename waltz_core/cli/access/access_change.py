@@ -1,17 +1,18 @@
-"""Runs the changes of `waltz-core access`: with an audit entry, and until the daemons use them.
+"""Runs the changes of `waltz-core access`: writes an audit entry, and waits for the daemons.
 
 Rules:
-    1. The audit entry has the outcome of the change. The wait for the daemons follows it.
-    2. Every registered server and every storage with replicas must use the new revision, or a
-       later one; the command names those that do not, with exit code 1.
-    3. A daemon without access control publishes no revision, like one without a session. If no
-       daemon of the cluster has ever published one, the command reports that access control is
-       off, with exit code 0.
-    4. A daemon with a revision above that of ZooKeeper ignores the change: its ZooKeeper was
+    1. The audit entry contains the outcome of the change. The wait for the daemons comes after the
+       entry.
+    2. Every registered server and every storage with replicas must use the new revision, or a later
+       one. The command names the daemons that do not, and exits with code 1.
+    3. A daemon without access control publishes no revision; neither does a daemon without a
+       ZooKeeper session. If no daemon of the cluster has ever published a revision, the command
+       reports that access control is off, and exits with code 0.
+    4. A daemon whose revision is above that of ZooKeeper ignores the change: its ZooKeeper was
        restored to an earlier state.
-    5. A server without ZooKeeper is not registered, and continues to serve. So a server that the
-       assignment names, or that was registered or had a revision before the change, counts as one
-       that does not use it.
+    5. A server that has lost ZooKeeper is not registered, but continues to serve. So some servers
+       that are not registered count as servers that do not use the change: those that the
+       assignment names, and those that were registered or had a revision before the change.
 """
 
 import asyncio
@@ -37,7 +38,7 @@ from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.errors import Unavailable
 
 APPLY_TIMEOUT_S: Final = 10.0
-# A daemon that finds the first permissions publishes their revision sooner than this.
+# A daemon that reads the first permissions publishes their revision within this time.
 ACCESS_OFF_AFTER_S: Final = 2.0
 POLL_INTERVAL_S: Final = 0.1
 
@@ -45,7 +46,7 @@ PermissionsEdit: TypeAlias = Callable[[Permissions], Permissions]
 
 
 def new_client_key() -> bytes:
-    """Return a key for proofs of client IDs."""
+    """Return a new key that signs client IDs, as a proof of their principals."""
     return secrets.token_bytes(KEY_BYTES)
 
 
@@ -58,7 +59,7 @@ class AccessCommand:
     author: Author
 
     async def change(self, change: PermissionsEdit, *, force: bool = False) -> PermissionsChange:
-        """Change the permissions; without `force`, no partition loses its last `replicate`."""
+        """Change the permissions; without `force`, each partition keeps a grant of `replicate`."""
 
         def checked(old: Permissions) -> Permissions:
             new = change(old)
@@ -71,7 +72,7 @@ class AccessCommand:
 
 @dataclass(frozen=True, slots=True)
 class AccessResult:
-    """A change that was made: its sentence, further lines, and its values in JSON."""
+    """A completed change: a sentence about it, further lines, and values for JSON."""
 
     change: PermissionsChange
     summary: str
@@ -81,22 +82,22 @@ class AccessResult:
 
 @dataclass(slots=True)
 class RevisionUse:
-    """The daemons, as texts, that use a revision, and those that do not, with the reason."""
+    """The daemons that use a revision, and those that do not, with reasons; daemons are texts."""
 
     using: list[str] = field(default_factory=list)
     late: dict[str, str] = field(default_factory=dict)
-    silent: list[str] = field(default_factory=list)  # they publish no revision
+    silent: list[str] = field(default_factory=list)  # daemons that publish no revision
     unregistered: list[str] = field(default_factory=list)  # servers; they publish none either
-    was_revision_published: bool = False  # whether a daemon has ever published a revision
+    was_revision_published: bool = False  # whether any daemon has ever published a revision
 
     @property
     def count(self) -> int:
-        """The number of daemons."""
+        """The number of daemons, whether they use the revision or not."""
         return len(self.using) + len(self.missing)
 
     @property
     def missing(self) -> list[str]:
-        """The daemons that do not use the revision, as far as known."""
+        """The daemons that do not use the revision, as far as the command can determine."""
         return [*self.late, *self.silent, *self.unregistered]
 
     @property
@@ -114,7 +115,7 @@ AccessWork: TypeAlias = Callable[[AccessCommand], Awaitable[AccessResult]]
 
 
 def access_change_command(work: Callable[..., Awaitable[AccessResult]]) -> SubcommandFunction:
-    """Make a subcommand of a function that changes permissions (rules 1 to 3)."""
+    """Make a subcommand of a function that changes permissions; the module's rules apply."""
 
     @with_wait
     @functools.wraps(work)
@@ -130,14 +131,14 @@ def access_change_command(work: Callable[..., Awaitable[AccessResult]]) -> Subco
 
 
 def with_wait(function: SubcommandFunction) -> SubcommandFunction:
-    """Declare the options of every change."""
+    """Declare the options that every change has: `--connect`, `--json` and `--timeout-s`."""
     what = "seconds to wait until all daemons use the change"
     with_timeout = options.timeout_option(what, default_s=APPLY_TIMEOUT_S)(function)
     return options.connect(options.as_json(with_timeout))
 
 
 async def run_change(work: AccessWork, *, connect: str, as_json: bool, timeout_s: float) -> int:
-    """Change the permissions, wait for the daemons, and print both; return the exit code."""
+    """Change the permissions, wait for the daemons, and print the results; return the exit code."""
     async with open_command_session(connect) as coordinator:
         cluster = await coordinator.read_cluster()
         author = Author(user_name(), now_ms())
@@ -145,7 +146,7 @@ async def run_change(work: AccessWork, *, connect: str, as_json: bool, timeout_s
         async with audit_change(coordinator):
             result = await work(AccessCommand(coordinator, cluster.params.partition_count, author))
         if not as_json:
-            _print_change(result)  # at once: it may have the ID of a new token
+            _print_change(result)  # before the wait: the result may contain the ID of a new token
         applied = await _wait_for_daemons(coordinator, result, known, timeout_s)
     if as_json:
         _print_json(result, applied)
@@ -158,7 +159,7 @@ async def run_change(work: AccessWork, *, connect: str, as_json: bool, timeout_s
 async def _wait_for_daemons(
     coordinator: Coordinator, result: AccessResult, known: Mapping[str, str], timeout_s: float
 ) -> RevisionUse:
-    """Wait for the daemons; raises Unavailable, with the change that was made."""
+    """Wait for the daemons; raises Unavailable with a text that names the change."""
     revision = result.change.after.revision
     try:
         with ProgressLine() as line:
@@ -178,9 +179,9 @@ async def wait_until_applied(
     timeout_s: float,
     line: ProgressLine,
 ) -> RevisionUse:
-    """Return the daemons when all use a revision, or at the timeout (rules 2 to 5).
+    """Wait until all daemons use a revision, or the timeout; return their state (rules 2 to 5).
 
-    `known` has the servers before the change: text by name.
+    `known` has the servers before the change: their texts by name.
     """
     begun_s = time.monotonic()
     while True:
@@ -200,9 +201,9 @@ async def wait_until_applied(
 async def read_applied(
     coordinator: Coordinator, revision: int, known: Mapping[str, str] | None = None
 ) -> RevisionUse:
-    """Return which daemons use a revision now; `known` has servers from before (rule 5)."""
+    """Return which daemons use a revision now; `known` are servers before a change (rule 5)."""
     published = await coordinator.read_applied()
-    # Read after `published`, so that it is not below a revision of the node.
+    # This is read after `published`, so it is not below a revision that the znode had.
     stored = await coordinator.permissions.read()
     newest = 0 if stored is None else stored.revision
     found = RevisionUse(
@@ -227,7 +228,7 @@ async def read_applied(
 
 
 async def _known_servers(coordinator: Coordinator) -> dict[str, str]:
-    """Return the registered servers and those with a revision: text by name (rule 5)."""
+    """Return the texts, by name, of registered servers and of servers with a revision (rule 5)."""
     published = {
         name: f"server {name.removeprefix(SERVER_PREFIX)}"
         for name in await coordinator.read_applied()
@@ -241,7 +242,7 @@ def _servers(found: ServersView) -> dict[str, str]:
 
 
 async def _storages(coordinator: Coordinator) -> dict[str, str]:
-    """Return the storages with replicas: text by name."""
+    """Return the texts, by name, of the storages that have replicas."""
     held = (await coordinator.read_replica_assignment()).partitions
     return {storage_name(each): f"storage {each}" for each, its in held.items() if its}
 
@@ -257,7 +258,7 @@ def _print_change(result: AccessResult) -> None:
 
 
 def applied_lines(applied: RevisionUse, revision: int) -> list[str]:
-    """Return the lines for people about the daemons and a revision."""
+    """Return lines of text that state which daemons use a revision."""
     if not applied.count:
         return ["no server is registered, and no storage has replicas"]
     if applied.is_off:

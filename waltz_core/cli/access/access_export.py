@@ -1,4 +1,4 @@
-"""`waltz-core access export | import`: the permissions as a file, with their secrets."""
+"""`waltz-core access export | import`: copy the permissions, with secrets, to a file and back."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from waltz_core.errors import BadFormat
 
 
 def read_export(path: Path) -> Permissions:
-    """Read a file of `access export`; raises BadConfig, BadFormat."""
+    """Read a file that `access export` has written; raises BadConfig, BadFormat."""
     data = read_private(path, access_node.NODE_BYTES_MAX)
     try:
         return access_node.decode(data)
@@ -36,7 +36,7 @@ def read_export(path: Path) -> Permissions:
 
 
 def describe_permissions(found: Permissions) -> str:
-    """Return revision, time and size of permissions as a text."""
+    """Return a text with the revision, the time and the size of permissions."""
     return (
         f"permissions of revision {found.revision}, written at {time_text(found.changed_ms)} "
         f"by {found.changed_by}, with {len(found.grants)} grants, {len(found.groups)} groups "
@@ -45,7 +45,7 @@ def describe_permissions(found: Permissions) -> str:
 
 
 def revision_values(found: Permissions) -> dict[str, object]:
-    """Return the revision of permissions for JSON."""
+    """Return the revision of permissions, its author and its time, for JSON."""
     return {
         "revision": found.revision,
         "changed_by": found.changed_by,

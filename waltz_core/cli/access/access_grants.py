@@ -43,7 +43,7 @@ force_option = click.option(
 
 
 def ranges_in(text: str, partition_count: int) -> Ranges:
-    """Return the partitions of an option; raises BadConfig."""
+    """Parse the partitions of an option, None for all; raises BadConfig."""
     partitions = parse_partitions(text, partition_count)
     return None if text == "all" else changes.ranges_of(partitions)
 
@@ -133,7 +133,7 @@ def _remaining_grants(
     numbers: set[int],
     count: int,
 ) -> tuple[str, ...]:
-    """Return what a principal still has by its groups, as sentences."""
+    """Return sentences about the verbs that a principal still has from its groups."""
     lines = []
     for each in verbs:
         left = changes.granted_partitions(after, principal, each, count) & numbers

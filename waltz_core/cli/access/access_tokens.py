@@ -1,11 +1,11 @@
 """`waltz-core access token create | revoke`.
 
 Rules:
-    1. The file is written before the node. A process that dies between the two leaves a file with
-       a token that no daemon accepts; the other order would leave a valid token without a file.
-    2. If the node was certainly not written, the file is deleted. After an unknown outcome it
-       stays.
-    3. ZooKeeper, the audit entry and the output have the ID, and never the secret.
+    1. The file is written before the znode. If the process dies between the two, the file contains
+       a token that no daemon accepts. In the other order, a valid token would have no file.
+    2. If the znode was certainly not written, the file is deleted. If the outcome is unknown, the
+       file is kept.
+    3. ZooKeeper, the audit entry and the output contain the token's ID, but never its secret.
 """
 
 import re
@@ -34,7 +34,7 @@ _DAYS_MAX: Final = 3_650
 
 
 def duration_ms(text: str) -> int:
-    """Return a duration like 90d, 12h or 30m in milliseconds; raises BadConfig."""
+    """Parse a duration such as 90d, 12h or 30m into milliseconds; raises BadConfig."""
     match = _DURATION.fullmatch(text)
     found = int(match[1]) * _UNITS_MS[match[2]] if match else 0
     if not 0 < found <= _DAYS_MAX * _UNITS_MS["d"]:
@@ -67,7 +67,7 @@ async def token_create(
 ) -> AccessResult:
     expires_ms = command.author.now_ms + duration_ms(expires)
     changes.check_token_principal(principal)
-    await command.coordinator.permissions.require()  # before the file is written
+    await command.coordinator.permissions.require()  # fails before the file is written
     known = KnownToken(f"t{secrets.token_hex(ID_BYTES)}", principal, expires_ms)
     change = await _create(command, known, file)
     notes = () if _has_grant(change.after, principal, command.partition_count) else (_NO_GRANT,)
@@ -88,7 +88,7 @@ _NO_GRANT: Final = "principal {} has no grant yet. Hint: `access grant` adds one
 
 
 async def _create(command: AccessCommand, known: KnownToken, file: Path) -> PermissionsChange:
-    """Write the file, then the node (rules 1 and 2)."""
+    """Write the file, then the znode (rules 1 and 2)."""
     token = Token(secrets.token_bytes(TOKEN_BYTES))
     write_private(file, f"{token.text}\n".encode())
     token_hash = hash_of(token.secret)

@@ -54,7 +54,7 @@ list_command.details = (
 
 
 def permissions_json(found: Permissions, at_ms: int) -> dict[str, Any]:
-    """Return the permissions for JSON, without secrets."""
+    """Return the permissions for JSON, without secrets; `at_ms` determines expired tokens."""
     return {
         **revision_values(found),
         "accepts_0_13": found.accepts_0_13,
@@ -168,7 +168,7 @@ async def check(
 
 
 def _has_all(found: Permissions, principal: str, verb: AccessVerb) -> bool:
-    """Whether requests for the cluster are permitted; ranges with all partitions do not suffice."""
+    """Whether a principal has a verb for `all`; a grant that lists all partitions is not enough."""
     required = Requirement((verb,), Scope.ALL, is_all=True)
     return Grants(found).for_principal(principal).missing_verb(required, None) is None
 

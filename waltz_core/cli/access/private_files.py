@@ -1,4 +1,4 @@
-"""Files with secrets: readable for their owner only, and never overwritten."""
+"""Files with secrets: only their owner can read them, and they are never overwritten."""
 
 import contextlib
 import os
@@ -11,9 +11,10 @@ _MODE: Final = 0o600
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Write a new file with mode 600; it is durable.
+    """Write a new file with mode 600; return after it is synced to disk.
 
-    Raises BadConfig if it exists, or cannot be written; then there is no incomplete file.
+    Raises BadConfig if the file exists or cannot be written. In this case, no incomplete file
+    remains.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
@@ -39,13 +40,13 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def remove_private(path: Path) -> None:
-    """Delete a file of `write_private`, as far as possible."""
+    """Delete a file that `write_private` has written; ignore errors of the file system."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 def read_private(path: Path, bytes_max: int) -> bytes:
-    """Read a file; raises BadConfig if it cannot be read, or has more than `bytes_max`."""
+    """Read a file; raises BadConfig if it cannot be read or has more than `bytes_max` bytes."""
     try:
         with path.open("rb") as file:
             data = file.read(bytes_max + 1)

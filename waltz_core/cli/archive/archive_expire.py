@@ -1,7 +1,7 @@
-"""`waltz-core archive expire`: let the log of partitions begin later.
+"""`waltz-core archive expire`: move the beginning of partitions' logs to a later transaction.
 
-The owner of each partition carries it out. The request is repeated until it is done, so it survives
-that the partition moves.
+The owner of each partition carries out the request. The command repeats the request until it is
+done, so a move of the partition to another server does no harm.
 """
 
 import asyncio
@@ -23,10 +23,10 @@ PAUSE_S: Final = 0.5
 
 
 def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
-    """Return the ID and the time in ms before which objects expire, one of them 0.
+    """Parse `--before`; return the ID and the time in ms before which to expire, one of them 0.
 
     Raises:
-        BadConfig: `--before` is neither.
+        BadConfig: the text is neither an ID nor a time in the past.
     """
     if text.isdigit():
         return int(text), 0
@@ -140,7 +140,7 @@ expire.details = (
 async def _expire(
     client: AsyncWaltzClient, partition_id: PartitionId, bounds: tuple[int, int]
 ) -> None:
-    """Request the expiry until it is done."""
+    """Repeat the request for expiry until the owner has recorded it."""
     while True:
         if await client.requests.expire(partition_id, *bounds):
             return

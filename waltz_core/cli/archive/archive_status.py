@@ -1,4 +1,4 @@
-"""`waltz-core archive status`: what is archived of each partition, and how far the archive lags."""
+"""`waltz-core archive status`: show the archived transactions of partitions, and the lag."""
 
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
@@ -23,9 +23,9 @@ from waltz_core.ops.facts import ClusterFacts, PartitionFacts
 from waltz_core.records.record import TransactionId
 
 ResultT = TypeVar("ResultT")
-# Timeout of an answer.
+# Seconds to wait for an answer of a server or storage.
 ANSWER_S: Final = 10.0
-# For manifests and their pages, each of which is read once.
+# The cache for manifests and their pages; each of them is read once.
 CACHE_BYTES: Final = 16 * 1024 * 1024
 TITLES: Final = (
     "partition",
@@ -103,7 +103,7 @@ async def _query(coordinator: Coordinator) -> ClusterFacts:
 
 
 def url_in(facts: ClusterFacts) -> str:
-    """Return the URL that the storages report; empty if none has one. Raises BadConfig."""
+    """Return the URL that storages report, or ""; raises BadConfig if their URLs differ."""
     found = {each.archive.url for each in facts.storages.values() if each.archive is not None}
     if len(found) > 1:
         raise BadConfig(
@@ -114,7 +114,7 @@ def url_in(facts: ClusterFacts) -> str:
 
 
 async def url_of_storages(coordinator: Coordinator) -> str:
-    """Return the URL that the storages report; raises BadConfig if none does."""
+    """Query the storages for the archive's URL; raises BadConfig if none reports one."""
     found = url_in(await _query(coordinator))
     if not found:
         raise BadConfig(
@@ -126,7 +126,7 @@ async def url_of_storages(coordinator: Coordinator) -> str:
 async def _rows(
     facts: ClusterFacts, url: str, *, lists_objects: bool
 ) -> tuple[list[dict[str, object]], list[str]]:
-    """Return a row for each partition, and the errors."""
+    """Return a row for each partition, and the texts of all errors."""
     errors = [
         f"server {each.address} does not answer: {each.failure}"
         for each in facts.servers.values()
@@ -183,7 +183,7 @@ async def _entries(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEn
     """Return the objects that the manifest lists.
 
     Raises:
-        As `ArchiveReader.manifest`.
+        The errors of `ArchiveReader.manifest`.
     """
     cache = ArchiveCache(CACHE_BYTES)
     reader = ArchiveReader(store, mark.manifest, mark.manifest_crc, cache)
@@ -198,7 +198,7 @@ async def _entries(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEn
 
 
 def _file(url: str, entry: ObjectEntry, mark: ArchivedMark | None) -> dict[str, object]:
-    """Return what a reader of an object needs: only the IDs first..last of it may be used."""
+    """Describe an object for its reader, who may use only the IDs `first` to `last` in it."""
     assert mark is not None
     return {
         "name": entry.name,

@@ -19,7 +19,7 @@ from waltz_core.errors import BadRequest
 @options.argument(
     "restored_key",
     "KEY",
-    "the cluster key of the restored cluster, as `archive status` prints it",
+    "the cluster key (a UUID) of the restored cluster, as `archive status` prints it",
     type=click.UUID,
 )
 @options.connect

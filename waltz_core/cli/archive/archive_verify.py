@@ -1,11 +1,11 @@
-"""`waltz-core archive verify`: read and verify every file of the archive that is listed.
+"""`waltz-core archive verify`: read and verify every file of the archive that manifests list.
 
-It needs ZooKeeper and the archive, and neither servers nor storages, except to find the archive's
-URL. It can be interrupted: it prints where to continue.
+The command needs ZooKeeper and the archive. It needs storages only to find the URL of the archive,
+and no servers. It can be interrupted: it prints from where to continue.
 
-With `--repair` the owner of the partition has each wrong object replaced from the log of a storage.
-The request is repeated until that has ended, so it survives that the partition moves. Otherwise
-nothing is changed.
+With `--repair`, the owner of the partition lets a storage write each wrong object again from its
+log. The command repeats this request until the repair has ended, so a move of the partition to
+another server does no harm. Without `--repair`, the command changes nothing.
 """
 
 import asyncio
@@ -32,12 +32,12 @@ from waltz_core.records.record import PartitionId, TransactionId
 
 ResultT = TypeVar("ResultT")
 Show: TypeAlias = Callable[[str], None]
-# Of a file of the manifest, and of an object that no storage can write again.
+# For a file of a manifest, and for an object that no storage can write again.
 ACTION: Final = (
     "restore the file from a copy or an earlier version in the object store, then verify "
     "again; until then, do not lower local_retention_bytes and local_retention_ms"
 )
-# Of an object, before storages were requested to replace it.
+# For an object, if the command has not requested a repair.
 REPAIR_ACTION: Final = (
     "add --repair to write the file again from a storage that still has its transactions; "
     "otherwise restore the file from a copy or an earlier version in the object store"
@@ -79,9 +79,8 @@ async def verify(  # noqa: PLR0913 - one for each option
     as_json: bool,
 ) -> int:
     if first < 0 or (last is not None and last < first):
-        raise BadConfig(
-            f"--first, --last: expected a range of transaction IDs, found {first}..{last}"
-        )
+        found = f"--first {first}" if last is None else f"--first {first} and --last {last}"
+        raise BadConfig(f"expected 0 <= --first <= --last, found {found}")
     async with open_command_session(connect) as coordinator:
         cluster = await coordinator.read_cluster()
         count = cluster.params.partition_count
@@ -136,7 +135,7 @@ verify.details = (
 async def recorded_archive(
     coordinator: Coordinator, partition_id: PartitionId
 ) -> RecordedArchive | None:
-    """Return what ZooKeeper records of a partition's archive; None if nothing is archived."""
+    """Return ZooKeeper's record of a partition's archive; None if nothing is archived."""
     marker = (await coordinator.read_partition(partition_id)).marker
     mark = None if marker is None else marker.archived
     if mark is None:
@@ -152,7 +151,7 @@ async def _verify(
     *,
     repairs: bool = False,
 ) -> dict[str, Any]:
-    """Verify one partition, and show its problems as they are found; return the summary."""
+    """Verify one partition, and show problems when they are found; return the summary."""
     recorded = await recorded_archive(coordinator, partition_id)
     missing, is_empty = _unarchived_note(check, recorded)
     if missing:
@@ -190,9 +189,10 @@ async def _verify(
 
 
 def _unarchived_note(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
-    """Return a text if a part of the range is not archived, else ""; and whether to check nothing.
+    """Return a text about the part of the range that is not archived, and whether nothing is left.
 
-    Without a range the manifest is checked, even if all of its objects have expired.
+    The text is empty if the whole range is archived. Without a range, the manifest is checked even
+    if all of its objects have expired.
     """
     if recorded is None:
         return "no transaction is archived", True
@@ -220,8 +220,8 @@ def _action(wrong: BadArchiveFile, *, repairs: bool) -> str:
 async def _repair(
     client: AsyncWaltzClient, partition_id: PartitionId, problem: dict[str, Any], show: Show
 ) -> None:
-    """Have an object replaced; print the outcome, and add it to the problem."""
-    what = f"partition {partition_id}: {problem['name']}"
+    """Request the repair of an object; print the outcome, and add it to `problem`."""
+    what = f"partition {partition_id}, file {problem['name']}"
     if not problem["is_object"]:
         show(
             f"{what}: not repaired, because storages cannot write this kind of file again. Hint: "
@@ -229,7 +229,7 @@ async def _repair(
         )
         return
     listed = (problem["name"], problem["first"], problem["last"])
-    token = randbits(63)  # of this attempt: an interrupted command may have left an outcome
+    token = randbits(63)  # identifies this attempt: an interrupted command may have left an outcome
     while True:
         answer = await client.requests.replace_object(partition_id, *listed, token=token)
         if answer.is_ended:
@@ -253,7 +253,7 @@ async def _repair(
 
 
 class _PartitionCheck(NamedTuple):
-    """The check of a partition, in calls that block."""
+    """The check of a partition's archive; a thread makes the calls that block."""
 
     coordinator: Coordinator
     partition_id: PartitionId
@@ -262,7 +262,7 @@ class _PartitionCheck(NamedTuple):
     repairs: bool
 
     async def run(self, recorded: RecordedArchive, line: ProgressLine) -> None:
-        """Check file after file; follow a manifest that is replaced (rule 4 of the check)."""
+        """Check file after file; switch to a manifest that replaces this one (rule 4 there)."""
         check, is_begun, shown = self.check, False, 0
         while True:
             try:
@@ -294,4 +294,4 @@ class _PartitionCheck(NamedTuple):
     def _show_problem(self, wrong: BadArchiveFile) -> None:
         where = f"partition {self.partition_id}, transactions {wrong.first}..{wrong.last}"
         hint = "" if self.repairs else f" Hint: {_action(wrong, repairs=False)}."
-        self.show(f"{where}: {wrong.name}: {wrong.problem}.{hint}")
+        self.show(f"{where}, file {wrong.name}: {wrong.problem}.{hint}")

@@ -1,4 +1,4 @@
-"""Calls of an object store by a command, which states what it waits for while the store hangs."""
+"""Calls of an object store by a command; while the store hangs, the command reports the call."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Final, TypeVar
 from waltz_core.cli.output import print_error
 from waltz_core.storage.service.writer_threads import CallThreads
 
-# A call without progress is reported after this time, and again each time.
+# A call without progress is reported after this number of seconds, repeatedly.
 REPORT_S: Final = 10.0
 ResultT = TypeVar("ResultT")
 
@@ -15,10 +15,11 @@ ResultT = TypeVar("ResultT")
 async def call_store(
     store_url: str, call: Callable[[], ResultT], activity: Callable[[], tuple[str, int]]
 ) -> ResultT:
-    """Return the result of a call that blocks; print a line whenever it makes no progress.
+    """Run a call that blocks, and return its result; print a line whenever it makes no progress.
 
-    `activity` returns what the call does, empty if it does not wait for the store, and a number
-    that grows. It runs on a thread of its own, for which an interrupted command does not wait.
+    `activity` returns a text and a number. The text states what the call does, and is empty if the
+    call does not wait for the store; the number grows with the progress. The call runs in its own
+    thread. If the command is interrupted, it does not wait for this thread.
     """
     threads = CallThreads(1, "archive-command")
     future = asyncio.wrap_future(threads.submit(call))

@@ -1,4 +1,4 @@
-"""`waltz-core backup`: saves one consistent point of all partitions, while the cluster works."""
+"""`waltz-core backup`: save a consistent state of all partitions while the cluster works."""
 
 import asyncio
 import time
@@ -26,7 +26,7 @@ from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 
 POLL_INTERVAL_S = 0.5
 READ_ATTEMPTS_MAX = 5
-# The storages archive a young range after `archive_age_ms`, 10 minutes by default.
+# Storages archive the end of a log only after `archive_age_ms`, 10 minutes by default.
 TIMEOUT_S = 3_600.0
 HINT = (
     "No backup was written. Hint: check that the servers have `archive_interval_ms` and the "
@@ -94,10 +94,10 @@ async def take_backup(
     *,
     now_ms: int,
 ) -> Backup:
-    """Take a backup: backup.py has the order of the readings; then wait for the archive.
+    """Read the state of the cluster in the order that `backup.py` states; wait for the archive.
 
     Raises:
-        ObjectMissing, ArchiveUnavailable, BadFormat, ChecksumMismatch: of a manifest.
+        ObjectMissing, ArchiveUnavailable, BadFormat, ChecksumMismatch: a manifest cannot be read.
     """
     cluster = await coordinator.read_cluster()
     line.show(0, 1, "waiting for the high-water marks of the partitions")
@@ -140,7 +140,7 @@ async def _save_manifest(
     mark: TransactionId,
     show: Callable[[str], None],
 ) -> SavedManifest:
-    """Return a manifest that reaches a mark. It may be replaced, and deleted, meanwhile."""
+    """Return a manifest that contains a mark; retry if the manifest is replaced and deleted."""
     missing: ObjectMissing | None = None
     name = ""
     for _ in range(READ_ATTEMPTS_MAX):
@@ -162,7 +162,7 @@ async def _wait_until_archived(
     mark: TransactionId,
     show: Callable[[str], None],
 ) -> ArchivedMark:
-    """Return the archived mark of a partition when it has reached another mark."""
+    """Wait until the archived mark of a partition has reached `mark`; return the archived mark."""
     while True:
         marker = (await coordinator.read_partition(partition_id)).marker
         archived = None if marker is None else marker.archived

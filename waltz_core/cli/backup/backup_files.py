@@ -1,4 +1,4 @@
-"""The place of a backup: a file, or a URL as for an archive; all calls block."""
+"""The location of a backup: a file, or a URL as for an archive; all calls block."""
 
 from pathlib import Path
 from typing import Final, NamedTuple, Self
@@ -12,7 +12,7 @@ _FILE_MODE: Final = 0o600
 
 
 class BackupLocation(NamedTuple):
-    """A file in a store."""
+    """A file in an object store or a directory."""
 
     text: str
     store: ArchiveStore
@@ -20,7 +20,7 @@ class BackupLocation(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse FILE or URL; raises BadConfig."""
+        """Parse the path or the URL of a file; raises BadConfig."""
         url = text if "://" in text else Path(text).absolute().as_uri()
         path, question, options = url.partition("?")
         folder, _, name = path.rpartition("/")
@@ -42,10 +42,10 @@ class BackupLocation(NamedTuple):
         )
 
     def write(self, backup: Backup) -> int:
-        """Write the backup, and return its size in bytes; it is durable.
+        """Write the backup, and return its size in bytes; the file is durable after the call.
 
         Raises:
-            ArchiveUnavailable: it was not written.
+            ArchiveUnavailable: the backup was not written.
         """
         data = backup.to_bytes()
         self.store.write(self.name, data)
@@ -55,7 +55,7 @@ class BackupLocation(NamedTuple):
         """Read and check the backup.
 
         Raises:
-            ObjectMissing, ArchiveUnavailable: it cannot be read.
-            BadFormat, ChecksumMismatch: it is not a backup.
+            ObjectMissing, ArchiveUnavailable: the file cannot be read.
+            BadFormat, ChecksumMismatch: the file is not a valid backup.
         """
         return Backup.from_bytes(self.store.read(self.name), self.text)

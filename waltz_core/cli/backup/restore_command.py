@@ -1,4 +1,4 @@
-"""`waltz-core restore`: creates a cluster from a backup and the archive."""
+"""`waltz-core restore`: create a cluster from a backup and the archive."""
 
 import asyncio
 import secrets
@@ -32,14 +32,14 @@ NONCE_BYTES = 16
 
 
 class RequestedEnds(NamedTuple):
-    """The ends that the options request: marks by partition, and a time in ms."""
+    """The ends that options specify: high-water marks by partition, and a time in ms."""
 
     marks: Mapping[PartitionId, TransactionId]
     until_ms: int | None
 
     @classmethod
     def parse(cls, marks: Sequence[str], until: str | None, backup: Backup) -> "RequestedEnds":
-        """Parse the options; raises BadConfig."""
+        """Parse options `--mark` and `--until`; raises BadConfig."""
         found: dict[PartitionId, TransactionId] = {}
         for text in marks:
             partition, equals, last = text.partition("=")
@@ -103,8 +103,10 @@ def _time_ms(text: str) -> int:
 @click.option(
     "--same-key",
     is_flag=True,
-    help="give the new cluster the cluster key of the old one; only if the old cluster will never "
-    "run again",
+    help=(
+        "give the new cluster the cluster key (a UUID) of the old one; only if the old cluster "
+        "will never run again"
+    ),
 )
 @click.option(
     "--without-expired",
@@ -148,19 +150,20 @@ async def _restore(  # noqa: PLR0913 - one for each option
             session_id = next_session(backup, partition_id, ids)
             work = _Restoration(store, key.bytes, session_id, limits, without_expired, ranges)
             ends[partition_id] = await asyncio.to_thread(work.end_of, partition_id, each)
-        # A collection of the source that began before the pins may have deleted objects since.
+        # A garbage collection by the source cluster, begun before the pins, may have deleted
+        # objects.
         for found in ranges:
             await asyncio.to_thread(found.check_again)
         command.wait_for("ZooKeeper")
-        # Another command may have restored it meanwhile.
+        # Another command may have restored the backup in the meantime.
         await _check_absent(coordinator, backup, same_key=same_key)
         is_creating = True
         restored = restored_cluster(backup, key.bytes, ends, ids, new_client_key())
         await coordinator.create_restored(new, restored)
     except WaltzError as error:
-        # After an unknown outcome the cluster may exist.
+        # After an unknown outcome, the cluster may exist.
         if not is_creating or isinstance(error, CoordinatorConflict):
-            # With the same key, another command's cluster may depend on the same pins.
+            # With the same key, the cluster of another command may depend on the same pins.
             written = [] if same_key else list(pins)
             written += [name for each in ranges for name in each.written]
             await asyncio.to_thread(_delete, store, written)
@@ -202,7 +205,7 @@ def _result(
 
 
 async def _check_absent(coordinator: Coordinator, backup: Backup, *, same_key: bool) -> None:
-    """Raise BadRequest if there is a cluster at this root, or one with the same key elsewhere."""
+    """Raise BadRequest if a cluster exists at this root, or with `same_key` one with that key."""
     try:
         found = await coordinator.read_cluster()
     except BadConfig:
@@ -224,20 +227,20 @@ async def _check_absent(coordinator: Coordinator, backup: Backup, *, same_key: b
 
 
 def _pin(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
-    """Pin the objects of other clusters that the restored one may list; return the new pins."""
+    """Pin objects of other clusters that the restored cluster may list; return the new pins."""
     manifests = [each.manifest for each in backup.partitions if each.manifest is not None]
     sources = {each.manifest.writer_of(entry) for each in manifests for entry in each.entries()}
-    # Where an object is missing, one that the backup's cluster has written after the backup.
+    # If an object is missing, the cluster that was backed up may have written another one later.
     sources |= {each.manifest.cluster_key for each in manifests}
     pins = [pin(store, source, key) for source in sorted(sources) if source != key]
     return [name for name in pins if name is not None]
 
 
 def _delete(store: ArchiveStore, names: Sequence[str]) -> None:
-    """Delete files of a cluster that is not created, as far as possible.
+    """Delete files of a cluster that was not created, and ignore errors.
 
-    Pins would prevent deletions. With the same key, manifests of a later session than those of the
-    cluster that another command has created would stop its collections.
+    Pins would prevent the deletion of objects. If another command has created a cluster with the
+    same key, manifests of a later session than that cluster's would stop its garbage collections.
     """
     for name in names:
         with suppress(WaltzError):
@@ -245,17 +248,17 @@ def _delete(store: ArchiveStore, names: Sequence[str]) -> None:
 
 
 class _Restoration(NamedTuple):
-    """The restoration of one partition's archive; it blocks."""
+    """Restores the archive of one partition; its methods block."""
 
     store: ArchiveStore
     cluster_key: bytes
     session_id: SessionId
     limits: RequestedEnds
     may_have_expired: bool
-    ranges: list[RestoredRange]  # `end_of` appends
+    ranges: list[RestoredRange]  # `end_of` appends its range
 
     def end_of(self, partition_id: PartitionId, saved: PartitionBackup) -> ArchivedMark | None:
-        """Write the manifest, and return the end of the partition; None if it is empty."""
+        """Write the manifest; return the end of the partition's log, None if the log is empty."""
         limit = self.limits.marks.get(partition_id, saved.mark)
         if saved.manifest is None or limit == BEFORE_FIRST:
             return None

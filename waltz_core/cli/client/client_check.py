@@ -1,12 +1,13 @@
 """`waltz-core client validate | produce | consume`: check the guarantees of the log from outside.
 
-Each producer writes the ID that its transaction will have, as data. All producers write under one
-lock, so each transaction's ID is its client's mark + 1, or the server rejects it and the client
-computes it again. Readers check that the data of every transaction is its own ID, and that IDs have
-no gap. So every reader detects a missing rejection, and lost, duplicate or reordered transactions.
+As data, each producer writes the ID that its transaction will have. All producers write with the
+same lock. So each transaction either gets the ID of its client's high-water mark + 1, or the server
+rejects it and the client computes it again. Readers check that the data of every transaction is its
+own ID, and that the IDs have no gap. So every reader detects a missing rejection, and lost,
+duplicate or reordered transactions.
 
 Rules:
-    1. No other client may write to these partitions meanwhile; its transactions count as wrong.
+    1. No other client may write to these partitions meanwhile: its transactions count as errors.
     2. IDs are written as text, so that `waltz-core client read` shows each ID twice.
 """
 
@@ -39,7 +40,7 @@ FAULTS_SHOWN_MAX = 10
 
 
 class CheckOptions(NamedTuple):
-    """The options of a check; each subcommand has some of them."""
+    """The options of a check; each of the three subcommands has some of them."""
 
     connect: str
     as_json: bool
@@ -61,7 +62,7 @@ _interval_ms = click.option(
 
 
 def _check_options(function: SubcommandFunction) -> SubcommandFunction:
-    """Declare the common options of the three subcommands."""
+    """Declare the options that all three subcommands have."""
     for declare in (
         options.gather_options(CheckOptions),
         options.as_json,
@@ -88,12 +89,14 @@ def _check_options(function: SubcommandFunction) -> SubcommandFunction:
 
 
 def _partitions_of(chosen: CheckOptions, client: AsyncWaltzClient) -> list[int]:
-    """Return the chosen partitions; raises BadConfig for invalid numbers."""
+    """Return the chosen partitions; raises BadConfig if an option is not valid."""
     for name in ("transactions", "partitions", "clients"):
         if getattr(chosen, name) < 1:
             raise BadConfig(f"--{name}: expected 1 or more, found {getattr(chosen, name)}")
-    if chosen.timeout_s <= 0 or chosen.interval_ms < 0:
-        raise BadConfig("expected --timeout-s above 0 and --interval-ms of at least 0")
+    if chosen.timeout_s <= 0:
+        raise BadConfig(f"--timeout-s: expected more than 0, found {chosen.timeout_s}")
+    if chosen.interval_ms < 0:
+        raise BadConfig(f"--interval-ms: expected 0 or more, found {chosen.interval_ms}")
     if chosen.partitions > client.partition_count:
         raise BadConfig(
             f"--partitions: expected at most {client.partition_count}, the partition count of "
@@ -106,7 +109,7 @@ def _partitions_of(chosen: CheckOptions, client: AsyncWaltzClient) -> list[int]:
 
 
 class NumberedContext(TransactionContext):
-    """One transaction whose data is the ID that it will have."""
+    """One transaction; its data is the ID that it will have."""
 
     def __init__(self, partition: int, timeout_s: float) -> None:
         super().__init__()
@@ -115,12 +118,12 @@ class NumberedContext(TransactionContext):
         self.attempts = 0
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the chosen partition."""
+        """Return the partition of this transaction."""
         assert self._partition < partition_count
         return self._partition
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Write the mark + 1 under the one lock."""
+        """Write the high-water mark + 1 as data, with the lock that all producers use."""
         self.attempts += 1
         builder.data = data_of_id(builder.client_high_water_mark + 1)
         builder.set_write_locks([lock(LOCK_NAME)])
@@ -128,21 +131,21 @@ class NumberedContext(TransactionContext):
 
 
 def data_of_id(transaction_id: int) -> bytes:
-    """Return the data of the transaction with this ID."""
+    """Return the expected data of the transaction with this ID."""
     return str(transaction_id).encode("ascii")
 
 
 @dataclass(slots=True)
 class CheckResult:
-    """The transactions of producers, and how often they were computed again."""
+    """The transactions that producers have written, and the number of attempts."""
 
-    wanted: int
-    ends: dict[int, int] = field(default_factory=dict)  # the last ID, by partition
+    wanted: int  # the number of transactions to write
+    ends: dict[int, int] = field(default_factory=dict)  # by partition, the last ID
     count: int = 0
     attempts: int = 0
 
     def add(self, partition: int, transaction_id: int, attempts: int) -> None:
-        """Count one."""
+        """Count one transaction, and the number of its attempts."""
         self.ends[partition] = max(transaction_id, self.ends.get(partition, transaction_id))
         self.count += 1
         self.attempts += attempts
@@ -158,7 +161,7 @@ async def _write(
     written: CheckResult,
     line: ProgressLine,
 ) -> None:
-    """Write one client's transactions, one after the other, to the partitions round-robin."""
+    """Write one client's transactions, one after the other, round-robin to the partitions."""
     for turn in range(chosen.transactions):
         partition = (first + turn) % chosen.partitions
         context = NumberedContext(partition, chosen.timeout_s)
@@ -174,7 +177,7 @@ async def _write(
 
 
 class CheckCallbacks(AsyncCallbacks):
-    """Checks the transactions of a feed after some marks, at most `limit` of them."""
+    """Checks the transactions of feeds after the given marks, at most `limit` of them."""
 
     def __init__(self, marks: Mapping[int, int], limit: int | None = None) -> None:
         self.marks = dict(marks)
@@ -185,11 +188,11 @@ class CheckCallbacks(AsyncCallbacks):
         self._changed = asyncio.Event()
 
     async def client_high_water_mark(self, partition: int) -> int:
-        """Return the mark after which the check continues."""
+        """Return the high-water mark after which the check continues."""
         return self.marks[partition]
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
-        """Check one, unless the limit is reached."""
+        """Check one transaction, unless the limit is reached."""
         if self.seen_count == self._limit:
             return
         partition, data = transaction.partition_id, await transaction.data()
@@ -202,7 +205,7 @@ class CheckCallbacks(AsyncCallbacks):
     async def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
-        """Note an error that ends the feed; an unavailable server is retried."""
+        """Record an error that ends the feed; if a server is unavailable, the client retries."""
         policy = policy_of(error)
         if policy is PoisonPolicy.STOP:
             self.wrong.append(f"partition {partition}, transaction {transaction_id}: {error}")
@@ -211,21 +214,21 @@ class CheckCallbacks(AsyncCallbacks):
         return policy
 
     async def has_seen(self, count: int, on_seen: Callable[[], None]) -> None:
-        """Wait until `count` transactions were checked, or the feed has ended."""
+        """Wait until `count` transactions were checked, or a feed has ended; report progress."""
         while self.seen_count < count and not self.is_stopped:
             on_seen()
             self._changed.clear()
             await self._changed.wait()
 
     async def has_reached(self, ends: Mapping[int, int]) -> None:
-        """Wait until these IDs were checked, or the feed has ended."""
+        """Wait until the transactions up to `ends` were checked, or a feed has ended."""
         while any(self.marks[each] < end for each, end in ends.items()) and not self.is_stopped:
             self._changed.clear()
             await self._changed.wait()
 
 
 def errors_in_transaction(partition: int, last: int, transaction_id: int, data: bytes) -> list[str]:
-    """Return what is wrong with a transaction that came after the one with ID `last`."""
+    """Return the errors in a transaction that follows the transaction with ID `last`."""
     where = f"partition {partition}, transaction {transaction_id}"
     found = []
     if transaction_id != last + 1:
@@ -336,7 +339,7 @@ async def consume(chosen: CheckOptions) -> int:
 
 
 def mark_before(first: int) -> int:
-    """Return the mark that precedes `--first`; raises BadConfig for an invalid ID."""
+    """Return the high-water mark before the ID of `--first`; raises BadConfig if it is negative."""
     if first < 0:
         raise BadConfig(f"--first: expected a transaction ID, 0 or more, found {first}")
     return first - 1
@@ -345,7 +348,7 @@ def mark_before(first: int) -> int:
 async def _write_all(
     clients: list[AsyncWaltzClient], chosen: CheckOptions, written: CheckResult
 ) -> None:
-    """Let all clients write concurrently; raises the first error when all have ended."""
+    """Let all clients write concurrently; after all have finished, raise the first error."""
     failures: list[WaltzError] = []
 
     async def write(number: int, client: AsyncWaltzClient, line: ProgressLine) -> None:
@@ -382,7 +385,7 @@ def _unread_text(checks: list[CheckCallbacks], written: CheckResult) -> str:
 
 
 def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:
-    """Return the first and last ID by partition, without partitions that got none."""
+    """Return the first and the last new ID of each partition that has new IDs."""
     return {each: [starts[each] + 1, end] for each, end in ends.items() if end > starts[each]}
 
 

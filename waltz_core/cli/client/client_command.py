@@ -1,4 +1,4 @@
-"""`waltz-core client append | read | watch | high-water-mark`: the log from the shell."""
+"""`waltz-core client append | read | watch | high-water-mark`: use the log from a shell."""
 
 import asyncio
 import itertools
@@ -96,7 +96,7 @@ def append(  # noqa: PLR0913 - one for each option
         for transaction_id in ids:
             print_result(str(transaction_id))
     if failures:
-        # Without this line a user would repeat the command, and append the others twice.
+        # Without this line, a user may repeat the command and append the other transactions twice.
         where = "; their IDs are printed above" if ids else ""
         print_error(f"{len(ids)} of {len(futures)} transactions were appended{where}")
         raise failures[0]
@@ -104,17 +104,17 @@ def append(  # noqa: PLR0913 - one for each option
 
 
 def _partitions(text: str | None, count: int, *, has_locks: bool) -> Iterator[int | None]:
-    """Return the partition of each row, without end; None: the client chooses it."""
+    """Yield the partition of each row, endlessly; None: the client chooses the partition."""
     if text is None:
         return itertools.repeat(None)
     chosen = parse_partitions(text, count)
-    if has_locks and len(chosen) > 1:  # a lock is valid in one partition only
+    if has_locks and len(chosen) > 1:  # a lock applies to one partition only
         raise BadConfig(f"--partition: expected one partition with --write-lock, found {text!r}")
     return itertools.cycle(chosen)
 
 
 def _outcomes(futures: Sequence[Future[TransactionId]]) -> tuple[list[int], list[WaltzError]]:
-    """Return the IDs of the rows that were appended, and the errors of the others."""
+    """Return the IDs of the transactions that were appended, and the errors of all others."""
     ids, failures = [], []
     for future in futures:
         try:
@@ -141,7 +141,7 @@ def _lock(text: str) -> int:
 def _chunks(
     client: WaltzClient, partition: int, first: int | None, last: int
 ) -> Iterator[RangeChunk]:
-    """Read a range; without `first` from the first available ID on."""
+    """Read a range of transactions; without `first`, from the first available ID on."""
     chunks = client.read_range(partition, first or 0, last, form=RangeForm.WHOLE)
     try:
         head = next(chunks, None)
@@ -220,7 +220,7 @@ async def watch(
 
 
 class _PrintCallbacks(AsyncCallbacks):
-    """Prints a feed, in the format of `read`."""
+    """Prints the transactions of a feed, in the format of `read`."""
 
     def __init__(self, mark: int, wanted: int | None, *, as_json: bool) -> None:
         self._mark = mark
@@ -230,11 +230,11 @@ class _PrintCallbacks(AsyncCallbacks):
         self.is_over = asyncio.Event()
 
     async def client_high_water_mark(self, partition: int) -> int:
-        """Return the mark after which to begin."""
+        """Return the high-water mark after which the feed begins."""
         return self._mark
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
-        """Print one, unless the limit is reached."""
+        """Print one transaction, unless the limit is reached."""
         if self._wanted == 0:
             return
         data = await transaction.data()
@@ -248,7 +248,7 @@ class _PrintCallbacks(AsyncCallbacks):
     async def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
-        """Note the error that ends the feed."""
+        """Record the error that ends the feed."""
         policy = policy_of(error)
         if policy is PoisonPolicy.STOP:
             self.error = error
@@ -257,7 +257,7 @@ class _PrintCallbacks(AsyncCallbacks):
 
 
 def _print(transaction_id: int, header: int, data: bytes, *, as_json: bool) -> None:
-    """Print a transaction; JSON has its text with control characters, which JSON escapes."""
+    """Print a transaction; in JSON, control characters stay in the text, and JSON escapes them."""
     if as_json:
         text = data.decode("utf-8", "backslashreplace")
         print_json({"transaction_id": transaction_id, "header": header, "data": text})

@@ -1,4 +1,4 @@
-"""`waltz-core client export`: transactions as Parquet, CSV or JSON, from `WaltzClient.scan`."""
+"""`waltz-core client export`: export transactions as Parquet, CSV or JSON, from `scan`."""
 
 import os
 import sys
@@ -23,7 +23,7 @@ from waltz_core.client.api.scanning import ArrowReader
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.strict_json import to_json
 
-# A row group of a Parquet file: its batches are in memory together.
+# The size of a row group in a Parquet file; its batches are in memory together.
 GROUP_BYTES = 64 * 1024 * 1024
 
 
@@ -105,13 +105,13 @@ export.details = (
 
 @contextmanager
 def _sink(output: Path | None) -> Iterator[IO[bytes]]:
-    """Open the output; a file gets its name when it is complete."""
+    """Open the output; a file is renamed to its final name when it is complete."""
     if output is None:
         sys.stdout.flush()
         with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as sink:
             yield sink
         return
-    if output.exists() and not output.is_file():  # such as a device, which a file would replace
+    if output.exists() and not output.is_file():  # for example a device, which must not be replaced
         raise BadConfig(
             f"--output {output}: expected a regular file, found another kind. Hint: without "
             "--output, the command writes to standard output."
@@ -127,12 +127,12 @@ def _sink(output: Path | None) -> Iterator[IO[bytes]]:
                 f"--output {output} cannot be written: {error.strerror or error}"
             ) from error
     finally:
-        with suppress(OSError):  # it has its name, or there is none
+        with suppress(OSError):  # the file was renamed, or was not created
             part.unlink()
 
 
 # ---------------------------------------------------------------------------------------------
-# the formats
+# The formats
 
 
 def _write_parquet(reader: ArrowReader, sink: IO[bytes]) -> int:
@@ -145,7 +145,7 @@ def _write_parquet(reader: ArrowReader, sink: IO[bytes]) -> int:
 
 
 def _grouped_batches(reader: ArrowReader) -> Iterator[Any]:
-    """Yield batches together, of about `GROUP_BYTES`."""
+    """Combine batches into tables of about `GROUP_BYTES`, and yield the tables."""
     waiting: list[pa.RecordBatch] = []
     size = 0
     for batch in reader:
@@ -169,7 +169,7 @@ def _write_csv(reader: ArrowReader, sink: IO[bytes]) -> int:
 
 
 def _flatten(table: Any) -> Any:  # noqa: ANN401 - pyarrow has no types
-    """Return a table with the fields of structs as columns, and binary values as text."""
+    """Return a table with struct fields as columns, and with binary values as text."""
     table = table.flatten()
     for index, part in enumerate(table.schema):
         if pa.types.is_binary(part.type):
@@ -198,7 +198,7 @@ def _to_json_value(value: object) -> object:
     if isinstance(value, bytes):
         return value.decode("utf-8", "backslashreplace")
     if isinstance(value, Decimal):
-        return format(value, "f")  # text, because readers of JSON read numbers as doubles
+        return format(value, "f")  # text, because JSON readers parse numbers as doubles
     return value.isoformat() if isinstance(value, date | datetime) else value
 
 

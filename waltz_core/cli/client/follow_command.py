@@ -1,6 +1,6 @@
-"""`waltz-core follow`: keeps tables equal to the log.
+"""`waltz-core follow`: keep tables equal to the log.
 
-The loop is `tables/follower.py`; docs/tables.md describes its guarantees.
+`tables/follower.py` contains the loop; docs/tables.md describes the guarantees.
 """
 
 import json
@@ -38,7 +38,7 @@ INTERVAL_S = 1.0
 
 
 class FollowCommand(NamedTuple):
-    """The options of `follow`."""
+    """The options of `follow`, as click has parsed them."""
 
     connect: str
     table: str | None
@@ -230,33 +230,34 @@ def _open_table(
 ) -> "FollowedDeltaTable | FollowedParquetTable":
     if table.format == "parquet":
         return FollowedParquetTable(table.place, columns, rules)
-    # deltalake is an extra, and its import takes a while.
+    # deltalake is an optional dependency, and its import is slow.
     from waltz_core.tables.delta_table import FollowedDeltaTable  # noqa: PLC0415
 
     return FollowedDeltaTable(table.place, columns, rules.key)
 
 
 def _table_options(chosen: FollowCommand) -> list[TableOptions]:
-    """Return the table of the options, or those of the file."""
+    """Return the table that the options describe, or the tables of the file."""
     options_of_table = {name: getattr(chosen, name) for name in TableOptions._fields[1:]}
     if chosen.tables is None:
         if chosen.table is None or not (chosen.key or chosen.format == "parquet"):
-            raise BadConfig("follow: expected TABLE and --key, or --tables FILE")
+            found = "neither" if chosen.table is None else "TABLE without --key"
+            raise BadConfig(f"follow: expected TABLE and --key, or --tables FILE; found {found}")
         return [TableOptions(chosen.table, **options_of_table)]
     if chosen.table is not None or any(options_of_table.values()):
         raise BadConfig(
-            "--tables: expected tables and their options in the file only, found TABLE or one of "
-            f"{', '.join(options_of_table)} in the command"
+            "--tables: expected that only the file names tables and their options, found TABLE "
+            f"or one of the options {', '.join(options_of_table)} on the command line"
         )
     return tables_in(chosen.tables)
 
 
 def _parse_start_marks(chosen: FollowCommand) -> MarkMap:
-    """Return the marks of `--start-marks`; none without the option."""
+    """Parse `--start-marks`; return no marks without the option."""
     if chosen.start_marks is None:
         return {}
     if chosen.start_time is not None:
-        raise BadConfig("--start-marks and --start-time were both given: expected one of them")
+        raise BadConfig("expected either --start-marks or --start-time, found both")
     try:
         value = json.loads(chosen.start_marks)
     except ValueError:
@@ -274,7 +275,7 @@ def _is_mark(partition: str, mark: object) -> bool:
 
 
 def _parse_start_time(chosen: FollowCommand) -> int | None:
-    """Return `--start-time` in ms."""
+    """Parse `--start-time` into milliseconds since 1970; None without the option."""
     if chosen.start_time is None:
         return None
     try:
@@ -296,8 +297,8 @@ def _marks_since(client: WaltzClient, position: LogPosition, since_ms: int) -> M
     for partition, mark in log.marks.items():
         first = log.firsts[partition]
         at = first_since(partial(stamp_ms_of, client, partition), mark, since_ms, first - 1)
-        # If no available transaction is older than the time, expired ones may be as recent; the
-        # follower reports their loss.
+        # If no available transaction is older than the time, expired transactions may match it,
+        # too. The follower reports them as lost.
         found[partition] = at - 1 if 0 < first == at + 1 else at
     return found
 

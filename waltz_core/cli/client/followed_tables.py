@@ -1,4 +1,4 @@
-"""The tables of `follow`: one in the options of the command, or several in a TOML file.
+"""The tables of `follow`: one from the options of the command, or several from a TOML file.
 
 ["/lake/accounts"]
 key = "id"
@@ -22,7 +22,7 @@ TABLE_FORMATS = ("delta", "parquet")
 
 
 class TableOptions(NamedTuple):
-    """A table; except its place, each field is an option of the command and a name in the file."""
+    """A table; each field but `place` is an option of the command and a name in the file."""
 
     place: str
     format: str | None = None
@@ -34,7 +34,7 @@ class TableOptions(NamedTuple):
     changes: str | None = None
 
     def rules(self, declared: ArrowSchema | None) -> ChangeRules:
-        """Return the rules for changes of transactions with these columns.
+        """Return the rules for the table, whose transactions have the columns `declared`.
 
         Raises:
             BadConfig: an option is not valid, or the changes function does not exist.
@@ -61,7 +61,7 @@ _TEXTS = ("format", "delete_where", "changes")
 
 
 def tables_in(file: Path) -> list[TableOptions]:
-    """Return the tables of a file, with a section for each.
+    """Parse the tables in a TOML file, which has a section for each table.
 
     Raises:
         BadConfig: the file cannot be read, has no table, or a name or a value is not valid.
@@ -81,20 +81,22 @@ def tables_in(file: Path) -> list[TableOptions]:
 
 
 def _check_section(file: Path, place: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    where = f'--tables {file}: section ["{place}"]'
+    where = f'--tables {file}, section ["{place}"]'
     found: dict[str, Any] = {}
     for name, value in section.items():
         if name not in _LISTS and name not in _TEXTS:
             known = [*_LISTS, *_TEXTS]
-            raise BadConfig(f"{where}: unknown name {name!r}{nearest_name_hint(name, known)}")
+            raise BadConfig(f"{where}: unknown option {name!r}{nearest_name_hint(name, known)}")
         kind = _LISTS.get(name, str)
         parts = value if isinstance(value, list) and name in _LISTS else [value]
         if not all(type(part) is kind for part in parts):
             expected = "a number" if kind is int else "text"
             several = " or a list of them" if name in _LISTS else ""
-            raise BadConfig(f"{where}: {name}: expected {expected}{several}, found {value!r}")
+            raise BadConfig(
+                f"{where}, option {name}: expected {expected}{several}, found {value!r}"
+            )
         found[name] = tuple(parts) if name in _LISTS else value
     if found.get("format") not in (None, *TABLE_FORMATS):
         expected = " or ".join(TABLE_FORMATS)
-        raise BadConfig(f"{where}: format: expected {expected}, found {found['format']!r}")
+        raise BadConfig(f"{where}, option format: expected {expected}, found {found['format']!r}")
     return found

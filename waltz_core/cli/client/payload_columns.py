@@ -1,4 +1,4 @@
-"""Options that declare columns of payloads, for subcommands that return tables."""
+"""Options that declare columns of payloads, for the subcommands that produce tables."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -35,7 +35,7 @@ _WITH_SCHEMAS: Final[dict[str, type[Avro] | type[Protobuf]]] = {"avro": Avro, "p
 
 
 def payload_format_options(function: FC) -> FC:
-    """Declare the options of `format_of`."""
+    """Declare the options from which `format_of` derives the format."""
     for declare in (
         click.option(
             "--schema-registry-auth-file",
@@ -60,10 +60,10 @@ def payload_format_options(function: FC) -> FC:
 
 
 def format_of(name: str, registry: str | None, auth_file: Path | None) -> DataFormat:
-    """Return the format of `--data-format`, with its schema registry.
+    """Return the format that `--data-format` names, with its schema registry.
 
     Raises:
-        BadConfig: only one of the format and the registry is given.
+        BadConfig: the format needs a schema registry and there is none, or the other way round.
     """
     kind = _WITH_SCHEMAS.get(name)
     if kind is not None and registry is not None:
@@ -76,7 +76,7 @@ def format_of(name: str, registry: str | None, auth_file: Path | None) -> DataFo
 
 
 def column_option(default: str) -> Callable[[FC], FC]:
-    """Declare `--column`."""
+    """Declare `--column`; `default` describes the result without the option."""
     return click.option(
         "--column",
         "columns",
@@ -88,10 +88,10 @@ def column_option(default: str) -> Callable[[FC], FC]:
 
 
 def schema_of(columns: Sequence[str]) -> ArrowSchema | None:
-    """Return the schema of `--column`; None without any.
+    """Return the schema that the `--column` options declare; None without these options.
 
     Raises:
-        BadConfig: a column has no type and is not the log's, or its type is unknown.
+        BadConfig: a column without a type is not a column of the log, or a type is unknown.
     """
     fields = []
     for each in columns:

@@ -1,21 +1,23 @@
-"""Finds the archived mark of a partition again, which ZooKeeper has lost with its other data.
+"""Finds the archived mark of a partition again, after ZooKeeper has lost its data.
 
-Only the archive and the replicas' logs have it: the newest manifest that continues in the chosen
-log is as good as the recorded one, since a chain identifies the whole log up to it.
+Only the archive and the replicas' logs remain. The newest manifest that continues in the chosen log
+is as good as the recorded one, because a chain hash identifies the whole log up to it.
 
 Rules (docs/decisions/056):
     1. The manifests of a partition are tried from the newest to the oldest, by session, attempt and
-       version. An owner's later manifests follow its earlier ones, and AR 7 holds between them.
-    2. A manifest fits if its checksums and pages are right, all available objects exist with the
-       size that it states, and the chosen log has its chain at its end. That it was never recorded
-       does not matter: a storage had verified its objects before it was written.
-    3. It must not end below the start of any replica's log. What a replica has removed is in the
-       archive, so another one would have lost transactions.
-    4. Where manifests exist and none fits, the partition is refused, even if no log lacks anything:
-       otherwise the archiver would begin again at 0, and collect what backups need.
-    5. Only committed batches are archived. So a newer manifest that ends above the chosen log shows
-       that this log lacks committed transactions: the partition is refused. With an older manifest,
-       the first collection would delete the only object that has them.
+       version. Later manifests of an owner follow its earlier ones, and AR 7 holds between them.
+    2. A manifest fits if its checksums and pages are valid, all available objects exist with the
+       size that it states, and the chosen log has the manifest's chain hash at its end. It does not
+       matter if ZooKeeper never recorded the manifest: a storage verified its objects before the
+       manifest was written.
+    3. The manifest must not end below the start of any replica's log. A replica removes only
+       archived transactions, so a manifest that ends earlier would have lost transactions.
+    4. If manifests exist and none fits, the partition is refused, even if no log lacks
+       transactions. Otherwise the archiver would begin again at 0, and garbage collection would
+       delete objects that backups need.
+    5. Only committed batches are archived. So if a newer manifest ends above the chosen log, this
+       log lacks committed transactions, and the partition is refused. With an older manifest, the
+       first garbage collection would delete the only object that has these transactions.
 """
 
 import asyncio
@@ -37,7 +39,7 @@ from waltz_core.records.record import BEFORE_FIRST, Chain, PartitionId, ReplicaI
 ANSWER_S: Final = 10.0
 HINT: Final = "Hint: see docs/operations.md, section 'When ZooKeeper's data is lost'"
 
-# Those of a manifest; a storage's errors end the search.
+# Errors of a manifest, which continue the search. The errors of a storage end the search.
 _FILE_ERRORS: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
 
 ShowProgress = Callable[[str], None]
@@ -45,10 +47,10 @@ ShowProgress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class RecoveredLog:
-    """The log that is chosen for a partition: after `start`, up to `last`.
+    """The log that was chosen for a partition: the transactions after `start`, up to `last`.
 
-    `chain_at` requests the chain at an ID of it, None if no batch ends there. `starts` has the
-    starts of all replicas' logs.
+    `chain_at` requests the chain hash of the log at an ID; it is None if no batch ends there.
+    `starts` has the start of every replica's log.
     """
 
     partition_id: PartitionId
@@ -59,17 +61,17 @@ class RecoveredLog:
 
 
 class _Candidate(NamedTuple):
-    """The mark of a manifest, and its objects with IDs that are available."""
+    """The archived mark that a manifest describes, and the objects with available IDs."""
 
     mark: ArchivedMark
     entries: list[ObjectEntry]
 
 
 async def url_of_archive(coordinator: Coordinator, show: ShowProgress) -> str:
-    """Return the URL that the storages report; empty if none has one.
+    """Return the URL of the archive that the storages report; empty if none reports one.
 
     Raises:
-        BadConfig: they report different ones.
+        BadConfig: the storages report different URLs.
     """
     from waltz_core.cli.doctor.doctor_probes import query_cluster  # noqa: PLC0415 - loads Arrow
 
@@ -80,10 +82,10 @@ async def url_of_archive(coordinator: Coordinator, show: ShowProgress) -> str:
 
 
 class ArchiveRecovery:
-    """The archive of a cluster at a URL; without one, logs must begin at 0."""
+    """The archive of a cluster; if the URL is empty, logs must begin at transaction 0."""
 
     def __init__(self, url: str, cluster_key: bytes, on_skipped: ShowProgress) -> None:
-        """`on_skipped` receives a sentence for each newer manifest that does not fit.
+        """`on_skipped` is called with a sentence for each newer manifest that does not fit.
 
         Raises:
             BadConfig: the URL names no archive.
@@ -93,12 +95,12 @@ class ArchiveRecovery:
         self._on_skipped = on_skipped
 
     async def mark_of(self, log: RecoveredLog) -> ArchivedMark | None:
-        """Return the archived mark of a partition; None if nothing of it is archived.
+        """Return the archived mark of a partition; None if nothing of the partition is archived.
 
         Raises:
-            BadRequest: rules 3 to 5.
-            ArchiveUnavailable: the store does not answer.
-            The error of a storage.
+            BadRequest: the partition is refused because of one of the rules 3 to 5.
+            ArchiveUnavailable: the object store does not answer.
+            The error that a storage returns.
         """
         where = "no archive is configured" if self._store is None else self._store.url
         names = await asyncio.to_thread(self._names, log.partition_id)
@@ -142,7 +144,7 @@ class ArchiveRecovery:
         )
 
     def _names(self, partition_id: PartitionId) -> list[str]:
-        """Return the names of the partition's manifests, the newest first (rule 1)."""
+        """Return the names of a partition's manifests, the newest first (rule 1)."""
         if self._store is None:
             return []
         ranked = []
@@ -153,9 +155,9 @@ class ArchiveRecovery:
         return [name for *_, name in sorted(ranked, reverse=True)]
 
     async def _problem_of(self, found: _Candidate, log: RecoveredLog) -> str:
-        """Return why a manifest does not fit; empty if it does (rules 2 and 3).
+        """Return the reason why a manifest does not fit; empty if it fits (rules 2 and 3).
 
-        Raises the error of a storage.
+        Raises the error that a storage returns.
         """
         last, chain = found.mark.last, found.mark.chain
         lowest = max(log.start, *log.starts.values())
@@ -171,10 +173,10 @@ class ArchiveRecovery:
         return await asyncio.to_thread(self._problem_of_objects, found.entries)
 
     def _read(self, name: str, partition_id: PartitionId) -> _Candidate:
-        """Read the head and the pages of a manifest; blocks.
+        """Read the head and the pages of a manifest; the call blocks.
 
         Raises:
-            ObjectMissing, BadFormat, ChecksumMismatch: they are not as they were written.
+            ObjectMissing, BadFormat, ChecksumMismatch: a file is missing or corrupt.
         """
         assert self._store is not None
         saved = SavedManifest.read(self._store, name, crc32(self._store.read(name)))
@@ -202,7 +204,7 @@ class ArchiveRecovery:
         return _Candidate(mark, available)
 
     def _problem_of_objects(self, entries: list[ObjectEntry]) -> str:
-        """Return which object does not exist with its size; empty if all do; blocks."""
+        """Return which object is missing or has another size; empty if none; the call blocks."""
         assert self._store is not None
         folders = {each.name.rpartition("/")[0]: None for each in entries}
         sizes = {file.name: file.byte_count for each in folders for file in self._store.files(each)}

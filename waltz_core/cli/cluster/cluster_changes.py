@@ -1,7 +1,7 @@
-"""`waltz-core cluster add-storage | move-replica | auto-assign | ...`: replicas and storages.
+"""`waltz-core cluster add-storage | move-replica | auto-assign | ...`: change storages, replicas.
 
-Each subcommand determines the wanted placement; `cluster/change/replica_steps.py` plans the steps,
-`cli/change_commands.py` runs them.
+Each subcommand determines the wanted placement of replicas. `cluster/change/replica_steps.py` plans
+the steps to it, and `cli/change_commands.py` runs them.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ async def add_storage(
 
 
 async def _check_storage(address: ReplicaId) -> None:
-    """Raise Unreachable if nothing listens there, BadConfig if it is not a storage's data port."""
+    """Raise Unreachable if no process answers, BadConfig if it is not a storage's data port."""
     name = await name_at(WireProtocol.STORAGE, address)
     if name is None:
         raise Unreachable(
@@ -146,7 +146,7 @@ async def replace_storage(
 async def _replace_in_place(
     command: Command, layout: StorageLayout, now: Placement, address: ReplicaId
 ) -> Result:
-    """Remove a storage and its registration, and add its empty successor."""
+    """Remove a storage and its registration, then register its empty successor."""
     held = {each: replicas for each, replicas in now.items() if address in replicas}
     if not held:
         return await _restore_storage(
@@ -154,7 +154,10 @@ async def _replace_in_place(
         )
     alone = [each for each, replicas in held.items() if len(replicas) == 1]
     if alone:
-        raise BadRequest(f"storage {address} has the only replica of partition {alone[0]}")
+        raise BadRequest(
+            f"nothing was changed, because storage {address} has the only replica of partition "
+            f"{alone[0]}. Hint: add another replica first (`cluster add-replica`)."
+        )
     if await is_answering(WireProtocol.STORAGE, address):
         raise BadRequest(
             f"storage {address} still runs and answers. Hint: stop it, and start its "
@@ -166,7 +169,7 @@ async def _replace_in_place(
 
 
 async def _restore_storage(command: Command, wanted: Placement, address: ReplicaId) -> Result:
-    """Register an empty storage at an address, and add the missing replicas to it."""
+    """Register an empty storage at an address, and give it the missing replicas."""
     if not await is_answering(WireProtocol.STORAGE, address):
         await command.coordinator.storages.forget_id(address)
         command.note(f"an empty storage may now start at {address}")
@@ -206,7 +209,7 @@ def _port_of(requested: int | None, address: str) -> int:
 @_storages
 @change_command()
 async def add_replica(command: Command, *, partitions: str, addresses: tuple[str, ...]) -> Result:
-    """Add one storage after the other to each partition."""
+    """Add the storages to the replicas of each partition, one storage after the other."""
     layout, now = await _read_layout(command)
     chosen = await _chosen_partitions(command, partitions)
     added = [ReplicaId(each) for each in addresses]
@@ -231,7 +234,10 @@ async def remove_replica(
     }
     for partition_id, replicas in wanted.items():
         if not replicas:
-            raise BadRequest(f"partition {partition_id} would be left without a replica")
+            raise BadRequest(
+                "nothing was changed, because the command would remove all replicas of partition "
+                f"{partition_id}"
+            )
     return await _carry_out(command, layout, wanted)
 
 
@@ -246,7 +252,10 @@ async def move_replica(command: Command, *, partitions: str, origin: str, target
     chosen = await _chosen_partitions(command, partitions)
     for partition_id in chosen:
         if old not in now[partition_id] and new not in now[partition_id]:
-            raise BadRequest(f"storage {old} has no replica of partition {partition_id}")
+            raise BadRequest(
+                f"nothing was changed, because storage {old} has no replica of partition "
+                f"{partition_id}"
+            )
     return await _carry_out(
         command, layout, placements.placement_with_replacement(now, old, new, chosen)
     )
@@ -289,10 +298,10 @@ async def _carry_out(
 
 
 async def _delete_files(command: Command, layout: StorageLayout, moved: Placement) -> None:
-    """Delete the files of partitions on storages that are not assigned to them any more.
+    """Delete the files of partitions on storages that are no longer assigned to them.
 
-    The partition's session is open without these storages. A storage that does not answer keeps its
-    files, and the doctor reports them.
+    The partitions' sessions are open without these storages. If a storage does not answer, its
+    files remain, and the doctor reports them.
     """
     left: dict[ReplicaId, list[PartitionId]] = {}
     for partition_id, replicas in moved.items():

@@ -1,7 +1,7 @@
-"""`waltz-core cluster check-connectivity`: connections to servers, and from them to storages.
+"""`waltz-core cluster check-connectivity`: this command to servers, and servers to storages.
 
-A firewall between a server and a storage is not visible from here. So each server tries to connect
-to every storage (message 13 of Waltz 0.13, which 0.13 servers answer, too).
+The command cannot detect a firewall between a server and a storage. So it requests each server to
+connect to every storage (message 13 of Waltz 0.13, which 0.13 servers also answer).
 """
 
 import asyncio
@@ -21,7 +21,7 @@ THIS_COMMAND: Final = "this command"
 
 
 class ConnectionCheck(NamedTuple):
-    """Whether one process reaches another; `reason` if known."""
+    """Whether one process can connect to another; `reason` has the error, if known."""
 
     origin: str
     target: str
@@ -79,7 +79,7 @@ async def _query_all(
 def checks_by_server(
     server: str, storages: list[str], reported: Mapping[str, bool]
 ) -> list[ConnectionCheck]:
-    """Return a server's answer for every storage, also for one that it does not know yet."""
+    """Return a server's answer about every storage, also one that it does not use yet."""
     name = f"server {server}"
     found = [ConnectionCheck(THIS_COMMAND, name, is_reached=True)]
     for storage in dict.fromkeys([*storages, *reported]):

@@ -1,7 +1,8 @@
-"""`waltz-core cluster accept-replicas | rebuild-metadata`: recovery from the storages' logs.
+"""`waltz-core cluster accept-replicas | rebuild-metadata`: recover from the logs of storages.
 
-Both choose a replica's log by decision, not by quorum. `cluster/change/rebuilding.py` has the
-decision; this module queries storages, reports to the user, and writes ZooKeeper.
+Both commands choose one replica's log by a decision, not by a quorum.
+`cluster/change/rebuilding.py` makes the decision. This module queries the storages, reports to the
+user, and writes to ZooKeeper.
 """
 
 import asyncio
@@ -76,14 +77,14 @@ NONCE_BYTES = 16
 
 @dataclass(slots=True)
 class _ReplicaAnswers:
-    """The answers of one partition's replicas in a session that was claimed for it."""
+    """The answers of one partition's replicas, in a session that was claimed for the queries."""
 
     session: ClaimedSession
     view: PartitionView
     prepared: dict[ReplicaId, Prepared]
     links: dict[ReplicaId, OwnerConnection]
     unanswered: dict[ReplicaId, str]
-    is_rolled_back: bool  # a replica knows a later session than ZooKeeper
+    is_rolled_back: bool  # a replica has a later session than ZooKeeper
 
     @property
     def logs(self) -> dict[ReplicaId, ReportedLog]:
@@ -120,7 +121,8 @@ async def accept_replicas(
     partition_id = PartitionId(partition)
     if not 0 <= partition_id < cluster.params.partition_count:
         raise BadConfig(
-            f"expected a partition in 0..{cluster.params.partition_count - 1}, found {partition_id}"
+            "argument PARTITION: expected a partition in "
+            f"0..{cluster.params.partition_count - 1}, found {partition_id}"
         )
     facts = ExpectedCluster(cluster.store.cluster_key.bytes, cluster.params.partition_count)
     newest = NO_SESSION
@@ -135,9 +137,9 @@ async def accept_replicas(
         except SessionFenced as fenced:
             newest = SessionId(max(newest, fenced.promised))
         except CoordinatorConflict:
-            pass  # Its server has claimed a session at the same moment: try again.
+            pass  # the partition's server has claimed a session at the same time: try again
     raise Unavailable(
-        f"partition {partition_id}: its server claimed a new store session during each of "
+        f"partition {partition_id}: its server began a new store session during each of "
         f"{ATTEMPTS_MAX} attempts. Hint: run the command again."
     )
 
@@ -145,7 +147,7 @@ async def accept_replicas(
 async def _query(
     coordinator: Coordinator, partition_id: PartitionId, facts: ExpectedCluster, newest: SessionId
 ) -> _ReplicaAnswers:
-    """Claim a session later than `newest`, like an owner, and query every replica in it."""
+    """Claim a session later than `newest`, as an owner does, and query every replica in it."""
     view = await coordinator.read_partition(partition_id)
     metadata, marker = view.metadata, view.marker
     if metadata is None or marker is None or not metadata.states:
@@ -228,7 +230,7 @@ async def _decide(
 
 
 def _check_needed(partition_id: PartitionId, answers: _ReplicaAnswers) -> None:
-    """Raise BadRequest if its server can open a session without a decision."""
+    """Raise BadRequest if the partition's server can open a session without this command."""
     metadata, marker = answers.view.metadata, answers.view.marker
     assert metadata is not None
     if answers.is_rolled_back or rebuilding.is_waiting(metadata, marker):
@@ -266,7 +268,7 @@ def _chosen_replica(
 
 
 def _rank(log: ReportedLog) -> tuple[bool, int, int, bool]:
-    """Return the order of logs: undamaged first, then the most data, then trusted."""
+    """Return the sort key of a log: undamaged logs first, then the most data, then trusted logs."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 
@@ -292,7 +294,7 @@ async def _archived_mark_of(
     answers: _ReplicaAnswers,
     requested: tuple[ReplicaId, str | None],
 ) -> ArchivedMark | None:
-    """Return what is archived: ZooKeeper has it, unless the partition waits for a rebuilding."""
+    """Return the archived mark: from ZooKeeper or, for a partition to be rebuilt, the archive."""
     marker, (chosen, url) = answers.view.marker, requested
     assert marker is not None
     if not rebuilding.is_waiting(answers.view.metadata, marker):
@@ -311,7 +313,7 @@ async def _declare_chosen_log(
     chosen: ReplicaId,
     archived: ArchivedMark | None,
 ) -> tuple[ReplicaId, ...]:
-    """Declare one log; the other replicas copy what they lack."""
+    """Declare one replica's log to be the log; the other replicas copy what they lack."""
     session_id, logs = answers.session.session_id, answers.logs
     others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
     members = (chosen, *(each for each in others if each != chosen))
@@ -328,7 +330,7 @@ async def _declare_chosen_log(
 
 @dataclass(frozen=True, slots=True)
 class _CommandOperations:
-    """See `rebuilding.RebuildOperations`."""
+    """The operations that `rebuilding.declare_log` needs (`rebuilding.RebuildOperations`)."""
 
     coordinator: Coordinator
     verdict: RebuildDecision
@@ -336,7 +338,7 @@ class _CommandOperations:
     archived: ArchivedMark | None
 
     async def write(self, metadata: PartitionMetadata) -> None:
-        """Write ZooKeeper."""
+        """Write the metadata and the marker of the partition to ZooKeeper."""
         await self.coordinator.write_partition(
             self.verdict.partition_id,
             metadata,
@@ -345,13 +347,13 @@ class _CommandOperations:
         )
 
     async def mark(self) -> None:
-        """Mark the replica."""
+        """Set the low-water mark of the chosen replica, which makes its log trusted."""
         source = self.verdict.source
         prepared, link = self.answers.prepared[source], self.answers.links[source]
         await link.set_mark(self.verdict.partition_id, self.answers.session, prepared)
 
     async def assign(self) -> None:
-        """Assign the first replicas."""
+        """Assign the first replicas of the partition to their storages."""
         await _assign(self.coordinator, [self.verdict])
 
 
@@ -376,7 +378,7 @@ async def _assign(coordinator: Coordinator, verdicts: Sequence[RebuildDecision])
 
 
 class FormerCluster(NamedTuple):
-    """The options that describe the lost cluster."""
+    """The options that describe the cluster whose metadata is lost."""
 
     name: str
     storage: tuple[str, ...]
@@ -408,7 +410,9 @@ class FormerCluster(NamedTuple):
     "each",
 )
 @click.option(
-    "--cluster-key", type=click.UUID, help="the cluster key, as `cluster show-key` prints it"
+    "--cluster-key",
+    type=click.UUID,
+    help="the cluster key (a UUID), as `cluster show-key` prints it",
 )
 @click.option("--partitions", type=int, help="the partition count of the cluster")
 @click.option(
@@ -489,7 +493,7 @@ async def _decide_all(
     missing: Sequence[ReplicaId],
     links: Mapping[ReplicaId, OwnerConnection],
 ) -> tuple[list[RebuildDecision], list[WaltzError]]:
-    """Write the log and the archived mark of every partition; also return why others have none."""
+    """Write the log and the archived mark of each partition; also return the errors of others."""
     undecided = [
         partition_id
         for partition_id in map(PartitionId, range(new.partition_count))
@@ -515,7 +519,8 @@ async def _decide_all(
         )
         for verdict in verdicts
     }
-    # Before any partition can be opened, so that no server gets a generation that was used.
+    # Raise the IDs before any partition can be opened. So no server gets a generation that was
+    # used.
     issued = max((each.issued_id for each in newest.values()), default=0)
     await command.coordinator.issued_ids.raise_to(ClientId(issued))
     await command.coordinator.raise_ids(
@@ -540,7 +545,7 @@ async def _decide_all(
 async def _archive_recovery(
     command: Command, url: str | None, cluster_key: UUID
 ) -> ArchiveRecovery:
-    """Return the archive at a URL, or at that of the storages."""
+    """Open the archive at a URL, by default at the URL that the storages report."""
     command.wait_for("the storages")
     found = url or await url_of_archive(command.coordinator, command.wait_for)
     command.wait_for(f"the archive {found}")
@@ -553,7 +558,7 @@ def _recovered_log(
     link: OwnerConnection,
     prepared: Mapping[ReplicaId, Prepared],
 ) -> RecoveredLog:
-    """Return the log of the chosen replica, at `link`, for the search in the archive."""
+    """Describe the log of the chosen replica, at `link`, for the search in the archive."""
     source = prepared[link.address]
     starts = {each: TransactionId(max(its.start, BEFORE_FIRST)) for each, its in prepared.items()}
     return RecoveredLog(
@@ -572,7 +577,7 @@ def _choose_all(
     replica_count: int,
     missing: Sequence[ReplicaId],
 ) -> tuple[list[RebuildDecision], list[WaltzError]]:
-    """Choose the log of every partition; also return the partitions without a choice."""
+    """Choose the log of every partition; also return the errors of partitions without a choice."""
     verdicts: list[RebuildDecision] = []
     failures: list[WaltzError] = []
     for each in undecided:
@@ -598,7 +603,9 @@ def _new_cluster(chosen: FormerCluster) -> NewCluster:
         try:
             header = ControlHeader.decode(path.read_bytes()[:CONTROL_HEADER_BYTES])
         except OSError as error:
-            raise BadConfig(f"{path}: {error.strerror}") from error
+            raise BadConfig(
+                f"--from-directory: {path} cannot be read ({error.strerror})"
+            ) from error
         key, count = UUID(bytes=header.cluster_key), header.partition_count
     if key is None or count is None:
         raise BadConfig(
@@ -634,7 +641,7 @@ async def _make_nodes(command: Command, new: NewCluster) -> None:
 
 
 async def _restore_access(command: Command, saved: Permissions) -> None:
-    """Create the permissions of a file, unless there are some: an earlier run created them."""
+    """Create the permissions from a file, unless an earlier run has created them."""
     permissions = command.coordinator.permissions
     if await permissions.read() is None:
         author = Author(user_name(), now_ms())
@@ -646,10 +653,10 @@ async def _restore_access(command: Command, saved: Permissions) -> None:
 
 
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
-    """Whether a partition still needs a chosen log, or that log's replicas.
+    """Whether a partition still needs a chosen log, or the replicas of the chosen log.
 
-    A command that died before it assigned the replicas has left the latter. The partition was never
-    opened, so its log is chosen again.
+    If an earlier command died before it assigned the replicas, they are missing. The partition was
+    never opened then, so its log is chosen again.
     """
     view = await coordinator.read_partition(partition_id)
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
@@ -677,7 +684,7 @@ async def _await_storages(
 async def _query_all(
     partitions: Sequence[PartitionId], links: Mapping[ReplicaId, OwnerConnection]
 ) -> tuple[dict[PartitionId, ClaimedSession], dict[ReplicaId, dict[PartitionId, Prepared]]]:
-    """Fence every replica at a session later than all others, and get its state."""
+    """Let every replica promise a session later than all others, and return their states."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     newest = dict.fromkeys(partitions, NO_SESSION)
     for link in links.values():
@@ -687,7 +694,7 @@ async def _query_all(
         for each, answer in requested.items():
             if isinstance(answer, Nack):
                 newest[each] = max(newest[each], SessionId(answer.promised))
-    # Two more: a storage that has lost its promise's nonce accepts the session after it.
+    # Add 2: a storage that has lost the nonce of its promise accepts only the following session.
     sessions = {each: ClaimedSession(SessionId(newest[each] + 2), nonce) for each in partitions}
     prepared: dict[ReplicaId, dict[PartitionId, Prepared]] = {}
     for address, link in links.items():
@@ -708,7 +715,7 @@ async def _newest_ids(
     links: Mapping[ReplicaId, OwnerConnection],
     prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
 ) -> MaximumIds:
-    """Return the greatest IDs at the end of the chosen log (rebuilding.py, rule 5)."""
+    """Return the highest IDs in the last records of the chosen log (rebuilding.py, rule 5)."""
     answer = prepared[verdict.source][verdict.partition_id]
     try:
         return await links[verdict.source].newest_ids(verdict.partition_id, session, answer)
@@ -722,7 +729,7 @@ async def _newest_ids(
 
 
 def _opened_marker(session: ClaimedSession, archived: ArchivedMark | None) -> PartitionMarker:
-    """Return the marker of an open partition in a session."""
+    """Return the marker of a partition that is open in a session."""
     return PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce, archived)
 
 
@@ -735,7 +742,8 @@ async def _write_verdict(
     view = await coordinator.read_partition(verdict.partition_id)
     metadata = view.metadata
     assert metadata is not None
-    # A server that has not read the raised generation yet cannot claim the partition.
+    # The generation must not decrease: a server that has not read it yet cannot claim the
+    # partition.
     generation = max(metadata.generation, generation)
     written: PartitionMetadata = verdict.metadata(generation, marker.session_id)
     await coordinator.write_partition(verdict.partition_id, written, marker, view.versions)
@@ -748,7 +756,7 @@ async def _open_all(
     replica_count: int,
     missing: Sequence[ReplicaId],
 ) -> Result:
-    """Assign the chosen logs, wait until servers have opened them, add the other replicas."""
+    """Assign the chosen logs, wait until servers have opened them, and add the other replicas."""
     await _assign(command.coordinator, verdicts)
     groups = {each: group for each, group in new.groups.items() if each not in missing}
     members = {each.partition_id: each.members for each in verdicts}

@@ -19,7 +19,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError
 from waltz_core.wire.messages import WireProtocol
 
-# A session needs a root; if only hosts are given, this is one that no cluster has.
+# A session needs a root. If the connect string has none, use a root that is never a cluster's.
 ROOT_FOR_CONNECTING = "/zookeeper"
 DETAILS = ("servers", "storages", "key")
 
@@ -42,7 +42,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
             }
             try:
                 rows.append({**row, **await _counts_of(session.at(root))})
-            except WaltzError as error:  # A partly deleted cluster must not hide the others.
+            except WaltzError as error:  # a partly deleted cluster must not hide the others
                 rows.append({**row, **dict.fromkeys(DETAILS)})
                 print_error(f"{root}: {error}")
     if as_json:
@@ -64,7 +64,7 @@ async def _counts_of(cluster: Coordinator) -> dict[str, object]:
 
 
 def _place(text: str) -> tuple[str, str]:
-    """Return a connect string, and the path of ZooKeeper to search."""
+    """Return a connect string with a root, and the path in ZooKeeper below which to search."""
     place, question, query = text.partition("?")
     hosts, _, path = place.partition("/")
     if path.strip("/"):
@@ -112,8 +112,8 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
         key = str(view.store.cluster_key)
         if view.params.name != name:
             raise BadRequest(
-                f"the cluster at {coordinator.where} is named {view.params.name}, but the "
-                f"command was given {name}"
+                f"nothing was deleted: expected the name of the cluster at {coordinator.where}, "
+                f"{view.params.name}, found {name}"
             )
         if not force:
             await _expect_no_process(command)
@@ -134,7 +134,7 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
 
 
 async def _expect_no_process(command: Command) -> None:
-    """Raise BadRequest while a server is registered or a storage answers."""
+    """Raise BadRequest if a server is registered or a storage answers."""
     coordinator = command.coordinator
     servers = (await coordinator.read_servers()).servers
     found = [f"server {each.address}" for each in servers.values()]
@@ -148,6 +148,6 @@ async def _expect_no_process(command: Command) -> None:
     found += [f"storage {each}" for each, task in queried.items() if task.result()]
     if found:
         raise BadRequest(
-            f"servers or storages still run: {', '.join(found)}. Hint: stop them, or use "
-            "--force to delete the cluster nevertheless."
+            f"nothing was deleted, because servers or storages still run: {', '.join(found)}. "
+            "Hint: stop them, or use --force to delete the cluster nevertheless."
         )

@@ -70,7 +70,8 @@ async def _change_preference(
     answer = await query(address, response, lambda req_id: request(req_id, partitions))
     if not answer.is_done:
         raise Unavailable(
-            f"the server at {address} rejected the change for partitions {partitions}"
+            f"the server at {address} has not made the change for partitions {partitions}. Hint: "
+            "read its log, then run the command again."
         )
     view = await _wait_until_open(command, partitions)
     owned = sorted(
@@ -86,7 +87,7 @@ async def _change_preference(
 
 
 async def _wait_until_open(command: Command, partitions: Sequence[PartitionId]) -> ServersView:
-    """Return the servers once the owners of these partitions have opened them."""
+    """Wait until the owners of the partitions have opened them; return the servers."""
     while True:
         view = await command.coordinator.read_servers()
         owners = {each: view.owners[each].server_id for each in partitions if each in view.owners}
@@ -103,7 +104,7 @@ async def _wait_until_open(command: Command, partitions: Sequence[PartitionId]) 
 async def _open_at(address: str) -> set[int]:
     try:
         response = await query(address, PartitionsHealthResponse, PartitionsHealthRequest)
-    except WaltzError:  # It has just ended; the next check queries its successor.
+    except WaltzError:  # the server has just exited; the next check queries its successor
         return set()
     return {partition for partition, is_healthy in response.healthy if is_healthy}
 

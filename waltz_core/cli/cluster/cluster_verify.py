@@ -1,7 +1,7 @@
 """`waltz-core cluster verify`: seven checks of every partition, from ZooKeeper to storages.
 
-It changes nothing. It reports failures as sentences for people, and by partition and check for
-programs. `ops/checks.py` evaluates the answers to the doctor's queries.
+The command changes nothing. It reports failures as sentences for people, and by partition and check
+for programs. `ops/checks.py` derives the failures from the answers to the doctor's queries.
 """
 
 from typing import Final
@@ -16,7 +16,7 @@ from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change import replica_steps
 from waltz_core.ops.checks import CHECKS, check_cluster, failed_checks
 
-# Timeout of an answer.
+# Seconds to wait for an answer of a process.
 ANSWER_S: Final = 10.0
 
 

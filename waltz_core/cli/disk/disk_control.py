@@ -1,4 +1,4 @@
-"""`waltz-core disk dump-control-file`: both structures and both slots, valid or not."""
+"""`waltz-core disk dump-control-file`: print the control file and control slots, valid or not."""
 
 from pathlib import Path
 
@@ -83,7 +83,7 @@ def dump_control_file(
 
 
 def _read_control_files(path: Path) -> tuple[Control | None, bytes | None, dict[int, Path]]:
-    """Return the control file of a path, its storage's ID, and the slots by partition."""
+    """Return the control file and the ID of a storage, and the slot files by partition."""
     if path.is_file() and path.name == SLOTS_NAME:
         return None, None, {_number(path.absolute().parent): path}
     if path.is_file() and path.name == CONTROL_NAME:
@@ -113,7 +113,7 @@ def _names(flags: int, known: dict[int, str]) -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------
-# for programs
+# JSON for programs
 
 
 def _header_json(control: Control) -> dict[str, object]:
@@ -181,7 +181,7 @@ def _slot_json(slot: ControlSlot, *, is_current: bool) -> dict[str, object]:
 
 
 # ---------------------------------------------------------------------------------------------
-# for people
+# Tables for people
 
 
 def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:

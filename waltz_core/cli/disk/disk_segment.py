@@ -1,9 +1,10 @@
 """`waltz-core disk dump-segment | segment-statistic`: print the content of segments.
 
 Rules:
-    1. A dump is written while it is read: a segment of any size takes a few blocks of memory.
-    2. With `--json` a dump is one value a line, each with its `kind`; a statistic is one list.
-    3. Damaged parts are shown as they are, and the dump continues after them.
+    1. A dump is printed while the segment is read, so any segment needs only a few blocks of
+       memory.
+    2. With `--json`, a dump has one value per line, each with its `kind`; a statistic is one list.
+    3. Damaged parts are printed as they are, and the dump continues after them.
 """
 
 from collections.abc import Iterator
@@ -41,7 +42,7 @@ from waltz_core.offline.statistic import PERCENTILES, Statistic, percentile, sta
 
 
 class _DumpOptions(NamedTuple):
-    """The parts of a segment to print."""
+    """The parts of a segment to print, and their format."""
 
     header: bool
     records: bool
@@ -53,7 +54,7 @@ class _DumpOptions(NamedTuple):
 
 
 class SegmentChoice(NamedTuple):
-    """The options of the command."""
+    """The options of `dump-segment`, as click has parsed them."""
 
     as_json: bool
     metadata: bool
@@ -129,7 +130,7 @@ def _dump_options_of(chosen: SegmentChoice) -> _DumpOptions:
 
 
 # ---------------------------------------------------------------------------------------------
-# one segment
+# One segment
 
 
 def _dump_segment(path: Path, wanted: _DumpOptions) -> None:
@@ -148,7 +149,7 @@ def _dump_segment(path: Path, wanted: _DumpOptions) -> None:
 def _dump_records(
     file: OpenFile, path: Path, first: int, wanted: _DumpOptions, batches: Iterator[BatchEntry]
 ) -> Iterator[BatchEntry]:
-    """Print records, each batch after its last record; return the remaining batches."""
+    """Print records, and each batch after its last record; return the remaining batches."""
     if not wanted.json:
         _show_record_titles(wanted)
     batch = next(batches, None)
@@ -176,7 +177,7 @@ def _prepend_batch(batch: BatchEntry, rest: Iterator[BatchEntry]) -> Iterator[Ba
 
 
 def _start_position(file: OpenFile, path: Path, first: int, wanted: int) -> tuple[int, int]:
-    """Return an ID and the offset of its record at which to start, from the index if possible."""
+    """Return the ID of the first record to read, and its offset, from the index if possible."""
     index = segment_path(path.parent, first, ".idx")
     if wanted > first and index.exists():
         with OpenFile(index) as entries:
@@ -305,7 +306,7 @@ def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
 
 
 # ---------------------------------------------------------------------------------------------
-# statistics
+# Statistics
 
 
 @subcommand

@@ -1,4 +1,4 @@
-"""Formats times, keys and payloads for `waltz-core disk`."""
+"""Formats times, keys and payloads as text for `waltz-core disk`."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ Deserializer = Callable[[bytes], object]
 
 
 def utc_text(milliseconds: int) -> str:
-    """Return a time in UTC; a damaged header may contain an impossible one."""
+    """Return a time, in milliseconds since 1970, as UTC text; it may be invalid if damaged."""
     try:
         time = datetime.fromtimestamp(milliseconds / 1000, UTC)
     except (ValueError, OverflowError, OSError):
@@ -26,21 +26,21 @@ def utc_text(milliseconds: int) -> str:
 
 
 def fields_json(value: BatchEntry | ControlInfo | ControlSlot) -> dict[str, object]:
-    """Return the fields of a structure for JSON, where `errors` has the name "wrong"."""
+    """Return the fields of a structure for JSON; `errors` is renamed to "wrong"."""
     fields: dict[str, object] = value._asdict()
     return {"wrong" if name == "errors" else name: each for name, each in fields.items()}
 
 
 def uuid(key: bytes) -> str:
-    """Return 16 bytes in the usual notation of UUIDs."""
+    """Return 16 bytes in the usual notation for UUIDs."""
     return str(UUID(bytes=key))
 
 
 def named_deserializer(name: str) -> Deserializer:
-    """Return the deserializer of payloads with a name.
+    """Return the deserializer that `--deserializer` names.
 
     Raises:
-        BadConfig: it does not exist, or cannot be called.
+        BadConfig: the deserializer does not exist, or cannot be called.
     """
     if name == "bytes":
         return bytes
@@ -53,7 +53,7 @@ def named_deserializer(name: str) -> Deserializer:
         raise BadConfig(
             f"--deserializer: expected bytes, msgpack, json or module:name, found {name!r}"
         )
-    # Like `python -m`: modules in the current directory are found.
+    # As for `python -m`, modules in the current directory can be imported.
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = attrgetter(path)(import_module(module))
@@ -73,7 +73,7 @@ def named_deserializer(name: str) -> Deserializer:
 
 
 def payload_json(read: Deserializer, data: bytes) -> dict[str, object]:
-    """Return a payload for JSON: bytes as hexadecimal digits, an error as its reason."""
+    """Deserialize a payload for JSON: bytes become hexadecimal digits, an error becomes text."""
     try:
         value = read(data)
     except Exception as error:  # noqa: BLE001 - the user's code; the dump continues
@@ -84,7 +84,7 @@ def payload_json(read: Deserializer, data: bytes) -> dict[str, object]:
 
 
 def payload_text(read: Deserializer, data: bytes) -> str:
-    """Return a payload as one line of text."""
+    """Deserialize a payload, and return it as one line of text."""
     shown = payload_json(read, data)
     if "data_error" in shown:
         return f"({shown['data_error']})"

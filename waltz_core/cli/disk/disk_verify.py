@@ -126,7 +126,7 @@ def _row(number: int, seen: FoundLog) -> tuple[object, ...]:
 
 
 # ---------------------------------------------------------------------------------------------
-# the index
+# The index
 
 
 @subcommand
@@ -141,7 +141,7 @@ def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_
         for segment in segments:
             try:
                 repaired.append(rebuild_index(disk, segment, dry_run=dry_run))
-            except BadFormat as error:  # The others can be repaired nevertheless.
+            except BadFormat as error:  # other segments can still be repaired
                 rejected.append(str(error))
     if as_json:
         print_json([_repaired_json(index, dry_run=dry_run) for index in repaired])

@@ -1,5 +1,5 @@
-"""`waltz-core doctor`: probe a cluster and print what is wrong, with commands to repair it.
+"""`waltz-core doctor`: query a cluster and report its problems, with commands that repair them.
 
-`doctor_probes.py` gathers facts, `waltz_core.ops` derives the findings, `doctor_command.py` prints
-them.
+`doctor_probes.py` gathers the facts, `waltz_core.ops` derives the findings from them, and
+`doctor_command.py` prints the findings.
 """

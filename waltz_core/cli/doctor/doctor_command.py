@@ -1,13 +1,13 @@
 """`waltz-core doctor`: report the problems of a cluster, with commands that repair them.
 
-`ops/findings.py` has all findings.
+`ops/findings.py` lists all possible findings.
 
 Rules:
-    1. It changes nothing, and it ends: each query has a timeout.
-    2. It reports no problem if a check finds none, and otherwise the problems of two successive
-       checks: it omits those that pass (a partition that moves, a replica that catches up). If the
-       problems differ at each of `CHECKS_MAX` checks, it reports those of the last one: a partition
-       whose owner changes all the time is not healthy.
+    1. The doctor changes nothing, and it terminates: each query has a timeout.
+    2. If a check finds no problem, the doctor reports none. Otherwise it reports the problems that
+       two successive checks have in common. So it omits temporary problems (a partition that moves,
+       a replica that catches up). If the problems differ at each of `CHECKS_MAX` checks, it reports
+       those of the last check: a partition whose owner changes all the time is not healthy.
     3. Exit code 0: no problem; 1: problems, or no process could be queried.
 """
 
@@ -31,7 +31,7 @@ from waltz_core.ops.findings import KINDS, Finding
 from waltz_core.records.record import PartitionId
 
 TIMEOUT_S: Final = 3.0
-# Long enough for a session to open or a partition to move on a healthy cluster.
+# Enough time to open a session or to move a partition in a healthy cluster.
 RECHECK_AFTER_S: Final = 1.5
 CHECKS_MAX: Final = 5
 NOT_MEASURED: Final = (
@@ -92,7 +92,7 @@ doctor.details = (
 
 
 def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster | None]:
-    """Return the cluster's connect string, and its processes on this machine."""
+    """Return the cluster's connect string, and its processes if they run on this machine."""
     local = local_cluster(directory)
     if connect is None:
         if local is None:
@@ -107,7 +107,7 @@ def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster
 async def _stable_findings(
     connect: str, local: LocalCluster | None, *, timeout_s: float
 ) -> tuple[Facts, list[Finding]]:
-    """Return the facts and findings of the last check (rule 2)."""
+    """Check repeatedly; return the facts and the findings to report (rule 2)."""
     facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
     found = diagnose(facts)
     for _ in range(CHECKS_MAX - 1):
@@ -124,7 +124,7 @@ async def _stable_findings(
 
 
 def findings_text(facts: Facts, found: list[Finding]) -> list[str]:
-    """Return the lines for people."""
+    """Return the findings as lines of text."""
     if not found:
         if facts.cluster is None:
             return ["no lasting problem was found, but the cluster could not be queried: try again"]
@@ -152,7 +152,7 @@ def _is_healthy(facts: Facts, found: list[Finding]) -> bool:
 
 
 def findings_json(facts: Facts, found: list[Finding]) -> dict[str, object]:
-    """Return the one value for scripts."""
+    """Return the findings and the facts as one value for JSON."""
     return {
         "connect": facts.connect,
         "is_healthy": _is_healthy(facts, found),

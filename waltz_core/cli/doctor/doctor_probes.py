@@ -4,8 +4,9 @@
 
 Rules:
     1. Each query has a timeout, and independent queries run concurrently.
-    2. A process that does not answer costs one timeout, or two, and gets no further queries.
-    3. Queries change nothing. Errors do not raise: they are part of the facts.
+    2. For a process that does not answer, the doctor waits one timeout, or two, and sends no
+       further queries.
+    3. Queries change nothing. They do not raise errors: an error is part of the facts.
 """
 
 import asyncio
@@ -96,14 +97,14 @@ from waltz_core.wire.messages import (
 )
 
 CONCURRENT_PROBES_MAX: Final = 32
-# Concurrent lists of reads of one storage: a read that hangs delays its own list only.
+# Concurrent lists of reads in one storage: a read that hangs delays only its own list.
 CONCURRENT_LISTS_MAX: Final = 8
-# If reading a clock took longer, the result is not precise to a second.
+# If reading a clock takes longer, the result is not accurate to one second.
 CLOCK_READ_MS_MAX: Final = 500.0
 NO_CLIENT_ID: Final = -1
-# A process with one of these answers works: the doctor needs another token.
+# A process that answers with one of these errors works: the doctor needs another token.
 DENIALS: Final = (AuthenticationFailed, PermissionDenied)
-# A storage's text for a log that is not open yet, without an error
+# The text with which a storage reports a log that is not open yet, without an error
 # (storage/service/admin_execution.py).
 OPENING: Final = "the storage has not opened its log"
 NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
@@ -114,11 +115,11 @@ ProbeProgress: TypeAlias = Callable[[int, int, str], None]
 
 
 def _ignore_progress(_done_count: int, _count: int, _what: str) -> None:
-    """Report to no one."""
+    """Ignore the progress of queries."""
 
 
 async def gather_facts(connect: str, *, timeout_s: float, local: LocalCluster | None) -> Facts:
-    """Query all processes; raises BadConfig for an invalid connect string."""
+    """Query all processes; raises BadConfig if the connect string is not valid."""
     place = parse_connect_string(connect)
     found = Facts(connect, local=None if local is None else _members_of(local))
     async with asyncio.TaskGroup() as tasks:
@@ -128,7 +129,7 @@ async def gather_facts(connect: str, *, timeout_s: float, local: LocalCluster | 
 
 
 def local_cluster(directory: Path) -> LocalCluster | None:
-    """Return the cluster in a directory of this machine, if there is one."""
+    """Return the cluster in a directory of this machine; None if there is none."""
     found = LocalCluster(directory)
     return found if found.exists() else None
 
@@ -144,7 +145,7 @@ def _members_of(local: LocalCluster) -> LocalFacts:
 async def _query_concurrently(
     items: Iterable[ItemT], query: Callable[[ItemT], Awaitable[ResultT]]
 ) -> list[ResultT]:
-    """Query all items, a limited number concurrently; return the answers in order."""
+    """Run a query for each item, a limited number concurrently; return the answers in order."""
     permits = asyncio.Semaphore(CONCURRENT_PROBES_MAX)
 
     async def limited(item: ItemT) -> ResultT:
@@ -165,7 +166,7 @@ def _now_ms() -> float:
 
 
 async def _accepts_connections(address: str, timeout_s: float) -> bool:
-    """Whether a process accepts connections there, even if it does not answer."""
+    """Whether a process accepts connections at an address, even if it does not answer."""
     host, port = net.split_address(address)
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(timeout_s):
@@ -183,7 +184,7 @@ class _ProbeFailure(TypedDict):
 
 
 async def _probe_failure(error: WaltzError, address: str, timeout_s: float) -> _ProbeFailure:
-    """Return the facts about a process that could not be queried."""
+    """Return the facts about a process that a query could not reach."""
     is_tls_mismatch = isinstance(error, TlsFailed)
     is_denied = isinstance(error, DENIALS)
     has_answered = is_tls_mismatch or is_denied
@@ -197,7 +198,7 @@ async def _probe_failure(error: WaltzError, address: str, timeout_s: float) -> _
 
 
 def _reason(error: Exception, address: str) -> str:
-    """Return an error without its hint: a finding has its own."""
+    """Return the text of an error without address and hint: each finding has its own hint."""
     return str(error).removeprefix(f"{address}: ").partition(". Hint: ")[0]
 
 
@@ -205,7 +206,7 @@ def _reason(error: Exception, address: str) -> str:
 
 
 async def _zookeeper_server(address: str, timeout_s: float) -> ZooKeeperServerFacts:
-    """Query one ZooKeeper server with `srvr`, which each answers unless it is disabled."""
+    """Query one ZooKeeper server with `srvr`, which it answers unless this is disabled."""
     host, port = net.split_address(address)
     began_s = time.monotonic()
     try:
@@ -225,7 +226,7 @@ async def _zookeeper_server(address: str, timeout_s: float) -> ZooKeeperServerFa
 
 
 def mode_of(answer: bytes) -> str:
-    """Return the mode of a node; empty for one without a quorum."""
+    """Return the mode in an answer to `srvr`; empty for a ZooKeeper server without a quorum."""
     if NOT_ALLOWED in answer:
         return "not reported"
     for line in answer.decode("utf-8", "replace").splitlines():
@@ -254,12 +255,12 @@ async def _gather_cluster_facts(place: ConnectString, found: Facts, timeout_s: f
 async def query_cluster(
     coordinator: Coordinator, *, timeout_s: float, on_progress: ProbeProgress
 ) -> ClusterFacts:
-    """Query the processes of one cluster; `on_progress` receives the progress."""
+    """Query the processes of one cluster; call `on_progress` for each process that answers."""
     return await (await _ClusterSnapshot.read(coordinator)).probe(timeout_s, None, on_progress)
 
 
 class _ProbeCounter:
-    """The processes that were queried and have not answered yet."""
+    """Counts the processes that have answered, and lists those that have not."""
 
     def __init__(self, on_progress: ProbeProgress) -> None:
         self._on_progress = on_progress
@@ -278,7 +279,7 @@ class _ProbeCounter:
 
 
 class _ClusterSnapshot:
-    """The state of a cluster in ZooKeeper."""
+    """The state of a cluster in ZooKeeper, which determines the queries."""
 
     def __init__(
         self,
@@ -316,7 +317,7 @@ class _ClusterSnapshot:
         local: LocalFacts | None,
         on_progress: ProbeProgress = _ignore_progress,
     ) -> ClusterFacts:
-        """Query the cluster's processes concurrently."""
+        """Query the servers and storages of the cluster concurrently."""
         servers = self.servers.servers
         counter = _ProbeCounter(on_progress)
         async with asyncio.TaskGroup() as tasks:
@@ -361,7 +362,7 @@ class _ClusterSnapshot:
 
 
 class _PartitionAnswers(NamedTuple):
-    """Fields of `PartitionFacts`."""
+    """A server's answers about one partition, as fields of `PartitionFacts`."""
 
     mark: TransactionId | None
     mark_failure: str = ""
@@ -452,8 +453,8 @@ class _ServerProbe:
                 timeout_s=self._timeout_s,
             )
         except WaltzError:
-            # A silent storage takes longer, and has its own finding; a 0.13 server may not know the
-            # query.
+            # A storage that does not answer takes longer than the timeout, and has its own finding.
+            # A 0.13 server may not support the request.
             return ()
         return tuple(ReplicaId(name) for name, is_there in answer.reachable if not is_there)
 
@@ -469,12 +470,12 @@ class _ServerProbe:
                 timeout_s=self._timeout_s,
             )
         except WaltzError:
-            return {}  # An older server closes the connection, so this request comes last.
+            return {}  # an older server closes the connection, so this is the last request
         figures = zip(response.second_counts, response.medians_us, strict=True)
         return dict(zip(map(ReplicaId, response.storages), figures, strict=True))
 
     async def _query_mark(self, link: ServerLink, partition_id: PartitionId) -> _PartitionAnswers:
-        """Query like a client: the mark, and the commit time of its transaction."""
+        """Request the high-water mark and related facts of a partition, like a client."""
         try:
             mark = await self._request_for_partition(
                 link, HighWaterMarkResponse, HighWaterMarkRequest, partition_id
@@ -488,7 +489,7 @@ class _ServerProbe:
         return _PartitionAnswers(last, "", ahead_ms, unarchived_s, byte_count, interval_ms)
 
     async def _archive(self, link: ServerLink, partition_id: PartitionId) -> tuple[int | None, int]:
-        """Return the approximate size of what is not archived, and the interval of the archiver."""
+        """Return the approximate bytes that are not archived, and the archiver's interval in ms."""
         if self._archived[partition_id] == BEFORE_FIRST:
             return None, 0
 
@@ -500,14 +501,14 @@ class _ServerProbe:
                 link, ReplicasResponse, request, partition_id
             )
         except WaltzError:
-            return None, 0  # other findings report it
+            return None, 0  # other findings report the error
         byte_count = None if answer.unarchived_bytes < 0 else answer.unarchived_bytes
         return byte_count, answer.archive_interval_ms
 
     async def _unarchived_s(
         self, link: ServerLink, partition_id: PartitionId, last: TransactionId
     ) -> float | None:
-        """Return the age of the oldest transaction that is not archived."""
+        """Return the age in seconds of the oldest transaction that is not archived."""
         if not self._has_archive:
             return None
         oldest = TransactionId(self._archived[partition_id] + 1)
@@ -528,7 +529,7 @@ class _ServerProbe:
         try:
             response = await self._request_for_partition(link, RangeData, request, partition_id)
         except WaltzError:
-            return None  # a 0.13 server, which has no times; other findings report the rest
+            return None  # a 0.13 server has no commit times; other findings report other errors
         return response.lineage[-1].stamp_ms - _now_ms() if response.lineage else None
 
     async def _request_for_partition(
@@ -551,7 +552,7 @@ class _ServerProbe:
 
 
 def archive_of(gauges: Mapping[str, Mapping[str, Any]]) -> ArchiveFacts | None:
-    """Return what the gauges of a storage report about its archive; None if it has none."""
+    """Return the facts in a storage's gauges about its archive; None without an archive."""
     gauge = gauges.get("waltz-storage.archive")
     if gauge is None:
         return None
@@ -560,7 +561,7 @@ def archive_of(gauges: Mapping[str, Mapping[str, Any]]) -> ArchiveFacts | None:
 
 
 class _StorageProbe:
-    """The queries to one storage."""
+    """Sends the queries of the doctor to one storage."""
 
     def __init__(
         self,
@@ -574,7 +575,8 @@ class _StorageProbe:
         members = () if local is None else local.members
         noted = [each.admin_port for each in members if each.address == address]
         registered_port = registry.layout.admin_ports.get(address, port + 1)
-        # Possible admin ports: the registered one, noted ones, the next port.
+        # Possible admin ports: the registered one, those of local processes, the one after the data
+        # port.
         self._admin_ports = list(dict.fromkeys([registered_port, *filter(None, noted), port + 1]))
         admin = f"{self._host}:{registered_port}"
         registered = registry.storage_ids.get(address)
@@ -631,7 +633,7 @@ class _StorageProbe:
     async def _stuck_partitions(
         self, replicas: Mapping[PartitionId, ReplicaFacts]
     ) -> set[PartitionId]:
-        """Return the served logs that do not answer; rule 2 holds for each list separately."""
+        """Return the served logs that do not answer a read; rule 2 applies to each list."""
         served = [each for each, its in replicas.items() if its.is_served and its.last >= 0]
         lists = [
             served[at::CONCURRENT_LISTS_MAX] for at in range(min(CONCURRENT_LISTS_MAX, len(served)))
@@ -644,7 +646,7 @@ class _StorageProbe:
     async def _first_stuck_partition(
         self, partitions: Sequence[PartitionId], replicas: Mapping[PartitionId, ReplicaFacts]
     ) -> PartitionId | None:
-        """Read the last record of one log after the other, until one does not answer."""
+        """Read the last record of log after log; return the first log that does not answer."""
         with suppress(WaltzError):
             async with admin_connection(self._facts.admin, ssl=command_connections.ssl()) as admin:
                 for partition in partitions:
@@ -661,7 +663,7 @@ class _StorageProbe:
         return None
 
     async def _with_gauges(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
-        """Read disk and clock, which an older storage does not report."""
+        """Add disk, clock and archive from the gauges; an older storage reports none of them."""
         async with asyncio.timeout(self._timeout_s):
             before_ms = _now_ms()
             answer = await admin.request(MetricsResponse, MetricsRequest)
@@ -705,7 +707,7 @@ class _StorageProbe:
         )
 
     async def _admin_port(self) -> int | None:
-        """Try all possible admin ports."""
+        """Try all possible admin ports; return the storage's port, or None."""
         found = await _query_concurrently(self._admin_ports, self._is_admin_port)
         return next(
             (port for port, is_it in zip(self._admin_ports, found, strict=True) if is_it), None

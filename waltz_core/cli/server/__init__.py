@@ -1,4 +1,4 @@
-"""`waltz-core server`: run a server daemon, list servers, choose their partitions.
+"""`waltz-core server`: run a server daemon, list servers, and choose their partitions.
 
-`server_run.py` is the daemon, `server_command.py` lists servers.
+`server_run.py` runs the daemon, and `server_command.py` lists servers.
 """

@@ -1,4 +1,4 @@
-"""`waltz-core server list`: the servers of a cluster, their partitions and states."""
+"""`waltz-core server list`: list the servers of a cluster, their partitions and states."""
 
 import asyncio
 from typing import NamedTuple
@@ -16,7 +16,7 @@ OK = "ok"
 
 
 class ServerRow(NamedTuple):
-    """A registered server; `state` is OK, or the problem."""
+    """A registered server; `state` is OK, or a description of the problem."""
 
     server: int
     address: str

@@ -1,4 +1,4 @@
-"""`waltz-core server run`: a server daemon; see `storage_run.py`."""
+"""`waltz-core server run`: run a server daemon; for its imports see `storage_run.py`."""
 
 from collections.abc import Callable
 

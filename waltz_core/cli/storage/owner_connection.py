@@ -1,11 +1,11 @@
-"""Sends storages the requests of a session's owner: promise a session, report, mark the log.
+"""Sends storages the requests of a session's owner: promise a session, read it, mark the log.
 
-These are the messages of a server's sessions, and a storage applies the same rules to them.
-`cluster/change/rebuilding.py` decides from the answers.
+A server sends the same messages in its sessions, and a storage applies the same rules to them.
+`cluster/change/rebuilding.py` decides, based on the answers.
 
 Rules:
     1. ZooKeeper has allocated the session that a storage promises to this command only.
-    2. A link serves one purpose and is closed then, which ends its promises.
+    2. A connection serves one purpose, and is closed afterwards, which ends its promises.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ _ANY_STORAGE: Final = bytes(16)
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCluster:
-    """The cluster that a storage must belong to."""
+    """The cluster to which a storage must belong."""
 
     cluster_key: bytes
     partition_count: int
@@ -62,14 +62,14 @@ class ExpectedCluster:
 
 @dataclass(frozen=True, slots=True)
 class ClaimedSession:
-    """A session of one partition that was claimed for this command."""
+    """A session of one partition that this command has claimed."""
 
     session_id: SessionId
     nonce: bytes
 
 
 class OwnerConnection:
-    """A link to one storage."""
+    """A connection to one storage, for the requests of a session's owner."""
 
     def __init__(self, address: ReplicaId, link: Link, facts: ExpectedCluster) -> None:
         self.address = address
@@ -78,7 +78,7 @@ class OwnerConnection:
 
     @staticmethod
     async def open(address: ReplicaId, facts: ExpectedCluster) -> "OwnerConnection":
-        """Connect; raises Unreachable, or ClusterKeyMismatch for another cluster's storage."""
+        """Connect; raises Unreachable, or ClusterKeyMismatch for a storage of another cluster."""
         link = await command_connections.dial(
             WireProtocol.STORAGE, address, timeout_s=DIAL_TIMEOUT_S
         )
@@ -97,7 +97,7 @@ class OwnerConnection:
     async def prepare(
         self, sessions: Mapping[PartitionId, ClaimedSession]
     ) -> dict[PartitionId, Prepared | Nack]:
-        """Let the storage promise sessions; return its state of each partition."""
+        """Request the storage to promise sessions; return its state, or its error, by partition."""
         requests = [
             Prepare(
                 session.session_id,
@@ -121,7 +121,7 @@ class OwnerConnection:
     async def set_mark(
         self, partition_id: PartitionId, session: ClaimedSession, prepared: Prepared
     ) -> None:
-        """Make session and mark durable at the log's end, which makes the log trusted."""
+        """Store the session and the low-water mark at the end of the log, which is then trusted."""
         fields = (session.session_id, 1_000_000, partition_id)
         mark = SetLowWaterMark(*fields, prepared.synced_max, bytes(prepared.chain))
         (answer,) = await self._request([mark])
@@ -130,9 +130,9 @@ class OwnerConnection:
     async def chain_at(
         self, partition_id: PartitionId, session: ClaimedSession, last: TransactionId
     ) -> Chain | None:
-        """Return the chain at an ID from the start of the log to its end; None within a batch.
+        """Return the chain hash of the log up to an ID; None if the ID is inside a batch.
 
-        Raises the error that the storage answers.
+        Raises the error in the storage's answer.
         """
         first = TransactionId(last + 1)
         (answer,) = await self._request(
@@ -146,9 +146,9 @@ class OwnerConnection:
     async def newest_ids(
         self, partition_id: PartitionId, session: ClaimedSession, prepared: Prepared
     ) -> MaximumIds:
-        """Return the greatest IDs in the last `IDS_ROWS_MAX` records that the storage has itself.
+        """Return the highest client ID and generation in the last `IDS_ROWS_MAX` records on disk.
 
-        Raises the error that the storage answers, also for records that it cannot read.
+        Raises the error in the storage's answer, also if it cannot read a record.
         """
         last = prepared.synced_max
         first = max(0, prepared.start + 1, last - IDS_ROWS_MAX + 1)
@@ -170,11 +170,11 @@ class OwnerConnection:
         return newest
 
     def close(self) -> None:
-        """End the link."""
+        """Close the connection."""
         self._link.abort("done")
 
     async def _request(self, requests: Sequence[StorageMessage]) -> list[StorageMessage]:
-        """Send requests, return as many answers."""
+        """Send requests, and return one answer for each request."""
         for request in requests:
             self._link.send(request)
         answers: list[StorageMessage] = []
@@ -183,7 +183,7 @@ class OwnerConnection:
                 while len(answers) < len(requests):
                     for message in await self._link.receive():
                         if isinstance(message, DamageFound):
-                            continue  # it answers no request
+                            continue  # this message answers no request
                         if not isinstance(message, StorageMessage):
                             raise self._unexpected_answer_error(message)
                         answers.append(message)
@@ -206,7 +206,7 @@ class OwnerConnection:
 async def open_links(
     storages: Sequence[ReplicaId], facts: ExpectedCluster
 ) -> tuple[dict[ReplicaId, OwnerConnection], dict[ReplicaId, str]]:
-    """Connect to all storages concurrently; return the links, and the errors of the others."""
+    """Connect to all storages concurrently; return the connections, and errors by storage."""
     links: dict[ReplicaId, OwnerConnection] = {}
     failures: dict[ReplicaId, str] = {}
 
@@ -223,7 +223,7 @@ async def open_links(
 
 
 def log_of(prepared: Prepared) -> ReportedLog:
-    """Return the log that a replica reports."""
+    """Return the description of a log from the answer of its replica."""
     pairs = memoryview(prepared.damaged)
     lasts = (int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16))
     return ReportedLog(

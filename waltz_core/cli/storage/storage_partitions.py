@@ -1,9 +1,10 @@
 """`waltz-core storage add-partition | remove-partition | …`: change the replicas of storages.
 
 Rules:
-    1. One partition at a time; the first error ends the command, which reports what was done.
-    2. The storage rejects changes that may lose data, so that this holds for all tools.
-    3. Changes are recorded in the cluster's audit log, if a cluster is named.
+    1. Partitions are changed one at a time. The first error ends the command, which reports the
+       completed partitions.
+    2. The storage itself rejects changes that may lose data, so that the rule holds for all tools.
+    3. If the options name a cluster, changes are recorded in its audit log.
 """
 
 from collections.abc import Awaitable, Callable
@@ -50,13 +51,15 @@ from waltz_core.wire.admin_messages import (
 _force = click.option(
     "--force",
     is_flag=True,
-    help="proceed even if the last store session needs this replica; first run the command "
-    "without --force and read the error",
+    help=(
+        "proceed even if the replica is in sync, so that its acknowledgements count in a store "
+        "session; first run the command without --force and read the error"
+    ),
 )
 
 
 # ---------------------------------------------------------------------------------------------
-# one storage
+# Changes of one storage
 
 
 async def _change_each(
@@ -65,7 +68,7 @@ async def _change_each(
     what: str,
     change: Callable[[StorageAdmin, int], Awaitable[object]],
 ) -> int:
-    """Apply a change to each partition of a storage, and report it (rule 1)."""
+    """Apply a change to each partition of a storage, and report the completed changes (rule 1)."""
     chosen = numbers_of(partitions)
     target = await target_of(where)
     done: list[int] = []
@@ -245,7 +248,7 @@ async def _last_of(admin: StorageAdmin, target: StorageTarget, partition: int) -
         )
     if replica.reason:
         raise BadRequest(
-            f"{target}: the log of partition {partition} cannot be used: {replica.reason}"
+            f"{target}: the log of partition {partition} cannot be used ({replica.reason})"
         )
     return replica.synced_max
 
@@ -296,7 +299,7 @@ def _print_synced(
 async def _sync_storage(
     admin: StorageAdmin, target: StorageTarget, wanted: list[int]
 ) -> list[tuple[str, str, object, str]]:
-    """Make a storage match its assignment; this never deletes files."""
+    """Make the partitions of a storage match its assignment; never delete files."""
     held = [
         partition for partition, _ in (await admin.request(HeldResponse, HeldRequest)).available
     ]

@@ -1,6 +1,6 @@
 """`waltz-core storage scrub`: verify records on disk now, wait, and report the result.
 
-The storage runs the pass, which may take hours: it continues after the command's timeout.
+The storage runs the scrub pass, which may take hours. It continues after the command's timeout.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
 async def _scrub_state(
     admin: StorageAdmin, partition: int, line: ProgressLine, *, is_requested: bool
 ) -> dict[str, object]:
-    """Start a pass and wait for its end, if requested; return the partition's state."""
+    """Return the scrub state of a partition; if requested, first run a scrub pass to its end."""
     line.show(0, 1, f"waiting for {admin.address} to report the scrub of partition {partition}")
     state = await admin.request(ScrubResponse, ScrubRequest, partition, is_requested)
     passes_count = state.passes_count

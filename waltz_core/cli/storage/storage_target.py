@@ -1,7 +1,7 @@
-"""The options by which the subcommands of `storage` select storages and partitions.
+"""The options with which the subcommands of `storage` select storages and partitions.
 
-A storage has two names, the address of its admin port and, within a cluster, the address for
-servers. All subcommands accept both.
+A storage has two addresses: that of its admin port and, within a cluster, that of its data port, to
+which servers connect. All subcommands accept both.
 """
 
 import os
@@ -24,7 +24,7 @@ PARTITIONS_MAX: Final = 1 << 20
 
 
 class ClusterStorages(NamedTuple):
-    """The storages of a cluster in ZooKeeper."""
+    """The storages of a cluster, as ZooKeeper records them."""
 
     view: ClusterView
     assignments: ReplicaAssignments
@@ -32,7 +32,7 @@ class ClusterStorages(NamedTuple):
     storage_ids: dict[ReplicaId, bytes]
 
     def admin_address(self, storage: str) -> str:
-        """Return the address of a storage's admin port; raises BadConfig for an unknown one."""
+        """Return the address of a storage's admin port; raises BadConfig if unknown."""
         port = self.admin_ports.get(ReplicaId(storage))
         if port is None:
             known = ", ".join(self.admin_ports) or "none"
@@ -43,7 +43,7 @@ class ClusterStorages(NamedTuple):
 
 
 class StorageTarget(NamedTuple):
-    """A storage: the address of its admin port, and its name in the cluster, if given."""
+    """A storage: the address of its admin port and, if known, its name in the cluster."""
 
     admin: str
     name: str | None
@@ -53,7 +53,7 @@ class StorageTarget(NamedTuple):
 
 
 class StorageChoice(NamedTuple):
-    """The options by which a subcommand finds its storages."""
+    """The options with which a subcommand selects its storages."""
 
     connect: str | None
     storage: str | None
@@ -64,7 +64,7 @@ class StorageChoice(NamedTuple):
 
     @property
     def cluster(self) -> str | None:
-        """Return the connect string; without `--admin`, $WALTZ_CONNECT has it, too."""
+        """The connect string; without `--connect` and `--admin`, that of $WALTZ_CONNECT."""
         if self.connect is None and self.admin is None:
             return os.environ.get(options.CONNECT_VARIABLE)
         return self.connect
@@ -83,7 +83,7 @@ partitions = click.option(
 def with_storages(
     *, is_cluster: bool = False, has_timeout: bool = False
 ) -> Callable[[SubcommandFunction], SubcommandFunction]:
-    """Pass a `StorageChoice` to a subcommand; `is_cluster`: it works on all of a cluster."""
+    """Pass a `StorageChoice` to a subcommand; if `is_cluster`, it works on a whole cluster."""
     connect = click.option(
         "--connect",
         metavar="CONNECT",
@@ -101,7 +101,7 @@ def with_storages(
         metavar="HOST:ADMIN_PORT",
         help="address of the storage's admin port; replaces --connect and --storage",
     )
-    # The timeout for ZooKeeper only; an option of earlier versions.
+    # A hidden option of earlier versions: the timeout for ZooKeeper only.
     hidden = click.option("--wait-s", type=float, default=options.CONNECT_WAIT_S, hidden=True)
     wait_s = hidden if has_timeout else options.wait_option
     declared = [options.gather_options(StorageChoice), options.as_json, wait_s, storage]
@@ -117,7 +117,7 @@ def with_storages(
 
 @asynccontextmanager
 async def audited_choice(where: StorageChoice) -> AsyncIterator[None]:
-    """Write an audit entry for the block, unless only an admin port is given."""
+    """Write an audit entry for the block, unless the options name only an admin port."""
     if where.cluster is None:
         yield
         return
@@ -129,7 +129,7 @@ async def audited_choice(where: StorageChoice) -> AsyncIterator[None]:
 
 
 def numbers_of(text: str) -> tuple[int, ...]:
-    """Return the partitions of `--partition`, each once, in order; raises BadConfig."""
+    """Parse `--partition`; return the partitions in order, each once; raises BadConfig."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -163,7 +163,7 @@ async def read_facts(where: StorageChoice) -> ClusterStorages:
 
 
 async def targets_of(where: StorageChoice) -> tuple[StorageTarget, ...]:
-    """Return the chosen storage, or all of a cluster; raises BadConfig for neither."""
+    """Return the chosen storage, or all storages of a cluster; raises BadConfig if neither."""
     if where.admin is not None and (where.connect is not None or where.storage is not None):
         raise BadConfig("expected either --admin or --connect with --storage, found both")
     if where.admin is not None:
@@ -177,13 +177,13 @@ async def targets_of(where: StorageChoice) -> tuple[StorageTarget, ...]:
 
 
 def storages_of(facts: ClusterStorages, where: StorageChoice) -> tuple[StorageTarget, ...]:
-    """Return the chosen storage of a cluster, or all."""
+    """Return the chosen storage of a cluster, or all of its storages."""
     names = facts.admin_ports if where.storage is None else (where.storage,)
     return tuple(StorageTarget(facts.admin_address(name), str(name)) for name in names)
 
 
 async def target_of(where: StorageChoice) -> StorageTarget:
-    """Return the one chosen storage; raises BadConfig if it is not exactly one."""
+    """Return the chosen storage; raises BadConfig unless exactly one storage is chosen."""
     if where.admin is None and where.cluster is not None and where.storage is None:
         raise BadConfig(
             "this command works on one storage: expected --storage HOST:PORT in addition to "

@@ -1,4 +1,4 @@
-"""`waltz-core storage list | validate | max-transaction-id`: the state of storages and replicas."""
+"""`waltz-core storage list | validate | max-transaction-id`: show storages and replicas."""
 
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from waltz_core.wire.messages import WireProtocol
 
 
 class ReplicaRow(NamedTuple):
-    """One partition of one storage; None for values that a 0.13 storage does not report."""
+    """One replica in one storage; None for a value that a 0.13 storage does not report."""
 
     storage: str
     partition: int
@@ -103,7 +103,7 @@ def _row(name: str, replica: ReplicaResponse) -> ReplicaRow:
 
 
 def state_of(replica: ReplicaResponse) -> str:
-    """Return the state of a replica in one or two words."""
+    """Return the state of a replica in words: online, offline, suspect and so on."""
     if not replica.is_held:
         return "not held"
     words = ["online" if replica.is_served else "not served"]
@@ -117,7 +117,7 @@ def state_of(replica: ReplicaResponse) -> str:
 
 
 def damaged_count(replica: ReplicaResponse) -> int:
-    """Return how many records cannot be read."""
+    """Return the number of records that the replica cannot read."""
     pairs = memoryview(replica.damaged)
     ids = [int.from_bytes(pairs[at : at + 8], "big") for at in range(0, len(pairs), 8)]
     return sum(last - first + 1 for first, last in zip(ids[::2], ids[1::2], strict=True))
@@ -162,7 +162,7 @@ async def _data_port_problem(address: str) -> str | None:
 
 
 async def _admin_port_problem(facts: ClusterStorages, target: StorageTarget) -> str | None:
-    """Connect, and check that it belongs to this cluster and is the registered storage."""
+    """Connect; return an error if it is not the registered storage of this cluster."""
     store = facts.view.store
     try:
         async with admin_connection(target.admin, ssl=command_connections.ssl()) as admin:
@@ -202,7 +202,7 @@ async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
                     else ("the partition is not assigned to the storage")
                 )
                 raise WaltzError(
-                    f"{target}: the replica of partition {partition} cannot be queried: {why}"
+                    f"{target}: the replica of partition {partition} cannot be queried ({why})"
                 )
             found[partition] = replica.synced_max
     if where.as_json:

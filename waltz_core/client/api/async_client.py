@@ -1,13 +1,14 @@
 """The client for asyncio: the complete public API of the log.
 
-It combines the lower modules: `partition_stream.py` tracks outcomes, `contexts.py` retries,
-`subscriptions.py` runs feeds, and `ranges.py` reads ranges.
+The client combines the lower modules: `partition_stream.py` tracks outcomes, `contexts.py` retries
+contexts, `subscriptions.py` runs feeds, and `ranges.py` reads ranges.
 
 Rules:
     1. A client belongs to one process and one event loop; a forked child gets a UsageError.
-    2. When the limit of appends in flight (the window) is reached, `append` and `submit` wait;
-       nothing is dropped.
-    3. `close` waits for outcomes up to the request timeout, then fails them with OutcomeUnknown.
+    2. When the number of appends in flight reaches its limit (the window), `append` and `submit`
+       wait; no append is dropped.
+    3. `close` waits for outcomes up to the request timeout. Appends without an outcome then fail
+       with OutcomeUnknown.
     4. All tasks run in one TaskGroup, inside one task that lives as long as the client.
 """
 
@@ -79,7 +80,7 @@ _CLOSED = "the client is closed"
 
 
 class AsyncWaltzClient(OpenedByConnect):
-    """A client of one cluster, on one event loop.
+    """A client for one cluster, on one event loop.
 
         async with AsyncWaltzClient.connect("zk1:2181/waltz/payments") as client:
             future = await client.append(b"...", write_locks=[lock("account", 7)])
@@ -124,7 +125,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._round_robin = 0
         self._marks: dict[int, TransactionId] = {}
         self._runs: dict[ContextRun, None] = {}
-        self._range_readers: dict[ReplicaReader, None] = {}  # of ranges that are being read
+        self._range_readers: dict[ReplicaReader, None] = {}  # readers of ranges that are being read
         self._pid = os.getpid()
         self._closing = asyncio.Event()
         self._is_closed = False
@@ -149,12 +150,13 @@ class AsyncWaltzClient(OpenedByConnect):
         client_id: int | None = None,
         partitions: Iterable[int] | None = None,
     ) -> "Opening[AsyncWaltzClient]":
-        """Open a client; await the result, or use it in `async with`.
+        """Open a client: await the result, or use it in `async with`.
 
-        `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep their ID
-        across restarts; all other clients get a new one from a server. With `partitions` the
-        client appends to these only, and they replace all partitions as the default of its methods:
-        for a principal that has permissions for some partitions.
+        `connect` is "host:port[,host:port]/root". `client_id` is for writers that keep their client
+        ID across restarts; a server assigns a new ID to every other client. If `partitions` is
+        given, the client appends only to these partitions, and the default of its methods is these
+        partitions instead of all. A principal that has permissions for only some partitions needs
+        this argument.
 
         Raises:
             BadConfig: the connect string is wrong, or there is no cluster at its root.
@@ -179,11 +181,11 @@ class AsyncWaltzClient(OpenedByConnect):
     ) -> "Opening[AsyncWaltzClient]":
         """Open a client with a given layout; it queries ZooKeeper only when partitions have moved.
 
-        Mounts use connection sequences above `connection_sequence`: of two writers with the same
-        client ID, the one with the higher number wins. A `claim` is a task's part of a write that
-        must enter the log once. It is opened and closed with the client, supplies client ID and
-        connection sequence, and is checked before each mount (docs/spark.md, "Exactly once").
-        `partitions` are as in `connect`.
+        Mounts use connection sequences above `connection_sequence`. If two writers have the same
+        client ID, the mount with the higher connection sequence wins. A `claim` is the part of one
+        task in an exactly-once write (docs/spark.md, "Exactly once"). The claim supplies the client
+        ID and the connection sequence; the client opens and closes the claim with itself, and
+        checks the claim before each mount. `partitions` has the same meaning as in `connect`.
         """
         settings = settings_of(config)
         directory = FixedDirectory.from_config(layout, settings)
@@ -195,13 +197,13 @@ class AsyncWaltzClient(OpenedByConnect):
 
     def _restrict(self, partitions: Iterable[int] | None) -> None:
         if partitions is not None:
-            # `open` checks that they exist.
+            # `open` checks that these partitions exist.
             self._own_partitions = cast(
                 "tuple[PartitionId, ...]", items_of("partitions", partitions)
             )
 
     async def open(self) -> Self:
-        """Connect; called by `connect` and `at`."""
+        """Connect to the cluster and start the client's tasks; `connect` and `at` call this."""
         assert self._root is None
         try:
             await self.directory.open(self._on_owners_changed)
@@ -218,7 +220,8 @@ class AsyncWaltzClient(OpenedByConnect):
             self.ids.set_identity(self.claim.identity)
             self._connection_sequence = self.claim.connection_sequence
         started = asyncio.Event()
-        # The one task outside the group: it holds the group of all others until `close`.
+        # The only task outside the TaskGroup: it keeps the group of all other tasks open until
+        # `close`.
         self._root = asyncio.get_running_loop().create_task(
             self._run_tasks(started), name="waltz-client"
         )
@@ -232,17 +235,18 @@ class AsyncWaltzClient(OpenedByConnect):
         return self
 
     async def close(self) -> None:
-        """Wait for outcomes (rule 3), then close.
+        """Wait for outcomes (rule 3), then close the client.
 
-        It may be called twice, even after a cancelled call: closing continues in the background,
-        and the second call waits for its end.
+        `close` may be called twice. If the first call is cancelled, the client continues to close
+        in the background, and the second call waits until the client is closed.
         """
         if self._root is None or (self._ending is not None and self._ending.done()):
             return
         self._check_home()
         self._is_closed = True
         if self._ending is None:
-            # Outside the group, too: the client must close even if the caller is cancelled.
+            # This task is outside the TaskGroup, too: the client must close even if the caller is
+            # cancelled.
             loop = asyncio.get_running_loop()
             self._ending = loop.create_task(self._end(self._root), name="waltz-client-end")
         await asyncio.shield(self._ending)
@@ -257,7 +261,7 @@ class AsyncWaltzClient(OpenedByConnect):
                         await partition.appends.wait_for_earlier()
         except TimeoutError:
             _log.warning("client.closed_with_pending_appends client=%s", self.client_id)
-        finally:  # NB: also when the loop ends before that: a thread may wait for an outcome
+        finally:  # NB: also if the loop ends earlier: a thread may wait for an outcome
             for partition in self._partitions.values():
                 partition.close()
             if self._counted is not None:
@@ -298,7 +302,7 @@ class AsyncWaltzClient(OpenedByConnect):
                 return
 
     def spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
-        """Run a task until the client is closed; log its exception."""
+        """Run a task until it ends or the client is closed; an exception of the task is logged."""
         if self._group is None or self._closing.is_set():
             task.close()
             return
@@ -313,7 +317,7 @@ class AsyncWaltzClient(OpenedByConnect):
             _log.exception("client.task_failed task=%s", name)
 
     def next_connection_sequence(self) -> int:
-        """Return a number higher than all earlier ones."""
+        """Return the connection sequence of the next mount, higher than all earlier ones."""
         self._connection_sequence += 1
         return self._connection_sequence
 
@@ -326,7 +330,7 @@ class AsyncWaltzClient(OpenedByConnect):
     # --- the cluster
 
     def cluster(self) -> ClusterInfo:
-        """Return the cluster's name, key and partition count."""
+        """Return the name, the cluster key and the partition count of the cluster."""
         return self.directory.cluster
 
     @property
@@ -342,12 +346,13 @@ class AsyncWaltzClient(OpenedByConnect):
 
     @property
     def has_pending(self) -> bool:
-        """Whether any append waits for its outcome."""
-        # NB: threads of the sync client look while the loop adds partitions; a copy is one step.
+        """Whether the client has appends without an outcome."""
+        # NB: threads of the sync client read this while the loop adds partitions; `list` copies
+        # atomically.
         return any(partition.appends.has_pending for partition in list(self._partitions.values()))
 
     def pending_reason(self) -> str:
-        """Return why appends may not have their outcomes yet; on any thread."""
+        """Return why appends may not have their outcomes yet; any thread may call this method."""
         waiting = [
             f"partition {each.partition_id} is not mounted: {each.stream.failure}"
             for each in list(self._partitions.values())
@@ -356,7 +361,7 @@ class AsyncWaltzClient(OpenedByConnect):
         return "; ".join(waiting[:3]) or "the servers have not answered yet"
 
     def layout(self) -> ClusterLayout:
-        """Return cluster and partition owners as plain values, for `at` in other processes."""
+        """Return the cluster and its partition owners as plain values, for `at` elsewhere."""
         owners = {
             int(partition_id): (owner.address, int(owner.generation))
             for partition_id, owner in self.directory.owners.items()
@@ -365,20 +370,20 @@ class AsyncWaltzClient(OpenedByConnect):
 
     @property
     def has_keys(self) -> bool:
-        """Whether it decrypts payloads."""
+        """Whether the client has encryption keys, so that it can decrypt payloads."""
         return self._encryption is not None
 
     async def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
-        """Return the ID of the last committed transaction of a partition, -1 if it is empty.
+        """Return a partition's high-water mark (its last committed transaction ID), -1 if empty.
 
-        `linearizable`: a quorum confirms the answer, so it is not older than the call.
+        With `linearizable`, a quorum confirms the mark, so the mark is not older than the call.
         """
         return await self._request_mark(self._check_partition(partition), linearizable=linearizable)
 
     async def high_water_marks(
         self, partitions: Iterable[int] | None = None, *, linearizable: bool = False
     ) -> dict[int, TransactionId]:
-        """Return the marks of many partitions (default: all), requested in parallel."""
+        """Return the high-water marks of partitions (default: all), requested in parallel."""
         wanted = self._partitions_or_all(partitions)
         return await query_partitions(
             wanted, partial(self._request_mark, linearizable=linearizable)
@@ -387,7 +392,11 @@ class AsyncWaltzClient(OpenedByConnect):
     async def replicas(
         self, partition: int, *, linearizable: bool = False, group: int | None = None
     ) -> ReplicaSet:
-        """Return session, mark and replicas of a partition; replicas in `group` are nearby."""
+        """Return the store session, the high-water mark and the readable replicas of a partition.
+
+        Replicas on storages of group `group` count as nearby; `read_range` reads from them first
+        [default: the client's setting].
+        """
         found = await self.replica_sets([partition], linearizable=linearizable, group=group)
         return found[partition]
 
@@ -398,7 +407,7 @@ class AsyncWaltzClient(OpenedByConnect):
         linearizable: bool = False,
         group: int | None = None,
     ) -> dict[int, ReplicaSet]:
-        """Return the `replicas` of many partitions (default: all), requested in parallel."""
+        """Return the `replicas` of several partitions (default: all), requested in parallel."""
         wanted, near = (
             self._partitions_or_all(partitions),
             self.config.group if group is None else group,
@@ -406,15 +415,15 @@ class AsyncWaltzClient(OpenedByConnect):
         return await self.requests.replica_sets(wanted, linearizable=linearizable, group=near)
 
     async def has_legacy_server(self, partitions: Iterable[int] | None = None) -> bool:
-        """Return whether a 0.13 server owns any of these partitions (default: all) now."""
+        """Return whether a Waltz 0.13 server owns any of these partitions now (default: all)."""
         return await self.requests.has_legacy_server(self._partitions_or_all(partitions))
 
     async def flush(self, partition: int) -> TransactionId:
-        """Wait until all earlier appends are final; return the partition's mark.
+        """Wait until all earlier appends are final; return the partition's high-water mark.
 
-        The mark covers those appends. If the partition moved meanwhile, it may lack transactions
-        that another server committed in the last two seconds; for a mark that lacks nothing use
-        `high_water_mark(partition, linearizable=True)`.
+        The mark includes those appends. If the partition moved during the call, the mark may lack
+        transactions that another server committed in the last two seconds. To get a mark that lacks
+        no transaction, call `high_water_mark(partition, linearizable=True)`.
         """
         partition_id = self._check_partition(partition)
         known = self._partitions.get(partition_id)
@@ -423,9 +432,9 @@ class AsyncWaltzClient(OpenedByConnect):
         return await self.requests.flush(partition_id)
 
     async def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:
-        """Mount partitions (default: all) now; return their marks as far as known.
+        """Mount partitions (default: all) now; return their high-water marks, as far as known.
 
-        All appends sent by older connections with this client ID are final when it returns.
+        When `mount` returns, all appends that older connections sent with this client ID are final.
         """
 
         async def mount(partition_id: PartitionId) -> TransactionId:
@@ -436,9 +445,10 @@ class AsyncWaltzClient(OpenedByConnect):
         return await query_partitions(self._partitions_or_all(partitions), mount)
 
     async def begin_sequences(self, sequences: Mapping[int, int]) -> None:
-        """Set the first sequence number by partition: an earlier client used the lower ones.
+        """Set the first sequence number for the appends to each partition.
 
-        For a client that reuses the ID of an earlier client; call it before any append.
+        This is for a client that reuses the client ID of an earlier client, which used the lower
+        numbers. Call it before any append.
         """
         for partition_id, sequence in sequences.items():
             (await self._partition(self._check_partition(partition_id))).begin_sequences(sequence)
@@ -458,18 +468,23 @@ class AsyncWaltzClient(OpenedByConnect):
         pipelined: PipelinedState | bool = False,
         encryption_key_id: str | None = None,
     ) -> "asyncio.Future[TransactionId]":
-        """Append one transaction; return a future of its ID.
+        """Append one transaction; return a future of its transaction ID.
 
-        The default partition is that of the first lock, otherwise round-robin. The default mark is
-        the last transaction that this client has applied or, without a feed, knows of. The future
-        raises LockFailed (with the mark from which to compute again), ClientAheadOfLog, TooLarge,
-        OutcomeUnknown, another Unavailable if the append timed out, or the error that ended the
-        stream. Only after OutcomeUnknown may the transaction be in the log.
+        By default, the first lock determines the partition; without locks, partitions are used
+        round-robin. The default of `client_high_water_mark` is the last transaction that this
+        client has applied or, without a feed, the last one that it knows of.
 
-        With `pipelined`, LockFailed may be raised earlier and carry `pipelined_state`: transactions
-        in flight. Compute as if they were in the log, and pass `pipelined_state` as `pipelined`.
+        The future raises LockFailed (its `high_water_mark` is the mark from which to compute
+        again), ClientAheadOfLog, TooLarge, OutcomeUnknown, another Unavailable if the append timed
+        out, or the error that ended the stream. Only after OutcomeUnknown may the transaction be in
+        the log.
 
-        `encryption_key_id` is the ID of the key for the data [default: the client's setting].
+        With `pipelined`, the future may raise LockFailed earlier, with conflicting transactions in
+        flight in its `pipelined_state`. Compute again as if these transactions were in the log, and
+        pass this state as `pipelined`.
+
+        `encryption_key_id` is the ID of the key that encrypts `data` [default: the client's
+        setting].
         """
         write, read = check_locks("write", write_locks), check_locks("read", read_locks)
         added = check_locks("append", append_locks)
@@ -477,7 +492,7 @@ class AsyncWaltzClient(OpenedByConnect):
         given = None if client_high_water_mark is None else check_mark(client_high_water_mark)
         chosen = await self._partition(self._choose_partition(partition, locks))
         if (write or read) and given is None and not chosen.is_ready:
-            await chosen.ensure_mounted()  # the mark is unknown until then
+            await chosen.ensure_mounted()  # the mark is unknown before the mount
         if (write or read) and given is None and chosen.is_starting:
             await chosen.wait_for_feed()
         mark = chosen.mark if given is None else given
@@ -514,13 +529,14 @@ class AsyncWaltzClient(OpenedByConnect):
     ) -> "asyncio.Future[BatchOutcome]":
         """Append a batch encoded by `batches.encode_append`; return a future of its outcome.
 
-        The client does not encrypt it; see `Encryption.encrypt_column`.
+        The client does not encrypt the payloads of the batch; see `Encryption.encrypt_column`.
 
         With an `order`, rows enter the log in the order in which they were appended, even when
         requests are lost; see `ReportOrder`.
 
-        The future raises only if rows have no outcome of their own: TooLarge, BadRequest,
-        Unavailable or the error that ended the stream (no row is in the log), or OutcomeUnknown.
+        The future raises an error only if the rows have no outcomes of their own. After TooLarge,
+        BadRequest, Unavailable or the error that ended the stream, no row is in the log. After
+        OutcomeUnknown, rows may be in the log.
         """
         mark = check_mark(client_high_water_mark)
         chosen = await self._partition(self._choose_partition(partition, ()))
@@ -532,15 +548,15 @@ class AsyncWaltzClient(OpenedByConnect):
         return chosen.appends.add_batch(payload, row_count, mark, order)
 
     async def submit(self, context: TransactionContext) -> "asyncio.Future[TransactionId | None]":
-        """Run a context; return a future of its transaction ID, None if `execute` returned False.
+        """Run a context; return a future of its transaction ID (None if `execute` returned False).
 
-        The first attempt is made before this returns. Exceptions of `execute` are passed to
-        `on_exception` and set on the future.
+        `submit` makes the first attempt before it returns. If `execute` raises an exception, the
+        client passes it to `on_exception`, and the future raises it.
         """
         return await self.run_context(LoopContext(context))
 
     async def run_context(self, context: RunnableContext) -> "asyncio.Future[TransactionId | None]":
-        """Run any runnable context; the generic form of `submit`."""
+        """Run a context whose methods run on the event loop or on threads; `submit` calls this."""
         self._check_usable()
         partition_id = self._choose_partition(context.partition_id(self.partition_count), ())
         partition = await self._partition(partition_id)
@@ -563,13 +579,14 @@ class AsyncWaltzClient(OpenedByConnect):
         *,
         headers: Iterable[int] | None = None,
     ) -> None:
-        """Apply the feed of partitions (default: all) to the callbacks until closed.
+        """Apply the feeds of partitions (default: all) to `callbacks` until the client is closed.
 
-        With `headers`, only transactions with one of these headers are delivered; the servers
-        skip the others, and this client's mark advances past them.
+        With `headers`, the callbacks receive only transactions with one of these headers. The
+        servers skip the other transactions, and this client's high-water mark advances past them.
 
-        Returns when the application has returned its marks. Raises BadRequest for a partition
-        whose feed is applied already, and any exception of `client_high_water_mark`.
+        `subscribe` returns when the callbacks have returned the application's mark of each
+        partition. It raises BadRequest for a partition whose feed is applied already, and any
+        exception that `client_high_water_mark` raises.
         """
         check_callbacks(callbacks, is_async=True)
         consumer = LoopConsumer(callbacks, self.subscriptions.data_cache)
@@ -578,24 +595,25 @@ class AsyncWaltzClient(OpenedByConnect):
     async def subscribe_consumer(
         self, consumer: Consumer, partitions: Iterable[int] | None, header_values: tuple[int, ...]
     ) -> None:
-        """Apply the feed to any consumer; the generic form of `subscribe`."""
+        """Apply feeds to a consumer on the event loop or on threads; `subscribe` calls this."""
         recipient = Recipient(consumer, header_values)
         await self.subscriptions.subscribe(recipient, self._partitions_or_all(partitions))
 
     @property
     def partitions(self) -> tuple[int, ...]:
-        """The partitions whose feed is applied now; ended feeds are not included."""
+        """The partitions whose feeds are applied now, without those whose feed has ended."""
         return self.subscriptions.partitions
 
     async def set_partitions(self, partitions: Iterable[int]) -> None:
-        """Apply the feeds of exactly these partitions, with the callbacks of `subscribe`.
+        """Start and stop feeds so that the callbacks receive exactly these partitions.
 
-        Returns when the feeds of all other partitions have stopped (running callbacks finish) and
-        the marks of the new partitions are known. A partition keeps its earlier callbacks; a new
-        one gets those that subscribed last. Do not call it in a callback.
+        The method returns when the feeds of all other partitions have stopped, their running
+        callbacks have finished, and the marks of the new partitions are known. A partition that was
+        subscribed earlier keeps its callbacks; a new partition gets the callbacks of the last
+        `subscribe`. Do not call this method in a callback.
 
-        Raises UsageError before the first `subscribe`, and any exception of
-        `client_high_water_mark`.
+        Raises UsageError before the first `subscribe`, and any exception that
+        `client_high_water_mark` raises.
         """
         await self.subscriptions.set_partitions(self._partitions_or_all(partitions))
 
@@ -612,11 +630,12 @@ class AsyncWaltzClient(OpenedByConnect):
         bytes_max: int | None = None,
         replicas: ReplicaSet | None = None,
     ) -> AsyncIterator[RangeChunk]:
-        """Yield the committed transactions first..last in checked chunks, dense and in order.
+        """Yield the committed transactions first..last in verified chunks, in order, without gaps.
 
-        With `replicas` (from `replicas()`), the bytes come from a storage that has proved them
-        complete, otherwise from the server. Raises DataLoss if the log ends before `last`.
-        With setting `encryption_keys`, `RangeChunk.rows` decrypts the data.
+        With `replicas` (from method `replicas`), the transactions come from a storage in the
+        partition's store session that has all of them, otherwise from the server. Raises DataLoss
+        if the log ends before `last`. With the setting `encryption_keys`, `RangeChunk.rows`
+        decrypts the data.
         """
         partition_id = self._check_partition(partition)
         check_range(partition_id, first, last)
@@ -654,7 +673,7 @@ class AsyncWaltzClient(OpenedByConnect):
     # --- private
 
     def _start(self, fetch: Coroutine[Any, Any, RangeChunk]) -> "asyncio.Future[RangeChunk]":
-        """Run a fetch as a task of its own: its reader may be cancelled."""
+        """Run a fetch in a task of its own, so that it finishes even if its reader is cancelled."""
         future: asyncio.Future[RangeChunk] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
@@ -707,7 +726,9 @@ class AsyncWaltzClient(OpenedByConnect):
         name, count = self.cluster().name, self.partition_count
         checked = {check_partition(each, name, count) for each in partitions}
         if not checked:
-            raise errors.BadConfig("partitions: expected at least one, found none")
+            raise errors.BadConfig(
+                "argument partitions: expected one or more partitions, found none"
+            )
         return tuple(sorted(checked))
 
     def _choose_partition(self, partition: int | None, locks: tuple[int, ...]) -> PartitionId:
@@ -747,7 +768,7 @@ class AsyncWaltzClient(OpenedByConnect):
     async def _partition(self, partition_id: PartitionId) -> ClientPartition:
         found = self._partitions.get(partition_id)
         if found is None:
-            if self._closing.is_set():  # nothing would end it
+            if self._closing.is_set():  # a closing client would never end the partition
                 raise errors.UsageError(_CLOSED)
             found = ClientPartition(partition_id, self)
             self._partitions[partition_id] = found

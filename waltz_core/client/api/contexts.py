@@ -9,16 +9,16 @@ Rules:
     2. A retry begins when the client has applied the conflicting transaction. If the client has no
        feed of the partition, the retry begins when the transaction is known to be in the log.
     3. Each attempt is final before the next one begins: no context is in the log twice.
-    4. A context has a deadline and a limit of retries; the first one to be reached expires it. The
-       deadline also ends an `execute` that waits; an `execute` on a thread continues, but its
-       result is ignored. If an attempt was appended, the context waits for its outcome beyond the
-       deadline.
-    5. With a feed, `execute` reads the state that was applied. While the application has paused the
-       partition, no attempt begins: nothing is applied then, and the log's mark would claim that
-       everything was.
+    4. A context has a deadline and a limit of retries, and expires when it reaches one of them.
+       The deadline also ends an `execute` that waits. An `execute` on a thread continues after the
+       deadline, but its result is ignored. If an attempt was appended, the context waits for its
+       outcome beyond the deadline.
+    5. With a feed, `execute` reads the state that the callbacks have computed. While the
+       application has paused the partition, no attempt begins: the callbacks apply no transactions
+       then, and the log's mark would claim that they had applied all of them.
     6. If a dependent attempt is rejected because of appends in flight, it is repeated at once, on
-       the assumption that these appends commit. The assumption holds for that attempt only; nothing
-       is applied.
+       the assumption that these appends commit. The assumption holds for that attempt only, and the
+       callbacks do not apply these appends.
     7. If a context expires while its view is behind the log, the error has the positions of both.
 """
 
@@ -61,28 +61,28 @@ class _DeadlinePassed(Exception):
 
 
 class RunnableContext(Protocol):
-    """A `TransactionContext`, on the event loop or on worker threads."""
+    """A `TransactionContext` whose methods run on the event loop or on worker threads."""
 
     @property
     def retries_max(self) -> int | None:
-        """Maximum number of further attempts; None for no limit."""
+        """The maximum number of attempts after the first one; None for no limit."""
 
     @property
     def timeout_ms(self) -> int | None:
-        """How long it may take; None for no limit."""
+        """The timeout for all attempts together, in milliseconds; None for no limit."""
 
     @property
     def pipelined(self) -> bool:
-        """Whether it may depend on appends in flight."""
+        """Whether an attempt may depend on appends in flight."""
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the partition."""
+        """Return the ID of the partition to append to."""
 
     async def execute(self, builder: TransactionBuilder) -> bool:
-        """Fill in the builder."""
+        """Fill in the builder; return False if there is nothing to append."""
 
     async def call(self, hook: str, *args: object) -> None:
-        """Call one of the hooks."""
+        """Call the hook with this name, for example `on_completion`."""
 
 
 class LoopContext:
@@ -93,25 +93,25 @@ class LoopContext:
 
     @property
     def retries_max(self) -> int | None:
-        """Maximum number of further attempts; None for no limit."""
+        """The maximum number of attempts after the first one; None for no limit."""
         return self._context.retries_max
 
     @property
     def timeout_ms(self) -> int | None:
-        """How long it may take; None for no limit."""
+        """The timeout for all attempts together, in milliseconds; None for no limit."""
         return self._context.timeout_ms
 
     @property
     def pipelined(self) -> bool:
-        """Whether it may depend on appends in flight."""
+        """Whether an attempt may depend on appends in flight."""
         return self._context.pipelined
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the partition."""
+        """Return the ID of the partition to append to."""
         return self._context.partition_id(partition_count)
 
     async def execute(self, builder: TransactionBuilder) -> bool:
-        """Fill in the builder."""
+        """Fill in the builder; return False if there is nothing to append."""
         try:
             result: bool | Awaitable[bool] = self._context.execute(builder)
             return await result if inspect.isawaitable(result) else result
@@ -119,7 +119,7 @@ class LoopContext:
             raise own_cancellation(error) from error
 
     async def call(self, hook: str, *args: object) -> None:
-        """Call one of the hooks."""
+        """Call the hook with this name, for example `on_completion`."""
         method: Callable[..., Awaitable[None] | None] = getattr(self._context, hook)
         try:
             result = method(*args)
@@ -156,11 +156,12 @@ class ContextRun:
         # The hooks report the error, so no caller has to retrieve it from the future.
         self.future.add_done_callback(_retrieve_exception)
         self._row: PendingRow | None = None
-        # The in-flight appends that the next attempt depends on; None if it may not (rule 6).
+        # The appends in flight that the next attempt depends on; None if the context is not
+        # pipelined (rule 6).
         self._pipelined_state = initial_state(encryption) if context.pipelined else None
 
     async def begin(self) -> bool:
-        """Make the first attempt; False when the context has ended with it."""
+        """Make the first attempt; return False if the context has ended with this attempt."""
         try:
             return await self._attempt()
         except _DeadlinePassed as late:
@@ -170,7 +171,7 @@ class ContextRun:
             return False
 
     async def run_to_end(self) -> None:
-        """Run the context to its end."""
+        """Process outcomes and make further attempts until the context has ended."""
         try:
             while await self._run_step():
                 pass
@@ -183,7 +184,7 @@ class ContextRun:
             await self._fail(error)
 
     async def _attempt(self) -> bool:
-        """Execute and append; False when `execute` has abandoned the transaction."""
+        """Execute the context and append its transaction; False if `execute` returned False."""
         partition = self._partition
         await self._await_until_deadline(
             partition.ensure_mounted(), "the client had not mounted the partition"
@@ -244,16 +245,16 @@ class ContextRun:
                 return await answer
         except TimeoutError:
             if not limit.expired():
-                raise  # execute's own
+                raise  # the TimeoutError of `execute` itself
             partition = self._partition
-            failure = "" if partition.is_ready else f": {partition.stream.failure}"
+            failure = "" if partition.is_ready else f" ({partition.stream.failure})"
             raise _DeadlinePassed(
-                f"the context for partition {partition.partition_id} timed out: after "
-                f"{self._context.timeout_ms} ms (timeout_ms), {what}{failure}"
+                f"the context for partition {partition.partition_id} timed out after "
+                f"{self._context.timeout_ms} ms (timeout_ms), because {what}{failure}"
             ) from None
 
     async def _run_step(self) -> bool:
-        """Wait for an attempt's outcome and act on it; False when the context has ended."""
+        """Process the outcome of the attempt; return False when the context has ended."""
         row = self._row
         assert row is not None
         try:
@@ -261,7 +262,7 @@ class ContextRun:
         except errors.OutcomeUnknown as error:
             await self._fail(error)
             return False
-        except errors.Unavailable as error:  # never sent, so rule 3 holds
+        except errors.Unavailable as error:  # the row was never sent, so rule 3 holds
             return await self._retry(error, wait_for=None)
         assert isinstance(outcome, RowOutcome)
         if outcome.reason == RowOutcomeCode.COMMITTED:
@@ -279,13 +280,13 @@ class ContextRun:
         return await self._retry(rejection, wait_for=outcome.conflicting)
 
     async def _retry(self, error: errors.WaltzError, *, wait_for: TransactionId | None) -> bool:
-        """Try again, after `wait_for` or a delay; False when the context has expired."""
+        """Try again, after `wait_for` is applied or a delay; False when the context has ended."""
         self._retries += 1
         limit = self._context.retries_max
         if limit is not None and self._retries > limit:
             return await self._expire(error)
         if self._deadline_s is not None and self._loop.time() >= self._deadline_s:
-            # `asyncio.timeout` ends only code that suspends.
+            # `asyncio.timeout` interrupts only code that suspends.
             return await self._expire(self._view_behind_error(wait_for) or error)
         try:
             async with asyncio.timeout_at(self._deadline_s):
@@ -318,16 +319,16 @@ class ContextRun:
                 "log; submit the context again then."
             )
         error = errors.ViewBehind(
-            f"the context for partition {partition.partition_id} timed out: after "
-            f"{self._context.timeout_ms} ms (timeout_ms), the callbacks had not applied the "
-            f"log yet. They are at transaction {applied}, the log is at {log}, and they apply "
-            f"{rate_per_s:,.1f} transactions per second. Hint: {hint}"
+            f"the context for partition {partition.partition_id} timed out after "
+            f"{self._context.timeout_ms} ms (timeout_ms), because the callbacks had not applied "
+            f"the log yet. They are at transaction {applied}, the log is at {log}, and they "
+            f"apply {rate_per_s:,.1f} transactions per second. Hint: {hint}"
         )
         error.applied, error.high_water_mark, error.rate_per_s = applied, log, rate_per_s
         return error
 
     async def _wait_until_applied(self, mark: TransactionId) -> None:
-        """Rule 2."""
+        """Wait until the client has applied `mark` or knows that it is in the log (rule 2)."""
         while self._partition.reads_by_feed:
             applier = await self._partition.wait_for_feed()
             if applier is None:
@@ -354,7 +355,7 @@ class ContextRun:
             await self._call_hook("on_application")
 
     def _close(self) -> None:
-        """End with the client: report what is known about the last attempt."""
+        """End the run because the client closes: report what is known about the last attempt."""
         row = self._row
         # NB: the end of the loop cancels this task, and with it the future that it waits for.
         if row is None or not row.future.done() or row.future.cancelled():
@@ -384,7 +385,7 @@ class ContextRun:
         await self._call_hook("on_exception", error)
 
     async def _call_hook(self, name: str, *args: object) -> None:
-        """Call a hook; what it raises cannot change what has happened."""
+        """Call a hook of the context. Its exceptions are logged, and do not change the outcome."""
         try:
             await self._context.call(name, *args)
         except Exception:  # noqa: BLE001 - the application's own

@@ -1,6 +1,6 @@
-"""Begins and ends exactly-once writes, for the process that starts their tasks.
+"""Begins and ends exactly-once writes, for the process that starts the tasks of the write.
 
-The tasks take part with a `TaskClaim` (docs/spark.md, "Exactly once").
+Each task takes part in the write with a `TaskClaim` (docs/spark.md, "Exactly once").
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -24,10 +24,10 @@ async def _registry(connect: str) -> AsyncIterator[WriteRequests]:
 async def begin_write(
     connect: str, write: str, marks: Mapping[int, int], *, keep_ms: int
 ) -> dict[str, Any] | None:
-    """Begin a write unless it was begun; return its summary if it is done already, else None.
+    """Begin a write unless it has begun; return its summary if it is done already, otherwise None.
 
-    `marks` are by partition; the write uses only these partitions. It is kept for `keep_ms`, at
-    most a year, after it was begun or finished.
+    `marks` has the starting marks by partition; the write uses only these partitions. The registry
+    keeps the write for `keep_ms` milliseconds, at most a year, after it was begun or finished.
 
     Raises:
         PermissionDenied: the write belongs to another principal, or the principal lacks a grant.
@@ -39,14 +39,14 @@ async def begin_write(
 
 
 async def summary_of_write(connect: str, write: str) -> dict[str, Any] | None:
-    """Return the summary of a write; None while it runs, and for an unknown one."""
+    """Return the summary of a finished write; None if the write is running or unknown."""
     async with _registry(connect) as writes:
         state = await writes.read(write)
         return None if state is None or state.summary is None else dict(state.summary)
 
 
 async def tasks_of_write(connect: str, write: str) -> list[int]:
-    """Return the numbers of the tasks that any run of a write has begun."""
+    """Return the numbers of all tasks that any run of a write has begun."""
     async with _registry(connect) as writes:
         return list((await writes.tasks(write)).numbers)
 
@@ -54,10 +54,10 @@ async def tasks_of_write(connect: str, write: str) -> list[int]:
 async def end_write(
     connect: str, write: str, summary: Mapping[str, Any], *, keep_ms: int
 ) -> dict[str, Any]:
-    """Mark a write as done; return its summary, which is that of the first caller.
+    """Mark a write as done; return its summary. If it was done already, its first summary remains.
 
     Raises:
-        ConnectionSuperseded: the write was removed.
+        ConnectionSuperseded: the write was removed from the registry.
     """
     async with _registry(connect) as writes:
         state = await writes.finish(write, summary, keep_ms)
@@ -66,7 +66,7 @@ async def end_write(
 
 
 async def forget_writes(connect: str, names: Sequence[str]) -> list[str]:
-    """Remove writes by name; return their names."""
+    """Remove the writes with these names from the registry; return the names."""
     if names:
         async with _registry(connect) as writes:
             for name in names:

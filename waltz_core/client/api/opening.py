@@ -1,7 +1,7 @@
 """A client that is being opened: `await` it, or use it in `async with`.
 
-A coroutine is not a context manager, and a context manager cannot be awaited, but users expect both
-of `AsyncWaltzClient.connect`. Any other use raises an error that explains these two.
+A coroutine is not a context manager, and a context manager cannot be awaited, but users expect that
+`AsyncWaltzClient.connect` supports both. Any other use raises an error that explains these two.
 """
 
 from collections.abc import Generator
@@ -24,17 +24,17 @@ class Openable(Protocol):
     """A client with `open` and `close`."""
 
     async def open(self) -> Any:  # noqa: ANN401 - itself
-        """Connect; return itself."""
+        """Connect the client to its cluster; return the client."""
 
     async def close(self) -> None:
-        """Disconnect."""
+        """Disconnect the client."""
 
 
 ClientT = TypeVar("ClientT", bound=Openable)
 
 
 class Opening(Generic[ClientT]):
-    """A client to await, or to enter with `async with`."""
+    """A client that is not open yet: await it, or enter it with `async with`."""
 
     def __init__(self, client: ClientT) -> None:
         self._client = client
@@ -69,7 +69,7 @@ class OpenedByConnect:
     """Base of clients that are created with `connect`, not by calling the class."""
 
     def __new__(cls, *given: object, **_named: object) -> Self:
-        """Create a client from a directory; raises UsageError for a connect string or nothing."""
+        """Create a client from a directory; raises UsageError for a connect string or no value."""
         if not given or isinstance(given[0], str):
             raise errors.UsageError(f"the client was not opened by `connect`. Hint: {HOW_TO_OPEN}")
         return super().__new__(cls)
@@ -79,7 +79,7 @@ class OpenedByConnect:
 
 
 def settings_of(config: ClientConfig | None) -> ClientConfig:
-    """Return the settings of a client; raises UsageError for any other object."""
+    """Return the given settings, the defaults for None; raises UsageError for any other object."""
     chosen: object = ClientConfig() if config is None else config
     if not isinstance(chosen, ClientConfig):
         raise errors.UsageError(

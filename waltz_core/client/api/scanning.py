@@ -1,12 +1,13 @@
 """Reads parts of the log as one Arrow stream, for pandas, Polars and DuckDB: `WaltzClient.scan`.
 
 Rules:
-    1. The marks are determined when `scan` is called, so the stream is a snapshot. It has exactly
-       the transactions from `start` to `stop` of each partition, one partition after the other.
-    2. Nothing is read before the consumer requests it. The memory holds the chunks of `read_range`,
-       and one batch of at most 8,192 rows or about 8 MiB.
+    1. The high-water marks are determined when `scan` is called, so the stream is a snapshot. It
+       has exactly the transactions from `start` to `stop` of each partition, one partition after
+       another.
+    2. The stream reads no data before its consumer requests a batch. In memory, it has the chunks
+       of `read_range`, and one batch of at most 8,192 rows or about 8 MiB.
     3. Payloads are decoded strictly (`records/unpacking.py`); an error names the transaction.
-    4. Without payload columns and `data`, only headers are read.
+    4. If the scan has neither payload columns nor column `data`, only headers are read.
     5. With encryption keys, if a payload cannot be decrypted, it and its columns are null, and the
        column `data_error` has the reason.
 """
@@ -35,10 +36,10 @@ ArrowReader: TypeAlias = pa.RecordBatchReader
 ArrowSchema: TypeAlias = pa.Schema
 
 DATA_FORMATS = ("msgpack", "json")
-# A name, or a serializer with a schema registry.
+# The format of payloads: one of `DATA_FORMATS`, or a serializer with a schema registry.
 DataFormat: TypeAlias = str | SchemaFormat
 ERROR_FIELD = pa.field("data_error", pa.string())
-# The columns that name a payload in an error.
+# The columns that locate a payload in an error message.
 _PLACE = ("partition", "transaction_id")
 # Columns that may be null in the log.
 _NULLABLE = ("commit_time",)
@@ -54,11 +55,11 @@ class Span(NamedTuple):
 
 
 class ScanColumns:
-    """The columns of a scan, and how a batch of the log becomes them.
+    """The columns of a scan, and the conversion of the log's batches to these columns.
 
     Args:
-        schema: the wanted columns; None for the log's.
-        data_format: the format of the payloads, for columns that are not the log's: a name, or a
+        schema: the wanted columns; None for the columns of the log.
+        data_format: the format of payloads, for columns that the log does not have: a name, or a
             serializer, `Avro` or `Protobuf`.
         has_keys: whether the client decrypts payloads (rule 5).
 
@@ -84,7 +85,7 @@ class ScanColumns:
         if needs_data or (has_keys and "data" in columns):
             columns += [name for name in (*_PLACE, "header", "data") if name not in columns]
         self._unpacker = Unpacker(self._foreign, name, decode=decode, is_case_sensitive=True)
-        # Without any column there is a batch with the number of rows.
+        # For a scan without columns, a batch still needs its number of rows.
         self._columns = columns or ["partition"]
         self.form = RangeForm.WHOLE if "data" in self._columns else RangeForm.HEADERS
 
@@ -94,7 +95,7 @@ class ScanColumns:
         partition: int,
         select: Callable[[pa.RecordBatch], pa.RecordBatch] = lambda batch: batch,
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the transactions of a chunk; `select` returns those to decode.
+        """Yield the transactions of a chunk in batches; `select` returns the rows to decode.
 
         Raises:
             BadFormat: a payload does not fit the schema.
@@ -131,7 +132,7 @@ class ScanColumns:
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
     def _unpack(self, found: dict[str, pa.Array]) -> list[pa.Array]:
-        """Return the payload's columns, null where there is no payload (rule 5)."""
+        """Return the columns from payloads; rows without a decrypted payload are null (rule 5)."""
         is_present = found["data"].is_valid()
         data, *place = (found[name].filter(is_present) for name in ("data", *_PLACE))
         columns = self._unpacker.columns(
@@ -146,7 +147,7 @@ class ScanColumns:
 
 
 def _format(data_format: DataFormat) -> tuple[str, Decode | None]:
-    """Return the name of a format, and how its payloads are decoded."""
+    """Return the name of a format and its decoder, which is None for a format without a schema."""
     if isinstance(data_format, SchemaFormat):
         return data_format.data_format, data_format.decode
     if data_format in DATA_FORMATS:
@@ -188,8 +189,8 @@ def _check_schema(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> A
         wanted = log.field(part.name).type
         if part.type != wanted:
             raise BadRequest(
-                f"argument schema: column {part.name!r} of the log: expected type {wanted}, "
-                f"found {part.type}"
+                f"argument schema, column {part.name!r} of the log: expected type {wanted}, "
+                f"found {part.type} in the schema"
             )
         if part.name in nullable and not part.nullable:
             raise BadRequest(
@@ -200,15 +201,15 @@ def _check_schema(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> A
 
 
 def spans_of(sources: Mapping[int, ReplicaSet], start: object, stop: object) -> list[Span]:
-    """Return the transactions to read.
+    """Return the range of transactions to read from each partition.
 
     Args:
-        sources: the partitions to read, with their marks now.
-        start: the first ID, or one for each partition; None: the first that is available.
-        stop: the ID after the last, or one for each partition; None: the end of the log now.
+        sources: the partitions to read, with their current high-water marks.
+        start: the first ID, or one for each partition; None: the first ID that is available.
+        stop: the ID after the last, or one for each partition; None: the current end of the log.
 
     Raises:
-        BadRequest: an ID is not a number or is negative, a partition has none, or a start is after
+        BadRequest: an ID is not a number or is negative, a partition has no ID, or a start is after
             its stop.
         BeforeLogStart: IDs before the first available one are requested.
         DataLoss: an ID is after the end of the log.
@@ -222,27 +223,27 @@ def spans_of(sources: Mapping[int, ReplicaSet], start: object, stop: object) -> 
         for name, value in (("start", first), ("stop", last)):
             if value > end:
                 raise DataLoss(
-                    f"argument {name}: partition {partition}: expected at most {end}, the end "
-                    f"of the log, found {value}. Hint: the ID may come from another cluster, "
-                    "or the log was created again."
+                    f"argument {name}, partition {partition}: expected at most {end}, the end of "
+                    f"the log, found {value}. Hint: the ID may come from another cluster, or the "
+                    "log was created again."
                 )
         if first < available or last < available:
             raise BeforeLogStart(
-                f"partition {partition}: cannot scan from {first} to {last}: the log begins "
-                f"at transaction {available}, because the archive has expired the earlier ones",
+                f"partition {partition}: cannot scan from {first} to {last}, because the "
+                f"transactions before {available} have expired",
                 available,
             )
         if first > last:
             raise BadRequest(
-                f"partition {partition}: expected that the scan begins before it ends, found "
-                f"start {first} and stop {last}"
+                f"partition {partition}: expected start <= stop, found start {first} and stop "
+                f"{last}"
             )
         found.append(Span(partition, first, last))
     return found
 
 
 def _by_partition(name: str, given: object, partitions: Mapping[int, Any]) -> dict[int, int]:
-    """Return a given ID, or IDs, by partition."""
+    """Return the given IDs by partition; a single ID is used for all partitions."""
     if given is None:
         return {}
     ids = given if isinstance(given, Mapping) else dict.fromkeys(partitions, given)
@@ -255,7 +256,7 @@ def _by_partition(name: str, given: object, partitions: Mapping[int, Any]) -> di
     for partition, value in ids.items():
         if isinstance(value, bool) or not isinstance(value, SupportsIndex) or index(value) < 0:
             raise BadRequest(
-                f"argument {name}: partition {partition}: expected a transaction ID, found "
+                f"argument {name}, partition {partition}: expected a transaction ID, found "
                 f"{value!r}"
             )
         found[partition] = index(value)
@@ -268,7 +269,7 @@ def open_scan(
     sources: Mapping[int, ReplicaSet],
     columns: ScanColumns,
 ) -> ArrowReader:
-    """Return the reader of spans, which reads while its consumer does (rule 2)."""
+    """Return an Arrow reader of the spans, which reads while its consumer does (rule 2)."""
 
     def read() -> Iterator[pa.RecordBatch]:
         for partition, start, stop in spans:
@@ -277,7 +278,8 @@ def open_scan(
             chunks = client.read_range(
                 partition, start, stop - 1, form=columns.form, replicas=sources[partition]
             )
-            # Closed here: a traceback would keep the range open until after the client's close.
+            # The range is closed here: a traceback would keep it open until after the client's
+            # close.
             with closing(chunks):
                 for chunk in chunks:
                     yield from columns.batches(chunk, partition)

@@ -3,27 +3,28 @@
 Only this part of the client needs SQLAlchemy (extra `sql`).
 
 Rules:
-    1. A batch of the log's transactions is applied in one database transaction. It first moves the
-       partition's mark from the value that this instance knows to the batch's end. If several
-       instances share a database, only one of them can move the mark. The others find that it has
-       moved, and skip the transactions up to it. So each transaction is applied once.
+    1. A batch of the log's transactions is applied in one database transaction. The database
+       transaction first moves the partition's mark from the value that this instance knows to the
+       batch's end. If several instances share a database, only one of them can move the mark. The
+       others find that the mark has moved, and skip the transactions up to the new mark. So each
+       transaction is applied once.
     2. A statement that would end the database transaction early is rejected: otherwise changes and
        mark would be committed separately.
-    3. A context that computes from the database reads the mark first (`reading`), so everything
-       that it reads is at least as new as the mark.
+    3. A context that computes from the database reads the mark first (`reading`), so all rows that
+       it reads are at least as new as the mark.
     4. If database transactions conflict, the batch is retried. If the database is unavailable, the
        view waits. Neither counts as an error of a transaction of the log.
     5. A batch that fails is rolled back and applied in halves. So an error always belongs to one
-       transaction, and the previous ones stay applied. The same is done after an outage: a database
-       may reject a batch for its size or its duration.
-    6. Applying a batch should take about `BATCH_S`, because the batch holds locks. So the batch
-       size doubles or halves, depending on the duration of the last batch. The commit does not
-       count: larger batches make it cheaper. When the view is at the end of the log, a batch has
-       the transactions that have arrived.
-    7. A view belongs to one log: the cluster's key is stored with each mark. If a cluster was
+       transaction, and the previous ones stay applied. Batches are halved after an outage, too: a
+       database may reject a batch for its size or its duration.
+    6. Applying a batch should take about `BATCH_S` seconds, because the batch holds locks. So the
+       batch size doubles or halves, depending on the duration of the last batch. The duration does
+       not include the commit, which larger batches make cheaper. When the view is at the end of the
+       log, a batch has the transactions that have arrived.
+    7. A view belongs to one log: the cluster key is stored with each mark. If a cluster was
        restored from a backup of the view's cluster, and has all transactions that the view has
-       applied, the view gets the key of the restored cluster. From then on, no instance moves its
-       mark for the old one.
+       applied, the marks of the view get the key of the restored cluster. From then on, no instance
+       moves these marks for the old cluster.
 """
 
 import logging
@@ -84,8 +85,8 @@ T = TypeVar("T")
 class SqlCallbacks(BatchCallbacks):
     """Callbacks whose mark is stored in the application's own database.
 
-    Subclass it and implement `apply`, or `apply_batch` for high rates; pass it to
-    `WaltzClient.subscribe`. Instances in any number of processes may share a database; they must
+    Derive a class from it and implement `apply`, or `apply_batch` for high rates. Pass an instance
+    to `WaltzClient.subscribe`. Instances in any number of processes may share a database; they must
     subscribe with the same `headers`.
 
         class Accounts(SqlCallbacks):
@@ -119,7 +120,8 @@ class SqlCallbacks(BatchCallbacks):
             sa.Column("application", sa.String(200), primary_key=True),
             sa.Column("partition_id", sa.Integer, primary_key=True, autoincrement=False),
             sa.Column("high_water_mark", sa.BigInteger, nullable=False),
-            # In hexadecimal; null in marks of development versions, until they are read.
+            # The cluster key in hexadecimal; null in marks of development versions, until they are
+            # read.
             sa.Column("cluster_key", sa.String(32)),
         )
         self._key: str | None = None
@@ -131,7 +133,8 @@ class SqlCallbacks(BatchCallbacks):
         _check_engine(engine)
         _check_statements(engine)
         self._make_table()
-        # SQLite has one writer, and the others poll for its lock: here partitions take turns.
+        # SQLite permits one writer, and the others poll for its lock. So partitions take turns
+        # here.
         is_sqlite = engine.dialect.name == "sqlite"
         self._turn: AbstractContextManager[object] = (
             threading.Lock() if is_sqlite else nullcontext()
@@ -142,20 +145,21 @@ class SqlCallbacks(BatchCallbacks):
     def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
         """Apply one transaction of the log to the database, with this connection.
 
-        It must not commit, roll back or close: `BadRequest` is raised then (rule 2), unless it uses
-        the driver's own connection, which SQLAlchemy does not see. Savepoints
-        (`connection.begin_nested()`) are allowed. An exception rolls changes and mark back; then
-        `uncaught_exception` decides. It may be called again for the same transaction, so its other
-        side effects must be idempotent.
+        The method must not commit, roll back or close the connection; otherwise the client raises
+        `BadRequest` (rule 2). Exempt are calls on the driver's own connection, which SQLAlchemy
+        does not see. Savepoints (`connection.begin_nested()`) are allowed. If the method raises an
+        exception, changes and mark are rolled back, and `uncaught_exception` decides how to
+        continue. The method may be called again for the same transaction, so its other side effects
+        must be idempotent.
         """
         raise NotImplementedError
 
     def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
         """Apply 1 to 4,096 transactions of one partition to the database, in order.
 
-        The default calls `apply` for each. Override it with one statement for many rows
-        (`connection.execute(statement, rows)`), which takes a fraction of the time. The conditions
-        of `apply` hold for it, too.
+        By default, the method calls `apply` for each transaction. Override it to use one statement
+        for many rows (`connection.execute(statement, rows)`), which takes a fraction of the time.
+        The conditions of `apply` hold for this method, too.
         """
         for each in transactions:
             self.apply(connection, each)
@@ -164,7 +168,8 @@ class SqlCallbacks(BatchCallbacks):
     def reading(self, builder: TransactionBuilder) -> Iterator[sa.Connection]:
         """Open a connection for a context's `execute`, and set the builder's mark (rule 3).
 
-        Writes by it are rolled back. On SQLite and PostgreSQL all queries see one snapshot.
+        Writes on this connection are rolled back. On SQLite and PostgreSQL all queries see one
+        snapshot.
 
         Raises:
             BadRequest: the partition is not applied to this database.
@@ -185,11 +190,11 @@ class SqlCallbacks(BatchCallbacks):
     # -- for the client --------------------------------------------------------------------------
 
     def begin(self, cluster_key: bytes, restored_from: RestoredFrom = NOT_RESTORED) -> None:
-        """Receive the key of the cluster whose log is applied (rule 7)."""
+        """Receive the cluster key of the cluster whose log is applied (rule 7)."""
         self._key, self._restored_from = cluster_key.hex(), restored_from
 
     def client_high_water_mark(self, partition: int) -> int:
-        """Return the mark in the database; a new partition begins at -1.
+        """Return the mark that the database has for a partition; a new partition begins at -1.
 
         Raises:
             ClusterKeyMismatch: the mark belongs to another cluster's log (rule 7).
@@ -199,7 +204,7 @@ class SqlCallbacks(BatchCallbacks):
         return mark
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        """Apply a transaction unless another instance has; see `apply_transactions`."""
+        """Apply a transaction unless another instance has applied it; see `apply_transactions`."""
         partition, last = int(transaction.partition_id), int(transaction.transaction_id)
         self.apply_transactions(partition, [transaction], last)
 
@@ -208,9 +213,11 @@ class SqlCallbacks(BatchCallbacks):
     ) -> int:
         """Apply a batch of transactions, except those that another instance has applied (rule 1).
 
+        Returns how many of the transactions, from the first on, are applied now.
+
         Raises:
-            DataLoss: the database's mark is below the applied one: the database was restored to an
-                older state.
+            DataLoss: the mark in the database is below the mark that this instance has applied: the
+                database was restored to an older state.
             BadRequest: `apply` has ended the database transaction (rule 2).
         """
         if partition not in self._known:
@@ -243,7 +250,7 @@ class SqlCallbacks(BatchCallbacks):
     def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
     ) -> PoisonPolicy:
-        """Retry while the database is unreachable (rule 4), else decide like `Callbacks`."""
+        """Return RETRY while the database is unreachable (rule 4), else decide like `Callbacks`."""
         if is_outage(error) or is_conflict(error):
             cause = error.orig if isinstance(error, DBAPIError) else error
             _log.warning("sql.database_unavailable partition=%d error=%s", partition, cause)
@@ -302,16 +309,16 @@ class SqlCallbacks(BatchCallbacks):
     def _check_key(self, partition: int, key: str | None) -> None:
         if self._key not in (None, key):
             raise errors.ClusterKeyMismatch(
-                f"partition {partition}: the tables are a view of another cluster: expected "
-                f"cluster key {self._key}, found {key} (in table {self.marks.name!r}, "
-                f"application {self._application!r}). The log was created again, or the "
-                "connect string names another cluster. Hint: connect to the cluster of the "
-                "view, or apply this log to other tables, under another name in "
+                f"partition {partition}: expected tables of the connected cluster, which has "
+                f"cluster key {self._key}, found cluster key {key} (in table "
+                f"{self.marks.name!r}, application {self._application!r}). The log was created "
+                "again, or the connect string names another cluster. Hint: connect to the "
+                "cluster of the view, or apply this log to other tables, under another name in "
                 "`application`."
             )
 
     def _with_cluster_key(self, partition: int, is_same: sa.ColumnElement[bool]) -> str | None:
-        """Give a mark this cluster's key, unless another instance has by now (rule 7)."""
+        """Set the cluster key of a mark that is still the same; return the mark's key (rule 7)."""
         with self._engine.begin() as connection:
             connection.execute(
                 self.marks.update()
@@ -322,10 +329,11 @@ class SqlCallbacks(BatchCallbacks):
         return None if found is None else found[1]
 
     def _apply_once(self, partition: int, batch: Sequence[Transaction], end: int) -> bool:
-        """Apply a batch; False when another instance has moved the mark."""
+        """Apply a batch; return False if another instance has moved the mark."""
         known, found, took_s = self._known[partition], None, 0.0
         with self._turn, self._engine.begin() as connection:
-            # This comes first: it takes the row's lock, so that other instances wait here.
+            # This statement comes first: it locks the row of the mark, so that other instances wait
+            # here.
             is_moved = self._move(connection, partition, known, end)
             if not is_moved:
                 found = self._row(connection, partition)
@@ -344,16 +352,16 @@ class SqlCallbacks(BatchCallbacks):
             self._check_key(partition, found[1])
         if found is None or found[0] <= known:
             raise errors.DataLoss(
-                f"partition {partition}: the database is behind this process: expected the "
-                f"applied mark {known}, found {'nothing' if found is None else found[0]}. It "
-                "was restored to an older state while the process ran. Hint: restart the "
-                "process; it continues from the mark in the database."
+                f"partition {partition}: expected the applied mark {known} in the database, "
+                f"found {'none' if found is None else found[0]}. The database was restored to an "
+                "older state while this process ran. Hint: restart the process; it continues "
+                "from the mark in the database."
             )
         self._known[partition] = found[0]
         return False
 
     def _resize(self, partition: int, count: int, took_s: float) -> None:
-        """Choose the size of the next batch by the duration of the last one (rule 6)."""
+        """Choose the size of the next batch from the duration of the last one (rule 6)."""
         size = self._sizes.get(partition, BATCH_MIN)
         if count == size and took_s < BATCH_S / 2:
             size = min(2 * size, BATCH_MAX)
@@ -376,7 +384,7 @@ class SqlCallbacks(BatchCallbacks):
     def _check_moved(
         self, connection: sa.Connection, partition: int, to: int, error: BaseException
     ) -> None:
-        """Raise if `apply` caught an error by which the database rolled back (rule 2)."""
+        """Raise BadRequest if the database rolled back on an error that `apply` caught (rule 2)."""
         try:
             found = self._row(connection, partition)
         except DBAPIError as failure:
@@ -390,7 +398,7 @@ class SqlCallbacks(BatchCallbacks):
             ) from error
 
     def _row(self, connection: sa.Connection, partition: int) -> tuple[int, str | None] | None:
-        """Return a partition's mark and the key of its cluster."""
+        """Return a partition's mark and its cluster key; None if the table has no mark for it."""
         marks = self.marks
         query = sa.select(marks.c.high_water_mark, marks.c.cluster_key)
         found = connection.execute(query.where(*self._own_row(partition))).one_or_none()
@@ -410,7 +418,7 @@ class SqlCallbacks(BatchCallbacks):
                         sa.text(f"ALTER TABLE {place} ADD COLUMN cluster_key VARCHAR(32)")
                     )
         except DatabaseError:
-            # Another instance may have created it just now.
+            # Another instance may have created the table or the column just now.
             if not sa.inspect(self._engine).has_table(self.marks.name) or not self._has_key():
                 raise
 
@@ -443,7 +451,7 @@ def is_outage(error: Exception) -> bool:
         return True
     if _sqlstate(error) == _READ_ONLY:
         return True
-    # SQLite has one class for a full disk and for a missing table.
+    # SQLite raises the same class for a full disk and for a missing table.
     is_mistake = getattr(error.orig, "sqlite_errorname", None) == "SQLITE_ERROR"
     return isinstance(error, OperationalError) and not is_mistake
 
@@ -451,10 +459,10 @@ def is_outage(error: Exception) -> bool:
 def _begin_reading(connection: sa.Connection) -> None:
     """Start a transaction in which all queries see one snapshot."""
     if connection.dialect.name == "postgresql":
-        # At SERIALIZABLE a reader would sometimes be rejected; with a snapshot it never is.
+        # PostgreSQL may reject a reader at SERIALIZABLE, but never one that reads a snapshot.
         connection.execution_options(isolation_level="REPEATABLE READ")
     elif connection.dialect.name == "sqlite":
-        # The driver begins a transaction only before a change.
+        # The driver begins a transaction only before a change, not before a query.
         driver: Any = connection.connection.dbapi_connection
         if not driver.in_transaction:
             connection.exec_driver_sql("BEGIN")
@@ -497,16 +505,16 @@ def _check_engine(engine: sa.Engine) -> None:
 
 
 class _Guard(threading.local):
-    """This thread's connection whose transaction must not end, and the call that tried it."""
+    """This thread's connection whose transaction must stay open, and the call that broke this."""
 
     connection: sa.Connection | None = None
     broken: str | None = None
-    error: BaseException | None = None  # raised by the database; `apply` may have caught it
+    error: BaseException | None = None  # an error of the database; `apply` may have caught it
 
 
 _guard = _Guard()
-# Private to SQLAlchemy. Its public event for a commit makes each statement of a guarded connection
-# slower by a half.
+# `_commit_impl` is private to SQLAlchemy. SQLAlchemy's public event for a commit would make each
+# statement on a guarded connection slower by a half.
 assert hasattr(sa.Connection, "_commit_impl")
 
 
@@ -525,7 +533,7 @@ def _commit_guarded(connection: sa.Connection) -> Iterator[None]:
         elif broken is None and not connection.in_transaction():
             broken = "rollback()"  # SQLAlchemy accepts no statement after it
         elif broken is not None:
-            # For SQLAlchemy the transaction has ended now, for the driver it has not.
+            # For SQLAlchemy, the transaction has ended now; for the driver, it is still open.
             connection.connection.rollback()
     if broken is not None:
         raise _early_end(broken)
@@ -549,7 +557,7 @@ def _note_error(failure: sa.engine.ExceptionContext) -> None:
 
 
 def _check_statements(engine: sa.Engine) -> None:
-    """Register the check of guarded connections' statements, once for each engine."""
+    """Register the checks of statements on guarded connections, once for each engine."""
     if not sa.event.contains(engine, "handle_error", _note_error):
         sa.event.listen(engine, "handle_error", _note_error)
     for name in ("do_execute", "do_executemany", "do_execute_no_params"):

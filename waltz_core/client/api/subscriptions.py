@@ -5,7 +5,7 @@ while they run. Right after a feed stops here, another instance may apply that p
 
 Rules:
     1. A partition has one consumer (the callbacks) at a time.
-    2. Stopping a feed waits for running callbacks; afterwards nothing of that feed is applied.
+    2. Stopping a feed waits for running callbacks; afterwards no transaction of it is applied.
     3. A restarted feed requests its mark again and keeps its consumer and filter; a new feed gets
        the consumer that subscribed last.
 """
@@ -43,7 +43,7 @@ class _PartitionFeed:
         return self._catch_up.applier.stopped is None and not self._is_over.is_set()
 
     async def run(self, mark: TransactionId | None) -> None:
-        """Apply transactions until stopped."""
+        """Apply transactions after `mark` (None: the end of the log) until the feed is stopped."""
         self.task = asyncio.current_task()
         try:
             if self._catch_up.applier.stopped is None:
@@ -53,10 +53,10 @@ class _PartitionFeed:
             self._is_over.set()
 
     async def stop(self) -> None:
-        """Stop, and wait for running callbacks (rule 2)."""
+        """Stop the feed, and wait for running callbacks (rule 2)."""
         text = f"the application has ended the feed of partition {self.partition.partition_id}"
         self._catch_up.applier.pause_for(errors.Unavailable(text))
-        if self.task is None:  # it does nothing any more: a client that closes starts no tasks
+        if self.task is None:  # a client that closes starts no tasks, so no transaction is applied
             self._data.clear()
         else:
             await self._is_over.wait()
@@ -89,16 +89,17 @@ class Subscriptions:
         self._data: dict[PartitionId, DataCache] = {}
         self.data_budget = DataBudget(DATA_BYTES_MAX)
         self._setting = asyncio.Lock()
-        self._set_count = 0  # of calls of `set_partitions`
+        self._set_count = 0  # the number of calls of `set_partitions`
 
     @property
     def partitions(self) -> tuple[int, ...]:
         """The partitions whose feed is applied now, in order."""
-        # NB: threads of the sync client look while the loop changes it; a copy is one step.
+        # NB: threads of the sync client read this while the loop changes it; `list` copies
+        # atomically.
         return tuple(sorted(int(each) for each in list(self._feeds) if self._has_feed(each)))
 
     async def subscribe(self, recipient: Recipient, partition_ids: Iterable[PartitionId]) -> None:
-        """Start the feeds of these partitions."""
+        """Start the feeds of these partitions; raises BadRequest if a feed is already running."""
         self._last = recipient
         number = self._set_count
         for partition_id in partition_ids:
@@ -110,7 +111,7 @@ class Subscriptions:
             await self._start(partition_id)
 
     async def set_partitions(self, partition_ids: Iterable[PartitionId]) -> None:
-        """Stop the feeds of all other partitions, then start these (rules 2 and 3)."""
+        """Stop the feeds of all other partitions, then start the feeds of these (rules 2 and 3)."""
         if self._last is None:
             raise errors.UsageError(
                 "cannot set partitions: the client has no callbacks yet. Hint: call "
@@ -151,7 +152,7 @@ class Subscriptions:
         return isinstance(feed, _Start) or (feed is not None and feed.is_applied)
 
     async def _start(self, partition_id: PartitionId) -> None:
-        """Start a feed; raises what `client_high_water_mark` raises."""
+        """Start a feed; raises any exception that `client_high_water_mark` raises."""
         await self._stop(partition_id)  # removes a feed that has ended by itself
         assert self._last is not None
         recipient = self._recipients.setdefault(partition_id, self._last)
@@ -172,7 +173,8 @@ class Subscriptions:
         feed = _PartitionFeed(partition, catch_up, data)
         self._feeds[partition_id] = feed
         if mark is not None:
-            # Immediately: a context that is submitted now must not claim the log's mark.
+            # The applier starts immediately: a context that is submitted now must not claim the
+            # log's mark.
             catch_up.applier.start(mark)
         self._spawn(feed.run(mark), "feed")
 

@@ -1,7 +1,7 @@
 """The client for threads: the asyncio client on one background loop, behind blocking calls.
 
-It is for applications, notebooks and Spark workers without an event loop. Every method calls
-`async_client.py` and adds no behavior.
+This client is for applications, notebooks and Spark workers without an event loop. Every method
+calls `async_client.py` and adds no behavior.
 
 Rules:
     1. One background thread runs the loop. The application's code never runs on it: contexts,
@@ -70,11 +70,11 @@ if TYPE_CHECKING:
     from waltz_core.client.stream.appends import ReportOrder
     from waltz_core.client.stream.outcome_tracker import BatchOutcome
 
-# Threads for `execute`; and threads for hooks and feeds, one for each that runs. The pools are
-# separate because a callback or a hook may wait for a context.
+# The maximum number of threads for `execute`, and the maximum for hooks and feeds (one thread for
+# each that runs). The pools are separate because a callback or a hook may wait for a context.
 WORKERS_MAX = 16
 APPLIERS_MAX = 256
-# Timeout for the last tasks on the loop to end.
+# Timeout for the tasks that are still on the loop when the client closes.
 CLOSE_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ ResultT = TypeVar("ResultT")
 
 
 class WaltzClient:
-    """A client of one cluster, for any number of threads.
+    """A client for one cluster, for any number of threads.
 
         with WaltzClient("zk1:2181/waltz/payments") as client:
             transaction_id = client.append(b"...", write_locks=[lock("account", 7)]).result()
@@ -125,7 +125,7 @@ class WaltzClient:
         client_id: int | None = None,
         partitions: Iterable[int] | None = None,
     ) -> Self:
-        """Open a client; equivalent to calling the class."""
+        """Open a client; equivalent to `WaltzClient(...)`."""
         return cls(connect, config, client_id=client_id, partitions=partitions)
 
     @classmethod
@@ -155,7 +155,7 @@ class WaltzClient:
 
     @classmethod
     def wrap(cls, opening: Callable[[], Opening[AsyncWaltzClient]]) -> Self:
-        """Open a client over any asyncio client; used by `memory.MemoryWaltz`."""
+        """Open a sync client over an asyncio client; `memory_waltz.MemoryWaltz` uses this."""
         made = cls.__new__(cls)
         made._begin(opening)
         return made
@@ -174,7 +174,7 @@ class WaltzClient:
         self._thread.start()
         self._workers = _Workers(WORKERS_MAX, thread_name_prefix="waltz-context")
         self._appliers = _Workers(APPLIERS_MAX, thread_name_prefix="waltz-callback")
-        self._running: set[Future[DeliveryProgress]] = set()  # callbacks
+        self._running: set[Future[DeliveryProgress]] = set()  # callbacks that are running
         self._applying = threading.local()  # the partition whose transaction this thread applies
 
         async def begin() -> AsyncWaltzClient:
@@ -187,11 +187,11 @@ class WaltzClient:
             raise
 
     def close(self) -> None:
-        """Wait for outcomes up to the request timeout, then close; may be called twice.
+        """Wait for outcomes up to the request timeout, then close the client; may be called twice.
 
-        It also waits for running callbacks, with the same timeout, so that a client that resumes
-        from the application's mark applies nothing twice. Called by a callback, it does not wait
-        for callbacks.
+        `close` also waits for running callbacks, with the same timeout. So a new client that
+        resumes from the application's mark applies no transaction twice. If a callback calls
+        `close`, it does not wait for callbacks.
         """
         self._check_process()
         with self._closing:
@@ -201,7 +201,7 @@ class WaltzClient:
                     self._wait(self._client.close())
                 finally:
                     self._end_threads()
-        # Without the lock: a callback may close the client, too.
+        # Outside the lock: a callback may close the client, too.
         self._await_callbacks()
 
     def __enter__(self) -> Self:
@@ -222,7 +222,7 @@ class WaltzClient:
     # --- the cluster
 
     def cluster(self) -> ClusterInfo:
-        """Return the cluster's name, key and partition count."""
+        """Return the name, the cluster key and the partition count of the cluster."""
         return self._client.cluster()
 
     @property
@@ -237,34 +237,34 @@ class WaltzClient:
 
     @property
     def has_pending(self) -> bool:
-        """Whether any append waits for its outcome."""
+        """Whether the client has appends without an outcome."""
         return self._client.has_pending
 
     def layout(self) -> ClusterLayout:
-        """Return cluster and partition owners as plain values, for `at` in other processes."""
+        """Return the cluster and its partition owners as plain values, for `at` elsewhere."""
         return self._client.layout()
 
     def add_owners(self, layout: ClusterLayout) -> None:
-        """Add newer partition owners to a client made by `at`."""
+        """Add newer partition owners to a client that was opened with `at`."""
         self._check_usable()
         directory = self._client.directory
         if isinstance(directory, FixedDirectory):
             self._schedule(lambda: self._loop.call_soon_threadsafe(directory.add_owners, layout))
 
     def high_water_mark(self, partition: int, *, linearizable: bool = False) -> TransactionId:
-        """Return the ID of the last committed transaction of a partition, -1 if it is empty."""
+        """Return a partition's high-water mark; see `AsyncWaltzClient.high_water_mark`."""
         return self._call(self._client.high_water_mark(partition, linearizable=linearizable))
 
     def high_water_marks(
         self, partitions: Iterable[int] | None = None, *, linearizable: bool = False
     ) -> dict[int, TransactionId]:
-        """Return the marks of many partitions (default: all), requested in parallel."""
+        """Return the high-water marks of partitions (default: all), requested in parallel."""
         return self._call(self._client.high_water_marks(partitions, linearizable=linearizable))
 
     def replicas(
         self, partition: int, *, linearizable: bool = False, group: int | None = None
     ) -> ReplicaSet:
-        """Return session, mark and replicas of a partition.
+        """Return the store session, the high-water mark and the readable replicas of a partition.
 
         `read_range` reads from replicas in `group` first [default: the client's setting].
         """
@@ -277,24 +277,24 @@ class WaltzClient:
         linearizable: bool = False,
         group: int | None = None,
     ) -> dict[int, ReplicaSet]:
-        """Return the `replicas` of many partitions (default: all), requested in parallel."""
+        """Return the `replicas` of several partitions (default: all), requested in parallel."""
         return self._call(
             self._client.replica_sets(partitions, linearizable=linearizable, group=group)
         )
 
     def has_legacy_server(self, partitions: Iterable[int] | None = None) -> bool:
-        """Return whether a 0.13 server owns any of these partitions (default: all) now."""
+        """Return whether a Waltz 0.13 server owns any of these partitions now (default: all)."""
         return self._call(self._client.has_legacy_server(partitions))
 
     def flush(self, partition: int) -> TransactionId:
-        """Wait until all earlier appends are final; return the partition's mark.
+        """Wait until all earlier appends are final; return the partition's high-water mark.
 
-        The mark covers those appends; see `AsyncWaltzClient.flush` for what it may lack.
+        The mark includes those appends; see `AsyncWaltzClient.flush` for what the mark may lack.
         """
         return self._call(self._client.flush(partition))
 
     def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:
-        """Mount partitions (default: all) now; return their marks as far as known."""
+        """Mount partitions (default: all) now; return their high-water marks, as far as known."""
         return self._call(self._client.mount(partitions))
 
     # --- writing
@@ -304,7 +304,7 @@ class WaltzClient:
         self._call(self._client.begin_sequences(sequences))
 
     def other_clients(self) -> set[int]:
-        """Return the client IDs of the claimed write's other tasks that earlier runs have begun."""
+        """Return the client IDs of those tasks of the claimed write that other runs have begun."""
         claim = self._client.claim
         assert claim is not None, "for clients with a claim"
         return self._call(claim.other_clients())
@@ -358,9 +358,9 @@ class WaltzClient:
         )
 
     def submit(self, context: TransactionContext) -> "Future[TransactionId | None]":
-        """Run a context; return a future of its transaction ID, None if `execute` returned False.
+        """Run a context; return a future of its transaction ID (None if `execute` returned False).
 
-        `execute` and the hooks run on worker threads; the first attempt is made before this
+        `execute` and the hooks run on worker threads. `submit` makes the first attempt before it
         returns.
         """
         runnable = _ThreadContext(context, self._workers, self._appliers)
@@ -375,7 +375,7 @@ class WaltzClient:
         *,
         headers: Iterable[int] | None = None,
     ) -> None:
-        """Apply the feed of partitions (default: all) to the callbacks until closed.
+        """Apply the feeds of partitions (default: all) to `callbacks` until the client is closed.
 
         `headers` filters the feed; see `AsyncWaltzClient.subscribe`.
         """
@@ -390,11 +390,11 @@ class WaltzClient:
 
     @property
     def partitions(self) -> tuple[int, ...]:
-        """The partitions whose feed is applied now; ended feeds are not included."""
+        """The partitions whose feeds are applied now, without those whose feed has ended."""
         return self._client.partitions
 
     def set_partitions(self, partitions: Iterable[int]) -> None:
-        """Apply the feeds of exactly these; see `AsyncWaltzClient.set_partitions`."""
+        """Apply the feeds of exactly these partitions; see `AsyncWaltzClient.set_partitions`."""
         applying = getattr(self._applying, "partition_id", None)
         if applying is not None:
             raise self_wait_error(applying)
@@ -413,7 +413,7 @@ class WaltzClient:
         bytes_max: int | None = None,
         replicas: ReplicaSet | None = None,
     ) -> Generator[RangeChunk, None, None]:
-        """Yield the committed transactions first..last in checked chunks, dense and in order."""
+        """Yield the committed transactions first..last in verified, gapless chunks, in order."""
         chunks = SteppedChunks(
             self._client.read_range(
                 partition,
@@ -446,15 +446,15 @@ class WaltzClient:
     ) -> ArrowReader:
         """Return a `pyarrow.RecordBatchReader` of the committed transactions start..stop-1.
 
-        It reads one partition after the other (default: all), while the consumer reads. `start` and
-        `stop` are IDs, or IDs by partition (default: all that is available now). Columns of
-        `schema` (default: the log's) that the log does not have are unpacked from the payloads,
-        strictly; `data_format` is "msgpack", "json", or a serializer `Avro` or `Protobuf`. Raises
-        DataLoss for an ID after the end of the log, BeforeLogStart for an expired one.
+        It reads one partition after another (default: all), while its consumer reads. `start` and
+        `stop` are IDs, or IDs by partition (default: all that is available now). `schema` names the
+        columns (default: the log's). Columns that the log does not have are unpacked strictly from
+        payloads; `data_format` is "msgpack", "json", or a serializer `Avro` or `Protobuf`. Raises
+        DataLoss for an ID after the end of the log, and BeforeLogStart for an expired ID.
         """
         wanted = [int(partition)] if isinstance(partition, SupportsIndex) else partition
         columns = ScanColumns(schema, data_format, has_keys=self._client.has_keys)
-        # A server that has just lost a partition may have a lower mark than a given ID.
+        # A server that has just lost a partition may return a mark below a given ID.
         is_given = start is not None or stop is not None
         sources = self.replica_sets(wanted, linearizable=is_given)
         return open_scan(self, spans_of(sources, start, stop), sources, columns)
@@ -472,7 +472,7 @@ class WaltzClient:
     def _call_future(
         self, call: "Coroutine[Any, Any, asyncio.Future[ResultT]]"
     ) -> "Future[ResultT]":
-        """Wait for space in the window; return the outcome's future for threads."""
+        """Start an append and wait for space in the window; return the future of its outcome."""
         outcome: Future[ResultT] = ThreadOutcome(self._client.pending_reason)
         # An append on its way to the log cannot be cancelled.
         outcome.set_running_or_notify_cancel()
@@ -487,7 +487,7 @@ class WaltzClient:
         try:
             self._call(begin())
         except errors.UsageError:
-            call.close()  # it may not have started
+            call.close()  # the coroutine may not have started
             raise
         return outcome
 
@@ -501,12 +501,12 @@ class WaltzClient:
             return outcome.result()
         except CancelledError:  # only the end of the loop's thread cancels (`_end_threads`)
             raise errors.UsageError(_CLOSED) from None
-        except (KeyboardInterrupt, SystemExit):  # raised by a signal handler; the caller is gone
+        except (KeyboardInterrupt, SystemExit):  # raised by a signal handler
             outcome.cancel()
             raise
 
     def _schedule(self, give: Callable[[], ResultT]) -> ResultT:
-        """Schedule a call on the loop; raises UsageError once it accepts no more (rule 4)."""
+        """Schedule a call on the loop; raises UsageError once no calls are accepted (rule 4)."""
         with self._handing_over:
             try:
                 if self._takes_calls:
@@ -540,8 +540,8 @@ class WaltzClient:
             self._takes_calls = False
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        # Cancels requests for which threads still wait, such as data for a callback. A thread may
-        # make another request while the last ones end, hence the loop.
+        # Cancel requests for which threads still wait, such as data for a callback. A thread may
+        # make another request while the cancelled requests end, hence the loop.
         end_s = time.monotonic() + CLOSE_TIMEOUT_S
         while (left := asyncio.all_tasks(self._loop)) and time.monotonic() < end_s:
             for task in left:
@@ -560,8 +560,8 @@ class WaltzClient:
 class _Workers(ThreadPoolExecutor):
     """Threads for the application's code.
 
-    When the interpreter exits, an open client runs until its own thread ends, but worker threads
-    accept no more calls: these are cancelled, as in a closed client.
+    When the interpreter exits, an open client continues until its own thread ends, but worker
+    threads accept no more calls. Such calls are cancelled, as in a closed client.
     """
 
     is_ended = False
@@ -630,12 +630,12 @@ class _ThreadContext:
     async def call(self, hook: str, *args: object) -> None:
         method = getattr(self._context, hook)
         if getattr(type(self._context), hook) is getattr(TransactionContext, hook):
-            return  # not overridden
+            return  # the hook is not overridden
         await _on_thread(self._hook_workers, method, *args)
 
 
 class _ThreadConsumer:
-    """Passes transactions to `Callbacks` on worker threads, several consecutive ones per call."""
+    """Passes transactions to `Callbacks` on worker threads, several of them in one thread call."""
 
     is_batched = False
 
@@ -688,7 +688,7 @@ class _ThreadConsumer:
     async def _apply_on_thread(
         self, partition_id: PartitionId, apply: Callable[[], DeliveryProgress]
     ) -> DeliveryProgress:
-        """Run callbacks on a thread that `close` waits for."""
+        """Run callbacks on a worker thread; `close` waits until they have returned."""
 
         def run() -> DeliveryProgress:
             self._applying.partition_id = partition_id
@@ -710,7 +710,7 @@ class _ThreadConsumer:
 
 
 class _BatchConsumer(_ThreadConsumer):
-    """Passes transactions to `BatchCallbacks` on worker threads, a batch at a time."""
+    """Passes batches of transactions to `BatchCallbacks` on worker threads."""
 
     is_batched = True
 
@@ -752,7 +752,7 @@ class _BatchConsumer(_ThreadConsumer):
 async def _on_thread(
     workers: ThreadPoolExecutor, call: Callable[..., ResultT], *args: object
 ) -> ResultT:
-    """Run the application's code; convert exceptions that would end the client's loop."""
+    """Run the application's code on a thread; convert exceptions that would end the loop."""
 
     def run() -> ResultT:
         try:
@@ -767,7 +767,7 @@ async def _on_thread(
 
 
 def _check_plain(name: str, result: object) -> None:
-    """Reject the coroutine of an async function: none of its code has run."""
+    """Raise UsageError for the coroutine of an async function: none of its code has run."""
     if inspect.iscoroutine(result):
         result.close()
         raise errors.UsageError(
@@ -777,8 +777,8 @@ def _check_plain(name: str, result: object) -> None:
 
 
 def _error_of_thread(error: BaseException) -> Exception:
-    """Return the exception to raise for the application's: `sys.exit` on a thread has no effect."""
-    # A future does not accept these: the waiting task would wait forever or appear cancelled.
+    """Return the exception to raise in place of the one that the application raised on a thread."""
+    # A future does not accept these exceptions: its task would wait forever or appear cancelled.
     if isinstance(error, StopIteration | CancelledError):
         return RuntimeError(f"the application raised {error!r}")
     if isinstance(error, Exception):

@@ -8,7 +8,7 @@ ResultT = TypeVar("ResultT")
 
 
 class ThreadOutcome(Future[ResultT]):
-    """A future; `pending_reason` returns why there is no outcome yet, on any thread."""
+    """A future of an append; `pending_reason`, called on any thread, explains a missing outcome."""
 
     def __init__(self, pending_reason: Callable[[], str]) -> None:
         super().__init__()

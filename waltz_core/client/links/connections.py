@@ -5,11 +5,11 @@ receiver, by request ID and partition.
 
 Rules:
     1. A request that is not an append has a negative sequence number, so that its answer is never
-       taken for that of a row. Streams use numbers down to `CONTROL_SEQUENCE_MIN`; this file uses
-       lower ones.
+       mistaken for the answer to a row. Streams use numbers down to `CONTROL_SEQUENCE_MIN`; this
+       file uses lower ones.
     2. Each wait for an answer has a timeout, and fails when the connection breaks.
     3. Callers that need a connection to the same address share one attempt to connect. If the
-       caller that has started it is cancelled, one of the waiting callers starts another one.
+       caller that started the attempt is cancelled, one of the waiting callers starts another one.
     4. Large answers have a connection of their own. Otherwise a range in transit would delay every
        message after it, and a server reads no appends from a client that does not read its answers.
        Each of the two connections is opened when it is first needed (docs/decisions/014).
@@ -46,18 +46,18 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-_DIAL = 0  # connections are counted from 1 on
+_DIAL = 0  # the number of a dial: connections are counted from 1
 
 MessageCallback = Callable[[int, ClientMessage], None]
 LostCallback = Callable[[int, str], None]
 IsWaiting = Callable[[], bool]
-# Finds out if a link's server still owns the partition at the generation at which it was mounted.
+# Checks whether the server still owns the partition at the generation of the mount.
 ProveCallback = Callable[[Callable[[bool], None]], None]
-_Key = tuple[str, bool]  # the server's address, and whether it is for large answers
+_Key = tuple[str, bool]  # the server's address, and whether it is the connection for large answers
 
 
 class _Stream(NamedTuple):
-    """The receiver of a partition's messages."""
+    """The receiver of one partition's messages."""
 
     on_message: MessageCallback
     on_lost: LostCallback
@@ -65,7 +65,7 @@ class _Stream(NamedTuple):
 
 
 class ServerLink:
-    """One connection to one server: streams of partitions, and requests."""
+    """One connection to one server, with the streams of partitions and with requests."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class ServerLink:
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be sent any more."""
+        """Whether the connection can send no more messages."""
         return self._link.is_closed
 
     @property
@@ -100,17 +100,17 @@ class ServerLink:
 
     @property
     def supports_pipelining(self) -> bool:
-        """Whether the server knows pipelined dependent appends."""
+        """Whether the server supports pipelined dependent appends."""
         return (self._link.version or 0) >= AppendFollowing.since
 
     @property
     def supports_registry(self) -> bool:
-        """Whether the server carries out operations on the registry of writes."""
+        """Whether the server carries out operations on the registry of exactly-once writes."""
         return (self._link.version or 0) >= RegistryRequest.since
 
     @property
     def issues_client_ids(self) -> bool:
-        """Whether the server issues client IDs, and reads back the rows of one."""
+        """Whether the server issues client IDs, and reads back the rows of one client ID."""
         return (self._link.version or 0) >= ClientIdRequest.since
 
     def attach(
@@ -121,25 +121,25 @@ class ServerLink:
         is_waiting: IsWaiting,
         prove: ProveCallback,
     ) -> None:
-        """Pass messages that do not answer a `request` to the partition's stream from now on.
+        """Pass messages of a partition to its stream from now on, except answers to a `request`.
 
-        `prove` finds out whether the server owns the partition now; only for a 0.13 server.
+        `prove` checks whether the server owns the partition now; it is used only for a 0.13 server.
         """
         self._streams[partition_id] = _Stream(on_message, on_lost, prove)
         self._used_by[partition_id] = is_waiting
 
     def leave(self, partition_id: int) -> None:
-        """The partition's stream uses another link now; late answers still reach it."""
+        """The partition's stream uses another link now; late answers on this link reach it."""
         self._used_by.pop(partition_id, None)
         self._close_if_unused()
 
     def detach(self, partition_id: int) -> None:
-        """The partition's stream has ended."""
+        """The partition's stream has ended: pass no more messages to it."""
         self._streams.pop(partition_id, None)
         self.leave(partition_id)
 
     def retire(self, close_after_s: float) -> None:
-        """Close it when all streams have left it and late answers had time to arrive."""
+        """Close the connection after all streams have left it and late answers could arrive."""
         self._close_after_s = close_after_s
         self._close_if_unused()
 
@@ -149,7 +149,7 @@ class ServerLink:
             loop.call_later(self._close_after_s, self._link.close, "replaced by a newer connection")
 
     def send(self, message: ClientMessage) -> None:
-        """Send a message of a stream; a closed connection calls `on_lost`."""
+        """Send a message of a stream; a closed connection calls the stream's `on_lost`."""
         if self._legacy_server is None:
             self._link.send(message)
         else:
@@ -198,7 +198,7 @@ class ServerLink:
             stream.prove(answer)
 
     def close(self, reason: str) -> None:
-        """Close the connection once the unsent messages are sent."""
+        """Close the connection when all unsent messages are sent."""
         self._link.close(reason)
 
     async def wait_closed(self) -> None:
@@ -217,7 +217,7 @@ class ServerLink:
 
 
 class ServerLinks:
-    """The connections of one client, by the server's address and purpose."""
+    """The connections of one client, by server address and purpose."""
 
     def __init__(
         self,
@@ -243,8 +243,8 @@ class ServerLinks:
     ) -> ServerLink:
         """Return an open connection to a server that is not in `excluded`; dial if there is none.
 
-        `is_bulk`: the one for large answers (rule 4).
-        Raises Unreachable, or RemoteProtocolError if the peer speaks another protocol.
+        With `is_bulk`, this is the connection for large answers (rule 4). Raises Unreachable, or
+        RemoteProtocolError if the peer uses another protocol.
         """
         key = (address, is_bulk)
         while True:
@@ -257,7 +257,8 @@ class ServerLinks:
             under_way = self._dialing.get(key)
             if under_way is None:
                 return await self._dial_for_all(key)
-            # NB: to await a future is to cancel it when one is cancelled; `wait` leaves it alone.
+            # NB: if a task that awaits a future is cancelled, the future is cancelled, too; `wait`
+            # prevents this.
             await asyncio.wait([under_way])
             if not under_way.cancelled():
                 under_way.result()
@@ -282,12 +283,12 @@ class ServerLinks:
             overdue.cancel()
             self._silent_servers.on_wait_ended(
                 key[0], _DIAL, "the attempt to connect was cancelled"
-            )  # if not reported above
+            )  # if it was not reported above
             del self._dialing[key]
-            outcome.cancel()  # unless it is done: the dial was cancelled
+            outcome.cancel()  # no effect if it is done; otherwise the dial was cancelled
 
     def _watch_dial(self, address: str) -> asyncio.TimerHandle:
-        """Report a server that has sent no greeting in time (rule 6); cancel it when it has."""
+        """Report a server that sends no greeting in time (rule 6); the caller cancels the timer."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         return loop.call_later(
@@ -296,7 +297,7 @@ class ServerLinks:
         )
 
     async def dial_unshared(self, address: str) -> net.Link:
-        """Return a connection that is not shared; the caller closes it.
+        """Return a connection that is not shared; the caller must close it.
 
         Raises Unreachable, or RemoteProtocolError.
         """
@@ -330,7 +331,7 @@ class ServerLinks:
         return made
 
     async def close(self, reason: str) -> None:
-        """Close all of them."""
+        """Close all connections, and wait until they are closed."""
         self._is_closed = True
         links = list(self._open.values())
         for link in links:

@@ -1,8 +1,8 @@
-"""The directory of partitions: the server that owns each, its address and the generation.
+"""The directory of partitions: the owner of each partition, its address and the generation.
 
 A service reads ZooKeeper and watches it. A Spark executor gets the owners from the driver (a
-*fixed* directory), and reads ZooKeeper only when they may be outdated. For the rest of the client,
-both are the same.
+*fixed* directory), and reads ZooKeeper only when they may be outdated. The rest of the client uses
+both directories in the same way.
 
 Rules:
     1. Owners are used only when assignment and live servers agree.
@@ -17,8 +17,8 @@ Rules:
        Each change creates a new mapping, since another thread may iterate over the old one.
     7. A query after `close` fails and opens no session.
     8. If the cluster's nodes disappear after `open`, an operator may be rebuilding them, so this
-       counts as an outage of ZooKeeper. The owners are used again only when the key proves that it
-       is the same cluster.
+       counts as an outage of ZooKeeper. The owners are used again only when the cluster key proves
+       that it is the same cluster.
     9. If a node cannot be decoded after `open`, this counts as an outage, too, so that streams and
        feeds continue when it is repaired.
 """
@@ -54,7 +54,7 @@ class ClusterInfo(NamedTuple):
 
 
 class Owner(NamedTuple):
-    """The server of one partition."""
+    """The server that owns one partition: its address, and the generation of its ownership."""
 
     address: str
     generation: Generation
@@ -64,7 +64,7 @@ class Owner(NamedTuple):
 class ClusterLayout:
     """The known owners as plain values, for processes that do not read ZooKeeper.
 
-    `owners` has the server's address and the generation of each partition that has an owner.
+    `owners` has the address of the server and the generation, for each partition with an owner.
     """
 
     connect: str
@@ -72,7 +72,7 @@ class ClusterLayout:
     owners: dict[int, tuple[str, int]]
 
     def for_partition(self, partition: int) -> "ClusterLayout":
-        """Return the layout with the owner of one partition only."""
+        """Return this layout with the owner of only one partition."""
         owners = {partition: self.owners[partition]} if partition in self.owners else {}
         return ClusterLayout(self.connect, self.cluster, owners)
 
@@ -85,41 +85,41 @@ class Directory(Protocol):
 
     @property
     def cluster(self) -> ClusterInfo:
-        """The cluster; known once `open` has returned."""
+        """The constants of the cluster; known once `open` has returned."""
 
     async def open(self, changed: OwnersChanged) -> None:
-        """Open it; `changed` is called from now on."""
+        """Open the directory; from now on it calls `changed` after each change of owners."""
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
-        """The known owners."""
+        """The known owners, by partition."""
 
     async def run(self) -> None:
-        """Follow changes until cancelled."""
+        """Follow changes of the assignment until cancelled."""
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
-        """Return the partition's server; raises NotOwned while there is none.
+        """Return the owner of a partition; raises NotOwned while the partition has no owner.
 
-        `after_failure`: the owner that was returned before did not work.
+        With `after_failure`, the owner that was returned before has failed.
         """
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
         """Return the owner in ZooKeeper, read after this call began.
 
-        Raises NotOwned while there is none, or while the assignment is being rebuilt.
+        Raises NotOwned while the partition has no owner, or while the assignment is being rebuilt.
         """
 
     def mark_suspect(self) -> None:
-        """Mark the owners suspect: a server is silent, so its partitions may have moved."""
+        """Mark the owners as suspect: a server is silent, so its partitions may have moved."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
-        """Return the groups of storages, at least those of `storages` that have one."""
+        """Return storage groups by address, at least for those of `storages` that have a group."""
 
     async def next_client_id(self) -> int:
         """Allocate a client ID that was never used before."""
 
     async def close(self) -> None:
-        """Close it."""
+        """Close the directory."""
 
 
 class ZooKeeperDirectory:
@@ -146,7 +146,7 @@ class ZooKeeperDirectory:
 
     @classmethod
     def from_config(cls, connect: str, config: ClientConfig) -> Self:
-        """Return the directory of a client with these settings; raises BadConfig for the string."""
+        """Return the directory for a client; raises BadConfig for an invalid connect string."""
         return cls(
             connect,
             connect_timeout_ms=config.zookeeper_connect_timeout_ms,
@@ -160,12 +160,12 @@ class ZooKeeperDirectory:
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
-        """The owners as of the last settled view."""
+        """The owners when assignment and live servers last agreed."""
         return self._owners
 
     @property
     def coordinator(self) -> Coordinator:
-        """The session with ZooKeeper; raises UsageError when it is closed (rule 7)."""
+        """The session with ZooKeeper; raises UsageError if the directory is closed (rule 7)."""
         if self._coordinator is None:
             raise errors.UsageError(_CLOSED)
         return self._coordinator
@@ -173,7 +173,7 @@ class ZooKeeperDirectory:
     async def open(self, changed: OwnersChanged) -> None:
         """Connect and read the cluster; raises CoordinatorUnavailable or BadConfig."""
         self._changed = changed
-        self._owners, self._groups = {}, {}  # those of an earlier session
+        self._owners, self._groups = {}, {}  # remove those of an earlier session
         self._cluster, self._was_missing = None, False
         if self._coordinator is None:
             self._coordinator = await zookeeper_session.connect(
@@ -206,15 +206,15 @@ class ZooKeeperDirectory:
             raise self._missing_cluster_error(error) from error
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
-        """Return the partition's server; raises NotOwned while there is none."""
+        """Return the owner of a partition; raises NotOwned while the partition has no owner."""
         if after_failure or partition_id not in self._owners:
             # The watch may be late, as it always is after a server has died.
             await self._refresh()
         found = self._owners.get(partition_id)
         if found is None:
             raise errors.NotOwned(
-                f"partition {partition_id} of {self.coordinator.where} has no owner: no live "
-                "server owns it"
+                f"partition {partition_id} of {self.coordinator.where} has no owner: no running "
+                "server is assigned to it"
             )
         return found
 
@@ -224,16 +224,16 @@ class ZooKeeperDirectory:
         found = _owners_in(servers).get(partition_id) if servers.is_settled else None
         if found is None:
             raise errors.NotOwned(
-                f"partition {partition_id} of {self.coordinator.where} has no owner yet: ZooKeeper "
-                "assigns it to no server, or to one that is not live"
+                f"partition {partition_id} of {self.coordinator.where} has no owner yet: "
+                "ZooKeeper assigns it to no server, or to one that does not run"
             )
         return found
 
     def mark_suspect(self) -> None:
-        """Do nothing: the watch reports every move."""
+        """Do nothing: the ZooKeeper watch reports every move."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
-        """Return the groups of storages (rule 5)."""
+        """Return the groups of storages by address (rule 5)."""
         if not all(each in self._groups for each in storages):
             found = await self._with_timeout(self.coordinator.read_groups())
             self._groups = {str(each): group for each, group in found.groups.items()}
@@ -250,9 +250,10 @@ class ZooKeeperDirectory:
             await coordinator.close()
 
     async def _refresh(self) -> None:
-        """Read the servers; callers that need them meanwhile share the answer (rule 4)."""
+        """Read the servers; callers that need them in the meantime share the answer (rule 4)."""
         while (under_way := self._refreshing) is not None:
-            # NB: to await a future is to cancel it when one is cancelled; `wait` leaves it alone.
+            # NB: if a task that awaits a future is cancelled, the future is cancelled, too; `wait`
+            # prevents this.
             await asyncio.wait([under_way])
             if not under_way.cancelled():
                 return under_way.result()
@@ -270,7 +271,7 @@ class ZooKeeperDirectory:
             raise
         finally:
             self._refreshing = None
-            outcome.cancel()  # unless it is done: the query was cancelled
+            outcome.cancel()  # no effect if it is done; otherwise the query was cancelled
 
     async def _with_timeout(self, answer: Awaitable[T]) -> T:
         try:
@@ -297,7 +298,9 @@ class ZooKeeperDirectory:
     ) -> errors.CoordinatorUnavailable:
         """Return the error for a cluster that existed when the directory was opened (rule 8)."""
         self._was_missing = True
-        return errors.CoordinatorUnavailable(f"ZooKeeper has no such cluster: {error}")
+        return errors.CoordinatorUnavailable(
+            f"the cluster of this client does not exist any more: {error}"
+        )
 
     async def _check_same(self) -> None:
         """Check the key of a cluster that was missing; raises ClusterKeyMismatch (rule 8)."""
@@ -317,7 +320,7 @@ class ZooKeeperDirectory:
 
 
 class FixedDirectory:
-    """The directory of a process that got the owners from another one (rule 3)."""
+    """The directory of a process that got the owners from another process (rule 3)."""
 
     def __init__(
         self,
@@ -343,7 +346,7 @@ class FixedDirectory:
 
     @classmethod
     def from_config(cls, layout: ClusterLayout, config: ClientConfig) -> Self:
-        """Return the directory of a client with these settings."""
+        """Return the directory for a client with these settings."""
         return cls(
             layout,
             connect_timeout_ms=config.zookeeper_connect_timeout_ms,
@@ -351,7 +354,7 @@ class FixedDirectory:
         )
 
     def add_owners(self, layout: ClusterLayout) -> None:
-        """Accept the owners that are newer."""
+        """Accept those owners of a layout that are newer than the known ones."""
         answers = {
             PartitionId(partition): Owner(address, Generation(generation))
             for partition, (address, generation) in layout.owners.items()
@@ -360,20 +363,20 @@ class FixedDirectory:
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
-        """The owners as they were passed, or read since."""
+        """The owners that were passed to this directory, or read from ZooKeeper since."""
         return self._known_owners
 
     @property
     def cluster(self) -> ClusterInfo:
-        """The cluster as it was passed."""
+        """The constants of the cluster that were passed to this directory."""
         return self._cluster
 
     async def open(self, changed: OwnersChanged) -> None:
-        """Note `changed`; no session is opened yet."""
+        """Store `changed`; no session with ZooKeeper is opened yet."""
         self._changed = changed
 
     async def run(self) -> None:
-        """Watch nothing until there is a reason; then follow changes until cancelled (rule 3)."""
+        """Wait until an owner is suspect, then follow changes until cancelled (rule 3)."""
         await self._is_suspect.wait()
         if not self._is_open:
             self._is_suspect.clear()  # If ZooKeeper is unavailable, `mark_suspect` may set it.
@@ -385,7 +388,7 @@ class FixedDirectory:
         self._is_suspect.set()
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
-        """Return the known server, or read ZooKeeper if it has failed."""
+        """Return the known owner; after a failure, read ZooKeeper."""
         owner = self._known_owners.get(partition_id)
         if owner is not None and not after_failure:
             return owner
@@ -398,7 +401,7 @@ class FixedDirectory:
         return await self._fallback.owner_now(partition_id)
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
-        """Return the groups of storages, from ZooKeeper."""
+        """Return the groups of storages from ZooKeeper."""
         await self._wait_for_session()
         return await self._fallback.groups(storages)
 
@@ -437,7 +440,8 @@ class FixedDirectory:
         key = self._fallback.cluster.key
         if key != self._cluster.key:
             where = self._fallback.coordinator.where
-            # Closed again, so that no later query is answered from the wrong cluster.
+            # The session is closed again, so that no later query is answered from the wrong
+            # cluster.
             await self._fallback.close()
             raise _other_cluster_error(self._cluster.key, key, where)
         self._is_open = True
@@ -445,12 +449,12 @@ class FixedDirectory:
         self._accept_owners(self._fallback.owners)
 
     def _accept_owners(self, owners: Mapping[PartitionId, Owner]) -> None:
-        """Accept owners from ZooKeeper, once it is known to be the same cluster."""
+        """Accept owners from ZooKeeper once it is known to have the same cluster."""
         if self._is_open:
             self._update_owners(owners, ahead=0)
 
     def _update_owners(self, owners: Mapping[PartitionId, Owner], *, ahead: int) -> None:
-        """Accept owners whose generation is at least `ahead` above the known one."""
+        """Accept owners with a generation at least `ahead` above the known generation."""
         known = self._known_owners
         new_owners = {
             each: owner

@@ -21,12 +21,12 @@ from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.directory import Directory
 from waltz_core.wire.messages import ClientIdRequest, ClientIdResponse
 
-# Requests without appends need no client id (docs/design/wire-format.md 2.1).
+# Requests without appends need no client ID (docs/design/wire-format.md 2.1).
 _NO_CLIENT_ID = -1
 
 
 class ClientIdentities:
-    """See the module's rules; `given` is the ID that the application keeps."""
+    """Finds the client ID (see the module's rules); `given` is the application's own ID."""
 
     def __init__(
         self,
@@ -43,23 +43,22 @@ class ClientIdentities:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def set_identity(self, identity: ClientIdentity) -> None:
-        """Use this ID, and never another one."""
+        """Use this client ID, and never another one."""
         self.current = self._given = identity
 
     async def get(
         self, link: ServerLink, *, instead_of: int, is_used_up: bool = False
     ) -> ClientIdentity:
-        """Return an ID for a mount on this connection, other than `instead_of`.
+        """Return a client ID for a mount on this connection, other than `instead_of`.
 
-        `is_used_up`: that one has no sequence numbers left; otherwise a server has denied it.
-
-        Raises the error of the server or of ZooKeeper; ClientIdDenied by rule 3.
+        With `is_used_up`, `instead_of` has no sequence numbers left; otherwise a server has denied
+        it. Raises the errors of the server or of ZooKeeper, and ClientIdDenied by rule 3.
         """
         is_given = self._given is not None and self._given.client_id == instead_of
         if is_given and not is_used_up:
             raise errors.ClientIdDenied(
-                f"the server at {link.address} rejects client ID {instead_of}, which was "
-                "passed to this client: the ID does not belong to the client's principal"
+                f"argument client_id: the server at {link.address} rejects ID {instead_of}, "
+                "because it does not belong to the principal of this client"
             )
         async with self._locks[link.address]:  # rule 4
             if self._is_usable(instead_of):
@@ -99,7 +98,7 @@ class ClientIdentities:
 
 
 class ClientIdentitiesInMemory(ClientIdentities):
-    """Takes IDs from the directory: for clusters in memory."""
+    """Allocates client IDs from the directory, for clusters in memory."""
 
     async def _issue(self, link: ServerLink) -> ClientIdentity:
         return ClientIdentity(await self._directory.next_client_id())

@@ -19,12 +19,12 @@ from waltz_core.records.record import PartitionId
 from waltz_core.transport import net
 from waltz_core.wire.messages import ClientMessage
 
-# Finds out whether the server still owns a partition, and calls back.
+# Checks whether the server still owns a partition, and calls back with the result.
 Prove = Callable[[PartitionId, Callable[[bool], None]], None]
 
 
 class LegacyServer:
-    """Translates for all streams of a connection; `deliver` receives the streams' messages."""
+    """The translator for all streams of one connection; `deliver` receives messages for streams."""
 
     def __init__(
         self, link: net.Link, deliver: Callable[[ClientMessage], None], prove: Prove
@@ -41,15 +41,15 @@ class LegacyServer:
         )
 
     def send(self, message: ClientMessage) -> None:
-        """Send a message of a stream."""
+        """Translate and send a message of a stream."""
         self._driver.post(SendToLegacyServer(message))
 
     def on_received(self, received: Sequence[ClientMessage]) -> None:
-        """Process messages from the server that answer no request."""
+        """Process messages from the server that are not answers to requests."""
         self._driver.post(ReceivedFromLegacyServer(received))
 
     def stop(self) -> None:
-        """Do nothing more: the connection is closed."""
+        """Stop the state machine: the connection is closed."""
         self._driver.stop()
 
     def _perform(self, effect: legacy_server_stream.Effect) -> None:

@@ -1,7 +1,7 @@
-"""Logs an outage that continues: soon after it began, then once in `LOG_INTERVAL_S`.
+"""Logs an outage that continues: soon after it began, then once in `LOG_INTERVAL_S` seconds.
 
 A feed survives any outage by trying again. An operator must see the outage, without a log line for
-every attempt. Stream, catch-up and applier each report a part of it.
+every attempt. Stream, catch-up and applier each report their own part of the outage.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from waltz_core.records.record import PartitionId
 
 _log = logging.getLogger(__name__)
 
-# A moving partition has no server for some seconds; that is not worth a log line.
+# A moving partition has no server for some seconds; such a short outage is not logged.
 LOG_AFTER_S = 10.0
 LOG_INTERVAL_S = 60.0
 
@@ -19,8 +19,8 @@ LOG_INTERVAL_S = 60.0
 class OutageLog:
     """The outages of one part of a partition's feed; `what` names the part in the log.
 
-    `log_after_s` is how long an outage may last before it is logged: 0 if the caller has tried for
-    a long time already.
+    An outage is logged only after `log_after_s` seconds: 0 if the caller has already tried for a
+    long time.
     """
 
     def __init__(self, partition_id: PartitionId, what: str, *, log_after_s: float = 0.0) -> None:
@@ -31,7 +31,7 @@ class OutageLog:
         self._logged_s: float | None = None
 
     def note_failure(self, reason: object) -> None:
-        """Another attempt has failed."""
+        """Note that another attempt has failed; log the outage if a log line is due."""
         now_s = asyncio.get_running_loop().time()
         if self._since_s is None:
             self._since_s = now_s
@@ -50,7 +50,7 @@ class OutageLog:
         )
 
     def note_success(self) -> None:
-        """An attempt has succeeded."""
+        """Note that an attempt has succeeded; log the end of an outage that was logged."""
         if self._logged_s is not None:
             _log.info("feed.resumed partition=%d with=%s", self._partition_id, self._what)
         self._since_s = self._logged_s = None

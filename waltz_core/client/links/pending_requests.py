@@ -1,4 +1,4 @@
-"""The requests of one connection that wait for their answer."""
+"""The requests on one connection that wait for their answers."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 
 
 class PendingRequests:
-    """Sends requests and finds each answer by its request ID (`connections.py`, rules 1 and 2)."""
+    """Sends requests, and finds each answer by its request ID (`connections.py`, rules 1 and 2)."""
 
     def __init__(self, link: net.Link) -> None:
         self._link = link
@@ -38,7 +38,7 @@ class PendingRequests:
     ) -> AnswerT:
         """Send a request and return its answer.
 
-        Raises the error that the server answers, Unreachable if it does not answer in time,
+        Raises the error that the server returns, Unreachable if it does not answer in time, and
         RemoteProtocolError if it answers with another kind of message.
         """
         link = self._link
@@ -74,7 +74,7 @@ class PendingRequests:
         return message
 
     def try_complete(self, message: ClientMessage) -> bool:
-        """Hand a message to the caller that waits for it; return whether there is one."""
+        """Pass an answer to the caller that waits for it; return False if no caller does."""
         future = self._waiting.pop(message.req_id, None)
         if future is None:
             return False
@@ -83,7 +83,7 @@ class PendingRequests:
         return True
 
     def fail(self, reason: str) -> None:
-        """End all waits with Unreachable: the connection is closed."""
+        """Fail all pending requests with Unreachable, because the connection is closed."""
         waiting, self._waiting = list(self._waiting.values()), {}
         for future in waiting:
             if not future.done():

@@ -1,7 +1,7 @@
 """Logs servers that do not answer: once when the silence begins, and once when it ends.
 
-A client has two connections to a server, and connects to it repeatedly. But a silence has one log
-line, with the server's address.
+A client has up to two connections to a server, and connects to it repeatedly. But one silence of a
+server has only one log line, with the server's address.
 """
 
 import asyncio
@@ -13,13 +13,14 @@ from waltz_core.client.links.outage_log import LOG_INTERVAL_S
 
 _log = logging.getLogger(__name__)
 
-# A quarter of the time after which ZooKeeper ends a server's session; detected within twice this.
+# Seconds. This is a quarter of the time after which ZooKeeper ends a server's session; a silence is
+# detected within twice this time.
 SILENT_S = 1.0
 
 
 @dataclass(slots=True)
 class _SilentServer:
-    """The silence of one server: its silent connections, and whether it was logged."""
+    """The silence of one server: its silent connections, and whether the silence was logged."""
 
     connections: set[int] = field(default_factory=set)
     since_s: float = 0.0
@@ -28,11 +29,12 @@ class _SilentServer:
 
 
 class SilentServers:
-    """The silent servers of one client, by address; connections have numbers.
+    """The silent servers of one client, by address; each connection has a number.
 
-    `mark_suspect` makes the directory read ZooKeeper: the server's partitions may have moved. A
-    server that falls silent repeatedly is logged once in `LOG_INTERVAL_S` at most. Without it
-    (None) nothing is logged: the doctor reports servers that do not answer as findings.
+    `mark_suspect` makes the directory read ZooKeeper, because the server's partitions may have
+    moved. If it is None, no silence is logged: the doctor reports servers that do not answer as
+    findings. A server that falls silent repeatedly is logged at most once in `LOG_INTERVAL_S`
+    seconds.
     """
 
     def __init__(self, mark_suspect: Callable[[], None] | None) -> None:
@@ -40,7 +42,7 @@ class SilentServers:
         self._known: dict[str, _SilentServer] = {}
 
     def on_silence_detected(self, address: str, connection: int, *, since_s: float) -> None:
-        """It has sent nothing here since `since_s` (the loop's clock), and a caller waits."""
+        """A caller waits on a connection without data since `since_s` (the loop's clock)."""
         if self._on_silence is None:
             return
         self._on_silence()
@@ -60,13 +62,13 @@ class SilentServers:
         )
 
     def on_data_received(self, address: str, connection: int) -> None:
-        """It has sent something here; logged if it was silent."""
+        """A server has sent data on a connection; the end of a silence is logged."""
         known = self._end_silence(address, connection)
         if known is not None:
             _log.info("server.responsive server=%s after_s=%.1f", address, _lasted_s(known))
 
     def on_wait_ended(self, address: str, connection: int, reason: object) -> None:
-        """No caller waits for it here any more; logged if it was silent."""
+        """No caller waits on a connection any more; the end of a silence is logged."""
         known = self._end_silence(address, connection)
         if known is not None:
             lasted_s = _lasted_s(known)
@@ -78,7 +80,7 @@ class SilentServers:
             )
 
     def _end_silence(self, address: str, connection: int) -> _SilentServer | None:
-        """Return the silence that has ended with this connection's, if it was logged."""
+        """Return the silence that ends with this connection, if the silence was logged."""
         known = self._known.get(address)
         if known is None:
             return None
@@ -94,7 +96,7 @@ def _lasted_s(silence: _SilentServer) -> float:
 
 
 class SilenceWatch:
-    """Finds out whether the server of one connection is silent while a caller waits for it."""
+    """Detects whether the server of one connection is silent while a caller waits for an answer."""
 
     def __init__(
         self,
@@ -113,7 +115,7 @@ class SilenceWatch:
         self._is_ended = False
 
     def start(self) -> None:
-        """Check after `SILENT_S`, unless a check is planned: a message was just sent."""
+        """A message was sent: check after `SILENT_S` seconds, unless a check is scheduled."""
         if self._timer is None and not self._is_ended:
             self._has_received = False
             loop = asyncio.get_running_loop()
@@ -121,13 +123,13 @@ class SilenceWatch:
             self._timer = loop.call_later(SILENT_S, self._check)
 
     def on_data_received(self) -> None:
-        """The server has sent something."""
+        """Note that the server has sent data."""
         if not self._has_received:
             self._has_received = True
             self._silent_servers.on_data_received(self._address, self._connection)
 
     def end(self, reason: str) -> None:
-        """The connection is closed."""
+        """End the watch: the connection is closed."""
         self._is_ended = True
         if self._timer is not None:
             self._timer.cancel()

@@ -1,11 +1,11 @@
 """A connection to the administration port of one storage.
 
-Commands, the doctor and tests administer storages through this connection. A 0.13 storage knows
-fewer messages; this code detects it.
+Commands, the doctor and tests administer storages through this connection. A 0.13 storage supports
+fewer messages; this code detects such a storage.
 
 Rules:
     1. There is one request at a time. An answer of an unexpected kind is a protocol error.
-    2. If a storage of version A 0 does not know a request, the request fails here with a clear
+    2. If a storage of version A 0 does not support a request, the request fails here with a clear
        error.
 """
 
@@ -36,7 +36,7 @@ from waltz_core.wire.admin_messages import (
 )
 from waltz_core.wire.messages import WireProtocol
 
-# A removal unlinks every file of a partition before it is answered.
+# In seconds. A removal deletes every file of a partition before the storage answers.
 ANSWER_S_MAX: Final = 120.0
 DIAL_S_MAX: Final = 5.0
 COPY_BYTES_MAX: Final = 4 * 1024 * 1024
@@ -44,7 +44,7 @@ AnswerT = TypeVar("AnswerT", bound=AdminMessage)
 
 
 class StorageAdmin:
-    """The administration of the storage at `address`, the address of its admin port."""
+    """The administration of one storage; `address` is the address of its admin port."""
 
     def __init__(self, link: Link, address: str) -> None:
         self.address = address
@@ -53,17 +53,17 @@ class StorageAdmin:
 
     @property
     def is_current(self) -> bool:
-        """Whether it speaks version 1; else it is a 0.13 storage, or answers like one."""
+        """Whether the storage uses version 1; otherwise it is, or answers like, a 0.13 storage."""
         return self._link.version != 0
 
     async def request(
         self, expected: type[AnswerT], kind: Callable[..., AdminMessage], *fields: object
     ) -> AnswerT:
-        """Send a request of a kind, with the fields after its sequence; return the answer.
+        """Send a request, made by `kind` from its sequence number and `fields`; return the answer.
 
         Raises:
-            Unreachable: no answer came.
-            WaltzError: the error that the storage answered.
+            Unreachable: the storage did not answer in time.
+            WaltzError: the error that the storage returned.
         """
         self._sequence += 1
         message = kind(self._sequence, *fields)
@@ -81,7 +81,7 @@ class StorageAdmin:
                 f"{self.address} did not answer within {ANSWER_S_MAX:.0f} s"
             ) from None
         assert isinstance(answer, AdminMessage)
-        # A storage of 0.13 answers OPEN always with the number -1.
+        # A storage of 0.13 always answers OPEN with the number -1.
         is_open = not self.is_current and isinstance(answer, Done) and answer.sequence == -1
         if more or (answer.sequence != message.sequence and not is_open):
             raise RemoteProtocolError(
@@ -103,7 +103,7 @@ class StorageAdmin:
 async def admin_connection(
     address: str, *, ssl: SSLContext | None = None
 ) -> AsyncIterator[StorageAdmin]:
-    """Connect to an admin port; raises Unreachable, or BadConfig for another kind of port."""
+    """Connect to an admin port; raises Unreachable, or BadConfig if it is another kind of port."""
     link = await net.dial(WireProtocol.ADMIN, address, timeout_s=DIAL_S_MAX, ssl=ssl)
     try:
         found = "" if link.peer is None else link.peer.text
@@ -125,10 +125,10 @@ async def copy_partition(
     *,
     bytes_max: int = COPY_BYTES_MAX,
 ) -> int:
-    """Append a source's settled transactions to a target's log; return the target's last ID.
+    """Append the settled transactions of a source to the log of a target; return its last ID.
 
-    `first` is the ID after the target's last one. The target must be offline, and its log a prefix
-    of the source's: the target rejects anything that differs, and truncates nothing.
+    `first` is the ID after the target's last one. The target must be offline, and its log must be a
+    prefix of the source's log: the target rejects data that differs, and truncates nothing.
     """
     last = first - 1
     while True:

@@ -1,11 +1,11 @@
-"""The registry of exactly-once writes as a client uses it: through a server, or in ZooKeeper.
+"""The registry of exactly-once writes for clients: through a server, or in ZooKeeper.
 
 Rules:
-    1. Any server can carry out an operation. The client tries the server that has answered last
-       first. If a server does not answer, the client tries another one, until the request timeout:
+    1. Any server can carry out an operation. The client first tries the server that has answered
+       last. If a server does not answer, the client tries another one, until the request timeout:
        operations may be repeated (`cluster/write_registry.py`).
-    2. A client uses ZooKeeper itself only if at least one server answers, and none that answers
-       supports these requests (before L 8). The ZooKeeper session then stays open until `close`.
+    2. A client uses ZooKeeper itself only if at least one server answers, and no server that
+       answers supports these requests (before L 8). The ZooKeeper session stays open until `close`.
 """
 
 import asyncio
@@ -32,28 +32,28 @@ from waltz_core.records import strict_json
 from waltz_core.records.record import PartitionId
 from waltz_core.wire.messages import RegistryOperation, RegistryRequest, RegistryResponse
 
-# Requests without appends need no client id (docs/design/wire-format.md 2.1).
+# Requests without appends need no client ID (docs/design/wire-format.md 2.1).
 _NO_CLIENT_ID = -1
 
 ResultT = TypeVar("ResultT")
 
 
 class EnteredTask(NamedTuple):
-    """A task, and its client ID with the proof."""
+    """The state of a task, and its client ID with the proof."""
 
     state: TaskState
     identity: ClientIdentity
 
 
 class WriteTasks(NamedTuple):
-    """The numbers of a write's tasks, and the client IDs of those that another run has begun."""
+    """The task numbers of a write, and the client IDs of the tasks that another run has begun."""
 
     numbers: tuple[int, ...]
     others: Mapping[int, int]
 
 
 class RegistryUser(Protocol):
-    """The client whose connections and time limits are used."""
+    """The client whose connections and timeouts are used."""
 
     config: ClientConfig
     directory: Directory
@@ -62,9 +62,9 @@ class RegistryUser(Protocol):
 
 
 class WriteRequests:
-    """See the module's rules; the methods raise like those of `WriteRegistry`.
+    """Requests to the registry; see the module's rules. The methods raise like `WriteRegistry`.
 
-    `connect` is the cluster, for rule 2.
+    `connect` is the connect string of the cluster, for rule 2.
     """
 
     def __init__(self, connect: str, user: RegistryUser) -> None:
@@ -77,7 +77,7 @@ class WriteRequests:
         self._is_closed = False
 
     async def close(self) -> None:
-        """End the session with ZooKeeper, if there is one."""
+        """End the session with ZooKeeper if there is one."""
         self._is_closed = True
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None:
@@ -88,7 +88,7 @@ class WriteRequests:
     async def begin(
         self, write: str, marks: Mapping[int, int], keep_ms: int, *, in_series: bool = False
     ) -> WriteState:
-        """Begin a write unless it was begun already; see `WriteRegistry.begin`."""
+        """Begin a write unless it has begun already; see `WriteRegistry.begin`."""
 
         async def directly(coordinator: Coordinator) -> WriteState:
             return await coordinator.writes.begin(write, marks, keep_ms, in_series=in_series)
@@ -104,7 +104,7 @@ class WriteRequests:
         return await self._carry_out(make, _decode_write, directly)
 
     async def read(self, write: str) -> WriteState | None:
-        """Return a write; None if it was never begun, or was removed."""
+        """Return the state of a write; None if the write was never begun, or was removed."""
 
         async def directly(coordinator: Coordinator) -> WriteState | None:
             return await coordinator.writes.read(write)
@@ -151,7 +151,7 @@ class WriteRequests:
         await self._carry_out(make, lambda _: None, directly)
 
     async def tasks(self, write: str, run: str = "") -> WriteTasks:
-        """Return the tasks that were ever begun; the others are those of runs other than `run`."""
+        """Return the tasks that were begun; `others` are those of runs other than `run`."""
 
         async def directly(coordinator: Coordinator) -> WriteTasks:
             found = await coordinator.writes.tasks(write)
@@ -194,7 +194,7 @@ class WriteRequests:
         return await self._carry_out(make, _decode_write, directly)
 
     async def forget(self, write: str) -> None:
-        """Remove a write; servers also remove some expired ones."""
+        """Remove a write; servers also remove some expired writes."""
 
         async def directly(coordinator: Coordinator) -> None:
             await coordinator.writes.forget(write)
@@ -235,8 +235,11 @@ class WriteRequests:
     async def _request(
         self, make: Callable[..., RegistryRequest], deadline_s: float
     ) -> RegistryResponse | None:
-        """Return the answer of a server; None by rule 2."""
-        is_old, last = False, errors.Unavailable("no partition has an owner")
+        """Return the answer of a server; None if the client must use ZooKeeper (rule 2)."""
+        is_old = False
+        last = errors.Unavailable(
+            "no server can process the request, because no partition has an owner"
+        )
         for address in self._addresses():
             try:
                 link = await self._links.get(address)
@@ -247,7 +250,7 @@ class WriteRequests:
                 is_old = True
             except errors.Unavailable as error:
                 last = error
-            except errors.ProtocolError as error:  # another program has the address now
+            except errors.ProtocolError as error:  # another program uses the address now
                 last = errors.Unreachable(str(error))
         self._last_address = ""
         if is_old:
@@ -272,7 +275,7 @@ class WriteRequests:
         return sorted(found, key=lambda each: each != self._last_address)
 
     async def _find_servers(self) -> None:
-        """Read the owners again: the known servers do not answer."""
+        """Read the owners again, because the known servers do not answer."""
         try:
             await self._directory.owner(PartitionId(0), after_failure=True)
         except errors.Unavailable:

@@ -5,8 +5,8 @@ independent of how the feed is delivered.
 
 Rules:
     1. `client_high_water_mark` is called once when the feed of a partition starts. The feed then
-       applies the transactions after that mark in order, each once; with a filter, only those that
-       pass it.
+       passes the transactions after that mark to `apply_transaction` in order, each once. With a
+       filter, it passes only those that match the filter.
     2. A partition's transactions are applied one at a time; partitions do not wait for each other.
     3. A transaction that cannot be applied is never skipped silently: `uncaught_exception` decides
        with its return value.
@@ -35,18 +35,19 @@ _HOOKS = ("client_high_water_mark", "uncaught_exception")
 
 
 class PoisonPolicy(Enum):
-    """What to do with a transaction for which `apply_transaction` has raised."""
+    """What the feed does with a transaction for which `apply_transaction` has raised."""
 
     STOP = auto()  # end this partition's feed; other partitions continue
-    SKIP = auto()  # treat it as applied
+    SKIP = auto()  # treat the transaction as applied
     RETRY = auto()  # apply it again, after a pause that doubles from 10 ms to 10 s
 
 
 def policy_of(error: Exception) -> PoisonPolicy:
     """Return the default policy for an error (rule 4).
 
-    RETRY while the log is unreachable (`errors.Unavailable`), and STOP for everything else. An
-    append of the application whose outcome is unknown is not repeated.
+    The policy is RETRY while the log is unreachable (`errors.Unavailable`), and STOP for every
+    other error. It is also STOP if an append of the application has an unknown outcome, because the
+    append must not be repeated.
     """
     unknown = (errors.OutcomeUnknown, errors.CoordinatorOutcomeUnknown)
     if isinstance(error, errors.Unavailable) and not isinstance(error, unknown):
@@ -60,8 +61,8 @@ class Callbacks(ABC):
     def client_high_water_mark(self, partition: int) -> int:
         """Return the ID of the last transaction that the application has applied, -1 for none.
 
-        `LATEST` starts at the current end of the log. The default is -1: every start applies the
-        whole log again, as state that is kept only in memory requires.
+        Return `LATEST` to start at the current end of the log. By default, the method returns -1,
+        so every start applies the whole log again; state that is kept only in memory requires this.
         """
         return BEFORE_FIRST
 
@@ -75,12 +76,12 @@ class Callbacks(ABC):
         transaction_id: int,
         error: Exception,
     ) -> PoisonPolicy:
-        """Return what to do after an exception of `apply_transaction` [`policy_of(error)`].
+        """Return the policy for an exception of `apply_transaction` [default: `policy_of(error)`].
 
-        In an outage of the log, when data is unavailable, it is called repeatedly for the same
-        transaction. It is also called, with the ID after the last one applied, when the feed
-        itself cannot continue (for example, the log is shorter than the application's mark); the
-        return value is ignored then.
+        While the data of the log is unavailable, the client calls this method repeatedly for the
+        same transaction. The client also calls it when the feed itself cannot continue, for example
+        because the log is shorter than the application's mark. `transaction_id` is then the ID
+        after the last applied one, and the client ignores the return value.
         """
         return policy_of(error)
 
@@ -90,22 +91,22 @@ class BatchCallbacks(Callbacks):
 
     @abstractmethod
     def begin(self, cluster_key: bytes, restored_from: RestoredFrom) -> None:
-        """Receive the key of the log's cluster, and the clusters from which it was restored.
+        """Receive the cluster key, and the clusters from which this cluster was restored.
 
-        It is called before each `client_high_water_mark`.
-
-        `subscribe` raises the exceptions of both methods.
+        The client calls this method before each `client_high_water_mark`. `subscribe` raises the
+        exceptions of both methods.
         """
 
     @abstractmethod
     def apply_transactions(
         self, partition: int, transactions: Sequence[Transaction], last: int
     ) -> int:
-        """Apply one or more of these transactions from the first on; return how many.
+        """Apply one or more of these transactions, from the first on; return the number applied.
 
-        It is called again with the rest; after 0, with the same transactions. Applying all of them
-        moves the mark to `last`, which is higher than the last ID if a filter has removed the
-        transactions after it; `transactions` may be empty. An exception concerns the first one.
+        The client calls the method again with the rest or, after 0, with the same transactions.
+        When all of them are applied, the mark moves to `last`. `last` is higher than the last ID if
+        a filter has removed the transactions after this ID; `transactions` may be empty. An
+        exception is attributed to the first transaction.
         """
 
 
@@ -115,8 +116,8 @@ class AsyncCallbacks(ABC):
     async def client_high_water_mark(self, partition: int) -> int:
         """Return the ID of the last transaction that the application has applied, -1 for none.
 
-        `LATEST` starts at the current end of the log. The default is -1: every start applies the
-        whole log again, as state that is kept only in memory requires.
+        Return `LATEST` to start at the current end of the log. By default, the method returns -1,
+        so every start applies the whole log again; state that is kept only in memory requires this.
         """
         return BEFORE_FIRST
 
@@ -130,23 +131,24 @@ class AsyncCallbacks(ABC):
         transaction_id: int,
         error: Exception,
     ) -> PoisonPolicy:
-        """Return what to do after an exception of `apply_transaction` [`policy_of(error)`].
+        """Return the policy for an exception of `apply_transaction` [default: `policy_of(error)`].
 
-        In an outage of the log, when data is unavailable, it is called repeatedly for the same
-        transaction. It is also called, with the ID after the last one applied, when the feed
-        itself cannot continue (for example, the log is shorter than the application's mark); the
-        return value is ignored then.
+        While the data of the log is unavailable, the client calls this method repeatedly for the
+        same transaction. The client also calls it when the feed itself cannot continue, for example
+        because the log is shorter than the application's mark. `transaction_id` is then the ID
+        after the last applied one, and the client ignores the return value.
         """
         return policy_of(error)
 
 
 def check_callbacks(callbacks: object, *, is_async: bool) -> None:
-    """Reject objects that are not callbacks, and callbacks for the other client.
+    """Raise UsageError for objects that are not callbacks, and for callbacks of the other client.
 
-    A thread that calls an async function gets a coroutine, and nothing is applied.
+    Without this check, a thread that calls an async function would get a coroutine and apply
+    nothing.
 
     Raises:
-        UsageError: names the client to use.
+        UsageError: the message states how to correct the callbacks.
     """
     if isinstance(callbacks, type) or not hasattr(callbacks, "apply_transaction"):
         raise errors.UsageError(f"expected an object of class Callbacks, found {callbacks!r}")
@@ -173,7 +175,7 @@ def check_callbacks(callbacks: object, *, is_async: bool) -> None:
 def check_headers(headers: Iterable[int] | None) -> tuple[int, ...]:
     """Return the headers of a filter, an empty tuple for no filter.
 
-    Raises BadRequest for an invalid header, and for a filter that no transaction passes.
+    Raises BadRequest for an invalid header, for no header, and for too many headers.
     """
     if headers is None:
         return ()

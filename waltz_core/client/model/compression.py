@@ -5,16 +5,16 @@
     ...
     entry = transaction.value(ENTRIES)
 
-The log does not interpret payloads, so their encoding is a matter of writers and readers, and both
-use this class. The codec is Arrow's, which every installation has.
+The log does not interpret payloads, so writers and readers must agree on the encoding: both use
+this class. The codec is part of Arrow, which every installation has.
 
     0      1        2             6
     | 0xC1 | 0      | the value's bytes
-    | 0xC1 | 1      | n (uint32)  | a zstd frame of n bytes
+    | 0xC1 | 1      | n (uint32)  | a zstd frame that decompresses to n bytes
 
 Rules:
-    1. The first two bytes state the encoding of the rest; nothing is guessed. No msgpack, JSON or
-       UTF-8 begins with 0xC1, so a payload without these two bytes was written without this class.
+    1. The first two bytes state the encoding of the rest, so readers do not guess. No msgpack, JSON
+       or UTF-8 begins with 0xC1: a payload without these two bytes was written without this class.
     2. Decompressed data never exceeds the maximum size of a transaction. If a payload claims a
        larger size, it is rejected before memory is allocated.
     3. A payload is compressed only if that makes it smaller.
@@ -60,7 +60,7 @@ class Zstd(Generic[T]):
         self._minimum_bytes = minimum_bytes
 
     def serialize(self, value: T) -> bytes:
-        """Return the value's bytes, compressed where this makes them smaller.
+        """Return the bytes of a value, compressed if this makes them smaller.
 
         Raises:
             TooLarge: the value has over 4 MiB before compression (rule 2).
@@ -78,7 +78,7 @@ class Zstd(Generic[T]):
         return _PLAIN_HEAD + plain
 
     def deserialize(self, data: bytes) -> T:
-        """Return the value.
+        """Decompress the data and return its value.
 
         Raises:
             BadFormat: the bytes were not written by this class, or are damaged.
@@ -88,7 +88,7 @@ class Zstd(Generic[T]):
     def _decompress(self, data: bytes) -> bytes:
         if len(data) < len(_PLAIN_HEAD) or data[0] != MAGIC or data[1] not in (PLAIN, ZSTD):
             raise errors.BadFormat(
-                f"transaction data: expected {MAGIC:#x} and an encoding of 0 or 1 at its "
+                f"transaction data: expected {MAGIC:#x} and a byte 0 (plain) or 1 (zstd) at its "
                 f"start, found {bytes(data[:2])!r}. The data was written without "
                 "compression.Zstd, or by a later version"
             )
@@ -101,11 +101,11 @@ class Zstd(Generic[T]):
         size: int = _ZSTD_HEAD.unpack_from(data)[2]
         if not 0 < size <= TRANSACTION_BYTES_MAX:  # rule 2
             raise errors.BadFormat(
-                f"transaction data: zstd payload: expected an uncompressed size of 1 to "
+                "zstd payload of the transaction data: expected an uncompressed size of 1 to "
                 f"{TRANSACTION_BYTES_MAX} bytes, found {size}"
             )
         try:
-            # It returns exactly `size` bytes, or raises.
+            # `decompress` returns exactly `size` bytes, or raises.
             plain: bytes = self._zstd().decompress(
                 memoryview(data)[_ZSTD_HEAD.size :], decompressed_size=size, asbytes=True
             )
@@ -116,11 +116,12 @@ class Zstd(Generic[T]):
             ) from error
         if len(plain) != size:
             raise errors.BadFormat(
-                f"transaction data: zstd payload: expected {size} bytes after decompression, "
-                f"found {len(plain)}"
+                f"zstd payload of the transaction data: expected {size} bytes after "
+                f"decompression, found {len(plain)}"
             )
         return plain
 
     def _zstd(self) -> pa.Codec:
-        # NB: not stored, because serializers are sent to other processes; creating it takes 1 us.
+        # NB: the codec is not stored, because serializers are sent to other processes. Creating a
+        # codec takes 1 us.
         return pa.Codec("zstd", compression_level=self._level)

@@ -1,4 +1,4 @@
-"""A decorator that makes a transaction context of a function.
+"""A decorator that turns a function into a transaction context.
 
     @transactional(partition_by=lambda account, amount: lock("account", account))
     def pay(builder: TransactionBuilder, account: int, amount: int) -> bool:
@@ -8,8 +8,8 @@
 
     client.submit(pay(7, 100)).result()
 
-It is a convenience over `TransactionContext`. For hooks (`on_completion`, `on_application`, ...)
-write the class.
+The decorator is a short form of `TransactionContext`. To use hooks (`on_completion`,
+`on_application`, ...), derive a class from `TransactionContext`.
 """
 
 import operator
@@ -20,12 +20,12 @@ from waltz_core import errors
 from waltz_core.client.model.transaction import TransactionBuilder, TransactionContext, partition_of
 
 ArgumentsT = ParamSpec("ArgumentsT")
-# Fills in the builder; False means that there is nothing to do.
+# A function that fills in the builder; it returns False if there is nothing to append.
 Execute: TypeAlias = Callable[Concatenate[TransactionBuilder, ArgumentsT], bool | Awaitable[bool]]
 
 
 class FunctionContext(TransactionContext):
-    """One call of a decorated function; pass it to `submit`."""
+    """The context of one call of a decorated function; pass it to `submit`."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class FunctionContext(TransactionContext):
         self._call = call
 
     def partition_id(self, partition_count: int) -> int:
-        """Return the partition that the decorator names."""
+        """Return the partition that the arguments of the decorator determine."""
         return self._choose(partition_count)
 
     def execute(self, builder: TransactionBuilder) -> bool:
@@ -58,17 +58,17 @@ def transactional(
     timeout_ms: int | None = 60_000,
     pipelined: bool = False,
 ) -> Callable[[Execute[ArgumentsT]], Callable[ArgumentsT, FunctionContext]]:
-    """Decorate a function of a builder and any arguments, so that calling it makes a context.
+    """Decorate a function of a builder and other arguments; a call then returns a context.
 
     The function is executed at each attempt, like `TransactionContext.execute`, and may be `async`
     with `AsyncWaltzClient`. Calling the decorated function, without the builder, does not execute
     it: the call returns a context to submit once.
 
     Args:
-        bare: nothing; the function, if the parentheses were forgotten.
-        partition: the partition of every transaction, or
+        bare: not used; it has a value if the parentheses were forgotten.
+        partition: the partition of every transaction; or
         partition_by: a function of the same arguments that returns a lock; the transaction goes to
-            the lock's partition.
+            the partition of this lock.
         retries_max: number of retries; None for no limit.
         timeout_ms: timeout for all attempts together; None for no limit.
         pipelined: whether the function uses `builder.predecessors`.
@@ -78,9 +78,9 @@ def transactional(
     """
     if bare or (partition is None) == (partition_by is None):
         raise errors.BadRequest(
-            "@transactional: expected either partition=... or partition_by=..., where "
-            "partition_by is a function that takes the arguments of the call and returns a "
-            "lock"
+            "@transactional: expected exactly one of the arguments partition and partition_by, "
+            "found both or none; partition_by is a function that takes the arguments of the call "
+            "and returns a lock"
         )
 
     def decorate(function: Execute[ArgumentsT]) -> Callable[ArgumentsT, FunctionContext]:
@@ -94,8 +94,8 @@ def transactional(
                 hashed: object = partition_by(*args, **kwargs)
                 if not isinstance(hashed, SupportsIndex):
                     raise errors.BadRequest(
-                        f"partition_by of {name}: expected it to return a lock, as lock(name, "
-                        f"key) makes it, found {hashed!r}"
+                        f"partition_by of {name}: expected a lock as the result, as lock(name, "
+                        f"key) returns it, found {hashed!r}"
                     )
                 return partition_of(operator.index(hashed), partition_count)
 

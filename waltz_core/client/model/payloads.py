@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def encryption_of(config: "ClientConfig") -> Encryption | None:
-    """Return the encryption that the settings of a client declare; None without keys.
+    """Return the encryption that the settings of a client declare; None if they declare no keys.
 
     Raises:
         BadConfig: see `Encryption.of`.
@@ -31,10 +31,10 @@ def encryption_of(config: "ClientConfig") -> Encryption | None:
 async def encrypt_payload(
     encryption: Encryption | None, data: bytes, *, partition: int, header: int, key_id: str | None
 ) -> bytes:
-    """Return a payload as it is appended.
+    """Return the payload to append: encrypted if the client's settings or `key_id` name a key.
 
     Raises:
-        BadConfig: a key is named, and the client has no keys.
+        BadConfig: `key_id` names a key, but the client has no keys.
         The errors of `Encryption.encrypt`.
     """
     if encryption is None:
@@ -54,7 +54,7 @@ async def encrypt_payload(
 async def decrypt_payload(
     encryption: Encryption, data: bytes, *, partition: int, header: int
 ) -> DecryptedPayload:
-    """Return a payload that was read; the errors are those of `Encryption.decrypt`."""
+    """Decrypt a payload that was read; raises the errors of `Encryption.decrypt`."""
     if encryption.is_ready(data):
         return encryption.decrypt(data, partition=partition, header=header)
     return await asyncio.to_thread(encryption.decrypt, data, partition=partition, header=header)

@@ -1,4 +1,4 @@
-"""Transactions in flight that a server sends to a writer, which computes its next one from them.
+"""Transactions in flight, which a server sends to a writer to compute its next transaction from.
 
 Nothing else in a client depends on transactions that may never be in the log. Predecessors are
 valid only in the store session and the mount in which they were received. Marks, feeds and
@@ -40,7 +40,8 @@ from waltz_core.wire.messages import Predecessors
 if TYPE_CHECKING:
     from waltz_core.encryption.envelopes import Encryption
 
-# Limit for predecessors carried from attempt to attempt; above it the author waits for the log.
+# The maximum number of predecessors that are kept from attempt to attempt. Above it, the author
+# waits for the log.
 PREDECESSORS_MAX = 1_024
 CRC_BYTES: Final = 4
 _LENGTH: Final = struct.Struct(">i")
@@ -51,14 +52,15 @@ T = TypeVar("T")
 class Predecessor(NamedTuple):
     """A transaction that wrote one of the author's locks and is missing in the author's state.
 
-    It is in the log already, or in flight in the order of its ID. A transaction that follows it
-    gets into the log only if this one does.
+    The transaction is in the log already, or in flight in the order of its ID. A transaction that
+    follows it enters the log only if this one does.
     """
 
     transaction_id: TransactionId
     req_id: ReqId
     header: int
-    # None if it could not be decrypted. As in `Transaction.data`, `Any` spares the check.
+    # None if the data could not be decrypted. As in `Transaction.data`, `Any` spares the check for
+    # None.
     data: bytes | Any
 
     @property
@@ -73,12 +75,12 @@ class Predecessor(NamedTuple):
     def value(self, serializer: Serializer[T]) -> T | Any: ...  # noqa: ANN401 - None without data
 
     def value(self, serializer: Serializer[Any] = MSGPACK) -> Any:
-        """Return the data deserialized; None without data."""
+        """Return the deserialized data; None if the data could not be decrypted."""
         return None if self.data is None else serializer.deserialize(self.data)
 
 
 class _UnreadablePredecessor(Predecessor):
-    """A predecessor whose data could not be decrypted; a predecessor stays a tuple of four."""
+    """A predecessor whose data could not be decrypted; like any predecessor, a tuple of four."""
 
     reason: str | None = None
 
@@ -89,7 +91,7 @@ class _UnreadablePredecessor(Predecessor):
 
 @value(frozen=True, slots=True, eq=False)
 class PipelinedState:
-    """What an author has seen beyond its own state; see the module's rules."""
+    """The transactions that an author has seen beyond its own state; see the module's rules."""
 
     session_id: SessionId
     partition_id: PartitionId
@@ -102,16 +104,16 @@ class PipelinedState:
 
     @property
     def has_seen(self) -> bool:
-        """Whether predecessors were received; if not, it only requests them."""
+        """Whether the author has received predecessors; otherwise this state only requests them."""
         return self.session_id != NO_SESSION
 
     @property
     def predecessors(self) -> tuple[Predecessor, ...]:
-        """All predecessors."""
+        """All received predecessors, decrypted if the client has keys."""
         return self.predecessors_above(BEFORE_FIRST)
 
     def predecessors_above(self, mark: TransactionId) -> tuple[Predecessor, ...]:
-        """Return the predecessors that are missing in a state at this mark."""
+        """Return the predecessors that a state at this mark does not contain."""
         found = tuple(each for each in self.received if each.transaction_id > mark)
         if self.encryption is None:
             return found
@@ -126,15 +128,15 @@ class PipelinedState:
         return unreadable
 
     def without_predecessors(self) -> "PipelinedState":
-        """Return the state of the same author before it has received any."""
+        """Return the state of the same author before it has received any predecessors."""
         return initial_state(self.encryption)
 
     def claim(
         self, mark: TransactionId, locks: Iterable[int] = ()
     ) -> tuple[TransactionId, "PipelinedState"]:
-        """Return mark and followed state to send for a row computed from a state at `mark`.
+        """Return mark and pipelined state to send for a row computed from a state at `mark`.
 
-        `locks` are the locks that the server checks against the mark.
+        `locks` are the locks of the row that the server checks against the mark.
         """
         if not self.has_seen or not self.base <= mark < self.mark:
             return mark, self.without_predecessors()
@@ -143,7 +145,7 @@ class PipelinedState:
         return self.mark, self
 
     def without(self, mark: TransactionId) -> tuple[TransactionId, "PipelinedState"]:
-        """Return the same for a row that is checked against the mark of its own state (rule 4)."""
+        """Return mark and state to send for a row that is checked at its own mark (rule 4)."""
         if not self.has_seen:
             return mark, self.without_predecessors()
         return mark, replace(self, base=mark, mark=mark, received=(), locks=frozenset())
@@ -151,7 +153,7 @@ class PipelinedState:
     def with_predecessors(
         self, message: Predecessors, mark: TransactionId, mount: int, locks: Iterable[int]
     ) -> "PipelinedState":
-        """Return this state with the predecessors that came with a rejection at `mark`.
+        """Return this state, extended by the predecessors that came with a rejection at `mark`.
 
         `locks` are the write and read locks of the rejected row. Raises RemoteProtocolError for
         predecessors that do not follow the mark.
@@ -180,7 +182,7 @@ class PipelinedState:
 
 
 def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
-    """Yield the records' contents; raises RemoteProtocolError for invalid records."""
+    """Yield the predecessors in a message; raises RemoteProtocolError for invalid records."""
     records, start = bytes(message.records), 0
     for (length,) in _LENGTH.iter_unpack(message.lengths):
         crc_at = start + length - CRC_BYTES
@@ -207,7 +209,7 @@ NO_PREDECESSORS = PipelinedState(
 
 
 def initial_state(encryption: "Encryption | None") -> PipelinedState:
-    """Return `NO_PREDECESSORS` for the author of a client, which may decrypt payloads."""
+    """Return `NO_PREDECESSORS` with the encryption of a client, to decrypt predecessors."""
     return (
         NO_PREDECESSORS if encryption is None else replace(NO_PREDECESSORS, encryption=encryption)
     )

@@ -14,17 +14,17 @@ T = TypeVar("T")
 
 
 class Serializer(Protocol[T]):
-    """Turns an application's values into transaction data and back."""
+    """Converts an application's values to transaction data and back."""
 
     def serialize(self, value: T) -> bytes:
         """Return the bytes of a value."""
 
     def deserialize(self, data: bytes) -> T:
-        """Return the value of the bytes."""
+        """Return the value that the bytes encode."""
 
 
 class BytesSerializer:
-    """Bytes, unchanged."""
+    """Passes bytes on, unchanged."""
 
     def serialize(self, value: bytes) -> bytes:
         """Return the bytes; raises BadRequest for any other object."""
@@ -35,12 +35,12 @@ class BytesSerializer:
         return bytes(value)
 
     def deserialize(self, data: bytes) -> bytes:
-        """Return the bytes."""
+        """Return the bytes, unchanged."""
         return data
 
 
 class MsgpackSerializer:
-    """msgpack, the default: numbers, texts, bytes, lists, maps."""
+    """Uses msgpack, the default: for numbers, strings, bytes, lists and maps."""
 
     def serialize(self, value: Any) -> bytes:  # noqa: ANN401 - any msgpack value
         """Return the packed value; raises BadRequest for a type that msgpack does not support."""
@@ -61,7 +61,7 @@ class MsgpackSerializer:
 
 
 class JsonSerializer:
-    """Compact JSON in UTF-8."""
+    """Uses compact JSON in UTF-8."""
 
     def serialize(self, value: Any) -> bytes:  # noqa: ANN401
         """Return the value as JSON; raises BadRequest for values that JSON lacks, such as NaN."""

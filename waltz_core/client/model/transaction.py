@@ -76,7 +76,7 @@ def partition_of(hashed: int, partition_count: int) -> PartitionId:
 
 
 def check_locks(kind: str, locks: Iterable[int]) -> tuple[int, ...]:
-    """Return lock hashes as a tuple; raises BadRequest for other values and for too many."""
+    """Return lock hashes as a tuple; raises BadRequest for other values, and for too many locks."""
     try:
         checked = tuple(locks)
     except TypeError:
@@ -119,9 +119,9 @@ class TransactionBuilder:
 
     def __init__(self, partition_id: PartitionId, client_high_water_mark: TransactionId) -> None:
         self.partition_id = partition_id
-        # Taken before `execute`, so the application reads a state that is at least this new. An
-        # application that reads its mark together with its data, in one database transaction,
-        # replaces this mark with the one that it has read.
+        # The mark is read before `execute`, so the application reads a state that is at least this
+        # new. An application that reads its own mark together with its data, in one database
+        # transaction, replaces this mark with its own.
         self.client_high_water_mark = client_high_water_mark
         # For a context that is `pipelined`: the transactions in flight, and the mark of its state.
         self.pipelined_state: PipelinedState | None = None
@@ -134,11 +134,12 @@ class TransactionBuilder:
         self.append_locks: tuple[int, ...] = ()
 
     def predecessors(self, mark: int) -> tuple[Predecessor, ...]:
-        """Return transactions that wrote its locks and are missing in a state at this mark.
+        """Return the transactions that wrote its locks and are missing in a state at this mark.
 
-        For a context that is `pipelined`: compute from that state as if it contained all of them,
-        in the order of their IDs. Read the mark together with the state: callbacks may apply one of
-        them meanwhile. The mark becomes the transaction's mark.
+        This is for a context that is `pipelined`. Compute from the state as if it contained all of
+        these transactions, in the order of their IDs. Read the mark together with the state,
+        because callbacks may apply one of these transactions in between. The mark becomes the
+        transaction's mark.
         """
         self.client_high_water_mark = self.pipelined_from = check_mark(mark)
         if self.pipelined_state is None:
@@ -148,11 +149,11 @@ class TransactionBuilder:
         )
 
     def claim(self) -> tuple[TransactionId, PipelinedState | None]:
-        """Return the mark to send, and the followed state if `predecessors` was called."""
+        """Return the mark to send, and the pipelined state if `predecessors` was called."""
         mark = check_mark(self.client_high_water_mark)
         if self.pipelined_state is None or self.pipelined_from is None:
             return mark, None  # pipelining would repeat this attempt at once, without progress
-        if self.pipelined_from != mark:  # computed from another state than the one to be checked
+        if self.pipelined_from != mark:  # computed from another state than the server checks
             return self.pipelined_state.without(mark)
         return self.pipelined_state.claim(mark, (*self.write_locks, *self.read_locks))
 
@@ -169,21 +170,21 @@ class TransactionBuilder:
     ) -> None:
         """Set the payload, and the ID of the key that encrypts it [default: the client's setting].
 
-        Raises TooLarge over 4 MiB.
+        Raises TooLarge if the payload has over 4 MiB.
         """
         self.data = check_data(serializer.serialize(value))
         self.encryption_key_id = encryption_key_id
 
     def set_write_locks(self, locks: Iterable[int]) -> None:
-        """Check these locks against the mark, and record this transaction as their last writer."""
+        """Set the locks that the server checks against the mark and this transaction writes."""
         self.write_locks = check_locks("write", locks)
 
     def set_read_locks(self, locks: Iterable[int]) -> None:
-        """Check these locks against the mark."""
+        """Set the locks that the server only checks against the mark."""
         self.read_locks = check_locks("read", locks)
 
     def set_append_locks(self, locks: Iterable[int]) -> None:
-        """Record this transaction as the last writer of these locks without checking them."""
+        """Set the locks that this transaction writes, and that the server does not check."""
         self.append_locks = check_locks("append", locks)
 
 
@@ -196,8 +197,8 @@ class TransactionContext(ABC):
 
     retries_max: int | None = None
     timeout_ms: int | None = 60_000
-    # Whether `execute` uses `builder.predecessors`, so that an attempt need not wait until
-    # conflicting transactions are durable; for contended locks.
+    # Whether `execute` uses `builder.predecessors`, so that an attempt does not have to wait until
+    # conflicting transactions are durable. Use it for contended locks.
     pipelined: bool = False
 
     def __init__(self) -> None:
@@ -211,31 +212,36 @@ class TransactionContext(ABC):
     def execute(self, builder: TransactionBuilder) -> bool:
         """Fill in the builder. Return False if there is nothing to do; this ends the context.
 
-        It runs again with a new builder whenever an attempt was rejected. In `AsyncWaltzClient` it
-        may be `async`; in `WaltzClient` it runs on a worker thread.
+        The client runs `execute` again, with a new builder, whenever an attempt was rejected. In
+        `AsyncWaltzClient` it may be `async`; in `WaltzClient` it runs on a worker thread.
         """
 
     # The hooks do nothing unless overridden; a context needs none of them.
 
     def on_completion(self, result: bool) -> None:  # noqa: B027, FBT001
-        """True: the transaction is in the log. False: `execute` returned False."""
+        """The transaction is in the log (True), or `execute` returned False (False)."""
 
     def on_application(self) -> None:  # noqa: B027
         """The client's own callbacks have applied the transaction (needs a feed)."""
 
     def on_expiration(self) -> None:  # noqa: B027
-        """The deadline has passed, or the retries are used up; it is not in the log."""
+        """The deadline has passed, or no retries are left; the transaction is not in the log."""
 
     def on_exception(self, error: BaseException) -> None:  # noqa: B027
-        """`execute` raised, or a retry cannot help. Only `OutcomeUnknown` leaves it undecided."""
+        """`execute` raised, or a retry cannot help.
+
+        The transaction is not in the log, except that this is undecided after `OutcomeUnknown`.
+        """
 
     def on_lock_failure(self) -> None:  # noqa: B027
-        """A lock rejected an attempt; the retry starts after the conflicting one was consumed."""
+        """A lock rejected an attempt; the retry begins when the conflicting one is applied."""
 
 
 def check_context(context: object) -> TransactionContext:
-    """Return a context; raises UsageError for other objects, such as a decorated function that was
-    not called, and for limits that are not numbers.
+    """Return the given context; raises UsageError for any other object.
+
+    The error is also raised for a decorated function that was not called, and for limits that are
+    not numbers.
     """
     if not isinstance(context, TransactionContext):
         raise errors.UsageError(
@@ -250,7 +256,7 @@ def check_context(context: object) -> TransactionContext:
 
 
 def check_partition(partition: object, cluster: str, partition_count: int) -> PartitionId:
-    """Return a partition ID; raises UnknownPartition, or BadRequest for other than an integer."""
+    """Return a partition ID; raises UnknownPartition, or BadRequest if it is not an integer."""
     try:
         number = operator.index(cast("SupportsIndex", partition))
     except TypeError:
@@ -283,8 +289,8 @@ def check_range(partition: PartitionId, first: int, last: int) -> None:
     for name, end in (("first", first), ("last", last)):
         if isinstance(end, bool) or not isinstance(end, SupportsIndex):
             raise errors.BadRequest(
-                f"argument for partition {partition}: expected a transaction ID as {name} of "
-                f"a range, found {end!r}"
+                f"range of partition {partition}: expected a transaction ID as its {name} ID, "
+                f"found {end!r}"
             )
     if first < 0 or last < first - 1:
         raise errors.BadRequest(
@@ -294,7 +300,7 @@ def check_range(partition: PartitionId, first: int, last: int) -> None:
 
 
 def check_header(header: int) -> int:
-    """Return a header; raises BadRequest for other than a 32-bit integer."""
+    """Return a header; raises BadRequest for any value that is not a 32-bit integer."""
     if not _is_int32(header):
         raise errors.BadRequest(
             f"header: expected a signed 32-bit integer ({INT32_MIN}..{INT32_MAX}), found {header!r}"
@@ -303,7 +309,7 @@ def check_header(header: int) -> int:
 
 
 def check_mark(mark: object, name: str = "client_high_water_mark") -> TransactionId:
-    """Return a partition's mark; raises BadRequest for other than a transaction ID or -1."""
+    """Return a partition's mark; raises BadRequest if it is neither a transaction ID nor -1."""
     try:
         number = operator.index(cast("SupportsIndex", mark))
     except TypeError:
@@ -337,17 +343,17 @@ def check_data(data: bytes | bytearray | memoryview) -> bytes:
 
 
 class DataSource(Protocol):
-    """Fetches the data of transactions on request; `encryption` decrypts it, if given."""
+    """Fetches the data of transactions on request; `encryption`, if given, decrypts it."""
 
     @property
     def encryption(self) -> "Encryption | None":
-        """The encryption of the client."""
+        """The encryption of the client; None if the client has no keys."""
 
     async def data_of(self, transaction_id: TransactionId) -> bytes:
         """Return the data of one transaction, from memory if cached."""
 
     def data_of_blocking(self, transaction_id: TransactionId) -> bytes:
-        """Return the same; for threads other than the event loop's."""
+        """Return the same as `data_of`, for threads other than the event loop's."""
 
 
 class FeedItem:
@@ -364,14 +370,14 @@ class FeedItem:
     ) -> None:
         self.partition_id = partition_id
         self.transaction_id = transaction_id
-        # The five numbers of a feed header, without an object of their own: a feed delivers
-        # millions of them per minute.
+        # The five numbers of a feed header. They have no object of their own, because a feed
+        # delivers millions of headers per minute.
         self._words = words
         self._source = source
 
     @property
     def req_id(self) -> ReqId:
-        """The identity of the append that wrote the transaction."""
+        """The request ID of the append that wrote the transaction."""
         client_id, generation, partition_id, sequence, _ = self._words
         return ReqId(
             ClientId(client_id), Generation(generation), PartitionId(partition_id), sequence
@@ -379,13 +385,14 @@ class FeedItem:
 
     @property
     def header(self) -> int:
-        """The application's metadata."""
+        """The header: a 32-bit integer that the application has set."""
         return self._words[4]
 
     @property
     def data_error(self) -> str | None:
         """The reason why `data` has returned None; None in all other cases."""
-        # Only set with encryption: a feed creates millions of items, most of them without.
+        # The attribute is set only with encryption: a feed creates millions of items, most without
+        # it.
         return getattr(self, "_data_error", None)
 
     def _note(self, payload: "DecryptedPayload") -> bytes | None:
@@ -405,10 +412,10 @@ class Transaction(FeedItem):
     __slots__ = ()
 
     def data(self) -> bytes | Any:  # noqa: ANN401 - None only with encryption: spares the check
-        """Return the data; it is fetched together with that of neighboring IDs and cached.
+        """Return the data; it is fetched together with the data of neighboring IDs, and cached.
 
-        With setting `encryption_keys` it is decrypted. It is None if that fails, because the key
-        was destroyed, for example; then `data_error` has the reason.
+        With the setting `encryption_keys`, the data is decrypted. If this fails, for example
+        because the key was destroyed, the result is None, and `data_error` has the reason.
 
         Raises Unavailable on timeout, Damaged if the data fails its checksum, and errors of the key
         provider.
@@ -427,7 +434,7 @@ class Transaction(FeedItem):
     def value(self, serializer: Serializer[T]) -> T | Any: ...  # noqa: ANN401 - None without data
 
     def value(self, serializer: Serializer[Any] = MSGPACK) -> Any:
-        """Return the data deserialized; None if it could not be decrypted (see `data`)."""
+        """Return the deserialized data; None if it could not be decrypted (see `data`)."""
         data = self.data()
         return None if data is None else serializer.deserialize(data)
 
@@ -438,10 +445,10 @@ class AsyncTransaction(FeedItem):
     __slots__ = ()
 
     async def data(self) -> bytes | Any:  # noqa: ANN401 - None only with encryption: spares the check
-        """Return the data; it is fetched together with that of neighboring IDs and cached.
+        """Return the data; it is fetched together with the data of neighboring IDs, and cached.
 
-        With setting `encryption_keys` it is decrypted. It is None if that fails, because the key
-        was destroyed, for example; then `data_error` has the reason.
+        With the setting `encryption_keys`, the data is decrypted. If this fails, for example
+        because the key was destroyed, the result is None, and `data_error` has the reason.
 
         Raises Unavailable on timeout, Damaged if the data fails its checksum, and errors of the key
         provider.
@@ -460,6 +467,6 @@ class AsyncTransaction(FeedItem):
     async def value(self, serializer: Serializer[T]) -> T | Any: ...  # noqa: ANN401 - None without data
 
     async def value(self, serializer: Serializer[Any] = MSGPACK) -> Any:
-        """Return the data deserialized; None if it could not be decrypted (see `data`)."""
+        """Return the deserialized data; None if it could not be decrypted (see `data`)."""
         data = await self.data()
         return None if data is None else serializer.deserialize(data)

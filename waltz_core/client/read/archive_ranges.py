@@ -35,14 +35,14 @@ if TYPE_CHECKING:
     from waltz_core.archive.store import ArchiveStore
     from waltz_core.encryption.envelopes import Encryption
 
-# Row groups that were read and those that are read ahead, and the indexes of objects.
+# The size of the cache for row groups (read, or read ahead) and for the indexes of objects.
 CACHE_BYTES_MAX: Final = 64 * 1024 * 1024
 _NO_LENGTHS: Final[I64] = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class ArchivedObjects:
-    """Objects of one partition at a URL, with consecutive IDs; plain values, for pickling."""
+    """Consecutive objects of one partition in the archive at `url`; plain values, for pickling."""
 
     url: str
     manifest: "Manifest"
@@ -53,19 +53,19 @@ class ArchivedObjects:
         return self.manifest.newest
 
     def objects_between(self, first: int, last: int) -> "ArchivedObjects":
-        """Return those that hold some of first..last."""
+        """Return the objects that contain at least one of the IDs first..last."""
         chosen = tuple(each for each in self.entries if each.last >= first and each.first <= last)
         return ArchivedObjects(self.url, _part_of(self.manifest, chosen))
 
 
 def find_objects(url: str, archived: ArchivedRange, first: int, last: int) -> ArchivedObjects:
-    """Return the objects of an archive that hold some of the IDs first..last.
+    """Return the objects of an archive that contain at least one of the IDs first..last.
 
     Raises:
         BadConfig: the URL names no object store.
-        ObjectMissing: there is no such manifest at this URL, or not any more.
-        ArchiveUnavailable: the store does not answer.
-        BadFormat, ChecksumMismatch: with the name of the file.
+        ObjectMissing: the manifest does not exist at this URL (any more).
+        ArchiveUnavailable: the object store does not answer.
+        BadFormat, ChecksumMismatch: a file is damaged; the message names it.
     """
     reader = _reader(url, archived)
     entries = reader.objects_between(TransactionId(first), TransactionId(last))
@@ -75,7 +75,7 @@ def find_objects(url: str, archived: ArchivedRange, first: int, last: int) -> Ar
 def last_committed_before(url: str, archived: ArchivedRange, time_ms: int) -> TransactionId:
     """Return the last archived ID that is known to be committed before a time.
 
-    It is the one before the first available ID if none is.
+    If no ID is known to be, the result is the ID before the first available one.
 
     Raises:
         Like `find_objects`.
@@ -113,15 +113,16 @@ def read_archived(
     header_values: Sequence[int] = (),
     encryption: "Encryption | None" = None,
 ) -> Iterator[RangeChunk]:
-    """Yield the transactions first..last of some objects in chunks, dense and in order.
+    """Yield the transactions first..last from archived objects in chunks, in order, without gaps.
 
-    A chunk has the transactions of a row group, about 8 MiB. With `encryption`, `RangeChunk.rows`
+    A chunk has the transactions of one row group, about 8 MiB. With `encryption`, `RangeChunk.rows`
     decrypts the data.
 
     Raises:
         ObjectMissing: an object does not exist any more.
-        ArchiveUnavailable: the store does not answer.
-        BadFormat, ChecksumMismatch: with the name of the object; nothing of it was returned.
+        ArchiveUnavailable: the object store does not answer.
+        BadFormat, ChecksumMismatch: an object is damaged, and the message names it. The damaged row
+            group is not returned.
     """
     from waltz_core.archive.reader import ArchiveReader  # noqa: PLC0415 - imports Parquet
 
@@ -156,7 +157,7 @@ def _chunk_of(read: RangeRead, form: RangeForm, header_values: Sequence[int]) ->
 
 @functools.cache
 def _open_archive(_process: int, url: str) -> "tuple[ArchiveStore, ArchiveCache]":
-    """Return the store and the cache of this process: a forked one opens its own."""
+    """Return the object store and the cache of this process; a forked process opens its own."""
     from waltz_core.archive.archive_cache import ArchiveCache  # noqa: PLC0415 - imports Parquet
     from waltz_core.archive.store import ArchiveStore  # noqa: PLC0415 - imports Parquet
 

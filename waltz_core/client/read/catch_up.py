@@ -32,14 +32,14 @@ T = TypeVar("T")
 
 
 class Recipient(NamedTuple):
-    """The consumer of a feed, and the application headers that it wants; none for all."""
+    """The consumer of a feed, and the application headers that it requests (empty: all)."""
 
     consumer: Consumer
     header_values: tuple[int, ...]
 
 
 class CatchUp:
-    """Moves one partition from a mark to its feed, again whenever it falls far behind."""
+    """Moves one partition from a mark to its feed; repeats this when it falls far behind."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class CatchUp:
 
     @property
     def applier(self) -> Applier:
-        """The applier that it feeds."""
+        """The applier that passes the feed on to the application."""
         return self._applier
 
     async def run(self, mark: TransactionId | None) -> None:
-        """Feed the application after `mark`, its start; None for the end of the log."""
+        """Pass the feed to the application, from `mark` on; None starts at the end of the log."""
         if mark is None:
             try:
                 mark = await self._query_until_answered(self._request_mark)
@@ -76,7 +76,7 @@ class CatchUp:
         self._partition.subscribe(mark, self._header_values)
         try:
             await self._applier.run()
-        except Exception as error:  # not the application's: a thread cannot be started, say
+        except Exception as error:  # for example, no thread can be started
             await self._applier.stop(error)
             raise
 
@@ -85,7 +85,7 @@ class CatchUp:
         self._partition.on_feed_applied(mark)
 
     async def _fetch_all(self, fed: TransactionId, last: TransactionId) -> None:
-        """Pass on the transactions after `fed`, up to near the end of the log."""
+        """Fetch the transactions after `fed` and queue them, up to near the end of the log."""
         lag_max = self._partition.settings.feed_lag_max
         try:
             while last - fed > lag_max // 2 and self._applier.stopped is None:
@@ -102,7 +102,11 @@ class CatchUp:
             self._partition.on_feed_caught_up(fed)
 
     async def _query_until_answered(self, query: Callable[[], Awaitable[T]]) -> T:
-        """Apply rule 1; raises other errors than `Unavailable`, and any error of an ended feed."""
+        """Repeat a query until it is answered (rule 1).
+
+        Raises any error other than `Unavailable`; if the feed has ended, it raises `Unavailable`,
+        too.
+        """
         pause_s = self._config.retry_interval_ms_min / 1000
         while True:
             try:
@@ -118,7 +122,7 @@ class CatchUp:
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
 
     async def _fetch(self, fed: TransactionId, last: TransactionId) -> TransactionId:
-        """Pass on the answer of one range request, once the application is near enough."""
+        """Fetch one range, and queue it when the application is near enough; return its last ID."""
         partition_id = self._partition.partition_id
         query = RangeQuery(
             TransactionId(fed + 1),

@@ -1,11 +1,11 @@
-"""The data of a feed's transactions, fetched in ranges and kept until it was applied.
+"""The data of a feed's transactions: fetched in ranges, and kept until it was applied.
 
 The feed has only headers. Callbacks request data from the event loop, from worker threads, or not
 at all. So this cache fetches the data itself.
 
 Rules:
-    1. A request for one transaction's data also fetches the data of the following ones, with each
-       request more of them.
+    1. A request for one transaction's data also fetches the data of the following transactions.
+       Each further request fetches more of them.
     2. A chunk is dropped when the application has applied all of it.
     3. The chunks of all partitions of a client share one memory budget (`DataBudget`). Each
        partition limits its fetches to an equal share. If single large transactions exceed the
@@ -27,18 +27,18 @@ from waltz_core.records.record import BEFORE_FIRST, RECORD_PREFIX, TransactionId
 
 DATA_BYTES_MAX: Final = 64 * 1024 * 1024
 CHUNKS_KEPT_MAX: Final = 4
-# The first fetch after a jump is small; each one that continues doubles.
+# The first fetch after a jump is small; each fetch that continues it is twice as large.
 PREFETCH_BYTES_MIN: Final = 64 * 1024
-# What a record costs in addition to its bytes: its place in a list, its part of the lineage.
+# The memory for a record in addition to its bytes: its list entry, its part of the lineage.
 RECORD_COST_BYTES: Final = 96
-# How often a thread that waits for data checks that the event loop still exists.
+# The interval at which a thread that waits for data checks that the event loop still exists.
 POLL_INTERVAL_S = 1.0
 
 
 class _CachedChunk(NamedTuple):
     """A chunk of the log in memory, up to the transaction `last`."""
 
-    ids: Sequence[int]  # in order
+    ids: Sequence[int]  # ascending
     offsets: list[int]
     records: memoryview
     last: TransactionId
@@ -56,7 +56,7 @@ class _CachedChunk(NamedTuple):
 
 
 class DataBudget:
-    """The bytes that all data caches of one client may keep; used on the event loop only."""
+    """The bytes that all data caches of one client may keep; called on the event loop only."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -66,11 +66,11 @@ class DataBudget:
 
     @property
     def fetch_bytes_max(self) -> int:
-        """How much one cache may fetch at a time (rule 3)."""
+        """The maximum size of one fetch of one cache, in bytes (rule 3)."""
         return self._bytes_max // (CHUNKS_KEPT_MAX * max(1, len(self._caches)))
 
     def add(self, cache: "DataCache") -> None:
-        """Add a cache."""
+        """Add the cache of a feed that starts."""
         self._caches[cache] = None
 
     def remove(self, cache: "DataCache") -> None:
@@ -78,7 +78,7 @@ class DataBudget:
         self._caches.pop(cache, None)
 
     def take(self, cache: "DataCache", first: TransactionId, cost_bytes: int) -> None:
-        """Count a chunk, and drop the oldest other ones while the budget is exceeded."""
+        """Count a new chunk; drop the oldest other chunks while the budget is exceeded."""
         self._kept[cache, first] = cost_bytes
         self.used_bytes += cost_bytes
         while self.used_bytes > self._bytes_max and len(self._kept) > 1:
@@ -86,7 +86,7 @@ class DataBudget:
             holder.drop(its_first)
 
     def release(self, cache: "DataCache", first: TransactionId) -> None:
-        """Subtract a chunk that was dropped."""
+        """Subtract the bytes of a chunk that was dropped."""
         self.used_bytes -= self._kept.pop((cache, first))
 
 
@@ -113,7 +113,8 @@ class DataCache:
         self._budget = budget
         self._loop = loop
         self._header_values = header_values
-        # Oldest first. Other threads read it, so it changes in single (atomic) steps only.
+        # The chunks by first ID, oldest first. Other threads read this dict, so it changes in
+        # single (atomic) steps only.
         self._kept: dict[TransactionId, _CachedChunk] = {}
         self._expected = BEFORE_FIRST
         self._bytes = PREFETCH_BYTES_MIN
@@ -157,7 +158,7 @@ class DataCache:
                 raise errors.Unavailable("the client is closed") from None
 
     def release_applied(self, mark: TransactionId) -> None:
-        """Drop what the application has applied (rule 2)."""
+        """Drop the chunks that the application has applied completely (rule 2)."""
         for first, kept in list(self._kept.items()):
             if kept.last <= mark:
                 self.drop(first)
@@ -168,7 +169,7 @@ class DataCache:
         self._budget.release(self, first)
 
     def clear(self) -> None:
-        """Drop everything: the feed has ended."""
+        """Drop all chunks, and leave the budget: the feed has ended."""
         for first in list(self._kept):
             self.drop(first)
         self._budget.remove(self)

@@ -1,13 +1,13 @@
-"""Applies one partition's feed to the application: in order, each transaction once.
+"""Passes one partition's feed to the application: in order, each transaction once.
 
 This code has a queue of transactions, and a policy for a transaction that cannot be applied.
 
 Rules:
     1. A transaction is passed to the application when the previous one was applied or skipped.
     2. The queue is bounded: the stream requests more only as transactions are applied.
-    3. If a callback raises, `PoisonPolicy` decides about the transaction. After STOP, nothing more
-       is passed on.
-    4. After the feed has ended, nothing more is passed on; a running callback finishes.
+    3. If a callback raises, `PoisonPolicy` decides about the transaction. After STOP, no further
+       transaction is passed on.
+    4. After the feed has ended, no transaction is passed on; a running callback finishes.
     5. A consumer of batches gets all transactions that have arrived while it applied the previous
        batch. It also gets the mark, because a filtered feed advances past the last transaction that
        passes the filter.
@@ -34,13 +34,14 @@ _log = logging.getLogger(__name__)
 FEED_WORDS = struct.Struct(">iiiii")
 assert FEED_WORDS.size == raw_records.FEED_HEADER_BYTES
 
-# The most transactions that are passed on between two turns of the event loop, and in a batch.
+# The maximum number of transactions that are passed on between two turns of the event loop, and the
+# maximum number in a batch.
 HAND_OVER_MAX = 256
 BATCH_MAX = 4_096
 # Slow callbacks end a run early, so that the mark does not lag by the whole run.
 HAND_OVER_S_MAX = 0.05
-# How long the mark of a batched consumer may wait while no transaction passes the filter, so that
-# one write covers many transactions.
+# The maximum time, in seconds, for which the mark of a batched consumer is held back while no
+# transaction passes the filter. So one write of the mark covers many transactions.
 MARK_HOLD_S = 0.2
 RETRY_S_MIN, RETRY_S_MAX = 0.01, 10.0
 
@@ -52,21 +53,21 @@ DeliveryRun: TypeAlias = list[tuple[int, Words]]
 
 
 class DeliveryProgress(NamedTuple):
-    """The result of `apply`: how many were applied, and the error that the next one raised."""
+    """The result of `apply`: the number of applied transactions, and the error of the next one."""
 
     applied_count: int
     error: Exception | None
 
 
 class Consumer(Protocol):
-    """Applies transactions; one for callbacks on the loop, one for callbacks on threads."""
+    """Passes transactions to callbacks: on the event loop (`LoopConsumer`), or on threads."""
 
     @property
     def is_batched(self) -> bool:
-        """Whether it applies many at once, and stores marks (rule 5)."""
+        """Whether the consumer applies batches, and stores marks (rule 5)."""
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
-        """Return the application's mark, None for the end of the log."""
+        """Return the mark after which the application starts; None for the end of the log."""
 
     async def apply(
         self,
@@ -75,11 +76,12 @@ class Consumer(Protocol):
         last: TransactionId,
         failed: Callable[[], bool],
     ) -> DeliveryProgress:
-        """Apply transactions in order, up to the first that raises, while `failed` is true.
+        """Apply transactions in order while `failed()` is True, up to the first that raises.
 
-        When all of them are applied, everything up to `last` is. A consumer may apply fewer, at
-        least one: a batched one any number, another one those that it begins within
-        `HAND_OVER_S_MAX`.
+        NB: despite its name, `failed` returns True while the feed runs. When all transactions are
+        applied, the log is applied up to `last`. A consumer may apply only a part: a batched
+        consumer any number, any other consumer the transactions that it begins within
+        `HAND_OVER_S_MAX`, at least one.
         """
 
     async def on_uncaught_exception(
@@ -100,7 +102,7 @@ class LoopConsumer:
         self._source_of = source_of
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
-        """Return the application's mark, None for the end of the log."""
+        """Return the mark after which the application starts; None for the end of the log."""
         mark = self._callbacks.client_high_water_mark(partition_id)
         return mark_of(partition_id, await _result_of(mark))
 
@@ -111,7 +113,7 @@ class LoopConsumer:
         last: TransactionId,
         failed: Callable[[], bool],
     ) -> DeliveryProgress:
-        """Apply transactions in order, up to the first that raises, while `failed` is true."""
+        """Apply transactions in order while `failed()` is True, up to the first that raises."""
         source = self._source_of(partition_id)
         apply = self._callbacks.apply_transaction
         loop = asyncio.get_running_loop()
@@ -142,7 +144,7 @@ class LoopConsumer:
 
 
 async def _result_of(answer: Awaitable[ResultT]) -> ResultT:
-    """Await what a callback returns; a CancelledError of its own becomes an error."""
+    """Await the result of a callback; a CancelledError raised by it becomes another error."""
     try:
         return await answer
     except asyncio.CancelledError as error:
@@ -166,7 +168,7 @@ LATEST = -2
 
 
 def mark_of(partition_id: PartitionId, mark: int) -> TransactionId | None:
-    """Return the mark that `client_high_water_mark` has returned, None for LATEST."""
+    """Return the mark that `client_high_water_mark` has returned; None for LATEST."""
     if mark == LATEST:
         return None
     return check_mark(mark, f"the application's client_high_water_mark of partition {partition_id}")
@@ -196,7 +198,7 @@ class Applier:
 
     @property
     def mark(self) -> TransactionId | None:
-        """The last transaction applied; None before the application has returned its mark."""
+        """The last applied transaction; None before the application has returned its mark."""
         return self._applied
 
     def start(self, mark: TransactionId) -> None:
@@ -204,14 +206,14 @@ class Applier:
         self._advance(mark)
 
     def queue_range(self, ids: Sequence[int], headers: Buffer, last: TransactionId) -> None:
-        """Queue a range of the feed up to `last`: 20 bytes for each ID."""
+        """Queue a range of the feed up to `last`; `headers` has 20 bytes for each ID."""
         if self.stopped is not None:
             return
         self._queue.append((ids, headers, last))
         self._arrived.set()
 
     async def wait_until_applied(self, mark: TransactionId) -> None:
-        """Wait until everything up to `mark` is applied; raises if the feed has stopped before."""
+        """Wait until the feed is applied up to `mark`; raises Unavailable if it stops before."""
         while self._applied is None or self._applied < mark:
             if self.stopped is not None:
                 raise errors.Unavailable(
@@ -223,11 +225,11 @@ class Applier:
             self._arrived.set()  # this wait may be for a mark that is held back
             try:
                 await future
-            finally:  # a cancelled caller leaves nothing: the feed may be paused for days
+            finally:  # a cancelled caller must leave no future: a pause may take days
                 self._waiting.pop(future, None)
 
     async def run(self) -> None:
-        """Apply until stopped or cancelled."""
+        """Pass the feed to the consumer until the feed is stopped or this task is cancelled."""
         size = BATCH_MAX if self._consumer.is_batched else HAND_OVER_MAX
         while self.stopped is None:
             if not self._queue:
@@ -248,7 +250,7 @@ class Applier:
                 await asyncio.sleep(0)
 
     def _take(self, size: int) -> tuple[DeliveryRun, TransactionId]:
-        """Take ranges off the queue, up to about `size` transactions."""
+        """Remove about `size` transactions from the queue; return them and their last ID."""
         run: DeliveryRun = []
         last = BEFORE_FIRST
         while self._queue and len(run) < size:
@@ -257,9 +259,9 @@ class Applier:
         return run, last
 
     async def _is_mark_due(self, last: TransactionId) -> bool:
-        """Hold a mark without transactions back; return False when a later one replaces it.
+        """Hold back a mark without transactions; return False when a later mark replaces it.
 
-        Not longer than MARK_HOLD_S, and not while a caller waits for it.
+        The mark is held back for at most MARK_HOLD_S, and not while a caller waits for it.
         """
         due_s = self._advanced_s + MARK_HOLD_S
         while not self._is_wanted(last) and self.stopped is None:
@@ -276,7 +278,7 @@ class Applier:
         return any(wanted <= mark for wanted in self._waiting.values())
 
     async def stop(self, error: Exception) -> None:
-        """End a feed that cannot continue: notify the application, and callers that wait."""
+        """End a feed that cannot continue; notify the application and the callers that wait."""
         if self.stopped is not None:
             return
         self.end(error)
@@ -290,7 +292,7 @@ class Applier:
             )
 
     async def _apply(self, run: DeliveryRun, last: TransactionId) -> bool:
-        """Pass transactions and the mark on; return False when one of them has ended the feed."""
+        """Pass transactions and the mark to the consumer; return False if the feed has ended."""
         pause_s = RETRY_S_MIN
         while self._applied != last and self.stopped is None:
             verdict = await self._consumer.apply(self._partition_id, run, last, self._is_running)
@@ -321,7 +323,7 @@ class Applier:
         return self.stopped is None
 
     async def _pause(self, pause_s: float, event: asyncio.Event) -> None:
-        """Wait for an event, such as the feed's end, at most `pause_s`."""
+        """Wait for an event, such as the end of the feed, for at most `pause_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):
                 await event.wait()
@@ -337,7 +339,8 @@ class Applier:
                 exc_info=error,
             )
         try:
-            # A result that is not a policy is the application's fault, too: do not loop forever.
+            # A result that is not a policy raises here, so that the feed stops and does not loop
+            # forever.
             return PoisonPolicy(
                 await self._consumer.on_uncaught_exception(
                     self._partition_id, transaction_id, error
@@ -361,12 +364,12 @@ class Applier:
                     future.set_result(None)
 
     def pause_for(self, error: Exception) -> None:
-        """End the feed because the application has paused it."""
+        """End the feed, because the application has paused it."""
         self.is_paused_by_application = True
         self.end(error)
 
     def end(self, error: Exception) -> None:
-        """Pass nothing on any more, without notifying the application."""
+        """End the feed without notifying the application: no transaction is passed on any more."""
         self.stopped = error
         self._arrived.set()
         self._ended.set()

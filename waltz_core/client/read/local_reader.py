@@ -8,15 +8,15 @@ Rules:
        that the server named, and asks only for records that the session has committed. The storage
        answers only while it takes part in that session. Committed records never change, so the
        answer is valid while the file is open.
-    2. The ID, length and CRC of every record are checked here, because the storage has not read it.
+    2. The client checks the ID, length and CRC of every record: the storage has not read it.
     3. Any problem (no storage, a short file, a wrong record) raises an exception. Then the client
        requests the records over TCP. If they are damaged, the storage detects this and has them
        repaired.
     4. Files are read and never mapped into memory: in a mapping, a disk error or a truncated file
        would end the process.
-    5. One thread reads at a time, so files and buffers need no lock. If a read takes too long, it
-       is abandoned while its thread still runs; then nothing more is read directly until that
-       thread ends.
+    5. One thread reads at a time, so files and buffers need no lock. If a read exceeds its timeout,
+       it is abandoned while its thread still runs. The client then reads no file directly until
+       that thread ends.
     6. Bytes in the page cache are read on the event loop, which costs less than a thread. A thread
        reads only bytes that must come from the disk.
 """
@@ -43,21 +43,21 @@ from waltz_core.wire.record_locations import FileLocation, encode_segment
 
 I64 = npt.NDArray[np.int64]
 
-# The size of one grant: it costs memory for lengths and batches, not for the bytes.
+# The size of one grant, in bytes of records. A grant has only their lengths and batches in memory.
 GRANT_BYTES: Final = 32 * 1024 * 1024
-# Read and checksummed together, while they are in the processor's cache.
+# The bytes that are read and checksummed together, while they are in the processor's cache.
 _PIECE_BYTES: Final = 512 * 1024
-# One that the caller uses, one that is being read, and one more for a slow caller.
+# One buffer that the caller uses, one that is being read, and one more for a slow caller.
 _BUFFERS_MAX: Final = 3
-# Read only from the page cache, or fail; not every file system supports it.
+# The flag to read only from the page cache, or fail; not every file system supports it.
 _NO_WAIT_FLAG: Final = getattr(os, "RWF_NOWAIT", 0)
 _WOULD_WAIT: Final = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS)
-_OWN_REFERENCES: Final = 2  # the list's, and that of `getrefcount`'s argument
+_OWN_REFERENCES: Final = 2  # that of the list, and that of the argument of `getrefcount`
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadGrant:
-    """The positions of transactions from `first` on, as the storage has answered."""
+    """The storage's answer: the positions of the transactions from `first` on in its files."""
 
     first: TransactionId
     lengths: I64
@@ -67,7 +67,7 @@ class ReadGrant:
 
     @property
     def next(self) -> TransactionId:
-        """The ID after the last one."""
+        """The ID after the last transaction of the grant."""
         return TransactionId(self.first + int(self.lengths.size))
 
     def batches_of(self, first: TransactionId, last: TransactionId) -> tuple[LineageEntry, ...]:
@@ -79,7 +79,7 @@ class ReadGrant:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalRecords:
-    """Records that were read and checked, with their batches."""
+    """Records that were read and verified, with the batches that they belong to."""
 
     lengths: I64
     records: memoryview
@@ -102,7 +102,7 @@ class LocalReader:
         self._files: dict[TransactionId, FileIO] = {}
         self._buffers = _Buffers()
         self._grant: ReadGrant | None = None
-        self._on_disk: ReadGrant | None = None  # the one that was not in the page cache
+        self._on_disk: ReadGrant | None = None  # the grant that was not in the page cache
         self._is_reading = False  # rule 5
 
     def close(self) -> None:
@@ -114,7 +114,7 @@ class LocalReader:
     async def read(
         self, first: TransactionId, last: TransactionId, bytes_max: int, query: RequestGrant
     ) -> LocalRecords:
-        """Read first..last up to `bytes_max`, at least one record.
+        """Read records of first..last, at most `bytes_max` bytes, but at least one record.
 
         Raises:
             Unreachable, ReadFailed: the file cannot be opened or read.
@@ -144,7 +144,7 @@ class LocalReader:
         try:
             return self._read(grant, low, high, _NO_WAIT_FLAG)
         except BlockingIOError:
-            self._on_disk = grant  # the rest of it is not tried either
+            self._on_disk = grant  # the rest of the grant is not tried either
             return None
 
     async def _read_on_a_thread(self, grant: ReadGrant, low: int, high: int) -> memoryview:
@@ -166,14 +166,14 @@ class LocalReader:
             ) from error
 
     def _close_all_but(self, segments: Collection[TransactionId]) -> None:
-        """Close files that are read already: a log may have more than a process may open."""
+        """Close the files of other segments: a log may have more files than a process may open."""
         for segment in [each for each in self._files if each not in segments]:
             self._files.pop(segment).close()
 
     def _read(self, grant: ReadGrant, low: int, high: int, flags: int) -> memoryview:
-        """Read records low..high-1 of a grant and check them (rule 2).
+        """Read the records low..high-1 of a grant and verify them (rule 2).
 
-        Raises BlockingIOError if the flags forbid to wait and the bytes are not cached.
+        Raises BlockingIOError if `flags` forbid waiting and the bytes are not in the page cache.
         """
         lengths = grant.lengths[low:high]
         skip, size = raw_records.sum_of(grant.lengths[:low]), raw_records.sum_of(lengths)
@@ -199,7 +199,7 @@ class LocalReader:
     def _fill(
         self, part: memoryview, place: FileLocation, ticket: bytes, crc: int, flags: int
     ) -> int:
-        """Read bytes of a segment; return `crc` continued over them."""
+        """Read bytes of a segment into `part`; return `crc` continued over these bytes."""
         segment, offset = place.segment, place.offset
         file = self._files.get(segment)
         try:
@@ -231,19 +231,20 @@ class LocalReader:
 
 
 class _Buffers:
-    """Read buffers, reused as soon as no view of them is held.
+    """Read buffers, which are reused as soon as no view of them is held.
 
-    New memory for each read costs more than the read: the system clears it first. Any thread may
-    release views, but only one thread takes buffers (rule 5): two could take the same one.
+    New memory for each read would cost more than the read, because the system clears it first. Any
+    thread may release views, but only one thread requests buffers (rule 5): two threads could get
+    the same buffer.
     """
 
     def __init__(self) -> None:
         self._all: list[npt.NDArray[np.uint8]] = []
 
     def take(self, size: int) -> memoryview:
-        """Return unshared memory of a size, with arbitrary content."""
+        """Return a buffer of `size` bytes that no other view uses; its content is arbitrary."""
         for place in range(len(self._all)):
-            # Each view of it, also one of a view, holds one more reference.
+            # Each view of the buffer, also a view of a view, holds one more reference.
             if sys.getrefcount(self._all[place]) == _OWN_REFERENCES:
                 if self._all[place].size < size:
                     self._all[place] = np.empty(size, dtype=np.uint8)

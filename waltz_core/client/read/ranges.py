@@ -1,19 +1,19 @@
 """Reads committed ranges of a partition as bytes, from a replica or from the server.
 
 Bulk readers use this code, above all Spark, on executors that do not know ZooKeeper or assignments.
-It detects every missing transaction and every changed bit itself.
+The code detects every missing transaction and every changed bit itself.
 
 Rules:
     1. Without a filter, an answer has every ID from the first requested to the last; otherwise the
        reader raises an error.
     2. Every record's CRC and every length is checked before its bytes are returned. Headers have no
-       CRC of their own. So the answer of a replica has a CRC over them, which is checked; a server
-       checks them itself.
-    3. The requests to a replica have the session that the server named, and ask only for records
+       CRC of their own. So the answer of a replica has a CRC over its headers, which the reader
+       checks; a server checks headers itself.
+    3. The requests to a replica have the session that the server named, and cover only records
        that this session has committed. If a replica does not return them, the reader tries the next
        replica, and at last the server. If the log begins after the first ID, the reader raises at
-       once, because this holds for all replicas. If a replica asks for a pause, it gets the request
-       again after it, until the timeout.
+       once, because this holds for all replicas. If a replica requests a pause, the reader repeats
+       the request after the pause, until the timeout.
     4. A chunk never ends in the middle of a record. The `next` of a chunk is the `first` of the
        following one.
     5. IDs beyond the last requested one are rejected: they may not be committed.
@@ -21,9 +21,9 @@ Rules:
        and not engaged is not read.
     7. A replica on this machine answers with the positions of the records, and the client reads its
        files (`local_reader.py`). If that fails, the replica sends the records like any other.
-    8. A storage needs no disk to send its hello. If it sends none within `HANDSHAKE_TIMEOUT_S`, it
-       may be frozen, and the reader tries the next one. The last one, and answers with records,
-       have the whole timeout.
+    8. A storage needs no disk to send its hello. If a storage sends none within
+       `HANDSHAKE_TIMEOUT_S`, it may be frozen, and the reader tries the next replica. The hello of
+       the last replica, and answers with records, have the whole timeout.
     9. Reads from different IDs begin at different replicas. A repeated read from the same ID begins
        at the same replica, because its page cache has what the previous read fetched from the disk.
 """
@@ -71,7 +71,7 @@ HEADER_BYTES = raw_records.HEADER_DTYPE.itemsize
 RANGE_BYTES_MAX = 4 * 1024 * 1024
 HANDSHAKE_TIMEOUT_S = 1.0
 
-# Of a record, around its payload.
+# The bytes of a record before and after its payload.
 _PREFIX_BYTES = RECORD_PREFIX.size
 _SUFFIX_BYTES = RECORD_OVERHEAD_BYTES - _PREFIX_BYTES
 
@@ -81,7 +81,7 @@ _log = logging.getLogger(__name__)
 class RangeRow(NamedTuple):
     """One transaction of a range: its ID, the application's header, its payload.
 
-    With encryption the payload may be None, and `data_error` is the reason.
+    With encryption, the payload may be None; `data_error` then has the reason.
     """
 
     transaction_id: TransactionId
@@ -95,7 +95,7 @@ class RangeRow(NamedTuple):
 
 
 class _UnreadableRow(RangeRow):
-    """A transaction whose data could not be decrypted; a row stays a tuple of three."""
+    """A transaction whose data could not be decrypted; like any row, a tuple of three."""
 
     reason: str | None = None
 
@@ -106,11 +106,12 @@ class _UnreadableRow(RangeRow):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RangeChunk:
-    """A range of the log: `count` transactions from `first` on (fewer records under a filter).
+    """A part of a range: `count` transactions from `first` on (fewer records under a filter).
 
-    WHOLE: `records` are the segment file's bytes and `lengths` their lengths. HEADERS: `records`
-    are 28 bytes each, `lengths` is empty. `next` is the first ID after it. `lineage` covers it.
-    `decrypt` is for `rows`; payloads in `records` stay encrypted.
+    Form WHOLE: `records` are the bytes of the segment file, and `lengths` are the lengths of the
+    records. Form HEADERS: `records` has 28 bytes for each transaction, and `lengths` is empty.
+    `next` is the first ID after the chunk. `lineage` has the batches of the chunk. `rows` uses
+    `decrypt`; payloads in `records` stay encrypted.
     """
 
     form: RangeForm
@@ -126,14 +127,14 @@ class RangeChunk:
 
     @property
     def stamps(self) -> list[tuple[int, int, int]]:
-        """The commit stamps as `batches.range_to_arrow` takes them: (first, last, ms)."""
+        """The commit stamps for `batches.range_to_arrow`: (first ID, last ID, milliseconds)."""
         return [(entry.first, entry.last, entry.stamp_ms) for entry in self.lineage]
 
     def rows(self) -> Iterator[RangeRow]:
         """Yield the transactions one by one, in order; raises UsageError if no data was read.
 
-        It copies each payload; for millions of rows use `records` and `lengths` directly. With
-        encryption it may block to get a key, and raises the errors of the key provider.
+        The method copies each payload; for millions of rows use `records` and `lengths` directly.
+        With encryption, it may block to request a key, and raises the errors of the key provider.
         """
         return self._rows() if self.decrypt is None else self._decrypted_rows(self.decrypt)
 
@@ -164,7 +165,7 @@ class RangeChunk:
 
 @dataclass(frozen=True, slots=True)
 class RangeQuery:
-    """What to read: first..last (closed), at most about `bytes_max` in one chunk."""
+    """The range first..last (inclusive) to read, at most about `bytes_max` in one chunk."""
 
     first: TransactionId
     last: TransactionId
@@ -190,8 +191,8 @@ async def read_chunks(
 ) -> AsyncIterator[RangeChunk]:
     """Yield the chunks of a range in order; see the module's rules.
 
-    With `start`, which runs a fetch as a task, the next chunk is fetched while the caller uses one:
-    a slow caller costs the memory of two chunks.
+    With `start`, which runs a fetch as a task, the next chunk is fetched while the caller uses the
+    current one. A slow caller then keeps two chunks in memory.
 
     Raises:
         DataLoss: the log ends before `last`, or there is a gap.
@@ -213,7 +214,7 @@ async def read_chunks(
 
 
 class SteppedChunks:
-    """The chunks of a range, on the loop: Ctrl-C ends the wait for a chunk, not its fetch."""
+    """Steps through chunks on the loop; Ctrl-C ends the wait for a chunk, not its fetch."""
 
     def __init__(self, chunks: AsyncIterator[RangeChunk]) -> None:
         self._chunks = cast("AsyncGenerator[RangeChunk, None]", chunks)
@@ -221,7 +222,7 @@ class SteppedChunks:
         self._fetching: asyncio.Task[Any] | None = None
 
     async def next_or_none(self) -> RangeChunk | None:
-        """Return the next chunk, None after the last."""
+        """Return the next chunk; None after the last one."""
         self._fetching = asyncio.current_task()
         try:
             async with self._turn:
@@ -242,7 +243,7 @@ class SteppedChunks:
 
 
 def server_request(req_id: ReqId, query: RangeQuery) -> messages.RangeRequest:
-    """Return the request for a query."""
+    """Return the message that requests a range from a server."""
     return messages.RangeRequest(
         req_id, query.first, query.last, query.bytes_max, query.form, query.header_values
     )
@@ -251,15 +252,15 @@ def server_request(req_id: ReqId, query: RangeQuery) -> messages.RangeRequest:
 def chunk_of_server(
     partition_id: PartitionId, query: RangeQuery, answer: messages.RangeData
 ) -> RangeChunk:
-    """Return a server's answer, checked (rules 1 and 2)."""
+    """Verify a server's answer, and return it as a chunk (rules 1, 2 and 5)."""
     where = (
         f"answer of the server for partition {partition_id}, transactions "
         f"{query.first}..{query.last}"
     )
     if answer.form != query.form or answer.first != query.first or answer.count < 0:
         raise errors.RemoteProtocolError(
-            f"{where}: expected form {query.form}, first {query.first}, count of 0 or more; "
-            f"found form {answer.form}, first {answer.first}, count {answer.count}"
+            f"{where}: expected form={query.form}, first={query.first} and count>=0, found "
+            f"form={answer.form}, first={answer.first} and count={answer.count}"
         )
     _check_end(answer.next - 1, query, where)
     chunk = RangeChunk(
@@ -278,7 +279,7 @@ def chunk_of_server(
 
 
 def chunk_of_records(query: RangeQuery, found: LegacyRecords) -> RangeChunk:
-    """Return the records of a 0.13 server, which were checked when they arrived."""
+    """Return the records of a 0.13 server as a chunk; they were verified when they arrived."""
     is_whole = query.form is RangeForm.WHOLE
     return RangeChunk(
         query.form,
@@ -299,7 +300,7 @@ def chunk_of_records(query: RangeQuery, found: LegacyRecords) -> RangeChunk:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedRange:
-    """The archive of a partition has the IDs first..last; `manifest` lists the objects."""
+    """The archived part of a partition: the IDs first..last; `manifest` lists the objects."""
 
     first: TransactionId
     last: TransactionId
@@ -309,14 +310,14 @@ class ArchivedRange:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """The replicas that may be read, as the server has answered; plain values, for pickling."""
+    """The replicas that may be read, from the answer of a server; plain values, for pickling."""
 
     cluster_key: bytes
     partition_count: int
     session_id: int
     high_water_mark: int
     replicas: tuple[str, ...]
-    nearby: tuple[str, ...] = ()  # those of them that are of the reader's own group
+    nearby: tuple[str, ...] = ()  # the replicas in the reader's own group
     archived: ArchivedRange | None = None
 
 
@@ -324,7 +325,7 @@ NO_REPLICAS = ReplicaSet(b"", 0, NO_SESSION, BEFORE_FIRST, ())
 
 
 class ReaderConnection:
-    """One connection to one storage, for reading."""
+    """One connection to one storage, to read from it."""
 
     def __init__(self, link: net.Link) -> None:
         self._link = link
@@ -335,9 +336,9 @@ class ReaderConnection:
     async def open(
         address: str, replicas: ReplicaSet, *, timeout_s: float, ssl: SSLContext | None = None
     ) -> "ReaderConnection":
-        """Connect, and check that the storage is of this cluster.
+        """Connect, and check that the storage belongs to this cluster.
 
-        Raises Unreachable, ClusterKeyMismatch, or another error that the storage answers.
+        Raises Unreachable, ClusterKeyMismatch, or another error that the storage returns.
         """
         made = ReaderConnection(
             await net.dial(WireProtocol.STORAGE, address, timeout_s=timeout_s, ssl=ssl)
@@ -354,11 +355,11 @@ class ReaderConnection:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it cannot be used any more."""
+        """Whether the connection is closed."""
         return self._link.is_closed
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection at once."""
         self._link.abort("done")
 
     async def fetch(
@@ -370,7 +371,7 @@ class ReaderConnection:
         high_water_mark: TransactionId,
         timeout_s: float,
     ) -> RangeChunk:
-        """Read a range; raises SessionFenced, NotOwned, ... if the storage may not answer."""
+        """Read one chunk; raises SessionFenced, NotOwned, ... if the storage may not answer."""
         assert query.last <= high_water_mark
         assert not query.header_values
         answer, where = await self._request_range(
@@ -398,7 +399,7 @@ class ReaderConnection:
         session_id: SessionId,
         timeout_s: float,
     ) -> ReadGrant:
-        """Request the positions of a range's records; raises like `fetch`, and if unsupported."""
+        """Request the positions of a range's records; raises like `fetch`, and if not supported."""
         larger = replace(query, bytes_max=max(query.bytes_max, GRANT_BYTES))
         answer, where = await self._request_range(
             partition_id, larger, LOCATIONS, session_id, timeout_s
@@ -423,7 +424,7 @@ class ReaderConnection:
         session_id: SessionId,
         timeout_s: float,
     ) -> tuple[messages.RangeBytes, str]:
-        """Return the answer for a range, and how to name it in an error."""
+        """Return the answer for a range, and a text that identifies the answer in errors."""
         self._sequence += 1
         request = messages.RangeRaw(
             session_id,
@@ -445,8 +446,8 @@ class ReaderConnection:
             )
         if answer.first != query.first or answer.form != form or answer.count <= 0:
             raise errors.RemoteProtocolError(
-                f"{where}: expected form {form}, first {query.first}, count of 1 or more; "
-                f"found form {answer.form}, first {answer.first}, count {answer.count}"
+                f"{where}: expected form={form}, first={query.first} and count>=1, found "
+                f"form={answer.form}, first={answer.first} and count={answer.count}"
             )
         if form != RangeForm.WHOLE and crc32(answer.records) != answer.records_crc:
             raise errors.ChecksumMismatch(
@@ -464,7 +465,7 @@ class ReaderConnection:
                 async with asyncio.timeout(timeout_s):
                     answer = (await self._link.receive())[0]
             except TimeoutError as error:
-                # A late answer must not be taken for the answer to another request.
+                # A late answer must not be mistaken for the answer to another request.
                 self.close()
                 raise errors.Unreachable(
                     f"{self._link.address} did not answer {type(request).__name__} within "
@@ -516,10 +517,10 @@ class ReplicaReader:
         )
         self._is_closed = False
         self.from_replica_count = 0
-        self.from_local_count = 0  # of those
+        self.from_local_count = 0  # of these, the chunks that were read from files on this machine
 
     async def fetch(self, query: RangeQuery) -> RangeChunk:
-        """Read a range."""
+        """Read one chunk of a range from a replica, otherwise from the server (rule 3)."""
         while (
             self._addresses and not self._is_closed and query.last <= self._replicas.high_water_mark
         ):
@@ -556,7 +557,7 @@ class ReplicaReader:
             self._link = None
 
     async def _fetch_with_retries(self, address: str, query: RangeQuery) -> RangeChunk:
-        """Read from a replica; wait as it requests: other replicas have limits, too."""
+        """Read from a replica; wait if it requests a pause: other replicas have limits, too."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._timeout_s
         while True:
@@ -572,7 +573,7 @@ class ReplicaReader:
         if self._link is None or self._link.is_closed:
             self._disconnect()
             made = await self._connect(address)
-            if self._is_closed:  # meanwhile: it would never be closed
+            if self._is_closed:  # otherwise it would never be closed
                 made.close()
                 raise errors.Unreachable(f"{address}: the reader was closed")
             self._link = made
@@ -624,7 +625,7 @@ class ReplicaReader:
         return None
 
     def _stop_local_reader(self) -> None:
-        """Let the storage send the records from now on."""
+        """Stop reading files directly: the storage sends the records from now on."""
         if self._local_reader is not None:
             self._local_reader.close()
             self._local_reader = None
@@ -660,7 +661,7 @@ class ReplicaReader:
 
 
 def _check_end(last: int, query: RangeQuery, where: str) -> None:
-    """Rule 5."""
+    """Raise RemoteProtocolError for IDs beyond the last requested one (rule 5)."""
     if last > query.last:
         raise errors.RemoteProtocolError(
             f"{where}: expected no transaction after {query.last}, found transactions "
@@ -683,14 +684,14 @@ def _lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:
 
 
 def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
-    """Raise unless the records are complete, undamaged, and those of the range."""
+    """Raise an error unless a chunk has exactly the records of its range, undamaged."""
     if (
         chunk.form is RangeForm.WHOLE
         and not is_filtered
         and chunk.lengths.size == chunk.count == chunk.next - chunk.first > 0
         and raw_records.verified_crcs(chunk.records, chunk.lengths, chunk.first) is not None
     ):
-        return  # else the checks below find the problem
+        return  # otherwise the checks below find the problem
     if chunk.form is RangeForm.WHOLE:
         bad = raw_records.first_bad_record(chunk.records, chunk.lengths)
         if bad is not None:
@@ -705,7 +706,7 @@ def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
         if not inside or bool((steps <= 0).any()):
             raise errors.DataLoss(f"{where}: the transaction IDs of the answer are not ascending")
         return
-    # The number first: an array of all stated IDs could be larger than the memory.
+    # The count is compared first: an array of all stated IDs could be larger than the memory.
     if ids.size != max(chunk.next - chunk.first, 0) or not np.array_equal(
         ids, np.arange(chunk.first, chunk.next, dtype=np.int64)
     ):

@@ -1,19 +1,19 @@
 """Queries to the owner of a partition, repeated until it answers or the request times out.
 
-Marks, flushes, ranges and data are requested from the partition's current owner. A request
-continues if the server has died, no longer owns the partition, or is busy.
+The client requests marks, flushes, ranges and data from the partition's current owner. It repeats a
+request if the server has died, no longer owns the partition, or is busy.
 
 Rules:
     1. Queries change nothing, so they may be sent any number of times.
     2. After a retriable error, the client reads the owner from ZooKeeper again and retries. The
        delay doubles each time, unless the server states one. When the request timeout has passed,
-       the client raises the last error; if the last attempt had hardly any time left, it raises the
-       one before.
+       the client raises the last error. If the last attempt had hardly any time left, the client
+       raises the error of the attempt before.
     3. Nearby replicas are a preference: if the groups cannot be read, no replica counts as
        nearby.
     4. A 0.13 server gets the queries that it supports (`legacy_server_reads.py`). ZooKeeper proves
        that its mark is not stale: if the server owned the partition when it answered, and still
-       does afterwards, no other server has committed anything up to then.
+       does afterwards, no other server has committed a transaction up to then.
     5. If a partition moves while a query waits for the former owner, the query is sent to the new
        one. The former owner may be frozen or on a dead host, and would use up the timeout.
 """
@@ -98,7 +98,7 @@ class OwnerRequests:
         self._old_reads = LegacyServerReads(directory, links, NO_CLIENT_ID)
 
     def on_owners_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
-        """The assignment has changed (rule 5)."""
+        """Repeat queries on the new owner if their partition has moved (rule 5)."""
         for each in self._waiting.values():
             owner = owners.get(each.partition_id)
             is_moved = owner is not None and owner.address != each.address
@@ -106,7 +106,7 @@ class OwnerRequests:
                 each.timeout.reschedule(0.0)
 
     def close(self) -> None:
-        """Close what it holds open."""
+        """Stop the reads from 0.13 servers, and close their connections."""
         self._old_reads.close()
 
     async def query(
@@ -115,7 +115,7 @@ class OwnerRequests:
         answer: type[AnswerT],
         make: Callable[[ReqId], ClientMessage],
     ) -> AnswerT:
-        """Query until answered; raises the last error when the request timeout has passed."""
+        """Query the owner until it answers; raises an error after the request timeout (rule 2)."""
 
         async def request_owner(reader: OwnerLink) -> AnswerT:
             return await _answer_of(reader, answer, make)
@@ -198,13 +198,13 @@ class OwnerRequests:
         try:
             return await self._links.get(owner.address, is_bulk=is_bulk)
         except errors.RemoteProtocolError as error:
-            # Another program has the address now, so the server is not there.
+            # Another program uses the address now, so the server is not reachable there.
             raise errors.Unreachable(str(error)) from error
 
     async def high_water_mark(
         self, partition_id: PartitionId, *, linearizable: bool
     ) -> TransactionId:
-        """Return the partition's mark; `linearizable`: proven not to be stale."""
+        """Return the partition's high-water mark; with `linearizable`, proven not to be stale."""
         if linearizable:
             return TransactionId(
                 (await self.replicas(partition_id, linearizable=True)).high_water_mark
@@ -212,7 +212,7 @@ class OwnerRequests:
         return await self._query_until_answered(partition_id, _mark_of, is_bulk=False)
 
     async def flush(self, partition_id: PartitionId) -> TransactionId:
-        """Return the mark when every append received before this request is final."""
+        """Wait until all appends received before this request are final; return the mark."""
 
         async def flush(reader: OwnerLink) -> TransactionId:
             answer = await _answer_of(reader, messages.FlushResponse, messages.FlushRequest)
@@ -221,9 +221,9 @@ class OwnerRequests:
         return await self._query_until_answered(partition_id, flush, is_bulk=False)
 
     async def replicas(self, partition_id: PartitionId, *, linearizable: bool) -> ReplicaSet:
-        """Return the session, its mark, and the replicas that may be read.
+        """Return the store session, its high-water mark, and the replicas that may be read.
 
-        A 0.13 server has none: its storages answer no readers.
+        For a 0.13 server there are no replicas, because its storages do not answer readers.
         """
 
         async def query(reader: OwnerLink) -> ReplicaSet:
@@ -258,14 +258,14 @@ class OwnerRequests:
             )
 
     async def expire(self, partition_id: PartitionId, before: int, before_ms: int) -> bool:
-        """Request that archived objects expire; return whether it is done, else repeat the call.
+        """Request that archived objects expire; if this returns False, repeat the call.
 
-        Whole objects expire: with IDs below `before`, or commit times before `before_ms`. 0 stands
-        for none.
+        Whole objects expire: those with IDs below `before`, or with commit times before
+        `before_ms`. 0 disables a condition.
 
         Raises:
-            BadRequest: nothing of the partition is archived.
-            LocalProtocolError: the server is older, and has no such request.
+            BadRequest: no part of the partition is archived.
+            LocalProtocolError: the server is older, and does not support this request.
         """
 
         async def query(reader: OwnerLink) -> bool:
@@ -290,11 +290,11 @@ class OwnerRequests:
         """Request that an archived object with these IDs is replaced from the log of a storage.
 
         Repeat the call until the answer states that the attempt has ended. With another random
-        `token` of 63 bits the owner begins another attempt.
+        `token` of 63 bits, the owner begins another attempt.
 
         Raises:
             BadRequest: these IDs are not archived.
-            LocalProtocolError: the server is older, and has no such request.
+            LocalProtocolError: the server is older, and does not support this request.
         """
 
         async def query(reader: OwnerLink) -> messages.ObjectReplacementResponse:
@@ -320,7 +320,7 @@ class OwnerRequests:
     async def replica_sets(
         self, partition_ids: Iterable[PartitionId], *, linearizable: bool, group: int
     ) -> dict[int, ReplicaSet]:
-        """Return `replicas` of each partition, with those of a group as nearby (rule 3)."""
+        """Return the `replicas` of each partition; those of `group` are nearby (rule 3)."""
         query = partial(self.replicas, linearizable=linearizable)
         found = await query_partitions(partition_ids, query)
         if group == NO_GROUP:
@@ -340,9 +340,9 @@ class OwnerRequests:
         }
 
     async def fetch_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
-        """Return a range of the log from the server, checked.
+        """Return one verified chunk of a range from the server.
 
-        A quorum has confirmed an answer that the log ends before the range.
+        If the chunk is empty because the log ends before the range, a quorum has confirmed this.
         """
         while True:
             chunk = await self._query_until_answered(
@@ -350,7 +350,8 @@ class OwnerRequests:
             )
             if chunk.next > query.first:
                 return chunk
-            # A server that has lost the partition may not know it, nor newer transactions.
+            # A server that has lost the partition may not know this, and does not know newer
+            # transactions.
             if await self.high_water_mark(partition_id, linearizable=True) < query.first:
                 return chunk
             await asyncio.sleep(self._config.retry_interval_ms_min / 1000)
@@ -364,7 +365,7 @@ class OwnerRequests:
         return chunk_of_server(reader.partition_id, query, answer)
 
     async def fetch_data_range(self, partition_id: PartitionId, query: RangeQuery) -> RangeChunk:
-        """Return the same of known committed records; only IDs and data of it are valid."""
+        """Return a range of records that are known to be committed; only IDs and data are valid."""
 
         async def query_owner(reader: OwnerLink) -> RangeChunk:
             if reader.link.is_legacy_server:
@@ -426,7 +427,7 @@ async def query_partitions(
     partition_ids: Iterable[PartitionId],
     query: Callable[[PartitionId], Coroutine[Any, Any, ResponseT]],
 ) -> dict[int, ResponseT]:
-    """Query all of them at once; raise the first error alone, not in a group."""
+    """Query all partitions in parallel; raises the first error itself, not an exception group."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = {int(each): group.create_task(query(each)) for each in sorted(partition_ids)}

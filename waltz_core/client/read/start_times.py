@@ -21,17 +21,18 @@ UNSTAMPED_READS_MAX = 32
 def first_since(
     stamp_ms_of: Callable[[int], int], mark: int, since_ms: int, older: int = BEFORE_FIRST
 ) -> int:
-    """Return a mark up to `mark` before the first that may be committed at or after a time.
+    """Return the ID before the first transaction that may be committed at or after a time.
 
-    `older` is a transaction that is known to be older, or -1.
+    The result is at most `mark`. `older` is the ID of a transaction that is known to be older, or
+    -1.
 
-    Commit stamps never decrease in a partition, so a binary search finds it. Transactions of a 0.13
-    server have none (0): only a later transaction can prove that they are older. After a few
-    such reads they count as not older (rule 1).
+    Commit stamps never decrease in a partition, so a binary search finds the ID. Transactions that
+    a 0.13 server wrote have no stamp (0): only a later transaction can prove that they are older.
+    After `UNSTAMPED_READS_MAX` reads of such transactions, the rest count as not older (rule 1).
     """
     found = older
     unstamped_left = UNSTAMPED_READS_MAX
-    parts = [(older + 1, mark)]  # the parts left to search; the last one first, as it is the latest
+    parts = [(older + 1, mark)]  # the parts left to search, latest part first
     while parts:
         low, high = parts.pop()
         if low > high:
@@ -46,7 +47,7 @@ def first_since(
             else:
                 del parts[1:]  # rule 1
         elif stamp_ms < since_ms:
-            # All before it are older, too.
+            # All transactions before it are older, too.
             found, parts = middle, [(middle + 1, high)]
         else:
             parts.append((low, middle - 1))
@@ -54,6 +55,6 @@ def first_since(
 
 
 def stamp_ms_of(client: "WaltzClient", partition: int, transaction_id: int) -> int:
-    """Return a transaction's commit stamp; 0 if a 0.13 server wrote it."""
+    """Return the commit stamp of a transaction, in ms; 0 if a 0.13 server wrote it."""
     chunks = client.read_range(partition, transaction_id, transaction_id, form=RangeForm.HEADERS)
     return max((stamp_ms for chunk in chunks for _, _, stamp_ms in chunk.stamps), default=0)

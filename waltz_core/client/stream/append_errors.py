@@ -1,11 +1,11 @@
 """Maps each error of an append to its meaning for the rows: in the log, not in the log, or unknown.
 
-If this table wrongly listed an error as a rejection, the client would send rows again that are in
-the log, or report them as failed.
+If this table wrongly listed an error as a rejection, the client would append rows twice, or report
+rows as failed that are in the log.
 
 Rules:
-    1. Only two kinds of errors are rejections: those that the server returns before anything was
-       stored, and those that it returns after the next session has settled what was stored.
+    1. Only two kinds of errors are rejections: those that the server returns before it has stored
+       any row, and those that it returns after the next session has settled what was stored.
     2. After an error that is not in the table, the rows are in doubt until the client has read the
        log.
 """
@@ -35,17 +35,17 @@ TRANSIENT = (
     RowOutcomeCode.NO_SPACE,
     RowOutcomeCode.OVERLOADED,
 )
-# After these, the partition must be mounted again before anything else is sent.
+# After these reasons, the client must mount the partition again before it sends further rows.
 _REMOUNT = (RowOutcomeCode.NOT_MOUNTED, RowOutcomeCode.GENERATION)
 
 
 def outcome_code_of(error: errors.WaltzError) -> RowOutcomeCode | None:
-    """Return why rows are not in the log, None when the error does not settle it (rule 2)."""
+    """Return why rows are not in the log; None if the error does not settle this (rule 2)."""
     return _REASONS.get(error.code)
 
 
 def remount_reason(outcome: BatchOutcome) -> RowOutcomeCode | None:
-    """Return why the partition must be mounted again, None if it need not."""
+    """Return the reason to mount the partition again; None if there is no such reason."""
     if not outcome.has_rejections:
         return None
     found = outcome.reasons.tobytes()
@@ -53,7 +53,7 @@ def remount_reason(outcome: BatchOutcome) -> RowOutcomeCode | None:
 
 
 def is_order_lost(submission: Submission, outcome: BatchOutcome) -> bool:
-    """Whether later submissions must wait until this one is sent again."""
+    """Whether later submissions must wait until rows of this submission are sent again."""
     if not submission.keeps_order or not outcome.has_rejections:
         return False
     found = outcome.reasons.tobytes()
@@ -61,14 +61,14 @@ def is_order_lost(submission: Submission, outcome: BatchOutcome) -> bool:
 
 
 def is_mount_retriable(error: errors.WaltzError) -> bool:
-    """Whether a rejected mount may succeed later, here or elsewhere."""
+    """Whether a rejected mount may succeed later, on this or another server."""
     return error.retriable or isinstance(error, errors.GenerationMismatch)
 
 
 def not_sent_error(
     partition_id: PartitionId, timeout_ms: int, failure: str, retry_after_ms: int
 ) -> errors.Unavailable:
-    """Return the error of a submission that was never sent, so it is not in the log."""
+    """Return the error for a submission that was never sent, so its rows are not in the log."""
     text = (
         f"partition {partition_id}: the client could not send the append within {timeout_ms} ms "
         f"({failure}); the transaction is not in the log"
@@ -77,7 +77,7 @@ def not_sent_error(
 
 
 def timeout_error(text: str, retry_after_ms: int) -> errors.Unavailable:
-    """Return the error of a timeout; Overloaded while a server requests a pause."""
+    """Return the error for a timeout: Overloaded if a server has requested a pause."""
     if retry_after_ms > 0:
         return errors.Overloaded(text, retry_after_ms)
     return errors.Unreachable(text)
@@ -86,7 +86,7 @@ def timeout_error(text: str, retry_after_ms: int) -> errors.Unavailable:
 def unknown_outcome_error(
     pending: PendingSubmission, when: str, failure: str
 ) -> errors.OutcomeUnknown:
-    """Return the error of a submission whose outcome cannot be settled any more."""
+    """Return the error for a submission whose outcome can no longer be determined."""
     return errors.OutcomeUnknown(
         f"partition {pending.req_id.partition_id}: the outcome of "
         f"{pending.submission.row_count} rows, from request ID {tuple(pending.req_id)} on, is "

@@ -7,9 +7,9 @@ Rules:
     1. The window (the limit of appends in flight) counts every row from `append` until its outcome
        is reported. When the limit is reached, callers wait in order. No row is dropped.
     2. Rows are sent in the order in which they were appended.
-    3. If a row of `append` is known not to be in the log, for a temporary reason, it is sent again
-       until its deadline: it is still valid. A row that a lock has rejected is never sent again,
-       nor is a pipelined dependent append.
+    3. If a row of `append` is known not to be in the log, for a temporary reason, the client sends
+       the row again until its deadline, because the row is still valid. A row that a lock has
+       rejected is never sent again, nor is a pipelined dependent append.
     4. Rule 2 also holds for rows that are sent again. They wait until every submission that was in
        flight with them has its outcome, and all rows and batches that were appended since wait for
        them. Submissions that the stream had not sent by then return as lost
@@ -40,14 +40,16 @@ from waltz_core.records.record import (
 )
 from waltz_core.wire.messages import RowOutcomeCode
 
-# Up to this many rows go as single appends; more of them are cheaper as one Arrow batch.
+# Up to this number, rows are sent as single appends; more rows are cheaper as one Arrow batch.
 SINGLES_MAX = 8
-# While at least this many submissions are in flight, rows are gathered until one of them has its
-# outcome or a submission is full: under load many small writers share a frame, else none waits.
+# While at least this many submissions are in flight, rows are gathered until one of the submissions
+# has its outcome or a new submission is full. Under load, many small writers share a frame; without
+# load, no row waits.
 UNANSWERED_SUBMISSIONS_MIN = 1
-# The server delays its answer to a rejection by a contended lock; other rows do not wait for it.
+# The maximum time for which rows are gathered, in seconds. The server delays its answer to a
+# rejection by a contended lock; other rows do not wait for this answer.
 GATHERING_S_MAX = 0.005
-# Delays before rows are sent again; the longer one after a full disk or a full queue.
+# Delays before rows are sent again, in seconds; the longer one after a full disk or a full queue.
 RESEND_DELAY_S = 0.005
 RESEND_FULL_DELAY_S = 0.1
 
@@ -65,18 +67,19 @@ _FULL = (RowOutcomeCode.NO_SPACE, RowOutcomeCode.OVERLOADED)
 class _FlushGroup:
     """The appends between two calls of `wait_for_earlier` (rule 5).
 
-    `unfinished` of them have no outcome yet, and the callers in `waiting` wait for all of them.
+    `unfinished` is the number of appends without an outcome; callers in `waiting` wait for all of
+    them.
     """
 
     unfinished: int = 0
     waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
 
 
-_NO_GROUP = _FlushGroup()  # of a row that was not appended yet
+_NO_GROUP = _FlushGroup()  # the group of a row that was not appended yet
 
 
 class RowOutcome(NamedTuple):
-    """What became of one row; see `BatchOutcome`."""
+    """The outcome of one row; see `BatchOutcome`."""
 
     reason: int
     transaction_id: TransactionId
@@ -107,7 +110,7 @@ class PendingRow:
 
     def __init__(self, data: bytes, header: int, mark: TransactionId) -> None:
         self.data = data
-        self.size_bytes = len(data) + RECORD_OVERHEAD_BYTES  # what it costs in the window
+        self.size_bytes = len(data) + RECORD_OVERHEAD_BYTES  # the bytes that it uses in the window
         self.header = header
         self.mark = mark
         self.write_locks: tuple[int, ...] = ()
@@ -115,23 +118,24 @@ class PendingRow:
         self.append_locks: tuple[int, ...] = ()
         self.deadline_s = 0.0
         self.added_s = 0.0
-        self.number = 0  # its place in the order of `append`
+        self.number = 0  # the position in the order of `append`
         self.flush_group = _NO_GROUP
-        # An attempt of a context: its future gets a RowOutcome, whatever that is. Otherwise the
-        # future gets the transaction ID, or an error.
+        # Whether the row is an attempt of a context: its future then returns a RowOutcome, whatever
+        # the outcome is. Otherwise the future returns the transaction ID, or raises an error.
         self.is_attempt = False
-        # In-flight appends that it depends on, in addition to its mark; None without any.
+        # The appends in flight that the row depends on, in addition to its mark; None if there are
+        # none.
         self.pipelined_state: PipelinedState | None = None
         self.future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
 
     def set_pipelined_state(
         self, pipelined_state: PipelinedState, mark: TransactionId | None
     ) -> None:
-        """Make it depend on in-flight appends; `mark` is that of its state, if known."""
+        """Make the row depend on appends in flight; `mark` is the mark of its state, if known."""
         if mark is None and pipelined_state.has_seen:
             mark = pipelined_state.base
         mark = self.mark if mark is None else mark
-        if mark < pipelined_state.base:  # the transactions between are not known
+        if mark < pipelined_state.base:  # the transactions in between are not known
             self.mark, self.pipelined_state = pipelined_state.without(mark)
         else:
             locks = (*self.write_locks, *self.read_locks)
@@ -139,19 +143,19 @@ class PendingRow:
 
     @property
     def row_count(self) -> int:
-        """One; a batch has more."""
+        """Always 1; a batch has more rows."""
         return 1
 
     @property
     def may_resend(self) -> bool:
-        """Whether it may be sent again as it is (rule 3)."""
+        """Whether the client may send the row again unchanged (rule 3)."""
         return not self.is_attempt and (
             self.pipelined_state is None or not self.pipelined_state.has_seen
         )
 
 
 class AppendWindow:
-    """Rows and bytes that one partition may have in flight (rule 1)."""
+    """The rows and bytes that one partition may have in flight (rule 1)."""
 
     def __init__(self, *, rows_max: int, bytes_max: int) -> None:
         self._rows_max = rows_max
@@ -162,11 +166,11 @@ class AppendWindow:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is in flight."""
+        """Whether no rows are in flight."""
         return self._rows == 0
 
     def try_take(self, rows: int, size_bytes: int) -> bool:
-        """Take room if there is some and no other caller waits for it."""
+        """Reserve space and return True if there is enough and no other caller waits for it."""
         if self._waiting or not self._fits(rows, size_bytes):
             return False
         self._rows += rows
@@ -174,7 +178,7 @@ class AppendWindow:
         return True
 
     async def take(self, rows: int, size_bytes: int) -> None:
-        """Take room, waiting for it."""
+        """Reserve space; wait until there is enough."""
         if self.try_take(rows, size_bytes):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -182,7 +186,8 @@ class AppendWindow:
         try:
             await future
         except asyncio.CancelledError:
-            # NB: nothing may be given back for long, and those behind it may need less room.
+            # NB: no space may be released for a long time, and the callers after this one may need
+            # less.
             if self._waiting.pop(future, None) is not None:
                 self.release(0, 0)
             elif not future.cancelled():
@@ -190,7 +195,7 @@ class AppendWindow:
             raise
 
     def release(self, rows: int, size_bytes: int) -> None:
-        """Give room back."""
+        """Release reserved space, and pass it to waiting callers in order."""
         self._rows -= rows
         self._bytes -= size_bytes
         assert self._rows >= 0
@@ -206,7 +211,7 @@ class AppendWindow:
             del self._waiting[future]
 
     def _fits(self, rows: int, size_bytes: int) -> bool:
-        # A batch larger than the whole window goes when nothing else is in flight.
+        # A batch that is larger than the whole window is sent when no other row is in flight.
         return self._rows == 0 or (
             self._rows + rows <= self._rows_max and self._bytes + size_bytes <= self._bytes_max
         )
@@ -218,11 +223,11 @@ Post: TypeAlias = Callable[[Submission], None]
 class ReportOrder:
     """Keeps one writer's batches of one partition in order, even when some of them are lost.
 
-    `reported_count` counts the outcomes with lost rows that the client has reported,
-    `processed_count` those that the writer has processed. While they differ, later batches are not
-    sent but answered LOST: the
-    writer must send the lost rows again first. Without this, a batch between the writer and the
-    client could enter the log before the lost rows.
+    `reported_count` is the number of outcomes with lost rows that the client has reported;
+    `processed_count` is the number of those that the writer has processed. While the counts differ,
+    the client does not send later batches, but reports them as LOST: the writer must send the lost
+    rows again first. Without this, a batch between the writer and the client could enter the log
+    before the lost rows.
     """
 
     __slots__ = ("processed_count", "reported_count")
@@ -240,13 +245,13 @@ class _BatchSubmission(NamedTuple):
     payload: bytes | memoryview
     mark: TransactionId
     order: ReportOrder | None
-    processed_count: int  # what its writer had processed when it was appended
+    processed_count: int  # the writer's `processed_count` at the append
     flush_group: _FlushGroup
     added_s: float
 
     @property
     def size_bytes(self) -> int:
-        """What it costs in the window."""
+        """The bytes that the batch uses in the window."""
         return len(self.payload)
 
     def finish(self, outcome: BatchOutcome) -> None:
@@ -278,7 +283,7 @@ class Appends:
         self._loop = asyncio.get_running_loop()
         self._gathered: list[
             PendingRow | _BatchSubmission
-        ] = []  # batches only after rows that are held
+        ] = []  # has batches only after rows that are held
         self._gathered_bytes = 0
         self._is_scheduled = False
         self._has_finished = False
@@ -286,23 +291,23 @@ class Appends:
         self._submissions: dict[int, list[PendingRow] | _BatchSubmission] = {}
         self._token = 0
         self._added = 0
-        # Rows to be sent again, once the submissions up to the barrier are final and the pause is
-        # over.
+        # Rows to send again, when the submissions up to the barrier are final and the pause has
+        # ended.
         self._held: list[PendingRow] = []
         self._barrier = 0
         self._pause: asyncio.Handle | None = None
-        self._pause_until_s = 0.0  # uvloop's handles do not have it when no time is left
+        self._pause_until_s = 0.0  # uvloop's handles lack this time when none is left
         self._flush_groups: deque[_FlushGroup] = deque((_FlushGroup(),))
 
     @property
     def has_pending(self) -> bool:
-        """Whether any outcome is outstanding."""
+        """Whether any append has no outcome yet."""
         return bool(self._submissions) or bool(self._gathered) or bool(self._held)
 
     # --- in
 
     def add(self, row: PendingRow) -> None:
-        """Append a row for which the window has room."""
+        """Append a row that has reserved its space in the window."""
         self._added += 1
         row.number = self._added
         row.added_s = self._loop.time()
@@ -324,8 +329,9 @@ class Appends:
         mark: TransactionId,
         order: ReportOrder | None,
     ) -> asyncio.Future[BatchOutcome]:
-        """Append a batch for which the window has room."""
-        # NB: taken now: a loss that the writer counts while the batch waits came too late for it.
+        """Append a batch that has reserved its space in the window; return its future."""
+        # NB: read now: if the writer processes a loss while the batch waits, it is too late for the
+        # batch.
         processed_count = 0 if order is None else order.processed_count
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
         batch = _BatchSubmission(
@@ -344,7 +350,7 @@ class Appends:
         return batch.future
 
     async def wait_for_earlier(self) -> None:
-        """Wait until everything that was appended before has its outcome (rule 5)."""
+        """Wait until all earlier appends have their outcomes (rule 5)."""
         if self._flush_groups[-1].unfinished:
             self._flush_groups.append(_FlushGroup())
         if len(self._flush_groups) > 1:
@@ -353,7 +359,7 @@ class Appends:
             waiting[future] = None
             try:
                 await future
-            finally:  # a cancelled caller leaves nothing: the outcomes may take days
+            finally:  # a cancelled caller must leave no future: outcomes may take days
                 waiting.pop(future, None)
 
     def _enter(self) -> _FlushGroup:
@@ -441,7 +447,7 @@ class Appends:
     # --- outcomes
 
     def on_submission_settled(self, token: int, outcome: BatchOutcome) -> None:
-        """Handle the outcome of every row of a submission."""
+        """Process the outcomes of all rows of a submission."""
         submission = self._submissions.pop(token)
         if isinstance(submission, _BatchSubmission):
             self._finish_batch(submission, outcome)
@@ -455,7 +461,7 @@ class Appends:
         batch.finish(outcome)
 
     def on_rejected(self, token: int, error: errors.WaltzError) -> None:
-        """Handle an error that ends a submission without an outcome for its rows."""
+        """Process an error that ends a submission without an outcome for its rows."""
         submission = self._submissions.pop(token)
         if isinstance(submission, _BatchSubmission):
             self._end(submission)
@@ -463,7 +469,7 @@ class Appends:
             if not submission.future.done():
                 submission.future.set_exception(error)
         elif isinstance(error, errors.TooLarge) and len(submission) > 1:
-            # The server accepts less in one frame than this client assumed.
+            # The server accepts less in one frame than this client has assumed.
             middle = len(submission) // 2
             self._send_rows(submission[:middle])
             self._send_rows(submission[middle:])
@@ -476,9 +482,10 @@ class Appends:
         self._on_submission_finished()
 
     def abandon(self, error: errors.WaltzError) -> None:
-        """Fail everything with this error: no more answers will arrive."""
+        """Fail all appends with this error: no further answers will arrive."""
         rows = [*self._held, *self._gathered]
-        # First, or rows that wait for a submission would be sent when that submission fails.
+        # First, because rows that wait for a submission would otherwise be sent when the submission
+        # fails.
         self._held, self._gathered, self._gathered_bytes = [], [], 0
         for token in list(self._submissions):
             self.on_rejected(token, error)
@@ -528,7 +535,7 @@ class Appends:
             self._hold(again, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
 
     def _hold(self, rows: Sequence[PendingRow], pause_s: float) -> None:
-        """Send rows again after a pause, in order with the others that were lost with them."""
+        """Send rows again after a pause, in order with the other rows that were lost with them."""
         self._held += rows
         self._barrier = self._token
         until_s = self._loop.time() + pause_s
@@ -543,7 +550,7 @@ class Appends:
         self._release()
 
     def _release(self) -> None:
-        """Send the held rows again, if rule 4 allows it now."""
+        """Send the held rows again if rule 4 permits it now."""
         if not self._held or self._pause is not None:
             return
         if self._submissions and next(iter(self._submissions)) <= self._barrier:
@@ -560,7 +567,7 @@ class Appends:
         self.window.release(each.row_count, each.size_bytes)
 
     def _on_submission_finished(self) -> None:
-        """A submission has its outcome: rows that were gathered meanwhile may go."""
+        """A submission has its outcome: send the rows that were gathered in the meantime."""
         self._release()
         self._has_finished = bool(self._gathered)
         if self._gathered and not self._is_scheduled:
@@ -578,12 +585,12 @@ class Appends:
 def error_of(
     partition_id: PartitionId, row: PendingRow, outcome: RowOutcome, detail: str = ""
 ) -> errors.WaltzError:
-    """Return the error that states why a row is not in the log; `detail` has the server's words."""
+    """Return the error that states why a row is not in the log; `detail` is from the server."""
     where = f"partition {partition_id}"
     if outcome.reason == RowOutcomeCode.LOCK:
         failed = errors.LockFailed(
-            f"{where}: lock conflict: transaction {outcome.conflicting} (or an earlier one) "
-            "has written a lock of this transaction after the client's high-water mark "
+            f"{where}: lock conflict, because transaction {outcome.conflicting} (or an earlier "
+            "one) has written a lock of this transaction after the client's high-water mark "
             f"{row.mark}"
         )
         failed.conflicting = outcome.conflicting
@@ -607,14 +614,14 @@ def error_of(
 
 
 def _gathering_key(each: PendingRow | _BatchSubmission) -> tuple[bool, bool]:
-    """Return whether it is a batch, and whether it is sent alone."""
+    """Return two flags: the element is a batch; the element is a row that is sent alone."""
     return isinstance(each, _BatchSubmission), isinstance(
         each, PendingRow
     ) and each.pipelined_state is not None
 
 
 def _split_rows(rows: list[PendingRow], rows_max: int, bytes_max: int) -> list[list[PendingRow]]:
-    """Return the rows in runs of at most `rows_max` rows and about `bytes_max` bytes."""
+    """Split the rows into runs of at most `rows_max` rows and about `bytes_max` bytes."""
     if len(rows) <= rows_max and sum(row.size_bytes for row in rows) <= bytes_max:
         return [rows]
     parts: list[list[PendingRow]] = [[]]

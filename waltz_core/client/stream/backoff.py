@@ -1,7 +1,7 @@
 """The delay before the next attempt: it doubles with each failure, with jitter.
 
-If a server has died, its clients must not all connect again at once, and none may retry without
-pauses.
+If a server has died, its clients must not all connect again at the same time, and no client may
+retry without pauses.
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Backoff:
-    """Counts consecutive failures; the first retry comes at once, later delays double."""
+    """Counts consecutive failures. The first retry has no delay; later delays double."""
 
     def __init__(self, *, interval_ms_min: int, interval_ms_max: int, random: "Random") -> None:
         assert 0 < interval_ms_min <= interval_ms_max
@@ -22,19 +22,19 @@ class Backoff:
 
     @property
     def stable_ms(self) -> int:
-        """After this long a connection counts as a success, even when it ends."""
+        """The time, in ms, after which a connection counts as a success, even if it ends later."""
         return self._interval_ms_max
 
     def reset(self) -> None:
-        """Reset: the next attempt comes at once."""
+        """Reset the count: the next attempt has no delay."""
         self._failures = 0
 
     def note_failure(self) -> int:
-        """Count a failure; return the delay in ms, 0 after the first."""
+        """Count a failure; return the delay before the next attempt in ms, 0 after the first."""
         self._failures += 1
         if self._failures == 1:
             return 0
         doubled = self._interval_ms_min << min(self._failures - 2, 20)
         interval_ms = min(doubled, self._interval_ms_max)
-        # Half to the whole of the interval.
+        # The delay is between half of the interval and the whole interval.
         return interval_ms - self._random.randrange(interval_ms // 2 + 1)

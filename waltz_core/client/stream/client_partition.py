@@ -1,14 +1,14 @@
 """One partition of a client: its stream, its appends, its feed.
 
-The stream is a state machine without futures, sockets or ZooKeeper. This driver performs its
-effects. There is one for each partition.
+The stream is a state machine without futures, sockets or ZooKeeper. This driver performs the
+effects of the stream. Each partition has its own driver.
 
 Rules:
     1. Effects are performed in order and never wait. An effect that takes time becomes a task,
        which posts its outcome as an event.
     2. When a stream ends, every caller that waits for it gets its error.
     3. The mark that the application has applied is kept as long as the client exists, also while
-       the partition is paused or unsubscribed. The application's state does not change then, and
+       the partition is paused or unsubscribed. The application's state does not change then, but
        the log's mark would claim that it did.
 """
 
@@ -45,13 +45,13 @@ _log = logging.getLogger(__name__)
 
 Fetch = Callable[[TransactionId, TransactionId], Coroutine[Any, Any, None]]
 
-# A submission of single appends is sent when it is this large, or when the event loop turns.
+# A submission of single appends is sent when it reaches this size, or when the event loop turns.
 SUBMISSION_ROWS = 1_000
 SUBMISSION_BYTES = 512 * 1024
 
 
 class ClientServices(Protocol):
-    """What a partition needs from its client."""
+    """The parts of a client that a partition uses."""
 
     config: ClientConfig
     directory: Directory
@@ -61,14 +61,14 @@ class ClientServices(Protocol):
     claim: TaskClaim | None
 
     def spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
-        """Run a task until the client is closed."""
+        """Run a task until it ends or the client is closed."""
 
     def next_connection_sequence(self) -> int:
-        """Return a number higher than all previous ones."""
+        """Return the connection sequence of the next mount, higher than all earlier ones."""
 
 
 class ClientPartition:
-    """One partition as its client uses it."""
+    """One partition of a client."""
 
     def __init__(self, partition_id: PartitionId, services: ClientServices) -> None:
         config = services.config
@@ -103,11 +103,12 @@ class ClientPartition:
         self._consumed: TransactionId | None = None
         self._applier_changed = asyncio.Event()
         self._starts = 0
-        # Fetches the feed after one mark up to about another, then calls `on_feed_caught_up`.
+        # Fetches the feed from one mark to about another one, then calls `on_feed_caught_up`.
         self.fetch: Fetch | None = None
         self._link: ServerLink | None = None
         self._outage = OutageLog(partition_id, "server", log_after_s=LOG_AFTER_S)
-        # A cancelled caller removes its future: nothing else may happen for a long time.
+        # A cancelled caller removes its future from these dicts, because no event may come for a
+        # long time.
         self._mount_waiters: dict[asyncio.Future[None], None] = {}
         self._mark_waiters: dict[asyncio.Future[None], TransactionId] = {}
         self._stopped: errors.WaltzError | None = None
@@ -116,7 +117,7 @@ class ClientPartition:
 
     @property
     def applier(self) -> "Applier | None":
-        """The applier of the feed; None without one."""
+        """The applier of the feed; None if there is no feed."""
         return self._applier
 
     @applier.setter
@@ -130,12 +131,12 @@ class ClientPartition:
 
     @property
     def is_starting(self) -> bool:
-        """Whether a feed starts and the application has not returned its mark yet."""
+        """Whether a feed starts, and the application has not returned its mark yet."""
         return self._starts > 0
 
     @contextlib.contextmanager
     def count_start(self) -> Iterator[None]:
-        """Start a feed, which first requests the application's mark."""
+        """Count a feed as starting while the application's mark is requested."""
         self._starts += 1
         try:
             yield
@@ -156,8 +157,8 @@ class ClientPartition:
     async def wait_for_feed(self) -> "Applier | None":
         """Wait for a feed that the application has not paused; return its applier.
 
-        None if the first feed of the partition could not be started: the application has no view of
-        it. Raises the error that has ended the stream.
+        The result is None if the first feed of the partition could not be started, so that the
+        application has no view of the partition. Raises the error that has ended the stream.
         """
         while self._applier is None or self._applier.is_paused_by_application:
             if not self.reads_by_feed:
@@ -171,20 +172,20 @@ class ClientPartition:
 
     @property
     def is_ready(self) -> bool:
-        """Whether appends flow; never for a stream that has failed, whatever its phase."""
+        """Whether appends can be sent; False for a failed stream, whatever its phase is."""
         return self.stream.phase is Phase.READY and self._stopped is None
 
     @property
     def mark(self) -> TransactionId:
-        """The mark that a transaction computed now may claim to have seen.
+        """The mark up to which a transaction that is computed now may claim to have seen the log.
 
-        If the application was ever fed, the mark that it has applied (rule 3), else the highest
-        known mark of the log.
+        If the application ever had a feed, this is the mark that it has applied (rule 3). Otherwise
+        it is the highest known mark of the log.
         """
         return self.stream.high_water_mark if self._consumed is None else self._consumed
 
     async def ensure_mounted(self) -> None:
-        """Mount if necessary; raises Unavailable after `request_timeout_ms`."""
+        """Mount the partition if necessary; raises Unavailable after `request_timeout_ms`."""
         if self.is_ready:
             return
         if self._stopped is not None:
@@ -206,7 +207,7 @@ class ClientPartition:
             self._mount_waiters.pop(future, None)
 
     async def wait_until_known(self, mark: TransactionId) -> None:
-        """Wait until the log is known to reach `mark`."""
+        """Wait until the high-water mark of the log is known to be at least `mark`."""
         while self.stream.high_water_mark < mark and self._stopped is None:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._mark_waiters[future] = mark
@@ -216,50 +217,50 @@ class ClientPartition:
                 self._mark_waiters.pop(future, None)
 
     def subscribe(self, mark: TransactionId, header_values: tuple[int, ...]) -> None:
-        """Feed the applier from `mark` on."""
+        """Start the feed of the applier after `mark`."""
         assert self.applier is not None
         self._driver.post(stream_events.Subscribe(mark, header_values))
         if self._stopped is not None:
             self._spawn(self.applier.stop(self._stopped), "feed-stop")
 
     def unsubscribe(self) -> None:
-        """End the feed; its applier has ended."""
+        """End the feed; the applier of the feed has ended already."""
         self.applier = None
         self.fetch = None
         self._driver.post(stream_events.Unsubscribe())
 
     def on_feed_caught_up(self, mark: TransactionId) -> None:
-        """The transactions that the feed was behind have been fetched up to `mark`."""
+        """Start the feed from the server: the driver has fetched the transactions up to `mark`."""
         self._driver.post(stream_events.Resume(mark))
 
     def on_feed_applied(self, mark: TransactionId) -> None:
-        """The application has applied everything up to `mark`."""
+        """Note that the application has applied the feed up to `mark`."""
         self._consumed = mark
         if self.stream.has_feed:
             self._driver.post(stream_events.Applied(mark))
 
     def on_generation_changed(self, generation: Generation) -> None:
-        """The assignment has changed for this partition."""
+        """Note that the assignment has another generation for this partition."""
         self._driver.post(stream_events.GenerationChanged(generation))
 
     def begin_sequences(self, sequence: int) -> None:
-        """Number requests from `sequence` on, unless their numbers are higher already."""
+        """Number requests from `sequence` on, unless the next number is higher already."""
         assert not self.stream.has_pending
         self.stream.next_sequence = max(self.stream.next_sequence, sequence)
 
     def close(self) -> None:
-        """Abandon everything that is not final."""
+        """Abandon all appends that are not final, and stop the feed."""
         if self.applier is not None:
             self.applier.end(errors.Unreachable("the client was closed"))
         self._driver.post(stream_events.Close())
         self._driver.stop()
-        # Rows that were waiting to be sent, first or again, are not in the log.
+        # Rows that were waiting to be sent (for the first time, or again) are not in the log.
         self.appends.abandon(errors.Unreachable("the client was closed before the append was sent"))
         if self._link is not None:
             self._link.detach(self.partition_id)
 
     def _send(self, submission: Submission) -> None:
-        if self._driver.is_stopped:  # it would never get an outcome
+        if self._driver.is_stopped:  # the submission would never get an outcome
             error = self._stopped or errors.Unreachable(
                 "the client was closed before the append was sent"
             )
@@ -354,7 +355,7 @@ class ClientPartition:
             raise legacy_server_stream.exactly_once_error(link.address)
 
     async def _verify_owner(self, known: Owner, on_result: Callable[[bool], None]) -> None:
-        """Pass on whether the partition's owner is unchanged, which a 0.13 server cannot prove."""
+        """Report whether the owner is unchanged, because a 0.13 server cannot prove this itself."""
         now: Owner | None = None
         try:
             now = await self._services.directory.owner_now(self.partition_id)
@@ -365,7 +366,10 @@ class ClientPartition:
     async def _renew_client_id(self) -> None:
         if self._services.claim is not None:
             self._on_machine_failed(
-                errors.TooLarge("a task of a write has more rows than sequence numbers")
+                errors.TooLarge(
+                    "a task of an exactly-once write has more rows than sequence numbers of "
+                    "request IDs. Hint: use more tasks."
+                )
             )
             return
         pause_s = self._services.config.retry_interval_ms_min / 1000
@@ -388,7 +392,7 @@ class ClientPartition:
             return
 
     def _is_waiting(self) -> bool:
-        """Whether it waits for its server; a stream that has failed keeps its pending rows."""
+        """Whether the partition waits for its server; after a failure, it does not."""
         if self._stopped is not None:
             return False
         return self.stream.phase in (Phase.MOUNTING, Phase.SETTLING) or self.stream.has_pending
@@ -417,7 +421,7 @@ class ClientPartition:
             self._spawn(self.applier.stop(error), "feed-stop")
 
     def _on_machine_failed(self, error: Exception) -> None:
-        """Handle an error that the machine raised: a bug, or a log that contradicts itself."""
+        """Process an error that the machine raised: a bug, or a log that contradicts itself."""
         known_error = error if isinstance(error, errors.WaltzError) else None
         why = (
             f"the client's state machine for partition {self.partition_id} has failed: "
@@ -428,7 +432,7 @@ class ClientPartition:
 
 
 def stream_settings(config: ClientConfig) -> StreamSettings:
-    """Return the stream's settings."""
+    """Return the settings of a stream, from those of its client."""
     return StreamSettings(
         request_timeout_ms=config.request_timeout_ms,
         mount_timeout_ms=config.mount_timeout_ms,
@@ -441,7 +445,7 @@ def stream_settings(config: ClientConfig) -> StreamSettings:
 
 
 def _as_retriable(error: Exception) -> errors.WaltzError:
-    """Treat a peer that speaks another protocol like a server that is not reachable."""
+    """Convert a protocol error (the peer is no Waltz server) to Unreachable, for a retry."""
     if isinstance(error, errors.WaltzError) and not isinstance(error, errors.ProtocolError):
         return error
     return errors.Unreachable(

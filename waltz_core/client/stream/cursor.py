@@ -1,4 +1,4 @@
-"""The position of the feed of one partition: what was received, what was applied, what is next.
+"""The position of the feed of one partition: what was received, applied and requested.
 
 A feed continues over any number of mounts, without a missing transaction.
 
@@ -21,26 +21,26 @@ from waltz_core.wire.messages import FeedBatch
 
 
 class FeedCursor:
-    """The feed of one partition; see the module's docstring."""
+    """The position of one partition's feed; see the module's docstring."""
 
     def __init__(self, ahead_max: int) -> None:
         self._ahead_max = ahead_max
         self.is_wanted = False
-        # The application headers that are wanted; empty for all.
+        # The application headers to feed; empty for all.
         self.header_values: tuple[int, ...] = ()
         # A grant is used up, or none was requested yet: the server waits for the next request.
         self.is_suspended = False
         # The application was too far behind to request more; the end of the log is unknown now.
         self.is_held = False
-        # The driver fetches the transactions between here and the end of the log.
+        # The driver fetches the transactions between this position and the end of the log.
         self.is_lagging = False
-        # The last batch end that was fed with a chain, and the chain there.
+        # The last batch end that the feed had a chain hash for, and this chain hash.
         self.chain: tuple[TransactionId, Chain] | None = None
         self._fed: TransactionId | None = None
         self._applied = BEFORE_FIRST
 
     def start_after(self, mark: TransactionId | None, header_values: tuple[int, ...] = ()) -> None:
-        """Start after `mark`; None for the end of the log as the first mount finds it."""
+        """Start the feed after `mark`; None for the end of the log at the first mount."""
         assert not self.is_wanted
         self.is_wanted = True
         self.header_values = header_values
@@ -48,7 +48,7 @@ class FeedCursor:
         self._applied = BEFORE_FIRST if mark is None else mark
 
     def resume(self, mark: TransactionId) -> None:
-        """Everything up to `mark` was fetched elsewhere."""
+        """Continue after `mark`: the driver has fetched the transactions up to there."""
         assert self.is_lagging
         assert self._fed is not None
         assert mark >= self._fed
@@ -56,14 +56,14 @@ class FeedCursor:
         self._fed = mark
 
     def start_at_end(self, mark: TransactionId) -> TransactionId:
-        """If the feed starts at the end of the log, start it at `mark`; return its position."""
+        """Start at `mark` if the feed starts at the end of the log; return the feed's position."""
         assert self.is_wanted
         if self._fed is None:
             self._fed = self._applied = mark
         return self._fed
 
     def on_mount_started(self) -> None:
-        """A new mount begins: the server no longer waits for a request of an older one."""
+        """A new mount begins: the server no longer waits for a request on an older mount."""
         self.is_suspended = False
 
     def on_mount_succeeded(self) -> None:
@@ -72,8 +72,9 @@ class FeedCursor:
         self.is_suspended = True
 
     def note_applied(self, mark: TransactionId) -> bool:
-        """The application has applied everything up to here; True when that ends a hold."""
-        # NB: while the driver fetches (`is_lagging`) it is ahead of what was fed here.
+        """Note that the feed is applied up to `mark`; return True if this ends a hold."""
+        # NB: while the driver fetches (`is_lagging`), `mark` may be above the position of this
+        # feed.
         self._applied = max(self._applied, mark)
         if not self.is_held or self._fed is None:
             return False
@@ -81,7 +82,7 @@ class FeedCursor:
         return not self.is_held
 
     def take_request_mark(self) -> TransactionId | None:
-        """Return the mark for the next request, None while there is nothing to request."""
+        """Return the mark for the next request; None while there is nothing to request."""
         if not self.is_suspended or self._fed is None or self.is_lagging or self.is_held:
             return None
         if self._fed - self._applied >= self._ahead_max:  # invariant 2
@@ -91,7 +92,7 @@ class FeedCursor:
         return self._fed
 
     def accept_batch(self, message: FeedBatch) -> FeedAdvanced | str | None:
-        """Return what is new in a batch, None for nothing, or a text: what is wrong with it."""
+        """Return the new part of a batch (None: nothing is new), or a text about an error in it."""
         fed = self._fed
         if fed is None or self.is_lagging:
             return None
@@ -119,7 +120,7 @@ class FeedCursor:
         return stretch
 
     def _picked_ids(self, message: FeedBatch) -> Sequence[int] | str | None:
-        """Return the IDs that a batch has headers of, None for all, or what is wrong with it."""
+        """Return the IDs of a batch's headers, None for all, or a text that describes an error."""
         count, size = message.count, len(message.headers)
         if count > 0 and size == count * FEED_HEADER_BYTES and not message.picked:
             picked = None

@@ -1,7 +1,7 @@
 """Submissions that wait to be sent on one partition, in order, each until its deadline.
 
-A submission in the outbox was never sent, so if it times out, it is not in the log. If a submission
-in the outcome tracker times out, its outcome is unknown.
+A submission in the outbox was never sent, so if it times out, its rows are not in the log. If a
+submission in the outcome tracker times out, its outcome is unknown.
 
 Rules:
     1. First in, first out; deadlines never decrease.
@@ -22,7 +22,7 @@ from waltz_core.wire.messages import Mounted, RowOutcomeCode
 
 @value(frozen=True, slots=True)
 class MountLimits:
-    """Limits of a mounted partition: rows and bytes of one frame, bytes in flight."""
+    """The limits of a mounted partition: rows and bytes in one frame, and bytes in flight."""
 
     rows_max: int
     bytes_max: int
@@ -30,7 +30,7 @@ class MountLimits:
 
     @staticmethod
     def from_response(mounted: Mounted, in_flight_bytes_max: int) -> "MountLimits":
-        """Return the server's limits, with at most `in_flight_bytes_max` in flight."""
+        """Return the limits of the server, with at most `in_flight_bytes_max` bytes in flight."""
         return MountLimits(
             mounted.batch_rows_max,
             mounted.batch_bytes_max,
@@ -40,14 +40,14 @@ class MountLimits:
 
 @value(frozen=True, slots=True, eq=False)
 class WaitingSubmission:
-    """A submission and its deadline."""
+    """A submission that was not sent yet, and its deadline."""
 
     submission: Submission
     deadline_ms: int
 
 
 class Outbox:
-    """The queue; see the module's docstring."""
+    """The queue of submissions; see the module's docstring."""
 
     def __init__(self, partition_id: PartitionId) -> None:
         self._partition_id = partition_id
@@ -62,16 +62,16 @@ class Outbox:
         return self._waiting[0] if self._waiting else None
 
     def put(self, submission: Submission, deadline_ms: int) -> None:
-        """Put a submission at the end."""
+        """Add a submission at the end of the queue."""
         assert not self._waiting or deadline_ms >= self._waiting[-1].deadline_ms  # rule 1
         self._waiting.append(WaitingSubmission(submission, deadline_ms))
 
     def take(self) -> WaitingSubmission:
-        """Take the first submission out."""
+        """Remove the first submission and return it."""
         return self._waiting.popleft()
 
     def take_all(self) -> list[WaitingSubmission]:
-        """Take everything out."""
+        """Remove all submissions and return them."""
         taken = list(self._waiting)
         self._waiting.clear()
         return taken
@@ -94,7 +94,7 @@ class Outbox:
         return outcomes
 
     def take_expired(self, now_ms: int) -> list[WaitingSubmission]:
-        """Take out the submissions whose deadline has passed."""
+        """Remove the submissions whose deadline has passed, and return them."""
         taken = []
         while self._waiting and self._waiting[0].deadline_ms <= now_ms:
             taken.append(self._waiting.popleft())
@@ -103,7 +103,7 @@ class Outbox:
     def rejection(
         self, submission: Submission, limits: MountLimits, mount: int
     ) -> errors.WaltzError | None:
-        """Return why a submission is not sent in this mount, None when it is (rules 2 and 3)."""
+        """Return the error that prevents a submission in this mount, or None (rules 2 and 3)."""
         pipelined_state = submission.pipelined_state
         if pipelined_state is not None and pipelined_state.has_seen:
             if pipelined_state.partition_id != self._partition_id:

@@ -1,6 +1,6 @@
 """The outcome tracker: the appends in flight on one partition, and their outcomes.
 
-An application that gets a wrong outcome loses a transaction or writes it twice. So this file
+If an application receives a wrong outcome, it loses a transaction or appends it twice. So this file
 combines all evidence: answers of the server, the feed, and the headers that are read back after a
 connection has broken.
 
@@ -9,8 +9,9 @@ Rules:
        order.
     2. An outcome is reported once, and only when it is final for every row of the submission.
     3. A row is COMMITTED if an answer states it, or if its request ID is in the log.
-    4. A row is LOST if an answer states it. It is also LOST if a mount has proven that everything
-       older is final, and the log, read back to the mark of that mount, does not contain the row.
+    4. A row is LOST if an answer states it. It is also LOST if a mount has proven that all older
+       appends are final, and the log, which was read back to the mark of that mount, does not
+       contain the row.
     5. If a row is in the log, its ID is above every mark that was known when the row was sent. So
        reading back starts there.
     6. The log is decisive: an answer that contradicts it is ignored.
@@ -45,48 +46,48 @@ from waltz_core.wire.messages import (
     RowOutcomeCode,
 )
 
-# For a row that a lock has rejected, built once: outcomes are never written to.
+# The arrays for a row that a lock has rejected, created once: no code writes to outcomes.
 _NO_ID: Final = np.full(1, BEFORE_FIRST, dtype=np.int64)
 _LOCK: Final = np.full(1, RowOutcomeCode.LOCK, dtype=np.uint8)
 _NO_ID.flags.writeable = _LOCK.flags.writeable = False
-# Answers that end a submission; an error ends one, too.
+# The answers that end a submission, in addition to errors.
 AppendAnswer: TypeAlias = AppendResult | Predecessors
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 Structured = npt.NDArray[np.void]
-# A header of the feed: client ID, generation, partition, sequence, application header.
+# A header of the feed: client ID, generation, partition, sequence number, application header.
 _FEED = struct.Struct(">5i")
 assert _FEED.size == FEED_HEADER_DTYPE.itemsize
 
 
 @value(frozen=True, slots=True, eq=False)
 class BatchOutcome:
-    """The outcome of each row: one element in each array, in the order of the rows.
+    """The outcomes of rows: one element in each array, in the order of the rows.
 
-    `transaction_ids` holds -1 for rows that are not in the log; `reasons` are `RowOutcomeCode`
-    values; `conflicting` is the ID that a LOCK rejection conflicts with, else -1. `high_water_mark`
-    is a mark of the log, not below any ID here.
+    `transaction_ids` has -1 for rows that are not in the log. `reasons` has `RowOutcomeCode`
+    values. `conflicting` has the ID that a LOCK rejection conflicts with, otherwise -1.
+    `high_water_mark` is a mark of the log, and not below any ID in these arrays.
     """
 
     high_water_mark: TransactionId
     transaction_ids: I64
     reasons: U8
     conflicting: I64
-    # For a single row that a lock has rejected: the in-flight appends that a retry may depend on.
+    # For a single row that a lock has rejected: the appends in flight that a retry may depend on.
     pipelined_state: PipelinedState | None = None
-    # Of a rejection of all rows: the server's words, and the pause that it requests.
+    # For a rejection of all rows: the server's message, and the pause that the server requests.
     detail: str = ""
     retry_after_ms: int = 0
 
     @property
     def has_rejections(self) -> bool:
-        """Whether any row is not in the log."""
-        # Faster than NumPy, which matters for the many outcomes of a single row.
+        """Whether at least one row is not in the log."""
+        # This is faster than NumPy, which matters because many outcomes have a single row.
         return any(self.reasons.tobytes())
 
     @property
     def committed_count(self) -> int:
-        """How many rows are in the log."""
+        """The number of rows that are in the log."""
         return int(np.count_nonzero(self.reasons == RowOutcomeCode.COMMITTED))
 
     @staticmethod
@@ -98,7 +99,7 @@ class BatchOutcome:
         detail: str = "",
         retry_after_ms: int = 0,
     ) -> "BatchOutcome":
-        """Return the outcome of rows that were all rejected for one reason."""
+        """Return the outcome of rows that were all rejected for the same reason."""
         assert reason is not RowOutcomeCode.COMMITTED
         return BatchOutcome(
             high_water_mark,
@@ -111,7 +112,7 @@ class BatchOutcome:
 
 
 class SingleRow(NamedTuple):
-    """The fields of an append of one row that goes without Arrow."""
+    """The fields of an append of one row that is sent without Arrow."""
 
     header: int
     data: bytes
@@ -123,10 +124,10 @@ class SingleRow(NamedTuple):
 
 @value(frozen=True, slots=True, eq=False)
 class Submission:
-    """Rows that travel in one frame: an Arrow payload, or a single row without Arrow.
+    """Rows that are sent in one frame: an Arrow payload, or a single row without Arrow.
 
-    `keeps_order`: if an earlier submission that keeps its order was lost, this one is not sent but
-    reported LOST as well, so that the caller can send both again in order.
+    With `keeps_order`, if an earlier submission that keeps its order was lost, this submission is
+    not sent but also reported as LOST, so that the caller can send both again in order.
     """
 
     token: int
@@ -138,21 +139,21 @@ class Submission:
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of payload or data."""
+        """The size of the payload or data, in bytes."""
         return len(self.content.data if isinstance(self.content, SingleRow) else self.content)
 
     @property
     def pipelined_state(self) -> PipelinedState | None:
-        """The in-flight appends that it depends on; None without any."""
+        """The appends in flight that the submission depends on; None if there are none."""
         return self.content.pipelined_state if isinstance(self.content, SingleRow) else None
 
     def message(
         self, req_id: ReqId, *, supports_pipelining: bool = False
     ) -> AppendRequest | AppendBatch:
-        """Return the request that carries it.
+        """Return the request that sends this submission.
 
-        `supports_pipelining`: the server knows dependent appends. If it does not, the submission
-        must not depend on any.
+        With `supports_pipelining`, the server supports dependent appends. Otherwise the submission
+        must not depend on any append.
         """
         mark, content = self.client_high_water_mark, self.content
         if isinstance(content, SingleRow):
@@ -172,13 +173,13 @@ class PendingSubmission:
     """A submission that was sent and is not final yet."""
 
     submission: Submission
-    req_id: ReqId  # of its first row
-    link: int  # which connection it was sent on
-    mount: int  # which mount it was sent under
-    mark_before: TransactionId  # known when it was sent (rule 5)
+    req_id: ReqId  # the request ID of the first row
+    link: int  # the connection on which it was sent
+    mount: int  # the mount under which it was sent
+    mark_before: TransactionId  # the known mark when it was sent (rule 5)
     deadline_ms: int
-    mark_proven: TransactionId | None = None  # of the mount that made it final (rule 4)
-    found: I64 | None = field(default=None, repr=False)  # IDs seen in the log, -1 elsewhere
+    mark_proven: TransactionId | None = None  # the mark of the mount that made it final (rule 4)
+    found: I64 | None = field(default=None, repr=False)  # IDs found in the log, otherwise -1
     is_link_lost: bool = False
 
     @property
@@ -187,7 +188,7 @@ class PendingSubmission:
         return self.req_id.sequence + self.submission.row_count - 1
 
     def known_outcome(self, high_water_mark: TransactionId) -> BatchOutcome | None:
-        """Return the outcome if every row was seen in the log, else None."""
+        """Return the outcome if all rows were found in the log, otherwise None."""
         if self.found is None or not (self.found != BEFORE_FIRST).all():
             return None
         lost = BatchOutcome.uniform(
@@ -197,7 +198,7 @@ class PendingSubmission:
 
 
 class OutcomeTracker:
-    """Everything in flight on one partition."""
+    """The submissions in flight on one partition, and the evidence for their outcomes."""
 
     def __init__(self, client_id: int, partition_id: PartitionId) -> None:
         self._client_id = client_id
@@ -222,7 +223,7 @@ class OutcomeTracker:
     # --- sending
 
     def register(self, pending: PendingSubmission) -> None:
-        """Register a submission that is about to be sent."""
+        """Register a submission immediately before it is sent."""
         assert pending.req_id.client_id == self._client_id
         assert pending.req_id.partition_id == self._partition_id
         assert pending.req_id.sequence > self._last_sequence  # rule 1
@@ -248,9 +249,9 @@ class OutcomeTracker:
     # --- evidence
 
     def on_answered(self, result: AppendAnswer) -> tuple[PendingSubmission, BatchOutcome] | None:
-        """Return the outcome in a server's answer; None if the submission has its outcome already.
+        """Return the submission of an answer and its outcome; None if the outcome is known already.
 
-        Raises RemoteProtocolError when the answer does not fit its submission.
+        Raises RemoteProtocolError if the answer does not match its submission.
         """
         pending = self.find(result.req_id)
         if pending is None:
@@ -265,7 +266,7 @@ class OutcomeTracker:
         return pending, outcome
 
     def match_feed(self, first: TransactionId, headers: Buffer) -> None:
-        """Look for own rows in a range of the feed (20 bytes each: request ID, header)."""
+        """Find own rows in a range of the feed (20 bytes for each header: request ID, header)."""
         if not self._pending:
             return
         if len(headers) <= ONE_BY_ONE_MAX * _FEED.size and not len(headers) % _FEED.size:
@@ -275,10 +276,10 @@ class OutcomeTracker:
             self._match(np.arange(first, first + feed.size, dtype=np.int64), feed["req_id"])
 
     def match_headers(self, first: TransactionId, count: int, headers: Buffer) -> bool:
-        """Look for own rows in record headers (28 bytes each: ID, request ID, header).
+        """Find own rows in record headers (28 bytes for each: ID, request ID, header).
 
-        Return False, and match nothing, if they are not those of `count` transactions from `first`
-        on.
+        If `headers` are not the headers of `count` transactions from `first` on, match no row and
+        return False.
         """
         if len(headers) != count * HEADER_DTYPE.itemsize:
             return False
@@ -292,7 +293,7 @@ class OutcomeTracker:
     def match_own_headers(
         self, first: TransactionId, last: TransactionId, count: int, headers: Buffer
     ) -> bool:
-        """Match the headers of this client's transactions in first..last, like `match_headers`."""
+        """Find rows in first..last, like `match_headers`, in headers that are all this client's."""
         if len(headers) != count * HEADER_DTYPE.itemsize:
             return False
         heads = np.frombuffer(headers, dtype=HEADER_DTYPE)
@@ -305,13 +306,13 @@ class OutcomeTracker:
         return True
 
     def prove(self, mark: TransactionId) -> None:
-        """A mount has succeeded: everything sent before it is final below or at its mark."""
+        """Note that a mount has succeeded: all earlier rows are final, at or below its mark."""
         for pending in self._pending.values():
             if pending.mark_proven is None:
                 pending.mark_proven = max(mark, pending.mark_before)
 
     def unresolved_range(self) -> tuple[TransactionId, TransactionId] | None:
-        """Return first..last of the log that must be read back; None when nothing is in doubt."""
+        """Return the range first..last of the log to read back; None if no row is in doubt."""
         doubtful = [
             (pending.mark_before, pending.mark_proven)
             for pending in self._pending.values()
@@ -324,7 +325,7 @@ class OutcomeTracker:
         return (first, last) if first <= last else None
 
     def in_doubt_below(self, first_available: TransactionId) -> list[PendingSubmission]:
-        """Return the proven submissions with rows in doubt that may be below the log's first ID."""
+        """Return proven submissions with rows in doubt that may be below the log's first ID."""
         return [
             pending
             for pending in self
@@ -336,7 +337,7 @@ class OutcomeTracker:
     def settle(
         self, high_water_mark: TransactionId
     ) -> list[tuple[PendingSubmission, BatchOutcome]]:
-        """The log was read back: return the outcome of every proven submission (rule 4)."""
+        """Return the outcomes of all proven submissions, after the log was read back (rule 4)."""
         settled = []
         for pending in [each for each in self if each.mark_proven is not None]:
             outcome = BatchOutcome.uniform(
@@ -349,7 +350,7 @@ class OutcomeTracker:
         return settled
 
     def _match_one_by_one(self, first: int, headers: Buffer) -> None:
-        """Match like `_match`, for so few rows that arrays would cost more."""
+        """Match like `_match`, for a number of rows so small that arrays would cost more."""
         writer = (self._client_id, self._partition_id)
         own = [
             (transaction_id, generation, sequence)
@@ -416,7 +417,7 @@ def _note(pending: PendingSubmission, rows: I64, ids: I64) -> None:
 
 
 def _correct_outcome(outcome: BatchOutcome, found: I64) -> BatchOutcome:
-    """Return the outcome with the rows that were seen in the log as committed (rule 6)."""
+    """Return the outcome, with the rows that were found in the log as committed (rule 6)."""
     seen = found != BEFORE_FIRST
     return BatchOutcome(
         TransactionId(max(outcome.high_water_mark, int(found.max()))),
@@ -462,7 +463,7 @@ def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
 
 
 def _decode_one(result: AppendResult) -> BatchOutcome:
-    """Decode one row, at a third of the cost of `_decode`."""
+    """Decode the result of one row, at a third of the cost of `_decode`."""
     transaction_id = int.from_bytes(result.transaction_ids, "big", signed=True)
     conflicting = int.from_bytes(result.conflicting, "big", signed=True)
     reason = result.reasons[0]

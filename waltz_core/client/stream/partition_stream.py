@@ -1,7 +1,8 @@
 """The client's state machine for one partition: mounts, appends, receives the feed, mounts again.
 
-It implements the client's part of the recovery after a broken connection; the server's part is
-`server/partition/served_partition.py`. The client's driver and the simulator run it.
+The machine implements the client's part of the recovery after a broken connection; the server's
+part is `server/partition/served_partition.py`. The client's driver and the simulator run the
+machine.
 
     IDLE -> LINKING -> MOUNTING -> SETTLING -> READY        STOPPED ends all of it
                ^           |           |         |
@@ -9,21 +10,23 @@ It implements the client's part of the recovery after a broken connection; the s
 
 Invariants:
     1. Appends are sent only in the state READY. The client is then mounted, the answer to the mount
-       has proven that everything older is final, and the rows in doubt were settled by reading the
-       log.
+       has proven that all older appends are final, and the rows in doubt were settled by reading
+       the log.
     2. The generations of mounts never decrease: a server that has lost the partition, perhaps
        without knowing it, proves nothing about a later owner.
-    3. A mount whose mark is below a known one is not trusted.
+    3. A mount whose mark is below a known mark is not trusted.
     4. The connection sequences of links increase, so that the newest link fences all others. If an
        append on a link was never answered, the link is not mounted again: the server fences between
        connections, so requests that are still queued on this link would not be fenced.
     5. The sequence number of an appended row is never used again, whatever the row's outcome is.
     6. No transaction of the feed is missing: the next accepted transaction is the one after the
-       last.
-    7. If a feed is far behind, it is not requested from the server, which would send all of it at
-       once. On `FeedLagging` the driver reads the transactions at the application's pace.
-    8. After a submission is reported lost, no other one that keeps its order is sent, unless it was
-       appended after that report. Submissions that still wait are reported LOST together with it.
+       last accepted one.
+    7. If a feed is far behind, the client does not request it from the server, which would send all
+       of it at once. After `FeedLagging`, the driver reads the transactions at the application's
+       pace.
+    8. After a submission is reported lost, no other submission that keeps its order is sent, unless
+       it was appended after that report. Submissions that still wait are reported LOST together
+       with it.
     9. After a rejection with `retry_after_ms`, the next mount begins no earlier than after this
        time.
 """
@@ -82,7 +85,7 @@ _LINKED = (Phase.MOUNTING, Phase.SETTLING, Phase.READY)
 
 
 class PartitionStream:
-    """The machine; see the module's docstring."""
+    """The state machine; see the module's docstring."""
 
     def __init__(
         self,
@@ -92,11 +95,12 @@ class PartitionStream:
         random: "Random",
         proof: bytes = NO_PROOF,
     ) -> None:
-        # Whether there is no client ID yet, or a server has denied it: see `ClientIdRenewed`.
+        # Whether there is no client ID yet, or a server has denied the ID: see `ClientIdRenewed`.
         self.needs_client_id = client_id is None
         self._client_id = _NO_CLIENT_ID if client_id is None else client_id
         self._proof = proof
-        # The last mount was denied because of the ID, and no other mount has succeeded since.
+        # Whether the last mount was denied because of the client ID, and no mount has succeeded
+        # since.
         self._is_id_denied = False
         self._partition_id = partition_id
         self._settings = settings
@@ -112,13 +116,14 @@ class PartitionStream:
         self.next_sequence = 1
         self._next_control = -1
         self.phase = Phase.IDLE
-        # When the phase ends at the latest; in READY only while a new mount is pending.
+        # The latest end of the phase; in READY, it is set only while a new mount is pending.
         self._phase_deadline_ms: int | None = None
         self._ready_since_ms = 0
-        # Numbers the `OpenLink`s; the outcome of an older one is ignored.
+        # The number of the last `OpenLink`; outcomes of earlier ones are ignored.
         self.attempt = 0
         self._wants_mount = False
-        # Why READY waits for its last answers and then mounts again; None while it does not.
+        # The reason why READY waits for its last answers and then mounts again; None without a
+        # reason.
         self._remount_reason: str | None = None
         self._link = -1
         # Links with appends that were never answered (invariant 4).
@@ -133,7 +138,7 @@ class PartitionStream:
         self._renewing = False
         self._paused_until_ms = 0  # invariant 9
         self._stopped: errors.WaltzError | None = None
-        # Why it was last not mounted.
+        # The reason why the partition was last not mounted.
         self.failure = "the client is not connected yet"
         # The highest mark of the log that this client has received.
         self.high_water_mark = BEFORE_FIRST
@@ -147,17 +152,17 @@ class PartitionStream:
 
     @property
     def has_feed(self) -> bool:
-        """Whether a feed is requested."""
+        """Whether the application has requested a feed."""
         return self._cursor.is_wanted
 
     @property
     def has_pending(self) -> bool:
-        """Whether anything waits to be sent or to become final."""
+        """Whether any submission waits to be sent or to become final."""
         return len(self._outbox) > 0 or len(self._tracker) > 0
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to send the next `Wakeup`."""
+        """The time at which the driver must send the next `Wakeup`."""
         wanted_ms = self._phase_deadline_ms
         for oldest in (self._outbox.first, self._tracker.oldest):
             if oldest is not None and (wanted_ms is None or oldest.deadline_ms < wanted_ms):
@@ -262,7 +267,7 @@ class PartitionStream:
         self._generation = event.generation
         self._link = event.link
         self._supports_pipelining, self._reads_own = event.supports_pipelining, event.reads_own
-        # Without the feed at first: the answer states how long it would be.
+        # The first mount is without the feed: its answer states how far behind the feed is.
         self._send_mount(LATEST_MARK, now_ms, out, wants_feed=False)
 
     def _send_mount(self, mark: int, now_ms: int, out: list[Effect], *, wants_feed: bool) -> None:
@@ -306,7 +311,8 @@ class PartitionStream:
 
     def _on_owner_moved(self, generation: Generation, now_ms: int, out: list[Effect]) -> None:
         if self.phase in (Phase.WAITING, Phase.LINKING):
-            # A dial in progress may go to a machine that is down; its outcome is ignored.
+            # A dial in progress may go to a machine that is down; the outcome of the dial is
+            # ignored.
             self._backoff.reset()  # The failures were those of another server.
             self._paused_until_ms = now_ms
             self._open_link(out)
@@ -314,9 +320,9 @@ class PartitionStream:
             self._leave("the partition has moved to another server", now_ms, out)
 
     def _remount(self, reason: str, now_ms: int, out: list[Effect]) -> None:
-        """Mount again, on the same link if everything that was sent on it is answered soon."""
+        """Mount again, on the same link if all appends on it are answered soon."""
         if self.phase is not Phase.READY:
-            # In IDLE nothing is mounted yet; in LINKING and WAITING the next mount suffices.
+            # In IDLE, no mount exists yet; in LINKING and WAITING, the next mount suffices.
             if self.phase in (Phase.MOUNTING, Phase.SETTLING):
                 self._leave(reason, now_ms, out)
             self._start(out)
@@ -333,7 +339,7 @@ class PartitionStream:
         return True
 
     def _leave(self, reason: str, now_ms: int, out: list[Effect]) -> None:
-        """Leave the link, and mount again if anything needs it."""
+        """Leave the link, and mount again if there is a reason to."""
         assert self.phase in _LINKED
         stable_ms = self._backoff.stable_ms
         if self.phase is Phase.READY and now_ms - self._ready_since_ms >= stable_ms:
@@ -361,7 +367,7 @@ class PartitionStream:
             self._phase_deadline_ms = now_ms + delay_ms
 
     def pause_ms(self, now_ms: int) -> int:
-        """Return the rest of the pause that a server has requested (invariant 9)."""
+        """Return the rest of the pause that a server has requested, in ms (invariant 9)."""
         return max(0, self._paused_until_ms - now_ms)
 
     # --- messages
@@ -371,7 +377,7 @@ class PartitionStream:
     ) -> None:
         message = event.message
         if isinstance(message, AppendAnswer):
-            # Final on any link: the server answers when every row is final.
+            # The outcome is final on any link: the server answers when every row is final.
             self._on_append_result(message, now_ms, out)
             return
         if event.link != self._link or self.phase not in _LINKED:
@@ -415,7 +421,7 @@ class PartitionStream:
         self._settle(now_ms, out)
 
     def _must_request_feed(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> bool:
-        """Mount once more, with the feed, if it is wanted and not far behind (invariant 7)."""
+        """Mount again with the feed if requested and not far behind; True if so (invariant 7)."""
         cursor = self._cursor
         if not cursor.is_wanted:
             return False
@@ -493,14 +499,14 @@ class PartitionStream:
             out.append(self._report("stream.message_ignored", message=str(error)))
 
     def _note_pause(self, error: errors.WaltzError, now_ms: int) -> None:
-        """Invariant 9."""
+        """Note the pause that a server has requested (invariant 9)."""
         if isinstance(error, errors.Overloaded):
             self._paused_until_ms = max(self._paused_until_ms, now_ms + error.retry_after_ms)
 
     def _read_below_start(
         self, error: errors.BeforeLogStart, now_ms: int, out: list[Effect]
     ) -> None:
-        """The log begins after what must be read back: these rows have an unknown outcome."""
+        """The log begins after the rows to read back: their outcome is unknown."""
         if self._readback.on_below_start():
             self.failure = str(error)
             for pending in self._tracker.in_doubt_below(TransactionId(error.first_available)):
@@ -550,7 +556,7 @@ class PartitionStream:
         try:
             answer = self._tracker.on_answered(message)
         except errors.RemoteProtocolError as error:
-            # The append is in doubt, like one that was not answered.
+            # The append is in doubt, like an append without an answer.
             if self.phase in _LINKED:
                 self._leave(str(error), now_ms, out)
             return
@@ -577,7 +583,8 @@ class PartitionStream:
             out.append(SubmissionRejected(pending.submission.token, error))
             self._leave_if_drained(now_ms, out)
         elif isinstance(error, errors.ConnectionSuperseded):
-            # An answer to an older mount may have it, too: this client has replaced that one.
+            # An answer to an older mount may also have this error, because this client has replaced
+            # that mount.
             if pending.mount == self._mount:
                 self._stop(error, out)
         else:
@@ -597,7 +604,7 @@ class PartitionStream:
             return
         reason = append_errors.remount_reason(outcome)
         if reason is not None:
-            remounts_for = f"the server rejected an append: {reason.name}"
+            remounts_for = f"the server rejected an append ({reason.name})"
         if remounts_for is not None and pending.mount == self._mount:
             self._remount(remounts_for, now_ms, out)
         elif not self._leave_if_drained(now_ms, out):
@@ -615,7 +622,7 @@ class PartitionStream:
     def _report_rejection(
         self, submission: Submission, rejection: errors.WaltzError, out: list[Effect]
     ) -> None:
-        """Report why a submission is not sent; one that is too large comes again, in two."""
+        """Report why a submission is not sent; if it is too large, it comes again in two parts."""
         out.append(SubmissionRejected(submission.token, rejection))
         if isinstance(rejection, errors.TooLarge) and submission.row_count > 1:  # invariant 8
             lost = BatchOutcome.uniform(
@@ -639,7 +646,7 @@ class PartitionStream:
             out.append(SubmissionRejected(waiting.submission.token, error))
 
     def _end_pending(self, pending: PendingSubmission, when: str, out: list[Effect]) -> None:
-        """End a submission: report its outcome if every row is known, else OutcomeUnknown."""
+        """End a submission: report its outcome if known for all rows, otherwise OutcomeUnknown."""
         self._tracker.remove(pending)
         self._avoid_link(pending)
         outcome = pending.known_outcome(self.high_water_mark)
@@ -652,13 +659,13 @@ class PartitionStream:
     # --- client IDs
 
     def _request_client_id(self, out: list[Effect]) -> None:
-        # NB: the tracker must be empty before the ID changes: rows are matched by it.
+        # NB: the tracker must be empty before the ID changes, because rows are matched by the ID.
         if len(self._tracker) == 0 and not self._renewing:
             self._renewing = True
             out.append(NeedClientId())
 
     def _on_id_denied(self, error: errors.ClientIdDenied, now_ms: int, out: list[Effect]) -> None:
-        """Mount again with another ID; the rows in doubt can be read back with this one only."""
+        """Mount again with another client ID; rows in doubt can be read back only with this ID."""
         self._is_id_denied = self.needs_client_id = True
         self.failure = str(error)
         for pending in list(self._tracker):
@@ -685,7 +692,7 @@ class PartitionStream:
         self._cursor = FeedCursor(self._settings.feed_ahead_max)
         if self._mount_has_feed and self.phase in _LINKED:
             self._remount("the feed was ended", now_ms, out)
-        # NB: what the server still sends of this feed must not be taken for the next one's.
+        # NB: messages of this feed that still arrive must not be mistaken for the next feed's.
         self._mount_has_feed = False
 
     def _on_feed_batch(self, message: messages.FeedBatch, now_ms: int, out: list[Effect]) -> None:
@@ -698,20 +705,21 @@ class PartitionStream:
         if self.phase is Phase.MOUNTING:
             self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         if stretch is not None:
-            if stretch.picked is None:  # with a filter, the log is read back
+            if stretch.picked is None:  # with a filter, rows are found by reading back
                 self._tracker.match_feed(stretch.first, stretch.headers)
             self._note_mark(stretch.last, out)
             out.append(stretch)
 
     def _on_applied(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> None:
         if self._cursor.note_applied(mark) and self.phase is Phase.READY:
-            # The log has grown by an unknown amount: the next mount's answer states how far (7).
+            # The log has grown by an unknown amount; the answer to the next mount states how much
+            # (invariant 7).
             self._remount("the application has caught up", now_ms, out)
         else:
             self._request_feed(out)
 
     def _request_feed(self, out: list[Effect]) -> None:
-        """Request the next range, unless the application is too far behind."""
+        """Request the next range of the feed, unless the application is too far behind."""
         if self._mount_id is None or not self._mount_has_feed:
             return
         mark = self._cursor.take_request_mark()

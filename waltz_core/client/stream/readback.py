@@ -1,13 +1,13 @@
-"""Reads the log after a mount, before anything is sent.
+"""Reads parts of the log after a mount, before appends are sent.
 
 Only the log itself answers two questions. Which of the rows in doubt does it contain? Is it still
 the log from which the feed came?
 
 Rules:
     1. All headers from the first to the last are read, in as many answers as necessary.
-    2. The feed's last known chain is compared with the chain of the same batch in the log's
-       lineage. If they differ, the log has another history, and the feed must not continue. If the
-       log begins after that batch, there is nothing to compare.
+    2. The last known chain hash of the feed is compared with the chain hash of the same batch in
+       the log's lineage. If they differ, the log has another history, and the feed must not
+       continue. If the log begins after that batch, there is no chain hash to compare with.
     3. Rows in doubt that would be below the start of the log can neither be found nor excluded, so
        their outcome is unknown.
     4. A server of L 8 returns only the headers of this client's own rows, because a principal may
@@ -21,7 +21,7 @@ from waltz_core.wire.messages import OWN_HEADERS, RangeData, RangeForm, RangeReq
 
 
 class ReadBack:
-    """The reads of one mount, one at a time."""
+    """The reads of one mount, one request at a time."""
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -32,7 +32,7 @@ class ReadBack:
 
     @property
     def is_done(self) -> bool:
-        """Whether nothing is left to read."""
+        """Whether there is nothing left to read."""
         return self._chain is None and self._first is None
 
     def begin(
@@ -40,7 +40,7 @@ class ReadBack:
         doubtful: tuple[TransactionId, TransactionId] | None,
         chain: tuple[TransactionId, Chain] | None,
     ) -> None:
-        """Plan to read headers first..last, and to compare the chain at an ID."""
+        """Plan to read the headers of the range in doubt, and to compare the feed's chain hash."""
         self._first, self._last = doubtful or (None, BEFORE_FIRST)
         self._chain = chain
         self._request = None
@@ -54,11 +54,11 @@ class ReadBack:
         return True
 
     def cancel(self) -> None:
-        """Drop the plan: the mount has failed."""
+        """Drop the plan, because the mount has failed."""
         self.begin(None, None)
 
     def request(self, req_id: ReqId, *, reads_own: bool = False) -> RangeRequest:
-        """Return the next request; `reads_own`: the server knows rule 4."""
+        """Return the next request; with `reads_own`, the server supports rule 4."""
         assert not self.is_done
         first, last, form = self._first, self._last, int(RangeForm.HEADERS)
         if self._chain is not None:
@@ -70,11 +70,11 @@ class ReadBack:
         return self._request
 
     def is_requested(self, req_id: ReqId) -> bool:
-        """Whether this is the outstanding request."""
+        """Whether this is the ID of the outstanding request."""
         return self._request is not None and self._request.req_id == req_id
 
     def accept_headers(self, message: RangeData, tracker: OutcomeTracker) -> str | None:
-        """Process an answer; return a text that states what is wrong with it, or None."""
+        """Process an answer; return a text that describes an error in the answer, or None."""
         request = self._request
         assert request is not None
         self._request = None
@@ -89,7 +89,7 @@ class ReadBack:
         return None
 
     def history_loss(self, message: RangeData) -> DataLoss | None:
-        """Return an error if the log has changed below the feed (rule 2), else None."""
+        """Return an error if the log below the feed has changed (rule 2), otherwise None."""
         if self._chain is None:
             return None
         at, chain = self._chain
@@ -98,18 +98,18 @@ class ReadBack:
             for entry in message.lineage
             if entry.last == at and entry.session_id != RECONSTRUCTED
         ]
-        # NB: without the batch's own entry (a 0.13 server wrote it, or the entry was lost and then
-        # reconstructed) the chains cannot be compared.
+        # NB: without the batch's own entry, the chain hashes cannot be compared. The entry is
+        # missing if a 0.13 server wrote the batch, or if the entry was lost and reconstructed.
         if not ends or ends[0].chain == chain:
             return None
         return DataLoss(
             f"partition {message.req_id.partition_id}: the log has changed at or before "
-            f"transaction {at}: its chain hash there differs from the one that the feed had"
+            f"transaction {at}, because its chain hash there differs from that of the feed"
         )
 
 
 def _match(message: RangeData, request: RangeRequest, tracker: OutcomeTracker) -> bool:
-    """Look for rows in an answer; return whether it has the headers that were requested."""
+    """Find own rows in an answer; return whether it has the headers that were requested."""
     first, count = TransactionId(message.first), message.count
     if request.form == OWN_HEADERS:
         is_within = first < message.next <= request.last + 1

@@ -1,6 +1,7 @@
-"""Every event and effect of a partition's stream (`partition_stream.py`).
+"""The events and effects of a partition's stream (`partition_stream.py`).
 
-The client's driver and the simulator communicate with a stream only through these.
+The client's driver and the simulator communicate with a stream only through these events and
+effects.
 
 Rules:
     1. `OpenLink` has one outcome with the same attempt number: `LinkOpened` or `LinkFailed`.
@@ -40,7 +41,7 @@ class Phase(Enum):
 
 @value(frozen=True, slots=True)
 class StreamSettings:
-    """The settings of a stream; times in ms."""
+    """The settings of a stream; times are in ms."""
 
     request_timeout_ms: int  # from `SendAppends` to `OutcomeUnknown`, or to "not sent"
     mount_timeout_ms: int
@@ -48,8 +49,8 @@ class StreamSettings:
     retry_interval_ms_max: int
     range_bytes_max: int
     in_flight_bytes_max: int
-    feed_ahead_max: int  # transactions fed but not applied, beyond which no more is requested
-    feed_lag_max: int = 20_000  # nearer to the end of the log than this, the server feeds
+    feed_ahead_max: int  # the limit of transactions that are fed but not applied
+    feed_lag_max: int = 20_000  # up to this lag, the server sends the feed
 
 
 # ---------------------------------------------------------------------------------------------
@@ -65,14 +66,14 @@ class SendAppends:
 
 @value(frozen=True, slots=True)
 class Mount:
-    """Mount the partition even if there is nothing to send yet."""
+    """Mount the partition even if there are no appends to send yet."""
 
 
 @value(frozen=True, slots=True)
 class Subscribe:
-    """Start the feed after this mark; None starts at the end of the log.
+    """Start the feed after `mark`; None starts at the end of the log.
 
-    With `header_values`, only transactions with one of these headers are fed.
+    With `header_values`, the feed has only transactions with one of these headers.
     """
 
     mark: TransactionId | None
@@ -86,14 +87,14 @@ class Unsubscribe:
 
 @value(frozen=True, slots=True)
 class Resume:
-    """The range of `FeedLagging` was fetched up to this mark: let the server feed the rest."""
+    """Let the server feed the rest: the range of `FeedLagging` was fetched up to `mark`."""
 
     mark: TransactionId
 
 
 @value(frozen=True, slots=True)
 class Applied:
-    """The application has applied the feed up to here; more may come."""
+    """The application has applied the feed up to `mark`, so the stream may request more."""
 
     mark: TransactionId
 
@@ -102,9 +103,9 @@ class Applied:
 class LinkOpened:
     """A connection to the partition's owner is open.
 
-    `link` numbers the connection; `connection_sequence` is higher than in every earlier mount.
-    `supports_pipelining`: the server knows pipelined dependent appends. `reads_own`: it knows
-    ranges of a client's own headers.
+    `link` is the number of the connection; `connection_sequence` is higher than in every earlier
+    mount. With `supports_pipelining`, the server supports pipelined dependent appends. With
+    `reads_own`, it supports ranges of a client's own headers.
     """
 
     attempt: int
@@ -117,7 +118,7 @@ class LinkOpened:
 
 @value(frozen=True, slots=True)
 class LinkFailed:
-    """There is no owner, or no connection to it."""
+    """The partition has no owner, or the driver could not connect to the owner."""
 
     attempt: int
     error: WaltzError
@@ -125,7 +126,7 @@ class LinkFailed:
 
 @value(frozen=True, slots=True)
 class LinkLost:
-    """A connection broke."""
+    """A connection has ended."""
 
     link: int
     reason: str
@@ -133,14 +134,14 @@ class LinkLost:
 
 @value(frozen=True, slots=True)
 class GenerationChanged:
-    """The assignment now has this generation for the partition."""
+    """The partition has a new generation in the assignment."""
 
     generation: Generation
 
 
 @value(frozen=True, slots=True)
 class MessageReceived:
-    """A message came in."""
+    """A message has arrived on a connection."""
 
     link: int
     message: ClientMessage
@@ -150,7 +151,8 @@ class MessageReceived:
 class ClientIdRenewed:
     """A client ID and its proof: the answer to `NeedClientId`.
 
-    The driver also sends it before `LinkOpened` while the stream `needs_client_id`.
+    While the stream has `needs_client_id` set, the driver also sends this event before
+    `LinkOpened`.
     """
 
     client_id: int
@@ -159,7 +161,7 @@ class ClientIdRenewed:
 
 @value(frozen=True, slots=True)
 class Close:
-    """Abandon everything that is not final."""
+    """Abandon all appends that are not final."""
 
 
 Event: TypeAlias = (
@@ -193,7 +195,7 @@ class OpenLink:
 
 @value(frozen=True, slots=True)
 class Send:
-    """Send a message on a link; if that fails, the link is lost."""
+    """Send a message on a link; if sending fails, the link is lost."""
 
     link: int
     message: ClientMessage
@@ -206,14 +208,14 @@ class NeedClientId:
 
 @value(frozen=True, slots=True)
 class Ready:
-    """The partition is mounted, nothing older is in doubt, appends flow."""
+    """The partition is mounted, no older append is in doubt, and appends can be sent."""
 
     high_water_mark: TransactionId
 
 
 @value(frozen=True, slots=True, eq=False)
 class SubmissionSettled:
-    """The outcome of every row of a submission."""
+    """The outcomes of all rows of a submission."""
 
     token: int
     outcome: BatchOutcome
@@ -221,7 +223,7 @@ class SubmissionSettled:
 
 @value(frozen=True, slots=True)
 class SubmissionRejected:
-    """A submission without an outcome for its rows (rule 4)."""
+    """A submission ended with an error, without outcomes for its rows (rule 4)."""
 
     token: int
     error: WaltzError
@@ -229,9 +231,10 @@ class SubmissionRejected:
 
 @value(frozen=True, slots=True)
 class FeedAdvanced:
-    """Committed transactions, dense and in order: 20 bytes each, request ID and header.
+    """Committed transactions of the feed, in order, without gaps.
 
-    In a filtered feed, `picked` are the IDs that have headers here; None: all of them.
+    `headers` has 20 bytes for each transaction: request ID and header. In a filtered feed, `picked`
+    are the IDs that have headers; None: all of them.
     """
 
     first: TransactionId
@@ -241,13 +244,13 @@ class FeedAdvanced:
 
     @property
     def ids(self) -> Sequence[int]:
-        """The IDs that have headers here."""
+        """The IDs of the transactions that have headers."""
         everything = range(self.first, self.first + self.count)
         return everything if self.picked is None else self.picked
 
     @property
     def last(self) -> TransactionId:
-        """The last transaction that is covered."""
+        """The last transaction of the range, with or without a header."""
         return TransactionId(self.first + self.count - 1)
 
 
@@ -255,7 +258,7 @@ class FeedAdvanced:
 class FeedLagging:
     """The feed after `fed` is too long to be sent: fetch it in ranges, then post `Resume`.
 
-    Comes once, until `Resume`. The stream does not see what is fetched.
+    The effect is returned once until `Resume`. The stream does not see the fetched transactions.
     """
 
     fed: TransactionId
@@ -264,14 +267,14 @@ class FeedLagging:
 
 @value(frozen=True, slots=True)
 class MarkAdvanced:
-    """The known high-water mark has advanced."""
+    """The known high-water mark of the log has advanced."""
 
     high_water_mark: TransactionId
 
 
 @value(frozen=True, slots=True)
 class Stopped:
-    """The stream has ended for good; later submissions fail with this error."""
+    """The stream has ended and will not restart; later submissions fail with this error."""
 
     error: WaltzError
 

@@ -1,7 +1,7 @@
-"""The claim of a task's attempt in an exactly-once write.
+"""The claim of one attempt of a task in an exactly-once write.
 
 A client that writes for an attempt of a task checks before each mount that no later attempt has
-begun. Otherwise it is like any other client.
+begun. In all other respects, it is a normal client.
 
 Rules (docs/spark.md, "Exactly once"; `cluster/write_registry.py`):
     1. An attempt uses the task's client ID, and mounts with connection sequences from attempt *
@@ -9,10 +9,10 @@ Rules (docs/spark.md, "Exactly once"; `cluster/write_registry.py`):
        generation lasts.
     2. `check` runs before each mount, after the mount's generation was read. A server of a later
        generation does not know which attempts were fenced, but rejects the older generation.
-    3. A finished write is not entered again: `is_done` is true, and nothing is appended.
-    4. Normally the driver begins a write, and a task that finds none stops: the write is over. The
-       tasks of a series (a stream's micro-batches) begin their write themselves, because no driver
-       does.
+    3. A finished write is not entered again: `is_done` is true, and no row is appended.
+    4. Normally the driver begins a write, and a task that finds no write stops, because the write
+       is over. The tasks of a series (a stream's micro-batches) begin their write themselves,
+       because no driver does.
 """
 
 from collections.abc import Mapping
@@ -29,12 +29,12 @@ class TaskClaim:
     """One attempt of one task of a write.
 
     Args:
-        connect: the cluster.
+        connect: the connect string of the cluster.
         write: the write's name; letters, digits, "-", "_", ".".
         task: the task's number, the same in each attempt.
-        run: names one execution of the whole job.
-        series: if this task may begin the write (rule 4), the marks from which it starts, by
-            partition, and for how many ms it is kept; those of the first task apply.
+        run: the name of one execution of the whole job.
+        series: if this task may begin the write (rule 4): the starting marks by partition, and the
+            time in ms for which the write is kept. The values of the first task apply.
 
     Raises:
         BadRequest: the name is not valid.
@@ -60,7 +60,7 @@ class TaskClaim:
         self._task: EnteredTask | None = None
 
     async def open(self, user: RegistryUser) -> None:
-        """Enter the write, unless it is done.
+        """Enter the write, unless the write is done.
 
         Raises:
             Unavailable: neither a server nor ZooKeeper answers.
@@ -81,15 +81,15 @@ class TaskClaim:
             state = await writes.read(self.write)
         if state is None:
             raise ConnectionSuperseded(
-                f"write {self.write}: a run of this write has completed it or taken over, and "
-                "its state was removed"
+                f"write {self.write}: another run has completed this write or taken it over, and "
+                "the state of the write was removed"
             )
         self._write_state = state
         if not state.is_done:
             self._task = await writes.enter(self.write, self.task, self.run)
 
     async def close(self) -> None:
-        """End the session with ZooKeeper, if there is one; the claim is kept."""
+        """End the session with ZooKeeper if there is one; the claim keeps its state."""
         if self._writes is not None:
             await self._writes.close()
 
@@ -101,13 +101,13 @@ class TaskClaim:
 
     @property
     def marks(self) -> dict[int, int]:
-        """The marks from which the write starts."""
+        """The starting marks of the write, by partition."""
         assert self._write_state is not None, "open comes first"
         return dict(self._write_state.marks)
 
     @property
     def state(self) -> TaskState:
-        """Client ID, attempt and runs of the task."""
+        """The client ID, the attempt and the runs of the task."""
         return self._entered.state
 
     @property
@@ -122,7 +122,7 @@ class TaskClaim:
 
     @property
     def connection_sequence(self) -> int:
-        """Where this attempt's connection sequences begin (rule 1)."""
+        """The number from which this attempt's connection sequences count (rule 1)."""
         return self.state.attempt * SEQUENCES_OF_ATTEMPT
 
     async def check(self) -> None:
@@ -135,7 +135,7 @@ class TaskClaim:
         await self._open_writes().check(self.write, self.task, self.state.attempt)
 
     async def other_clients(self) -> set[int]:
-        """Return the client IDs of the other tasks that an earlier run has begun."""
+        """Return the client IDs of those other tasks of the write that other runs have begun."""
         tasks = await self._open_writes().tasks(self.write, self.run)
         return {client_id for task, client_id in tasks.others.items() if task != self.task}
 

@@ -1,11 +1,12 @@
 """The audit log in ZooKeeper: the newest changes of the cluster by commands.
 
-It has the user, time, command and outcome of each, even if the machine of the command is lost.
+The log has the user, time, command and outcome of each change, even if the machine that ran the
+command is lost.
 
 Rules:
     1. An entry is written before a change begins; its outcome is written when the change is over.
        An entry with the outcome "begun" belongs to a change that was interrupted.
-    2. Only the newest `ENTRIES_MAX` are kept.
+    2. Only the newest `ENTRIES_MAX` entries are kept.
     3. A change does not begin if its entry cannot be written; if the outcome cannot be written, the
        change continues.
 """
@@ -54,12 +55,12 @@ class AuditEntry:
 
     @staticmethod
     def from_bytes(data: bytes) -> "AuditEntry":
-        """Decode; raises BadFormat."""
+        """Decode the node's bytes; raises BadFormat."""
         try:
             values = strict_json.from_json(data)
         except ValueError as error:
             raise errors.BadFormat(
-                f"entry of the audit node: not valid JSON: {error!s:.200}"
+                f"entry of the audit node is not valid JSON: {error!s:.200}"
             ) from error
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise errors.BadFormat(
@@ -68,8 +69,8 @@ class AuditEntry:
         for name, kinds in _KINDS.items():
             if name not in values or type(values[name]) not in kinds:
                 raise errors.BadFormat(
-                    f"entry of the audit node: field {name!r}: expected {kinds[0].__name__}, found "
-                    f"{values.get(name)!r:.200}"
+                    f"entry of the audit node, field {name!r}: expected {kinds[0].__name__}, "
+                    f"found {values.get(name)!r:.200}"
                 )
         return AuditEntry(**{name: values[name] for name in _KINDS})
 
@@ -91,12 +92,12 @@ class AuditLog:
         self._znodes = nodes.znodes
 
     async def begin(self, entry: AuditEntry) -> str:
-        """Record a change that is about to begin; return its path, for `end`."""
+        """Record a change that is about to begin; return the path of its entry, for `end`."""
         paths = self._nodes.paths
         await self._nodes.ensure((paths.extensions, paths.audit))
         before = await self._names()
         step = CreateNode(paths.audit_prefix, entry.to_bytes(), sequential=True)
-        # ZooKeeper returns no names of sequential nodes: the new one is the one with this content.
+        # ZooKeeper returns no names of sequential nodes, so the new node is found by its content.
         await self._znodes.write([step])
         after = [name for name in await self._names() if name not in before]
         for name in reversed(after):
@@ -106,7 +107,8 @@ class AuditLog:
                 await self._forget_oldest()
                 return path
         raise errors.CoordinatorUnavailable(
-            f"the entry of this change was written to {paths.audit}, but cannot be found there"
+            "nothing was changed, because the command could not record the change: its entry was "
+            f"written to {paths.audit}, but cannot be found there. Hint: run the command again."
         )
 
     async def end(self, path: str, entry: AuditEntry, outcome: str, ended_ms: int) -> None:

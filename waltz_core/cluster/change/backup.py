@@ -1,15 +1,15 @@
 """A backup of a cluster: one consistent point of all partitions, as a file.
 
-The file has everything of ZooKeeper that a restored cluster needs, and the manifests of the
-archive. The transactions themselves are in the archive. It is JSON after a line with its CRC-32,
-like a manifest.
+The file has all data from ZooKeeper that a restored cluster needs, and the manifests of the
+archive. The transactions themselves are in the archive. The file is JSON after a line with its
+CRC-32, like a manifest.
 
 Rules (docs/decisions/055):
-    1. The writes are read first, then the high-water marks, then the writes again, the IDs and the
-       sessions. So rows of a write that is done have IDs up to the marks, and all IDs, attempts and
-       sessions in the log up to there are known.
+    1. The exactly-once writes are read first, then the high-water marks, then the writes again, the
+       IDs and the sessions. So rows of a write that is done have IDs up to the marks, and all IDs,
+       attempts and sessions in the log up to the marks are known.
     2. A write is done in the backup only if it was done at the first reading (`merged_writes`).
-    3. The archive reaches each mark when the backup is complete; it may have more.
+    3. The archive reaches each mark when the backup is complete; it may have more transactions.
     4. The last client ID that servers have issued is missing in the file of an earlier version,
        which had no such IDs. The permissions are in the file as the node has them. A file of a
        cluster without permissions has none, like one of an earlier version.
@@ -41,7 +41,7 @@ from waltz_core.records.record import (
 
 @dataclass(frozen=True, slots=True)
 class PartitionBackup:
-    """A partition up to its high-water mark; without a manifest it has no transactions."""
+    """A partition up to its high-water mark; a partition without a manifest has no transactions."""
 
     mark: TransactionId
     session_id: SessionId
@@ -51,9 +51,10 @@ class PartitionBackup:
 
 @dataclass(frozen=True, slots=True)
 class Backup:
-    """See the module's rules; `taken_ms` is for people.
+    """The content of a backup; see the module's rules. `taken_ms` is information for people.
 
-    `client_id` is the last one that a client has allocated, `issued_client_id` that of servers.
+    `client_id` is the last ID that a client has allocated, `issued_client_id` the last one that a
+    server has issued.
     """
 
     name: str
@@ -91,10 +92,10 @@ class Backup:
 
     @staticmethod
     def from_bytes(data: bytes, name: str) -> "Backup":
-        """Decode and check, also each manifest.
+        """Decode and check the bytes of a file, and each manifest in it.
 
         Raises:
-            BadFormat, ChecksumMismatch: with the name of the file.
+            BadFormat, ChecksumMismatch: the file is damaged; the message names it.
         """
         values = unframe_json(data, f"backup {name}")
         try:
@@ -124,7 +125,7 @@ class Backup:
             if each.manifest is None:
                 if each.mark != BEFORE_FIRST:
                     raise errors.BadFormat(
-                        f"partition {number}: expected a manifest with transactions up to "
+                        f"expected a manifest of partition {number} with transactions up to "
                         f"{each.mark}, found none"
                     )
                 continue
@@ -133,10 +134,10 @@ class Backup:
             found = (manifest.cluster_key, manifest.partition_id)
             if found != (self.cluster_key.bytes, number) or manifest.last < each.mark:
                 raise errors.BadFormat(
-                    f"partition {number}: expected a manifest of cluster {self.cluster_key} "
+                    f"expected a manifest of partition {number} of cluster {self.cluster_key} "
                     f"with transactions up to {each.mark} or more, found one of partition "
-                    f"{manifest.partition_id} of cluster {UUID(bytes=manifest.cluster_key)} "
-                    f"up to {manifest.last}"
+                    f"{manifest.partition_id} of cluster {UUID(bytes=manifest.cluster_key)} up "
+                    f"to {manifest.last}"
                 )
 
 
@@ -156,7 +157,7 @@ def merged_writes(
 
 
 def _not_done(state: WriteState) -> WriteState:
-    # An empty summary: it is being removed.
+    # An empty summary means that the write is being removed.
     return state if state.summary == {} else replace(state, summary=None)
 
 
@@ -221,7 +222,7 @@ def _write_from_json(values: object) -> BegunWrite:
 def _of(kind: type, values: dict[str, Any], key: str) -> Any:  # noqa: ANN401 - checked here
     found = values.get(key)
     if not isinstance(found, kind):
-        raise errors.BadFormat(f"expected field {key} as {kind.__name__}, found {found!r:.80}")
+        raise errors.BadFormat(f"expected field {key} of type {kind.__name__}, found {found!r:.80}")
     return found
 
 

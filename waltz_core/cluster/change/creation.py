@@ -1,12 +1,12 @@
 """The writes that create a cluster's nodes, as a pure function of the options.
 
-A cluster that was only partly created must never be taken for a complete one, and the nodes must be
-those that the tools of Waltz 0.13 create (docs/zookeeper.md, "Creating a cluster").
+A cluster that was only partly created must never be mistaken for a complete one, and the nodes must
+be those that the tools of Waltz 0.13 create (docs/zookeeper.md, "Creating a cluster").
 
 Rules:
     1. The root's own data is written last. A root without data is not a cluster.
-    2. A small cluster takes one atomic write; a large one several, each within ZooKeeper's limit
-       for one request.
+    2. A small cluster is created in one atomic write; a large one in several writes, each within
+       ZooKeeper's limit for one request.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,11 +32,11 @@ from waltz_core.records.record import PartitionId, ReplicaId
 # A request may have 1 MiB.
 STEP_OPERATIONS_MAX = 1000
 STEP_BYTES_MAX = 500_000
-_OPERATION_BYTES = 100  # besides path and data
+_OPERATION_BYTES = 100  # in addition to path and data
 
 
 class NewStorage(NamedTuple):
-    """A storage of a new cluster: its address "host:port", its admin port, its group."""
+    """A storage of a new cluster: its address "host:port", its admin port and its group."""
 
     address: ReplicaId
     admin_port: int
@@ -46,7 +46,7 @@ class NewStorage(NamedTuple):
     def parse(cls, text: str, index: int) -> Self:
         """Parse HOST:PORT:ADMIN_PORT[:GROUP]; the default group is `index`.
 
-        Raises BadConfig.
+        Raises BadConfig for any other text.
         """
         parts = text.rsplit(":", 3)
         if len(parts) == 4 and parts[1].isdigit():
@@ -65,7 +65,7 @@ class NewStorage(NamedTuple):
 class NewCluster:
     """The options of `cluster create`; raises BadConfig if they are not valid.
 
-    The caller generates the cluster key at random. Without an assignment each group of storages
+    The caller generates the cluster key at random. If `assignment` is None, each group of storages
     gets one replica of every partition.
     """
 
@@ -111,7 +111,7 @@ class NewCluster:
 
     @property
     def replica_assignments(self) -> model.ReplicaAssignments:
-        """Which storage holds which partitions."""
+        """The partitions of each storage."""
         if self.assignment is None:
             return assign_replicas(self.groups, self.partition_count)
         listed = {address: self.assignment.get(address, ()) for address in self.groups}
@@ -126,10 +126,10 @@ def creation_steps(
     contents: Mapping[str, bytes] | None = None,
     added: Sequence[CreateNode] = (),
 ) -> list[list[Operation]]:
-    """Return the writes, in order; `root_version` is NO_NODE when the root does not exist.
+    """Return the writes, in order; `root_version` is NO_NODE if the root does not exist.
 
-    `contents` replaces the data of some nodes, and `added` are more nodes, for a cluster that has a
-    history.
+    `contents` replaces the data of some nodes by path, and `added` are additional nodes, for a
+    cluster with a history.
     """
     store = model.StoreParams(new.cluster_key, new.partition_count)
     ports = {storage.address: storage.admin_port for storage in new.storages}

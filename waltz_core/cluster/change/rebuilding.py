@@ -1,36 +1,38 @@
 """Rebuilds a partition's metadata from its storages: one replica's log becomes the log.
 
-Everywhere else a quorum decides the history. A rebuilding is needed when ZooKeeper has lost its
+In all other cases, a quorum decides the history. A rebuilding is needed when ZooKeeper has lost its
 data, and when too few replicas of a partition have a trusted log.
 
 A quorum of the replicas has synced every acknowledged record in some session. A storage stores the
-session before it accepts appends in it, and only with a log that has everything before it. So among
-the replicas that answer, one with the newest session and, of these, the longest log has everything,
-provided that fewer than a quorum are missing: of n replicas with a quorum of Q, any n - Q + 1
-include one that has synced every acknowledged record.
+session before it accepts appends in this session, and only with a log that has all earlier records.
+So among the replicas that answer, consider those with the newest session, and of these the one with
+the longest log. This log has all acknowledged records, provided that fewer than a quorum of
+replicas are missing: of n replicas with a quorum of Q, any n - Q + 1 include one that has synced
+every acknowledged record.
 
 The replicas must be those of the last assignment, which is lost. A copy of an older session may be
-a replica that had fallen behind, or one that remained when the partition moved away, and then it
+a replica that had fallen behind, or one that remained when the partition moved away. Such a copy
 proves nothing about later sessions. On the other hand, a replica that does not open its log, was
 taken offline or has an empty directory looks like a storage that never had one. Only a copy of the
-newest session was certainly a replica in it.
+newest session was certainly a replica in this session.
 
 Rules (docs/design/correctness.md 2.4, row 15):
     1. Nodes that are created for a rebuilding contain no partition that may be opened: its marker
        states that there was a history, and no replica is engaged.
     2. One replica is declared engaged, and no other. It is assigned together with a second one, so
        that no single disk acknowledges appends; the others are added like any new replica.
-    3. A replica that is suspect, or damaged above its mark, is not chosen automatically. A later
-       session that it knows of counts nevertheless.
+    3. A replica that is suspect, or damaged above its mark, is not chosen automatically. If it
+       reports a later session, this session counts nevertheless.
     4. Only a copy of the newest session counts towards the quorum. This may reject a safe case (one
        replica behind and another one lost); an operator can decide then.
     5. Client IDs (both counters) and generations continue above all that were ever allocated, so
-       that no append is taken for an old one. They start at the seconds since 2020. The operator's
-       clock may have been set back, so they also start above the greatest ones in the last records
-       of each log. Principals can have requested more issued IDs than that; proofs of these IDs end
-       with their key (`stored_permissions.py`, rule 4).
-    6. ZooKeeper is written before a replica is marked: a marked replica is trusted. If a command
-       died between the two and the old metadata was still in ZooKeeper, a session would count the
+       that no append is mistaken for an old one. They start at the seconds since 2020. The
+       operator's clock may have been set back, so they also start above the greatest ones in the
+       last records of each log. Principals can have requested more issued IDs than that; proofs of
+       these IDs end with their key (`stored_permissions.py`, rule 4).
+    6. ZooKeeper is written before a replica is marked, because a marked replica is trusted. If a
+       command died between the two writes and the old metadata was still in ZooKeeper, a session
+       would count the replica, although it lacks records.
        replica, although it lacks records.
 """
 
@@ -71,12 +73,12 @@ class ReportedLog(NamedTuple):
 
     @property
     def is_trusted(self) -> bool:
-        """Whether it may be chosen automatically (rule 3)."""
+        """Whether the replica may be chosen automatically (rule 3)."""
         return not (self.is_suspect or self.is_damaged)
 
     @property
     def rank(self) -> tuple[int, int]:
-        """The order of logs: a greater one has more."""
+        """The sort key of logs: a log with a greater rank has more records."""
         return self.last_session, self.synced_max
 
 
@@ -89,13 +91,13 @@ class MaximumIds(NamedTuple):
 
     @staticmethod
     def of_record(client_id: int, generation: int) -> "MaximumIds":
-        """Return those of one record."""
+        """Return the IDs of one record."""
         if client_id > NONE_ISSUED:
             return MaximumIds(0, generation, client_id)
         return MaximumIds(client_id, generation)
 
     def maximum_with(self, other: "MaximumIds") -> "MaximumIds":
-        """Return the greater of each."""
+        """Return the greater value of each ID."""
         return MaximumIds(*map(max, self, other))
 
 
@@ -104,7 +106,7 @@ NO_IDS = MaximumIds(0, -1)
 
 @dataclass(frozen=True, slots=True)
 class RebuildDecision:
-    """The replica whose log becomes the log of a partition, and the replicas that get it."""
+    """The replica whose log becomes the log of a partition, and the replicas that receive it."""
 
     partition_id: PartitionId
     source: ReplicaId
@@ -117,17 +119,17 @@ class RebuildDecision:
         return self.members[:2]
 
     def declared_in(self, session_id: SessionId) -> "RebuildDecision":
-        """Return the decision with a log that is marked in this session."""
+        """Return this decision with a log that is marked in `session_id`."""
         return replace(self, log=self.log._replace(last_session=session_id))
 
     def metadata(self, generation: Generation, session_id: SessionId) -> model.PartitionMetadata:
-        """Return the metadata for ZooKeeper; `session_id` is the one that the replicas promised."""
+        """Return the metadata for ZooKeeper; the replicas have promised `session_id`."""
         states = {self.source: model.ReplicaState(self.log.last_session, model.UNRESOLVED)}
         return model.PartitionMetadata(generation, session_id, states)
 
 
 class RebuildOperations(Protocol):
-    """The operations that declare a log; each returns when it is durable."""
+    """The operations that declare a log; each returns when its result is durable."""
 
     async def write(self, metadata: model.PartitionMetadata) -> None:
         """Write the partition's metadata, with a marker of the session."""
@@ -154,10 +156,10 @@ def choose_log(
     replica_count: int,
     unanswered: Sequence[ReplicaId],
 ) -> RebuildDecision:
-    """Choose the log of a partition among those of the storages that answered.
+    """Choose the log of a partition from those of the storages that answered.
 
     `unanswered` are storages that did not answer and may have a replica. Raises BadRequest, with a
-    hint, if only those may have what a quorum has acknowledged.
+    hint, if only those storages may have all records that a quorum has acknowledged.
     """
     able = {name: log for name, log in logs.items() if log.is_trusted}
     silent = [*unanswered, *(name for name in logs if name not in able)]
@@ -182,7 +184,7 @@ def choose_log(
 def _members(
     ranked: Sequence[ReplicaId], groups: Mapping[ReplicaId, int], count: int
 ) -> tuple[ReplicaId, ...]:
-    """Take the best of each group first, then the best of the rest."""
+    """Take the best replica of each group first, then the best of the others."""
     taken: dict[int | None, ReplicaId] = {}
     for name in ranked:
         taken.setdefault(groups.get(name), name)
@@ -191,7 +193,7 @@ def _members(
 
 
 def missing_in_chosen(chosen: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]) -> list[str]:
-    """Return what other replicas have that the chosen log lacks, as texts."""
+    """Return texts about sessions and transactions of other replicas that the chosen log lacks."""
     found: list[str] = []
     for name, log in logs.items():
         if log.last_session > chosen.last_session:
@@ -214,7 +216,7 @@ def ids_from(now_s: int) -> int:
 
 
 def issued_from(ids: int) -> int:
-    """Return the same for the client ids that servers issue; `ids` of `ids_from`."""
+    """Return the first client ID that servers issue after this loss; `ids` is from `ids_from`."""
     return min(NONE_ISSUED + ids, model.INT32_MAX)
 
 
@@ -223,7 +225,7 @@ def rebuilding_steps(
 ) -> list[list[Operation]]:
     """Return the writes that create a cluster's nodes for a rebuilding (rules 1 and 5).
 
-    Every partition's metadata names every storage, so that each storage serves the logs in its
+    The metadata of every partition names every storage. So each storage serves the logs in its
     directory, and no others.
     """
     partitions = [PartitionId(number) for number in range(new.partition_count)]

@@ -1,15 +1,16 @@
 """Plans changes of a cluster's replicas as a sequence of safe steps.
 
-It only decides the next step, which is a question of quorums; `storage_changes.py` reads, writes
-and waits.
+This module only decides the next step, which is a question of quorums; `storage_changes.py` reads,
+writes and waits.
 
 Rules (docs/design/correctness.md 2.1 C and G, 2.4 row 36):
     1. A partition's next step is taken only from an open session that includes the previous one.
     2. A step adds one replica, removes one, or replaces one that is not in sync.
-    3. No step leaves a partition without a quorum of replicas in sync, or dependent on one that
-       must copy the log first, unless it has a single replica.
+    3. No step leaves a partition without a quorum of replicas in sync, or dependent on a replica
+       that must copy the log first, unless it has a single replica.
     4. No replica is removed before the added ones are in sync.
-    5. A plan consists of the wanted placement only: after a crash it continues from the actual one.
+    5. A plan consists only of the wanted placement: after a crash, the plan continues from the
+       actual placement.
 
 Invariants of a wanted placement:
     1. A partition has its replicas on different storages, and in as many groups as possible.
@@ -32,7 +33,7 @@ Placement: TypeAlias = Mapping[PartitionId, tuple[ReplicaId, ...]]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPlan:
-    """The wanted replicas of some partitions; `joining` are those that must get in sync."""
+    """The wanted replicas of some partitions; `joining` are the replicas that must get in sync."""
 
     wanted: Placement
     joining: Placement
@@ -68,12 +69,12 @@ class PartitionReplicas(NamedTuple):
 
     @property
     def was_opened(self) -> bool:
-        """Whether there was ever a session, and so a history."""
+        """Whether the partition ever had a session, and so has a history."""
         return self.metadata is not None and bool(self.metadata.states)
 
 
 class ReplicaStep(NamedTuple):
-    """One step of one partition: from these replicas to those."""
+    """One step of one partition: from the replicas `before` to the replicas `after`."""
 
     partition_id: PartitionId
     before: tuple[ReplicaId, ...]
@@ -86,7 +87,7 @@ class ReplicaStep(NamedTuple):
 
 
 class StepWait(NamedTuple):
-    """A partition's next step must wait; the reason is shown to the user."""
+    """The next step of a partition must wait; the user sees the reason."""
 
     partition_id: PartitionId
     reason: str
@@ -98,16 +99,18 @@ class StepWait(NamedTuple):
 def next_step(
     partition_id: PartitionId, now: PartitionReplicas, plan: ReplicaPlan
 ) -> ReplicaStep | StepWait | None:
-    """Return the next step of a partition, or why it must wait; None if it is as wanted."""
+    """Return a partition's next step, or the reason to wait; None if the placement is reached."""
     wanted = plan.wanted[partition_id]
     if not wanted:
-        raise errors.BadRequest(f"partition {partition_id} would be left without a replica")
+        raise errors.BadRequest(
+            f"partition {partition_id} is not changed, because it would have no replica afterwards"
+        )
     leaving = [each for each in now.assigned if each not in wanted]
     lacking = [each for each in wanted if each not in now.assigned]
     if not now.assigned:
         return ReplicaStep(partition_id, (), tuple(wanted))
     if not now.was_opened:
-        # Without a history no replica must be in sync: overlapping quorums are enough.
+        # Without a history, no replica must be in sync: overlapping quorums are sufficient.
         return _one_by_one(partition_id, now, lacking, leaving)
     reason = _awaited_session(now) or _not_in_sync(now, plan.joining[partition_id])
     if reason is not None:
@@ -120,9 +123,9 @@ def next_step(
 
 
 def apply(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> ReplicaAssignments:
-    """Return the assignment after some changes.
+    """Return the assignment after these steps.
 
-    Raises CoordinatorConflict if a partition is not what its change was planned for.
+    Raises CoordinatorConflict if the replicas of a partition are not those before its step.
     """
     held = {name: list(its) for name, its in old.partitions.items()}
     for partition_id, before, after in changes:
@@ -157,7 +160,7 @@ def _one_by_one(
 
 
 def _awaited_session(now: PartitionReplicas) -> str | None:
-    """Return what rule 1 waits for."""
+    """Return the event that rule 1 waits for; None if it does not wait."""
     assert now.metadata is not None
     if set(now.metadata.states) != set(now.assigned):
         return (
@@ -179,7 +182,7 @@ def _engaged(now: PartitionReplicas) -> list[ReplicaId]:
 
 
 def _not_in_sync(now: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
-    """Return what rule 4 waits for."""
+    """Return the event that rule 4 waits for; None if it does not wait."""
     behind = [each for each in now.assigned if each in joining and each not in now.in_sync]
     return f"replica {_names(behind)} copies the log" if behind else None
 
@@ -188,7 +191,7 @@ def _add_replica(
     partition_id: PartitionId, now: PartitionReplicas, added: ReplicaId, leaving: list[ReplicaId]
 ) -> ReplicaStep | StepWait:
     away = [each for each in leaving if each not in now.in_sync]
-    if away:  # The quorum keeps its size, so appends need not wait for the copy.
+    if away:  # The quorum keeps its size, so appends do not wait for the copy.
         after = (*_without_replica(now.assigned, away[0]), added)
         return _check_step(partition_id, now, after, len(now.in_sync))
     after = (*now.assigned, added)
@@ -213,15 +216,16 @@ def _check_step(
     after: tuple[ReplicaId, ...],
     in_sync_count: int,
 ) -> ReplicaStep | StepWait:
-    """Return the change, unless it would break rule 3."""
+    """Return the step, unless it would break rule 3."""
     quorum = len(after) // 2 + 1
     if in_sync_count >= quorum:
         return ReplicaStep(partition_id, now.assigned, after)
     missing = [each for each in now.assigned if each not in now.in_sync]
     return StepWait(
         partition_id,
-        f"replica {_names(missing)} is not in sync, and without it appends would need "
-        f"{quorum} of the replicas {_names(after)}. Hint: start its storage, or replace it.",
+        f"replica {_names(missing)} is not in sync; after the change, appends would need "
+        f"{quorum} acknowledgements of the replicas {_names(after)}, and only {in_sync_count} of "
+        "these are in sync. Hint: start its storage, or replace it.",
     )
 
 
@@ -264,7 +268,7 @@ class _Placement:
     def best_for(
         self, replicas: Collection[ReplicaId], barred: Collection[ReplicaId]
     ) -> ReplicaId | None:
-        """Return the storage for another replica: in a group without one, with the fewest."""
+        """Return the storage for one more replica: in a group without one, with the fewest."""
         free = [each for each in self.groups if each not in replicas and each not in barred]
         before = self.group_count(replicas)
         return min(
@@ -274,7 +278,7 @@ class _Placement:
         )
 
     def replica_to_remove(self, replicas: list[ReplicaId]) -> ReplicaId:
-        """Return the replica to remove: in a group with more than one, on the fullest storage."""
+        """Return the replica to remove: in a group with several, on the fullest storage."""
 
         def cost(each: ReplicaId) -> tuple[int, int]:
             rest = [other for other in replicas if other != each]
@@ -294,7 +298,7 @@ def placement_of(
 def placement_without_storage(
     now: Placement, groups: Mapping[ReplicaId, int], address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement without one storage; raises BadRequest if a replica has no place."""
+    """Return the placement without a storage; raises BadRequest if a replica has no other place."""
     usual = _usual_count(now)
     places = _Placement(groups, {each: list(replicas) for each, replicas in now.items()})
     moved: dict[PartitionId, tuple[ReplicaId, ...]] = {}
@@ -302,7 +306,7 @@ def placement_without_storage(
         if address not in replicas:
             continue
         others = [each for each in replicas if each != address]
-        if len(others) >= usual:  # It has a successor: this completes an earlier move.
+        if len(others) >= usual:  # The replica has a successor: this completes an earlier move.
             moved[partition_id] = tuple(others)
             continue
         found = places.best_for(others, [address])
@@ -320,10 +324,11 @@ def placement_without_storage(
 def placement_with_replacement(
     now: Placement, old: ReplicaId, new: ReplicaId, partitions: Collection[PartitionId]
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement in which one storage has taken over the replicas of another one.
+    """Return the placement in which storage `new` has taken over the replicas of storage `old`.
 
-    If both hold a replica and the partition has one more than usual, this completes an earlier
-    move. Raises BadRequest if it has not: the change would only remove a replica.
+    If both storages have a replica and the partition has one more than usual, the change completes
+    an earlier move. Raises BadRequest if the partition does not have one more: the change would
+    only remove a replica.
     """
     usual = _usual_count(now)
     wanted: dict[PartitionId, tuple[ReplicaId, ...]] = {}
@@ -348,7 +353,7 @@ def placement_with_replacement(
 def placement_with_restored(
     now: Placement, address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement in which a storage gets the replicas that partitions lack."""
+    """Return the placement in which a storage gets a replica of each partition that lacks one."""
     usual = _usual_count(now)
     return {
         partition_id: (*replicas, address)
@@ -358,7 +363,7 @@ def placement_with_restored(
 
 
 def _usual_count(now: Placement) -> int:
-    """Return how many replicas most partitions have; of two equally frequent, the greater."""
+    """Return the number of replicas that most partitions have; the greater one if two are equal."""
     counts = [len(replicas) for replicas in now.values()]
     return max(counts, key=lambda each: (counts.count(each), each), default=0)
 
@@ -368,8 +373,8 @@ def spread_replicas(
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement with replicas spread evenly over groups and storages.
 
-    Without `replica_count` a partition keeps as many replicas as it has, or gets one for each
-    group. Raises BadRequest when there are too few storages.
+    Without `replica_count`, a partition keeps its number of replicas, or gets one for each group.
+    Raises BadRequest if there are too few storages.
     """
     places = _fill_up(now, groups, replica_count)
     for partition_id in places.held:
@@ -382,9 +387,9 @@ def spread_replicas(
 def fill_up_replicas(
     now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None = None
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
-    """Return the placement in which each partition has its count of replicas; no other one moves.
+    """Return the placement in which each partition has its number of replicas; others do not move.
 
-    Raises BadRequest when there are too few storages.
+    Raises BadRequest if there are too few storages.
     """
     return {each: tuple(its) for each, its in _fill_up(now, groups, replica_count).held.items()}
 
@@ -395,8 +400,8 @@ def _fill_up(
     usual = replica_count or len(set(groups.values()))
     if not 1 <= usual <= len(groups):
         raise errors.BadRequest(
-            f"replicas per partition: expected 1 to {len(groups)}, the number of groups of "
-            f"storages, found {usual}"
+            f"replicas per partition: expected 1 to {len(groups)}, the number of storages, found "
+            f"{usual}"
         )
     places = _Placement(groups, {each: list(replicas) for each, replicas in now.items()})
     for partition_id, replicas in places.held.items():
@@ -454,17 +459,19 @@ def partitions_in_too_few_groups(
 
 def parse_partitions(text: str, partition_count: int) -> tuple[PartitionId, ...]:
     """Return the partitions named by a text like "0-6,7,10-16" or "all"; raises BadConfig."""
-    expected = f"expected partitions like 0-3,7 of 0..{partition_count - 1}, or all"
+    expected = (
+        f"partitions: expected numbers and ranges such as 0-3,7 in 0..{partition_count - 1}, or all"
+    )
     if text == "all":
         return tuple(map(PartitionId, range(partition_count)))
     found: dict[int, None] = {}
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not (first.isdecimal() and (last.isdecimal() if dash else not last)):
-            raise errors.BadConfig(f"{text!r}: {expected}")
+            raise errors.BadConfig(f"{expected}; found {text!r}")
         numbers = range(int(first), int(last if dash else first) + 1)
         if not numbers or numbers[-1] >= partition_count:
             where = f"{text!r}" if part == text else f"{part.strip()!r} in {text!r}"
-            raise errors.BadConfig(f"{where}: {expected}")
+            raise errors.BadConfig(f"{expected}; found {where}")
         found.update(dict.fromkeys(numbers))
     return tuple(map(PartitionId, found))

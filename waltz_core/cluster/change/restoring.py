@@ -4,13 +4,14 @@ Rules (docs/decisions/055):
     1. A partition is new, and its marker has an archived mark: its log begins after that mark
        (`session_recovery.py`, rule 4). No server claims it before the root's data is written.
     2. Client IDs, generations and sessions continue above all that were ever allocated, even after
-       the backup (`rebuilding.py`, rule 5). So no append, owner or batch is taken for an old one.
+       the backup (`rebuilding.py`, rule 5). So no append, owner or batch is mistaken for an old
+       one.
     3. A write that began after the restored end of a partition begins at that end. If a partition
        ends before the backup's mark, no write counts as done: a repetition finds its rows in the
-       log, and appends those that are missing. A write that is being removed stays so.
+       log, and appends the missing rows. A write that is being removed is still being removed.
     4. The permissions are those of the backup, with their revision: daemons of a restored cluster
-       start with it. They have a new key for proofs of client IDs: IDs that were issued after the
-       backup have proofs of the earlier key, and may be issued again.
+       start with this revision. The permissions have a new key for proofs of client IDs: IDs that
+       were issued after the backup have proofs of the earlier key, and may be issued again.
 """
 
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ from waltz_core.records.record import BEFORE_FIRST, ClientId, Generation, Partit
 
 @dataclass(frozen=True, slots=True)
 class RestoredPartition:
-    """A partition after its restored end; it is empty if that is None."""
+    """A partition that continues after its restored end; without an end, the partition is empty."""
 
     generation: Generation
     session_id: SessionId
@@ -50,7 +51,7 @@ class RestoredCluster:
 
 
 def next_session(backup: Backup, partition_id: PartitionId, ids: int) -> SessionId:
-    """Return the session of a restored partition's first node (rule 2)."""
+    """Return the session of a restored partition in its first metadata (rule 2)."""
     return SessionId(max(backup.partitions[partition_id].session_id + 1, ids))
 
 
@@ -61,7 +62,7 @@ def restored_cluster(
     ids: int,
     client_key: bytes,
 ) -> RestoredCluster:
-    """Return the cluster of a backup up to these ends; `ids` as for a rebuilding (rule 2).
+    """Return the cluster of a backup up to these ends; `ids` is that of a rebuilding (rule 2).
 
     `client_key` is a new key for proofs of client IDs (rule 4).
     """
@@ -95,7 +96,7 @@ def restored_cluster(
 def _restored_write(
     write: BegunWrite, marks: Mapping[PartitionId, int], *, is_whole: bool
 ) -> BegunWrite:
-    """Rule 3."""
+    """Return a write of the backup as it is in the restored cluster (rule 3)."""
     state = write.state
     capped = {
         each: min(mark, marks.get(PartitionId(each), mark)) for each, mark in state.marks.items()

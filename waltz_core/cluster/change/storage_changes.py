@@ -1,12 +1,12 @@
 """The storages of a cluster and their partitions, and the execution of changes.
 
 Three nodes describe the storages and must always agree. A change of replicas has many steps; each
-may be taken only when the cluster has completed the previous one.
+step may be taken only when the cluster has completed the previous one.
 
 Rules:
     1. Assignment, groups and admin ports are read as one and change in one write.
     2. `replica_steps.py` decides the next step from the current state of ZooKeeper; after each
-       write everything is read again.
+       write, the state is read again.
     3. The number of partitions that change at a time is limited, so that their copies do not
        displace appends.
 """
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StorageLayout:
-    """The storages of a cluster: what each holds, its group, its admin port."""
+    """The storages of a cluster: the partitions, the group and the admin port of each."""
 
     assignment: model.ReplicaAssignments
     groups: Mapping[ReplicaId, int]
@@ -55,9 +55,9 @@ class StorageLayout:
     def with_storage(
         self, address: ReplicaId, admin_port: int, group: int | None
     ) -> "StorageLayout":
-        """Return the layout with one more storage, without partitions; None: a new group.
+        """Return the layout with one more storage, without partitions; group None: a new group.
 
-        Raises BadRequest if it exists, BadConfig if address or port are not valid.
+        Raises BadRequest if the storage exists already, BadConfig if address or port are not valid.
         """
         check_address(address)
         _check_port(admin_port)
@@ -71,7 +71,7 @@ class StorageLayout:
         )
 
     def with_admin_port(self, address: ReplicaId, admin_port: int) -> "StorageLayout":
-        """Return the layout with another admin port of a storage.
+        """Return the layout in which a storage has another admin port.
 
         Raises BadRequest if there is no such storage, BadConfig for an invalid port.
         """
@@ -81,12 +81,13 @@ class StorageLayout:
         return StorageLayout(self.assignment, self.groups, ports)
 
     def without_storage(self, address: ReplicaId) -> "StorageLayout":
-        """Return the layout without a storage; raises BadRequest while it holds partitions."""
+        """Return the layout without a storage; raises BadRequest while it has partitions."""
         self.check_known(address)
         held = self.assignment.partitions[address]
         if held:
             raise errors.BadRequest(
-                f"storage {address} still has replicas of {len(held)} partitions, such as {held[0]}"
+                f"storage {address} was not removed, because it still has replicas of "
+                f"{len(held)} partitions, such as {held[0]}"
             )
         return StorageLayout(
             model.ReplicaAssignments(_without(self.assignment.partitions, address)),
@@ -97,7 +98,7 @@ class StorageLayout:
 
 @dataclass(frozen=True, slots=True)
 class PlanProgress:
-    """The progress of a plan: finished partitions, all partitions, and what it waits for."""
+    """The progress of a plan: finished partitions, all partitions, and the reasons for waiting."""
 
     done_count: int
     count: int
@@ -106,7 +107,7 @@ class PlanProgress:
 
 
 class _PlanCompleted(Exception):
-    """Everything is as it was wanted."""
+    """Every partition has its wanted replicas."""
 
 
 class StorageChanges:
@@ -122,10 +123,10 @@ class StorageChanges:
         return (await self._read())[0]
 
     async def change(self, change: Callable[[StorageLayout], StorageLayout]) -> StorageLayout:
-        """Replace the layout by the result of `change`; return the new one.
+        """Replace the layout by the result of `change`; return the new layout.
 
-        `change` is called again after a concurrent write. Raises BadRequest for a step that is too
-        wide.
+        After a concurrent write, `change` is called again. Raises BadRequest for a step that
+        changes too much at once.
         """
         params = await self._nodes.read(self._paths.root, model.ClusterParams.from_bytes)
         for _ in range(WRITE_ATTEMPTS_MAX):
@@ -153,14 +154,14 @@ class StorageChanges:
 
     def _conflict_error(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
-            f"the list of storages of {self._nodes.where} could not be changed: other "
-            "processes changed it during each attempt"
+            f"the change to the list of storages of {self._nodes.where} was not made, because "
+            "other processes changed the list during each attempt"
         )
 
     async def forget_id(self, address: ReplicaId) -> None:
-        """Free an address for another storage: the next one that starts there is registered.
+        """Free an address for another storage: the next storage that starts there is registered.
 
-        Raises CoordinatorUnavailable if it may not be free.
+        Raises CoordinatorUnavailable if the address may not be free.
         """
         path = self._paths.storage_id(address)
         for _ in range(WRITE_ATTEMPTS_MAX):
@@ -180,7 +181,7 @@ class StorageChanges:
         partitions: Sequence[PartitionId],
         signal: Signal | None = None,
     ) -> dict[PartitionId, PartitionReplicas]:
-        """Read the replica states of some partitions in their owners' sessions."""
+        """Read the replicas of these partitions, with their states in the owners' sessions."""
         found: dict[PartitionId, PartitionReplicas] = {}
         for partition_id in partitions:
             path = self._paths.partition(partition_id)
@@ -194,10 +195,10 @@ class StorageChanges:
     async def carry_out(
         self, plan: ReplicaPlan, on_progress: Callable[[PlanProgress], None]
     ) -> None:
-        """Take steps until every partition is as wanted, or until cancelled.
+        """Take steps until every partition has its wanted replicas, or until cancelled.
 
-        Raises BadRequest if that is impossible. Another command's change of the same partitions
-        counts like a step of this one.
+        Raises BadRequest if that is impossible. If another command changes the same partitions, its
+        changes count like steps of this plan.
         """
         open_ends = list(plan.wanted)
         failure: list[errors.WaltzError] = []
@@ -222,7 +223,7 @@ class StorageChanges:
         on_progress: Callable[[PlanProgress], None],
         signal: Signal,
     ) -> None:
-        """Read once, and write once if there is a next step."""
+        """Read the current state, and write the next steps while there are any."""
         while True:
             assignment = await self._nodes.read(
                 self._paths.replica_assignment, model.ReplicaAssignments.from_bytes, signal
@@ -254,7 +255,7 @@ class StorageChanges:
         )
 
     async def _read(self) -> tuple[StorageLayout, list[SetNode]]:
-        """Read the layout, and the writes that would keep it unchanged."""
+        """Read the layout, and the writes that would leave it unchanged."""
         steps: list[SetNode] = []
 
         async def read(path: str, decode: Callable[[bytes], T]) -> T:

@@ -4,9 +4,10 @@ Rules:
     1. Each change is one compare-and-set with the next revision, its author and its time. After a
        concurrent change, it is computed again from the new permissions.
     2. A write with unknown outcome is done if the node has exactly its bytes, and not done if the
-       node is at the version before it. Otherwise the error goes to the caller.
-    3. Another user of ZooKeeper may have created the node, or that of the audit, before. So the
-       first permissions and replaced ones also set the access lists of both, before they are read.
+       node is at the version before it. Otherwise the caller gets the error.
+    3. Another user of ZooKeeper may have created this node, or that of the audit log, before. So
+       the first permissions and replaced ones also set the access lists of both nodes, before they
+       are read.
     4. Permissions that are written where there are none get a new key for proofs of client IDs. The
        counter of IDs may have begun again below IDs that have a proof of the earlier key
        (`rebuilding.py`, rule 5).
@@ -34,7 +35,7 @@ class Author(NamedTuple):
 
 
 class PermissionsChange(NamedTuple):
-    """The permissions before and after a change; the same ones if it had no effect."""
+    """The permissions before and after a change; they are the same if the change had no effect."""
 
     before: Permissions | None
     after: Permissions
@@ -55,14 +56,14 @@ class StoredPermissions:
         return None if node is None else self._decode(node)
 
     async def require(self) -> Permissions:
-        """Return the same; raises BadRequest if the cluster has none."""
+        """Return the permissions; raises BadRequest if the cluster has none."""
         found = await self.read()
         if found is None:
             raise self._missing_error()
         return found
 
     async def create(self, permissions: Permissions, author: Author) -> Permissions:
-        """Write the first permissions; raises BadRequest if there are some."""
+        """Write the first permissions; raises BadRequest if the cluster has permissions already."""
         await self._protect()
         made = next_revision(permissions, permissions.revision, *author)
         for _ in range(WRITE_ATTEMPTS_MAX):
@@ -82,8 +83,8 @@ class StoredPermissions:
     ) -> PermissionsChange:
         """Replace the permissions by the result of `change` (rule 1).
 
-        Raises what `change` raises, and BadRequest if the cluster has no permissions; nothing has
-        changed then. BadConfig: the result is too large.
+        Raises any exception of `change`, and BadRequest if the cluster has no permissions; nothing
+        has changed then. Raises BadConfig if the result is too large.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             node = await self._get()
@@ -106,10 +107,11 @@ class StoredPermissions:
         *,
         new_key: bytes,
     ) -> PermissionsChange:
-        """Write permissions of a file, also where there are none, or unreadable ones.
+        """Write permissions from a file, even if the cluster has none, or has unreadable ones.
 
-        Their revision is above that of the file and that of the node. `check` receives the ones
-        before, if they can be read, and those after, and may raise. `new_key` is for rule 4.
+        The new revision is above those of the file and of the node. `check` receives the
+        permissions before (if they can be read) and after, and may raise an error. `new_key` is for
+        rule 4.
         """
         await self._protect()
         first = dataclasses.replace(found, client_key=new_key)
@@ -119,7 +121,7 @@ class StoredPermissions:
                 try:
                     before = self._decode(node)
                 except errors.BadFormat:
-                    before = None  # It is replaced because of that.
+                    before = None  # The unreadable permissions are replaced.
             newest = max(found.revision, before.revision if before else 0)
             made = next_revision(first if node is None else found, newest + 1, *author)  # rule 4
             if before is not None:
@@ -177,8 +179,8 @@ class StoredPermissions:
 
     def _conflict_error(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
-            f"the permissions in {self._path} could not be changed: other processes changed "
-            "them during each attempt"
+            f"the change to the permissions in {self._path} was not made, because other "
+            "processes changed them during each attempt"
         )
 
 

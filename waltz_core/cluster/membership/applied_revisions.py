@@ -1,10 +1,10 @@
 """The revision of the permissions that each daemon uses (decision 048, AC 6).
 
 Rules:
-    1. A daemon publishes the revision in use in its ephemeral node `R/x/applied/NAME`, in each of
-       its sessions again. A daemon without access control publishes none.
-    2. NAME is `server-ID` or `storage-HOST:PORT`, so a server and a storage never have the same;
-       an address has no "/". A server has a new ID in each process.
+    1. A daemon publishes the revision in use in its ephemeral node `R/x/applied/NAME`, again in
+       each of its sessions. A daemon without access control publishes no revision.
+    2. NAME is `server-ID` or `storage-HOST:PORT`, so a server and a storage never have the same
+       name; an address has no "/". Each process of a server has a new ID.
 """
 
 from typing import Final
@@ -30,17 +30,17 @@ def storage_name(address: ReplicaId) -> str:
 
 
 def encode_applied(revision: int) -> bytes:
-    """Return a node's bytes: JSON."""
+    """Return the bytes of a node, as JSON."""
     return strict_json.to_json({"format": _FORMAT, "revision": revision})
 
 
 def decode_applied(data: bytes) -> int:
-    """Decode a node; raises BadFormat for what `encode_applied` does not make."""
+    """Decode the node's bytes; raises BadFormat for bytes that `encode_applied` does not make."""
     try:
         values = strict_json.from_json(data)
     except ValueError as error:
         raise errors.BadFormat(
-            f"applied revision of permissions: not valid JSON: {error!s:.200}"
+            f"applied revision of permissions is not valid JSON: {error!s:.200}"
         ) from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise errors.BadFormat(
@@ -55,22 +55,22 @@ def decode_applied(data: bytes) -> int:
 
 
 class AppliedRevisions:
-    """Where daemons publish, through one session (rule 1)."""
+    """Publishes and reads applied revisions, through one session (rule 1)."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
         self._wanted: tuple[str, int] | None = None
-        self._published: tuple[int, tuple[str, int]] | None = None  # and in which session
+        self._published: tuple[int, tuple[str, int]] | None = None  # with the session number
 
     def set_revision(self, name: str, revision: int) -> None:
-        """Set what the next `publish` publishes."""
+        """Set the name and the revision that the next `publish` publishes."""
         self._wanted = name, revision
 
     async def publish(self) -> None:
         """Publish the revision in use, unless this session has published it already.
 
-        Raises CoordinatorConflict, CoordinatorOutcomeUnknown and CoordinatorUnavailable; it is
-        tried again at the next call.
+        Raises CoordinatorConflict, CoordinatorOutcomeUnknown and CoordinatorUnavailable; the next
+        call tries again.
         """
         if self._wanted is None:
             return
@@ -92,7 +92,7 @@ class AppliedRevisions:
                 self._published = target
 
     async def read(self) -> dict[str, int]:
-        """Return the revision of each NAME; one that cannot be decoded is left out."""
+        """Return the revision of each NAME; revisions that cannot be decoded are left out."""
         paths = self._nodes.paths
         await self._nodes.znodes.sync()
         listing = await self._nodes.znodes.children(paths.every_applied)

@@ -1,16 +1,16 @@
 """Assigns partitions to servers and replicas to storages.
 
-The leader decides for all. Any other server may become the leader at any moment, so the result
-depends only on the state of ZooKeeper.
+The leader decides for all servers. Any other server may become the leader at any moment, so the
+result depends only on the state of ZooKeeper.
 
 Invariants of `assign_partitions`:
     1. Every partition has exactly one owner.
     2. A generation rises by one exactly when a partition goes to a server that did not own it.
     3. Without preferences no two servers' counts differ by more than one.
-    4. A server that may keep a partition keeps it: nothing moves without need.
+    4. A server that may keep a partition keeps it: no partition moves without need.
     5. With `keeps_all` (balance by load) servers keep all their partitions, any number, except
-       those that another server prefers; the rest goes to the servers with the fewest. When a
-       server is new, all partitions are assigned by count, and rule 3 holds again.
+       those that another server prefers; the other partitions go to the servers with the fewest.
+       When a server is new, all partitions are assigned by count, and invariant 3 holds again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -58,15 +58,15 @@ def assign_partitions(
 ) -> PartitionAssignment:
     """Return the assignment for the live servers.
 
-    Preferred partitions go first, to the lowest server ID that prefers them, even beyond its
-    share; then each server keeps its partitions up to its share; then the rest is assigned in order
-    of IDs. Raises BadRequest if the cluster would lose partitions.
+    Preferred partitions are assigned first, to the lowest server ID that prefers them, even beyond
+    its share. Then each server keeps its partitions up to its share. Then the other partitions are
+    assigned in order of IDs. Raises BadRequest if the cluster would lose partitions.
     """
     assert servers
     if partition_count < old.partition_count:
         raise errors.BadRequest(
             f"the assignment has {old.partition_count} partitions, but the cluster has only "
-            f"{partition_count}: the number of partitions cannot shrink"
+            f"{partition_count}, and the number of partitions cannot shrink"
         )
     distribution = _Distribution(old, sorted(servers), partition_count)
     for server_id in distribution.owned:
@@ -89,12 +89,12 @@ def assign_partitions(
 def hand_over_partition(
     old: PartitionAssignment, partition_id: PartitionId, generation: Generation, owner: ServerId
 ) -> PartitionAssignment | None:
-    """Return the assignment with one partition given by its owner to the next server.
+    """Return the assignment in which the owner hands over one partition to the next server.
 
-    Each partition has its own ring of the servers, so that it visits all of them before it returns,
-    and the partitions of one owner go to different servers. By count they would not: a server that
-    has just handed everything over has the fewest, and would get it back.
-    None if there is no other server, or if the partition has another owner now.
+    Each partition has its own ring of the servers. So a partition visits all servers before it
+    returns, and the partitions of one owner go to different servers. A choice by count would not do
+    this: a server that has just handed over all its partitions has the fewest, and would get them
+    back. The result is None if there is no other server, or if the partition has another owner now.
     """
     if old.servers.get(owner, {}).get(partition_id) != generation:
         return None
@@ -106,9 +106,9 @@ def hand_over_partition(
 def move_partitions(
     old: PartitionAssignment, moves: Mapping[PartitionId, ServerId]
 ) -> PartitionAssignment:
-    """Return the assignment for the same servers after some partitions have moved.
+    """Return the assignment for the same servers after these moves of partitions.
 
-    A server that the old assignment does not name has owned nothing.
+    A server that is not in the old assignment has owned no partitions.
     """
     owned = {server_id: dict(its) for server_id, its in old.servers.items()}
     for source, its in old.servers.items():
@@ -126,7 +126,7 @@ def move_partitions(
 def with_generations(
     old: PartitionAssignment, at_least: Mapping[PartitionId, Generation]
 ) -> PartitionAssignment:
-    """Return the assignment for the same owners with no generation below these."""
+    """Return the assignment with the same owners and no generation below those in `at_least`."""
     servers = {
         server_id: {
             partition_id: max(generation, at_least.get(partition_id, generation))
@@ -138,7 +138,7 @@ def with_generations(
 
 
 class _Distribution:
-    """One assignment under construction: the free partitions, and those of each server."""
+    """An assignment under construction: the free partitions, and the partitions of each server."""
 
     def __init__(
         self, old: PartitionAssignment, server_ids: Sequence[ServerId], partition_count: int
@@ -188,8 +188,8 @@ class _Distribution:
         if self._owner.get(partition_id) != server_id:
             generation = _next_generation(generation, partition_id)
         self.owned[server_id][partition_id] = generation
-        # A partition over the share is subtracted from the spare ones. They may become negative if
-        # preferences exceed a share; the other servers then stay below their share.
+        # A partition over the share reduces the number of spare partitions. This number may become
+        # negative if preferences exceed a share; the other servers then stay below their share.
         if len(self.owned[server_id]) > self._share:
             self._spare -= 1
 
@@ -204,7 +204,7 @@ def _next_generation(generation: Generation, partition_id: PartitionId) -> Gener
 
 
 def assign_replicas(groups: Mapping[ReplicaId, int], partition_count: int) -> ReplicaAssignments:
-    """Assign each group of storages one replica of every partition, round-robin."""
+    """Assign one replica of every partition to each group of storages, round-robin."""
     held: dict[ReplicaId, list[PartitionId]] = {address: [] for address in groups}
     for group in sorted(set(groups.values())):
         members = [address for address, its_group in groups.items() if its_group == group]
@@ -216,10 +216,11 @@ def assign_replicas(groups: Mapping[ReplicaId, int], partition_count: int) -> Re
 def check_replica_change(
     old: ReplicaAssignments, new: ReplicaAssignments, partition_count: int
 ) -> None:
-    """Raise BadRequest for a change after which old and new quorums might not meet.
+    """Raise BadRequest for a change after which old and new quorums might not overlap.
 
-    A partition may gain fewer replicas than a quorum of its new ones, and may not lose its last one
-    (docs/design/correctness.md 2.4, row 36). A partition without replicas may get any.
+    A partition may gain fewer replicas than a quorum of its new replicas, and may not lose its last
+    replica (docs/design/correctness.md 2.4, row 36). A partition without replicas may gain any
+    number.
     """
     for partition in range(partition_count):
         partition_id = PartitionId(partition)

@@ -1,6 +1,6 @@
 """Plans moves of partitions between servers, so that all servers have about the same load.
 
-A move costs every client of the partition a pause, so a move must be worth it.
+A move pauses every client of the partition, so a move must be worth this cost.
 
 Rules:
     1. A partition that any live server prefers is not moved (assignment.py).
@@ -8,9 +8,10 @@ Rules:
        decrease of the greater of the two loads. To begin, the source must have a load of a quarter
        above the servers' average, and the gain must be an eighth of that average, for
        `sustained_ms`: neither noise nor a load that has just begun reaches that. For `settling_ms`
-       after that, a twentieth is enough, so that a rebalancing that has begun is completed. Each
-       move makes two servers more even, so with constant loads the moves end.
-    3. A partition that was moved stays for `cooldown_ms`; at most `moves_max` move at one time.
+       after that, a gain of a twentieth is sufficient, so that a rebalancing that has begun is
+       completed. Each move makes two servers more even, so with constant loads the moves end.
+    3. A partition that was moved stays for `cooldown_ms`; at most `moves_max` partitions move at
+       one time.
     4. A nearly idle partition counts as `IDLE_LOAD`: idle partitions are spread by count.
     5. No partition is left without an owner: a plan names the target, for partitions with an owner.
     6. A server is a source only after it was overloaded for `sustained_ms`, also during a
@@ -43,7 +44,7 @@ class BalanceLimits:
 
 
 class _BalanceMove(NamedTuple):
-    """Some partitions that could move from one server to another, and the gain."""
+    """Partitions that could move from one server to another, and the gain of this move."""
 
     gain: float
     partitions: tuple[PartitionId, ...]
@@ -51,7 +52,7 @@ class _BalanceMove(NamedTuple):
 
 
 class Balancer:
-    """Plans moves, with a memory of earlier ones; see the module's rules."""
+    """Plans moves, and remembers earlier ones; see the module's rules."""
 
     def __init__(self, limits: BalanceLimits) -> None:
         self._limits = limits
@@ -61,11 +62,11 @@ class Balancer:
         self._source_since_ms: dict[ServerId, int] = {}
 
     def on_partitions_moved(self, partition_ids: Collection[PartitionId], now_ms: int) -> None:
-        """Note that these partitions have moved (rule 3)."""
+        """Record that these partitions have moved (rule 3)."""
         self._moved_ms.update(dict.fromkeys(partition_ids, now_ms))
 
     def reset_history(self) -> None:
-        """Reset the history: loads were not observed, so nothing has lasted (rules 2 and 6)."""
+        """Reset the history: loads were not observed, so no imbalance lasted (rules 2 and 6)."""
         self._uneven_since_ms = None
         self._source_since_ms = {}
 
@@ -79,8 +80,9 @@ class Balancer:
     ) -> dict[PartitionId, ServerId]:
         """Return the moves to make now: partition and target server.
 
-        `servers` are those with known loads: the others are neither sources nor targets.
-        `preferred` are the partitions that any server prefers. A partition without a load stays.
+        `servers` are the servers with known loads: other servers are neither sources nor targets.
+        `preferred` are the partitions that any server prefers. A partition without a load does not
+        move.
         """
         self._forget(now_ms)
         pinned = {*preferred, *self._moved_ms}
@@ -100,13 +102,13 @@ class Balancer:
             return {}
         before_ms = now_ms - self._limits.sustained_ms
         ready = {each for each, at_ms in self._source_since_ms.items() if at_ms <= before_ms}
-        # Planned again: no move may depend on another one that is not ready.
+        # The moves are planned again: no move may depend on another move that is not ready.
         return self._moves(held, {each for each in movable if owners[each] in ready})
 
     def _moves(
         self, held: dict[ServerId, dict[PartitionId, float]], movable: Collection[PartitionId]
     ) -> dict[PartitionId, ServerId]:
-        """Return the moves that make the servers' loads more even (rule 2)."""
+        """Return the moves that make the loads of the servers more even (rule 2)."""
         moves: dict[PartitionId, ServerId] = {}
         movable = set(movable)
         while len(moves) < self._limits.moves_max:
@@ -152,9 +154,9 @@ def _best_move(
     gain_min: float,
     excess_min: float = 0.0,
 ) -> tuple[ServerId, _BalanceMove] | None:
-    """Return the best shift from the most loaded server, if it is worth it (rule 2).
+    """Return the best move from the most loaded server, if its gain is sufficient (rule 2).
 
-    Gain and excess are shares of the servers' average load.
+    `gain_min` and `excess_min` are fractions of the servers' average load.
     """
     totals = {each: sum(its.values()) for each, its in held.items()}
     target = min(totals, key=lambda each: (totals[each], each))
@@ -172,7 +174,7 @@ def _best_move(
 def _move_between(
     its: Mapping[PartitionId, float], source: float, target_load: float, target: ServerId
 ) -> _BalanceMove:
-    """Return the shift that makes two servers most even: partitions within half the gap, or one."""
+    """Return the move that makes two servers most even: partitions within half the gap, or one."""
     capacity = (source - target_load) / 2
     taken: list[PartitionId] = []
     moved = 0.0
@@ -185,5 +187,5 @@ def _move_between(
         if moved + load <= capacity:
             taken.append(partition_id)
             moved += load
-    # Within half the gap the source keeps the greater load, so everything moved is gain.
+    # Within half the gap, the source keeps the greater load, so the whole moved load is gain.
     return best if best.gain >= moved else _BalanceMove(moved, tuple(taken), target)

@@ -1,6 +1,6 @@
 """The client IDs that servers issue, counted in `R/x/client` from `FIRST_ISSUED` on (AC 9).
 
-An ID is allocated once. Those that a write with unknown outcome may have allocated are skipped.
+An ID is allocated once. IDs that a write with unknown outcome may have allocated are skipped.
 """
 
 from contextlib import suppress
@@ -17,18 +17,18 @@ ATTEMPTS_MAX: Final = 1_000
 
 
 class IssuedIds:
-    """The counter, through one session."""
+    """The counter of issued client IDs, through one session."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
 
     async def last(self) -> ClientId:
-        """Return the last allocated ID."""
+        """Return the last allocated client ID."""
         await self._nodes.znodes.sync()
         return ClientId((await self._read())[0])
 
     async def raise_to(self, client_id: ClientId) -> None:
-        """Allocate no ID up to `client_id` from now on."""
+        """Raise the counter, so that no ID up to `client_id` is allocated from now on."""
         for _ in range(ATTEMPTS_MAX):
             last, version = await self._read()
             if last >= client_id:
@@ -38,13 +38,13 @@ class IssuedIds:
         raise self._contention_error()
 
     async def next(self) -> ClientId:
-        """Allocate an ID that was never used before."""
+        """Allocate a client ID that was never used before."""
         return ClientId((await self.allocate(1))[0])
 
     async def allocate(self, count: int) -> range:
-        """Allocate up to `count` IDs, at least one, that were never used before.
+        """Allocate up to `count` client IDs, at least one, that were never used before.
 
-        Raises BadFormat if there are no more.
+        Raises BadFormat if all IDs are allocated.
         """
         for _ in range(ATTEMPTS_MAX):
             last, version = await self._read()
@@ -65,7 +65,7 @@ class IssuedIds:
         return self._nodes.paths.issued_client_ids
 
     async def _read(self) -> tuple[int, int | None]:
-        """Return the last allocated ID and the node's version; None: there is no node yet."""
+        """Return the last allocated ID and the node's version (None: there is no node yet)."""
         node = await self._nodes.znodes.get(self._path)
         if node is None:
             return NONE_ISSUED, None

@@ -1,16 +1,16 @@
 """Measures, publishes and evaluates the load of each partition.
 
-The leader decides from loads that other servers measured some seconds ago, for partitions that
-may have moved since.
+The leader decides from loads that other servers measured some seconds ago, for partitions that may
+have moved since.
 
 Rules:
     1. A load is a mean over the last `window_ms`, with exponentially decreasing weight of older
-       samples. It is correct from the first sample on, only less certain: time without samples has
-       no weight, it does not count as zero.
-    2. A server publishes its loads in its ephemeral node `R/x/load/ID`; no other process writes it,
-       and Waltz 0.13 neither writes nor reads one.
-    3. A load is used once it was measured for a window. Until then a partition that has just moved
-       keeps its previous load: otherwise its new server would seem idle, and would get more.
+       samples. The load is correct from the first sample on, only less certain: time without
+       samples has no weight, and does not count as zero.
+    2. A server publishes its loads in its ephemeral node `R/x/load/ID`. No other process writes
+       this node, and Waltz 0.13 neither writes nor reads such nodes.
+    3. A load is used when it was measured for a whole window. Until then, a partition that has just
+       moved keeps its previous load: otherwise its new server would seem idle, and would get more.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -28,7 +28,7 @@ _FIGURE_LIMIT: Final = 1 << 63
 
 
 class PartitionLoad(NamedTuple):
-    """A partition's load per second, and for how long it was measured."""
+    """The load of a partition per second, and the time for which it was measured."""
 
     per_s: float
     age_ms: int
@@ -36,7 +36,7 @@ class PartitionLoad(NamedTuple):
 
 @dataclass(slots=True)
 class _Meter:
-    """One partition's last count, and the mean so far (rule 1)."""
+    """The last count of one partition, and its mean so far (rule 1)."""
 
     total: float
     at_ms: int
@@ -45,7 +45,7 @@ class _Meter:
 
 
 class LoadMeter:
-    """Computes loads from counters."""
+    """Computes the loads of partitions from counters."""
 
     def __init__(self, window_ms: int) -> None:
         self._window_ms = window_ms
@@ -77,7 +77,7 @@ class LoadMeter:
 
 
 class LoadAverages:
-    """The loads that are used for all partitions (rule 3)."""
+    """The loads that the leader uses for all partitions (rule 3)."""
 
     def __init__(self, window_ms: int) -> None:
         self._window_ms = window_ms
@@ -88,7 +88,7 @@ class LoadAverages:
         reported: Mapping[ServerId, Mapping[PartitionId, PartitionLoad]],
         owners: Mapping[PartitionId, ServerId],
     ) -> dict[PartitionId, float]:
-        """Process published loads; return the loads of the partitions with a known one."""
+        """Process published loads; return the loads of all partitions whose load is known."""
         for partition_id, owner in owners.items():
             load = reported.get(owner, {}).get(partition_id)
             if load is not None and load.age_ms >= self._window_ms:
@@ -98,7 +98,7 @@ class LoadAverages:
 
 
 def encode_loads(loads: Mapping[PartitionId, PartitionLoad]) -> bytes:
-    """Return a node's bytes: JSON, each partition with its load and the load's age."""
+    """Return the bytes of a node: JSON with the load of each partition and the age of the load."""
     rows = {
         str(partition_id): [round(load.per_s, 1), load.age_ms]
         for partition_id, load in sorted(loads.items())
@@ -107,16 +107,16 @@ def encode_loads(loads: Mapping[PartitionId, PartitionLoad]) -> bytes:
 
 
 def decode_loads(data: bytes) -> dict[PartitionId, PartitionLoad]:
-    """Decode a node.
+    """Decode the node's bytes.
 
     Raises:
-        BadFormat: `encode_loads` does not produce these bytes.
+        BadFormat: `encode_loads` does not make these bytes.
     """
     try:
         values = strict_json.from_json(data)
     except ValueError as error:
         raise errors.BadFormat(
-            f"published loads of a server: not valid JSON: {error!s:.200}"
+            f"the published loads of a server are not valid JSON: {error!s:.200}"
         ) from error
     if not isinstance(values, dict) or values.get("format") != _FORMAT:
         raise errors.BadFormat(
@@ -160,7 +160,7 @@ class PublishedLoads:
         await self._nodes.put_ephemeral(paths.load(server_id), encode_loads(loads), paths.loads)
 
     async def withdraw(self, server_id: ServerId) -> None:
-        """Remove this server's loads; raises like `publish`."""
+        """Remove the loads of this server; raises like `publish`."""
         await self._nodes.remove(self._nodes.paths.load(server_id))
 
     async def read(
@@ -170,8 +170,8 @@ class PublishedLoads:
     ) -> dict[ServerId, dict[PartitionId, PartitionLoad]]:
         """Return the loads that these servers have published.
 
-        A server without any is omitted: it is neither a source nor a target. So is one whose node
-        cannot be decoded; `on_ignored` is called for it.
+        A server without published loads is omitted: it is neither a source nor a target. A server
+        whose node cannot be decoded is omitted, too; `on_ignored` is called with the error.
         """
         reported: dict[ServerId, dict[PartitionId, PartitionLoad]] = {}
         for server_id in server_ids:

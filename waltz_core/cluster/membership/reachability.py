@@ -1,20 +1,21 @@
-"""Which servers other servers can connect to, and which servers may own partitions because of that.
+"""The servers that other servers can connect to, and the servers that may therefore own partitions.
 
 The servers that connect (`server/process/failure_detector.py`), the leader that assigns partitions
 (`registration.py`) and the doctor share these rules (decision 027).
 
 Rules:
     1. Each server publishes in the ephemeral node `R/x/reach/ID` which other servers it has
-       connected to. While it has an open partition it is a witness, as its network and its TLS
-       settings work, and publishes also which servers it cannot connect to. Waltz 0.13 neither
-       writes nor reads these nodes.
+       connected to. While the server has an open partition, it is a witness, because its network
+       and its TLS settings work. A witness also publishes which servers it cannot connect to.
+       Waltz 0.13 neither writes nor reads these nodes.
     2. A server counts as unreachable for a witness after `FAILURES_MIN` failed attempts in a row
        over `FAILING_MS`, and as reachable again once a connection has lasted for `STABLE_MS`.
     3. A server that no witness can connect to owns no partitions, unless another server that may
-       own some has connected to it: after all storages restart, a server that is cut off may be
-       the first witness.
+       own partitions has connected to it: after all storages restart, a server that is cut off may
+       be the first witness.
     4. A server that is new owns no partitions before a witness has connected to it.
-    5. Without another witness every server may own partitions, and so may all if none were left.
+    5. Without another witness, every server may own partitions. If no server may own partitions by
+       these rules, all servers may.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -36,18 +37,18 @@ _FORMAT: Final = 1
 
 @dataclass(frozen=True, slots=True)
 class ReachReport:
-    """What one server publishes; unreachable servers with the reason of the last failure."""
+    """The report that one server publishes; `unreachable` has the reason of the last failure."""
 
     reached: frozenset[ServerId] = frozenset()
     unreachable: Mapping[ServerId, str] = field(default_factory=dict)
     is_witness: bool = True
 
     def without_open_partition(self) -> "ReachReport":
-        """Return what a server publishes that is not a witness (rule 1)."""
+        """Return the report of a server that is not a witness (rule 1)."""
         return ReachReport(self.reached, is_witness=False)
 
     def to_bytes(self) -> bytes:
-        """Return a node's bytes: JSON."""
+        """Return the bytes of a node, as JSON."""
         rows = {str(each): why for each, why in sorted(self.unreachable.items())}
         reached = sorted(self.reached)
         values = {"format": _FORMAT, "reached": reached, "unreachable": rows}
@@ -55,12 +56,12 @@ class ReachReport:
 
     @staticmethod
     def from_bytes(data: bytes) -> "ReachReport":
-        """Decode a node; raises BadFormat for what `to_bytes` does not make."""
+        """Decode the node's bytes; raises BadFormat for bytes that `to_bytes` does not make."""
         try:
             values = strict_json.from_json(data)
         except ValueError as error:
             raise errors.BadFormat(
-                f"reachability report of a server: not valid JSON: {error!s:.200}"
+                f"reachability report of a server is not valid JSON: {error!s:.200}"
             ) from error
         if not isinstance(values, dict) or values.get("format") != _FORMAT:
             raise errors.BadFormat(
@@ -87,22 +88,22 @@ class _Peer:
     failure_count: int = 0
     failing_since_ms: int = 0
     connected_since_ms: int | None = None
-    is_known: bool = False  # it was reached, or is unreachable
+    is_known: bool = False  # the server was reached, or is unreachable
     why_unreachable: str = ""
 
 
 class Reachability:
-    """What one server's attempts to connect to others have shown (rule 2)."""
+    """The results of one server's attempts to connect to other servers (rule 2)."""
 
     def __init__(self) -> None:
         self._peers: dict[ServerId, _Peer] = {}
 
     def keep_only(self, server_ids: Collection[ServerId]) -> None:
-        """Forget all other servers."""
+        """Forget all servers except these."""
         self._peers = {each: peer for each, peer in self._peers.items() if each in server_ids}
 
     def note_connection(self, server_id: ServerId, now_ms: int) -> None:
-        """Note a connection."""
+        """Record a connection to a server."""
         peer = self._peers.setdefault(server_id, _Peer())
         peer.failure_count = 0
         if peer.connected_since_ms is None:
@@ -110,7 +111,7 @@ class Reachability:
         peer.is_known = True
 
     def note_failure(self, server_id: ServerId, why: str, now_ms: int) -> None:
-        """Note a failed attempt."""
+        """Record a failed attempt to connect to a server."""
         peer = self._peers.setdefault(server_id, _Peer())
         peer.connected_since_ms = None
         if peer.failure_count == 0:
@@ -124,7 +125,7 @@ class Reachability:
             peer.why_unreachable = (why or "no reason")[:REASON_CHARS_MAX]
 
     def report(self, now_ms: int) -> ReachReport:
-        """Return what to publish now."""
+        """Return the report to publish now."""
         for peer in self._peers.values():
             since_ms = peer.connected_since_ms
             if since_ms is not None and now_ms - since_ms >= STABLE_MS:
@@ -141,9 +142,9 @@ def eligible_servers(
     serving: Collection[ServerId],
     reports: Mapping[ServerId, ReachReport],
 ) -> frozenset[ServerId]:
-    """Return which of the live servers may own partitions (rules 3 to 5); never none of them.
+    """Return the live servers that may own partitions (rules 3 to 5); never an empty set.
 
-    `serving` are the servers that the assignment in force includes.
+    `serving` are the servers in the current assignment.
     """
 
     def may_own(server_id: ServerId) -> bool:
@@ -161,17 +162,17 @@ def eligible_servers(
 
 
 class PublishedReachability:
-    """Where servers publish, through one session (rule 1)."""
+    """Publishes and reads reports, through one session (rule 1)."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
-        self._published: tuple[int, ReachReport] | None = None  # and in which session
+        self._published: tuple[int, ReachReport] | None = None  # the session and the report
 
     async def publish(self, server_id: ServerId, report: ReachReport) -> None:
-        """Publish this server's report until the session ends.
+        """Publish the report of this server until the session ends.
 
-        Raises CoordinatorConflict, CoordinatorOutcomeUnknown and CoordinatorUnavailable; it is
-        tried again at the next call.
+        Raises CoordinatorConflict, CoordinatorOutcomeUnknown and CoordinatorUnavailable; the next
+        call tries again.
         """
         wanted = self._nodes.znodes.session_number, report
         if wanted == self._published:
@@ -184,7 +185,7 @@ class PublishedReachability:
     async def read(
         self, server_ids: Iterable[ServerId], signal: Signal | None = None
     ) -> dict[ServerId, ReachReport]:
-        """Return the reports of these servers; one that cannot be decoded is left out."""
+        """Return the reports of these servers; reports that cannot be decoded are left out."""
         paths = self._nodes.paths
         found: dict[ServerId, ReachReport] = {}
         listing = await self._nodes.znodes.children(paths.reaches, signal)

@@ -1,22 +1,24 @@
 """The registered live servers, and the leader's duty to keep the assignment in force.
 
-Every process follows the membership; the membership itself determines the one that acts on it.
+Every process follows the membership; the membership itself determines which process acts on it.
 
 Rules (docs/zookeeper.md, "Membership and assignment"):
     1. An assignment is in force only while its cversion is that of its own node: it was written for
        exactly the registered servers. No other assignment is returned.
-    2. The leader is the live one with the smallest ID. It computes the assignments, except the
-       one that a server's own change of preferences requires, which that server computes. Each is
-       written at the version that was read; after a conflict everything is read again.
+    2. The leader is the live server with the smallest ID. It computes the assignments, except one
+       that a server's own change of preferences requires, which that server computes. Each
+       assignment is written at the version that was read; after a conflict, the state is read
+       again.
     3. A registered server whose session was lost registers again, under the same server ID.
     4. A server that registers for the first time removes earlier processes at its address.
     5. When ZooKeeper was unavailable, sessions may end although no server has died. So for one
-       session timeout after its return the leader moves no partition away from servers that have
-       not registered again, unless they are known to be dead: this process has seen it
-       (`remove_dead`), or another one is registered at their address. Otherwise it acts at once. A
-       server that changes its own preferences writes an assignment, too, and waits like the leader.
+       session timeout after ZooKeeper's return, the leader moves no partition away from servers
+       that have not registered again, unless they are known to be dead: this process has seen it
+       (`remove_dead`), or another process is registered at their address. Otherwise the leader
+       acts at once. A server that changes its own preferences writes an assignment, too, and waits
+       like the leader.
     6. An assignment includes the servers that may own partitions (`reachability.py`). When that set
-       changes, the leader writes another one for the same live servers.
+       changes, the leader writes another assignment for the same live servers.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +54,7 @@ RETURN_MS_MIN = 3_000
 
 
 class Ownership(NamedTuple):
-    """The owner of a partition, and the generation."""
+    """The owner of a partition, and the generation of its ownership."""
 
     server_id: ServerId
     generation: Generation
@@ -62,8 +64,8 @@ class Ownership(NamedTuple):
 class ServersView:
     """The live servers and the partitions that they own.
 
-    `is_settled`: the assignment was written for exactly these servers. `follow` returns no other
-    view, except the one without any server.
+    With `is_settled`, the assignment was written for exactly these servers. `follow` returns no
+    other view, except the view without any server.
     """
 
     servers: Mapping[ServerId, model.ServerDescriptor]
@@ -101,7 +103,7 @@ class _Membership(NamedTuple):
 
 
 class Membership:
-    """One process's view of the live servers and, if it is one, its registration."""
+    """The live servers, as one process reads them, and its own registration if it is a server."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
@@ -119,8 +121,8 @@ class Membership:
     async def register(self, descriptor: model.ServerDescriptor) -> None:
         """Register this process as a live server, or change its registration.
 
-        The node lives as long as the session. After a lost session `follow` registers the same
-        server ID again. From now on `follow` also fulfills the leader's duty whenever this
+        The node exists as long as the session. After a lost session, `follow` registers the same
+        server ID again. From now on, `follow` also does the work of the leader whenever this
         process has the smallest live server ID.
         """
         self._descriptor = descriptor
@@ -134,13 +136,15 @@ class Membership:
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
         raise errors.CoordinatorUnavailable(
-            f"server {descriptor.server_id} could not be registered at {self._nodes.where}"
+            f"server {descriptor.server_id} could not be registered at {self._nodes.where}, "
+            f"because other processes changed its znodes during each of {WRITE_ATTEMPTS_MAX} "
+            "attempts"
         )
 
     async def unregister(self) -> None:
         """Remove this process from the live servers (a clean shutdown).
 
-        Raises CoordinatorUnavailable if its node may still be there.
+        Raises CoordinatorUnavailable if the node may still exist.
         """
         descriptor = self._descriptor
         self._descriptor = None
@@ -162,8 +166,8 @@ class Membership:
         """Register with other preferences, and apply them at once.
 
         Registration and assignment change in one write, so that no process sees one without the
-        other; rule 5 may delay it. Raises CoordinatorUnavailable if it cannot be written; nothing
-        has changed then.
+        other; rule 5 may delay this write. Raises CoordinatorUnavailable if the write is not
+        possible; nothing has changed then.
         """
         partition_count = await self._read_partition_count()
         before = self._descriptor
@@ -205,7 +209,7 @@ class Membership:
     async def _has_preferred(
         self, descriptor: model.ServerDescriptor, partition_count: int
     ) -> bool:
-        """Write descriptor and assignment; return False if something must come first."""
+        """Write descriptor and assignment; return False if another change must come first."""
         membership = await self._read_membership()
         if self._grace_left_ms(membership) > 0:
             return False
@@ -233,7 +237,7 @@ class Membership:
     async def move(self, seen: ServersView, moves: Mapping[PartitionId, ServerId]) -> bool:
         """Move partitions between live servers; return False if servers or owners have changed.
 
-        Nothing has moved then; the caller plans again.
+        If it returns False, no partition has moved; the caller plans again.
         """
         partition_count = await self._read_partition_count()
         membership = await self._read_membership()
@@ -248,9 +252,9 @@ class Membership:
         return True
 
     async def raise_generations(self, at_least: Mapping[PartitionId, Generation]) -> None:
-        """Raise the generations in the assignment that are below these; owners stay the same.
+        """Raise generations in the assignment that are below `at_least`; owners stay the same.
 
-        Raises CoordinatorUnavailable if other processes write it at each attempt.
+        Raises CoordinatorUnavailable if other processes write the assignment during each attempt.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
@@ -268,10 +272,10 @@ class Membership:
         )
 
     async def remove_dead(self, dead: model.ServerDescriptor) -> None:
-        """Delete the node of a server whose process is known to be dead, if it is still there.
+        """Delete the node of a server whose process is known to be dead, if the node still exists.
 
-        Its session would end some seconds later. Safety does not depend on it, but on fencing.
-        Raises CoordinatorUnavailable if it may still be there.
+        Its session would end some seconds later. Safety does not depend on this deletion, but on
+        fencing. Raises CoordinatorUnavailable if the node may still exist.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
@@ -288,11 +292,12 @@ class Membership:
         raise self._conflict_error()
 
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
-        """Give a partition of this process to another live server.
+        """Assign a partition of this process to another live server.
 
-        The same write removes a preference for it, or the next assignment would give it back;
-        `prefer` sets it again. Return False if there is no other server, or if this process does
-        not own the partition any more. Raises CoordinatorUnavailable if ZooKeeper does not answer.
+        The same write removes a preference for the partition, because otherwise the next assignment
+        would give it back; `prefer` sets the preference again. Returns False if there is no other
+        server, or if this process does not own the partition any more. Raises
+        CoordinatorUnavailable if ZooKeeper does not answer.
         """
         before = self._descriptor
         if before is None:
@@ -310,7 +315,7 @@ class Membership:
     async def _has_handed_over(
         self, changed: model.ServerDescriptor, partition_id: PartitionId, generation: Generation
     ) -> bool:
-        """Write descriptor and assignment; return False if it cannot be handed over."""
+        """Write descriptor and assignment; return False if the partition cannot be handed over."""
         partition_count = await self._read_partition_count()
         server_id, is_unsure = changed.server_id, False
         for _ in range(WRITE_ATTEMPTS_MAX):
@@ -324,7 +329,7 @@ class Membership:
             if assignment is None or len(own) != 1:
                 owned = membership.assignment.servers.get(server_id, {})
                 return is_unsure and owned.get(partition_id) != generation
-            # Before it is written: otherwise `follow` would write the old descriptor again.
+            # This comes before the write: otherwise `follow` would write the old descriptor again.
             self._descriptor = changed
             try:
                 await self._nodes.znodes.write(
@@ -347,15 +352,15 @@ class Membership:
         return False
 
     async def read(self) -> ServersView:
-        """Read the live servers and what they own, settled or not."""
+        """Read the live servers and the partitions that they own, settled or not."""
         partition_count = await self._read_partition_count()
         return _view(await self._read_membership(), partition_count)
 
     async def follow(self, callback: Callable[[ServersView], None]) -> Never:
-        """Call back with each settled view (or that there is no server), until cancelled.
+        """Call back with each settled view (also if no server is live), until cancelled.
 
-        While this process is registered, this also keeps it registered and fulfills the
-        leader's duty: computing the assignment for a changed set of servers (rules 1 and 2).
+        While this process is registered, this method also keeps it registered and does the work of
+        the leader: it computes the assignment for a changed set of servers (rules 1 and 2).
         """
         partition_count: int | None = None
         last: ServersView | None = None
@@ -368,7 +373,7 @@ class Membership:
             self._remember(membership)
             descriptor = self._descriptor
             if descriptor and not await self._ensure_registered(membership, descriptor):
-                return  # The registration has changed what was read; a signal follows.
+                return  # The registration has changed the nodes; a signal follows.
             view = _view(membership, partition_count)
             if view != last and (view.is_settled or not view.servers):
                 last = view
@@ -381,7 +386,7 @@ class Membership:
     async def _run_leader_duties(
         self, membership: _Membership, view: ServersView, signal: Signal
     ) -> None:
-        """As the leader, write a new assignment if one is needed (rules 1, 2, 5, 6)."""
+        """As the leader, write a new assignment if one is necessary (rules 1, 2, 5, 6)."""
         may_own = await self._eligible_servers(membership, signal)
         is_due = not view.is_settled or may_own != membership.assignment.servers.keys()
         if is_due and not self._is_waiting_for_owners(membership, signal):
@@ -390,10 +395,10 @@ class Membership:
     async def _eligible_servers(
         self, membership: _Membership, signal: Signal | None = None
     ) -> frozenset[ServerId]:
-        """Return which live servers may own partitions."""
+        """Return the live servers that may own partitions."""
         live = membership.servers.keys()
         if len(live) < 2:
-            return frozenset(live)  # the last one takes over without another read
+            return frozenset(live)  # the last server takes over without another read
         reports = await self._reachability.read(live, signal)
         return eligible_servers(live, membership.assignment.servers.keys(), reports)
 
@@ -413,7 +418,7 @@ class Membership:
             signal.set()
 
     def _is_waiting_for_owners(self, membership: _Membership, signal: Signal) -> bool:
-        """Whether owners may still register again; then a signal follows."""
+        """Whether owners may still register again; if so, `signal` is set when this has changed."""
         left_ms = self._grace_left_ms(membership)
         if left_ms <= 0:
             self._waiting.pop(signal, None)
@@ -423,7 +428,7 @@ class Membership:
         return True
 
     def _grace_left_ms(self, membership: _Membership) -> int:
-        """Return for how long owners may still register again; 0 if none is awaited."""
+        """Return for how many ms owners may still register again; 0 if none is awaited."""
         reconnected_ms = self._nodes.connection_history.reconnected_ms
         grace_ms = max(self._nodes.znodes.session_timeout_ms, RETURN_MS_MIN)
         if (
@@ -484,8 +489,9 @@ class Membership:
     ) -> bool:
         """Delete the nodes of earlier processes at this address; return True if there were any.
 
-        A process that listens at an address proves that no other one does, so partitions need not
-        wait for a dead process's session to end. Safety does not depend on it, but on fencing.
+        A process that listens at an address proves that no other process does. So partitions need
+        not wait for the session of a dead process to end. Safety does not depend on this, but on
+        fencing.
         """
         dead = [
             each
@@ -519,7 +525,7 @@ class Membership:
             node = await self._nodes.require(path, signal)
             listing = await self._nodes.znodes.children(path, signal)
             if listing is None or listing.stat != node.stat:
-                continue  # Meanwhile the servers or the assignment have changed.
+                continue  # The servers or the assignment have changed in between.
             registered = await self._read_descriptors(listing.names, signal)
             if registered is not None:
                 assignment = decode_node(path, node, model.PartitionAssignment.from_bytes)

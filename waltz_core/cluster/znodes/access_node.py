@@ -3,9 +3,9 @@
 Rules:
     1. An unknown, missing or duplicate key, a value of another type, and a name or a range out of
        its limits make the node unreadable. A daemon then keeps its permissions (AC 6): a part that
-       an older version does not understand must not be read as "nothing".
-    2. Of the two reserved principals, `anonymous` may have grants and limits; `other` is a label
-       of metrics only. No token is for either.
+       an older version does not understand must not be read as an empty part.
+    2. Of the two reserved principals, `anonymous` may have grants and limits; `other` is only a
+       label of metrics. No token is for either of them.
 """
 
 import json
@@ -36,7 +36,7 @@ ValueT = TypeVar("ValueT")
 
 
 def encode(permissions: Permissions) -> bytes:
-    """Return the node's bytes; raises BadConfig if they are over the limit."""
+    """Return the bytes of the node; raises BadConfig if they exceed the limit."""
     data = strict_json.to_json(
         {
             "format": _FORMAT,
@@ -69,7 +69,7 @@ def encode(permissions: Permissions) -> bytes:
 
 
 def decode(data: bytes) -> Permissions:
-    """Decode (rules 1 and 2); raises BadFormat."""
+    """Decode the bytes of the node (rules 1 and 2); raises BadFormat."""
     if len(data) > NODE_BYTES_MAX:
         raise BadFormat(f"expected at most {NODE_BYTES_MAX} bytes, found {len(data)}")
     try:
@@ -92,7 +92,7 @@ def _permissions(found: object) -> Permissions:
     _expect(len(set(ids)) == len(ids), "distinct token IDs", ids)
     key = node["client_key"]
     if type(key) is not str or _HEX_32.fullmatch(key) is None:  # NB: the error does not show it
-        raise ValueError("field client_key: expected 64 hexadecimal digits")
+        raise ValueError("expected 64 hexadecimal digits in field client_key")
     return Permissions(
         revision=_integer(node["revision"], "revision", minimum=1),
         changed_by=_text(node["changed_by"], "changed_by"),
@@ -135,7 +135,7 @@ def _grant(found: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
 
 
 def _partitions(found: object) -> tuple[tuple[int, int], ...] | None:
-    """Return the ranges of a text like "0-3,7"; None: "all"."""
+    """Return the ranges in a text like "0-3,7"; None for "all"."""
     text = _text(found, "partitions")
     if text == "all":
         return None
@@ -186,9 +186,9 @@ def _expect(is_met: object, expected: str, found: object) -> None:
 
 
 def _object(found: object, where: str, keys: tuple[str, ...] | None) -> dict[str, object]:
-    """Return a JSON object; with `keys`, it has these and no others."""
+    """Return a JSON object; with `keys`, the object must have exactly these keys."""
     if type(found) is not dict:
-        raise ValueError(f"{where}: expected an object, found {type(found).__name__}")
+        raise ValueError(f"expected an object as {where}, found {type(found).__name__}")
     _expect(keys is None or set(found) == set(keys), f"{where} with the keys {keys}", sorted(found))
     return found
 
@@ -201,25 +201,25 @@ def _mapped(
 
 def _list(found: object, where: str) -> list[object]:
     if type(found) is not list:
-        raise ValueError(f"{where}: expected a list, found {type(found).__name__}")
+        raise ValueError(f"expected a list as {where}, found {type(found).__name__}")
     return found
 
 
 def _text(found: object, where: str) -> str:
     if type(found) is not str or not found.isprintable():
-        raise ValueError(f"{where}: expected a printable text, found {found!r:.80}")
+        raise ValueError(f"expected a printable text as {where}, found {found!r:.80}")
     return found
 
 
 def _bool(found: object, where: str) -> bool:
     if type(found) is not bool:
-        raise ValueError(f"{where}: expected true or false, found {found!r:.80}")
+        raise ValueError(f"expected true or false as {where}, found {found!r:.80}")
     return found
 
 
 def _integer(found: object, where: str, *, minimum: int = 0) -> int:
     if type(found) is not int or not minimum <= found <= _INT64_MAX:
-        raise ValueError(f"{where}: expected {minimum}..{_INT64_MAX}, found {found!r:.80}")
+        raise ValueError(f"expected {minimum}..{_INT64_MAX} as {where}, found {found!r:.80}")
     return found
 
 

@@ -1,6 +1,7 @@
 """Records when ZooKeeper became unavailable, and when it became available again.
 
-Health checks use it, and the leader, which waits for servers that may register again.
+Health checks use this history, and so does the leader, which waits for servers that may register
+again.
 
 Rules:
     1. A connection that is replaced within `ABSENCE_MS_MIN` is not an outage: one node of the
@@ -25,7 +26,7 @@ class ConnectionHistory:
 
     @property
     def disconnected_ms(self) -> int:
-        """How long there has been no connection; 0 while there is one."""
+        """The time without a connection, in ms; 0 while there is a connection."""
         return (
             0
             if self._disconnected_since_ms is None
@@ -34,7 +35,7 @@ class ConnectionHistory:
 
     @property
     def reconnected_ms(self) -> int | None:
-        """How long ago the last outage ended; None if there was none."""
+        """The time since the end of the last outage, in ms; None if there was no outage."""
         return (
             None
             if self._reconnected_since_ms is None

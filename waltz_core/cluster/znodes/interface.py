@@ -1,16 +1,16 @@
 """The interface to ZooKeeper: nodes with versions, one atomic write, one-shot watches, a session.
 
 `coordinator.py` uses only this interface, so that the same code runs over a real ZooKeeper
-(`zookeeper_session.py`) and, in tests and the simulator, over one in memory
+(`zookeeper_session.py`) and, in tests and the simulator, over a ZooKeeper in memory
 (`zookeeper_in_memory.py`).
 
 Rules for implementations:
     1. Every write is an atomic list of operations, each with its expected version. A rejected write
-       raises `errors.CoordinatorConflict` and has changed nothing; one whose answer was lost raises
-       `errors.CoordinatorOutcomeUnknown`; one that was never sent raises
+       raises `errors.CoordinatorConflict` and has changed nothing. A write whose answer was lost
+       raises `errors.CoordinatorOutcomeUnknown`. A write that was never sent raises
        `errors.CoordinatorUnavailable`.
-    2. A watch is a signal: it is set once something that was read with it may have changed, and
-       whenever the session's state changes. Early and unnecessary signals are harmless.
+    2. A watch is a signal: it is set when data that was read with it may have changed, and at each
+       change of the session's state. Early and unnecessary signals are harmless.
     3. Signals and state callbacks arrive on the thread of the caller's event loop.
 """
 
@@ -39,14 +39,14 @@ class NodeStat(NamedTuple):
 
 
 class Node(NamedTuple):
-    """A node as read; no data and empty data are both b""."""
+    """A node as it was read; `data` is b"" for no data and for empty data."""
 
     data: bytes
     stat: NodeStat
 
 
 class Children(NamedTuple):
-    """The names of a node's children, sorted, and the node's stat at that moment."""
+    """The names of a node's children, sorted, and the node's stat at the moment of the read."""
 
     names: tuple[str, ...]
     stat: NodeStat
@@ -81,7 +81,7 @@ class DeleteNode:
 
 @dataclass(frozen=True, slots=True)
 class CheckVersion:
-    """Change nothing: a node must be at `version`."""
+    """Check that a node is at `version`, without a change."""
 
     path: str
     version: int
@@ -102,13 +102,13 @@ class Signal(Protocol):
     """Signals that it is time to read again. `asyncio.Event` is one."""
 
     def set(self) -> None:
-        """Wake up the waiting callers; it stays set until cleared."""
+        """Set the signal and wake up the waiting callers; it stays set until it is cleared."""
 
     def clear(self) -> None:
-        """Reset it."""
+        """Clear the signal."""
 
     async def wait(self) -> object:
-        """Return once it is set (implementations may also return without that)."""
+        """Return when the signal is set (implementations may also return earlier)."""
 
 
 StateCallback = Callable[[SessionState], None]
@@ -119,7 +119,7 @@ class Znodes(Protocol):
 
     @property
     def where(self) -> str:
-        """The hosts, for messages."""
+        """The hosts of ZooKeeper, for messages."""
 
     @property
     def state(self) -> SessionState:
@@ -135,25 +135,25 @@ class Znodes(Protocol):
 
     @property
     def now_ms(self) -> int:
-        """A monotonic clock."""
+        """The time of a monotonic clock, in ms."""
 
     def set_signal_later(self, signal: Signal, after_ms: int) -> None:
-        """Set a signal after `after_ms`."""
+        """Set a signal after `after_ms` milliseconds."""
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
-        """Read a node, None if there is none; a change, creation or deletion sets the signal."""
+        """Read a node, None if there is none; its change, creation or deletion sets the signal."""
 
     async def children(self, path: str, signal: Signal | None = None) -> Children | None:
-        """Read the names of the children, None if there is no node; a change sets the signal."""
+        """Read the names of a node's children, None without the node; a change sets the signal."""
 
     async def write(self, operations: Sequence[Operation]) -> list[int]:
-        """Do all operations or none; return each node's new version (NO_NODE for a deleted one)."""
+        """Do all operations or none; return the nodes' new versions (NO_NODE if deleted)."""
 
     async def sync(self) -> None:
         """Return once reads see every write that completed before this call."""
 
     def new_signal(self) -> Signal:
-        """Return a signal that is also set at each change of state; ends with `drop_signal`."""
+        """Return a signal that is also set at each change of state, until `drop_signal`."""
 
     def drop_signal(self, signal: Signal) -> None:
         """Release a signal."""
@@ -162,14 +162,15 @@ class Znodes(Protocol):
         """Call back at each change of the session's state, until closed."""
 
     async def check_administrator(self) -> None:
-        """Raise BadConfig if the session has the user of servers and storages, and not all rights.
+        """Raise BadConfig if the session has only the members' user, or does not know that user.
 
-        A change of several writes could fail there after the first ones. It is also raised if the
-        cluster has two users, and the session knows only one: members could not read new nodes.
+        Members are servers and storages. With their user, a change with several writes could fail
+        after the first ones. If the cluster has two users and the session knows only one, members
+        could not read the nodes that the session creates.
         """
 
     async def reset_access_list(self, path: str) -> None:
-        """Give a node, if it exists, the access list of a new one; not without credentials.
+        """Set the access list of a node to that of a new node, if the session has credentials.
 
         Raises BadConfig without permission, CoordinatorUnavailable if ZooKeeper does not answer.
         """

@@ -33,7 +33,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 
-# The closing high-water mark of a replica that is engaged in its session: not decided yet.
+# The closing high-water mark of a replica that is engaged in its session, so it is not decided yet.
 UNRESOLVED = TransactionId(-(1 << 63))
 NO_GENERATION = Generation(-1)
 # The membership version of an assignment that was not computed yet.
@@ -67,7 +67,7 @@ class ClusterParams:
 
     @staticmethod
     def from_bytes(data: bytes) -> "ClusterParams":
-        """Decode; raises BadFormat."""
+        """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "ClusterParams")
         magic = reader.int32("magic") & 0xFFFFFFFF
         if magic != CLUSTER_MAGIC:
@@ -103,7 +103,7 @@ class ServerDescriptor:
 
     @staticmethod
     def from_bytes(data: bytes) -> "ServerDescriptor":
-        """Decode; raises BadFormat."""
+        """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "ServerDescriptor")
         reader.version()
         server_id = ServerId(reader.int32("server ID"))
@@ -135,7 +135,7 @@ class PartitionAssignment:
 
     @staticmethod
     def from_bytes(data: bytes) -> "PartitionAssignment":
-        """Decode; raises BadFormat, also for a partition that is listed twice or out of range."""
+        """Decode the node's bytes; raises BadFormat, also for a duplicate or unknown partition."""
         reader = _Reader(data, "PartitionAssignment")
         reader.version(ASSIGNMENT_VERSION)
         cversion = reader.int32("cversion")
@@ -173,7 +173,7 @@ class StoreParams:
 
     @staticmethod
     def from_bytes(data: bytes) -> "StoreParams":
-        """Decode; raises BadFormat."""
+        """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "StoreParams")
         reader.version()
         key = UUID(bytes=reader.take(16, "cluster key"))
@@ -187,7 +187,7 @@ class ReplicaAssignments:
     partitions: Mapping[ReplicaId, tuple[PartitionId, ...]] = field(default_factory=dict)
 
     def replicas_of(self, partition_id: PartitionId) -> tuple[ReplicaId, ...]:
-        """Return the storages that hold a partition, in the order of the node."""
+        """Return the storages with a replica of a partition, in the order of the node."""
         return tuple(name for name, held in self.partitions.items() if partition_id in held)
 
     def to_bytes(self) -> bytes:
@@ -199,7 +199,7 @@ class ReplicaAssignments:
 
     @staticmethod
     def from_bytes(data: bytes) -> "ReplicaAssignments":
-        """Decode; raises BadFormat."""
+        """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "ReplicaAssignments")
         reader.version()
         held = reader.by_address(lambda: reader.partitions("partitions"), item_bytes=4)
@@ -218,7 +218,7 @@ class GroupDescriptor:
 
     @staticmethod
     def from_bytes(data: bytes) -> "GroupDescriptor":
-        """Decode; raises BadFormat."""
+        """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "GroupDescriptor")
         reader.version()
         groups = reader.by_address(lambda: reader.int32("group"), item_bytes=4)
@@ -237,7 +237,7 @@ class ConnectionMetadata:
 
     @staticmethod
     def from_bytes(data: bytes) -> "ConnectionMetadata":
-        """Decode; raises BadFormat."""
+        """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "ConnectionMetadata")
         reader.version()
         ports = reader.by_address(lambda: reader.port("admin port"), item_bytes=4)
@@ -275,7 +275,7 @@ class PartitionMetadata:
 
     @staticmethod
     def from_bytes(data: bytes, partition_id: PartitionId) -> "PartitionMetadata":
-        """Decode; raises BadFormat, also if a state names another partition."""
+        """Decode the node's bytes; raises BadFormat, also if a state names another partition."""
         reader = _Reader(data, "PartitionMetadata")
         reader.version()
         generation = Generation(reader.int32("generation"))
@@ -323,12 +323,12 @@ class ArchivedMark(NamedTuple):
 class PartitionMarker:
     """`R/x/partition/P`: byte 1, byte state (1 new, 2 open), int64 session, 16 bytes nonce.
 
-    With something archived: byte 2 first, and after the nonce int64 last ID, 16 bytes chain, int64
-    commit stamp, int64 first ID, uint32 CRC of the manifest, UTF name of the manifest.
+    With an archived range, byte 2 comes first, and after the nonce int64 last ID, 16 bytes chain,
+    int64 commit stamp, int64 first ID, uint32 CRC of the manifest, UTF name of the manifest.
 
-    It changes in one transaction with the partition's metadata. The nonce distinguishes two servers
-    with the same session ID, which a restored ZooKeeper makes possible; it is valid only while
-    `session_id` is that of the metadata.
+    The marker changes in one transaction with the partition's metadata. The nonce distinguishes two
+    servers with the same session ID, which a restored ZooKeeper makes possible. The nonce is valid
+    only while `session_id` is that of the metadata.
     """
 
     state: MarkerState
@@ -348,7 +348,7 @@ class PartitionMarker:
 
     @staticmethod
     def from_bytes(data: bytes) -> "PartitionMarker":
-        """Decode; raises BadFormat."""
+        """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "PartitionMarker")
         has_archive = data[:1] == bytes([_ARCHIVED_VERSION])
         reader.version(_ARCHIVED_VERSION if has_archive else STRUCTURE_VERSION)
@@ -383,7 +383,7 @@ class StorageRegistration:
 
     @staticmethod
     def from_bytes(data: bytes) -> "StorageRegistration":
-        """Decode; raises BadFormat."""
+        """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "StorageRegistration")
         reader.version()
         return reader.end(StorageRegistration(UUID(bytes=reader.take(16, "storage ID"))))
@@ -419,7 +419,7 @@ def encode_utf(text: str) -> bytes:
 
 
 def decode_utf(data: bytes) -> str:
-    """Return the string of modified UTF-8 (without its length); raises UnicodeDecodeError."""
+    """Return the string in modified UTF-8 bytes without their length; raises UnicodeDecodeError."""
     # NB: 0xc0 is in no other sequence of valid UTF-8, so replacing it first is safe; a four-byte
     # sequence is valid UTF-8 but never written by a modified encoder.
     text = data.replace(b"\xc0\x80", b"\0").decode("utf-8", "surrogatepass")

@@ -1,6 +1,7 @@
 """Reads, writes and follows the nodes of one cluster.
 
-It handles missing nodes, bytes that cannot be decoded and broken connections for all callers.
+This module handles missing nodes, bytes that cannot be decoded and broken connections for all
+callers.
 """
 
 import re
@@ -40,7 +41,7 @@ class ClusterNodes:
         return f"{self.znodes.where}{self.paths.root}"
 
     async def require(self, path: str, signal: Signal | None = None) -> Node:
-        """Read a node that every cluster has; raises BadConfig if there is none."""
+        """Read a node that every cluster has; raises ClusterNotFound if it does not exist."""
         node = await self.znodes.get(path, signal)
         if node is None:
             raise self.no_cluster_error()
@@ -61,9 +62,10 @@ class ClusterNodes:
                     await self.znodes.write([CreateNode(path)])
 
     async def put_ephemeral(self, path: str, data: bytes, parent: str) -> None:
-        """Write a node that lives as long as this session.
+        """Write a node that exists as long as this session.
 
-        Raises CoordinatorConflict and CoordinatorOutcomeUnknown: then the caller must repeat it.
+        Raises CoordinatorConflict and CoordinatorOutcomeUnknown; the caller must then repeat the
+        call.
         """
         node = await self.znodes.get(path)
         steps: list[Operation] = []
@@ -83,7 +85,7 @@ class ClusterNodes:
             await self.znodes.write([DeleteNode(path, node.stat.version)])
 
     async def follow(self, check: Callable[[Signal], Awaitable[None]]) -> Never:
-        """Call `check` now, and after each signal, until cancelled; survives outages."""
+        """Call `check` now and after each signal, until cancelled; continues after outages."""
         signal = self.znodes.new_signal()
         try:
             while True:
@@ -108,12 +110,12 @@ class ClusterNodes:
 
 
 def is_number(text: str) -> bool:
-    """Whether a text in a node is a number; `int` raises for one of over 4,300 digits."""
+    """Whether a text in a node is a number of at most 19 digits; `int` raises for long ones."""
     return _NUMBER.fullmatch(text) is not None
 
 
 def decode_node(path: str, node: Node, decode: Callable[[bytes], T]) -> T:
-    """Decode a node; raises BadFormat that names the path."""
+    """Decode a node; raises BadFormat with the path of the node."""
     try:
         return decode(node.data)
     except errors.BadFormat as error:

@@ -5,7 +5,8 @@ this version and of others.
 
 Rules:
     1. Extensions are below `R/x`, which Waltz 0.13 ignores.
-    2. A partition's name is its number in decimal; a storage's is its address, which has no "/".
+    2. A partition's node is named by its number in decimal, a storage's node by its address, which
+       has no "/".
     3. Each row declares the readers of the node and the permissions of members, for a cluster with
        two users of ZooKeeper (`zookeeper/credentials.py`; decision 048, AC 13).
 """
@@ -44,9 +45,9 @@ class Znode(NamedTuple):
 
     @property
     def is_restricted(self) -> bool:
-        """Whether it is secret also where the auth file lets the world read: R/x/access, R/x/audit.
+        """Whether a line for "world" in the auth file does not apply: for R/x/access and R/x/audit.
 
-        They have the key that signs client IDs, the hashes of tokens, and commands.
+        These nodes have the key that signs client IDs, the hashes of tokens, and commands.
         """
         return self.readers is not NodeReaders.PUBLIC and self.members != MEMBER_PERMISSIONS
 
@@ -162,9 +163,9 @@ ZNODES = (
         "",
     ),
 )
-# A node above R, which may be the root of other clusters, too.
+# The row for the nodes above R, which may have other clusters below them, too.
 ABOVE_ROOT: Final = Znode("/", "persistent", "nothing", "cluster create", _PUBLIC, "r")
-# A node below R that only a later version knows.
+# The row for nodes below R that only a later version knows.
 LATER_ZNODE: Final = Znode("R/...", "any", "unknown", "a later version", _MEMBERS)
 
 
@@ -239,7 +240,7 @@ class ClusterPaths:
 
     @property
     def replica_assignment(self) -> str:
-        """Which storages hold which partitions."""
+        """The replica assignment: the partitions of each storage."""
         return f"{self.root}/store/assignment"
 
     @property
@@ -272,7 +273,7 @@ class ClusterPaths:
         return f"{self.root}/x/storage"
 
     def storage_id(self, address: ReplicaId) -> str:
-        """Id of the storage that answers at `address`."""
+        """ID of the storage that is registered at `address`."""
         return f"{self.storage_ids}/{address}"
 
     @property
@@ -286,7 +287,7 @@ class ClusterPaths:
 
     @property
     def issued_client_ids(self) -> str:
-        """Counter of the client ids that servers issue."""
+        """Counter of the client IDs that servers issue."""
         return f"{self.root}/x/client"
 
     @property
@@ -319,7 +320,7 @@ class ClusterPaths:
 
     @property
     def reaches(self) -> str:
-        """Parent of the servers' reports on which others they can connect to."""
+        """Parent of the servers' reports about the servers that they can connect to."""
         return f"{self.root}/x/reach"
 
     def reach(self, server_id: ServerId) -> str:

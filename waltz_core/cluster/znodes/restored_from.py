@@ -1,7 +1,7 @@
 """The clusters from whose backups a cluster was restored, in a node of ZooKeeper.
 
-A position in one of them, such as the offset of a Spark checkpoint, continues in the restored
-cluster if it is not past the end that was restored: up to there both logs are the same.
+A position in one of these clusters, such as the offset of a Spark checkpoint, is valid in the
+restored cluster if it is not after the restored end: up to this end, both logs are the same.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ class RestoredFrom:
     marks: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
 
     def has(self, cluster_key: str, marks: Mapping[int, int]) -> bool:
-        """Whether the cluster has the log of another one up to these marks; the key is hex."""
+        """Whether this cluster has the log of cluster `cluster_key` (in hex) up to these marks."""
         ends = self.marks.get(cluster_key)
         return ends is not None and all(mark <= ends.get(each, -1) for each, mark in marks.items())
 
     def continued(self, cluster_key: str, ends: Mapping[int, int]) -> "RestoredFrom":
-        """Return the node of a cluster that is restored from this one, up to these ends."""
+        """Return the node for a cluster that is restored from this one, up to these ends."""
         earlier = {
             key: {each: min(mark, ends[each]) for each, mark in marks.items()}
             for key, marks in self.marks.items()
@@ -44,7 +44,7 @@ class RestoredFrom:
 
     @staticmethod
     def from_bytes(data: bytes) -> "RestoredFrom":
-        """Decode; raises BadFormat."""
+        """Decode the node's bytes; raises BadFormat."""
         try:
             values = strict_json.from_json(data)
             found, marks = values["format"], values["marks"]
@@ -64,7 +64,10 @@ NOT_RESTORED = RestoredFrom()
 
 def _key(text: str) -> str:
     if len(bytes.fromhex(text)) != _KEY_BYTES:
-        raise ValueError(f"expected a cluster key of {_KEY_BYTES} bytes, found {text!r:.80}")
+        raise ValueError(
+            f"expected a cluster key (a UUID of {_KEY_BYTES} bytes in hexadecimal), found "
+            f"{text!r:.80}"
+        )
     return text
 
 

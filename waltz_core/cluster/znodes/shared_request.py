@@ -13,7 +13,7 @@ class SharedRequest:
     """A request that concurrent callers share.
 
     Args:
-        ask: sends the request; its exception is raised to all callers that share it.
+        query: sends the request; its exception is raised to all callers that share the request.
     """
 
     def __init__(self, query: Callable[[], Awaitable[None]]) -> None:
@@ -36,6 +36,6 @@ class SharedRequest:
 
 
 def _take(answered: asyncio.Task[None]) -> None:
-    """Retrieve the exception, as all callers may have been cancelled."""
+    """Retrieve the exception, because all callers may have been cancelled."""
     if not answered.cancelled():
         answered.exception()

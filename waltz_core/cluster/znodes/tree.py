@@ -1,9 +1,10 @@
 """Lists the clusters below a path, and deletes a cluster with all its nodes.
 
-It handles nodes of unknown names, too: those of unfinished clusters and of later versions.
+This module also handles nodes with unknown names: those of unfinished clusters and later versions.
 
 Rules:
-    1. The root's data is deleted first, so that it is not a cluster if the deletion stops early.
+    1. The root's data is deleted first, so that the root is not a cluster if the deletion stops
+       early.
     2. Nodes are deleted deepest first, each at the version that was read. Nodes that are created or
        changed meanwhile are read again and deleted, too; nodes that keep reappearing are an error.
     3. Nodes outside of the root are not touched, nor is another cluster below it. A root without a
@@ -19,7 +20,8 @@ from waltz_core.cluster.znodes.model import ClusterParams
 
 # ZooKeeper's own nodes.
 ZOOKEEPER_NODE: Final = "/zookeeper"
-# With more other nodes, ZooKeeper serves other programs, too, and the user must name a path.
+# With more other nodes than this, ZooKeeper serves other programs, too, and the user must name a
+# path.
 NODES_MAX: Final = 10_000
 ATTEMPTS_MAX: Final = 20
 # A deletion of a node takes about 100 bytes; a request may have 1 MiB.
@@ -56,7 +58,7 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
             params = None if node is None else _params(node.data)
             listing = None if params is not None else await znodes.children(path)
         except errors.BadConfig:
-            continue  # No permission to read it, so not a cluster that could be used.
+            continue  # A node without permission to read is no usable cluster.
         if params is not None:
             found.append(FoundCluster(path, params))
         elif listing is not None:
@@ -67,10 +69,11 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
 async def delete_tree(
     znodes: Znodes, root: str, on_progress: Callable[[int, int], None] = lambda _done, _count: None
 ) -> int:
-    """Delete a root and everything below it; return the number of nodes (0: there was none).
+    """Delete a root and all nodes below it; return the number of deleted nodes.
 
-    `on_progress` receives how many of how many are deleted. Raises BadRequest for nodes of another
-    program, CoordinatorConflict if new ones appear as fast as they are deleted.
+    `on_progress` receives the number of deleted nodes and the total number. Raises BadRequest for
+    nodes of another program, and CoordinatorConflict if new nodes appear as fast as nodes are
+    deleted.
     """
     await _check_nodes(znodes, root)
     done_count = 0
@@ -91,13 +94,13 @@ async def delete_tree(
         except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
             continue  # rule 2
     raise errors.CoordinatorConflict(
-        f"{root} of ZooKeeper {znodes.where} could not be deleted, because processes still "
-        "write to it. Hint: stop these processes."
+        f"{root} of ZooKeeper {znodes.where} could not be deleted completely, because processes "
+        "still write to it. Hint: stop these processes, then run the command again."
     )
 
 
 async def _check_nodes(znodes: Znodes, root: str) -> None:
-    """Rule 3."""
+    """Raise BadRequest if the root has nodes that must not be deleted (rule 3)."""
     node, listing = await znodes.get(root), await znodes.children(root)
     if node is None:
         return

@@ -14,15 +14,15 @@ name the administrators' user in the nodes that it creates, and must not know th
 
 Rules:
     1. Without a line for members or administrators there is one user. It has all permissions for
-       the nodes that it creates; further lines only add to that. All processes have this user.
+       the nodes that it creates; further lines only add permissions. All processes have this user.
     2. With two users, administrators have all permissions. Those of members and of all others are
        in the row of the node (`znodes/paths.py`), whichever user creates it. A further line with
-       permission "a" names another administrator, except for "world"; all others give at most what
-       members have.
+       permission "a" names another administrator, except for "world"; all other lines grant at most
+       the permissions of members.
     3. A line for "world" never applies to R/x/access and R/x/audit: to permissions, keys and the
        audit log.
-    4. An administrator's session has the members' user as well: so it may change nodes that this
-       user owned when it was the only one.
+    4. An administrator's session has the members' user as well, so that it may change nodes that
+       this user owned when it was the only one.
     5. Empty lines, and lines that begin with "#", are ignored.
 """
 
@@ -73,7 +73,7 @@ class User:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """The content of an auth file; with two users it names the other one."""
+    """The content of an auth file; with two users, the file also names the other user."""
 
     user: User
     grants: tuple[NodePermission, ...] = ()
@@ -83,7 +83,7 @@ class Credentials:
 
     @property
     def is_member(self) -> bool:
-        """Whether this is the members' user, so that administrators are others."""
+        """Whether the user is the members' user, so that administrators have another user."""
         return bool(self.administrators)
 
     @property
@@ -117,7 +117,7 @@ class Credentials:
 
 
 def parse_credentials(text: str, where: str) -> Credentials:
-    """Parse an auth file; raises BadConfig that names the file and the line."""
+    """Parse an auth file; raises BadConfig with the file and the line."""
     lines = [
         (number, line.strip())
         for number, line in enumerate(text.splitlines(), start=1)
@@ -183,7 +183,7 @@ def _grant(line: str, where: str) -> NodePermission:
 
 
 def _limited(grant: NodePermission, row: Znode) -> str:
-    """Return the permissions of a further line, with two users (rule 2)."""
+    """Return the permissions that a further line grants if there are two users (rule 2)."""
     if grant.scheme != _PUBLIC.scheme and "a" in grant.permissions:
         return grant.permissions
     return "".join(each for each in grant.permissions if each in row.members)

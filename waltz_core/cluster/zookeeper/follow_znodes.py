@@ -1,9 +1,9 @@
-"""Nodes that cannot be decoded, or that contradict each other, while a process follows them.
+"""Handles nodes that a process follows and that cannot be decoded or contradict each other.
 
 Rule:
     1. A process that has a view keeps it, logs the error, and reads again after a pause: one
-       damaged node must not end every server or storage. Without any view it cannot work, so it
-       ends with the error.
+       damaged node must not end every server or storage. A process without a view cannot work, so
+       it exits with the error.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ async def follow_readable(
     follow: Callable[[Callable[[ViewT], None]], Coroutine[Any, Any, Never]],
     take: Callable[[ViewT], None],
 ) -> Never:
-    """Follow nodes in ZooKeeper like `follow`, even after some that cannot be read (rule 1).
+    """Follow nodes in ZooKeeper like `follow`, even after nodes that cannot be read (rule 1).
 
     Raises:
-        BadFormat, BadRequest: there was no view yet.
+        BadFormat, BadRequest: the process has no view yet.
     """
     is_known = False
 
@@ -51,7 +51,7 @@ async def follow_readable(
 async def follow_permissions(
     coordinator: Coordinator, port: ListenContext | None, name: str
 ) -> None:
-    """Let a port learn the permissions; return at once if it does not identify its peers.
+    """Keep a port's permissions up to date; return at once if the port does not identify peers.
 
     The daemon publishes the revision in use under `name` (`membership/applied_revisions.py`). It
     continues with its permissions while the node is missing, cannot be decoded, or may not be read.

@@ -1,18 +1,18 @@
-"""kazoo's thread that holds the connection to ZooKeeper, with what kazoo itself does not offer.
+"""kazoo's thread for the connection to ZooKeeper, with functions that kazoo itself does not have.
 
-It replaces methods inside kazoo (2.10), all of which run on kazoo's thread; `zookeeper_session.py`
-uses kazoo's public interface.
+This module replaces methods inside kazoo (2.10), all of which run on kazoo's thread;
+`zookeeper_session.py` uses kazoo's public interface.
 
 Rules:
     1. A request for a session that is not answered is sent again soon: a ZooKeeper that is just
        starting may never answer the first one, and kazoo would wait for a session timeout.
-    2. The session timeout that ZooKeeper has granted is kept; kazoo does not show it.
-    3. While the event loop hangs no heartbeat is sent and no new connection is made, so that the
-       session expires (`watchdog.py`). The loop sends all other requests, and so sends none.
+    2. The session timeout that ZooKeeper has granted is stored here; kazoo does not report it.
+    3. While the event loop hangs, no heartbeat is sent and no new connection is opened, so that the
+       session expires (`watchdog.py`). The loop sends all other requests, so none of them is sent.
     4. A lookup of a host name that fails, for any reason, is repeated. kazoo repeats it only for a
-       `gaierror`: where the process had no file descriptor left, its thread ended for good.
+       `gaierror`: if the process had no file descriptor left, kazoo's thread ended permanently.
     5. A host whose lookup is slow does not delay the connection to the others; kazoo looks all of
-       them up first. Until the lookup ends, the addresses that the last one gave are used.
+       them up first. Until the lookup ends, the addresses from the last lookup are used.
 """
 
 import logging
@@ -36,19 +36,19 @@ _log = logging.getLogger(__name__)
 # ZooKeeper needs.
 CONNECT_ANSWER_S_MIN: Final = 0.5
 CONNECT_ANSWER_S_MAX: Final = 3.0
-# For rule 5: longer than a DNS server takes that works.
+# For rule 5: longer than a working DNS server needs.
 LOOKUP_S: Final = 0.5
 
 __all__ = ["Handler", "KazooHooks", "clock_ms"]
 
 
 def clock_ms() -> int:
-    """Return the machine's clock since its start."""
+    """Return the time since the start of the machine, in ms."""
     return time.monotonic_ns() // 1_000_000
 
 
 class KazooHooks:
-    """See the module's rules."""
+    """The replaced methods of one kazoo client; see the module's rules."""
 
     def __init__(self, client: KazooClient, session_timeout_ms: int) -> None:
         self.watchdog = Watchdog(session_timeout_ms, clock_ms())
@@ -84,7 +84,7 @@ class KazooHooks:
             self._send_ping(connect_timeout_s)
 
     def _expand_hooked(self) -> list[tuple[str, str, int]]:
-        """Return host, address and port of all hosts that are known; kazoo calls it again."""
+        """Return host, address and port of all known hosts; kazoo calls this method repeatedly."""
         lookups = {host.strip(): dns_lookup.begin(host.strip()) for host, _ in self._client.hosts}
         for host, each in lookups.items():
             each.add_done_callback(partial(self._note_addresses, host))
@@ -111,13 +111,13 @@ class KazooHooks:
             _log.warning("zookeeper.host_unresolved host=%s error=%s", host, error)
 
     def _may_keep_session(self) -> bool:
-        """Query the watchdog; log the beginning and the end of a hang, which the loop cannot."""
+        """Query the watchdog; log the beginning and the end of a hang, because the loop cannot."""
         now_ms = clock_ms()
         may_keep = self.watchdog.may_keep_session(now_ms)
         if self._is_withholding == may_keep:
             self._is_withholding = not may_keep
             if may_keep:
-                _log.warning("process.event_loop_responsive")
+                _log.info("process.event_loop_responsive")
             else:
                 silent_ms = self.watchdog.silent_ms(now_ms)
                 _log.error(

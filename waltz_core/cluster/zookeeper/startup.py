@@ -1,7 +1,7 @@
 """The start of a daemon while ZooKeeper is slow: it waits, repeats requests, and logs the reason.
 
-Servers and storages use it; after the start they already wait for ZooKeeper (`node_access.py`,
-`follow`).
+Servers and storages use this module. After the start, they wait for ZooKeeper in any case
+(`node_access.py`, `follow`).
 
 Rules:
     1. A step that ZooKeeper does not answer is repeated until `zookeeper_connect_timeout_ms` after
@@ -48,7 +48,7 @@ async def connect_daemon(config: ServerConfig | StorageConfig) -> AsyncIterator[
 async def retry_start_step(
     what: str, step: Callable[[], Awaitable[ResultT]], *, timeout_ms: int
 ) -> ResultT:
-    """Run a step of the start, with repetitions (rules 1 and 2); return its result.
+    """Run a step of the start, and repeat it if necessary (rules 1 and 2); return its result.
 
     Raises Unavailable if ZooKeeper does not answer until `timeout_ms` after the first failure.
     """

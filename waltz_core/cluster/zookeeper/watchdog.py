@@ -1,14 +1,14 @@
 """Ends a process's session with ZooKeeper when its event loop hangs.
 
-The simulator runs it, too: in a real process kazoo's threads keep the session alive whatever the
-event loop does, so the session would not show that the process works.
+In a real process, kazoo's threads keep the session alive whatever the event loop does, so the
+session would not show that the process works. The simulator runs the watchdog, too.
 
 Rules:
     1. The event loop calls `beat` regularly. The thread that keeps the session checks before each
        heartbeat to ZooKeeper whether it may send it.
-    2. It may not once the loop has not called `beat` for a session timeout. The session then
-       expires, and the partitions move, between 5/3 and 7/3 of a session timeout after the last
-       beat.
+    2. The thread may not send it if the loop has not called `beat` for a session timeout. The
+       session then expires, and the partitions move, between 5/3 and 7/3 of a session timeout after
+       the last beat.
     3. A process that was stopped as a whole (SIGSTOP, a paused virtual machine) does not hang:
        after a gap in its own checks the thread may send one heartbeat, and the loop has until the
        next check to beat.
@@ -16,7 +16,7 @@ Rules:
 
 from typing import Final
 
-# Beats in one session timeout. The thread checks about three times in it.
+# The number of beats in one session timeout. The thread checks about three times in this time.
 BEATS_PER_TIMEOUT: Final = 10
 # A longer gap between two checks, as a share of the session timeout, means that the thread itself
 # did not run (rule 3).
@@ -24,22 +24,23 @@ LOST_AFTER_SHARE: Final = 0.75
 
 
 class Watchdog:
-    """See the module's rules. Two threads use it; each attribute is written by one of them.
+    """Decides whether a session may continue; see the module's rules.
 
-    Times are milliseconds of any monotonic clock.
+    Two threads use it; each attribute is written by one of them. Times are milliseconds of any
+    monotonic clock.
     """
 
     def __init__(self, timeout_ms: int, now_ms: int) -> None:
         self.timeout_ms = timeout_ms
-        self._beat_ms = now_ms  # written by the loop
-        self._checked_ms = now_ms  # written by the thread
+        self._beat_ms = now_ms  # written by the event loop
+        self._checked_ms = now_ms  # written by the thread that keeps the session
 
     def beat(self, now_ms: int) -> None:
         """Note that the event loop runs."""
         self._beat_ms = now_ms
 
     def silent_ms(self, now_ms: int) -> int:
-        """Return the time since the loop's last beat."""
+        """Return the time since the loop's last beat, in ms."""
         return now_ms - self._beat_ms
 
     def may_keep_session(self, now_ms: int) -> bool:

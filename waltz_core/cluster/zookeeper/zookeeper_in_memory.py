@@ -1,7 +1,7 @@
 """ZooKeeper in memory: the same nodes, versions, sessions and watches, with injected faults.
 
-Tests and the simulator inject any failure at a chosen moment. It implements only `znodes.Znodes`,
-and the tests of the real one cover it, too.
+Tests and the simulator inject any failure at a chosen moment. The module implements only
+`znodes.Znodes`, and the tests for the real ZooKeeper cover it, too.
 
 Rules:
     1. No method waits: each returns or raises at once.
@@ -38,8 +38,8 @@ SESSION_TIMEOUT_MS = 10_000
 class WriteFault(Enum):
     """A fault of a write."""
 
-    REQUEST_LOST = auto()  # it never arrives
-    REPLY_LOST = auto()  # it is done, and the reply is lost
+    REQUEST_LOST = auto()  # the request never arrives
+    REPLY_LOST = auto()  # the write is done, and the reply is lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class MemoryZooKeeper:
         self._later: list[tuple[int, Signal]] = []
 
     def session(self) -> "MemorySession":
-        """Open a session."""
+        """Open a session with this ZooKeeper."""
         session = MemorySession(self)
         self._sessions.append(session)
         return session
@@ -100,7 +100,7 @@ class MemoryZooKeeper:
     # --- for sessions
 
     def set_signal_later(self, signal: Signal, after_ms: int) -> None:
-        """Set a signal after `after_ms`."""
+        """Set a signal after `after_ms` milliseconds."""
         self._later.append((self.now_ms + after_ms, signal))
 
     def take_session_number(self) -> int:
@@ -109,7 +109,7 @@ class MemoryZooKeeper:
         return self._next_session - 1
 
     def entry(self, path: str) -> _Entry | None:
-        """Return a node."""
+        """Return the entry of a node; None if the node does not exist."""
         return self._nodes.get(path)
 
     def names(self, path: str) -> tuple[str, ...]:
@@ -262,7 +262,7 @@ class MemorySession:
 
     @property
     def session_timeout_ms(self) -> int:
-        """A usual value; it has no effect here."""
+        """A usual timeout, which has no effect here."""
         return SESSION_TIMEOUT_MS
 
     @property
@@ -271,11 +271,11 @@ class MemorySession:
         return self._zookeeper.now_ms
 
     def set_signal_later(self, signal: Signal, after_ms: int) -> None:
-        """Set a signal later."""
+        """Set a signal after `after_ms` milliseconds."""
         self._zookeeper.set_signal_later(signal, after_ms)
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
-        """Read a node."""
+        """Read a node; see `Znodes.get`."""
         self._require_connection()
         if signal is not None:
             self.watches.of_data.setdefault(path, {})[signal] = None
@@ -283,7 +283,7 @@ class MemorySession:
         return None if entry is None else Node(entry.data or b"", entry.stat)
 
     async def children(self, path: str, signal: Signal | None = None) -> Children | None:
-        """Read the names of the children."""
+        """Read the names of the children; see `Znodes.children`."""
         self._require_connection()
         entry = self._zookeeper.entry(path)
         if signal is not None:
@@ -292,7 +292,7 @@ class MemorySession:
         return None if entry is None else Children(self._zookeeper.names(path), entry.stat)
 
     async def write(self, operations: Sequence[Operation]) -> list[int]:
-        """Do all operations or none."""
+        """Do all operations or none; see `Znodes.write`."""
         self._require_connection()
         fault = self.faults.pop(0) if self.faults else None
         if fault is WriteFault.REQUEST_LOST:
@@ -303,7 +303,7 @@ class MemorySession:
         return versions
 
     async def sync(self) -> None:
-        """Return: reads here are never stale."""
+        """Do nothing while connected: reads from memory are never stale."""
         self._require_connection()
 
     def new_signal(self) -> Signal:
@@ -321,10 +321,10 @@ class MemorySession:
         self._callbacks.append(callback)
 
     async def check_administrator(self) -> None:
-        """Return: here are no users."""
+        """Do nothing: there are no users in memory."""
 
     async def reset_access_list(self, path: str) -> None:
-        """Do nothing: here are no access lists."""
+        """Do nothing: there are no access lists in memory."""
 
     async def close(self) -> None:
         """End the session."""

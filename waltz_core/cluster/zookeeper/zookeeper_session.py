@@ -5,10 +5,10 @@ event loop, so no other module needs locks. `kazoo_connection.py` has the code o
 
 Rules:
     1. kazoo's callbacks only pass results to the event loop, by `call_soon_threadsafe`.
-    2. A write is sent only while there is a connection. Without one it waits, within the timeout;
-       if it times out there, it was certainly never sent.
+    2. A write is sent only while there is a connection. Without a connection, the write waits
+       within the timeout; if it times out then, it was certainly never sent.
     3. Every wait has a timeout. A write that was sent and not answered has an unknown outcome; a
-       read has not happened.
+       read that was not answered has failed.
     4. kazoo never gets version -1, which would mean "any".
     5. The session lives while the event loop runs: a loop that hangs loses it (`watchdog.py`).
 """
@@ -74,7 +74,7 @@ from waltz_core.config.connect_string import ConnectString, parse_connect_string
 CONNECT_TIMEOUT_MS = 10_000
 SESSION_TIMEOUT_MS = 10_000
 REQUEST_TIMEOUT_MS = 10_000
-# In case a watch is lost, what it watched is read again after this time.
+# The nodes of a watch are read again after this time, in case the watch was lost.
 RESYNC_MS = 30_000
 CLOSE_TIMEOUT_MS = 5_000
 RECONNECT_DELAY_S_MAX = 0.5
@@ -101,8 +101,9 @@ OTHER_OPERATION_ERRORS = (RolledBackError, RuntimeInconsistency)
 
 _log = logging.getLogger(__name__)
 
-# kazoo logs each attempt to connect, several a second while no ZooKeeper answers, without a host.
-# A session logs the beginning and the end of that. This logger's level enables kazoo's lines.
+# kazoo logs each attempt to connect, several a second while no ZooKeeper answers, without a host. A
+# session logs the beginning and the end of such a time. The level of this logger enables kazoo's
+# lines.
 logger = logging.getLogger("waltz_core.kazoo")
 logger.addHandler(logging.NullHandler())
 if logger.level == logging.NOTSET:
@@ -118,7 +119,7 @@ async def connect(
     session_timeout_ms: int = SESSION_TIMEOUT_MS,
     request_timeout_ms: int = REQUEST_TIMEOUT_MS,
 ) -> Coordinator:
-    """Open a session for the cluster that a connect string names; the caller closes it.
+    """Open a session for the cluster that a connect string names; the caller must close it.
 
     Raises BadConfig for an invalid connect string or auth file, CoordinatorUnavailable if no
     ZooKeeper answers within `connect_timeout_ms`. The first read shows whether the cluster exists
@@ -145,7 +146,7 @@ async def open_session(
     session_timeout_ms: int = SESSION_TIMEOUT_MS,
     request_timeout_ms: int = REQUEST_TIMEOUT_MS,
 ) -> AsyncIterator[Coordinator]:
-    """Like `connect`, and close the session at the end."""
+    """Open a session like `connect`, and close it at the end of the block."""
     coordinator = await connect(
         text,
         connect_timeout_ms=connect_timeout_ms,
@@ -161,8 +162,9 @@ async def open_session(
 async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) -> int:
     """Set the access lists of an auth file on a cluster's znodes; return their number.
 
-    Raises BadConfig if the connect string names no auth file, that of a member, or one without the
-    members of a cluster that has two users, or ZooKeeper denies the change.
+    Raises BadConfig if the connect string names no auth file, if the auth file is that of a member,
+    if the auth file does not name the members of a cluster with two users, or if ZooKeeper denies
+    the change.
     """
     place = parse_connect_string(text)
     credentials = _read_credentials(place)
@@ -188,7 +190,7 @@ async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) ->
 class ZooKeeperSession:
     """One session; implements `znodes.Znodes`. It belongs to the event loop that opened it.
 
-    `root` is that of the cluster, whose nodes have different access lists.
+    `root` is the root of the cluster; the access list of a node depends on its path below the root.
     """
 
     def __init__(
@@ -235,7 +237,7 @@ class ZooKeeperSession:
         self._syncs = SharedRequest(lambda: self._read(lambda: self._client.sync_async("/"), "/"))
 
     async def open(self) -> None:
-        """Connect; raises CoordinatorUnavailable if that fails, and ends the session then."""
+        """Connect; if this fails, end the session and raise CoordinatorUnavailable."""
         self._loop = asyncio.get_running_loop()
         self._beat()
         self._client.add_listener(self._on_kazoo_state)
@@ -256,7 +258,7 @@ class ZooKeeperSession:
 
     @property
     def where(self) -> str:
-        """The hosts."""
+        """The hosts of ZooKeeper, for messages."""
         return self._hosts
 
     @property
@@ -276,16 +278,16 @@ class ZooKeeperSession:
 
     @property
     def now_ms(self) -> int:
-        """The machine's clock since its start."""
+        """The time since the start of the machine, in ms."""
         return clock_ms()
 
     def set_signal_later(self, signal: Signal, after_ms: int) -> None:
-        """Set a signal later."""
+        """Set a signal after `after_ms` milliseconds."""
         assert self._loop is not None
         self._loop.call_later(after_ms / 1000, signal.set)
 
     async def get(self, path: str, signal: Signal | None = None) -> Node | None:
-        """Read a node."""
+        """Read a node; see `Znodes.get`."""
         watch = _watch_of(signal)
         while True:
             try:
@@ -298,7 +300,7 @@ class ZooKeeperSession:
                 return Node(data or b"", _node_stat(stat))
 
     async def children(self, path: str, signal: Signal | None = None) -> Children | None:
-        """Read the names of the children."""
+        """Read the names of the children; see `Znodes.children`."""
         watch = _watch_of(signal)
         while True:
             try:
@@ -323,7 +325,7 @@ class ZooKeeperSession:
         except (TimeoutError, *LOST_ERRORS) as error:
             raise errors.CoordinatorOutcomeUnknown(
                 f"ZooKeeper {self._hosts} has not answered a write to {operations[0].path} "
-                f"({type(error).__name__})"
+                f"({type(error).__name__}); the write may or may not have been made"
             ) from error
         except KazooException as error:
             raise self._rejection_error(operations[0].path, error) from error
@@ -373,7 +375,8 @@ class ZooKeeperSession:
                 self._client.close()
             _call_soon(loop, done.set)
 
-        # A separate thread, not of the loop's pool: the end of the loop would wait for the pool.
+        # A separate thread, not one of the loop's pool: the end of the loop would wait for the
+        # pool.
         try:
             threading.Thread(target=stop, name="kazoo-stop", daemon=True).start()
         except RuntimeError:  # Python 3.12 and later start no thread during exit.
@@ -435,7 +438,7 @@ class ZooKeeperSession:
     # --- requests and answers
 
     async def _connection(self) -> None:
-        """Return once there is a connection."""
+        """Wait for a connection; raises CoordinatorUnavailable after the request timeout."""
         if self._is_closed:
             raise errors.CoordinatorUnavailable(
                 f"the session with ZooKeeper {self._hosts} is closed"
@@ -499,7 +502,7 @@ class ZooKeeperSession:
         return versions
 
     async def protect(self, path: str) -> int:
-        """Give a node and all below it the access lists of new ones; return their number.
+        """Set the access lists of a node and all nodes below it; return their number.
 
         Raises BadConfig without permission, CoordinatorUnavailable if ZooKeeper does not answer.
         """
@@ -510,7 +513,7 @@ class ZooKeeperSession:
         return 1 + sum([await self.protect(f"{path}/{name}") for name in names])
 
     async def reset_access_list(self, path: str) -> None:
-        """Give a node the access list of a new one."""
+        """Set the access list of a node to that of a new node."""
         if self._credentials is not None:
             await self._has_set_acl(path)
 
@@ -565,16 +568,16 @@ class ZooKeeperSession:
                 raise self._wrong_user_error(_expected_other(name))
             if identity not in administrators:
                 raise self._wrong_user_error(
-                    f"the auth file has only user {name!r}, but {self._root} also grants "
-                    f"access to {member!r}: servers and storages could not read znodes that "
-                    "this command creates. Hint: add the line "
-                    f"members:{SCHEME}:{member}:PASSWORD to the auth file"
+                    f"the auth file has only user {name!r}, but {self._root} also grants access "
+                    f"to {member!r}, so servers and storages could not read znodes that this "
+                    f"command creates. Hint: add the line members:{SCHEME}:{member}:PASSWORD to "
+                    "the auth file"
                 )
 
     async def _members(self) -> set[str]:
         """Return the users with exactly the permissions of members at R and R/x.
 
-        With one user, further lines give the same permissions at both.
+        With one user, further lines grant the same permissions at both nodes.
         """
         found: list[set[str]] = []
         for path in (self._root, f"{self._root}/x"):
@@ -592,7 +595,7 @@ class ZooKeeperSession:
 
     def _wrong_user_error(self, found: str) -> errors.BadConfig:
         return errors.BadConfig(
-            f"the command changes {self._root} of ZooKeeper {self._hosts}: {found}"
+            f"the command does not change {self._root} of ZooKeeper {self._hosts}: {found}"
         )
 
     def _row(self, path: str) -> Znode:
@@ -606,7 +609,7 @@ class ZooKeeperSession:
 
 
 def _utc_now() -> str:
-    """Return the time, for applications whose log format has none."""
+    """Return the time in UTC, for applications whose log format has no time."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 

@@ -1,4 +1,4 @@
-"""The checks of an append when it leaves its lane: mount, generation, size, checksum, format.
+"""Checks an append when it leaves its lane: mount, generation, size, checksum, format.
 
 These checks come before the validation of locks. They implement rules 1 and 4 of `pipeline.py`:
 when a client mounts again, the appends of its older mount are rejected.
@@ -16,16 +16,16 @@ from waltz_core.wire.messages import RowOutcomeCode
 
 
 class Admission:
-    """Admits appends, or answers them with the reason for the rejection."""
+    """Admits an append to validation, or answers it with the reason for its rejection."""
 
     def __init__(self, limits: PartitionLimits, mounts: Mounts, completions: Completions) -> None:
         self._limits = limits
         self._mounts = mounts
         self._completions = completions
-        self.generation = Generation(-1)  # of the open session
+        self.generation = Generation(-1)  # the generation of the open session
 
     def stale_code(self, pending: PendingAppend) -> RowOutcomeCode | None:
-        """Return why the mount or the generation of an append is over; None if it is not."""
+        """Return why an append's mount or generation is no longer valid; None if both are valid."""
         req_id = pending.req_id
         if not self._mounts.is_ready(req_id.client_id, pending.connection):
             return RowOutcomeCode.NOT_MOUNTED
@@ -36,7 +36,7 @@ class Admission:
         return None
 
     def try_admit(self, pending: PendingSingle, out: list[AppendOutcome]) -> bool:
-        """Return whether a single append may be validated; otherwise answer it."""
+        """Check a single append; if it may not be validated, answer it and return False."""
         message = pending.message
         reason = self.stale_code(pending)
         if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
@@ -52,7 +52,7 @@ class Admission:
         return True
 
     def try_decode(self, pending: PendingBatch, out: list[AppendOutcome]) -> bool:
-        """Decode a batch that is not decoded yet; answer it, and return False, if that fails."""
+        """Decode a batch, unless already decoded; if that fails, answer it and return False."""
         if pending.message is not None:
             try:
                 pending.open(decode_batch(pending.message, self._limits))
@@ -65,7 +65,7 @@ class Admission:
     def reject(
         self, pending: PendingAppend, reason: RowOutcomeCode, out: list[AppendOutcome]
     ) -> None:
-        """Reject all rows of an append that was not validated."""
+        """Reject and answer an append: all rows that have not been validated."""
         if isinstance(pending, PendingBatch) and not self.try_decode(pending, out):
             return
         pending.reject(reason)

@@ -1,7 +1,7 @@
-"""The answers to clients, except the outcomes of appends.
+"""Builds the answers to clients, except the outcomes of appends.
 
-`served_partition.py` decides which request gets which answer, and when. These functions build the
-answers.
+`served_partition.py` decides which request gets which answer, and when. The functions of this
+module only build the answers.
 """
 
 from collections.abc import Sequence
@@ -39,7 +39,10 @@ from waltz_core.wire.messages import (
 
 
 class ArchivePosition(NamedTuple):
-    """What is archived, what is not, and the interval of the attempts; 0 for none."""
+    """The state of a partition's archive: its recorded mark and the backlog that it lacks.
+
+    `interval_ms` is the interval between two archive attempts; 0 if the server archives nothing.
+    """
 
     recorded: ArchivedMark
     backlog: ArchiveBacklog | None
@@ -47,33 +50,33 @@ class ArchivePosition(NamedTuple):
 
 
 def reject(request: RequestReceived, error: errors.WaltzError) -> SendToClient:
-    """Report an error."""
+    """Build the answer that reports an error for a request."""
     message = request.message
     return error_answer(request.connection, message.req_id, request.cost_bytes, error, message)
 
 
 def reject_pending(pending: PendingAppend, error: errors.WaltzError) -> SendToClient:
-    """Report an error that concerns a whole append."""
+    """Build the answer that reports an error for a whole append."""
     return error_answer(
         pending.connection, pending.req_id, pending.cost_bytes, error, pending.message
     )
 
 
 def superseded_answer(request: RequestReceived) -> SendToClient:
-    """Report that a later request of the same client replaces this one."""
+    """Build the answer that a later request of the same client has replaced this one."""
     error = errors.ConnectionSuperseded("a later mount of the same client has replaced this one")
     return reject(request, error)
 
 
 def not_owned_answer(request: RequestReceived, place: PartitionPosition) -> SendToClient:
-    """Report that another server owns the partition."""
+    """Build the answer that this server does not own the partition."""
     if isinstance(request.message, MountRequest):
         return _mount_state_answer(request, MountState.NOT_READY)
     return reject(request, errors.NotOwned(f"this server does not own {place}"))
 
 
 def reject_mount(request: RequestReceived, error: errors.WaltzError) -> SendToClient:
-    """Report why a connection may not mount."""
+    """Build the answer that rejects a mount, with the reason."""
     if isinstance(request.message, MountRequest) and isinstance(error, errors.ClientAheadOfLog):
         return _mount_state_answer(request, MountState.CLIENT_AHEAD)
     return reject(request, error)
@@ -82,7 +85,7 @@ def reject_mount(request: RequestReceived, error: errors.WaltzError) -> SendToCl
 def mounted_answer(
     request: RequestReceived, mark: TransactionId, session_id: SessionId, limits: PartitionLimits
 ) -> SendToClient:
-    """Report that a connection is mounted, and to a `MountWriter` the limits of its appends."""
+    """Build the answer that a connection is mounted; for a `MountWriter` with the append limits."""
     if not isinstance(request.message, MountWriter):
         return _mount_state_answer(request, MountState.READY)
     answer = Mounted(
@@ -104,7 +107,7 @@ def mark_answer(
     identity: PartitionIdentity,
     archived: ArchivePosition | None,
 ) -> SendToClient:
-    """Answer a flush, or a request for the mark or for the replicas."""
+    """Build the answer to a flush, or to a request for the high-water mark or the replicas."""
     req_id = request.message.req_id
     answer: ClientMessage
     if isinstance(request.message, FlushRequest):
@@ -138,7 +141,7 @@ def mark_answer(
 def expiry_answer(
     request: RequestReceived, archived: ArchivedMark | None, *, is_done: bool
 ) -> SendToClient:
-    """Answer a request for an expiry of the archive."""
+    """Build the answer to a request for an expiry of the archive."""
     if archived is None:
         fault = "no transaction of the partition is archived, so none can expire"
         return reject(request, errors.BadRequest(fault))
@@ -149,7 +152,7 @@ def expiry_answer(
 def replacement_answer(
     request: RequestReceived, outcome: ReplacementOutcome | None
 ) -> SendToClient:
-    """Answer a request for the replacement of an object; without an outcome it is under way."""
+    """Build the answer to an object replacement; without an outcome, the work is in progress."""
     req_id = request.message.req_id
     answer = ObjectReplacementResponse(
         req_id, is_ended=False, is_replaced=False, storage="", failures=()

@@ -1,13 +1,13 @@
-"""Ends append requests: answers each one when it is final, and the flushes that waited for it.
+"""Ends append requests: answers each request when it is final, and the flushes that wait for it.
 
-Every request ends here, once, whichever way it took through the pipeline.
+Every request ends here exactly once, whichever way it took through the pipeline.
 
 Rules:
     1. A request is answered once, and then leaves its flush group (the requests that a flush waits
        for). When all requests of a group have left, the waiting flushes are notified.
-    2. AHEAD is not reported directly: `AheadOfLog` first requests a proof that the session in which
-       the row was validated is still the newest. Without the proof the answer is NOT_MOUNTED, so
-       that the client mounts again.
+    2. AHEAD is not reported directly. `AheadOfLog` first requests a confirmation by a quorum that
+       the session in which the row was validated is still the newest. Without this confirmation the
+       answer is NOT_MOUNTED, so that the client mounts again.
 """
 
 from collections import deque
@@ -32,34 +32,34 @@ from waltz_core.wire.messages import RowOutcomeCode
 
 
 class Completions:
-    """See the module's rules; the pipeline decides when a request is final."""
+    """Answers append requests by the module's rules; the pipeline decides when one is final."""
 
     def __init__(self, mounts: Mounts, counters: AppendCounters) -> None:
         self._mounts = mounts
         self._counters = counters
         self._flush_groups: deque[FlushGroup] = deque((FlushGroup(),))
-        # Of the session that was opened last.
+        # Both belong to the session that was opened last.
         self.session_id = NO_SESSION
         self.high_water_mark = BEFORE_FIRST
 
     # --- flush groups
 
     def add_request(self) -> FlushGroup:
-        """A request has arrived; return the flush group that it belongs to."""
+        """Register a request that has arrived; return its flush group."""
         self._counters.requests += 1
         flush_group = self._flush_groups[-1]
         flush_group.unfinished += 1
         return flush_group
 
     def remove_request(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
-        """A request has ended (rule 1)."""
+        """Remove a request that has ended from its flush group (rule 1)."""
         pending.flush_group.unfinished -= 1
         assert pending.flush_group.unfinished >= 0
         while len(self._flush_groups) > 1 and not self._flush_groups[0].unfinished:
             out.extend(BarrierReached(token) for token in self._flush_groups.popleft().waiting)
 
     def flush(self, token: int) -> list[AppendOutcome]:
-        """Return `BarrierReached` when everything received up to now has ended."""
+        """Return `BarrierReached` as soon as all requests received until now have ended."""
         if self._flush_groups[-1].unfinished:
             self._flush_groups[-1].waiting.append(token)
             self._flush_groups.append(FlushGroup())
@@ -70,7 +70,7 @@ class Completions:
         return []
 
     def abandon(self) -> list[AppendOutcome]:
-        """No request will end any more: notify everything that waits."""
+        """Notify all waiting flushes and drop all groups: no request will end any more."""
         out: list[AppendOutcome] = [
             BarrierReached(token) for group in self._flush_groups for token in group.waiting
         ]
@@ -80,7 +80,7 @@ class Completions:
     # --- answers
 
     def answer_rejected(self, rejected: Iterable[PendingSingle]) -> list[AppendOutcome]:
-        """Answer writers from the lock queues (`lock_queues.py`)."""
+        """Answer the rejected writers that leave the lock queues (`lock_queues.py`)."""
         out: list[AppendOutcome] = []
         for pending in rejected:
             self.finish(pending, out)
@@ -89,7 +89,7 @@ class Completions:
     def answer_dependent(
         self, rejected: Iterable[PendingSingle], dependent: DependentAppends, next_id: TransactionId
     ) -> list[AppendOutcome]:
-        """Answer writers with their predecessors in flight, or with LOCK if there are none."""
+        """Answer rejected writers with their predecessors, or with LOCK if these are unknown."""
         out: list[AppendOutcome] = []
         for pending in rejected:
             answer = dependent.predecessors_answer(pending, self.high_water_mark, next_id)
@@ -113,12 +113,15 @@ class Completions:
             out.append(self._answer(pending))
             self.remove_request(pending, out)
         elif pending.session_id == self.session_id:
-            out.append(AheadOfLog(pending))  # Flushes wait for that answer, too.
+            out.append(AheadOfLog(pending))  # Flushes wait for the answer to this event, too.
         else:
             out.extend(self.answer_ahead(pending, is_proved=False))
 
     def answer_ahead(self, pending: PendingAppend, *, is_proved: bool) -> list[AppendOutcome]:
-        """Answer a request with rows that were ahead of the log (rule 2)."""
+        """Answer a request that has rows ahead of the log (rule 2).
+
+        `is_proved`: a quorum has confirmed the session. Otherwise the client must mount again.
+        """
         if not is_proved:
             client_id = pending.req_id.client_id
             pending.end_unproved()

@@ -1,8 +1,8 @@
-"""Appends that have IDs and are not final: batches in flight, and the draft of the next batch.
+"""Appends that have IDs but are not final: the batches in flight, and the draft of the next batch.
 
 Rules:
-    1. The IDs are consecutive from the high-water mark on: first those of the batches in flight,
-       the oldest first, then those of the draft, in which dependent appends are gathered.
+    1. The IDs are consecutive, starting after the high-water mark. The batches in flight come
+       first, from the oldest to the newest. The draft follows; it gathers dependent appends.
     2. When a session ends, its batches in flight are kept until the next session knows which of
        them are in the log.
 """
@@ -29,13 +29,17 @@ from waltz_core.server.append.outcomes import AppendOutcome
 from waltz_core.server.locking.pending_appends import PendingAppend
 from waltz_core.server.locking.single_records import join_batches
 
-# A slice of this as a table for `translate` subtracts each byte from a number, without a loop.
+# A slice of these bytes, as a table for `translate`, subtracts each byte from a constant without a
+# loop.
 _DESCENDING_BYTES: Final = bytes(range(255, -1, -1)) * 2
 
 
 @dataclass(slots=True)
 class InFlightBatch:
-    """A batch in flight, and the requests that end when it is committed."""
+    """A batch in flight, and the append requests that end when it is committed.
+
+    `waiting` has the tokens of the mounts that wait for this batch.
+    """
 
     entry: LineageEntry
     batch: Batch
@@ -47,31 +51,34 @@ class InFlightBatch:
 
 @dataclass(slots=True)
 class Draft:
-    """The rows that a turn has admitted, including those gathered in earlier turns.
+    """The rows that a turn has admitted, including rows gathered in earlier turns.
 
-    `waiting` are the tokens of mounts that wait until all of it is final. `is_urgent`: it goes to
-    the store at once, whether or not a batch is in flight.
+    `waiting` has the tokens of the mounts that wait until the whole draft is final. `is_urgent`:
+    the draft goes to the store at once, whether or not a batch is in flight.
     """
 
     parts: list[EncodedBatch] = field(default_factory=list)
     locks: list[bytes] = field(default_factory=list)
-    writers: list[bytes] = field(default_factory=list)  # of each lock, its row in its part
+    writers: list[bytes] = field(default_factory=list)  # for each lock, its row in the part
     appends: list[PendingAppend] = field(default_factory=list)
     out: list[AppendOutcome] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     is_large: bool = False
     is_urgent: bool = False
-    size_bytes: int = 0  # of its records; a field because every turn reads it
+    size_bytes: int = 0  # the size of the records; a field, because every turn reads it
 
     def add(self, part: EncodedBatch, locks: bytes, writers: bytes) -> None:
-        """Add records that have IDs, their locks, and for each lock the record that wrote it."""
+        """Add records that have IDs, with their locks and, for each lock, the row of its writer."""
         self.parts.append(part)
         self.locks.append(locks)
         self.writers.append(writers)
         self.size_bytes += len(part.records)
 
     def distances(self) -> bytes:
-        """Return each lock writer's distance from the last ID; nothing if one is too large."""
+        """Return for each lock the distance from its writer to the last ID of the draft.
+
+        Return nothing if a distance does not fit into a byte.
+        """
         last = self.parts[-1].last
         if last - self.parts[0].first >= DISTANCES_TRANSACTIONS_MAX:
             return b""
@@ -82,22 +89,22 @@ class Draft:
 
 
 class InFlightBatches:
-    """The batches in flight of one partition, and the draft that is gathered meanwhile."""
+    """The batches in flight of one partition, and the draft that is being gathered."""
 
     def __init__(self, throttle: LargeBatchThrottle) -> None:
         self._throttle = throttle
         self._batches: deque[InFlightBatch] = deque()
-        self.gathered: Draft | None = None  # admitted, not submitted yet
+        self.gathered: Draft | None = None  # rows that are admitted, but not submitted yet
         self.submitted_bytes = 0
         self._large_count = 0
         self.next_id = TransactionId(0)
         self._submitted = BEFORE_FIRST
-        self.submitted_ms = 0  # of the last batch
+        self.submitted_ms = 0  # when the last batch was submitted
         self._chain: Chain = GENESIS_CHAIN
         self._stamp_ms = 0
 
     def __len__(self) -> int:
-        """Return how many batches are in flight."""
+        """Return the number of batches in flight."""
         return len(self._batches)
 
     def __iter__(self) -> Iterator[InFlightBatch]:
@@ -106,13 +113,13 @@ class InFlightBatches:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the records that have IDs and are not final."""
+        """The size of all records that have IDs but are not final, in bytes."""
         gathered = self.gathered
         return self.submitted_bytes + (gathered.size_bytes if gathered is not None else 0)
 
     @property
     def gathered_count(self) -> int:
-        """Number of IDs given to rows that are not submitted yet."""
+        """The number of IDs of rows that are not submitted yet."""
         return self.next_id - 1 - self._submitted if self.gathered is not None else 0
 
     @property
@@ -123,12 +130,15 @@ class InFlightBatches:
     # ---- the store session
 
     def pop_settled(self, last: TransactionId) -> Iterator[InFlightBatch]:
-        """Yield and remove the batches of an earlier session that are in the log (rule 2)."""
+        """Remove and yield the batches of an earlier session that are in the log (rule 2)."""
         while self._batches and self._batches[0].entry.last <= last:
             yield self._batches.popleft()
 
     def pop_lost(self) -> tuple[list[InFlightBatch | Draft], TransactionId]:
-        """Remove everything else; return it, and the last ID that was submitted."""
+        """Remove the other batches and the draft, which are lost.
+
+        Return these, and the last ID that was submitted to the store.
+        """
         lost: list[InFlightBatch | Draft] = [*self._batches]
         if self.gathered is not None:
             lost.append(self.gathered)
@@ -139,14 +149,17 @@ class InFlightBatches:
         return lost, self._submitted
 
     def begin(self, high_water_mark: TransactionId, chain: Chain, stamp_ms: int) -> None:
-        """Give IDs above this mark; `stamp_ms` is the log's last commit stamp."""
+        """Start to assign the IDs above `high_water_mark`.
+
+        `stamp_ms` is the log's last commit stamp.
+        """
         assert not self._batches
         self._chain, self.next_id = chain, TransactionId(high_water_mark + 1)
         self._submitted = high_water_mark
         self._stamp_ms = max(self._stamp_ms, stamp_ms)
 
     def stop(self) -> None:
-        """The session has ended: large batches of other partitions need not wait for these."""
+        """The session has ended: other partitions must not wait for its large batches."""
         self._throttle.on_large_batches_forgotten(self._large_count)
         self._large_count = 0
 
@@ -155,10 +168,11 @@ class InFlightBatches:
     def submit(
         self, draft: Draft, session_id: SessionId, *, now_ms: int, wall_ms: int
     ) -> Batch | None:
-        """Make a batch of a draft's records, if there are any, and count it as in flight."""
+        """Create a batch in flight from the records of a draft; None if it has no records."""
         if not draft.parts:
             if draft.appends:
-                # Rejected for an ID in flight, so there is a batch: they are final with it.
+                # These were rejected because of an ID in flight. They are final together with its
+                # batch.
                 self._batches[-1].appends.extend(draft.appends)
             return None
         part = join_batches(draft.parts)
@@ -179,7 +193,7 @@ class InFlightBatches:
         return batch
 
     def pop_committed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[InFlightBatch]:
-        """Remove and return the batches that are committed up to `last`, the end of `chain`."""
+        """Remove and return the batches committed up to `last`, where the chain is `chain`."""
         committed: list[InFlightBatch] = []
         while self._batches and self._batches[0].entry.last <= last:
             oldest = self._batches.popleft()

@@ -1,17 +1,18 @@
 """Fair queues of appends: one lane (queue) for each connection, with start-time fair queueing.
 
-Fairness between clients is decided only here. A client that floods the server fills its own lane
-and moves its own clock forward. A client with few requests never waits for more than one request of
-each other client.
+Only this module decides about fairness between clients. A client that floods the server fills its
+own lane and moves its own clock forward. A client with few requests never waits for more than one
+request of each other client.
 
 Rules:
-    1. Within a lane the order is that of arrival: a client's appends enter the log as it sent them.
-    2. Each lane has a clock that advances by the bytes that were taken from it. The lane with the
-       lowest clock goes first. An empty lane that gets a request starts at the clock of the lane
-       served last, so no lane saves up turns.
+    1. Within a lane, the order is that of arrival: a client's appends enter the log in the order in
+       which it sent them.
+    2. Each lane has a clock that advances by the number of bytes taken from the lane. The lane with
+       the lowest clock goes first. If an empty lane gets a request, its clock starts at the clock
+       of the lane served last, so no lane saves up turns.
     3. A large request may be taken in parts. It stays at the head of its lane until its last part
        is taken. The clock advances for each part separately.
-    4. While large requests have to wait, lanes with a small one at their head are served first.
+    4. While large requests have to wait, lanes with a small request at their head are served first.
 """
 
 import heapq
@@ -27,15 +28,15 @@ class LaneItem(Protocol):
 
     @property
     def connection(self) -> ConnectionId:
-        """The connection of its lane."""
+        """The connection whose lane contains this request."""
 
     @property
     def cost_bytes(self) -> int:
-        """Its size in memory."""
+        """The memory that the request uses, in bytes."""
 
     @property
     def is_large(self) -> bool:
-        """Whether small requests may pass it (rule 4)."""
+        """Whether small requests may overtake this request (rule 4)."""
 
 
 WaitingT = TypeVar("WaitingT", bound=LaneItem)
@@ -47,19 +48,19 @@ class _Lane(Generic[WaitingT]):
     items: deque[WaitingT] = field(default_factory=deque)
     bytes: int = 0
     clock: int = 0
-    head_taken_bytes: int = 0  # the part of the first item that was taken already
+    head_taken_bytes: int = 0  # how many bytes of the first item were already taken
 
 
 class Lanes(Generic[WaitingT]):
-    """Queues by connection, and the order of their turns."""
+    """The lanes of all connections, and the order of their turns."""
 
     __slots__ = ("_clock", "_lanes", "_large", "_serial", "_small", "bytes")
 
     def __init__(self) -> None:
-        # Lanes that are not empty, and emptied ones, until nothing waits at all.
+        # Lanes with requests, and empty lanes, which are removed when no request waits at all.
         self._lanes: dict[ConnectionId, _Lane[WaitingT]] = {}
-        # Lanes that are not empty (and stale entries), by clock, then by arrival; in one of two
-        # heaps, according to the request at their head.
+        # The lanes with requests, ordered by clock and then by arrival, and stale entries. The
+        # request at the head of a lane determines in which of the two heaps the lane is.
         self._small: list[_Entry] = []
         self._large: list[_Entry] = []
         self._serial = 0
@@ -73,13 +74,13 @@ class Lanes(Generic[WaitingT]):
         return sum(len(lane.items) for lane in self._lanes.values())
 
     def bytes_of(self, connection: ConnectionId) -> int:
-        """Bytes that wait in one lane."""
+        """Return how many bytes of requests wait in the lane of a connection."""
         lane = self._lanes.get(connection)
         return 0 if lane is None else lane.bytes
 
     @property
     def lane_count(self) -> int:
-        """Number of lanes that are not empty, or were emptied recently."""
+        """The number of lanes that have requests, or were emptied recently."""
         return len(self._lanes)
 
     def is_over_share(self, connection: ConnectionId, cost_bytes: int, limit: int) -> bool:
@@ -103,12 +104,12 @@ class Lanes(Generic[WaitingT]):
         self.bytes += item.cost_bytes
 
     def peek(self, *, with_large: bool = True) -> WaitingT | None:
-        """Return the next request; None when no request (no small one) waits."""
+        """Return the next request (without `with_large`: the next small one), or None."""
         entry = self._first_entry(with_large=with_large)
         return None if entry is None else self._lanes[entry[2]].items[0]
 
     def take(self, *, with_large: bool = True) -> WaitingT | None:
-        """Take the next request, or the rest of it; None when nothing waits."""
+        """Remove and return the next request, or the rest of it; None if no request waits."""
         lane = self._take_lane(with_large=with_large)
         if lane is None:
             return None
@@ -118,13 +119,13 @@ class Lanes(Generic[WaitingT]):
         if lane.items:
             self._put_in_order(item.connection, lane)
         elif not self.bytes:
-            self._lanes.clear()  # Nothing waits, so all clocks may start again.
+            self._lanes.clear()  # No request waits, so all clocks may start again.
             self._small.clear()
             self._large.clear()
         return item
 
     def take_part(self, part_bytes: int) -> None:
-        """Charge the next lane for a part of its request, which stays (rule 3)."""
+        """Charge the next lane for a part of its request, which stays at its head (rule 3)."""
         lane = self._take_lane(with_large=True)
         assert lane is not None
         item = lane.items[0]
@@ -134,7 +135,7 @@ class Lanes(Generic[WaitingT]):
         self._put_in_order(item.connection, lane)
 
     def drop(self, connection: ConnectionId) -> list[WaitingT]:
-        """Empty a connection's lane and return its requests."""
+        """Empty the lane of a connection and return its requests."""
         lane = self._lanes.pop(connection, None)
         if lane is None:
             return []
@@ -149,7 +150,7 @@ class Lanes(Generic[WaitingT]):
         return dropped
 
     def _first_entry(self, *, with_large: bool) -> _Entry | None:
-        """Return the entry of the next lane, after removing stale entries."""
+        """Remove stale entries; return the entry of the next lane, or None."""
         small = self._drop_stale(self._small, is_large=False) if self._small else None
         large = self._drop_stale(self._large, is_large=True) if with_large and self._large else None
         if small is None or large is None:
@@ -166,11 +167,11 @@ class Lanes(Generic[WaitingT]):
         return None
 
     def _take_lane(self, *, with_large: bool) -> _Lane[WaitingT] | None:
-        """Return the next lane, removed from its heap, and advance the common clock."""
+        """Remove the next lane from its heap and return it; advance the common clock."""
         entry = self._first_entry(with_large=with_large)
         if entry is None:
             return None
-        self._clock = max(self._clock, entry[0])  # A large one that waited may have a lower clock.
+        self._clock = max(self._clock, entry[0])  # A delayed large request may have a lower one.
         lane = self._lanes[entry[2]]
         heapq.heappop(self._large if lane.items[0].is_large else self._small)
         return lane

@@ -1,22 +1,24 @@
 """Limits how often large batches may start while other clients send small requests.
 
-A batch of a thousand rows occupies every process on its path as long as hundreds of single appends.
-On a machine with few CPUs, a client that sends only such batches would multiply the latency of all
-other appends. The limit applies to the server as a whole, over all its partitions.
+A batch of a thousand rows occupies every process on its path for as long as hundreds of single
+appends. On a machine with few CPUs, a client that sends only such batches would multiply the
+latency of all other appends. The limit applies to the whole server, over all its partitions.
 
 Rules:
     1. While all clients send large batches, or all send small requests, nothing is delayed.
-    2. The server is *shared* for `SHARED_MS` after a small request of one client met large ones of
-       another client. Then large requests go in pieces, one at a time. After a piece there is a
-       pause: the time that the piece took, multiplied by a factor.
+    2. The server is *shared* for `SHARED_MS` after a small request of one client met large requests
+       of another client. While it is shared, large requests go in pieces, one at a time. Each piece
+       is followed by a pause: the time that the piece took, multiplied by a factor.
     3. The factor depends on the latency of small requests. The *calm time* is the latency that one
        small request in a hundred exceeds while the server is not shared. If a small request meets a
-       piece and takes more than a fifth longer than the calm time, the factor rises; any other
+       piece and takes more than a fifth longer than the calm time, the factor rises. Any other
        small request lowers it a little. In equilibrium one request in two hundred takes longer.
        With idle CPUs the factor falls to its minimum.
-    4. Nothing waits without a limit: a pause is bounded. A piece that never becomes final, because
-       its session has ended, is forgotten together with its partition's appends in flight.
-    5. The limit can be disabled. Then the client that sends most gets most of the throughput.
+    4. Nothing waits without a limit: a pause is bounded. If a piece never becomes final, because
+       its session has ended, the throttle forgets it together with its partition's appends in
+       flight.
+    5. The limit can be disabled. Without it, the client that sends most gets most of the
+       throughput.
 """
 
 import math
@@ -24,32 +26,36 @@ from typing import Final
 
 from waltz_core.server.partition_events import ConnectionId
 
-# Size of the pieces of a large batch while the server is shared. Half of it costs as many more
-# quorum rounds as it saves; twice that noticeably delays small requests that meet a piece.
+# The size of the pieces of a large batch while the server is shared. Pieces of half this size would
+# cost as much in additional quorum rounds as they save. Pieces of twice this size noticeably delay
+# small requests that meet a piece.
 PIECE_BYTES: Final = 64 * 1024
-# How long the server counts as shared after a small request met large ones.
+# How long the server counts as shared after a small request met large requests.
 SHARED_MS: Final = 1_000
 # The pause after a piece, as a multiple of the time that the piece took (rule 3).
 FACTOR_FIRST, FACTOR_MIN, FACTOR_MAX = 4.0, 0.25, 16.0
 FACTOR_UP: Final = 1.5
 FACTOR_DOWN: Final = FACTOR_UP ** (-1 / 199)
-# Accepted latency of a small request that meets a piece, as a multiple of the calm time. The client
-# sees more delay than the server, as it also waits for the answer: this keeps it below twice.
+# The accepted latency of a small request that meets a piece, as a multiple of the calm time. A
+# client waits for the answer, too, so its delay grows more than the server's. This factor keeps the
+# client's latency below twice its normal latency.
 SLOWDOWN_FACTOR: Final = 1.2
-# How long a calm time stays valid; after that, it is measured with requests that met no piece.
+# How long a calm time stays valid. After that, the throttle measures it with requests that met no
+# piece.
 BASELINE_KEPT_MS: Final = 60_000
-# Factors by which the calm time moves up and down; downward steps are a hundred times as frequent.
+# The factors by which the calm time rises and falls. It falls a hundred times as often as it rises.
 BASELINE_UP: Final = 1.2
 BASELINE_DOWN: Final = BASELINE_UP ** (-1 / 99)
 PAUSE_MS_MAX: Final = 100
-# Timeout for a piece to become final; after that, other large batches start without waiting for it.
+# How long other large batches wait until a piece is final. After this time they start without
+# waiting.
 STALLED_MS: Final = 1_000
 # How soon to check again while a piece of another partition is in flight.
 RETRY_MS: Final = 2
 
 
 class LargeBatchThrottle:
-    """One for all partitions of a server; see the module's rules."""
+    """Throttles the large batches of all partitions of a server, by the module's rules."""
 
     __slots__ = (
         "_baseline_kept_until_ms",
@@ -71,19 +77,19 @@ class LargeBatchThrottle:
         self._large_ms = 0
         self._free_at_ms = 0
         self._shared_until_ms = 0
-        self._busy_ms = -1  # when a piece was last known to be in flight
-        self._baseline_ms: float | None = None  # see rule 3
+        self._busy_ms = -1  # when a piece was last in flight, as far as known
+        self._baseline_ms: float | None = None  # the calm time (rule 3)
         self._baseline_kept_until_ms = 0
         self.factor = FACTOR_FIRST
 
     def on_small_request_started(self, connection: ConnectionId, now_ms: int) -> None:
-        """Note that a small request takes its turn (rule 2)."""
+        """Record that a small request takes its turn (rule 2)."""
         is_other = self._large not in {None, connection}
         if self._is_on and is_other and now_ms - self._large_ms < SHARED_MS:
             self._shared_until_ms = now_ms + SHARED_MS
 
     def on_small_request_finished(self, received_ms: int, now_ms: int) -> None:
-        """Note how long a small request took, from its arrival until it was final (rule 3)."""
+        """Record the latency of a small request, from its arrival until it was final (rule 3)."""
         took_ms = now_ms - received_ms
         if not self._in_flight and self._busy_ms < received_ms:
             self._update_baseline(took_ms, now_ms)
@@ -93,7 +99,10 @@ class LargeBatchThrottle:
             self.factor = max(self.factor * FACTOR_DOWN, FACTOR_MIN)
 
     def _update_baseline(self, took_ms: int, now_ms: int) -> None:
-        """Update the calm time; while the server is shared all requests are slower."""
+        """Update the calm time (rule 3), unless the server is shared and the time is still valid.
+
+        While the server is shared, all requests are slower.
+        """
         if now_ms >= self._shared_until_ms:
             self._baseline_kept_until_ms = now_ms + BASELINE_KEPT_MS
         elif now_ms < self._baseline_kept_until_ms:
@@ -104,7 +113,7 @@ class LargeBatchThrottle:
         )
 
     def large_allowed_at_ms(self, now_ms: int) -> int:
-        """Return when a large batch may start, or when to call this again."""
+        """Return when a large batch may start, or when to call this function again."""
         if now_ms >= self._shared_until_ms:
             return now_ms
         if self._in_flight and now_ms - self._large_ms < STALLED_MS:
@@ -112,26 +121,26 @@ class LargeBatchThrottle:
         return max(now_ms, self._free_at_ms)
 
     def piece_bytes(self, now_ms: int) -> int | None:
-        """Return the present size of a piece of a large batch; None for the whole batch."""
+        """Return the present size of a piece of a large batch; None if batches are not split."""
         return PIECE_BYTES if now_ms < self._shared_until_ms else None
 
     def on_large_batch_started(self, connection: ConnectionId, now_ms: int) -> None:
-        """A large batch, or a piece, was submitted.
+        """A large batch, or a piece of one, was submitted.
 
-        `on_large_batch_finished` or `on_large_batches_forgotten` follows.
+        The caller must call `on_large_batch_finished` or `on_large_batches_forgotten` for it later.
         """
         self._in_flight += 1
         self._large, self._large_ms = connection, now_ms
         self._busy_ms = now_ms
 
     def on_large_batch_finished(self, started_ms: int, now_ms: int) -> None:
-        """A large batch, or a piece, is final."""
+        """A large batch, or a piece of one, is final: start the pause (rule 2)."""
         self.on_large_batches_forgotten()
         self._busy_ms = now_ms
         pause_ms = min(self.factor * max(1, now_ms - started_ms), PAUSE_MS_MAX)
         self._free_at_ms = now_ms + math.ceil(pause_ms)
 
     def on_large_batches_forgotten(self, count: int = 1) -> None:
-        """Stop counting `count` batches whose session has ended (rule 4)."""
+        """Stop counting `count` batches as in flight, because their session has ended (rule 4)."""
         self._in_flight -= count
         assert self._in_flight >= 0

@@ -2,7 +2,7 @@
 
 If the connection of a client breaks, the client mounts again to learn the outcome of its appends,
 and may then send them again. This is safe only if nothing that was sent on an older connection can
-still enter the log. This code keeps the fence that ensures it.
+still enter the log. This module keeps the fence that ensures it.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly once"):
     1. For each client, only the connection with the highest sequence may append, for the whole
@@ -13,12 +13,12 @@ Rules (docs/design/correctness.md 2.3 and 2.4, row 22; docs/spark.md, "Exactly o
     3. The fences of at most `limit` clients without a connection are remembered. Above that, the
        client that disconnected first is forgotten. So a fence can only fail after `limit` other
        clients have disconnected.
-    4. A client that has lost a row must mount again, on the same connection or on another one: what
-       it sent after that row must not enter the log before the row is sent again. The same holds
-       for appends that arrive after one that was rejected because the queue was full, or because
-       its principal was over a limit.
-    5. Each mount has its own number, even a repeated one on the same connection: an append that was
-       sent under an earlier mount does not enter the log under a later one.
+    4. A client that has lost a row must mount again, on the same connection or on another one:
+       appends that it sent after that row must not enter the log before the row is sent again. The
+       same holds for appends that arrive after an append that was rejected because the queue was
+       full, or because its principal was over a limit.
+    5. Each mount has its own number, even a repeated mount on the same connection: an append that
+       was sent under an earlier mount does not enter the log under a later one.
     6. A peer must not exhaust memory. So at most `CLIENTS_MAX` clients are mounted on one
        connection, and the filter of a feed has at most `FILTER_HEADERS_MAX` headers.
     7. With access control, a client ID without a proof belongs to the principal that has mounted it
@@ -44,12 +44,12 @@ from waltz_core.records.record import ClientId, Generation, PartitionId, Transac
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import FILTER_HEADERS_MAX, LATEST_MARK, MountRequest, MountWriter
 
-# Rule 6. A client uses one ID on a connection, and the next one after 2^31 appends.
+# Rule 6. A client uses one ID on a connection, and another ID after 2^31 appends.
 CLIENTS_MAX: Final = 64
 
 
 class PartitionPosition(NamedTuple):
-    """The partition, its generation and its high-water mark."""
+    """A partition, with its generation and its high-water mark."""
 
     partition_id: PartitionId
     generation: Generation
@@ -65,8 +65,8 @@ class _MountEntry:
     sequence: int
     number: int
     is_ready: bool
-    principal: str  # rule 7; empty if the ID has a proof
-    is_overrun: bool = False  # an append found no room (rule 4)
+    principal: str  # rule 7; empty if the client ID has a proof
+    is_overrun: bool = False  # an append was rejected for lack of room or over a limit (rule 4)
 
 
 class Mounts:
@@ -78,12 +78,13 @@ class Mounts:
         self._limit = limit
         self._mounts: dict[ClientId, _MountEntry] = {}
         self._clients_of: dict[ConnectionId, list[ClientId]] = {}
-        # Highest sequence and principal of disconnected clients, in the order of disconnection.
+        # The highest sequence and the principal of disconnected clients, in the order of
+        # disconnection.
         self._left: OrderedDict[ClientId, tuple[int, str]] = OrderedDict()
         self._numbers = count(1)
 
     def highest_sequence(self, client_id: ClientId) -> int | None:
-        """The highest connection sequence that the client has mounted with, if any."""
+        """Return the highest connection sequence of the client's mounts; None if unknown."""
         known = self._last_known_mount(client_id)
         return None if known is None else known[0]
 
@@ -100,7 +101,11 @@ class Mounts:
         place: PartitionPosition,
         principal: str = "",
     ) -> WaltzError | None:
-        """Return why this connection may not mount, None when it may; `principal`: rule 7."""
+        """Return why this connection may not mount; None if it may.
+
+        `principal` is the principal of the connection if access control applies to its client ID
+        (rule 7).
+        """
         generation, mark = message.req_id.generation, mark_of(message)
         if generation > place.generation:
             return NotOwned(
@@ -126,7 +131,7 @@ class Mounts:
         return excess or foreign or self._fenced_error(client_id, connection, sequence)
 
     def _foreign_id_error(self, client_id: ClientId, principal: str) -> ClientIdDenied | None:
-        """Rule 7."""
+        """Return the error if the client ID belongs to another principal (rule 7)."""
         known = self._last_known_mount(client_id)
         if not principal or known is None or known[1] in ("", principal):
             return None
@@ -141,7 +146,7 @@ class Mounts:
         connection: ConnectionId,
         place: PartitionPosition,
     ) -> WaltzError | None:
-        """Rule 6."""
+        """Return the error if the mount exceeds a limit (rule 6)."""
         count = len(message.header_values) if isinstance(message, MountWriter) else 0
         if count > FILTER_HEADERS_MAX:
             return BadRequest(
@@ -159,7 +164,7 @@ class Mounts:
     def _fenced_error(
         self, client_id: ClientId, connection: ConnectionId, sequence: int
     ) -> ConnectionSuperseded | None:
-        """Rule 1."""
+        """Return the error if a newer connection of the client has mounted (rule 1)."""
         highest = self.highest_sequence(client_id)
         if highest is None or sequence > highest:
             return None
@@ -173,7 +178,7 @@ class Mounts:
     def begin(
         self, client_id: ClientId, connection: ConnectionId, sequence: int, principal: str = ""
     ) -> None:
-        """Fence older connections of the client, and bind its ID (rule 7)."""
+        """Start a mount: fence the client's older connections, and bind its ID (rule 7)."""
         assert self._fenced_error(client_id, connection, sequence) is None
         mount = self._mounts.get(client_id)
         if mount is not None:
@@ -186,29 +191,35 @@ class Mounts:
         self._clients_of.setdefault(connection, []).append(client_id)
 
     def mount_number(self, client_id: ClientId, connection: ConnectionId) -> int:
-        """The number of the client's mount on this connection, 0 without one (rule 5)."""
+        """Return the number of the client's mount on this connection; 0 if none (rule 5)."""
         mount = self._mounts.get(client_id)
         return mount.number if mount is not None and mount.connection == connection else 0
 
     def mount_number_on_arrival(self, client_id: ClientId, connection: ConnectionId) -> int:
-        """The same for an append that arrives now, which must not enter the log if it is 0."""
+        """Return the mount number of an append that arrives now.
+
+        If the number is 0, the append must not enter the log.
+        """
         mount = self._mounts.get(client_id)
         is_open = mount is not None and mount.connection == connection and not mount.is_overrun
         return mount.number if mount is not None and is_open else 0
 
     def note_overrun(self, client_id: ClientId, connection: ConnectionId) -> None:
-        """An append found no room: none that arrives later may enter the log before it (rule 4)."""
+        """Record that an append was rejected for lack of room or over a limit.
+
+        No append that arrives later on this mount may enter the log (rule 4).
+        """
         mount = self._mounts.get(client_id)
         if mount is not None and mount.connection == connection:
             mount.is_overrun = True
 
     def is_current(self, client_id: ClientId, connection: ConnectionId) -> bool:
-        """Whether this is the client's connection, mounted or about to be."""
+        """Whether the client has mounted, or is mounting, on this connection."""
         mount = self._mounts.get(client_id)
         return mount is not None and mount.connection == connection
 
     def finish(self, client_id: ClientId, connection: ConnectionId) -> None:
-        """The mount is answered: the connection's appends are accepted from now on (rule 2)."""
+        """The mount was answered: accept appends on this connection from now on (rule 2)."""
         assert self.is_current(client_id, connection)
         self._mounts[client_id].is_ready = True
 
@@ -224,7 +235,7 @@ class Mounts:
             mount.is_ready = False
 
     def close(self, connection: ConnectionId) -> None:
-        """The connection was closed; its fences stay (rule 1)."""
+        """The connection was closed: end its mounts, but keep their fences (rule 1)."""
         for client_id in self._clients_of.pop(connection, ()):
             gone = self._mounts.pop(client_id)
             self._left[client_id] = gone.sequence, gone.principal
@@ -232,24 +243,24 @@ class Mounts:
             self._left.popitem(last=False)
 
     def on_released(self) -> None:
-        """The partition is released: no connection may append; fences stay (rule 1)."""
+        """The server has released the partition: no connection may append; fences stay (rule 1)."""
         for mount in self._mounts.values():
             mount.is_ready = False
 
     def clear(self) -> None:
-        """A new generation: every client has to mount again, with any sequence."""
+        """A new generation begins: every client must mount again, with any sequence."""
         self._mounts.clear()
         self._clients_of.clear()
         self._left.clear()
 
     @property
     def count(self) -> int:
-        """Number of mounted clients."""
+        """The number of mounted clients."""
         return len(self._mounts)
 
 
 def mark_of(message: MountRequest | MountWriter) -> int:
-    """Return the client's high-water mark, or `LATEST_MARK`."""
+    """Return the high-water mark in a mount request: the client's mark, or `LATEST_MARK`."""
     if isinstance(message, MountWriter):
         return message.high_water_mark
     return message.client_high_water_mark

@@ -1,4 +1,4 @@
-"""The outcomes that the append pipeline returns and its partition carries out."""
+"""The outcomes that the append pipeline returns, and that its partition carries out."""
 
 from typing import TypeAlias
 
@@ -12,14 +12,14 @@ from waltz_core.values import value
 
 @value(frozen=True, slots=True)
 class SubmitBatch:
-    """Hand these records to the store."""
+    """Submit a batch of records to the store."""
 
     batch: Batch
 
 
 @value(frozen=True, slots=True)
 class BatchCommitted:
-    """These records are committed."""
+    """A batch of records is committed."""
 
     entry: LineageEntry
     batch: Batch
@@ -27,14 +27,17 @@ class BatchCommitted:
 
 @value(frozen=True, slots=True)
 class BarrierReached:
-    """Everything that a flush or a mount waited for is final."""
+    """All appends that a flush or a mount waited for are final."""
 
     token: int
 
 
 @value(frozen=True, slots=True)
 class AheadOfLog:
-    """Prove the session, then answer this with `answer_ahead` (pipeline.py, rule 9)."""
+    """Request a confirmation of the session by a quorum (pipeline.py, rule 9).
+
+    Pass the result to `answer_ahead`.
+    """
 
     pending: PendingAppend
 

@@ -1,4 +1,4 @@
-"""The append pipeline of one partition: wait, validate, encode, submit, answer when final.
+"""The append pipeline of one partition: queue, validate, encode, submit, answer when final.
 
 In the pipeline a transaction gets its ID or is rejected. So the pipeline ensures every guarantee
 about outcomes: no outcome is reported before it is final, and no final outcome ever changes.
@@ -7,9 +7,9 @@ about outcomes: no outcome is reported before it is final, and no final outcome 
              -> one store batch, in flight -> committed or settled -> answered
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
-    1. Mount and generation are checked when a request leaves its lane, not when it enters. So when
-       a client mounts again, all its queued requests from older connections, or from an older mount
-       on the same connection, are rejected.
+    1. The mount and the generation are checked when a request leaves its lane, not when it enters.
+       So when a client mounts again, the pipeline rejects all its queued requests from older
+       connections, or from an older mount on the same connection.
     2. Locks are entered at validation with the IDs that the rows will have. So an entry above the
        high-water mark belongs to a transaction in flight. A row that is rejected because of such an
        entry waits until that transaction is final.
@@ -20,20 +20,20 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 22-30):
        quorum round. A large request goes alone, so that no small one waits for its bytes. While the
        server is shared (`large_batch_throttle.py`), a large request goes in pieces, and small
        requests of other clients take turns in between.
-    6. IDs in flight are consecutive from the high-water mark on.
+    6. IDs in flight are consecutive, starting after the high-water mark.
     7. Rule 1 holds for each piece: when the mount or the generation has ended, the rest of the
        request is rejected, and the rows that were already validated keep their outcome. If a piece
        is lost with its session, the mount ends (rule 4), so no later row of the same request can
        enter the log.
-    8. After a move nothing is validated before the lock table has been filled
-       (`lock_table_loader.py`).
-    9. AHEAD (the client's mark is above the log's) is reported only with a proof
-       (`completions.py`).
-   10. Dependent appends (`dependent_appends.py`) are validated as if their predecessors were in the
-       log, provided that the predecessors are in flight in this same session. Otherwise they are
-       rejected. While a batch is in flight, admitted dependent appends are gathered. They go to the
-       store when the batch is committed: at once or, while other authors wait, `GATHER_MS` after
-       the previous batch.
+    8. After the partition has moved to this server, nothing is validated before the lock table has
+       been filled (`lock_table_loader.py`).
+    9. AHEAD (the client's mark is above the log's) is reported only with a confirmation of the
+       session by a quorum (`completions.py`).
+    10. Dependent appends (`dependent_appends.py`) are validated as if their predecessors were in
+        the log, provided that the predecessors are in flight in this same session. Otherwise they
+        are rejected. While a batch is in flight, admitted dependent appends are gathered. They go
+        to the store when the batch is committed. They go at once, unless other writers wait: then
+        they go `GATHER_MS` after the previous batch.
 """
 
 from collections.abc import Iterable
@@ -77,7 +77,7 @@ from waltz_core.wire.messages import AppendBatch, AppendFollowing, AppendRequest
 
 
 class AppendPipeline:
-    """See the module's rules; `Partition` calls it and carries out the outcomes that it returns."""
+    """The append pipeline, by the module's rules; `Partition` carries out its outcomes."""
 
     def __init__(
         self,
@@ -106,37 +106,37 @@ class AppendPipeline:
         self.proved_ms: int | None = None
 
     # -----------------------------------------------------------------------------------------
-    # figures
+    # state and counters
 
     @property
     def high_water_mark(self) -> TransactionId:
-        """The last committed ID of the session that was opened last."""
+        """The last committed ID in the session that was opened last."""
         return self._high_water_mark
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that wait in the lanes."""
+        """The size of the requests that wait in the lanes, in bytes."""
         return self._lanes.bytes
 
     @property
     def in_flight_bytes(self) -> int:
-        """Bytes that were admitted and are not final."""
+        """The size of the records that were admitted but are not final, in bytes."""
         return self._in_flight.size_bytes
 
     @property
     def gathered_count(self) -> int:
-        """Number of IDs given to rows that are not submitted yet (rule 10)."""
+        """The number of IDs of rows that are not submitted yet (rule 10)."""
         return self._in_flight.gathered_count
 
     def due_ms(self, now_ms: int) -> int | None:
-        """When `process_slice` has work without a commit; None while it waits for a commit."""
+        """When `process_slice` has work, even without a commit; None while it needs a commit."""
         at_ms = earliest(self._next_request(now_ms)[1], self._lock_queues.due_ms)
         at_ms = earliest(at_ms, self._dependent.waiting.due_ms)
         at_ms = earliest(at_ms, self._gathered_draft_due_ms(now_ms))
         return earliest(at_ms, self.lock_loader.due_ms(now_ms))
 
     def _gathered_draft_due_ms(self, now_ms: int) -> int | None:
-        """Return when the gathered draft is submitted, if nothing is committed first (rule 10)."""
+        """Return when the gathered draft is submitted, if no commit happens before (rule 10)."""
         in_flight = self._in_flight
         if in_flight.gathered is None or not self._is_open or len(in_flight):
             return None
@@ -146,7 +146,7 @@ class AppendPipeline:
 
     @property
     def locks(self) -> LockTable | None:
-        """The lock table; None before the first session."""
+        """The lock table of the partition; None before the first session."""
         return self._table
 
     # -----------------------------------------------------------------------------------------
@@ -155,12 +155,13 @@ class AppendPipeline:
     def on_session_settled(
         self, opened: SessionOpened, last: TransactionId, *, unbroken: bool, stamp_ms: int = 0
     ) -> list[AppendOutcome]:
-        """A session has opened and earlier ones are settled: appends are accepted from now on.
+        """A session has opened and earlier sessions are settled: accept appends from now on.
 
-        `unbroken`: no other owner can have written since the previous session. Otherwise the locks
-        are only known to be written at or below the mark, until `lock_loader` has queried the
-        storages. `stamp_ms` is the log's last commit stamp: the clock of this server may be slower
-        than that of the last owner.
+        `last`: appends of earlier sessions are in the log up to this ID. `unbroken`: no other owner
+        can have written since the previous session. Otherwise the writers of all locks are only
+        known to be at or below the high-water mark, until `lock_loader` has queried the storages.
+        `stamp_ms` is the log's last commit stamp: the clock of this server may be slower than that
+        of the last owner.
         """
         assert not self._is_open
         assert last <= opened.high_water_mark
@@ -195,7 +196,7 @@ class AppendPipeline:
     def on_committed(
         self, last: TransactionId, chain: Chain, *, now_ms: int
     ) -> list[AppendOutcome]:
-        """The high-water mark has moved to `last`, where the log's chain is `chain`."""
+        """The high-water mark has moved to `last`, where the log's hash chain is `chain`."""
         assert self._is_open
         assert self._high_water_mark <= last < self._in_flight.next_id
         self._high_water_mark = self._completions.high_water_mark = last
@@ -214,33 +215,38 @@ class AppendPipeline:
         self._is_held = True
 
     def on_session_closed(self, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> list[AppendOutcome]:
-        """The session has ended; appends in flight wait for the next one's `settled`.
+        """The session has ended; appends in flight wait until the next session is settled.
 
-        `loss` is the reason reported for rows that turn out to be lost: NO_SPACE for a full disk.
+        `loss` is the reason to report for rows that turn out to be lost: NO_SPACE for a full disk.
         """
         self._is_open = False
         self.lock_loader.stop()
         self._loss = loss
         self._in_flight.stop()
         self._dependent.on_session_closed()
-        # Final rejections are reported now: the next session may take long to open.
+        # Report final rejections now: it may take long until the next session opens.
         return self._completions.answer_rejected(self._lock_queues.all()) + self._notify_dependent(
             self._dependent.waiting.all()
         )
 
     def abandon(self) -> tuple[list[PendingAppend], list[PendingAppend], list[AppendOutcome]]:
-        """Release the partition: return unsubmitted appends, and those maybe in the log."""
+        """Release the partition and drop its appends.
+
+        Return the appends that are not in the log, the appends that may be in the log, and the
+        outcomes to carry out.
+        """
         self._is_open = False
         self.lock_loader.stop()
         self._dependent.on_session_closed()
         out: list[AppendOutcome] = []
         queued: list[PendingAppend] = []
-        # By identity: a batch may be in several batches in flight, and the rest of it in its lane.
+        # By identity: a request may be in several batches in flight, and the rest of it in its
+        # lane.
         doubtful: dict[int, PendingAppend] = {}
         for each in self._in_flight.pop_lost()[0]:
             for pending in each.appends:
                 if isinstance(each, Draft) and isinstance(pending, PendingSingle):
-                    queued.append(pending)  # It was not submitted.
+                    queued.append(pending)  # This append was not submitted.
                 else:
                     doubtful[id(pending)] = pending
             out.extend(BarrierReached(token) for token in each.waiting)
@@ -249,7 +255,7 @@ class AppendPipeline:
                 doubtful[id(pending)] = pending
             else:
                 queued.append(pending)
-        # Rejected, so they are not in the log either.
+        # These were rejected, so they are not in the log either.
         queued += [*self._lock_queues.all(), *self._dependent.waiting.all()]
         out += self._completions.abandon()
         return queued, list(doubtful.values()), out
@@ -266,7 +272,10 @@ class AppendPipeline:
         now_ms: int,
         over_limit: Overloaded | None = None,
     ) -> list[AppendOutcome]:
-        """Queue a request; reject it when the queue is full, or its principal is over a limit."""
+        """Queue a request; reject it if the queue is full, or if `over_limit` is given.
+
+        `over_limit` is the error if the principal of the request is over a limit.
+        """
         flush_group = self._completions.add_request()
         pending: PendingAppend
         req_id = message.req_id
@@ -280,7 +289,7 @@ class AppendPipeline:
         out: list[AppendOutcome] = []
         if over_limit is not None:
             self._mounts.note_overrun(req_id.client_id, connection)
-            self._completions.fail(pending, over_limit, out)  # It is not worth the decoding.
+            self._completions.fail(pending, over_limit, out)  # Decoding would be wasted work.
             return out
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
             self._mounts.note_overrun(req_id.client_id, connection)
@@ -294,9 +303,7 @@ class AppendPipeline:
         out: list[AppendOutcome] = []
         for pending in self._lanes.drop(connection):
             if isinstance(pending, PendingBatch) and pending.in_flight_count:
-                pending.reject(
-                    RowOutcomeCode.NOT_MOUNTED
-                )  # It leaves with its last batch in flight.
+                pending.reject(RowOutcomeCode.NOT_MOUNTED)  # It ends with its last batch in flight.
             else:
                 self._completions.remove_request(pending, out)
         for rejected in (
@@ -315,18 +322,18 @@ class AppendPipeline:
         return []
 
     def answer_ahead(self, pending: PendingAppend, *, is_proved: bool) -> list[AppendOutcome]:
-        """Answer a request with rows that were ahead of the log (rule 9)."""
+        """Answer a request that has rows ahead of the log (rule 9)."""
         return self._completions.answer_ahead(pending, is_proved=is_proved)
 
     def flush(self, token: int) -> list[AppendOutcome]:
-        """Return `BarrierReached` when everything received up to now is final."""
+        """Return `BarrierReached` when everything received until now is final."""
         return self._completions.flush(token)
 
     # -----------------------------------------------------------------------------------------
     # a turn
 
     def process_slice(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
-        """Take about one slice from the lanes, validate it, and submit it as one batch (rule 5)."""
+        """Take requests of about one slice from the lanes, validate and submit them (rule 5)."""
         in_flight = self._in_flight
         draft, in_flight.gathered = in_flight.gathered or Draft(), None
         draft.out = [*self.lock_loader.load_slice(now_ms)]
@@ -345,7 +352,7 @@ class AppendPipeline:
         return draft.out
 
     def _take_slice(self, draft: Draft, now_ms: int) -> None:
-        """Take requests from their lanes and validate them, up to about one slice."""
+        """Take requests of about one slice from their lanes, and validate them into the draft."""
         group: list[PendingSingle] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
         while bytes_left > 0 and rows_left > 0:
@@ -373,7 +380,10 @@ class AppendPipeline:
     def _take_single(
         self, pending: PendingSingle, group: list[PendingSingle], draft: Draft, now_ms: int
     ) -> list[PendingSingle]:
-        """Take a single append from its lane; return the group that is validated together next."""
+        """Take a single append from its lane, and check it.
+
+        Return the group of appends to be validated together next.
+        """
         self._lanes.take(with_large=pending.is_large)
         if not self._admission.try_admit(pending, draft.out):
             return group
@@ -386,7 +396,7 @@ class AppendPipeline:
         return []
 
     def _may_gather(self, draft: Draft, now_ms: int) -> bool:
-        """Rule 10; after the session has closed nothing is submitted."""
+        """Whether the draft must wait: by rule 10, or because the session has closed."""
         if not self._is_open:
             return True
         if draft.is_urgent or draft.size_bytes >= self._limits.slice_bytes_max:
@@ -397,7 +407,10 @@ class AppendPipeline:
         return now_ms < until_ms and not self._is_held and not draft.waiting
 
     def _next_request(self, now_ms: int) -> tuple[PendingAppend | None, int | None]:
-        """Return the request to take now, if any, and when the next turn may be."""
+        """Return the request to take now, and when the next turn may be.
+
+        The request is None if none may be taken. The time is None if only an event can change this.
+        """
         if not self._lanes.bytes or not self._is_open or self._is_held:
             return None, None
         if self.lock_loader.is_holding_appends(now_ms):
@@ -412,15 +425,15 @@ class AppendPipeline:
                 if at_ms == now_ms:
                     return head, now_ms
             head = self._lanes.peek(with_large=False)
-        # Small requests do not wait until large ones are committed, up to twice the limit.
+        # Small requests do not wait for the commit of large ones, up to twice the limit.
         if head is not None and self._in_flight.submitted_bytes < 2 * bytes_max:
             return head, now_ms
         return None, at_ms
 
     def _take_rows(self, pending: PendingBatch, draft: Draft, now_ms: int) -> int:
-        """Take a batch or a piece of it from its lane, validate it, and return its number of rows.
+        """Take a batch or a piece of it from its lane, and validate it; return its number of rows.
 
-        Only large batches are split; a small one is taken whole, together with other requests.
+        Only large batches are split. A small one is taken whole, together with other requests.
         """
         piece_bytes = self._throttle.piece_bytes(now_ms) if pending.is_large else None
         if not self._admission.try_decode(pending, draft.out):
@@ -498,7 +511,7 @@ class AppendPipeline:
             self._completions.finish_if_final(pending, draft.out)
 
     # -----------------------------------------------------------------------------------------
-    # endings
+    # the end of a batch
 
     def _finish_batch(
         self,
@@ -531,7 +544,7 @@ class AppendPipeline:
     def _may_be_held(self, pending: PendingAppend) -> TypeGuard[PendingSingle]:
         if not is_contending(pending):
             return False
-        # Its writer must still be mounted, or it could not be notified later.
+        # The append's writer must still be mounted, otherwise it could not be notified later.
         return (
             pending.mount
             == self._mounts.mount_number(pending.req_id.client_id, pending.connection)
@@ -539,7 +552,7 @@ class AppendPipeline:
         )
 
     def _finish_part(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
-        """One of the batches with rows of this request is final."""
+        """One of the batches with rows of this request is final: answer the request if all are."""
         if isinstance(pending, PendingBatch):
             pending.in_flight_count -= 1
         self._completions.finish_if_final(pending, out)

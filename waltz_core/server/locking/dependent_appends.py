@@ -1,17 +1,18 @@
-"""Pipelined dependent appends: writers that build on transactions that are still in flight.
+"""Pipelined dependent appends: writers build on transactions that are still in flight.
 
-With a contended lock, throughput then depends on how soon writers receive each other's
-transactions, and not on the disks. A rejected writer receives its predecessors: the admitted
-transactions that it has not seen, although they are not durable yet. It computes its transaction
-again. This one is admitted after its predecessors, and is lost if they are lost.
+With dependent appends, throughput on a contended lock depends on how soon writers receive each
+other's transactions, and not on the disks. A rejected writer receives its predecessors: the
+admitted transactions that it has not seen, although they are not durable yet. It computes its
+transaction again. The new transaction is admitted after its predecessors, and is lost if they are
+lost.
 
 Rules (decision 017):
     1. Only rejections wait here. They are final: a rejected append is never admitted.
     2. The answer contains the predecessors: every transaction above the writer's mark, up to the
-       last admitted one, that has entered one of its locks. If these are not known, or over the
-       limit, the answer has none.
-    3. Rejected writers wait in `lock_queues.py`. One is notified when a transaction with its locks
-       is admitted, or after a timeout. While a notified writer is expected to send its next
+       last admitted one, that has entered one of its locks. If these are not known, or are over the
+       limit, the answer contains no predecessors.
+    3. Rejected writers wait in `lock_queues.py`. One writer is notified when a transaction with its
+       locks is admitted, or after a timeout. While a notified writer is expected to send its next
        attempt, others join the queue.
     4. No writer waits for longer than rule 3 of `lock_queues.py` permits.
     5. Only transactions admitted in the open session are remembered.
@@ -29,26 +30,27 @@ from waltz_core.server.locking.validation import ValidatedPiece
 from waltz_core.server.partition_events import SendToClient
 from waltz_core.wire.messages import AppendFollowing, Buffer, Predecessors
 
-# How many admitted transactions are remembered, in number and bytes.
+# The limits of the admitted transactions that are remembered, in number and bytes.
 REMEMBERED_COUNT_MAX: Final = 1_024
 REMEMBERED_BYTES_MAX: Final = 4 << 20
-# Minimum interval between batches while writers wait. A sync takes as long for one transaction as
-# for eight, and the next dependent append does not wait for it.
+# The minimum interval between batches while writers wait. A sync of eight transactions takes as
+# long as a sync of one, and the next dependent append does not wait for the sync.
 GATHER_MS: Final = 5
-# How many predecessors one answer contains.
+# The limits of the predecessors in one answer, in number and bytes.
 PREDECESSORS_COUNT_MAX: Final = 64
 PREDECESSORS_BYTES_MAX: Final = 64 << 10
-# Writers with more locks get none: each lock is searched in all remembered transactions.
+# A writer with more locks gets no predecessors: each lock is searched in all remembered
+# transactions.
 PREDECESSORS_LOCKS_MAX: Final = 64
 _LOCK_BYTES: Final = 4
-# Memory of a remembered lock that is stored as a number of its own.
+# The memory of a remembered lock that is stored as a separate number, in bytes.
 REMEMBERED_LOCK_BYTES: Final = 64
 
 
 class _AdmittedEntry(NamedTuple):
-    """A transaction with its locks and its record; or rows of a batch, with their packed locks.
+    """An admitted transaction with its locks and record, or rows of a batch with packed locks.
 
-    Not the request itself: that would keep its frame in memory.
+    The entry does not refer to the request, because this would keep the request's frame in memory.
     """
 
     last: TransactionId
@@ -57,7 +59,7 @@ class _AdmittedEntry(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Approximate memory that it takes."""
+        """The approximate memory that this entry uses, in bytes."""
         locks = () if self.locks is None else self.locks
         return len(self.content) + REMEMBERED_LOCK_BYTES * len(locks)
 
@@ -70,35 +72,38 @@ class RecentAppends:
     def __init__(self) -> None:
         self._entries: deque[_AdmittedEntry] = deque()
         self._size_bytes = 0
-        # Every transaction above this ID is remembered; None: none is.
+        # All transactions above this ID are remembered; None if no transaction is remembered.
         self._after: int | None = None
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything is remembered at all."""
+        """Whether transactions are being remembered."""
         return self._after is not None
 
     def begin(self, last: TransactionId) -> None:
-        """Remember transactions that are admitted after this one."""
+        """Remember the transactions that are admitted after ID `last`."""
         self._after = last
 
     def end(self) -> None:
-        """Forget everything (rule 5)."""
+        """Forget all transactions (rule 5)."""
         self._entries.clear()
         self._size_bytes, self._after = 0, None
 
     def add(self, pending: PendingSingle, record: Buffer) -> None:
-        """A single transaction was admitted, with the next ID."""
+        """Remember a single transaction, which was admitted with the next ID."""
         message = pending.message
         locks = frozenset((*message.write_locks, *message.append_locks))
         self._add(_AdmittedEntry(TransactionId(pending.transaction_id), locks, record))
 
     def add_rows(self, last: TransactionId, packed_locks: bytes) -> None:
-        """Rows of a batch were admitted, up to this one; their data is not remembered."""
+        """Remember the locks, but not the data, of rows that were admitted up to ID `last`."""
         self._add(_AdmittedEntry(last, None, packed_locks))
 
     def records_above(self, mark: int, locks: Sequence[int]) -> list[Buffer] | None:
-        """Return the records above a mark that entered one of the locks; None by rule 2."""
+        """Return the records of transactions above a mark that entered one of the locks.
+
+        Return None if the transactions are not known or are over the limit (rule 2).
+        """
         if self._after is None or mark < self._after or len(locks) > PREDECESSORS_LOCKS_MAX:
             return None
         found: list[Buffer] = []
@@ -129,12 +134,15 @@ class RecentAppends:
 
 
 def _may_hold(packed_locks: bytes, locks: Sequence[int]) -> bool:
-    """Whether a lock may be among packed ones; bytes across two locks can match by chance."""
+    """Whether packed locks may contain one of the given locks.
+
+    Bytes that span two packed locks can match by chance.
+    """
     return any(lock.to_bytes(_LOCK_BYTES, "big", signed=True) in packed_locks for lock in locks)
 
 
 class DependentAppends:
-    """See the module's rules; the pipeline calls it."""
+    """Remembers admitted transactions and answers rejected writers, by the module's rules."""
 
     __slots__ = ("_admitted", "_session_id", "_sessions_max", "waiting")
 
@@ -150,35 +158,36 @@ class DependentAppends:
         """A session accepts appends.
 
         If its number is not new to this process, dependent appends are not possible in it:
-        predecessors from the other session would pass for transactions in flight in this one.
-        ZooKeeper's numbers rise, unless its data was restored from a backup.
+        predecessors from the other session with this number would be mistaken for transactions in
+        flight in this one. ZooKeeper's session numbers rise, unless its data was restored from a
+        backup.
         """
         if session_id > self._sessions_max:
             self._session_id = self._sessions_max = session_id
 
     def on_session_closed(self) -> None:
-        """The session has ended: dependent appends are not possible any more."""
+        """The session has ended: dependent appends are no longer possible."""
         self._session_id = NO_SESSION
         self._admitted.end()
 
     def knows_predecessors(self, message: AppendFollowing, last: TransactionId) -> bool:
-        """Whether the append's predecessors are in flight, or were, in this same session."""
+        """Whether the predecessors of an append are, or were, in flight in this same session."""
         is_same = message.session_id == self._session_id != NO_SESSION
         return is_same and message.client_high_water_mark <= last
 
     def gathering_ends_ms(self, submitted_ms: int) -> int:
-        """When the gathered draft is submitted if nothing is in flight."""
+        """Return when the gathered draft must be submitted if no batch is in flight."""
         return submitted_ms + (GATHER_MS if self.waiting.waiting_count else 0)
 
     # --- admitted transactions
 
     def begin(self, last: TransactionId) -> None:
-        """Remember transactions from now on; called for the first dependent append."""
+        """Start to remember transactions; called for the first dependent append of a session."""
         if not self._admitted.is_begun and self._session_id != NO_SESSION:
             self._admitted.begin(last)
 
     def on_rows_admitted(self, piece: ValidatedPiece) -> None:
-        """Rows were admitted."""
+        """Remember the rows of a validated piece that were admitted."""
         if not self._admitted.is_begun:
             return
         part = piece.part
@@ -194,7 +203,7 @@ class DependentAppends:
     # --- answers
 
     def has_predecessors(self, pending: PendingSingle) -> bool:
-        """Whether the predecessors of a rejected append are known."""
+        """Whether the predecessors of a rejected append are known, and within the limit."""
         if self._session_id == NO_SESSION:
             return False
         return self._admitted.records_above(*_view_of(pending)) is not None
@@ -202,7 +211,10 @@ class DependentAppends:
     def predecessors_answer(
         self, pending: PendingSingle, high_water_mark: TransactionId, next_id: TransactionId
     ) -> SendToClient | None:
-        """Return the answer with the predecessors of a rejected append; None by rule 2."""
+        """Return the answer that contains the predecessors of a rejected append.
+
+        Return None if the predecessors are not known or are over the limit (rule 2).
+        """
         if self._session_id == NO_SESSION:
             return None
         found = self._admitted.records_above(*_view_of(pending))

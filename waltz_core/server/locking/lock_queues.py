@@ -1,16 +1,16 @@
-"""Queues of writers that a contended lock has rejected; notifies them one after the other.
+"""Queues of writers that a contended lock has rejected; notifies the writers one after the other.
 
 Under optimistic locking, each rejected writer tries again. If all writers that wait for one lock
 are notified at once, all of them send at once, one succeeds, and the work of the others is wasted.
-If they are notified one after the other, each one competes with few others.
+If they are notified one after the other, each writer competes with few others.
 
 Rules:
     1. Only final rejections wait here. Waiting changes only the time at which the writer receives
        its rejection.
-    2. Single appends with exactly the same locks form a queue. The first one in the queue is
+    2. Single appends with exactly the same locks form a queue. The first writer in the queue is
        notified when a transaction with these locks is committed or, among writers of dependent
        appends (`dependent_appends.py`), was admitted. It is also notified some time after the
-       previous one was.
+       previous writer was notified.
     3. No writer waits for longer than `HELD_MS_MAX`, or beyond the end of the session.
     4. The rejection names the last committed transaction with the queue's locks.
 """
@@ -26,7 +26,7 @@ from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import RowOutcomeCode
 
 HELD_MS_MAX: Final = 100
-# The next writer is notified after this many times as long as the last commit or answer took.
+# The next writer is notified after this multiple of the time that the last commit or answer took.
 NOTIFY_FACTOR: Final = 3
 NOTIFY_MS_MIN: Final = 2
 
@@ -35,32 +35,35 @@ LockKey: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(slots=True)
 class _Queue:
-    """The writers that wait for some locks; the first is notified at `due_ms` at the latest."""
+    """The writers that wait for the same locks.
+
+    The first writer is notified at `due_ms` at the latest.
+    """
 
     due_ms: int
     notify_after_ms: int = NOTIFY_MS_MIN
     notified_ms: int = 0
-    last_id: int = REJECTED  # the last transaction with these locks
-    waiting: deque[tuple[PendingSingle, int]] = field(default_factory=deque)  # with a deadline
+    last_id: int = REJECTED  # the ID of the last transaction with these locks
+    waiting: deque[tuple[PendingSingle, int]] = field(default_factory=deque)  # with deadlines
 
     @property
     def next_ms(self) -> int:
-        """When the queue has something to do, if nothing is committed or admitted first."""
+        """When to process the queue next, if there is no commit or admission before."""
         return min(self.due_ms, self.waiting[0][1]) if self.waiting else self.due_ms
 
 
 def is_contending(pending: PendingAppend) -> TypeGuard[PendingSingle]:
-    """Whether a lock rejected it and it has write locks; appends that only read do not wait."""
+    """Whether a lock has rejected this append and it has write locks; others do not wait."""
     if not isinstance(pending, PendingSingle) or pending.reason is not RowOutcomeCode.LOCK:
         return False
     return bool(pending.message.write_locks)
 
 
 class LockQueues:
-    """See the module's rules.
+    """Queues of rejected writers, by the module's rules.
 
-    With `expects_return`, later writers also wait when the queue is empty, until it is due: the
-    writer that was notified last is expected to return.
+    With `expects_return`, a later writer also waits in an empty queue, until the queue is due: the
+    writer that was notified last is expected to send its next attempt first.
     """
 
     __slots__ = ("_expects_return", "_not_before_ms", "_queues", "waiting_count")
@@ -69,16 +72,17 @@ class LockQueues:
         self._expects_return = expects_return
         self._queues: dict[LockKey, _Queue] = {}
         self.waiting_count = 0
-        # No queue has anything to do before this time. It may be too early, but not too late.
+        # The earliest time at which a queue must be processed. It may be too early, but is never
+        # too late.
         self._not_before_ms: int | None = None
 
     @property
     def due_ms(self) -> int | None:
-        """When `take_due` may return a writer, if nothing is committed or admitted first."""
+        """When `take_due` may return a writer, if there is no commit or admission before."""
         return self._not_before_ms
 
     def on_rejected(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
-        """Queue a writer; return it if it must be notified now, otherwise nothing."""
+        """Queue a rejected writer; return the writer that must be notified now, if any."""
         queue = self._enqueue(pending, now_ms, due_ms=0)
         if now_ms >= queue.due_ms:
             return [self._take_first(queue, now_ms)]
@@ -86,7 +90,10 @@ class LockQueues:
         return []
 
     def on_writer_admitted(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
-        """Return the writer to notify when a transaction with its locks was admitted."""
+        """Return the writer to notify after a transaction was admitted.
+
+        `pending` is the append of this transaction; the writer has the same locks.
+        """
         queue = self._queues.get(key_of(pending))
         if queue is None:
             return []
@@ -104,9 +111,10 @@ class LockQueues:
         took_ms: int,
         now_ms: int,
     ) -> list[PendingSingle]:
-        """Return the writers to notify when a batch is committed, which makes rejections final.
+        """Return the writers to notify after a batch was committed, which makes rejections final.
 
-        `rejected` are those of the `finished` that may wait.
+        `finished` are the appends of the batch. `rejected` are the rejected ones among them that
+        may wait.
         """
         touched: dict[LockKey, _Queue] = {}
         for pending in rejected:
@@ -129,7 +137,7 @@ class LockQueues:
         return notified
 
     def take_due(self, now_ms: int) -> list[PendingSingle]:
-        """Return the writers that must be notified now (rules 2 and 3)."""
+        """Remove and return the writers that must be notified now (rules 2 and 3)."""
         if self._not_before_ms is None or self._not_before_ms > now_ms:
             return []
         notified: list[PendingSingle] = []
@@ -140,7 +148,7 @@ class LockQueues:
         return notified
 
     def drop(self, connection: ConnectionId) -> list[PendingSingle]:
-        """Forget the writers of a closed connection; return them."""
+        """Remove and return the writers of a closed connection."""
         dropped = self._take_matching(lambda pending: pending.connection == connection)
         self._remove_unused(0)
         return dropped
@@ -172,7 +180,7 @@ class LockQueues:
             self._not_before_ms = at_ms
 
     def _remove_unused(self, now_ms: int) -> None:
-        """Remove unused queues, and compute when the others have something to do."""
+        """Remove unused queues, and compute when the remaining queues must be processed."""
         for key, queue in list(self._queues.items()):
             if not queue.waiting and not (self._expects_return and queue.due_ms > now_ms):
                 del self._queues[key]
@@ -188,5 +196,5 @@ class LockQueues:
 
 
 def key_of(pending: PendingSingle) -> LockKey:
-    """Return what the writers of one queue have in common: exactly the same locks."""
+    """Return the locks of an append, sorted: all writers of one queue have the same locks."""
     return tuple(sorted(pending.message.write_locks)), tuple(sorted(pending.message.read_locks))

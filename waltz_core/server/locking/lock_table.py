@@ -1,17 +1,17 @@
 """The lock table of one partition: estimates which transaction wrote a lock last.
 
-Only this file decides optimistic locking. From the locks of a batch of rows, their clients' marks
-and the log's mark, the table decides which rows get which ID and which are rejected. It is
-independent of clients, sessions and answers.
+Only this module decides optimistic locking. From the locks of a batch of rows, their clients' marks
+and the log's high-water mark, the table decides which rows get which ID and which are rejected. It
+is independent of clients, sessions and answers.
 
-The table is a sketch similar to a count-min sketch. A lock has three slots, and a slot holds the
+The table is a sketch similar to a count-min sketch. A lock has three slots, and a slot contains the
 highest ID of all locks that share it. The minimum of the three is an estimate of the lock's last
-writer that is never too low. So a false rejection is possible, a missed conflict is not.
+writer that is never too low. So a false rejection is possible, but a missed conflict is not.
 
 Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-format.md 4):
     1. The estimate of a row is the greatest one over its write and read locks. Append locks update
        the table and are never compared. A row passes if its estimate is not above its client's
-       mark. `validate` applies this rule to many rows as arrays, `validate_one` to a single one.
+       mark. `validate` applies this rule to many rows as arrays, `validate_one` to a single row.
     2. A row whose mark is above the log's is AHEAD and is not validated at all.
     3. An accepted row enters its write and append locks at once, with the ID that it will have. So
        an entry above the high-water mark is "reserved": its transaction is still in flight.
@@ -21,13 +21,13 @@ Rules (docs/design/correctness.md 2.3 and 2.4, rows 25-30; docs/design/wire-form
        client was notified of the loss.
     5. Rows are validated in order, as if one by one: the entries of accepted rows apply to all
        later rows of the same batch.
-    6. last writer(lock) <= estimate(lock) <= highest ID given. If nothing is in flight, no estimate
-       is above the high-water mark. When entries are lost with a session, their slots get their
-       previous values again. Otherwise a row that is sent again would be rejected because of its
-       own first attempt.
-    7. After `reset` no slot is below the mark. The floor is an ID above which every writer is known
-       (`lock_table_loader.py`); `refine` lowers slots to it. A slot above the floor was entered by
-       a known writer, and stays.
+    6. last writer(lock) <= estimate(lock) <= highest assigned ID. If nothing is in flight, no
+       estimate is above the high-water mark. When entries are lost with a session, their slots get
+       their previous values again. Otherwise a row that is sent again would be rejected because of
+       its own first attempt.
+    7. After `reset` no slot is below the high-water mark. The floor is an ID above which every
+       writer is known (`lock_table_loader.py`); `refine` lowers slots to the floor. A slot above
+       the floor was entered by a known writer, and stays.
 """
 
 from collections import deque
@@ -44,39 +44,42 @@ I32 = npt.NDArray[np.int32]
 I64 = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
-# A prime: with the fixed hash chain a power of two has nine times as many false rejections.
+# A prime number: with the fixed hash chain, a power of two has nine times as many false rejections.
 SLOT_COUNT: Final = 1_048_573
 SLOT_BYTES: Final = 8
 HASH_COUNT: Final = 3
 REJECTED: Final = -1
 NO_CONFLICT: Final = -1
-# Results of `validate_one` other than an estimate.
+# The results of `validate_one` that are not an estimate.
 PASSED: Final = -1
 AHEAD: Final = -2
 
 _MULTIPLIER: Final = np.uint32(1103515245)
 _INCREMENT: Final = np.uint32(12345)
 _INDEX_MASK: Final = np.uint32(0x3FFFFFFF)
-# The same for plain numbers.
+# The same constants as plain Python numbers.
 _A: Final = int(_MULTIPLIER)
 _B: Final = int(_INCREMENT)
 _WORD: Final = 0xFFFFFFFF
 _INDEX: Final = int(_INDEX_MASK)
 _I64_MIN: Final = int(np.iinfo(np.int64).min)
 _I64_MAX: Final = int(np.iinfo(np.int64).max)
-# Above every transaction ID: `_IN_BATCH + row` in a slot means "row of the batch being validated".
+# Above every transaction ID. `_IN_BATCH + row` in a slot means "row of the batch being validated".
 _IN_BATCH: Final = 1 << 62
-# The values overwritten by a batch with more entries are not kept: too expensive for the benefit.
+# For a batch with more entries, the overwritten values are not kept: this would cost more than it
+# saves.
 _REMEMBERED_LOCKS_MAX: Final = HASH_COUNT * 8_192
-# With a sample of this many slots the false rejection estimate has an error of about 0.5 percent.
+# With a sample of this many slots, the estimate of false rejections has an error of about 0.5
+# percent.
 _SAMPLE_SLOTS: Final = 65_536
 
 
 class LockRequests(NamedTuple):
     """The locks and marks of the rows of one append.
 
-    `marks` are the client high-water marks, one a row or one for all. `eligible` (all, if None)
-    excludes rows that were rejected for other reasons: they get no ID and enter no lock.
+    `marks` are the high-water marks of the client: one per row, or one for all rows. `eligible` is
+    false for rows that were rejected for other reasons: these get no ID and enter no lock. None
+    means that all rows are eligible.
     """
 
     write: LockColumn
@@ -87,11 +90,12 @@ class LockRequests(NamedTuple):
 
 
 class Validation(NamedTuple):
-    """The verdict on each row.
+    """The result of the validation, for each row.
 
-    `ids` are consecutive over the accepted rows, REJECTED for the others. `ahead` marks the rows of
-    rule 2. `conflicts` holds the estimate for which a row was rejected, else NO_CONFLICT. `pending`
-    marks the rows of rule 4, which wait for the ID in `conflicts` to become final.
+    `ids` are consecutive over the accepted rows, and REJECTED for the others. `ahead` is true for
+    the rows of rule 2. `conflicts` contains the estimate because of which a row was rejected,
+    otherwise NO_CONFLICT. `pending` is true for the rows of rule 4, which wait until the ID in
+    `conflicts` is final.
     """
 
     ids: I64
@@ -102,19 +106,22 @@ class Validation(NamedTuple):
 
     @property
     def accepted(self) -> Mask:
-        """Which rows have an ID; the mask for `batches.encode_records`."""
+        """A mask of the rows that have an ID, as `batches.encode_records` expects it."""
         accepted: Mask = self.ids != REJECTED
         return accepted
 
 
 class _LockSlots(NamedTuple):
-    """The slots of locks in the table."""
+    """The slots of a list of locks in the table."""
 
-    rows: I64  # row of each lock
+    rows: I64  # the row of each lock
     slots: I64  # (3, lock count)
 
     def concatenate(self, other: "_LockSlots") -> "_LockSlots":
-        """Return both, these first; most batches have one kind of locks only."""
+        """Concatenate two lists of locks; the locks of this list come first.
+
+        Most batches have one kind of locks only, so usually one of the lists is empty.
+        """
         if not other.rows.size:
             return self
         if not self.rows.size:
@@ -124,25 +131,25 @@ class _LockSlots(NamedTuple):
 
 
 class _Estimates(NamedTuple):
-    """Slot values of checked locks: preceding the batch, and as if all earlier rows had entered."""
+    """Slot values of checked locks: before the batch, and as if all earlier rows had entered."""
 
-    rows: I64  # row of each checked lock
+    rows: I64  # the row of each checked lock
     slots: I64  # (3, lock count)
-    before: I64  # (3, lock count) slot values preceding the batch
-    entered: I64  # (3, lock count) the same, or `_IN_BATCH + row` where an earlier row may enter
+    before: I64  # (3, lock count) the slot values before the batch
+    entered: I64  # (3, lock count) or `_IN_BATCH + row` where an earlier row may enter
 
 
 class _EnteredSlots(NamedTuple):
-    """Slots that were entered for rows in flight, and their previous values, in the same order."""
+    """The slots that rows in flight have entered, and the previous values of these slots."""
 
-    last: int  # the highest ID
+    last: int  # the highest ID of these rows
     slots: I64 | list[int]
     before: I64 | list[int]
-    ids: I64 | None  # the entered IDs; None: all are `last`
+    ids: I64 | None  # the entered ID of each slot; None: all are `last`
 
 
 class LockTable:
-    """Estimates of the last writer of each lock; see the module's rules."""
+    """The estimates of the last writer of each lock, by the module's rules."""
 
     __slots__ = ("_entered", "_plain", "_slot_count", "_slots")
 
@@ -150,8 +157,8 @@ class LockTable:
         assert slot_count > 0
         self._slot_count = np.uint32(slot_count)
         self._slots = np.full(slot_count, high_water_mark, dtype=np.int64)
-        self._plain = self._slots.data  # the same memory, faster for single elements
-        self._entered: deque[_EnteredSlots] = deque()  # by ID
+        self._plain = self._slots.data  # the same memory; faster access to single elements
+        self._entered: deque[_EnteredSlots] = deque()  # in the order of the IDs
 
     # -----------------------------------------------------------------------------------------
     # appends
@@ -161,8 +168,8 @@ class LockTable:
     ) -> Validation:
         """Validate the rows in order (rule 5), and enter the locks of the accepted ones (rule 3).
 
-        `next_id` is the ID of the next accepted row; IDs from `high_water_mark + 1` to below it are
-        in flight.
+        `next_id` is the ID of the next accepted row. The IDs from `high_water_mark + 1` up to
+        `next_id - 1` are in flight.
         """
         assert high_water_mark < next_id
         count = requests.write.offsets.size - 1
@@ -174,12 +181,12 @@ class LockTable:
             open_rows &= requests.eligible
         write, read, append = (self._lock_slots(column) for column in requests[:3])
         entering = write.concatenate(append)
-        # One dimension only: NumPy 2.4's `ufunc.at` does not broadcast over two dimensions.
+        # Flat arrays only: NumPy 2.4's `ufunc.at` does not broadcast over two dimensions.
         entries = np.tile(entering.rows, HASH_COUNT), entering.slots.ravel()
         found = self._estimates(write.concatenate(read), entering, entries)
         accepted, conflicts = _decide(found, marks, open_rows, entries)
         ranks = np.cumsum(accepted)
-        # A conflict with a row of this batch has the row's number; replace it by the row's ID.
+        # A conflict with a row of this batch contains the row's number. Replace it by the row's ID.
         inside = conflicts >= _IN_BATCH
         if inside.any():
             conflicts[inside] = next_id - 1 + ranks[conflicts[inside] - _IN_BATCH]
@@ -201,10 +208,10 @@ class LockTable:
         high_water_mark: TransactionId,
         next_id: TransactionId,
     ) -> int:
-        """Validate one row as `validate` would: for a few rows, arrays cost more than they save.
+        """Validate one row like `validate`; for a few rows, this is faster than arrays.
 
-        `locks` are the write, read and append locks. Returns PASSED (the row has `next_id`, and
-        its locks are entered), AHEAD, or the estimate for which the row is rejected.
+        `locks` are the write, read and append locks. Returns PASSED (the row has ID `next_id`, and
+        its locks are entered), AHEAD, or the estimate because of which the row is rejected.
         """
         if mark > high_water_mark:
             return AHEAD
@@ -224,7 +231,7 @@ class LockTable:
         return PASSED
 
     def on_committed(self, high_water_mark: TransactionId) -> None:
-        """Entries up to the mark are committed and cannot be undone any more."""
+        """Entries up to the high-water mark are committed and can no longer be undone."""
         while self._entered and self._entered[0].last <= high_water_mark:
             self._entered.popleft()
 
@@ -232,30 +239,31 @@ class LockTable:
     # sessions
 
     def clamp(self, high_water_mark: TransactionId) -> None:
-        """Undo the entries above the mark of a lost session (rule 6).
+        """Undo the entries of a lost session above the high-water mark (rule 6).
 
-        Only if no other server has owned the partition since; otherwise use `reset`.
+        The caller must be sure that no other server has owned the partition since. Otherwise call
+        `reset`.
         """
         while self._entered and (lost := self._entered.pop()).last > high_water_mark:
             self._slots[lost.slots] = lost.before
-            if lost.ids is not None:  # the first rows may be in the log
+            if lost.ids is not None:  # The first rows may be in the log.
                 kept = lost.ids <= high_water_mark
                 np.maximum.at(self._slots, np.asarray(lost.slots)[kept], lost.ids[kept])
         self._entered.clear()
         np.minimum(self._slots, high_water_mark, out=self._slots)
 
     def reset(self, high_water_mark: TransactionId) -> None:
-        """Forget all writers: they are only known to be at or below the mark."""
+        """Forget all writers: they are only known to be at or below the high-water mark."""
         self._entered.clear()
         self._slots.fill(high_water_mark)
 
     def refine(
         self, floor: TransactionId, lower_floor: TransactionId, locks: I32, ids: I64
     ) -> None:
-        """Enter all locks of the transactions above `lower_floor`, up to `floor`.
+        """Enter all locks that the transactions above `lower_floor`, up to `floor`, have written.
 
         `floor` is the minimum of all slots, since writers at or below it were not known. `ids` has
-        for each lock an ID not below that of its writer.
+        for each lock the ID of its writer, or a higher one.
         """
         assert lower_floor < floor
         np.putmask(self._slots, self._slots <= floor, lower_floor)
@@ -263,15 +271,15 @@ class LockTable:
         np.maximum.at(self._slots, slots.ravel(), np.tile(ids, HASH_COUNT))
 
     # -----------------------------------------------------------------------------------------
-    # figures
+    # size and estimates
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the table takes."""
+        """The memory that the table uses, in bytes."""
         return int(self._slots.nbytes)
 
     def estimate(self, lock: int) -> TransactionId:
-        """Return the estimate of one lock."""
+        """Return the estimated last writer of one lock."""
         slots = self._plain
         first, second, third = _slots_of(lock, len(slots))
         return TransactionId(min(slots[first], slots[second], slots[third]))
@@ -279,14 +287,14 @@ class LockTable:
     def false_rejection_probability(self, mark: TransactionId) -> float:
         """Return the probability that a lock without a writer is rejected for a client at `mark`.
 
-        It is rejected if all its three slots hold an ID above the mark; their proportion is
-        estimated from a sample of the slots.
+        Such a lock is rejected if all its three slots contain an ID above the mark. The function
+        estimates the proportion of these slots from a sample.
         """
         step = max(1, self._slots.size // _SAMPLE_SLOTS)
         return float(np.mean(self._slots[::step] > mark)) ** HASH_COUNT
 
     # -----------------------------------------------------------------------------------------
-    # inside
+    # implementation
 
     def _lock_slots(self, column: LockColumn) -> _LockSlots:
         rows = np.repeat(np.arange(column.offsets.size - 1), column.counts)
@@ -295,10 +303,11 @@ class LockTable:
     def _estimates(
         self, checked: _LockSlots, entering: _LockSlots, entries: tuple[I64, I64]
     ) -> _Estimates:
-        """Look up the checked locks: preceding the batch, and as if all earlier rows had entered.
+        """Look up the checked locks: before the batch, and as if all earlier rows had entered.
 
-        To find the first row that enters a slot, the row numbers are put into the table itself
-        and removed again: a second table of its size would double the memory of a partition.
+        To find the first row that enters a slot, the function writes row numbers into the table
+        itself, and removes them again. A second table of the same size would double the memory of a
+        partition.
         """
         kept = self._slots.take(entering.slots)
         before = kept if checked is entering else self._slots.take(checked.slots)
@@ -322,7 +331,7 @@ class LockTable:
 def slot_indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
     """Return the three slots of each lock hash as a (3, lock count) array.
 
-    docs/design/wire-format.md 4 specifies the function.
+    docs/design/wire-format.md 4 specifies the hash function.
     """
     value = np.asarray(locks, dtype=np.int32).view(np.uint32)
     slots = np.empty((HASH_COUNT, value.size), dtype=np.int64)
@@ -333,7 +342,7 @@ def slot_indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
 
 
 def _slots_of(lock: int, slot_count: int) -> tuple[int, int, int]:
-    """Return `slot_indices` of a single lock: for one, arrays cost more than they save."""
+    """Return the slots of a single lock; for one lock this is faster than `slot_indices`."""
     first = (lock * _A + _B) & _WORD
     second = (first * _A + _B) & _WORD
     third = (second * _A + _B) & _WORD
@@ -345,9 +354,10 @@ def _slots_of(lock: int, slot_count: int) -> tuple[int, int, int]:
 
 
 def slot_count_within(budget_bytes: int, table_count: int) -> int:
-    """Return the largest prime number of slots, up to the default, that the budget allows.
+    """Return the number of slots for each lock table: the largest prime that the budget allows.
 
-    The budget is that of a server, for the tables of all partitions that it may own.
+    It is at most `SLOT_COUNT`. The budget is that of a server, for the tables of all partitions
+    that it may own.
     """
     assert table_count > 0
     count = min(SLOT_COUNT, max(2, budget_bytes // (SLOT_BYTES * table_count)))
@@ -359,10 +369,10 @@ def slot_count_within(budget_bytes: int, table_count: int) -> int:
 def _decide(
     found: _Estimates, marks: I64, open_rows: Mask, entries: tuple[I64, I64]
 ) -> tuple[Mask, I64]:
-    """Return which rows are accepted, and the conflicts of the other open rows.
+    """Return a mask of the accepted rows, and the conflicts of the other open rows.
 
-    Most rows are decided by whole-array comparisons. Rows that depend on an earlier row of the
-    batch are decided one by one.
+    Comparisons of whole arrays decide most rows. Rows that depend on an earlier row of the batch
+    are decided one by one.
     """
     count = marks.size
     lowest = _greatest_by_row(found.before.min(axis=0), found.rows, count)
@@ -378,7 +388,7 @@ def _decide(
 
 def _greatest_by_row(values: I64, rows: I64, count: int) -> I64:
     if rows.size == count and (rows[1:] > rows[:-1]).all():
-        return values  # The usual case, one lock in each row.
+        return values  # the usual case: one lock in each row
     greatest = np.full(count, _I64_MIN, dtype=np.int64)
     np.maximum.at(greatest, rows, values)
     return greatest
@@ -387,11 +397,11 @@ def _greatest_by_row(values: I64, rows: I64, count: int) -> I64:
 class _DoubtfulSlots(NamedTuple):
     """The slots that doubtful rows check, renumbered, as plain lists in row order."""
 
-    rows: list[int]  # row of each checked lock
-    indexes: list[list[int]]  # its three slots, as indexes into `held`
+    rows: list[int]  # the row of each checked lock
+    indexes: list[list[int]]  # the three slots of each checked lock, as indexes into `held`
     held: list[int]  # the value of each slot, updated through the batch
-    entering: list[int]  # row of each entry into one of these slots
-    targets: list[int]  # the index that it enters
+    entering: list[int]  # the row of each entry into one of these slots
+    targets: list[int]  # the index of the slot of each entry
 
 
 def _collect_doubtful(
@@ -419,8 +429,8 @@ def _collect_doubtful(
 def _decide_in_order(followed: _DoubtfulSlots, marks: I64, accepted: Mask, conflicts: I64) -> None:
     """Decide the doubtful rows one after the other, in place.
 
-    All of them are initially not accepted. The loop makes no calls: it may run for each row of a
-    batch that writes the same lock in all rows.
+    The caller has marked all of them as not accepted. The loop calls no functions: it may run for
+    each row of a batch in which all rows write the same lock.
     """
     rows, indexes, held, entering, targets = followed
     passed, rejected, limits = accepted.tolist(), conflicts.tolist(), marks.tolist()

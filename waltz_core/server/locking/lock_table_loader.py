@@ -1,20 +1,20 @@
-"""Loads the lock table after a move from the lock blocks that storages keep.
+"""Loads the lock table after a partition has moved, from the lock blocks that storages keep.
 
-A new owner knows only that all locks were written at or below the mark with which it begins. So it
-would have to reject every client below that mark once. But the storages have lock files with blocks
-of recent locks and their writers (`lock_blocks.py`). This code requests these blocks and checks
-them, piece by piece. The table uses only blocks that the log's chain proves.
+A new owner knows only that all locks were written at or below the high-water mark with which it
+begins. So it would have to reject every client below that mark once. But the storages have lock
+files with blocks of recent locks and their writers (`lock_blocks.py`). This module requests these
+blocks and checks them, piece by piece. The table uses only blocks that match the log's hash chain.
 
 Rules:
     1. The floor is a position in the log. The table knows every writer above the floor; all other
-       locks count as written at the floor. The floor starts at the session's mark and only goes
-       down.
-    2. A block lowers the floor only if it ends at the floor and has the log's chain there. If the
-       next block is missing, old, torn or incomplete, the descent stops. This causes only
-       additional rejections.
-    3. One replica is queried at a time. The next one may have blocks that the first one lacks, so
-       the descent continues where it stopped. The floor is kept for later sessions of this owner,
-       if no other owner came in between.
+       locks count as written at the floor. The floor starts at the session's high-water mark and
+       only goes down.
+    2. A block lowers the floor only if it ends at the floor and contains the log's hash chain
+       there. If the next block is missing, old, torn or incomplete, the descent stops. This causes
+       only additional rejections.
+    3. One replica is queried at a time. The next replica may have blocks that the first one lacks,
+       so the descent continues where it stopped. The floor is kept for later sessions of this
+       owner, if no other owner came in between.
     4. No append is validated until the descent has ended, but for at most `HELD_MS_MAX`, because
        the first appends after a move are from clients below the mark. Blocks that arrive later are
        used as well.
@@ -49,14 +49,14 @@ HELD_MS_MAX: Final = 150
 RETRY_MS: Final = 10
 SLICE_BLOCKS_MAX: Final = 1_024
 SLICE_LOCKS_MAX: Final = 65_536
-# Limit of requests without an answer, including those of sessions that have ended.
+# The maximum number of requests without an answer, including those of sessions that have ended.
 IN_FLIGHT_MAX: Final = 4
-# Tokens for each session; they are negative, those of `reads.py` are not.
+# The number of tokens for each session. They are negative; the tokens of `reads.py` are not.
 _TOKENS: Final = 1 << 16
 
 
 class LockTableLoader:
-    """See the module's rules."""
+    """Fills the lock table of one partition from lock blocks, by the module's rules."""
 
     def __init__(self, partition_id: PartitionId, limits: PartitionLimits) -> None:
         self._partition_id = partition_id
@@ -64,13 +64,13 @@ class LockTableLoader:
         self._table: LockTable | None = None
         self._floor = LogEnd(BEFORE_FIRST, GENESIS_CHAIN)
         self._wanted = BEFORE_FIRST  # the lowest floor that is useful
-        self._mark = BEFORE_FIRST  # where it began
+        self._mark = BEFORE_FIRST  # the mark at which the descent began
         self._session_id = NO_SESSION
         self._left: list[ReplicaId] = []
         self._failed: list[ReplicaId] = []
-        # For rule 6: the floor at which each replica had no block.
+        # The floor at which each replica had no block (rule 6).
         self._lacking: dict[ReplicaId, TransactionId] = {}
-        self._sender: ReplicaId | None = None  # the sender of `_blocks`
+        self._sender: ReplicaId | None = None  # the replica that has sent `_blocks`
         self._fetch: Fetch | None = None
         self._fetch_count = 0
         self._under_way: set[int] = set()
@@ -80,14 +80,14 @@ class LockTableLoader:
 
     @property
     def floor(self) -> TransactionId:
-        """The table knows every writer above this ID (rule 1)."""
+        """The floor: the table knows every writer above this ID (rule 1)."""
         return self._floor.last
 
     # -----------------------------------------------------------------------------------------
     # the session
 
     def begin(self, table: LockTable, mark: LogEnd) -> None:
-        """Start with a table that has only the mark."""
+        """Start with a table in which all locks count as written at `mark`."""
         self._table, self._floor, self._mark = table, mark, mark.last
         self._lacking.clear()
         self._wanted = TransactionId(
@@ -108,7 +108,7 @@ class LockTableLoader:
         return self._fetch_next(now_ms)
 
     def stop(self) -> None:
-        """The session has ended, or the descent has; the floor stays."""
+        """Stop because the session or the descent has ended; the floor stays."""
         self._left, self._failed = [], []
         self._fetch = self._blocks = None
         self._retry_at_ms = self._held_until_ms = None
@@ -118,7 +118,7 @@ class LockTableLoader:
         return self._held_until_ms is not None and now_ms < self._held_until_ms
 
     def due_ms(self, now_ms: int) -> int | None:
-        """When `load_slice` has something to do, or appends may be validated again."""
+        """When `load_slice` has work next, or when appends may be validated again."""
         if self._blocks is not None:
             return now_ms
         return earliest(
@@ -129,7 +129,7 @@ class LockTableLoader:
     # answers
 
     def on_blocks_fetched(self, token: int, message: LockBlocks) -> None:
-        """A replica has sent its newest blocks; the turns process them."""
+        """A replica has sent its newest lock blocks; the next turns process them."""
         self._under_way.discard(token)
         if self._fetch is not None and token == self._fetch.token:
             self._sender = self._fetch.replica if message.blocks else None
@@ -137,7 +137,7 @@ class LockTableLoader:
             self._blocks = LockBlockReader(message.blocks)
 
     def on_fetch_failed(self, token: int, now_ms: int) -> list[Fetch | Report]:
-        """A replica has not sent its blocks."""
+        """A replica has not sent its lock blocks: query the next one."""
         self._under_way.discard(token)
         if self._fetch is None or token != self._fetch.token:
             return []
@@ -146,7 +146,7 @@ class LockTableLoader:
         return self._fetch_next(now_ms)
 
     def load_slice(self, now_ms: int) -> list[Fetch | Report]:
-        """Process a slice of the blocks (rule 5), or query again."""
+        """Process a slice of the blocks (rule 5), or query the next replica."""
         if self._blocks is not None:
             has_more = self._take_slice(self._blocks)
             if self._is_done:
@@ -162,14 +162,17 @@ class LockTableLoader:
         return []
 
     # -----------------------------------------------------------------------------------------
-    # inside
+    # implementation
 
     @property
     def _is_done(self) -> bool:
         return self._table is None or self._floor.last <= self._wanted
 
     def _fetch_next(self, now_ms: int) -> list[Fetch | Report]:
-        """Query the next replica; after all of them, those that failed, after `RETRY_MS`."""
+        """Query the next replica.
+
+        After the last one, query those that failed again, after `RETRY_MS`.
+        """
         if not self._left:
             if self._failed and self.is_holding_appends(now_ms):
                 self._left, self._failed = self._failed, []
@@ -187,12 +190,12 @@ class LockTableLoader:
         return [self._fetch]
 
     def _finish(self, name: str) -> list[Fetch | Report]:
-        """Report from which ID on the table knows all locks."""
+        """Stop, and report the ID from which on the table knows all locks."""
         self.stop()
         return [Report(name, (("known_from", self._floor.last + 1), ("mark", self._mark)))]
 
     def _take_slice(self, blocks: LockBlockReader) -> bool:
-        """Move the floor down by a slice (rule 2); return whether there may be more."""
+        """Lower the floor by one slice of blocks (rule 2); return whether more may follow."""
         assert self._table is not None
         found: list[LockBlock] = []
         bytes_left, floor = SLICE_LOCKS_MAX * HASH_BYTES, self._floor
@@ -214,6 +217,9 @@ class LockTableLoader:
 
 
 def _entered_ids(block: LockBlock) -> I64:
-    """Return the writer of each lock, or the last transaction that may be it."""
+    """Return the writer of each lock in a block.
+
+    If the block has no distances, return the last transaction of the block instead.
+    """
     last = np.full(len(block.locks) // HASH_BYTES, block.end.last, dtype=np.int64)
     return last - np.frombuffer(block.distances, dtype=np.uint8) if block.distances else last

@@ -4,18 +4,19 @@ The reported outcome of an append must never change. A row's outcome is set in t
 this file: when the row is validated, and when a lost session is settled.
 
 Rules:
-    1. A row's outcome is final when its ID, or the ID of the transaction that it was rejected for,
-       is no longer in flight. A request is answered when all of its rows are validated and final.
+    1. A row's outcome is final when its ID, or the ID of the transaction because of which it was
+       rejected, is no longer in flight. A request is answered when all of its rows are validated
+       and final.
     2. `settle`: rows above the settled mark are LOST, and so are rows that were rejected because of
        a transaction above it. They are not validated again, so they cannot enter the log after
        their client was notified of the loss (docs/design/correctness.md 2.3).
-    3. Rows of one request have consecutive sequence numbers, including rejected ones.
+    3. Rows of one request have consecutive sequence numbers, including rejected rows.
     4. A batch may be validated in pieces, from the first row on. Rows that no piece has reached
        have no outcome yet. They are validated in the session that is open then, or rejected
        together with all later rows.
-    5. AHEAD is reported only if the session in which the row was validated is proven afterwards
-       (`linearizable_requests.py`, rule 3). Without that proof the answer is NOT_MOUNTED. In both
-       cases the row is not in the log.
+    5. AHEAD is reported only if a quorum has afterwards confirmed the session in which the row was
+       validated (`linearizable_requests.py`, rule 3). Without that confirmation the answer is
+       NOT_MOUNTED. In both cases the row is not in the log.
 """
 
 import struct
@@ -47,9 +48,10 @@ from waltz_core.wire.messages import (
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 
-# A request of at least this size is large: it delays small ones (`append/large_batch_throttle.py`).
+# A request of at least this size is large: it delays small requests
+# (`append/large_batch_throttle.py`).
 LARGE_BYTES: Final = 64 * 1024
-# Number of latencies kept for metrics.
+# The number of latencies that are kept for metrics.
 LATENCIES_MAX: Final = 4_096
 _ID = struct.Struct(">q")
 _NONE: Final = _ID.pack(REJECTED)
@@ -61,8 +63,8 @@ _REASONS: Final = {reason: bytes((reason,)) for reason in RowOutcomeCode}
 class FlushGroup:
     """The requests between two flushes.
 
-    `unfinished` of them are not final yet; `waiting` has the tokens of the flushes that wait for
-    all of them.
+    `unfinished` is the number of these requests that are not final yet. `waiting` has the tokens of
+    the flushes that wait for all of them.
     """
 
     unfinished: int = 0
@@ -71,63 +73,63 @@ class FlushGroup:
 
 @dataclass(slots=True)
 class PendingSingle:
-    """One transaction, sent alone."""
+    """An append request with one transaction."""
 
     connection: ConnectionId
     cost_bytes: int
     message: AppendRequest
     flush_group: FlushGroup
     received_ms: int
-    # The number of the mount under which it arrived (`mounts.py`, rule 5).
+    # The number of the mount under which the request arrived (`mounts.py`, rule 5).
     mount: int = 0
     transaction_id: int = REJECTED
     reason: RowOutcomeCode = RowOutcomeCode.COMMITTED
     conflict: int = NO_CONFLICT
-    # The session that it was validated in.
+    # The session in which the transaction was validated.
     session_id: SessionId = NO_SESSION
 
     @property
     def req_id(self) -> ReqId:
-        """The request ID, which is also the transaction's."""
+        """The ID of the request, which is also the request ID of the transaction."""
         return self.message.req_id
 
     @property
     def is_large(self) -> bool:
-        """Whether small requests may pass it."""
+        """Whether small requests may overtake this request."""
         return self.cost_bytes >= LARGE_BYTES
 
     @property
     def is_dependent(self) -> bool:
-        """Whether it may depend on transactions in flight (`dependent_appends.py`)."""
+        """Whether the append may depend on transactions in flight (`dependent_appends.py`)."""
         return isinstance(self.message, AppendFollowing)
 
     @property
     def is_ahead(self) -> bool:
-        """Whether its outcome is AHEAD (rule 5)."""
+        """Whether the outcome of the append is AHEAD (rule 5)."""
         return self.reason is RowOutcomeCode.AHEAD
 
     def end_unproved(self) -> None:
-        """Replace AHEAD, for which there is no proof (rule 5)."""
+        """Replace AHEAD by NOT_MOUNTED, because no quorum has confirmed the session (rule 5)."""
         assert self.is_ahead
         self.reason = RowOutcomeCode.NOT_MOUNTED
 
     def reject(self, reason: RowOutcomeCode) -> None:
-        """Reject it: the transaction will not be in the log, and this is final."""
+        """Reject the transaction: it will not be in the log, and this is final."""
         self.transaction_id, self.reason, self.conflict = REJECTED, reason, NO_CONFLICT
 
     def reject_for(self, conflict: int) -> None:
-        """Reject it for a lock that was last written at `conflict` or below; this is final."""
+        """Reject the transaction for a lock last written at or below `conflict`; this is final."""
         self.transaction_id, self.reason, self.conflict = REJECTED, RowOutcomeCode.LOCK, conflict
 
     def settle(self, last: TransactionId, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> bool:
-        """Apply rule 2; return whether it was lost, which is reported as `loss`."""
+        """Apply rule 2, with `loss` as the reason to report; return whether it was lost."""
         is_lost = self.transaction_id > last or self.conflict > last
         if is_lost:
             self.reject(loss)
         return is_lost
 
     def answer(self, high_water_mark: TransactionId) -> SendToClient:
-        """Return the answer to the client."""
+        """Build the answer to the client."""
         accepted = self.transaction_id != REJECTED
         message = AppendResult(
             self.message.req_id,
@@ -141,11 +143,12 @@ class PendingSingle:
 
 @dataclass(slots=True)
 class PendingBatch:
-    """Many transactions in one request; rows below `validated_count` have an outcome (rule 4).
+    """An append request with many transactions.
 
-    `message` is dropped when it is decoded, and `rows` when all are validated: both pin the frame.
-    `mount` is as for a single append; `session_id` is the session in which the first piece was
-    validated. `in_flight_count` is the number of store batches that it waits for.
+    Rows below `validated_count` have an outcome (rule 4). `message` is dropped when the batch is
+    decoded, and `rows` when all rows are validated, because both keep the frame in memory. `mount`
+    is as for a single append. `session_id` is the session in which the first piece was validated.
+    `in_flight_count` is the number of store batches that the request waits for.
     """
 
     connection: ConnectionId
@@ -166,31 +169,31 @@ class PendingBatch:
 
     @property
     def is_large(self) -> bool:
-        """Whether small requests may pass it, and it may be cut into pieces."""
+        """Whether small requests may overtake this request, and it may be split into pieces."""
         return self.cost_bytes >= LARGE_BYTES
 
     @property
     def is_validated(self) -> bool:
-        """Whether all of its rows have an outcome."""
+        """Whether all rows have an outcome."""
         return self.rows is None and self.message is None
 
     @property
     def is_final(self) -> bool:
-        """Whether it can be answered (rule 1)."""
+        """Whether the request can be answered (rule 1)."""
         return self.is_validated and not self.in_flight_count
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the outcome of a row is AHEAD (rule 5)."""
+        """Whether the outcome of at least one row is AHEAD (rule 5)."""
         return bool((self.reasons == RowOutcomeCode.AHEAD).any())
 
     def end_unproved(self) -> None:
-        """Replace AHEAD, for which there is no proof (rule 5)."""
+        """Replace AHEAD by NOT_MOUNTED, because no quorum has confirmed the session (rule 5)."""
         assert self.is_ahead
         self.reasons[self.reasons == RowOutcomeCode.AHEAD] = RowOutcomeCode.NOT_MOUNTED
 
     def open(self, rows: AppendRows) -> None:
-        """Set the decoded rows; none is validated yet."""
+        """Set the decoded rows, none of which is validated yet."""
         assert self.message is not None
         self.mark = self.message.client_high_water_mark
         self.message, self.rows = None, rows
@@ -199,7 +202,10 @@ class PendingBatch:
         self.reasons = np.zeros(rows.count, np.uint8)
 
     def piece_end(self, piece_bytes: int | None) -> int:
-        """Return the row before which a piece of about `piece_bytes` ends; None: no limit."""
+        """Return the end of the next piece of about `piece_bytes`: the number of the row after it.
+
+        None means that the piece contains all remaining rows.
+        """
         assert self.rows is not None
         if piece_bytes is None:
             return self.rows.count
@@ -210,23 +216,23 @@ class PendingBatch:
         return start + max(1, int(np.searchsorted(ends, piece_bytes, side="right")))
 
     def cost_up_to(self, row: int) -> int:
-        """Return the share of its cost for the rows before this one."""
+        """Return the share of `cost_bytes` for the rows before row number `row`."""
         return self.cost_bytes * row // self.ids.size
 
     def on_rows_validated(self, stop: int) -> None:
-        """Note that rows up to `stop` - 1 have an outcome; after the last one release the frame."""
+        """Record that the rows before `stop` have an outcome; if all have, release the frame."""
         assert self.validated_count < stop <= self.ids.size
         self.validated_count = stop
         if stop == self.ids.size:
             self.rows = None
 
     def reject(self, reason: RowOutcomeCode) -> None:
-        """Reject all rows that are not validated; this is final."""
+        """Reject all rows that are not validated yet; this is final."""
         self.reasons[self.validated_count :] = reason
         self.on_rows_validated(self.ids.size)
 
     def settle(self, last: TransactionId, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> bool:
-        """Apply rule 2; return whether a row was lost, which is reported as `loss`."""
+        """Apply rule 2 to all rows, with `loss` as the reason; return whether a row was lost."""
         lost = (self.ids > last) | (self.conflicts > last)
         self.ids = np.where(lost, REJECTED, self.ids)
         self.conflicts = np.where(lost, NO_CONFLICT, self.conflicts)
@@ -234,7 +240,7 @@ class PendingBatch:
         return bool(lost.any())
 
     def answer(self, high_water_mark: TransactionId) -> SendToClient:
-        """Return the answer to the client."""
+        """Build the answer to the client."""
         assert self.ids.size == self.reasons.size == self.conflicts.size > 0
         message = AppendResult(
             self.req_id,
@@ -251,7 +257,10 @@ PendingAppend: TypeAlias = PendingSingle | PendingBatch
 
 @dataclass(slots=True)
 class AppendCounters:
-    """Counts since the start, for metrics; `rejected` has one for each `RowOutcomeCode`."""
+    """Counts since the start of the process, for metrics.
+
+    `rejected` has one count for each `RowOutcomeCode`.
+    """
 
     requests: int = 0
     batches: int = 0
@@ -259,5 +268,6 @@ class AppendCounters:
     committed: int = 0
     committed_bytes: int = 0
     rejected: list[int] = field(default_factory=lambda: [0] * len(RowOutcomeCode))
-    # From the arrival of a batch's first request to its answer; the metrics remove what they show.
+    # Latencies in ms, from the arrival of a batch's first request to its commit. The metrics remove
+    # the values that they have reported.
     took_ms: deque[int] = field(default_factory=lambda: deque(maxlen=LATENCIES_MAX))

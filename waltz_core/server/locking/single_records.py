@@ -1,7 +1,7 @@
 """Encodes single transactions, and joins consecutive runs of records.
 
-Single transactions are encoded in plain Python; for a few rows `batches.py` costs more than it
-saves. Both must give the same bytes, which a test compares.
+Single transactions are encoded in plain Python: for a few rows, this is faster than `batches.py`.
+Both modules must return the same bytes; a test compares them.
 """
 
 import struct
@@ -18,7 +18,7 @@ from waltz_core.server.locking.pending_appends import PendingSingle
 
 
 def lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:
-    """Return the locks of some rows as a column."""
+    """Return the locks of a list of rows as a column."""
     offsets = np.zeros(len(rows) + 1, dtype=np.int64)
     np.cumsum([len(locks) for locks in rows], out=offsets[1:])
     values = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
@@ -26,7 +26,7 @@ def lock_column(rows: Sequence[Sequence[int]]) -> LockColumn:
 
 
 def encode_singles(appends: Sequence[PendingSingle]) -> EncodedBatch:
-    """Return the records of single transactions with consecutive IDs."""
+    """Encode single transactions with consecutive IDs as records."""
     made = [
         encode_record(
             pending.transaction_id,
@@ -49,7 +49,7 @@ def encode_singles(appends: Sequence[PendingSingle]) -> EncodedBatch:
 
 
 def join_batches(parts: Sequence[EncodedBatch]) -> EncodedBatch:
-    """Return consecutive runs of records as one."""
+    """Join consecutive runs of records to one run."""
     if len(parts) == 1:
         return parts[0]
     records_crc = 0

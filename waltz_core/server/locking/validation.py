@@ -6,7 +6,7 @@ are validated in plain Python.
 
 Rules:
     1. Only this file sets the IDs, reasons and conflicts of validated rows in their appends.
-    2. Row i of a request has sequence number `req_id.sequence + i`, whichever piece it is in.
+    2. Row i of a request has sequence number `req_id.sequence + i`, whichever piece contains it.
 """
 
 import struct
@@ -34,19 +34,19 @@ from waltz_core.server.partition_events import PartitionLimits
 from waltz_core.wire.messages import AppendBatch, AppendRequest, RowOutcomeCode
 
 _SEQUENCE_MAX: Final = 0x7FFFFFFF
-# Up to this many single transactions are validated in plain Python: arrays cost more than they
-# save.
+# Up to this number of single transactions are validated in plain Python, which is faster than
+# arrays.
 ONE_BY_ONE_MAX: Final = 16
 _ROWS: Final = tuple(bytes([row]) for row in range(DISTANCES_TRANSACTIONS_MAX))
 
 
 class ValidatedPiece(NamedTuple):
-    """The result: records, if any row was accepted, and the appends by what they need.
+    """The result of one validation: the records of the accepted rows, and the appends.
 
-    `locks` are the write and append locks of the records, in the format of `lock_blocks.py`.
-    `writers` has a byte for each lock, the row of its record; it is empty if there are too many.
-    `doubtful` appends wait for something in flight, these records included; `rejected` ones are
-    validated and wait for nothing of this piece.
+    `part` is None if no row was accepted. `locks` are the write and append locks of the records, in
+    the format of `lock_blocks.py`. `writers` has a byte for each lock: the row of its record. It is
+    empty if there are too many rows. `doubtful` appends wait for a transaction in flight, which may
+    be one of these records. `rejected` appends are validated and wait for no record of this piece.
     """
 
     part: EncodedBatch | None
@@ -57,19 +57,19 @@ class ValidatedPiece(NamedTuple):
 
 
 class InFlightRange(NamedTuple):
-    """The end of the log: IDs from `high_water_mark + 1` to below `next_id` are in flight."""
+    """The end of the log: the IDs from `high_water_mark + 1` up to `next_id - 1` are in flight."""
 
     high_water_mark: TransactionId
     next_id: TransactionId
 
 
 def decode_batch(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
-    """Check and return the rows of a batch.
+    """Check and decode an append batch; return its rows.
 
     Raises:
-        ChecksumMismatch: the payload differs from what was sent.
+        ChecksumMismatch: the payload differs from the payload that was sent.
         TooLarge: the number of rows or bytes is over the limit.
-        BadRequest: it is not a batch, or its sequence numbers exceed the maximum.
+        BadRequest: the payload is not a batch, or its sequence numbers exceed the maximum.
     """
     found, expected = crc32(message.payload), message.payload_crc
     if found != expected:
@@ -90,7 +90,7 @@ def decode_batch(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
 
 
 def verify_data(message: AppendRequest) -> None:
-    """Raise ChecksumMismatch if the data of a single transaction differs from what was sent."""
+    """Raise ChecksumMismatch if the data of a single transaction differs from the data sent."""
     found, expected = crc32(message.data), message.data_crc
     if found != expected:
         raise ChecksumMismatch(
@@ -101,7 +101,7 @@ def verify_data(message: AppendRequest) -> None:
 def validate_rows(
     pending: PendingBatch, stop: int, table: LockTable, place: InFlightRange
 ) -> ValidatedPiece:
-    """Validate the next rows of a batch, up to `stop` - 1."""
+    """Validate the next rows of a batch, up to row `stop` - 1."""
     assert pending.rows is not None
     start = pending.validated_count
     rows = pending.rows.part(start, stop)
@@ -141,7 +141,7 @@ def validate_rows(
 
 
 def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
-    """Return the locks that accepted rows (`keep`; None: all) add to the lock table."""
+    """Return the packed locks that accepted rows (`keep`; None: all) add to the lock table."""
     entered = []
     for column in (rows.write_locks, rows.append_locks):
         values = column.values
@@ -150,7 +150,7 @@ def entered_locks(rows: AppendRows, keep: Mask | None) -> bytes:
 
 
 def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
-    """Return for each of `entered_locks` the number of its row among the kept rows."""
+    """Return for each lock of `entered_locks` the number of its row among the accepted rows."""
     numbers = np.arange(rows.count) if keep is None else np.cumsum(keep) - 1
     writers = []
     for column in (rows.write_locks, rows.append_locks):
@@ -192,7 +192,7 @@ def validate_singles(
     return ValidatedPiece(encode_singles(kept), doubtful, rejected, packed, writers)
 
 
-# The ID, and the conflict: an ID, NO_CONFLICT or AHEAD.
+# A row's ID, and its conflict: an ID, NO_CONFLICT or AHEAD.
 _Verdict: TypeAlias = tuple[int, int]
 
 

@@ -1,14 +1,14 @@
 """Answers that must not be stale: the high-water mark, and the error that a client is ahead.
 
-A server that was paused or partitioned does not know that another server has replaced it, and its
-mark may be stale. So a request for the mark is answered only after a proof: after the request has
-arrived, a quorum of storages confirms that it knows no later session. If the last proof is fresh
-enough, the request is answered at once.
+A server that was paused or partitioned does not know that another server has replaced it, so its
+high-water mark may be stale. Therefore the server answers a request for the mark only after a
+proof: a quorum of storages confirms, after the request has arrived, that it knows no later session.
+If the last proof is fresh enough, the server answers the request at once.
 
 Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper away"):
     1. A proof that began before a request arrived is sufficient only for requests that accept an
        age of up to `high_water_mark_staleness_ms_max`.
-    2. One proof is in progress at a time. Requests that arrive meanwhile share the next one.
+    2. One proof is in progress at a time. Requests that arrive meanwhile share the next proof.
     3. If a client has a mark above this server's, it may have received it from a later owner. The
        error that it is ahead of the log is final for the client. So the error is reported only
        after a proof that began later than the request (row 25), however fresh the last proof is.
@@ -34,7 +34,7 @@ RequestT = TypeVar("RequestT")
 
 
 class LinearizableRequests(Generic[RequestT]):
-    """The requests that wait for each proof."""
+    """Requests that wait for proofs: confirmations by a quorum that there is no later session."""
 
     __slots__ = (
         "_is_under_way",
@@ -53,27 +53,27 @@ class LinearizableRequests(Generic[RequestT]):
         self._requested_ms = 0
         self._is_under_way = False
         self._token = 0
-        # When a quorum last confirmed the session; None until then.
+        # When the last confirmed request was sent to the quorum; None without a confirmation.
         self.proved_ms: int | None = None
 
     def is_fresh(self, now_ms: int) -> bool:
-        """Whether the last proof is recent enough to answer without another one."""
+        """Whether the last proof is recent enough to answer a request without another proof."""
         return self.proved_ms is not None and now_ms - self.proved_ms <= self._mark_staleness_ms_max
 
     def note_confirmation(self, at_ms: int) -> None:
-        """A quorum answered a request that was sent at `at_ms`, which is a proof, too."""
+        """Record that a quorum has answered a request sent at `at_ms`; this is a proof, too."""
         if self.proved_ms is None or at_ms > self.proved_ms:
             self.proved_ms = at_ms
 
     def wait_for_proof(self, request: RequestT, now_ms: int) -> list[ProveMark]:
-        """Let a request wait for a proof that begins now or later."""
+        """Let a request wait for a proof that begins now or later; return the proof to request."""
         self._waiting.append(request)
         return self._begin(now_ms)
 
     def on_proof_succeeded(
         self, token: int, now_ms: int
     ) -> tuple[Sequence[RequestT], list[ProveMark]]:
-        """Return the requests that this proof answers, and the next proof to request."""
+        """A proof has succeeded: return the requests it covers, and the next proof to request."""
         if token != self._token or not self._is_under_way:
             return (), []
         answered, self._requests, self._is_under_way = self._requests, [], False
@@ -83,19 +83,19 @@ class LinearizableRequests(Generic[RequestT]):
     def on_proof_failed(
         self, token: int, now_ms: int
     ) -> tuple[Sequence[RequestT], list[ProveMark]]:
-        """Return the requests that do not get this proof, and the next proof to request."""
+        """A proof has failed: return the requests that need it, and the next proof to request."""
         if token != self._token or not self._is_under_way:
             return (), []
         unanswered, self._requests, self._is_under_way = self._requests, [], False
         return unanswered, self._begin(now_ms)
 
     def drop(self, is_dropped: Callable[[RequestT], bool]) -> None:
-        """Forget requests whose connection was closed."""
+        """Drop the requests for which `is_dropped` returns True: their connection was closed."""
         self._requests = [each for each in self._requests if not is_dropped(each)]
         self._waiting = [each for each in self._waiting if not is_dropped(each)]
 
     def reset(self) -> Sequence[RequestT]:
-        """The session has ended: return every request, and discard all proofs."""
+        """The session has ended: discard all proofs, and return all waiting requests."""
         requests = [*self._requests, *self._waiting]
         self._requests, self._waiting, self._is_under_way = [], [], False
         self.proved_ms = None

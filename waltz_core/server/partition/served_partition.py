@@ -1,22 +1,22 @@
 """The state machine of a served partition: appends, mounts, feeds and reads over store sessions.
 
-This file connects clients and replication. Its parts have their own files and are independent of
-each other. Only this file routes between them and tracks the store session.
+This module connects clients and replication. Its parts have their own modules and are independent
+of each other. Only this module routes between them and tracks the store session.
 
 Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
     1. A request is answered from a session only after `SessionOpened` and `SessionSettled`; until
-       then it waits.
+       then the request waits.
     2. If no other owner can have written between two sessions (`unbroken`, same generation), caches
-       and locks are kept up to the mark. Otherwise both are reset.
+       and locks are kept up to the high-water mark. Otherwise both are reset.
     3. A mount is answered when (a) there is a settled session, (b) all appends of the client's
-       older connections are final, and (c) the feed, if there is one, has reached the mark of that
-       moment.
-    4. A mark is reported only if a quorum has confirmed the session within the last
+       older connections are final, and (c) the feed, if there is one, has reached the high-water
+       mark of that moment.
+    4. A high-water mark is reported only if a quorum has confirmed the session within the last
        `high_water_mark_staleness_ms_max`.
     5. A high-water mark never decreases. If the store reports a lower one, it has lost data, and
        the server releases the partition.
-    6. ClientAheadOfLog is reported only if the session is proven after the request arrived; if the
-       proof fails, the error is retriable (`linearizable_requests.py`, rule 3).
+    6. ClientAheadOfLog is reported only if a quorum confirms the session after the request arrived.
+       If this proof fails, the error is retriable (`linearizable_requests.py`, rule 3).
 """
 
 from collections.abc import Collection, Sequence
@@ -64,12 +64,16 @@ from waltz_core.server.read.feeds import Feed
 from waltz_core.server.read.reads import ReadOutcome, Reads
 from waltz_core.wire import messages
 
-# While an attempt to archive is under way, so many times the transactions until a checkpoint.
+# While an archive attempt is running, a checkpoint is due only after this multiple of the usual
+# number of transactions.
 _ARCHIVING_FACTOR: Final = 8
 
 
 class Partition:
-    """See the module's rules. A machine with the events and effects of `partition_events.py`."""
+    """A served partition, by the module's rules.
+
+    It is a state machine with the events and effects of `partition_events.py`.
+    """
 
     def __init__(
         self,
@@ -100,7 +104,7 @@ class Partition:
         self._opened_ms = 0
         self._written_ms = 0  # when the last write of the metadata was requested
         self._opened_mark = BEFORE_FIRST
-        self._is_much_archived = False  # above the marks that the session has confirmed
+        self._is_much_archived = False  # above the low-water marks that the session has confirmed
         self._is_checkpoint_due = False
         self._waiting = WaitingRequests(limits.session_wait_ms_max)
         self._now_ms = 0
@@ -109,7 +113,7 @@ class Partition:
         self.session_changes = 0
 
     # -----------------------------------------------------------------------------------------
-    # figures
+    # state and counters
 
     @property
     def is_open(self) -> bool:
@@ -123,23 +127,23 @@ class Partition:
 
     @property
     def session_id(self) -> SessionId:
-        """The session that was opened last."""
+        """The ID of the session that was opened last."""
         return self._session_id
 
     @property
     def high_water_mark(self) -> TransactionId:
-        """The last known committed transaction."""
+        """The high-water mark: the ID of the last transaction known to be committed."""
         return self._high_water_mark
 
     @property
     def first_available(self) -> TransactionId:
-        """The first ID that the archive has not expired."""
+        """The first ID that has not expired from the archive."""
         archived = self._store.archived
         return TransactionId(0) if archived is None else archived.first
 
     @property
     def archived(self) -> tuple[TransactionId, replication.ArchiveBacklog] | None:
-        """The last archived ID, and what is not archived; None without an archive."""
+        """The last archived ID, and the backlog that is not archived; None without an archive."""
         recorded, backlog = self._store.archived, self._store.archive_backlog
         if backlog is None:
             return None
@@ -163,12 +167,12 @@ class Partition:
 
     @property
     def mount_count(self) -> int:
-        """Number of mounted clients."""
+        """The number of mounted clients."""
         return self._mounts.count
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to send the next `Wakeup`."""
+        """When the driver must send the next `Wakeup`."""
         if self.feed.has_work:
             return self._now_ms
         wanted_ms = earliest(self.pipeline.due_ms(self._now_ms), self._store.wake_at_ms)
@@ -179,7 +183,7 @@ class Partition:
     # events
 
     def step(self, event: Event, now_ms: int) -> Sequence[Effect]:
-        """Process one event; `now_ms` is monotonic."""
+        """Process one event and return its effects; `now_ms` is monotonic."""
         self._now_ms = now_ms
         match event:
             case RequestReceived():
@@ -282,7 +286,7 @@ class Partition:
                 self._out.append(answers.reject(event, errors.BadRequest(fault)))
 
     def _answer_range(self, event: RequestReceived, message: messages.RangeRequest) -> None:
-        """Read a range; headers of a client's own are for its mounted connection only."""
+        """Answer a range request. Only the client's mounted connection may read its own headers."""
         client_id = message.req_id.client_id
         is_own = message.form == messages.OWN_HEADERS
         if is_own and not self._mounts.is_current(client_id, event.connection):
@@ -296,7 +300,8 @@ class Partition:
         self.feed.close(connection)
         self.reads.close(connection, self.feed.fetching_from)
         self._waiting.drop(connection)
-        # Appends waiting for a proof stay, unanswered: flushes of other connections wait for them.
+        # Appends that wait for a proof stay, unanswered: flushes of other connections wait for
+        # them.
         self._linearizable.drop(
             lambda each: isinstance(each, RequestReceived) and each.connection == connection
         )
@@ -327,7 +332,7 @@ class Partition:
         )
 
     def _on_mount_drained(self, mount: WaitingMount) -> None:
-        """Everything older is final (rule 3 b)."""
+        """All older appends of the client are final: continue the mount (rule 3 b)."""
         event = mount.request
         message = event.message
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
@@ -344,14 +349,17 @@ class Partition:
         )
 
     def _on_mount_caught_up(self, event: RequestReceived) -> None:
-        """The feed has reached the mark (rule 3 c); the session may have ended since (rule 3 a)."""
+        """The feed has reached the high-water mark (rule 3 c): finish the mount.
+
+        The session may have ended meanwhile; then the mount waits for the next session (rule 3 a).
+        """
         if not self._is_open:
             self._wait_for_session(event)
         elif not self._is_outdated(event):
             self._finish_mount(event)
 
     def _is_outdated(self, event: RequestReceived) -> bool:
-        """Whether the generation or the connection of a mount has ended while it waited."""
+        """Whether the generation or the connection of a mount has ended while the mount waited."""
         req_id = event.message.req_id
         if self._mounts.is_current(req_id.client_id, event.connection):
             return False
@@ -379,10 +387,10 @@ class Partition:
             self._route_feed(self.feed.deliver())
 
     # -----------------------------------------------------------------------------------------
-    # marks
+    # high-water marks
 
     def _answer_mark(self, event: RequestReceived, *, always: bool = False) -> None:
-        """Answer with the mark; first get a proof if the last one is too old (rule 4)."""
+        """Answer with the high-water mark; if the last proof is too old, request one (rule 4)."""
         if not always and self._linearizable.is_fresh(self._now_ms):
             self._out.append(self._present_mark_answer(event))
         else:
@@ -406,7 +414,8 @@ class Partition:
             self._answer(request, is_proved=True)
 
     def _present_mark_answer(self, event: RequestReceived) -> SendToClient:
-        # The present mark, not that of the proof: the client may know the present one already.
+        # Return the present mark, not the mark of the proof: the client may already know the
+        # present one.
         mark, replicas = self._high_water_mark, self.reads.replicas
         recorded = self._store.archived
         archived = None
@@ -447,7 +456,7 @@ class Partition:
     # the store
 
     def _step_store(self, event: replication.Event) -> None:
-        """Step the store; process the effects for the owner here, pass on the others."""
+        """Pass an event to the store; process its effects for the owner, pass on the others."""
         for effect in self._store.step(event, self._now_ms):
             match effect:
                 case replication.SessionOpened():
@@ -501,7 +510,7 @@ class Partition:
         self._opened_ms, self._opened_mark = self._now_ms, mark
         self._is_checkpoint_due = self._is_much_archived = False
         self.session_changes += 1
-        # Not the present time: a paused process may see the result of the write much later.
+        # Do not use the present time: a paused process may see the result of the write much later.
         self._linearizable.note_confirmation(self._written_ms)
         if not unbroken:
             self.reads.forget_all()
@@ -527,7 +536,7 @@ class Partition:
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
         landed = self.pipeline.on_committed(event.last, event.chain, now_ms=self._now_ms)
-        # All parts get the new mark before a mount that waited for it continues.
+        # All parts receive the new mark before a mount that waited for it continues.
         self.reads.on_mark_advanced(event.last)
         self.feed.on_mark_advanced(self._session_id, event.last)
         self._route(landed)
@@ -537,10 +546,11 @@ class Partition:
         self._consider_checkpoint()
 
     def _consider_checkpoint(self) -> None:
-        """Start a new session periodically, with nothing in flight, to move low-water marks up.
+        """Periodically start a new session with nothing in flight, to raise the low-water marks.
 
-        The end of a session wastes an attempt to archive. So a checkpoint waits for one, since
-        otherwise none would end while the load lasts; a slow one only delays it.
+        The end of a session wastes an archive attempt that is running. Therefore checkpoints are
+        rarer while an attempt is running: otherwise no attempt would end under continuous load. A
+        slow attempt only delays the checkpoint.
         """
         if not self._is_checkpoint_due:
             count = self._high_water_mark - self._opened_mark
@@ -563,7 +573,7 @@ class Partition:
         loss = messages.RowOutcomeCode.NO_SPACE if is_full else messages.RowOutcomeCode.LOST
         self._route(self.pipeline.on_session_closed(loss))
         self.reads.on_session_closed()
-        # The requests arrived in the session that ended; the next one may answer them as well.
+        # The requests arrived in the session that ended. The next session may answer them as well.
         for request in self._reject_unproved(self._linearizable.reset()):
             self._wait_for_session(request)
         self._out.append(
@@ -608,13 +618,13 @@ class Partition:
         self._out.append(Report("partition.data_loss", (("reason", reason),)))
 
     def _abandon(self, reason: str) -> None:
-        """Release the partition: appends in flight have an unknown outcome."""
+        """Release the partition; the outcome of appends in flight is unknown."""
         self._stop_serving(reason)
         self._step_store(replication.ReleaseOwnership())
         self._out.append(replication.Released(reason))
 
     def _stop_serving(self, reason: str) -> None:
-        """Answer everything that waits: the partition is not served here any more."""
+        """Stop serving the partition: answer all waiting requests."""
         self._is_owned = self._is_open = False
         self._opening = None
         queued, in_flight, reached = self.pipeline.abandon()
@@ -676,10 +686,10 @@ class Partition:
     def _on_barrier_reached(self, token: int) -> None:
         found = self._waiting.end(token)
         if found is None:
-            return  # A later mount has replaced it, or no request waits any more.
+            return  # A later mount has replaced this one, or its request was dropped.
         request = found.request if isinstance(found, WaitingMount) else found
         if not self._is_open:
-            # The session has ended since; the mount starts again with the next one.
+            # The session has ended since; the request starts again in the next session.
             self._wait_for_session(request)
         elif isinstance(found, WaitingMount):
             self._on_mount_drained(found)

@@ -1,4 +1,4 @@
-"""The requests of one partition that wait: for a store session, or for older appends to be final.
+"""The requests of a partition that wait: for a store session, or for older appends to be final.
 
 Rules:
     1. A request that needs a session waits for one for `session_wait_ms_max`, and is then rejected.
@@ -15,14 +15,14 @@ from waltz_core.server.partition_events import ConnectionId, RequestReceived
 
 
 class WaitingMount(NamedTuple):
-    """A mount that waits for older appends of its client, and then for its feed."""
+    """A mount that waits until older appends of its client are final, and then for its feed."""
 
     request: RequestReceived
     wants_feed: bool
 
 
 class WaitingRequests:
-    """See the module's rules."""
+    """The waiting requests of one partition, by the module's rules."""
 
     def __init__(self, session_wait_ms_max: int) -> None:
         self._open_wait_ms = session_wait_ms_max
@@ -31,15 +31,15 @@ class WaitingRequests:
         self._flushes: dict[int, RequestReceived] = {}
         self._tokens = count(1)
 
-    # ---- for a session
+    # ---- requests that wait for a session
 
     @property
     def due_ms(self) -> int | None:
-        """When the next request times out."""
+        """When the next request times out; None if no request waits."""
         return self._until_open[0][0] if self._until_open else None
 
     def wait_for_session(self, request: RequestReceived, now_ms: int) -> None:
-        """Keep a request until there is a session (rule 1)."""
+        """Keep a request until a session opens (rule 1)."""
         self._until_open.append((now_ms + self._open_wait_ms, request))
 
     def take_overdue(self, now_ms: int) -> list[RequestReceived]:
@@ -55,7 +55,7 @@ class WaitingRequests:
         return [request for _, request in waiting]
 
     def drop(self, connection: ConnectionId) -> None:
-        """Forget the requests of a closed connection: they could wait for days."""
+        """Drop the requests of a closed connection: they could wait for days."""
         self._until_open = deque(
             each for each in self._until_open if each[1].connection != connection
         )
@@ -66,10 +66,10 @@ class WaitingRequests:
             if flush.connection == connection:
                 del self._flushes[token]
 
-    # ---- for a token (rule 2)
+    # ---- requests that wait for a token (rule 2)
 
     def begin_mount(self, request: RequestReceived, *, wants_feed: bool) -> int:
-        """Keep a mount; return its token."""
+        """Keep a mount; return the token for which it waits."""
         token = next(self._tokens)
         self._mounts[token] = WaitingMount(request, wants_feed)
         return token
@@ -84,17 +84,17 @@ class WaitingRequests:
         return [self._mounts.pop(token).request for token in older]
 
     def begin_flush(self, request: RequestReceived) -> int:
-        """Keep a flush; return its token."""
+        """Keep a flush; return the token for which it waits."""
         token = next(self._tokens)
         self._flushes[token] = request
         return token
 
     def end(self, token: int) -> WaitingMount | RequestReceived | None:
-        """Remove and return the mount or flush of a token; None if it was dropped or superseded."""
+        """Remove and return the mount or flush that waits for a token; None if it was dropped."""
         return self._mounts.pop(token, None) or self._flushes.pop(token, None)
 
     def abandon(self) -> list[RequestReceived]:
-        """Remove and return everything."""
+        """Remove and return all waiting requests."""
         waiting = self.on_session_opened()
         waiting += self._flushes.values()
         waiting += (mount.request for mount in self._mounts.values())

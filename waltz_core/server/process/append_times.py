@@ -1,10 +1,11 @@
-"""Append latency of each storage over the last minute.
+"""Measures the append latency of each storage over the last minute.
 
 Rules:
     1. The latency of a storage covers all partitions of this server, because they share the
        storage's disk.
-    2. The latency is the median over all seconds with answers of the mean of each second. So a
-       storage that was frozen once, and then answered all queued appends, does not count as slow.
+    2. For each second with answers, there is the mean latency. The latency of a storage is the
+       median of these means. So a storage that was frozen once, and then answered all queued
+       appends, does not count as slow.
     3. Memory is bounded: 60 numbers for each storage of the cluster.
 """
 
@@ -20,7 +21,7 @@ WINDOW_S: Final = 60
 
 
 class AppendTime(NamedTuple):
-    """One storage: seconds of the last minute with answers, and the median latency."""
+    """The latency of one storage: its median, and the number of seconds in which it answered."""
 
     replica: ReplicaId
     second_count: int
@@ -35,13 +36,13 @@ class _Second:
 
 
 class AppendTimes:
-    """See the module's rules."""
+    """The append latencies of all storages, by the module's rules."""
 
     def __init__(self) -> None:
         self._seconds: dict[ReplicaId, deque[_Second]] = {}
 
     def add(self, replica: ReplicaId, took_ms: Collection[int], now_ms: int) -> None:
-        """Count appends that one storage has answered, by their latencies."""
+        """Add the latencies of appends that a storage has answered."""
         number = now_ms // 1000
         seconds = self._seconds.setdefault(replica, deque(maxlen=WINDOW_S))
         if not seconds or seconds[-1].number != number:
@@ -50,7 +51,7 @@ class AppendTimes:
         seconds[-1].total_ms += sum(took_ms)
 
     def recent(self, now_ms: int) -> list[AppendTime]:
-        """Return the storages that answered appends in the last minute, sorted by name."""
+        """Return the latencies of storages that answered in the last minute, sorted by name."""
         found = []
         for replica, seconds in sorted(self._seconds.items()):
             means_ms = [

@@ -1,6 +1,6 @@
 """Issues client IDs: requests that wait at the same time share a write to ZooKeeper.
 
-So a client that requests many IDs causes few writes.
+Therefore a client that requests many IDs causes only few writes.
 """
 
 import asyncio
@@ -11,7 +11,10 @@ from waltz_core.records.record import ClientId
 
 
 class ClientIdQueue:
-    """Callers that wait for an ID; `allocate` returns up to a number of IDs, at least one."""
+    """Issues client IDs to waiting callers.
+
+    `allocate` receives the number of wanted IDs, and returns up to this many, at least one.
+    """
 
     def __init__(self, allocate: Callable[[int], Awaitable[Sequence[int]]]) -> None:
         self._allocate = allocate
@@ -20,7 +23,7 @@ class ClientIdQueue:
         self._allocated: deque[int] = deque()
 
     async def next(self) -> ClientId:
-        """Return an ID that was never used before; raises the error of `allocate`."""
+        """Return a client ID that was never used before; raises the error of `allocate`."""
         self._waiting += 1
         try:
             async with self._lock:

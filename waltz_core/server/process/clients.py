@@ -1,8 +1,8 @@
 """The clients of one server: their links, admission and routing of requests, and answers.
 
-For every request this code checks whether there is room, and finds the partition. If this server
-does not own the partition, it answers with an error. Partitions do not depend on links, and links
-do not depend on partitions.
+For every request this module checks whether there is room, and finds the partition. If this server
+does not own the partition, the module answers with an error. Partitions do not depend on links, and
+links do not depend on partitions.
 
 Rules:
     1. Every request is answered: by a partition, by the process, or by an error.
@@ -12,12 +12,12 @@ Rules:
        connections are congested for partitions, but not for `flow`.
     4. For a 0.13 client (up to L 4) `legacy_client.py` translates the answers. If it ends the
        connection, no further request of the client is processed.
-    5. A denied request is rejected here, and no other code receives it (decision 048, AC 7). A
+    5. A denied request is rejected here, and no other module receives it (decision 048, AC 7). A
        request over a limit of its principal is also rejected here. An append over a limit is an
        exception: its partition rejects it, since no later append may overtake it (AC 10).
     6. With an audit log, an administrative request begins only when its line is written. Its
-       outcome is written, too; it is "unknown" if the connection is closed before the answer (AC
-       11).
+       outcome is written, too. The outcome is "unknown" if the connection is closed before the
+       answer (AC 11).
 """
 
 import asyncio
@@ -95,7 +95,7 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-# While connections are not read because of the memory limit.
+# How soon to check the memory again while connections are not read because of the limit.
 _RECOUNT_S: Final = 0.1
 _APPENDS = (AppendBatch, AppendRequest)
 _TO_A_PARTITION = (
@@ -119,14 +119,14 @@ class PartitionHost(Protocol):
 
     @property
     def partition_id(self) -> PartitionId:
-        """The ID."""
+        """The ID of the partition."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it accepts appends."""
+        """Whether the partition accepts appends."""
 
     def post(self, event: Event) -> None:
-        """Pass an event to its machine."""
+        """Pass an event to the partition's machine."""
 
     def receive(
         self,
@@ -137,19 +137,19 @@ class PartitionHost(Protocol):
         principal: str = "",
         over_limit: errors.Overloaded | None = None,
     ) -> None:
-        """Pass a client's request to its machine; `principal`, `over_limit`: as in `Received`."""
+        """Pass a client's request to the machine, with the fields of `RequestReceived`."""
 
 
 class Backend(Protocol):
-    """The server process as its clients use it."""
+    """The server process, as its clients use it."""
 
     @property
     def hosts(self) -> Mapping[PartitionId, PartitionHost]:
-        """The partitions that are served here."""
+        """The partitions that this server serves."""
 
     @property
     def partition_count(self) -> int:
-        """Number of partitions of the cluster."""
+        """The number of partitions in the cluster."""
 
     def append_times(self) -> Sequence[AppendTime]:
         """Return the append latencies of the storages over the last minute."""
@@ -159,33 +159,34 @@ class Backend(Protocol):
 
     @property
     def registry(self) -> RegistryRequests | None:
-        """The registry of writes; None without ZooKeeper."""
+        """The registry of exactly-once writes; None without ZooKeeper."""
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
-        """Try to connect to every storage of the replica assignment."""
+        """Try to connect to every storage of the replica assignment; return which have answered."""
 
     async def prefer(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
-        """Change the partitions of which this server is the preferred owner."""
+        """Change the list of partitions of which this server is the preferred owner."""
 
 
 @dataclass(slots=True)
 class _ClientConnection:
     link: Link
     legacy_client: LegacyClientAdapter | None
-    hosts: dict[PartitionId, PartitionHost] = field(default_factory=dict)  # that have its requests
-    is_feed_paused: bool = False  # its partitions send no feed (rule 3)
+    hosts: dict[PartitionId, PartitionHost] = field(default_factory=dict)  # with its requests
+    is_feed_paused: bool = False  # Its partitions send no feed (rule 3).
     is_read: bool = True
-    # Small answers of one turn of the loop are sent together: a system call for each would cost
-    # more than all other work for a single append.
+    # The small answers of one turn of the event loop are sent together. A system call for each
+    # answer would cost more than all other work for a single append.
     outbox: list[ClientMessage] = field(default_factory=list)
-    # Rule 6: by the `id` of a request, which is kept until its answer; no other request gets it.
+    # Audited requests (rule 6), by the `id` of the message. The entry keeps the message until its
+    # answer, so no other message has the same `id`.
     audited: dict[int, tuple[ClientMessage, AuditedRequest]] = field(default_factory=dict)
 
 
 class ClientConnections:
-    """See the module's rules."""
+    """The connections of all clients, by the module's rules."""
 
     def __init__(
         self, backend: Backend, limits: FlowLimits, tasks: TaskStarter, metrics: Metrics
@@ -197,19 +198,20 @@ class ClientConnections:
         self._clients: dict[ConnectionId, _ClientConnection] = {}
         self._ids = count(1)
         self._answered: dict[ConnectionId, None] = {}
-        # They get the outcome of the running check: each one connects to every storage.
+        # The requests that receive the result of the running check, which connects to every
+        # storage.
         self._checks: list[tuple[ConnectionId, AdmittedRequest]] = []
         self._loop = asyncio.get_running_loop()
         self._recount: asyncio.TimerHandle | None = None
 
     @property
     def bytes(self) -> int:
-        """Bytes of all requests and answers under way."""
+        """The size of all requests and answers in progress, in bytes."""
         return self._flow.bytes
 
     @property
     def count(self) -> int:
-        """Number of connected clients."""
+        """The number of connected clients."""
         return len(self._clients)
 
     @property
@@ -220,7 +222,7 @@ class ClientConnections:
     # links
 
     def accept(self, link: Link) -> None:
-        """A client has connected."""
+        """Accept the link of a client that has connected."""
         connection = ConnectionId(next(self._ids))
         version = link.version
         assert version is not None
@@ -236,14 +238,14 @@ class ClientConnections:
         )
 
     def forget_partition(self, host: PartitionHost) -> None:
-        """Remove a partition that is not served here any more."""
+        """Remove a partition that this server no longer serves."""
         for client in self._clients.values():
             if client.hosts.get(host.partition_id) is host:
                 del client.hosts[host.partition_id]
                 client.link.on_feeds_ended(host.partition_id)
 
     def disconnect(self, connection: ConnectionId, reason: str) -> None:
-        """End a connection, if it is open; unsent answers are lost."""
+        """Abort a connection if it is open; unsent answers are lost."""
         client = self._clients.get(connection)
         if client is not None:
             client.link.abort(reason)
@@ -284,7 +286,7 @@ class ClientConnections:
     # answers
 
     def answer(self, effect: SendToClient) -> None:
-        """Send an answer; if it ends a request, there is room for the next one."""
+        """Send an answer to a client; if it ends a request, there is room for the next one."""
         connection = effect.connection
         client = self._clients.get(connection)
         if client is None:
@@ -302,7 +304,7 @@ class ClientConnections:
                 self._send_to_legacy_client(connection, client, translated)
         self._flow.on_answered(connection, effect.cost_bytes)
         if not self._answered:
-            # Not now: the caller is in the middle of a step.
+            # Send later: the caller is in the middle of a step.
             self._loop.call_soon(self._flush_answers)
         self._answered[connection] = None
 
@@ -324,7 +326,8 @@ class ClientConnections:
                 client.link.send_frames(answer.data)
                 self._note_sent(connection, client)
             case LockFailure() | FlushResponse():
-                # They name a transaction that the feed sends next, and must be sent after it.
+                # These name a transaction that the feed sends next, so they must be sent after the
+                # feed.
                 client.outbox.append(answer)
             case EndConnection():
                 self._loop.call_later(answer.after_s, self._end, connection, answer.reason)
@@ -338,7 +341,7 @@ class ClientConnections:
                 self._send(connection, client, answer)
 
     def _end(self, connection: ConnectionId, reason: str) -> None:
-        """End a connection after its pending answers are sent."""
+        """Close a connection after its pending answers are sent."""
         client = self._clients.get(connection)
         if client is not None and not client.link.is_closed:
             _log.info(
@@ -353,7 +356,7 @@ class ClientConnections:
             client.link.send_all(outbox)
 
     def _flush_answers(self) -> None:
-        """Send the outboxes, and admit the requests for which there is room now."""
+        """Send the collected answers, and admit the requests for which there is room now."""
         connections, self._answered = self._answered, {}
         for connection in connections:
             client = self._clients.get(connection)
@@ -367,10 +370,10 @@ class ClientConnections:
     def _note_sent(self, connection: ConnectionId, client: _ClientConnection) -> None:
         if client.link.pauses_feeds and not client.is_feed_paused:
             client.is_feed_paused = True
-            # Now: a partition may take a turn of its feeds before the loop's next turn.
+            # Notify at once: a partition may take a turn of its feeds before the loop's next turn.
             for host in list(client.hosts.values()):
                 host.post(ConnectionCongested(connection))
-        self._note_backlog(connection, client)  # last: flow must know about the congestion, too
+        self._note_backlog(connection, client)  # last: `flow` must consider the congestion, too
 
     def _note_backlog(self, connection: ConnectionId, client: _ClientConnection) -> None:
         self._flow.note_backlog(
@@ -386,7 +389,10 @@ class ClientConnections:
         self._update_reading(connection)
 
     def _balance(self) -> None:
-        """Apply the memory limit; the backlogs are those of now, because no event reports less."""
+        """Apply the memory limit.
+
+        Read the present backlogs first, because no event reports that a backlog has decreased.
+        """
         if self._flow.is_over_limit and self._recount is None:
             self._note_backlogs()
         for connection in self._flow.balance():
@@ -446,7 +452,7 @@ class ClientConnections:
     def _on_audit_line_written(
         self, connection: ConnectionId, request: AdmittedRequest, error: errors.WaltzError | None
     ) -> None:
-        """Carry out a request whose line is written, or reject it (rule 6)."""
+        """Process a request whose audit line was written; reject it if writing failed (rule 6)."""
         client, message = self._clients.get(connection), request.message
         if client is None or client.link.is_closed or client.link.access is None:
             return
@@ -485,7 +491,7 @@ class ClientConnections:
         )
 
     def _rejection_answer(self, connection: ConnectionId, request: AdmittedRequest) -> SendToClient:
-        """Return the answer to a request for a partition that is not served here."""
+        """Build the answer to a request for a partition that this server does not serve."""
         message, cost_bytes = request
         partition_id = message.req_id.partition_id
         if not 0 <= partition_id < self._backend.partition_count:
@@ -596,7 +602,7 @@ class ClientConnections:
         message: AddPreferredRequest | RemovePreferredRequest,
         cost_bytes: int,
     ) -> None:
-        """Change the preferences; answer False for unknown partitions, or for none."""
+        """Change the preferences; answer False if a partition is unknown or none is given."""
         count = self._backend.partition_count
         wanted = [PartitionId(number) for number in message.partitions]
         is_done = bool(wanted) and all(0 <= number < count for number in wanted)

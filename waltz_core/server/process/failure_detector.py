@@ -4,18 +4,19 @@ ZooKeeper detects a dead process only when its session times out. But the operat
 the connections of a dead process immediately, and rejects new ones.
 
 Rules:
-    1. A server can be declared dead only if this one was connected to it. If its address was never
-       reachable from here, a refused connection proves nothing.
-    2. A server is dead when its connection was lost and new ones were refused `REFUSALS_MIN` times
-       in a row: then no process listens at its address. A connection attempt without any answer, as
-       with a dead or partitioned host, proves nothing; ZooKeeper's session timeout covers this
-       case. A refused connection at a name with several addresses proves nothing, either.
+    1. A server can be declared dead only if this server was connected to it. If its address was
+       never reachable from here, a refused connection proves nothing.
+    2. A server is dead if its connection was lost and new connections were refused `REFUSALS_MIN`
+       times in a row: then no process listens at its address. A connection attempt without any
+       answer, as with a dead or partitioned host, proves nothing; ZooKeeper's session timeout
+       covers this case. A refused connection at a name with several addresses proves nothing,
+       either.
     3. A false detection costs only a move of partitions: the live server registers again, and
        storages fence replaced owners. No other code may rely on this detection.
-    4. If a server changes its preferences, it is still the same process, so watching it continues.
+    4. If a server changes its preferences, it is still the same process, so the watch continues.
     5. A dying process may accept one more connection and drop it. So after a connection that lasted
-       less than `RETRY_PAUSE_S`, and after an attempt that fails in another way, the server
-       connects again soon, and then with growing pauses, up to `RETRY_PAUSE_S`.
+       less than `RETRY_PAUSE_S`, and after an attempt that failed in another way, this server
+       connects again soon. The pauses then grow up to `RETRY_PAUSE_S`.
     6. The results are published for the leader, which assigns no partitions to a server to which no
        other server can connect (`cluster/membership/reachability.py`). An accepted connection
        counts even if the peer closes it at once: it may be a server of another version, or at its
@@ -49,10 +50,10 @@ DIAL_TIMEOUT_S: Final = 3.0
 
 
 class FailureDetector:
-    """See the module's rules.
+    """Watches all other servers, by the module's rules.
 
     Args:
-        server_id: this server.
+        server_id: the ID of this server.
         tasks: runs the watches.
         remove_dead: removes a dead server from the cluster; raises if that fails.
         ssl: the TLS context for dialing other servers.
@@ -115,14 +116,14 @@ class FailureDetector:
 
 
 class _DialResults:
-    """The results of all watches; `is_changed` is set by each dial."""
+    """The dial results of all watches; each dial sets `is_changed`."""
 
     def __init__(self) -> None:
         self.reachability = Reachability()
         self.is_changed = asyncio.Event()
 
     def record_dial(self, server_id: ServerId, error: WaltzError | None) -> None:
-        """Record the result of a dial."""
+        """Record the result of a dial; `error` is None if it succeeded."""
         now_ms = loop_clock_ms()
         is_failed = isinstance(error, BadConfig | TlsFailed | AuthenticationFailed)
         if is_failed or (error and isinstance(error.__cause__, OSError)):
@@ -133,7 +134,7 @@ class _DialResults:
 
 
 class _Watch:
-    """A connection to one server, re-established whenever it is lost."""
+    """A connection to one server, established again whenever it is lost."""
 
     def __init__(
         self,
@@ -150,13 +151,13 @@ class _Watch:
         self._link: net.Link | None = None
 
     def stop(self) -> None:
-        """End soon."""
+        """Request the end of the watch, and abort its connection."""
         self._stopped.set()
         if self._link is not None:
             self._link.abort("this server no longer checks the other server")
 
     async def run(self) -> None:
-        """Keep a connection until `stop`; rules 1 and 2."""
+        """Keep a connection to the server until `stop` is called (rules 1 and 2)."""
         was_connected, refusals, pause_s = False, 0, REFUSED_PAUSE_S
         while not self._stopped.is_set():
             try:
@@ -174,7 +175,8 @@ class _Watch:
                     await self._pause(REFUSED_PAUSE_S if refusals else pause_s)
                     pause_s = min(2 * pause_s, RETRY_PAUSE_S)  # rule 5
                     continue
-                # If it is alive after all, it must be reached before it can be declared dead again.
+                # If the server is still alive, it must be reached before it can be declared dead
+                # again.
                 refusals, was_connected = 0, not await self._is_removed()
                 await self._pause(RETRY_PAUSE_S)
             else:

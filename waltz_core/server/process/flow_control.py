@@ -1,18 +1,19 @@
-"""Flow control: limits on requests for each connection, and on memory for all of them together.
+"""Flow control: limits on the requests of each connection, and on the memory of all connections.
 
 A client that floods the server, or never reads, must not take much memory or time from other
-clients. This file does the accounting, without any sockets.
+clients. This module does the accounting, without any sockets.
 
 Rules (docs/design/correctness.md 5, "Limits"):
     1. For each connection, the number and the bytes of requests in progress are limited. Further
-       requests wait, and while any request waits, the connection is not read.
-    2. The answer to a range request counts from the request on. Reads may use only half of a
-       connection's bytes. No requests of a congested connection are admitted.
-    3. Above the memory limit, the connections that use most are not read until an eighth is free.
-       Also, a connection begins a read (a range, or a transaction's data) only if it has no other
-       read and no data in progress. Otherwise each new connection of a client that reads no answers
-       could use half of its own limit. Requests without data do not count for this: a feed request
-       may be open for a long time, and its client may need the data of a transaction to continue.
+       requests wait. While a request waits, the connection is not read.
+    2. The answer to a range request counts as soon as the request is admitted. Reads may use only
+       half of a connection's bytes. No requests of a congested connection are admitted.
+    3. Above the memory limit, the connections that use most are not read until an eighth of the
+       limit is free. Also, a connection begins a read (a range, or a transaction's data) only if it
+       has no other read and no data in progress. Otherwise each new connection of a client that
+       reads no answers could use half of its own limit. Requests without data do not count for this
+       limit: a feed request may be open for a long time, and its client may need the data of a
+       transaction to continue.
 """
 
 from collections import deque
@@ -34,14 +35,14 @@ from waltz_core.wire.messages import (
     TransactionDataRequest,
 )
 
-# Memory of a request in addition to its bytes: Python objects.
+# The memory of a request's Python objects, in addition to its bytes.
 REQUEST_OVERHEAD_BYTES: Final = 512
-# Memory of a lock, a header or a partition in it, which takes 4 bytes in the frame.
+# The memory of a lock, header or partition number in a request. In the frame, it uses 4 bytes.
 NUMBER_BYTES: Final = 40
 
 
 class FlowLimits(NamedTuple):
-    """See the module's rules."""
+    """The limits of `FlowControl`: requests and bytes of each connection, and bytes in total."""
 
     connection_in_flight_count_max: int
     connection_in_flight_bytes_max: int
@@ -71,48 +72,48 @@ class _Account:
 
     @property
     def has_data(self) -> bool:
-        """Whether a request with data, or a read, is under way."""
+        """Whether a request with data, or a read, is in progress."""
         return self.in_flight_bytes > self.count * REQUEST_OVERHEAD_BYTES
 
 
 class FlowControl:
-    """The accounts of all connections."""
+    """The accounts of all connections, by the module's rules."""
 
     def __init__(self, limits: FlowLimits) -> None:
         self._limits = limits
         self._accounts: dict[ConnectionId, _Account] = {}
-        self._greedy: dict[ConnectionId, None] = {}  # not read by rule 3
-        self._without_room: dict[ConnectionId, None] = {}  # their reads wait by rule 3
+        self._greedy: dict[ConnectionId, None] = {}  # connections that are not read (rule 3)
+        self._without_room: dict[ConnectionId, None] = {}  # connections whose reads wait (rule 3)
         self.bytes = 0
 
     # -----------------------------------------------------------------------------------------
     # connections
 
     def open(self, connection: ConnectionId) -> None:
-        """A connection was made."""
+        """Open the account of a new connection."""
         assert connection not in self._accounts
         self._accounts[connection] = _Account()
 
     def close(self, connection: ConnectionId) -> None:
-        """A connection was closed; its bytes are free."""
+        """Close the account of a closed connection; its bytes are free."""
         self.bytes -= self._accounts.pop(connection).bytes
         self._greedy.pop(connection, None)
         self._without_room.pop(connection, None)
         assert self.bytes >= 0
 
     def may_read(self, connection: ConnectionId) -> bool:
-        """Whether more should be read from the connection."""
+        """Whether the server should read more from the connection."""
         return not self._accounts[connection].waiting and connection not in self._greedy
 
     def in_flight_count(self, connection: ConnectionId) -> int:
-        """Number of requests of the connection that are under way."""
+        """Return how many requests of the connection are in progress."""
         return self._accounts[connection].count
 
     # -----------------------------------------------------------------------------------------
     # requests and answers
 
     def receive(self, connection: ConnectionId, messages: Iterable[ClientMessage]) -> None:
-        """Queue the requests of a connection; `admit` returns them."""
+        """Queue the requests of a connection until `admit` returns them."""
         account = self._accounts[connection]
         for message in messages:
             request_bytes = _request_bytes(message)
@@ -121,7 +122,7 @@ class FlowControl:
             self.bytes += request_bytes
 
     def admit(self, connection: ConnectionId) -> list[AdmittedRequest]:
-        """Return the requests that may be processed now, in order."""
+        """Remove and return the requests that may be processed now, in order."""
         account = self._accounts.get(connection)
         admitted: list[AdmittedRequest] = []
         while account and account.waiting and self._has_capacity(connection, account):
@@ -135,7 +136,7 @@ class FlowControl:
         return admitted
 
     def on_answered(self, connection: ConnectionId, cost_bytes: int) -> None:
-        """A request was answered: its bytes are free. Does nothing for a cost of 0."""
+        """A request was answered: free its bytes. Does nothing if `cost_bytes` is 0."""
         account = self._accounts.get(connection)
         if account is None or not cost_bytes:
             return
@@ -148,7 +149,7 @@ class FlowControl:
     def note_backlog(
         self, connection: ConnectionId, backlog_bytes: int, *, is_congested: bool
     ) -> None:
-        """Note how many bytes of answers a connection has buffered."""
+        """Record how many bytes of answers a connection has buffered."""
         account = self._accounts.get(connection)
         if account is not None:
             self.bytes += backlog_bytes - account.backlog_bytes
@@ -160,16 +161,16 @@ class FlowControl:
 
     @property
     def is_over_limit(self) -> bool:
-        """Whether the memory of all connections is over the limit, given their last backlogs."""
+        """Whether the memory of all connections exceeds the limit, with their last backlogs."""
         return self.bytes > self._limits.memory_bytes_max
 
     @property
     def has_greedy(self) -> bool:
-        """Whether a connection is not read by rule 3."""
+        """Whether rule 3 has paused the reading of a connection."""
         return bool(self._greedy)
 
     def balance(self) -> list[ConnectionId]:
-        """Return the connections whose `admit` or `may_read` may have changed by rule 3."""
+        """Apply rule 3; return the connections for which `admit` or `may_read` may have changed."""
         if self.is_over_limit:
             return self._pause_largest()
         freed = self._without_room
@@ -180,7 +181,7 @@ class FlowControl:
         return list(freed)
 
     def _pause_largest(self) -> list[ConnectionId]:
-        """Stop reading the connections that use most, as many as hold the excess bytes."""
+        """Stop reading the largest connections, until these account for the excess bytes."""
         over_bytes = self.bytes - self._limits.memory_bytes_max
         stopped: list[ConnectionId] = []
         held = sorted(((account.bytes, each) for each, account in self._accounts.items()))
@@ -193,7 +194,7 @@ class FlowControl:
         return stopped
 
     # -----------------------------------------------------------------------------------------
-    # inside
+    # implementation
 
     def _has_capacity(self, connection: ConnectionId, account: _Account) -> bool:
         limits = self._limits
@@ -210,7 +211,7 @@ class FlowControl:
 
     def _answer_bytes(self, message: ClientMessage) -> int:
         if isinstance(message, TransactionDataRequest):
-            return 1  # not known; it counts as a read (rule 3)
+            return 1  # The size is not known. A nonzero number makes it count as a read (rule 3).
         if not isinstance(message, RangeRequest):
             return 0
         return min(max(message.bytes_max, 1), self._limits.range_bytes_max)

@@ -4,8 +4,8 @@ A host is created and stopped with the assignment of its partition.
 
 Rules:
     1. Effects are carried out at once or as tasks of the process; every task ends in an event.
-    2. If the state machine raises an exception, the process ends: its state cannot be trusted any
-       more. Clients get the outcomes of their appends from the next owner.
+    2. If the state machine raises an exception, the process exits, because its state can no longer
+       be trusted. Clients get the outcomes of their appends from the next owner.
     3. A partition that was released is owned again after a pause, if it is still assigned. If it
        was released because there was no quorum, it is first offered to another server, if possible.
     4. A session begins only with a permit (`session_open_limit.py`), which ends when the session is
@@ -75,10 +75,10 @@ _ARCHIVE_GAUGES: Final = (
     "waltz_server_unarchived_bytes",
     "waltz_server_unarchived_seconds",
 )
-# Waits from which a replica is reported as slow, and as silent.
+# How long a replica must be waited for before it is reported as slow, or as silent.
 SLOW_REPLICA_MS: Final = 1_000
 SILENT_REPLICA_MS: Final = 10_000
-# The levels of reports; the others have INFO.
+# The log levels of reports; other reports have level INFO.
 LEVELS: Final = {
     "append.slow": logging.WARNING,
     "archive.garbage_collection_failed": logging.WARNING,
@@ -95,7 +95,7 @@ _OPENING_ENDED: Final = frozenset({"session.opened", "session.closed", "session.
 
 @dataclass(frozen=True, slots=True)
 class ServerServices:
-    """The services that all partitions of a process share. `failed` ends the process."""
+    """The services that all partitions of a process share. `failed` makes the process exit."""
 
     coordinator: Coordinator
     tasks: TaskStarter
@@ -112,7 +112,7 @@ class ServerServices:
 
 
 class Host:
-    """See the module's rules."""
+    """Runs one partition, by the module's rules."""
 
     def __init__(
         self,
@@ -148,14 +148,14 @@ class Host:
 
     @property
     def is_open(self) -> bool:
-        """Whether it accepts appends."""
+        """Whether the partition accepts appends."""
         return self.partition.is_open
 
     # -----------------------------------------------------------------------------------------
     # events
 
     def post(self, event: Event) -> None:
-        """Pass an event to the machine."""
+        """Pass an event to the partition's machine."""
         self._driver.post(event)
 
     def receive(
@@ -167,14 +167,14 @@ class Host:
         principal: str = "",
         over_limit: Overloaded | None = None,
     ) -> None:
-        """Pass a client's request to the machine."""
+        """Pass a client's request to the partition's machine."""
         wall_ms = time.time_ns() // 1_000_000
         self._driver.post(
             RequestReceived(connection, message, cost_bytes, wall_ms, principal, over_limit)
         )
 
     def assign(self, generation: Generation, replicas: tuple[ReplicaId, ...]) -> None:
-        """The assignment names this server, or has a new generation or other replicas."""
+        """Own the partition, or apply a new generation or new replicas of its assignment."""
         is_new = generation != self.partition.generation or not self._replicas
         changed = replicas != self._replicas
         self._replicas = replicas
@@ -186,7 +186,7 @@ class Host:
             self.post(replication.Reassign(replicas))
 
     def stop(self) -> None:
-        """Another server owns the partition: answer waiting requests, and stop."""
+        """Stop, because another server owns the partition: answer waiting requests."""
         self.post(replication.ReleaseOwnership())
         self._driver.stop()
         self._release_permit()
@@ -298,7 +298,7 @@ class Host:
         self.post(FetchAnswered(effect.token, answer))
 
     # -----------------------------------------------------------------------------------------
-    # figures
+    # reports and metrics
 
     def _report(self, report: Report) -> None:
         fields = " ".join(f"{name}={value}" for name, value in report.fields)
@@ -329,7 +329,7 @@ class Host:
         return cost_of(counters, answers=self._answers, answer_bytes=self._answer_bytes)
 
     def publish(self) -> None:
-        """Update this partition's metrics."""
+        """Update the metrics of this partition."""
         self._published.publish(self.partition_id, self.partition, self._services.metrics)
         self._in_sync.publish(self._replicas, self.partition.engaged)
         now_ms = loop_clock_ms()
@@ -342,7 +342,7 @@ class Host:
 
     @property
     def silent_replicas(self) -> list[ReplicaId]:
-        """Replicas that have not answered for `SILENT_REPLICA_MS` on an open connection."""
+        """The replicas that have not answered for `SILENT_REPLICA_MS` on an open connection."""
         return sorted(self._waits.silent)
 
 
@@ -355,7 +355,7 @@ class ReplicaInSync:
         self._before: dict[ReplicaId, bool] = {}
 
     def publish(self, assigned: Iterable[ReplicaId], engaged: Collection[ReplicaId]) -> None:
-        """Update the metric if anything has changed."""
+        """Update the metric if a replica has changed."""
         in_sync = {each: each in engaged for each in assigned}
         if in_sync == self._before:
             return
@@ -369,10 +369,10 @@ class ReplicaInSync:
 
 
 class ReplicaWaitReporter:
-    """Reports how long a partition waits for its replicas; a hanging one blocks nothing.
+    """Reports how long a partition waits for each replica; a hanging replica blocks nothing.
 
     Args:
-        waits_ms: maps the time now to the age of each replica's oldest unanswered request.
+        waits_ms: maps the present time to the age of each replica's oldest unanswered request.
     """
 
     def __init__(
@@ -388,7 +388,7 @@ class ReplicaWaitReporter:
         self._slow: set[ReplicaId] = set()
 
     def publish(self, now_ms: int) -> None:
-        """Update the metrics, and log when a replica falls silent or answers again."""
+        """Update the metrics; log when a replica becomes silent or answers again."""
         waits_ms = self._waits_ms(now_ms)
         slow = {each for each, wait_ms in waits_ms.items() if wait_ms >= SLOW_REPLICA_MS}
         for each in sorted(slow | self._slow):
@@ -403,12 +403,12 @@ class ReplicaWaitReporter:
             self._metrics.report(Report("replica.silent", (("replica", each),)))
             _log.warning("replica.silent partition=%s replica=%s", self._partition_id, each)
         for each in sorted(self.silent - silent):
-            _log.warning("replica.responsive partition=%s replica=%s", self._partition_id, each)
+            _log.info("replica.responsive partition=%s replica=%s", self._partition_id, each)
         self._slow, self.silent = slow, silent
 
 
 class _PublishedCounters:
-    """The figures of a partition that the metrics have; only changed ones are updated.
+    """The counters and gauges of a partition that were published last; updates only changed ones.
 
     The update runs every second for up to a thousand partitions, most of which are idle.
     """
@@ -457,7 +457,7 @@ class _PublishedCounters:
         session_id = partition.session_id if partition.is_open else NO_SESSION
         first = partition.first_available
         gauges = (len(partition.engaged), mark, lag, session_id, first)
-        # If these are unchanged so is the lock table, except for entries in flight.
+        # If these are unchanged, so is the lock table, except for entries in flight.
         known = (*gauges, partition.pipeline.lock_loader.floor)
         if known == self._gauges:
             return
@@ -466,7 +466,7 @@ class _PublishedCounters:
             metrics.set(name, value, partition=partition_id)
         locks = partition.pipeline.locks
         if locks is not None:
-            # For a client that lags by a thousand transactions.
+            # The ratio for a client that lags by a thousand transactions.
             lagging = TransactionId(max(BEFORE_FIRST, mark - 1_000))
             metrics.set(
                 "waltz_server_false_rejections_ratio",

@@ -1,6 +1,7 @@
 """A partition's log in memory, and the store that commits to it at once.
 
-It implements `partition_events.Store` for `MemoryWaltz`; the partition machine is the real one.
+The store implements `partition_events.Store` for `MemoryWaltz`; the partition machine is the real
+one.
 
 Rules:
     1. Every write is committed at once: there is one copy, no quorum, and nothing to sync.
@@ -38,7 +39,7 @@ from waltz_core.server.read.cache import CacheBudget, TransactionCache
 from waltz_core.wire.messages import RangeBytes, RangeForm, RangeRaw
 
 REPLICA: Final = ReplicaId("memory:1")
-# More than any process can hold, so that nothing is ever dropped.
+# More bytes than a process can store, so that the cache never drops a batch.
 _ENOUGH_BYTES: Final = 1 << 62
 _CRC_BYTES: Final = 4
 
@@ -53,7 +54,7 @@ class StoredTransaction(NamedTuple):
 
 
 class MemoryLog:
-    """One partition's log."""
+    """The log of one partition, in memory."""
 
     def __init__(self) -> None:
         self._batches = TransactionCache(CacheBudget(_ENOUGH_BYTES))
@@ -62,7 +63,7 @@ class MemoryLog:
         self.session = NO_SESSION
 
     def write(self, batch: replication.Batch, session: SessionId) -> None:
-        """Commit a batch (rule 1)."""
+        """Append a batch and commit it (rule 1)."""
         assert batch.first == self.mark + 1
         self.chain = next_chain(self.chain, batch.first, batch.last, session, batch.record_crcs)
         entry = LineageEntry(batch.first, batch.last, session, batch.stamp_ms, self.chain)
@@ -71,7 +72,7 @@ class MemoryLog:
         self.mark = batch.last
 
     def read(self, request: RangeRaw) -> RangeBytes:
-        """Answer as a storage does, from one batch."""
+        """Answer a range request like a storage, with records of one batch."""
         part = self._batches.read(
             TransactionId(request.first), TransactionId(request.last), request.bytes_max
         )[0]
@@ -92,7 +93,7 @@ class MemoryLog:
         )
 
     def transactions(self) -> list[StoredTransaction]:
-        """Return all transactions."""
+        """Return all transactions of the log."""
         if self.mark == BEFORE_FIRST:
             return []
         found: list[StoredTransaction] = []
@@ -113,7 +114,7 @@ class MemoryLog:
 
 
 class MemoryStore:
-    """The store of a partition; see the module's rules."""
+    """The store of a partition in memory, by the module's rules."""
 
     def __init__(self, log: MemoryLog) -> None:
         self.log = log
@@ -132,7 +133,7 @@ class MemoryStore:
         """Return None: there is no archive."""
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
-        """Process one event; those for several replicas have no effect."""
+        """Process one event and return its effects; events about replicas have no effect."""
         match event:
             case replication.TakeOwnership():
                 self.generation = event.generation
@@ -145,7 +146,7 @@ class MemoryStore:
                 return ()
 
     def open(self) -> Sequence[replication.Effect]:
-        """Begin a session (rule 2)."""
+        """Open a session (rule 2)."""
         log = self.log
         log.session = SessionId(log.session + 1)
         self.readable_replicas = (REPLICA,)

@@ -1,9 +1,9 @@
-"""Counts what a partition costs its server, for balancing by load.
+"""Computes what a partition costs its server, for balancing by load.
 
 Rules:
-    1. The unit is about the work for one KiB that is appended in large batches. An accuracy within
-       a factor of two is enough, because partitions are compared with one another over half a
-       minute.
+    1. The unit is approximately the work for one KiB that is appended in large batches. An accuracy
+       within a factor of two is enough, because partitions are compared with one another over half
+       a minute.
     2. Everything sent to clients counts: results of appends, feeds, answers to reads.
 """
 
@@ -11,15 +11,15 @@ from typing import Final
 
 from waltz_core.server.locking.pending_appends import AppendCounters
 
-# In addition to bytes: a row is validated, numbered and hashed; an answer takes a turn of the loop
-# and a frame on both sides (docs/performance.md: a row of a single append costs about a hundred
-# times as much as a row of a large batch).
+# The costs in addition to bytes. A row is validated, numbered and hashed. An answer takes a turn of
+# the event loop, and a frame on both sides (docs/performance.md: a row of a single append costs
+# about a hundred times as much as a row of a large batch).
 _ROW_KIB: Final = 0.125
 _ANSWER_KIB: Final = 16.0
 _KIB: Final = 1024
 
 
 def cost_of(counters: AppendCounters, *, answers: int, answer_bytes: int) -> float:
-    """Return the total cost of a partition from its counters."""
+    """Return the total cost of a partition since its start, computed from its counters."""
     bytes_kib = (counters.committed_bytes + answer_bytes) / _KIB
     return bytes_kib + counters.committed * _ROW_KIB + answers * _ANSWER_KIB

@@ -6,8 +6,8 @@ The requested preference must not be lost.
 Rules:
     1. If a partition was released because there was no quorum, its preference is suspended.
        Otherwise the next assignment would give the partition back to this server.
-    2. It is suspended for a minimum time, and then until a quorum of its storages answers this
-       server.
+    2. A preference is suspended for a minimum time, and then until a quorum of its storages answers
+       this server.
     3. A new request for the preference, or its removal, ends the suspension.
 """
 
@@ -18,7 +18,10 @@ from waltz_core.replication.quorum import quorum_size
 
 
 class Preferences:
-    """See the module's rules. Times are seconds of any monotonic clock."""
+    """The preferences of one server, by the module's rules.
+
+    Times are seconds of any monotonic clock.
+    """
 
     def __init__(self, suspension_s: float) -> None:
         self.wanted: tuple[PartitionId, ...] = ()
@@ -27,13 +30,13 @@ class Preferences:
 
     @property
     def suspended(self) -> list[PartitionId]:
-        """The suspended preferences."""
+        """The partitions whose preference is suspended."""
         return sorted(self._suspended)
 
     def active_after(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> tuple[PartitionId, ...]:
-        """Return the preferences to write to ZooKeeper for this change; change nothing yet."""
+        """Return the preferences to write to ZooKeeper for this change; does not apply it yet."""
         suspended = self._suspended.keys() - {*added, *removed}
         return tuple(each for each in self._wanted_after(added, removed) if each not in suspended)
 
@@ -52,7 +55,7 @@ class Preferences:
     def suspend(self, partition_id: PartitionId, now_s: float) -> bool:
         """Suspend the preference for a partition that was handed over (rule 1).
 
-        Return whether there was one.
+        Return False if the server does not prefer the partition.
         """
         if partition_id not in self.wanted:
             return False
@@ -60,7 +63,7 @@ class Preferences:
         return True
 
     def resumable(self, now_s: float) -> list[PartitionId]:
-        """Return the partitions that were suspended for the minimum time (rule 2)."""
+        """Return the partitions that have been suspended for the minimum time (rule 2)."""
         return sorted(each for each, until_s in self._suspended.items() if until_s <= now_s)
 
 

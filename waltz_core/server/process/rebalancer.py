@@ -1,13 +1,14 @@
 """Balance by load: a server measures and publishes its loads; the leader also moves partitions.
 
-Periodically this code runs the planner with the loads from ZooKeeper;
+Periodically this module runs the planner with the loads from ZooKeeper.
 `cluster/membership/balance.py` decides which moves are useful.
 
 Rules:
     1. Only the leader moves partitions, and only with a compare-and-set on the version of the
        assignment that it has read. After a concurrent change it tries again in the next interval.
-    2. No other code depends on this one. Failures are retried in the next interval.
-    3. After the set of servers has changed, nothing moves until the loads of a window are known.
+    2. No other code depends on this module. Failures are retried in the next interval.
+    3. After the set of servers has changed, no partition moves until the loads of a whole window
+       are known.
     4. A server that cannot open its partitions seems idle. So an unfit server publishes no load,
        and no partition moves to it or from it.
 """
@@ -30,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BalanceTimes:
-    """The interval of the checks, the averaging window, and how long a moved partition stays."""
+    """The check interval, the averaging window, and how long a moved partition stays, in ms."""
 
     interval_ms: int
     window_ms: int
@@ -38,14 +39,14 @@ class BalanceTimes:
 
 
 class Rebalancer:
-    """See the module's rules.
+    """Balances partitions by load, by the module's rules.
 
     Args:
-        server_id: this server.
+        server_id: the ID of this server.
         coordinator: publishes loads and writes moves.
-        costs: returns the total cost of each partition that is served here.
+        costs: returns the total cost of each partition that this server serves.
         times: the interval, the window and the cooldown.
-        is_fit: whether this server can serve the partitions assigned to it (rule 4).
+        is_fit: returns whether this server can serve the partitions assigned to it (rule 4).
     """
 
     def __init__(

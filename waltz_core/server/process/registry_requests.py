@@ -1,7 +1,7 @@
-"""Changes the registry of exactly-once writes for clients, with the server's own session.
+"""Changes the registry of exactly-once writes for clients, with the server's own ZooKeeper session.
 
-So a client needs no write access to ZooKeeper. `cluster/write_registry.py` has the rules of the
-registry.
+Therefore a client needs no write access to ZooKeeper. `cluster/write_registry.py` has the rules of
+the registry.
 
 Rules (decision 048, AC 14):
     1. A write belongs to a principal, and no other principal learns its name. Without access
@@ -13,13 +13,13 @@ Rules (decision 048, AC 14):
        and the arguments; the tasks of a write (`TASKS_MAX`); the time for which a write is kept (a
        year); and the operations of one principal in progress in this server (`TURNS_MAX`).
     4. An operation may be repeated, as after an unknown outcome in ZooKeeper.
-    5. After a write was finished or removed, the server removes some expired ones, with one removal
-       at a time.
+    5. After a write was finished or removed, the server removes some expired writes. Only one such
+       removal runs at a time.
     6. If a connection is closed before the turn of its operation, the operation is dropped: its
        principal may have lost its permissions.
     7. The operation TASKS reads a node for each task. So one principal has one such operation at a
-       time, with `READS_MAX` concurrent reads, and it ends with its connection. It keeps only what
-       the answer needs.
+       time, with `READS_MAX` concurrent reads. The operation ends with its connection, and keeps
+       only what the answer needs.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ READS_MAX: Final = 16
 
 
 class RegistryRequests:
-    """See the module's rules."""
+    """Processes registry requests of clients, by the module's rules."""
 
     def __init__(
         self,
@@ -89,15 +89,16 @@ class RegistryRequests:
         *,
         is_closed: Callable[[], bool] = lambda: False,
     ) -> RegistryResponse:
-        """Carry out a request of a connection; `access` is None without access control.
+        """Process a registry request.
 
-        `is_closed` returns whether the connection was closed (rule 6).
+        `access` is that of the connection, None without access control. `is_closed` returns whether
+        the connection was closed (rule 6).
 
         Raises:
             BadRequest: the request is not valid, or the principal has too many writes.
             PermissionDenied: the write belongs to another principal.
-            ConnectionSuperseded: a later attempt has begun, or the write is over.
-            Unavailable: ZooKeeper does not answer; or the principal gets too many client IDs.
+            ConnectionSuperseded: a later attempt has begun, or the write has ended.
+            Unavailable: ZooKeeper does not answer, or the principal requests too many client IDs.
         """
         principal = "" if access is None else access.principal
         async with AsyncExitStack() as turn:
@@ -125,7 +126,7 @@ class RegistryRequests:
             except errors.PermissionDenied as error:
                 if not access.is_only_reported(error, request):
                     raise
-        # No proof by rule 2: it would stay valid when the requests are denied.
+        # No proof (rule 2): it would stay valid when such requests are denied later.
         return await self._carry_out(request, self._writes, None, is_closed)
 
     async def _carry_out(
@@ -177,43 +178,45 @@ class RegistryRequests:
     def _marks(self, request: RegistryRequest) -> dict[int, int]:
         if len(request.partitions) > self._partition_count:
             raise errors.BadRequest(
-                f"expected at most {self._partition_count} partitions, found "
+                f"registry request: expected at most {self._partition_count} partitions, found "
                 f"{len(request.partitions)}"
             )
         marks = struct.unpack(f">{len(request.marks) // 8}q", request.marks)
         if len(marks) != len(request.partitions):
             raise errors.BadRequest(
-                f"expected a high-water mark for each of {len(request.partitions)} "
-                f"partitions, found {len(marks)}"
+                "registry request: expected a high-water mark for each of "
+                f"{len(request.partitions)} partitions, found {len(marks)}"
             )
         for partition in request.partitions:
             if not 0 <= partition < self._partition_count:
                 raise errors.UnknownPartition(
-                    f"there is no partition {partition}: the cluster has "
-                    f"{self._partition_count}, from 0 on"
+                    f"there is no partition {partition}: the cluster has partitions "
+                    f"0..{self._partition_count - 1}"
                 )
         if min(marks, default=0) < BEFORE_FIRST:
             # NB: a node that cannot be decoded would neither expire nor count for its principal.
-            raise errors.BadRequest(f"expected high-water marks of -1 or more, found {min(marks)}")
+            raise errors.BadRequest(
+                f"registry request: expected high-water marks of -1 or more, found {min(marks)}"
+            )
         return dict(zip(request.partitions, marks, strict=True))
 
     async def _forget_expired(self) -> None:
-        """Rule 5."""
+        """Remove some expired writes (rule 5)."""
         try:
             await self._writes.forget_expired()
         except errors.WaltzError as error:
             _log.info(
                 "registry.expired_writes_not_removed reason=%s", error
-            )  # with the next request
+            )  # retried with the next request
         finally:
             self._is_removing = False
 
 
 class Arguments:
-    """The JSON of a request, with checks; all methods raise BadRequest."""
+    """The JSON arguments of a request, with checks; all methods raise BadRequest."""
 
     def __init__(self, data: bytes, bytes_max: int = NODE_BYTES_MAX) -> None:
-        """Raises BadRequest, TooLarge."""
+        """Decode the arguments; raises BadRequest or TooLarge."""
         self._values: Mapping[str, Any] = {}
         if not data:
             return
@@ -227,7 +230,7 @@ class Arguments:
             strict_json.to_json(self._values)  # a lone surrogate can be read, but not written
         except ValueError as error:
             raise errors.BadRequest(
-                f"arguments of a registry request: not valid JSON: {error!s:.200}"
+                f"arguments of a registry request are not valid JSON: {error!s:.200}"
             ) from error
         if not isinstance(self._values, dict):
             raise errors.BadRequest(
@@ -235,21 +238,21 @@ class Arguments:
             )
 
     def keep_ms(self) -> int:
-        """Return for how long a write is kept."""
+        """Return how long the registry must keep the write, in ms."""
         found = self._values.get("keep_ms")
         if type(found) is not int or not 0 <= found <= KEEP_MS_MAX:
             raise self._bad_argument_error("keep_ms", f"0 to {KEEP_MS_MAX} (a year)")
         return found
 
     def flag(self, name: str) -> bool:
-        """Return a flag; false if it is absent."""
+        """Return the boolean argument `name`; False if it is absent."""
         found = self._values.get(name, False)
         if type(found) is not bool:
             raise self._bad_argument_error(name, "true or false")
         return found
 
     def text(self, name: str) -> str:
-        """Return a short text."""
+        """Return the text argument `name`, of at most `NAME_CHARACTERS_MAX` characters."""
         found = self._values.get(name)
         if type(found) is not str or len(found) > NAME_CHARACTERS_MAX:
             raise self._bad_argument_error(
@@ -261,7 +264,7 @@ class Arguments:
         """Return the summary of a write."""
         found = self._values.get("summary")
         if not isinstance(found, dict) or not _has_levels(found, _SUMMARY_LEVELS_MAX):
-            # NB: whether Python can decode many levels depends on the depth of its stack.
+            # NB: the depth of Python's stack determines whether it can decode many levels.
             raise self._bad_argument_error(
                 "summary", f"an object with at most {_SUMMARY_LEVELS_MAX} levels"
             )
@@ -277,7 +280,10 @@ class Arguments:
 async def _read_tasks(
     writes: WriteRegistry, write: str, run: str, is_closed: Callable[[], bool]
 ) -> bytes:
-    """Return the answer to TASKS (rule 7): there may be a hundred thousand tasks."""
+    """Return the JSON result of TASKS (rule 7).
+
+    There may be a hundred thousand tasks, so the nodes are read in groups.
+    """
     await writes.read(write)  # it checks the owner
     numbers = await writes.task_numbers(write)
     found: list[int] = []
@@ -293,7 +299,7 @@ async def _read_tasks(
 async def _states_of(
     writes: WriteRegistry, write: str, numbers: Sequence[int]
 ) -> dict[int, TaskState]:
-    """Read some tasks of a write at the same time."""
+    """Read the states of the given tasks concurrently."""
     try:
         async with asyncio.TaskGroup() as group:
             reads = {each: group.create_task(writes.task_state(write, each)) for each in numbers}
@@ -309,7 +315,7 @@ def _check_open(is_closed: Callable[[], bool]) -> None:
 
 
 def _has_levels(value: object, levels_max: int) -> bool:
-    """Whether a JSON value has at most so many objects and lists in one another."""
+    """Whether at most `levels_max` JSON objects and lists are nested in one another."""
     if not isinstance(value, dict | list):
         return True
     children = value.values() if isinstance(value, dict) else value

@@ -1,12 +1,12 @@
 """The server process: registration, assignment, clients, health, graceful shutdown.
 
-This code turns settings into limits, ZooKeeper's assignment into ownership, and signals into a
+This module turns settings into limits, ZooKeeper's assignment into ownership, and signals into a
 graceful shutdown. `served_partition.py` decides what a partition does.
 
 Rules:
     1. A partition is served exactly while the current assignment names this server. While ZooKeeper
        is unavailable, nothing changes: storages fence replaced owners. The same holds while a node
-       cannot be decoded, so that one bad node does not end all servers at once.
+       cannot be decoded, so that one damaged node does not stop all servers at once.
     2. The server registers only when it can answer clients, and unregisters before it stops
        answering.
     3. Shutdown has these steps: stop reading, wait for a limited time until appends in flight are
@@ -79,13 +79,13 @@ UNREGISTER_S_MAX: Final = 2.0
 # Prevents repeated moves of a partition whose storages no server can reach.
 HAND_OVER_PAUSE_S: Final = 60.0
 PREFERENCE_CHECK_S: Final = 10.0
-# Overhead of a record and of its entry in a frame, in addition to its data.
+# The overhead of a record and of its entry in a frame, in addition to its data.
 _ROW_OVERHEAD_BYTES: Final = 48
 _FEED_CACHE_BYTES_MIN: Final = 20 * KIB
 
 
 def run(config: ServerConfig) -> None:
-    """Run a server until SIGTERM or SIGINT; raises the error that ended it otherwise."""
+    """Run a server until SIGTERM or SIGINT; if it fails, raise the error."""
     if not __debug__:
         raise errors.BadConfig(
             "the server does not run under `python -O`, because it relies on its assertions. "
@@ -105,7 +105,7 @@ async def serve(
     on_ready: Callable[[str], None] = lambda _address: None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until `stop` is set (without one: until SIGTERM or SIGINT)."""
+    """Serve until `stop` is set; if `stop` is None, until SIGTERM or SIGINT."""
     if stop is None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -128,11 +128,11 @@ async def serve(
 
 
 class _ServerStopped(Exception):
-    """The server was stopped."""
+    """Raised to end all tasks when the server has shut down."""
 
 
 class Server:
-    """One server; see the module's rules."""
+    """One server process, by the module's rules."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Server:
         self._limits = limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
         self._throttle = LargeBatchThrottle(is_on=config.small_requests_first)
-        # The budget is for all partitions of the cluster, since one server may own all of them.
+        # The budget is for all partitions of the cluster, because one server may own all of them.
         self._feed_cache_bytes = max(
             _FEED_CACHE_BYTES_MIN, config.feed_cache_bytes // self.partition_count
         )
@@ -189,7 +189,7 @@ class Server:
     # start and shutdown
 
     async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
-        """Serve until `stop` is set or something has failed."""
+        """Serve until `stop` is set, or raise the error of a task that failed."""
         config = self._config
         async with AsyncExitStack() as stack:
             if config.http_port:
@@ -259,7 +259,7 @@ class Server:
             _log.info("server.stopped server=%s", self._server_id)
 
     def _is_open(self) -> bool:
-        """Whether any partition is open: then its network and its TLS settings work."""
+        """Whether at least one partition is open: then the network and the TLS settings work."""
         return any(host.partition.is_open for host in self.hosts.values())
 
     def _make_rebalancer(self) -> Rebalancer:
@@ -277,7 +277,7 @@ class Server:
         )
 
     async def _wait_until(self, stop: asyncio.Event) -> None:
-        """Wait for the signal, or raise the error of a failed partition (host.py, rule 2)."""
+        """Wait until `stop` is set, or raise the error of a failed partition (host.py, rule 2)."""
         waiting = self._tasks.create_task(stop.wait())
         await asyncio.wait((waiting, self._failure), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -310,12 +310,15 @@ class Server:
     # ownership
 
     def _on_assignments_changed(self, assignments: ReplicaAssignments) -> None:
-        """The storages of the partitions are known, or have changed."""
+        """The replica assignment was read for the first time, or has changed."""
         self._newest_assignments = assignments
         self._tasks.create_task(self._apply_assignments(assignments))
 
     async def _apply_assignments(self, assignments: ReplicaAssignments) -> None:
-        """Read the storage IDs, which change if a storage was replaced; then own partitions."""
+        """Read the storage IDs, then own the partitions.
+
+        If a storage was replaced, its ID has changed.
+        """
         try:
             await self._storage_id_reads.answered()
             await self._refresh_nearby()
@@ -326,7 +329,7 @@ class Server:
             self._assign_hosts()
 
     def _on_ownership_changed(self, view: ServersView) -> None:
-        """The assignment in force has changed."""
+        """The assignment of partitions to servers has changed."""
         self._view = view
         self._failure_detector.follow(view)
         self._assign_hosts()
@@ -386,22 +389,22 @@ class Server:
         return Host(partition_id, partition, store, services)
 
     async def _hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
-        """Give a partition to another server, but not repeatedly: no server may have a quorum."""
+        """Give a partition to another server, but only rarely: perhaps no server has a quorum."""
         self._without_quorum_s = time.monotonic()
         last_s = self._handed_over_s.get(partition_id, -math.inf)
         if time.monotonic() < last_s + HAND_OVER_PAUSE_S:
             return False
-        # One at a time: all change the same node, concurrent changes would conflict.
+        # One at a time: concurrent changes of the same node would conflict.
         async with self._handing_over:
             host = self.hosts.get(partition_id)
             if host is None or host.partition.is_owned:
-                return False  # It was owned again while it waited for the lock.
-            async with self._preferring:  # this also removes a preference for it
+                return False  # The partition was owned again meanwhile.
+            async with self._preferring:  # `hand_over` also removes a preference.
                 if not await self._coordinator.hand_over(partition_id, generation):
                     return False
                 if self._preferences.suspend(partition_id, time.monotonic()):
                     _log.warning("server.preference_suspended partition=%s", partition_id)
-        # Only now: without an answer of ZooKeeper it is tried again at the next release.
+        # Only after the change: without an answer of ZooKeeper, the next release must try again.
         self._handed_over_s[partition_id] = time.monotonic()
         return True
 
@@ -430,7 +433,7 @@ class Server:
         self._preferences.change(added, removed)
 
     async def _run_preference_restore(self) -> None:
-        """Restore preferences of partitions once a quorum of their storages answers this server."""
+        """Restore suspended preferences when a quorum of the partition's storages answers."""
         while True:
             await asyncio.sleep(PREFERENCE_CHECK_S)
             resumable = self._preferences.resumable(time.monotonic())
@@ -452,9 +455,9 @@ class Server:
             except errors.WaltzError as error:
                 _log.warning(
                     "server.preference_restore_failed error=%r", error
-                )  # until the next check
+                )  # retried at the next check
             else:
-                _log.warning("server.preference_restored partitions=%s", suspended)
+                _log.info("server.preference_restored partitions=%s", suspended)
 
     # -----------------------------------------------------------------------------------------
     # health and metrics
@@ -482,9 +485,10 @@ class Server:
         return sorted(found.items())
 
     async def health(self) -> Health:
-        """Healthy if every partition has a session; appends continue without ZooKeeper.
+        """Return the health of the server.
 
-        Ready if it has also registered once, with or without partitions.
+        The server is healthy if every partition has a session; appends continue without ZooKeeper.
+        It is ready if it has also registered once, with or without partitions.
         """
         zookeeper = self._coordinator.is_in_contact
         partitions = {
@@ -533,7 +537,7 @@ class Server:
 
 
 async def _close(listener: Listener) -> None:
-    """Close all links; abort those that are congested."""
+    """Close all links; abort congested links."""
     for link in listener.links:
         if link.is_congested:
             link.abort("shutting down")
@@ -541,7 +545,7 @@ async def _close(listener: Listener) -> None:
 
 
 def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
-    """Return the limits of a partition."""
+    """Return the limits of a partition; raises BadConfig if a batch would not fit into a frame."""
     slot_count = min(
         config.lock_slot_count, slot_count_within(config.lock_table_bytes_max, partition_count)
     )

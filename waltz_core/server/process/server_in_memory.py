@@ -1,7 +1,7 @@
 """The server of `MemoryWaltz`: logs in memory, and faults that affect its messages.
 
-It runs the same code for partitions and clients as the daemon, but has no storages, no ZooKeeper
-and no assignment.
+This server runs the same code for partitions and clients as the daemon, but has no storages, no
+ZooKeeper and no assignment.
 
 Rules:
     1. Faults affect messages only, never the decisions of a state machine.
@@ -61,11 +61,11 @@ from waltz_core.wire.messages import (
 if TYPE_CHECKING:
     from waltz_core.server.process.registry_requests import RegistryRequests
 
-# A prime, and small: a table is made for every partition of every test.
+# A prime number, and small: a table is created for every partition of every test.
 LOCK_SLOT_COUNT: Final = 65_537
 GENERATION: Final = Generation(1)
-# There are no low-water marks to move up, and `MemoryStore` ends no session: a partition that waits
-# for the end of one would take nothing more.
+# `MemoryStore` has no low-water marks to raise, and ends no session. A partition that waited for
+# the end of a session would accept no more appends.
 _NEVER_COUNT: Final = 1 << 62
 _NONE: Final = BEFORE_FIRST.to_bytes(8, "big", signed=True)
 _FLOW: Final = FlowLimits(
@@ -86,7 +86,7 @@ class InjectedFailures:
 
 
 class Faults:
-    """The fault settings, and the random choices."""
+    """The settings of the faults, and the random choices."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -97,7 +97,7 @@ class Faults:
         self.failures: InjectedFailures | None = None
 
     def delay_s(self) -> float:
-        """Draw the delay of an answer."""
+        """Draw the delay of an answer, in seconds."""
         low, high = self.delay_ms
         return (low if low == high else self._random.uniform(low, high)) / 1000
 
@@ -130,7 +130,7 @@ class Faults:
 
 
 class MemoryServer:
-    """All partitions on one port."""
+    """A server in memory, with all partitions on one port."""
 
     def __init__(
         self, key: bytes, partition_count: int, faults: Faults, tasks: TaskStarter
@@ -155,7 +155,7 @@ class MemoryServer:
         self._due_s: dict[ConnectionId, float] = {}
 
     async def start(self) -> None:
-        """Own everything, and listen."""
+        """Take ownership of all partitions, and start to listen."""
         for host in self.hosts.values():
             host.post(TakeOwnership(GENERATION, (REPLICA,)))
         self._listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, self.clients.accept)
@@ -169,7 +169,7 @@ class MemoryServer:
             host.stop()
 
     def on_machine_failed(self, error: Exception) -> None:
-        """A machine has raised: end all connections."""
+        """A state machine has raised an exception: abort all connections."""
         self.failure = self.failure or error
         assert self._listener is not None
         for link in self._listener.links:
@@ -180,11 +180,11 @@ class MemoryServer:
         return ClientId(next(self.client_ids))
 
     def append_times(self) -> Sequence[AppendTime]:
-        """There are no storages (`clients.Backend`)."""
+        """Return nothing: there are no storages (`clients.Backend`)."""
         return ()
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
-        """There are no storages (`clients.Backend`)."""
+        """Return nothing: there are no storages (`clients.Backend`)."""
         return ()
 
     async def prefer(
@@ -193,7 +193,7 @@ class MemoryServer:
         """Do nothing: there is only one server (`clients.Backend`)."""
 
     def answer(self, effect: SendToClient) -> None:
-        """Answer after the drawn delay (rule 3)."""
+        """Send an answer after the drawn delay (rule 3)."""
         connection = effect.connection
         delay_s = self.faults.delay_s()
         if not delay_s and connection not in self._delayed:
@@ -230,7 +230,8 @@ class MemoryHost:
             FeedCache(MIB),
             LargeBatchThrottle(is_on=False),
         )
-        # Requests whose answers will be lost; until when each client may not mount.
+        # The requests whose answers will be lost, and the time until which each client may not
+        # mount.
         self._muted: set[ReqId] = set()
         self._disconnected_until_s: dict[int, float] = {}
         self._driver: Driver[Event, Effect] = Driver(
@@ -244,7 +245,7 @@ class MemoryHost:
 
     @property
     def is_open(self) -> bool:
-        """Whether it accepts appends."""
+        """Whether the partition accepts appends."""
         return self._partition.is_open
 
     def receive(
@@ -273,7 +274,7 @@ class MemoryHost:
     def _apply_faults(
         self, connection: ConnectionId, message: AppendRequest | AppendBatch, cost_bytes: int
     ) -> bool:
-        """Apply the faults of appends; return whether the machine must not get this one."""
+        """Apply the faults to an append; return True if the machine must not receive the append."""
         faults, req_id = self._server.faults, message.req_id
         failure = faults.failure()
         if failure is not None:
@@ -295,7 +296,10 @@ class MemoryHost:
     def _lose_message(
         self, connection: ConnectionId, req_id: ReqId, *, enters_log: bool | None
     ) -> bool:
-        """Lose an append, or its answer (False), with the connection."""
+        """Lose an append, or only its answer, and abort the connection.
+
+        Return True if the append is lost. If `enters_log` is None, the choice is random.
+        """
         if self._server.faults.random_bool() if enters_log is None else enters_log:
             self._muted.add(req_id)
             return False
@@ -318,7 +322,7 @@ class MemoryHost:
             self._muted.discard(message.req_id)
             self._server.clients.disconnect(effect.connection, "an answer was lost")
         elif isinstance(message, ReplicasResponse):
-            # There are no storages: the server itself serves readers.
+            # There are no storages: the server itself answers readers.
             self._server.answer(replace(effect, message=replace(message, replicas=())))
         else:
             self._server.answer(effect)

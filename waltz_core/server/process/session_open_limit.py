@@ -1,12 +1,12 @@
 """Limits how many partitions of a server open a store session at the same time.
 
-A server may get a thousand partitions at once. If it opened all together, the first would be served
+A server may own a thousand partitions at once. If it opened all together, it would serve the first
 no earlier than the last. Also, claims of partitions that soon move to the next server would be
 wasted.
 
 Rules:
     1. At most `PERMITS_MAX` partitions have a permit; the others wait in order of arrival.
-    2. A permit ends when the session is open or abandoned, and after `PERMIT_S` in any case: a
+    2. A permit ends when the session is open or abandoned, and after `PERMIT_S` in any case. A
        partition without a quorum tries again and again, but does not block the others.
 """
 
@@ -19,7 +19,7 @@ PERMIT_S: Final = 0.25
 
 
 class SessionOpenPermit:
-    """Permits one partition to open a session; see the module's rules."""
+    """Permits one partition to open a session, by the module's rules."""
 
     def __init__(self, permits: asyncio.Semaphore) -> None:
         self._permits = permits
@@ -27,7 +27,7 @@ class SessionOpenPermit:
         self._timer = asyncio.get_running_loop().call_later(PERMIT_S, self.release)
 
     def release(self) -> None:
-        """Let another partition begin; idempotent."""
+        """Return the permit, so that another partition can begin; idempotent."""
         if not self._is_released:
             self._is_released = True
             self._timer.cancel()

@@ -1,6 +1,6 @@
-"""Links to storages: one for each store session and replica, and others for reading.
+"""Links to storages: one link for each store session and replica, and other links for reading.
 
-Only this file turns the effects of the replication machines into TCP connections. It has no
+Only this module turns the effects of the replication machines into TCP connections. It has no
 protocol state: the machines interpret answers and lost links.
 
 Rules:
@@ -8,7 +8,7 @@ Rules:
        link may still arrive at its storage; their session ID fences them.
     2. `OpenReplica` has one outcome, and a lost link is reported once. A link that was closed on
        request causes no further event (replication/session_events.py, rule 2).
-    3. Readers have links of their own, so that a large read cannot delay an append.
+    3. Readers have their own links, so that a large read cannot delay an append.
 """
 
 import asyncio
@@ -37,17 +37,17 @@ from waltz_core.wire.messages import (
 
 DIAL_TIMEOUT_S: Final = 3.0
 READ_TIMEOUT_S: Final = 15.0
-# The same if another storage can be queried: a frozen storage keeps its connections.
+# The timeout of a read if another storage can be queried: a frozen storage keeps its connections.
 URGENT_READ_TIMEOUT_S: Final = 2.0
 _NONE: Final = -1
 _Answer: TypeAlias = RangeBytes | LockBlocks
 
 
 class TaskStarter(Protocol):
-    """Starts tasks; an `asyncio.TaskGroup` is one."""
+    """Starts tasks, like an `asyncio.TaskGroup`."""
 
     def create_task(self, work: Coroutine[Any, Any, None], /) -> object:
-        """Run `work`, which raises nothing."""
+        """Run `work` as a task; `work` must not raise."""
 
 
 @dataclass(slots=True)
@@ -83,13 +83,16 @@ class SessionLinks:
         self._tasks.create_task(self._dial(key, entry))
 
     def send(self, effect: replication.SendToReplica) -> None:
-        """Send in order; do nothing if the link is lost, which is reported separately."""
+        """Send a message, in order.
+
+        If the link is lost, do nothing: the loss is reported separately.
+        """
         entry = self._links.get((effect.session_id, effect.replica))
         if entry is not None and entry.link is not None:
             entry.link.send(effect.message)
 
     def close(self, effect: replication.CloseReplica) -> None:
-        """Close the link, or cancel the dial that is under way."""
+        """Close the link, or cancel the dial in progress."""
         self._close((effect.session_id, effect.replica), "the store session has ended")
 
     def close_all(self) -> None:
@@ -124,7 +127,7 @@ class SessionLinks:
 
         def take(messages: list[Message]) -> None:
             for message in messages:
-                # Rule 2; a machine may close the link at any of these messages.
+                # Rule 2. The machine may close the link while it processes one of these messages.
                 if entry.is_closed:
                     return
                 assert isinstance(message, StorageMessage)
@@ -158,11 +161,11 @@ class ReadLinks:
         self, cluster_key: bytes, partition_count: int, *, ssl: SSLContext | None = None
     ) -> None:
         self._ssl = ssl
-        # Storages answer readers only after this request, which names the cluster.
+        # A storage answers readers only after this request, which contains the cluster key.
         self._opening = OpenRequest(_NONE, _NONE, _NONE, cluster_key, partition_count)
         self._links: dict[ReplicaId, _ReadLink] = {}
         self._dialing: dict[ReplicaId, asyncio.Lock] = {}
-        # Own numbers, since those of callers may collide: late answers must not be confused.
+        # Own sequence numbers: those of callers may collide, and late answers must not be confused.
         self._numbers = count(1)
 
     async def fetch(
@@ -172,9 +175,9 @@ class ReadLinks:
         *,
         is_urgent: bool = False,
     ) -> _Answer:
-        """Query a storage; the answer has the sequence number of the message.
+        """Send a request to a storage and return its answer, with the sequence number of `message`.
 
-        `is_urgent`: use the shorter timeout, since another storage can be queried.
+        `is_urgent`: use the shorter timeout, because another storage can be queried.
 
         Raises Unreachable, or the error of the storage's answer.
         """
@@ -213,7 +216,7 @@ class ReadLinks:
                 lambda messages: _take_answers(replica, read_link, messages),
                 lambda reason: self._on_link_lost(replica, read_link, reason),
             )
-            if link.is_closed:  # since the greeting: no handler would be notified
+            if link.is_closed:  # The link closed before `start`, which reports nothing then.
                 raise Unreachable(f"{replica}: {link.closed_reason}")
             link.send(self._opening)
             return read_link
@@ -230,7 +233,7 @@ def _take_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Messa
     for message in messages:
         assert isinstance(message, StorageMessage)
         if message.partition_id == _NONE and isinstance(message, Nack):
-            # The answer to the opening: the storage is of another cluster.
+            # The answer to the open request: the storage belongs to another cluster.
             read_link.link.abort(message.message)
             return
         waiting = read_link.waiting.get(message.sequence)
@@ -254,7 +257,7 @@ def _settle(replica: ReplicaId, waiting: asyncio.Future[_Answer], message: Stora
 async def is_reachable(
     replica: ReplicaId, cluster_key: bytes, partition_count: int, *, ssl: SSLContext | None = None
 ) -> bool:
-    """Whether a storage answers and is of this cluster."""
+    """Whether a storage answers and belongs to this cluster."""
     try:
         link = await dial(WireProtocol.STORAGE, replica, timeout_s=DIAL_TIMEOUT_S, ssl=ssl)
     except WaltzError:

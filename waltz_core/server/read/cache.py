@@ -3,17 +3,18 @@
 A slow or greedy reader must not take memory from other clients. So all bytes in the caches count
 against limits.
 
-There are two caches. `TransactionCache` has whole appended batches with their records, and serves
-ranges. `FeedCache` has only the request ID and the header of each transaction, 20 bytes. So it
-reaches far back: a client whose feed is some minutes behind needs no read from a storage.
+There are two caches. `TransactionCache` contains whole appended batches with their records, and
+serves ranges. `FeedCache` contains only the request ID and the header of each transaction, 20
+bytes. So it reaches far back: a client whose feed is some minutes behind needs no read from a
+storage.
 
 Rules:
     1. Only committed transactions are added, in ID order and without a gap. A gap clears the cache.
-    2. The bytes never exceed the limit. The oldest are dropped first, over all partitions that
-       share a budget.
-    3. Reads return views of the added bytes; dropping batches later does not change them.
+    2. The bytes never exceed the limit. The oldest batches are dropped first, over all partitions
+       that share a budget.
+    3. Reads return views of the added bytes; dropping batches later does not change these views.
     4. When a new session opens: if no other owner can have written in between (its lineage is
-       unbroken), call `truncate_after` with the recovered mark; otherwise, call `clear`.
+       unbroken), call `truncate_after` with the recovered high-water mark; otherwise, call `clear`.
 """
 
 from bisect import bisect_right
@@ -29,13 +30,13 @@ from waltz_core.records.record import LineageEntry, TransactionId
 
 I64 = npt.NDArray[np.int64]
 
-# Overhead of Python and NumPy for each batch, measured on batches of one small record.
+# The overhead of Python and NumPy for each batch, measured on batches of one small record.
 BATCH_OVERHEAD_BYTES: Final = 1024
 _FEED: Final = raw_records.FEED_HEADER_BYTES
 
 
 class CachedBatch(NamedTuple):
-    """One committed batch."""
+    """One committed batch in the cache."""
 
     entry: LineageEntry
     lengths: I64
@@ -43,12 +44,12 @@ class CachedBatch(NamedTuple):
 
     @property
     def cost_bytes(self) -> int:
-        """Memory that it takes."""
+        """The memory that this cache entry uses, in bytes."""
         return len(self.records) + int(self.lengths.nbytes) + BATCH_OVERHEAD_BYTES
 
 
 class CachedRange(NamedTuple):
-    """Records first..last of one batch; `entry` is that of the whole batch."""
+    """The records first..last of one batch; `entry` describes the whole batch."""
 
     first: TransactionId
     last: TransactionId
@@ -58,14 +59,14 @@ class CachedRange(NamedTuple):
 
 
 class BudgetHolder(Protocol):
-    """A cache that holds bytes of a budget."""
+    """A cache that uses bytes of a budget."""
 
     def drop_oldest(self) -> None:
-        """Release the oldest bytes of this holder."""
+        """Release the oldest bytes of this cache."""
 
 
 class CacheBudget:
-    """The bytes that the transaction caches of all partitions may hold together."""
+    """The memory budget that the transaction caches of all partitions share."""
 
     __slots__ = ("_holders", "_limit_bytes", "_serial", "_used_bytes")
 
@@ -78,16 +79,19 @@ class CacheBudget:
 
     @property
     def limit_bytes(self) -> int:
-        """The limit."""
+        """The limit of the budget, in bytes."""
         return self._limit_bytes
 
     @property
     def used_bytes(self) -> int:
-        """The bytes that are held now."""
+        """How many bytes of the budget are in use."""
         return self._used_bytes
 
     def take(self, cost_bytes: int, holder: BudgetHolder) -> int:
-        """Take bytes, dropping the oldest batches of any holder if necessary; return a receipt."""
+        """Allocate bytes of the budget for a cache; return a receipt for `release`.
+
+        If necessary, the oldest batches of all caches are dropped first.
+        """
         assert 0 < cost_bytes <= self._limit_bytes
         while self._used_bytes + cost_bytes > self._limit_bytes:
             oldest = next(iter(self._holders.values()))
@@ -98,20 +102,20 @@ class CacheBudget:
         return self._serial
 
     def release(self, receipt: int, cost_bytes: int) -> None:
-        """Return the bytes of a batch that was dropped."""
+        """Return the bytes of a dropped batch to the budget."""
         del self._holders[receipt]
         self._used_bytes -= cost_bytes
         assert self._used_bytes >= 0
 
 
 class TransactionCache:
-    """The newest committed batches of one partition, whole."""
+    """The newest committed batches of one partition, with their records."""
 
     __slots__ = ("_batches", "_firsts", "_head", "budget", "hits", "misses")
 
     def __init__(self, budget: CacheBudget) -> None:
         self.budget = budget
-        # Keyed by first ID and in ID order; `_firsts[_head:]` are the same keys, for bisection.
+        # The key is the first ID, in ID order. `_firsts[_head:]` has the same keys, for bisection.
         self._batches: OrderedDict[int, tuple[int, CachedBatch]] = OrderedDict()
         self._firsts: list[int] = []
         self._head = 0
@@ -122,21 +126,21 @@ class TransactionCache:
     # adding
 
     def put(self, entry: LineageEntry, lengths: I64, records: Buffer) -> None:
-        """Add a committed batch; `lengths` are those of its records."""
+        """Add a committed batch; `lengths` are the lengths of its records in bytes."""
         assert lengths.size == entry.last - entry.first + 1
         newest = self.last
         if newest is not None and entry.first != newest + 1:
             self.clear()  # rule 1
         batch = CachedBatch(entry, lengths, records)
         if batch.cost_bytes > self.budget.limit_bytes:
-            self.clear()  # Without this batch the next one would leave a gap.
+            self.clear()  # Without this batch, the next one would leave a gap.
             return
         receipt = self.budget.take(batch.cost_bytes, self)
         self._batches[entry.first] = (receipt, batch)
         self._firsts.append(entry.first)
 
     def drop_oldest(self) -> None:
-        """Drop the oldest batch; the budget calls this to make room."""
+        """Drop the oldest batch; the budget calls this method to make room."""
         first, (receipt, batch) = self._batches.popitem(last=False)
         assert self._firsts[self._head] == first
         self.budget.release(receipt, batch.cost_bytes)
@@ -146,7 +150,7 @@ class TransactionCache:
             self._head = 0
 
     def truncate_after(self, mark: TransactionId) -> None:
-        """Drop every batch that reaches above the mark (rule 4)."""
+        """Drop every batch that has IDs above the mark (rule 4)."""
         newest = self.last
         while newest is not None and newest > mark:
             first, (receipt, batch) = self._batches.popitem()
@@ -156,7 +160,7 @@ class TransactionCache:
             newest = self.last
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all batches."""
         for receipt, batch in self._batches.values():
             self.budget.release(receipt, batch.cost_bytes)
         self._batches.clear()
@@ -168,18 +172,18 @@ class TransactionCache:
 
     @property
     def first(self) -> TransactionId | None:
-        """The oldest cached ID, None when the cache is empty."""
+        """The oldest cached ID; None if the cache is empty."""
         return TransactionId(self._firsts[self._head]) if self._batches else None
 
     @property
     def last(self) -> TransactionId | None:
-        """The newest cached ID, None when the cache is empty."""
+        """The newest cached ID; None if the cache is empty."""
         if not self._batches:
             return None
         return self._batches[self._firsts[-1]][1].entry.last
 
     def read(self, first: TransactionId, last: TransactionId, bytes_max: int) -> list[CachedRange]:
-        """Return the records from `first` on, up to `last` or about `bytes_max`, batch by batch.
+        """Return the records from `first` up to `last`, or about `bytes_max` bytes, batch by batch.
 
         Returns at least one record, or an empty list if `first` is not cached. Nothing is copied.
         """
@@ -196,7 +200,7 @@ class TransactionCache:
             part = _part_of(self._batches[self._firsts[position]][1], start, int(last), bytes_max)
             found.append(part)
             bytes_max -= len(part.records)
-            # A part that ends inside its batch is the last one: it has reached a limit.
+            # A part that ends inside its batch has reached a limit, so it is the last one.
             if part.last < part.entry.last:
                 break
             start = part.last + 1
@@ -215,9 +219,9 @@ def _part_of(batch: CachedBatch, first: int, last: int, bytes_max: int) -> Cache
 
 
 class FeedCache:
-    """Request ID and header of the newest transactions of one partition, in a ring buffer.
+    """The request ID and header of the newest transactions of a partition, in a ring buffer.
 
-    The position of a transaction follows from its ID, so a read is one or two slices, and small
+    The position of a transaction follows from its ID. So a read is one or two slices, and small
     batches cost no more than large ones.
     """
 
@@ -226,7 +230,7 @@ class FeedCache:
     def __init__(self, limit_bytes: int) -> None:
         self._capacity = limit_bytes // _FEED
         assert self._capacity > 0
-        # The system allocates zeroed memory only when it is first written to.
+        # The operating system allocates zeroed memory only when it is first written to.
         self._ring = memoryview(bytearray(self._capacity * _FEED))
         self._first = 0
         self._last = -1
@@ -235,12 +239,12 @@ class FeedCache:
 
     @property
     def capacity(self) -> int:
-        """Number of transactions that fit."""
+        """The number of transactions that fit into the ring."""
         return self._capacity
 
     @property
     def size_bytes(self) -> int:
-        """Maximum memory of the ring."""
+        """The maximum memory of the ring, in bytes."""
         return self._ring.nbytes
 
     def put(self, first: TransactionId, packed: Buffer) -> None:
@@ -262,7 +266,8 @@ class FeedCache:
     def read(self, first: TransactionId, last: TransactionId) -> bytes:
         """Return 20 bytes for each transaction from `first` up to `last` or the newest cached one.
 
-        Empty if `first` is not cached. A copy, because the ring is overwritten.
+        Return empty bytes if `first` is not cached. The result is a copy, because the ring is
+        overwritten.
         """
         assert first <= last
         if not self._first <= first <= self._last:
@@ -282,10 +287,10 @@ class FeedCache:
         )
 
     def truncate_after(self, mark: TransactionId) -> None:
-        """Drop transactions above the mark (rule 4)."""
+        """Drop the transactions above the mark (rule 4)."""
         self._last = min(self._last, mark)
         self._first = min(self._first, self._last + 1)
 
     def clear(self) -> None:
-        """Drop everything."""
+        """Drop all transactions."""
         self._first, self._last = 0, -1

@@ -1,16 +1,16 @@
 """The feed of one partition: sends every committed transaction, in order, to each mounted client.
 
-Clients derive their state from the feed. So each client must get every transaction in order,
+Clients derive their state from the feed. So each client must receive every transaction in order,
 whatever its speed. A client that does not read must cost no more memory than the frames in its
 connection's buffer.
 
 Rules (docs/design/wire-format.md 2.2 and 2.3; docs/design/correctness.md 2.4, row 22):
     1. A context (the feed of one client) sends each of the IDs `next..until` once, and nothing
        above the high-water mark.
-    2. A mount grants transactions up to the mark at its time. A feed request grants at least
-       `feed_request_count_min` transactions from the client's mark on. When all granted
+    2. A mount grants transactions up to the high-water mark at its time. A feed request grants at
+       least `feed_request_count_min` transactions after the client's mark. When all granted
        transactions are sent, the request is answered.
-    3. A congested connection gets nothing. In one turn each context sends one frame at most.
+    3. A congested connection receives nothing. In one turn each context sends one frame at most.
     4. Headers that are not cached are fetched once for all contexts at the same ID.
     5. A filter removes headers from a frame, but the frame is always sent, so that the client's
        mark advances.
@@ -44,17 +44,18 @@ from waltz_core.server.partition_events import (
 from waltz_core.values import value
 from waltz_core.wire.messages import FeedBatch, FeedSuspended, MountWriter
 
-# Contexts served in one turn: a turn of the loop stays short however many clients there are.
+# The maximum number of frames in one turn: a turn of the event loop stays short, however many
+# clients there are.
 FRAMES_PER_TURN_MAX = 64
 
 FeedKey: TypeAlias = tuple[ConnectionId, ClientId]
 
 
 class HeaderCache(Protocol):
-    """The cache of feed headers."""
+    """A cache of feed headers."""
 
     def read_cached(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
-        """Return headers from `first` up to `last` or fewer; None when they must be fetched."""
+        """Return headers from `first` up to `last` or fewer; None if they must be fetched."""
 
 
 @value(frozen=True, slots=True)
@@ -77,7 +78,7 @@ FeedOutcome: TypeAlias = SendToClient | FetchHeaders | MountCaughtUp
 
 @dataclass(slots=True)
 class _ClientFeed:
-    request: RequestReceived  # the mount, until it is answered; then the feed request granted last
+    request: RequestReceived  # the mount until it is answered, then the last granted feed request
     mount_id: ReqId
     next: TransactionId
     until: TransactionId
@@ -93,12 +94,12 @@ class _ClientFeed:
 
 
 class Feed:
-    """The feed contexts of one partition."""
+    """The feed contexts of one partition, by the module's rules."""
 
     def __init__(self, limits: PartitionLimits, memory: HeaderCache) -> None:
         self._limits = limits
         self._memory = memory
-        # In order of turns.
+        # The contexts, in the order of their turns.
         self._contexts: OrderedDict[FeedKey, _ClientFeed] = OrderedDict()
         self._congested: set[ConnectionId] = set()
         self._high_water_mark = BEFORE_FIRST
@@ -106,25 +107,28 @@ class Feed:
         self._has_more = False
 
     # -----------------------------------------------------------------------------------------
-    # figures
+    # state and counters
 
     @property
     def has_work(self) -> bool:
-        """Whether `deliver` would send something now."""
+        """Whether `deliver` may have something to send now."""
         return self._has_more
 
     @property
     def count(self) -> int:
-        """Number of clients with a feed."""
+        """The number of clients with a feed."""
         return len(self._contexts)
 
     @property
     def fetching_from(self) -> set[TransactionId]:
-        """Where the ranges begin that are fetched for it."""
+        """The first IDs of the ranges that are being fetched for feeds."""
         return {each.next for each in self._contexts.values() if each.is_fetching}
 
     def lag_max(self) -> int:
-        """Number of committed transactions not yet sent to the slowest client; 0 without one."""
+        """Return how many committed transactions are not yet sent to the slowest client.
+
+        Return 0 if there is no client.
+        """
         nexts = [context.next for context in self._contexts.values()]
         return self._high_water_mark + 1 - min(nexts) if nexts else 0
 
@@ -132,7 +136,10 @@ class Feed:
     # requests
 
     def mount(self, request: RequestReceived, *, mark: TransactionId, until: TransactionId) -> None:
-        """Start a mounting client's feed, from its mark to the log's; `MountCaughtUp` follows."""
+        """Start the feed of a mounting client, after its mark and up to `until`.
+
+        `MountCaughtUp` follows.
+        """
         assert BEFORE_FIRST <= mark <= until <= self._high_water_mark
         mount_id = request.message.req_id
         key = (request.connection, mount_id.client_id)
@@ -154,7 +161,7 @@ class Feed:
     def add_request(
         self, request: RequestReceived, mark: int, place: PartitionPosition
     ) -> WaltzError | None:
-        """Grant a feed request; return the error, None when it is granted."""
+        """Grant a feed request; return the error, or None if it is granted."""
         where = f"feed request after transaction {mark} of {place}"
         if not self.is_mounted(request):
             return NotMounted(
@@ -167,15 +174,16 @@ class Feed:
             )
         if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
             return BadRequest(
-                f"{where}: expected a high-water mark of -1 or more, and no other open feed "
-                "request of the client"
+                f"{where}: expected a high-water mark of -1 or more, and no earlier feed request "
+                "of the client that is still open"
             )
         return None
 
     def grant(self, request: RequestReceived, *, mark: TransactionId) -> bool:
-        """Continue after the client's mark; False if there is no such mount, or a grant is open.
+        """Grant a feed request: continue after the client's mark.
 
-        The request is answered by `FeedSuspended` at the end of the range.
+        Return False if the client is not mounted, or another grant is open. At the end of the
+        range, `FeedSuspended` answers the request.
         """
         mount_id = request.message.req_id
         context = self._contexts.get((request.connection, mount_id.client_id))
@@ -192,13 +200,13 @@ class Feed:
         return True
 
     def drop_client(self, client_id: ClientId) -> list[RequestReceived]:
-        """End all feeds of one client; return its mounts and feed requests not yet answered."""
+        """End all feeds of one client; return its unanswered mounts and feed requests."""
         keys = [key for key in self._contexts if key[1] == client_id]
         dropped = [self._contexts.pop(key) for key in keys]
         return [context.request for context in dropped if context.is_granted]
 
     def close(self, connection: ConnectionId) -> None:
-        """The connection was closed."""
+        """A connection was closed: end its feeds."""
         for key in [key for key in self._contexts if key[0] == connection]:
             del self._contexts[key]
         self._congested.discard(connection)
@@ -208,7 +216,7 @@ class Feed:
         self._congested.add(connection)
 
     def on_connection_drained(self, connection: ConnectionId) -> None:
-        """The connection accepts frames again."""
+        """A congested connection accepts frames again."""
         self._congested.discard(connection)
         self._has_more = True
 
@@ -219,7 +227,7 @@ class Feed:
         self._has_more = True
 
     def abandon(self) -> list[RequestReceived]:
-        """End all feeds; return the mounts and feed requests not yet answered."""
+        """End all feeds; return the unanswered mounts and feed requests."""
         waiting = [each.request for each in self._contexts.values() if each.is_granted]
         self._contexts.clear()
         self._has_more = False
@@ -229,7 +237,7 @@ class Feed:
     # frames
 
     def deliver(self) -> list[FeedOutcome]:
-        """Send a frame to each ready context, up to `FRAMES_PER_TURN_MAX` of them (rule 3)."""
+        """Send a frame to each ready context, up to `FRAMES_PER_TURN_MAX` frames (rule 3)."""
         out: list[FeedOutcome] = []
         self._has_more = False
         frames = 0
@@ -247,7 +255,7 @@ class Feed:
         return out
 
     def on_headers_fetched(self, stretch: FeedHeaders) -> list[FeedOutcome]:
-        """Headers were fetched: send them to all contexts that wait at their first ID."""
+        """Send fetched headers to all contexts that wait at the first ID of these headers."""
         out: list[FeedOutcome] = []
         for context in self._contexts.values():
             if context.is_fetching and context.next == stretch.first:
@@ -266,7 +274,7 @@ class Feed:
         return [self._contexts.pop(key).request for key in keys]
 
     def _serve(self, context: _ClientFeed, out: list[FeedOutcome]) -> bool:
-        """Send one frame, or end the grant, or fetch headers; True when a frame was sent."""
+        """Send a frame, end the grant, or fetch headers; return whether a frame was sent."""
         last = min(context.until, self._high_water_mark)
         if context.next > last:
             self._end_grant(context, out)
@@ -287,7 +295,7 @@ class Feed:
         return True
 
     def _send(self, context: _ClientFeed, stretch: FeedHeaders, out: list[FeedOutcome]) -> None:
-        # Headers fetched for another context may exceed the grant of this one.
+        # Headers that were fetched for another context may exceed the grant of this one.
         count = min(stretch.size, context.until - context.next + 1)
         assert stretch.first == context.next
         assert count > 0
@@ -327,7 +335,10 @@ class Feed:
 
 
 def select_headers(headers: Buffer, header_values: tuple[int, ...]) -> tuple[Buffer, bytes]:
-    """Return the headers with one of these values, and their offsets; no offsets for all."""
+    """Return the headers with one of these values, and their offsets.
+
+    If all headers have one of the values, there are no offsets.
+    """
     heads = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
     offsets = np.flatnonzero(np.isin(heads["header"].astype(np.int32), header_values))
     if offsets.size == heads.size:

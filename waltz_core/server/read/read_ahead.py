@@ -1,15 +1,14 @@
 """Read-ahead for clients that request transactions one by one.
 
-A 0.13 client requests the data of each transaction in a message of its own. If it reads
-transactions that are no longer in the transaction cache, each request would be a round trip to a
-storage.
+A 0.13 client requests the data of each transaction in a separate message. If it reads transactions
+that are no longer in the transaction cache, each request would be a round trip to a storage.
 
 Rules:
-    1. A range is fetched if a request closely follows an earlier one of the same partition. The
+    1. A range is fetched if a request closely follows an earlier request of the same partition. The
        range has at most `AHEAD_COUNT` records and `AHEAD_BYTES`, or one larger record.
     2. The last `PREFETCHED_RANGES_MAX` ranges of a partition are kept. They count in the budget of
        the transaction caches, which all partitions share.
-    3. Only checked records of committed transactions are kept, and only as long as no other owner
+    3. Only verified records of committed transactions are kept, and only as long as no other owner
        can have written the log (`clear`).
 """
 
@@ -28,8 +27,8 @@ I64 = npt.NDArray[np.int64]
 AHEAD_COUNT: Final = 1_024
 AHEAD_BYTES: Final = 64 * 1024
 PREFETCHED_RANGES_MAX: Final = 4
-# Maximum distance of a request that follows another one: clients skip transactions whose header
-# they do not need.
+# The maximum distance between a request and the one that it follows: clients skip transactions
+# whose header they do not need.
 NEAR_COUNT: Final = 32
 _ENDS_MAX: Final = 16
 
@@ -42,7 +41,7 @@ class _PrefetchedRange(NamedTuple):
 
 
 class ReadAhead:
-    """The ranges of one partition."""
+    """The prefetched ranges of one partition, by the module's rules."""
 
     def __init__(self, budget: CacheBudget) -> None:
         self._budget = budget
@@ -51,7 +50,7 @@ class ReadAhead:
         self.hits = 0
 
     def find(self, transaction_id: TransactionId) -> memoryview | None:
-        """Return the record of a transaction, if it is cached."""
+        """Return the record of a transaction; None if it was not prefetched."""
         for first, stretch in self._ranges.items():
             index = transaction_id - first
             if 0 <= index < stretch.offsets.size - 1:
@@ -60,15 +59,15 @@ class ReadAhead:
         return None
 
     def is_wanted(self, transaction_id: TransactionId) -> bool:
-        """Whether a range should be fetched from this transaction on (rule 1)."""
+        """Whether a range should be fetched that starts with this transaction (rule 1)."""
         return any(0 < transaction_id - end <= NEAR_COUNT for end in self._ends)
 
     def note_fetched_up_to(self, transaction_id: TransactionId) -> None:
-        """Note that records up to this one were fetched."""
+        """Record that records up to this transaction were fetched."""
         self._ends.append(transaction_id)
 
     def keep(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
-        """Keep a range, in place of the oldest one (rule 2)."""
+        """Keep a fetched range; drop the oldest one if necessary (rule 2)."""
         self.note_fetched_up_to(TransactionId(first + lengths.size - 1))
         if first in self._ranges:
             self._drop(first)
@@ -84,11 +83,11 @@ class ReadAhead:
         self._ranges[first] = _PrefetchedRange(receipt, cost_bytes, offsets, copy)
 
     def drop_oldest(self) -> None:
-        """Release the oldest range; the budget calls this to make room."""
+        """Drop the oldest range; the budget calls this method to make room."""
         self._drop(next(iter(self._ranges)))
 
     def clear(self) -> None:
-        """Release everything."""
+        """Drop all ranges."""
         for first in list(self._ranges):
             self._drop(first)
         self._ends.clear()

@@ -1,7 +1,7 @@
 """Reads of committed transactions: recent ones from the caches, others from a storage.
 
-Reads must not slow down appends or other readers. This file decides which records are
-cached, which storage is queried for a read, and how often.
+Reads must not slow down appends or other readers. This module decides which records are cached,
+which storage is queried for a read, and how often.
 
 Rules:
     1. Nothing above the high-water mark is ever returned or requested.
@@ -12,23 +12,21 @@ Rules:
        CRC.
     4. At most `fetches_max` fetches are in progress; the others wait in order.
     5. If a session ends while a fetch is pending, the fetch is repeated in the next session.
-    6. Nearby replicas are queried first, in turn. Replicas outside the session are never
-       queried.
-    7. A replica that answers slowly may be frozen. So another one is queried soon, until all were
-       tried. A failed replica is queried last for the next `AVOIDED_FETCHES` fetches.
+    6. Nearby replicas are queried first, in turn. Replicas outside the session are never queried.
+    7. A replica that answers slowly may be frozen. So another replica is queried soon, until all
+       were tried. A failed replica is queried last for the next `AVOIDED_FETCHES` fetches.
     8. Consecutive requests for single transactions are answered by a read-ahead. If this fails,
        each request is fetched separately.
     9. Reads of closed connections and ended feeds are not fetched. Otherwise a client that connects
        and sends requests again and again would make all others wait.
-   10. If the log begins after the first ID of a fetch, the fetch fails at once, because the records
-       are not in the archive, either, and the beginning of the archive is the same for all
-       replicas.
+    10. If the log begins after the first ID of a fetch, the fetch fails at once. The records are
+        not in the archive, either, and the beginning of the archive is the same for all replicas.
     11. A request fails after `ROUNDS_MAX` rounds over all replicas. If a replica has reported
-        damage, the error has this reason. If in the last round all replicas of the session report
-        damage, locally and in the archive, the error is that of the damage, which is not retriable.
-        A feed waits instead. But if all these replicas report damage, with pauses of up to
-        `RETRY_MAX_MS`, the feed fails with a retriable error that names what is damaged, so that it
-        continues after a repair.
+        damage, the error states this reason. If in the last round all replicas of the session
+        report damage, locally and in the archive, the error is that of the damage, which is not
+        retriable. A feed waits instead. But if all these replicas report damage, with pauses of up
+        to `RETRY_MAX_MS`, the feed fails with a retriable error that states what is damaged, so
+        that the feed continues after a repair.
 """
 
 from collections import deque
@@ -94,20 +92,21 @@ from waltz_core.wire.messages import (
 
 I64 = npt.NDArray[np.int64]
 
-# How often all replicas are tried for a request before it fails.
+# How many times all replicas are tried for a request before the request fails.
 ROUNDS_MAX: Final = 2
 RETRY_FIRST_MS: Final = 100
 RETRY_MAX_MS: Final = 5_000
 AVOIDED_FETCHES: Final = 64
-# Number of the newest batches whose lineage entries are kept, in addition to the caches.
+# The number of the newest batches whose lineage entries are kept, in addition to the caches.
 ENTRIES_MAX: Final = 16_384
 _WHOLE_BYTES_MAX: Final = 1 << 62
-# An answer also has up to 48 bytes of lineage for each row, and must fit into a frame.
+# The maximum number of rows in an answer, which has up to 48 bytes of lineage for each row and must
+# fit into a frame.
 ROWS_MAX: Final = 65_536
 
 
 class _RangeRecords(NamedTuple):
-    """Records first..last as a range answer carries them; `lengths` is empty for headers."""
+    """The records first..last, as in a range answer; for headers, `lengths` is empty."""
 
     first: TransactionId
     last: TransactionId
@@ -118,7 +117,7 @@ class _RangeRecords(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """A fetch; requests with equal keys share one answer (rule 2)."""
+    """Identifies a fetch; requests with equal keys share one answer (rule 2)."""
 
     first: TransactionId
     last: TransactionId
@@ -137,7 +136,8 @@ class _RangeFetch:
     tried: list[ReplicaId] = field(default_factory=list)
     rounds: int = 0
     retry_ms: int = RETRY_FIRST_MS
-    # Rule 11: of the present round, and the last reason with its code.
+    # Rule 11: whether all replicas of the present round report damage, and the last damage with its
+    # code.
     is_damaged_everywhere: bool = True
     damage: str = ""
     damage_code: int = 0
@@ -147,7 +147,7 @@ ReadOutcome: TypeAlias = SendToClient | Fetch | FeedHeaders | FeedFailed
 
 
 class Reads:
-    """The reading side of one partition."""
+    """The reads of one partition, by the module's rules."""
 
     def __init__(
         self,
@@ -168,19 +168,19 @@ class Reads:
         self._is_open = False
         self._jobs: dict[_Key, _RangeFetch] = {}
         self._ready: deque[_RangeFetch] = deque()
-        self._running: dict[int, _RangeFetch | None] = {}  # None: no request waits for it any more
+        self._running: dict[int, _RangeFetch | None] = {}  # None: no request waits any more
         self._delayed: list[tuple[int, _RangeFetch]] = []
         self._token = 0
         self._turn = 0
-        self._avoided: dict[ReplicaId, int] = {}  # until how many fetches were made (rule 7)
+        self._avoided: dict[ReplicaId, int] = {}  # avoided until this number of fetches (rule 7)
         self.replicas: Sequence[ReplicaId] = ()
-        # Storages of this server's own group; may change at any time (rule 6).
+        # The storages in the group of this server. The set may change at any time (rule 6).
         self.nearby: Container[ReplicaId] = ()
         self.fetches = 0
         self.failed_fetches = 0
 
     # -----------------------------------------------------------------------------------------
-    # figures
+    # counters
 
     def cache_reads(self) -> dict[tuple[str, str], int]:
         """Return the hits and misses of each cache."""
@@ -205,7 +205,7 @@ class Reads:
         return self._start_fetches()
 
     def on_session_closed(self) -> None:
-        """The session has ended; its fetches may still succeed, and new ones wait."""
+        """The session has ended; its fetches may still succeed, and new fetches wait."""
         self._is_open = False
 
     def on_mark_advanced(self, high_water_mark: TransactionId) -> None:
@@ -213,7 +213,7 @@ class Reads:
         self._high_water_mark = high_water_mark
 
     def cache_batch(self, entry: LineageEntry, batch: Batch) -> None:
-        """Cache a committed batch."""
+        """Add a committed batch to the caches."""
         lengths = raw_records.lengths_from_wire(batch.lengths, len(batch.records))
         self._transactions.put(entry, lengths, batch.records)
         self._feed.put(entry.first, raw_records.feed_headers_of(batch.records, lengths))
@@ -224,7 +224,7 @@ class Reads:
             del self._entries[:-ENTRIES_MAX]
 
     def forget_all(self) -> None:
-        """Clear all caches: another owner may have written."""
+        """Clear all caches, because another owner may have written the log."""
         self._transactions.clear()
         self._ahead.clear()
         self._reading_ahead.clear()
@@ -232,11 +232,11 @@ class Reads:
         self._entries.clear()
 
     def abandon(self) -> list[RequestReceived]:
-        """The partition is released: return all waiting requests."""
+        """The server releases the partition: remove and return all waiting requests."""
         waiting = [request for job in self._jobs.values() for request in job.waiting]
         self._jobs.clear()
         self._ready.clear()
-        # Fetches under way count until they are answered, even after the release.
+        # Fetches in progress count until they are answered, even after the release.
         self._running = dict.fromkeys(self._running)
         self._delayed.clear()
         self._is_open = False
@@ -247,7 +247,7 @@ class Reads:
     # requests
 
     def request_range(self, request: RequestReceived, message: RangeRequest) -> list[ReadOutcome]:
-        """Answer a range request, now or after a fetch."""
+        """Answer a range request from memory, or fetch the range."""
         if fault := _range_request_error(message):
             return [reject(request, BadRequest(fault))]
         form = RangeForm.HEADERS if message.form == OWN_HEADERS else message.form
@@ -265,7 +265,7 @@ class Reads:
     def request_data(
         self, request: RequestReceived, message: TransactionDataRequest
     ) -> list[ReadOutcome]:
-        """Answer a request for one transaction's data, now or after a fetch."""
+        """Answer a request for one transaction's data from memory, or fetch the transaction."""
         wanted = TransactionId(message.transaction_id)
         if not 0 <= wanted <= self._high_water_mark:
             fault = (
@@ -283,7 +283,7 @@ class Reads:
         return self._fetch(self._key_of_one(wanted), request)
 
     def _key_of_one(self, wanted: TransactionId) -> _Key:
-        """Return the fetch for a request of one transaction (rule 8)."""
+        """Return the key of the fetch for a single transaction (rule 8)."""
         for key in self._reading_ahead:
             if key.first <= wanted <= key.last:
                 return key
@@ -302,13 +302,16 @@ class Reads:
         return self._fetch(_Key(first, last, bytes_max, RangeForm.HEADERS), None)
 
     def close(self, connection: ConnectionId, fed: Container[TransactionId]) -> None:
-        """A connection was closed; `fed` as in `on_feeds_ended` (rule 9)."""
+        """Drop the requests of a closed connection; `fed` as in `on_feeds_ended` (rule 9)."""
         for job in self._jobs.values():
             job.waiting = [each for each in job.waiting if each.connection != connection]
         self.on_feeds_ended(fed)
 
     def on_feeds_ended(self, fed: Container[TransactionId]) -> None:
-        """Some feeds have ended; the others wait for headers that begin at these IDs (rule 9)."""
+        """Drop the fetches that were only for feeds that have ended (rule 9).
+
+        `fed` are the first IDs of the headers for which the remaining feeds wait.
+        """
         running = {job.key for job in self._running.values() if job is not None}
         dropped: set[_Key] = set()
         for key, job in self._jobs.items():
@@ -323,7 +326,7 @@ class Reads:
             self._reading_ahead.pop(key, None)
 
     # -----------------------------------------------------------------------------------------
-    # memory
+    # caches
 
     def read_cached(self, first: TransactionId, last: TransactionId) -> FeedHeaders | None:
         """Return cached feed headers (`feeds.HeaderCache`)."""
@@ -374,13 +377,13 @@ class Reads:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When the next parked fetch is due."""
+        """When the next delayed fetch is due; None if no fetch is delayed."""
         if not self._is_open or not self._delayed:
             return None
         return min(at_ms for at_ms, _ in self._delayed)
 
     def wake(self, now_ms: int) -> list[ReadOutcome]:
-        """Retry the parked fetches that are due."""
+        """Retry the delayed fetches that are due."""
         if not self._delayed:
             return []
         due = [job for at_ms, job in self._delayed if at_ms <= now_ms]
@@ -389,7 +392,7 @@ class Reads:
         return self._start_fetches()
 
     def on_range_fetched(self, token: int, message: RangeBytes, now_ms: int) -> list[ReadOutcome]:
-        """A storage has sent a range."""
+        """A storage has sent a range: check it, and answer the requests that wait for it."""
         job = self._running.get(token)
         if job is None:
             return self._ignore_answer(token)
@@ -411,7 +414,7 @@ class Reads:
         return out + self._start_fetches()
 
     def on_fetch_failed(self, event: FetchFailed, now_ms: int) -> list[ReadOutcome]:
-        """A fetch has failed; rules 2, 10 and 11."""
+        """A fetch has failed: retry it, or reject its requests (rules 2, 10 and 11)."""
         job = self._running.get(event.token)
         if job is None:
             return self._ignore_answer(event.token)
@@ -438,7 +441,7 @@ class Reads:
         return out + self._start_fetches()
 
     def _on_round_ended(self, job: _RangeFetch, reason: str) -> list[ReadOutcome]:
-        """All replicas have failed: reject what has waited long enough (rule 11)."""
+        """All replicas have failed: reject the requests that have waited long enough (rule 11)."""
         job.tried.clear()
         job.rounds += 1
         text = (
@@ -461,7 +464,7 @@ class Reads:
     def _reject_expired(
         self, job: _RangeFetch, first_available: TransactionId
     ) -> list[ReadOutcome]:
-        """Reject what waits for records below the start of the log (rule 10)."""
+        """Reject the requests for records below the start of the log (rule 10)."""
         if job.key.is_ahead:
             return self._fetch_separately(job)
         del self._jobs[job.key]
@@ -551,7 +554,7 @@ class Reads:
         assert isinstance(message, TransactionDataRequest)
         skip = message.transaction_id - run.first
         if skip >= run.lengths.size:
-            return self.request_data(request, message)  # the read-ahead ended before it
+            return self.request_data(request, message)  # the read-ahead ended before
         record, _ = raw_records.slice_records(run.records, run.lengths, skip=skip, count=1)
         return [_data_answer(request, message, record)]
 
@@ -585,7 +588,7 @@ _EMPTY: Final = np.empty(0, dtype=np.int64)
 
 
 def _range_request_error(message: RangeRequest) -> str | None:
-    """Return the fault of a range request, if any."""
+    """Return the fault in a range request; None if it is valid."""
     if not 0 <= message.first <= message.last:
         return (
             "range request: expected IDs with 0 <= first <= last, found "
@@ -593,7 +596,7 @@ def _range_request_error(message: RangeRequest) -> str | None:
         )
     forms = [*map(int, RangeForm), OWN_HEADERS]
     if message.form not in forms:
-        return f"range request: expected one of the forms {forms}, found {message.form}"
+        return f"range request: expected one of {forms} in field form, found {message.form}"
     if (count := len(message.header_values)) > FILTER_HEADERS_MAX:
         return f"range request: expected at most {FILTER_HEADERS_MAX} headers, found {count}"
     return None
@@ -642,13 +645,13 @@ def _filter_records(run: _RangeRecords, header_values: Sequence[int]) -> tuple[I
 
 
 def _check_range(message: RangeBytes, key: _Key) -> _RangeRecords:
-    """Rule 3; raises BadFormat or ChecksumMismatch."""
+    """Check a storage's answer (rule 3); raises BadFormat or ChecksumMismatch."""
     first, last, form = key.first, key.last, key.form
     reach = TransactionId(message.first + message.count - 1)
     if message.first != first or not first <= reach <= last or message.form != form:
         raise BadFormat(
-            f"range from a storage: expected transactions from {first} up to {last} in form "
-            f"{form}, found {message.first}..{reach} in form {message.form}"
+            f"range from a storage: expected transactions from {first} up to {last} with "
+            f"form={form}, found {message.first}..{reach} with form={message.form}"
         )
     if form == RangeForm.HEADERS:
         _check_headers(message)

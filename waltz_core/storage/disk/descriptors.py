@@ -1,11 +1,11 @@
-"""The descriptors that a disk may have open: a limited number, however many files there are.
+"""Limits the number of descriptors that a disk has open, however many files there are.
 
-This file only decides which file closes its descriptor to make room for another.
+This file only decides which file must close its descriptor so that another file can be opened.
 
 Rules:
     1. Over all files and threads, at most `count_max` descriptors are open: to open one more, the
        least recently used one is closed. Files that must stay open may exceed the limit.
-    2. A file is never closed for another one while it is in use.
+    2. While a file is in use, it is never closed for another file.
 """
 
 import os
@@ -20,11 +20,11 @@ class DescriptorHolder(Protocol):
     """A file that has a descriptor."""
 
     def release(self) -> None:
-        """Close it until the file is used again; the caller holds the lock."""
+        """Close the descriptor until the file is used again; the caller holds the lock."""
 
 
 class Descriptors:
-    """The open descriptors of one disk; the caller holds the lock."""
+    """The open descriptors of one disk; the caller of each method holds the lock."""
 
     def __init__(self, count_max: int) -> None:
         assert count_max > 0
@@ -33,34 +33,34 @@ class Descriptors:
         self._count_max = count_max
         self._idle: dict[
             DescriptorHolder, None
-        ] = {}  # those that may be closed, least recently used first
+        ] = {}  # the files that may be closed, least recently used first
 
     def open(self, path: Path, flags: int) -> int:
-        """Open one more, which is in use."""
+        """Open a descriptor for a file, which is in use from now on; raises OSError."""
         self._close_idle(1)
         fd = os.open(path, flags, 0o644)
         self._count += 1
         return fd
 
     def begin_use(self, file: DescriptorHolder) -> None:
-        """Keep a file open until it is left."""
+        """Keep a file open until `end_use` is called for it."""
         self._idle.pop(file, None)
 
     def end_use(self, file: DescriptorHolder, *, is_kept: bool) -> None:
-        """Let a file be closed when another needs its place, unless it must stay open."""
+        """Permit that a file is closed for another file, unless it must stay open."""
         if not is_kept:
             self._idle[file] = None
         self._close_idle(0)
 
     def close(self, file: DescriptorHolder, fd: int) -> None:
-        """Close a file's descriptor."""
+        """Close the descriptor of a file."""
         self._idle.pop(file, None)
         self._count -= 1
         os.close(fd)
 
     @contextmanager
     def reserve_one(self) -> Iterator[None]:
-        """Leave room for one descriptor outside this count; takes the lock itself."""
+        """Reserve one descriptor for a file that is opened elsewhere; acquires the lock itself."""
         with self.lock:
             self._close_idle(1)
             self._count += 1
@@ -72,5 +72,5 @@ class Descriptors:
 
     def _close_idle(self, wanted: int) -> None:
         while self._count + wanted > self._count_max and self._idle:
-            with suppress(OSError):  # everything written is synced, so nothing can be lost
+            with suppress(OSError):  # all written bytes are synced, so nothing can be lost
                 next(iter(self._idle)).release()

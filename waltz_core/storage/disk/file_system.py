@@ -1,33 +1,34 @@
-"""The interface to the file system: what a storage needs of a disk, and the real disk.
+"""The interface to the file system: the operations that a storage needs, and the real disk.
 
-All errors of a disk appear in this file. In the simulator, another `Disk` takes its place, whose
-writes are torn or lost and which can be full. No other file of a storage opens files.
+All errors of a disk are raised in this file. The simulator replaces the real disk by another
+`Disk`, whose writes are torn or lost and which can be full. No other file of a storage opens files.
 
 Rules:
     1. No `OSError` leaves this file. It becomes `NoSpace` (the disk is full, existing data is
-       untouched), `ReadFailed` (bytes of a file cannot be read) or `DiskFailed` (anything else, and
-       any error of a sync).
-    2. Only `File.sync` and `sync_directory` make anything durable.
-    3. A write is complete or raises: after a short write, the rest is written.
-    4. Files are created whole: `create_durably` writes them under another name first.
-    5. A real disk limits its open descriptors (`descriptors.py`). A locked file stays open, since
-       closing it would release the lock. So does a file with unsynced writes, since the system
-       reports a failed write-back only to those that have the file open. A best-effort file
-       (`is_best_effort`) is never synced, and may be closed at any time: its errors do not matter.
+       untouched), `ReadFailed` (bytes of a file cannot be read) or `DiskFailed` (any other error,
+       and any error of a sync).
+    2. Only `File.sync` and `sync_directory` make changes durable.
+    3. A write is complete or raises an error: after a short write, the remaining bytes are written.
+    4. A file appears with its complete content: `create_durably` writes it under another name
+       first.
+    5. A real disk limits its open descriptors (`descriptors.py`). A locked file stays open, because
+       closing it would release the lock. A file with unsynced writes stays open, too, because the
+       system reports a failed write-back only to processes that have the file open. A best-effort
+       file (`is_best_effort`) is never synced, and may be closed at any time, because its errors do
+       not matter.
     6. If a file is closed while another thread uses it, its descriptor number stays in use until
        that call has ended. Otherwise the system would give the number to the next file that is
        opened.
-    7. `will_read` is a hint: the system fetches the named bytes from the disk, many at a time,
-       while others are still being named. Nothing depends on it.
+    7. `will_read` is a hint: the system reads the named bytes from the disk ahead of time, many at
+       a time. Correctness does not depend on it.
     8. A part of an unreadable block cannot be written either, because the system would have to read
        the rest of the block. `discard_lost` is the only call that discards the rest; `overwrite`
        calls it when a write has failed for this reason.
     9. The page cache keeps only the newest part of the synced bytes of a real file
        (`page_cache.py`).
    10. While the system has the right bytes in its page cache, a read does not show an error that is
-       only on the disk. So before a reader looks for such errors, the storage drops the pages: the
-       blocks that begin within the range to read (`drop_cached`; see `page_cache.py`). This is a
-       hint, too.
+       only on the disk. So before a reader looks for such errors, the storage drops the blocks that
+       begin within the range to read (`drop_cached`; see `page_cache.py`). This is a hint, too.
 """
 
 import ctypes
@@ -46,15 +47,16 @@ from waltz_core.storage.disk.page_cache import KEPT_BYTES, RecentPages, blocks_b
 
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
-_VECTOR_MAX: Final = 512  # POSIX promises 16, Linux has 1024
-# Unit of `discard_lost`: the block of nearly all file systems. Larger blocks are not punched.
+_VECTOR_MAX: Final = 512  # POSIX guarantees 16, Linux has 1024
+# The unit of `discard_lost`: the block of nearly all file systems. Larger blocks are not punched.
 _BLOCK_BYTES: Final = 4096
 _PUNCH_HOLE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-# Errors of a disk, or of a file system with checksums, for bytes that it has lost.
+# The errors that a disk, or a file system with checksums, reports for bytes that it has lost.
 _LOST: Final = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
 _SECOND_TRY_S: Final = 0.5
 OPEN_FILES_MAX: Final = 64
-# `will_read` requests small files completely, of others this much of the beginning and the end.
+# `will_read` requests files up to this size completely. Of larger files, it requests the following
+# bytes at the beginning and at the end.
 _SMALL_FILE_BYTES: Final = 64 * 1024
 _BEGINNING_BYTES: Final = 4 * 1024
 _END_BYTES: Final = 16 * 1024
@@ -67,77 +69,80 @@ class File(Protocol):
         """Return up to `size` bytes from `offset` on; fewer only at the end of the file."""
 
     def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
-        """Write the parts one after the other from `offset` on."""
+        """Write all bytes of the parts, one part after the other, from `offset` on."""
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """Drop synced bytes from the page cache, in whole blocks (rule 10)."""
+        """Drop synced bytes from the page cache, in complete blocks (rule 10)."""
 
     def discard_lost(self, offset: int, size: int) -> bool:
         """Replace unreadable blocks at the ends of a range by zeros (rule 8).
 
-        Return whether there are any.
+        Return whether there were unreadable blocks.
         """
 
     def sync(self) -> None:
         """Make the file's bytes and size durable (fdatasync)."""
 
     def truncate(self, size: int) -> None:
-        """Truncate the file to `size` bytes."""
+        """Change the size of the file to `size` bytes."""
 
     def size(self) -> int:
-        """Return the size in bytes."""
+        """Return the size of the file in bytes."""
 
     def lock_range(self, first: int, count: int) -> bool:
-        """Take an exclusive POSIX lock on bytes; False when another process holds it."""
+        """Acquire an exclusive POSIX lock on bytes; return False if another process holds it."""
 
     def lock_whole(self) -> bool:
-        """Take an exclusive lock that also excludes this same process; False if it is taken."""
+        """Acquire an exclusive lock on the file; return False if the file is locked already.
+
+        The lock also excludes other openings of the file in the same process.
+        """
 
     def allocate(self, size: int) -> None:
-        """Reserve room for the first `size` bytes."""
+        """Reserve disk space for the first `size` bytes."""
 
     def close(self) -> None:
-        """Close it; this releases its locks."""
+        """Close the file, which releases its locks."""
 
 
 class Disk(Protocol):
-    """A file system as the storage uses it."""
+    """The operations of a file system that the storage uses."""
 
     def open(self, path: Path, *, create: bool = False, is_best_effort: bool = False) -> File:
-        """Open a file for reading and writing; a best-effort one is never synced (rule 5)."""
+        """Open a file for reading and writing; a best-effort file is never synced (rule 5)."""
 
     def exists(self, path: Path) -> bool:
-        """Return whether there is a file or a directory of this name."""
+        """Return whether a file or a directory of this name exists."""
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return device and inode of this name now; None if it does not exist."""
+        """Return device and inode to which this name refers now; None if it does not exist."""
 
     def list(self, directory: Path) -> list[str]:
         """Return the names in a directory, sorted."""
 
     def make_directory(self, directory: Path) -> None:
-        """Make a directory and its parents, unless they exist; their names are durable."""
+        """Create a directory and its parents, unless they exist; make their names durable."""
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
-        """Make directories in a durable one, unless they exist; with one sync for all."""
+        """Create directories in a durable directory, unless they exist, with one sync for all."""
 
     def will_read(self, directory: Path, names: Sequence[str]) -> None:
         """Hint that the beginnings and the ends of files will be read soon (rule 7)."""
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename a file, replacing an existing target."""
+        """Rename a file, and replace an existing target."""
 
     def unlink(self, path: Path) -> None:
-        """Remove a file; a missing one is not an error."""
+        """Remove a file; do nothing if it does not exist."""
 
     def sync_directory(self, directory: Path) -> None:
         """Make the names in a directory durable."""
 
     def free_bytes(self, directory: Path) -> int:
-        """Return how much more can be written to the file system of a directory."""
+        """Return how many more bytes can be written to the file system of a directory."""
 
     def size_bytes(self, directory: Path) -> int:
-        """Return the size of the file system of a directory."""
+        """Return the size of the file system of a directory, in bytes."""
 
 
 def make_with_parents(
@@ -146,10 +151,11 @@ def make_with_parents(
     make_one: Callable[[Path], None],
     sync_found: Callable[[Path], None],
 ) -> None:
-    """Make a directory and its parents, each durable in the one above; `make_one` makes just one.
+    """Create a directory and its parents; make the name of each durable in its parent.
 
-    The process that made an existing directory may have been killed before its name was durable,
-    so `sync_found` makes the names next to it durable, too.
+    `make_one` creates a single directory. If a directory exists, the process that created it may
+    have been killed before the name was durable. So `sync_found` syncs the parent of an existing
+    directory.
     """
     if disk.exists(directory):
         sync_found(directory.parent)
@@ -160,10 +166,10 @@ def make_with_parents(
 
 
 def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes]]) -> None:
-    """Create whole and durable files, each replacing an older one (rule 4).
+    """Create files with their complete content, durably, and replace older files (rule 4).
 
-    A crash leaves some of them, and others under a temporary name; the last one exists only when
-    all do. A directory sync between renames is the only way to order them.
+    A crash may leave only some of the files, and others under a temporary name. The last file
+    exists only if all files do: a directory sync between renames is the only way to order them.
     """
     temporary = [directory / (name + TEMPORARY_SUFFIX) for name, _ in files]
     for path, (_, content) in zip(temporary, files, strict=True):
@@ -182,7 +188,7 @@ def create_durably(disk: Disk, directory: Path, files: Sequence[tuple[str, bytes
 
 
 def overwrite(file: File, data: Buffer, offset: int) -> None:
-    """Write over bytes that may be unreadable (rule 8)."""
+    """Write bytes over bytes that may be unreadable (rule 8)."""
     try:
         file.pwrite([data], offset)
     except DiskFailed:
@@ -192,7 +198,7 @@ def overwrite(file: File, data: Buffer, offset: int) -> None:
 
 
 def remove_temporary(disk: Disk, directory: Path) -> None:
-    """Remove the files that a crash in `create_durably` has left."""
+    """Remove the temporary files that a crash in `create_durably` has left."""
     for name in disk.list(directory):
         if name.endswith(TEMPORARY_SUFFIX):
             disk.unlink(directory / name)
@@ -203,7 +209,7 @@ def remove_temporary(disk: Disk, directory: Path) -> None:
 
 
 def descriptor_for_reader(path: Path) -> int:
-    """Return a descriptor of a real file, for reading only, for another process."""
+    """Open a real file for another process, and return a read-only descriptor."""
     try:
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -221,7 +227,7 @@ def _typed_errors(action: str, path: Path) -> Iterator[None]:
 def _typed_error(
     error: OSError, action: str, path: Path, *, may_be_full: bool = True
 ) -> WaltzError:
-    """Map an error of the operating system to one of `errors.py` (rule 1)."""
+    """Convert an error of the operating system to an error of `errors.py` (rule 1)."""
     message = f"cannot {action} {path}: {error.strerror or error}"
     if may_be_full and error.errno in {errno.ENOSPC, errno.EDQUOT}:
         return NoSpace(message)
@@ -229,10 +235,10 @@ def _typed_error(
 
 
 class RealFile:
-    """A file of the operating system. Used by one thread at a time; any may close it.
+    """A file of the operating system. One thread at a time may use it; any thread may close it.
 
-    Errors are converted without a context manager: some calls run for every append, others for
-    every file when a log is opened.
+    Errors are converted without a context manager, for speed: some calls run for every append,
+    others for every file when a log is opened.
     """
 
     __slots__ = (
@@ -297,7 +303,7 @@ class RealFile:
             self._end_use()
 
     def pwrite(self, parts: Sequence[Buffer], offset: int) -> None:
-        """Write all of it (rule 3)."""
+        """Write all bytes of the parts (rule 3)."""
         fd = self._begin_use()
         self._is_unsynced = True
         try:
@@ -318,7 +324,7 @@ class RealFile:
             self._end_use()
 
     def drop_cached(self, offset: int, size: int) -> None:
-        """Give pages back; what was not synced stays (rule 10)."""
+        """Drop pages from the page cache; unsynced bytes stay (rule 10)."""
         start, size = blocks_begun(offset, size)
         if not size:
             return
@@ -329,9 +335,9 @@ class RealFile:
             self._end_use()
 
     def discard_lost(self, offset: int, size: int) -> bool:
-        """Punch out unreadable blocks at the ends of a range; leave others alone.
+        """Punch out unreadable blocks at the ends of a range; leave other blocks unchanged.
 
-        A file system that cannot do that leaves them, and the next write fails.
+        If the file system does not support this, the blocks stay and the next write fails.
         """
         fd = self._begin_use()
         found = False
@@ -345,7 +351,7 @@ class RealFile:
         return found
 
     def sync(self) -> None:
-        """Wait for fdatasync. If it finds no room, the unsynced data is lost (rule 1)."""
+        """Wait for fdatasync; if it fails for lack of space, the unsynced data is lost (rule 1)."""
         fd = self._begin_use()
         try:
             os.fdatasync(fd)
@@ -359,7 +365,7 @@ class RealFile:
             self._end_use()
 
     def truncate(self, size: int) -> None:
-        """Truncate the file."""
+        """Change the size of the file to `size` bytes."""
         fd = self._begin_use()
         self._is_unsynced = True
         self._tail.truncate(size)
@@ -371,7 +377,7 @@ class RealFile:
             self._end_use()
 
     def size(self) -> int:
-        """Return the size in bytes."""
+        """Return the size of the file in bytes."""
         fd = self._begin_use()
         try:
             return os.fstat(fd).st_size
@@ -381,7 +387,10 @@ class RealFile:
             self._end_use()
 
     def lock_range(self, first: int, count: int) -> bool:
-        """Take a POSIX record lock; it is lost when this process closes the file anywhere."""
+        """Acquire a POSIX record lock.
+
+        NB: the lock is lost when this process closes any descriptor of the file.
+        """
         fd = self._begin_use()
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first, os.SEEK_SET)
@@ -395,7 +404,7 @@ class RealFile:
         return True
 
     def lock_whole(self) -> bool:
-        """Take a BSD lock, which belongs to the open file and not to the process."""
+        """Acquire a BSD lock, which belongs to the open file and not to the process."""
         fd = self._begin_use()
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -409,7 +418,7 @@ class RealFile:
         return True
 
     def allocate(self, size: int) -> None:
-        """Reserve room on the disk."""
+        """Reserve disk space for the first `size` bytes."""
         fd = self._begin_use()
         self._is_unsynced = True
         try:
@@ -420,7 +429,7 @@ class RealFile:
             self._end_use()
 
     def close(self) -> None:
-        """Close it, once; if another thread uses it, when that call has ended (rule 6)."""
+        """Close the file; if another thread uses it, it is closed when that call ends (rule 6)."""
         try:
             with self._descriptors.lock:
                 self._is_closed = True
@@ -434,7 +443,7 @@ class RealFile:
     def _begin_use(self) -> int:
         with self._descriptors.lock:
             if self._is_closed:
-                raise DiskFailed(f"{self._path}: is closed")
+                raise DiskFailed(f"{self._path}: the file is closed")
             if self._fd >= 0:
                 self._descriptors.begin_use(self)
             else:
@@ -447,7 +456,7 @@ class RealFile:
         with self._descriptors.lock:
             self._is_used = False
             if self._is_closed:
-                with suppress(OSError):  # the closer does not wait for this
+                with suppress(OSError):  # `close` has returned, and cannot raise it
                     self.release()
                 return
             is_unsynced = self._is_unsynced and not self._is_best_effort
@@ -461,7 +470,7 @@ class RealFile:
 
 
 def _rest_after(parts: list[memoryview], written: int) -> list[memoryview]:
-    """Return the rest of the parts after `written` bytes."""
+    """Return the parts that are left after `written` bytes."""
     for position, part in enumerate(parts):
         if written < len(part):
             return [part[written:], *parts[position + 1 :]]
@@ -470,7 +479,10 @@ def _rest_after(parts: list[memoryview], written: int) -> list[memoryview]:
 
 
 def _is_readable(fd: int, offset: int) -> bool:
-    """Return whether a block can be read, at once or on a retry; other errors do not count."""
+    """Return whether a block can be read, at once or on a retry.
+
+    Errors that do not mean lost bytes count as readable.
+    """
     for is_last in (False, True):
         try:
             os.pread(fd, _BLOCK_BYTES, offset)
@@ -485,14 +497,14 @@ def _is_readable(fd: int, offset: int) -> bool:
 
 
 def _punch(fd: int, offset: int) -> None:
-    """Punch a block out of a file, which keeps its size; do nothing where that is unsupported."""
+    """Punch a block out of a file, whose size stays; do nothing if this is unsupported."""
     call = getattr(ctypes.CDLL(None), "fallocate", None)
     if call is not None and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_int64):
         call(fd, _PUNCH_HOLE, ctypes.c_int64(offset), ctypes.c_int64(_BLOCK_BYTES))
 
 
 def _drop_cached(fd: int, start: int, size: int) -> None:
-    """Drop synced pages from the page cache; a file system without support keeps them."""
+    """Drop synced pages from the page cache; do nothing if the file system does not support it."""
     with suppress(OSError):
         os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
 
@@ -530,11 +542,11 @@ class RealDisk:
         )
 
     def exists(self, path: Path) -> bool:
-        """Return whether this name exists."""
+        """Return whether a file or a directory of this name exists."""
         return self.identity(path) is not None
 
     def identity(self, path: Path) -> tuple[int, int] | None:
-        """Return device and inode; None if the name does not exist."""
+        """Return device and inode to which this name refers now; None if it does not exist."""
         try:
             found = os.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -544,29 +556,29 @@ class RealDisk:
         return found.st_dev, found.st_ino
 
     def list(self, directory: Path) -> list[str]:
-        """Return the names, sorted."""
+        """Return the names in a directory, sorted."""
         with _typed_errors("list", directory):
             return sorted(os.listdir(directory))
 
     def will_read(self, directory: Path, names: Sequence[str]) -> None:
-        """Make the system fetch the bytes that it has not cached; do not wait for it."""
+        """Request that the system reads the bytes into its page cache; do not wait for it."""
         with self.descriptors.reserve_one():
             for name in names:
-                with suppress(OSError):  # the read will raise it
+                with suppress(OSError):  # the later read reports the error
                     _advise(f"{directory}/{name}")
 
     def make_directory(self, directory: Path) -> None:
-        """Make it and its parents; each is durable in the one above."""
+        """Create a directory and its parents; make the name of each durable in its parent."""
         make_with_parents(self, directory, self._make_one, self._sync_found)
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
-        """Make directories in a durable one, unless they exist; with one sync for all."""
+        """Create directories in a durable directory, unless they exist, with one sync for all."""
         for name in names:
             self._make_one(directory / name)
         self.sync_directory(directory)
 
     def _sync_found(self, directory: Path) -> None:
-        """Sync a directory, unless it is unreadable: then this process has made nothing there."""
+        """Sync a directory, unless it is unreadable: this process has created nothing in it."""
         if os.access(directory, os.R_OK):
             self.sync_directory(directory)
 
@@ -575,17 +587,17 @@ class RealDisk:
             directory.mkdir(exist_ok=True)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Give a file another name."""
+        """Rename a file, and replace an existing target."""
         with _typed_errors("rename", source):
             source.replace(target)
 
     def unlink(self, path: Path) -> None:
-        """Remove a file, if it is there."""
+        """Remove a file; do nothing if it does not exist."""
         with _typed_errors("remove", path):
             path.unlink(missing_ok=True)
 
     def sync_directory(self, directory: Path) -> None:
-        """Wait until the names are on disk."""
+        """Wait until the names in a directory are durable."""
         with _typed_errors("sync", directory):
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -594,13 +606,13 @@ class RealDisk:
                 os.close(fd)
 
     def free_bytes(self, directory: Path) -> int:
-        """Return the free bytes, without those that are reserved for root."""
+        """Return the free bytes, without the space that is reserved for root."""
         with _typed_errors("get the free space of", directory):
             found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
 
     def size_bytes(self, directory: Path) -> int:
-        """Return the size, with the part reserved for root."""
+        """Return the size in bytes, including the space that is reserved for root."""
         with _typed_errors("get the file system size of", directory):
             found = os.statvfs(directory)
         return found.f_blocks * found.f_frsize

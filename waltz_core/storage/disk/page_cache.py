@@ -1,19 +1,20 @@
-"""Limits how much of a log file stays in the page cache: only its newest part.
+"""Limits how much of a log file stays in the page cache: only the newest part.
 
-It only computes offsets. The result is a hint to the system, on which no byte of a file depends.
+This file only computes offsets. The result is a hint to the system: no byte of a file depends on
+it.
 
 Rules:
     1. Synced bytes that are more than `kept_bytes` before the end of the file are dropped.
        Otherwise a log fills all memory with pages that are hardly ever read again. On some virtual
-       machines, the host provides each new page when it is first touched; a copy into a new page
-       then costs ten times as much as into a page that was used before (docs/decisions/024).
+       machines, the host provides a page only when it is first used. There, a copy into a new page
+       costs ten times as much as a copy into a page that was used before (docs/decisions/024).
     2. Bytes before the first byte that this process has written are never dropped: other processes
        may need them.
     3. Pages are dropped in large steps, so that small appends have no additional cost.
     4. The system drops only whole folios: groups of pages of up to 2 MiB that begin at a multiple
-       of their size. So a reader that reads a file from the disk piece by piece drops the blocks of
-       that size that begin within a piece, before it reads the piece. Each block is dropped only
-       once: dropping it again at the next piece would also drop the read-ahead.
+       of their size. So a reader that must read a file from the disk, piece by piece, drops the
+       2 MiB blocks that begin within a piece before it reads the piece. Each block is dropped only
+       once: to drop it again at the next piece would also drop the read-ahead.
 """
 
 from typing import Final
@@ -24,13 +25,13 @@ FOLIO_BYTES_MAX: Final = 2 * 1024 * 1024
 
 
 def blocks_begun(offset: int, size: int, block_bytes: int = FOLIO_BYTES_MAX) -> tuple[int, int]:
-    """Return the blocks that begin within a range, as an offset and a size (rule 4)."""
+    """Return the blocks that begin within a range, as an offset and a size in bytes (rule 4)."""
     start = -(-offset // block_bytes) * block_bytes
     return start, -(-(offset + size) // block_bytes) * block_bytes - start
 
 
 class RecentPages:
-    """The newest part of one file, as far as it was written here. Offsets and sizes in bytes."""
+    """The part of one file that this process has written. Offsets and sizes are in bytes."""
 
     __slots__ = ("_end", "_first", "_kept_bytes", "_start")
 
@@ -40,20 +41,21 @@ class RecentPages:
         self._end = 0
 
     def note_write(self, offset: int, size: int) -> None:
-        """Note that bytes were written."""
+        """Note that `size` bytes were written at `offset`."""
         if self._start < 0 or offset > self._end:  # rule 2
             self._first = self._start = offset
         self._end = max(self._end, offset + size)
 
     def truncate(self, size: int) -> None:
-        """Note the new size of the file."""
+        """Note that the file was truncated to `size` bytes."""
         self._first, self._start = min(self._first, size), min(self._start, size)
         self._end = min(self._end, size)
 
     def take_old(self) -> tuple[int, int] | None:
-        """Return offset and size of the old part; everything written is synced.
+        """Return offset and size of the bytes to drop from the page cache (rule 1).
 
-        None if it is not worth a call. The caller drops it (rule 1).
+        The caller must have synced all written bytes, and drops the returned range. Return None if
+        there are too few bytes to drop.
         """
         stop = self._end - self._kept_bytes
         if stop - self._start < STEP_BYTES:

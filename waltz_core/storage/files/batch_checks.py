@@ -1,14 +1,14 @@
-"""Checks of batches: their records, their bounds, and the chain through them.
+"""Checks of batches: their records, their bounds, and the hash chain through them.
 
-An append, a repair and an opening check bytes from three sources. All of them use these checks, so
-that they agree on what a valid batch is.
+An append, a repair and the opening of a log check bytes from different sources. All use these
+checks, so that they agree on what a valid batch is.
 
 Rules:
-    1. A batch is valid if all its records are there and valid, and the chain in its entry follows
-       from the previous chain and the records' CRCs.
+    1. A batch is valid if all its records exist and are valid, and the chain hash in its entry
+       follows from the previous chain hash and the CRCs of the records.
     2. This code changes nothing. The caller decides what to do with an invalid batch.
-    3. The chain of a batch with the session `RECONSTRUCTED` proves nothing about its records, and
-       neither does the chain after it.
+    3. The chain hash of a batch with the session `RECONSTRUCTED` proves nothing about its records,
+       and neither does the chain hash after it.
 """
 
 from collections.abc import Sequence
@@ -36,7 +36,11 @@ I64 = npt.NDArray[np.int64]
 def check_chain(
     entries: Sequence[LineageEntry], first: TransactionId, chain: Chain, record_crcs: bytes
 ) -> int | None:
-    """Return the index of the first batch that does not continue the previous one, else None."""
+    """Return the index of the first batch that does not continue the previous one.
+
+    `first` and `chain` are the ID and the chain hash with which the first batch must begin;
+    `record_crcs` has the CRCs of all records. Return None if all batches are valid.
+    """
     next_id = first
     for index, entry in enumerate(entries):
         crcs = record_crcs[4 * (entry.first - first) : 4 * (entry.last - first + 1)]
@@ -57,12 +61,12 @@ def check_batches(
     entries: Sequence[LineageEntry],
     records_crc: int | None = None,
 ) -> None:
-    """Check that a run of records is valid, and that its batches cover it.
+    """Check that consecutive records are valid, and that their batches match them.
 
-    `records_crc` is that of all bytes, if the caller has computed it already.
+    `records_crc` is the CRC of all bytes, if the caller has already computed it.
 
     Raises:
-        BadRequest: the IDs, the batches or their chain do not match the records.
+        BadRequest: the IDs, the batches or their chain hashes do not match the records.
         ChecksumMismatch: a record's CRC does not match.
     """
     where = f"append from transaction {first} on"
@@ -102,21 +106,21 @@ def check_batches(
 def check_repaired(
     segments: Segments, repaired: IdRange, damaged: Sequence[IdRange]
 ) -> tuple[IdRange, ...]:
-    """Check the chain of each repaired batch that has no damage left; return new damage.
+    """Check the chain hash of each repaired batch without remaining damage; return new damage.
 
-    New damage is in the same batch, next to the repaired records: it waits for its own repair.
+    New damage is in the same batch, next to the repaired records. It needs a repair of its own.
 
     Raises:
-        ChecksumMismatch: the records are not those of the batch.
+        ChecksumMismatch: the records do not belong to the batch.
     """
     found: list[IdRange] = []
     for chain, entry in _batches(segments, repaired):
         is_damaged = any(ids.first <= entry.last and entry.first <= ids.last for ids in damaged)
-        if is_damaged or entry.first > repaired.last:  # no more entries of repaired ones
+        if is_damaged or entry.first > repaired.last:  # damaged, or after the repaired batches
             continue
         before = entry_before(segments, entry.first)
         if RECONSTRUCTED in {entry.session_id, NO_SESSION if before is None else before.session_id}:
-            continue  # Its chain is not computed from these records, nor is that of the next.
+            continue  # Its chain hash is not computed from these records, nor is the next one.
         crcs = _crcs(segments, entry.first, entry.last)
         outside = () if crcs is not None else _wrong_ids(segments, entry, repaired)
         found += outside
@@ -131,7 +135,7 @@ def check_repaired(
 
 
 def _batches(segments: Segments, ids: IdRange) -> list[tuple[Chain, LineageEntry]]:
-    """Return the readable batches that touch a range, each with the chain before it."""
+    """Return the readable batches that overlap a range, each with the chain hash before it."""
     try:
         found = segments.entries(*ids, ids.last - ids.first + 1)[1]
         return [(segments.entries(each.last, each.last, 1)[0], each) for each in found]
@@ -140,21 +144,21 @@ def _batches(segments: Segments, ids: IdRange) -> list[tuple[Chain, LineageEntry
 
 
 def _crcs(segments: Segments, first: TransactionId, last: TransactionId) -> bytes | None:
-    """Return the records' CRCs; None if one is wrong or unreadable."""
+    """Return the CRCs of the records; None if a record is wrong or unreadable."""
     with suppress(ReadFailed):
         return segments.record_crcs(first, last)
     return None
 
 
 def _wrong_ids(segments: Segments, entry: LineageEntry, repaired: IdRange) -> tuple[IdRange, ...]:
-    """Return the IDs of a batch that are wrong, except the repaired ones."""
+    """Return the IDs of the wrong records of a batch, except the repaired records."""
     every = map(TransactionId, range(entry.first, entry.last + 1))
     outside = [each for each in every if not repaired.first <= each <= repaired.last]
     return tuple(IdRange(each, each) for each in outside if _crcs(segments, each, each) is None)
 
 
 def entry_before(segments: Segments, first: TransactionId) -> LineageEntry | None:
-    """Return the batch that ends before an ID; None if there is none that can be read."""
+    """Return the batch that ends before an ID; None if there is no readable one."""
     with suppress(BadFormat, ChecksumMismatch):
         found = segments.entry_of(TransactionId(first - 1)) if first else None
         return found if found is not None and found.last < first else None

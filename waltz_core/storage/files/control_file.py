@@ -1,26 +1,27 @@
-"""The state of a storage outside its logs: the 0.13 control file, and the slots of partitions.
+"""The state of a storage outside its logs: the 0.13 control file, and slots of partitions.
 
-Both consist of two copies, of which the newer valid one counts. A crash in the middle of a write
-leaves the other copy.
+Both the control file and a slot file have two copies of each state. The newer valid copy counts. A
+crash in the middle of a write leaves the other copy valid.
 
 Rules:
-    1. A write never overwrites the copy that counts: write the other copy, sync, and then that one
-       counts.
-    2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs;
-       Waltz 0.13 takes the same lock (docs/design/disk-format.md 2).
-    3. Partitions have no state in common here, and each may be written by its own thread. They
-       share the syncs of the control file: one sync serves all threads that had written when it
-       began. If it fails, all of these threads and all later ones get the error: data is lost, the
-       system reports that only once, and the file has the promises of many partitions.
+    1. A write never overwrites the copy that counts. It writes the other copy and syncs it; from
+       then on, the other copy counts.
+    2. An exclusive lock on bytes 0..127 of `waltz-storage.ctl` is held while the storage runs.
+       Waltz 0.13 uses the same lock (docs/design/disk-format.md 2).
+    3. Partitions have no state in common in this file, and each may be written by its own thread.
+       They share the syncs of the control file: one sync serves all threads that had written when
+       it began. If it fails, all of these threads and all later ones receive the error: data is
+       lost, the system reports the loss only once, and the file has the promises of many
+       partitions.
     4. If only the older slot of a partition is valid, the caller is notified, because a promise may
        be lost. Slots with an even sequence belong in block 1 and those with an odd one in block 0.
        A slot in the wrong block, or of another partition, is invalid.
     5. The control file is created only in a directory without partitions. It states which
-       partitions the storage holds and what it has promised for them, so a new one must not replace
-       a lost one.
+       partitions the storage holds and what it has promised for them, so a new file must not
+       replace a lost one.
     6. Data that an earlier process has written can be read but may not be durable. If that process
-       had a failed sync, another sync would do nothing. So the same bytes are written again,
-       synced, and then trusted.
+       had a failed sync, another sync would do nothing. So the same bytes are written again and
+       synced before they are trusted.
 """
 
 import threading
@@ -65,25 +66,25 @@ class ControlFile:
     def __init__(self, file: File, header: ControlHeader, current: list[int]) -> None:
         self.header = header
         self._file = file
-        # Which of its two structures counts, for each partition; 0 or 1.
+        # For each partition, which of its two structures counts: 0 or 1.
         self._current = current
         self._infos = [_read_info(file, index, slot) for index, slot in enumerate(current)]
         self._writing = threading.Lock()
         self._syncing = threading.Lock()
         self._written_count = self._synced_count = 0
-        self._failure: WaltzError | None = None  # of a sync (rule 3)
+        self._failure: WaltzError | None = None  # the error of a sync (rule 3)
 
     @classmethod
     def open(
         cls, disk: Disk, directory: Path, cluster_key: bytes, partition_count: int, now_ms: int
     ) -> "ControlFile":
-        """Open or create the file and lock it.
+        """Open the file, or create it, and lock it.
 
         Raises:
-            DiskFailed: another process runs on this directory, or the disk failed.
-            ClusterKeyMismatch: the directory is another cluster's.
-            BadFormat: the number of partitions differs, both structures of one are wrong, or the
-                file is missing or cut where there are partitions (rule 5).
+            DiskFailed: another process uses this directory, or the disk failed.
+            ClusterKeyMismatch: the directory belongs to another cluster.
+            BadFormat: the number of partitions differs; both structures of a partition are wrong;
+                or the file is missing or too short although there are partitions (rule 5).
         """
         path = directory / CONTROL_NAME
         header = ControlHeader(now_ms, cluster_key, partition_count)
@@ -93,7 +94,7 @@ class ControlFile:
         try:
             size_bytes = file.size()
             if size_bytes < CONTROL_HEADER_BYTES:
-                # Its creation was interrupted before anything counted; 0.13 does the same.
+                # Its creation was interrupted before it contained any state; 0.13 does the same.
                 _create(disk, directory, header, found=f"{size_bytes} bytes")
         except BaseException:
             file.close()
@@ -115,7 +116,7 @@ class ControlFile:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a sync has failed: nothing is written before the next opening (rule 3)."""
+        """Whether a sync has failed, so that no write succeeds before the next opening (rule 3)."""
         return self._failure is not None
 
     def info(self, partition_id: PartitionId) -> PartitionInfo:
@@ -129,28 +130,28 @@ class ControlFile:
         mark: TransactionId,
         local_mark: TransactionId | None = None,
     ) -> PartitionInfo:
-        """Write session and mark durably, as Waltz 0.13 does at SET_LOW_WATER_MARK.
+        """Write session and low-water mark durably, as Waltz 0.13 does at SET_LOW_WATER_MARK.
 
-        `local_mark` is the end of the log, if it is not the mark.
+        `local_mark` is the end of the log, if it differs from the mark.
         """
         local = mark if local_mark is None else local_mark
         info = self.info(partition_id)._replace(session_id=session_id, low_water_mark=mark)
         return self._write(partition_id, info._replace(local_low_water_mark=local))
 
     def set_flags(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
-        """Write the flags durably."""
+        """Write the flags of a partition durably."""
         return self._write(partition_id, self.info(partition_id)._replace(flags=flags))
 
     def set_flags_of(self, partition_ids: Sequence[PartitionId], flags: int) -> None:
-        """Write the flags of several partitions durably, by one sync."""
+        """Write the flags of several partitions durably, with one sync."""
         self._write_all({each: self.info(each)._replace(flags=flags) for each in partition_ids})
 
     def forget(self, partition_id: PartitionId, flags: int) -> PartitionInfo:
-        """Reset a partition durably to the state of an unknown one, except for these flags."""
+        """Reset the state of a partition durably, except for these flags."""
         return self._write(partition_id, NEW_PARTITION_INFOS[0]._replace(flags=flags))
 
     def close(self) -> None:
-        """Close the file; this releases the lock."""
+        """Close the file, which releases the lock."""
         self._file.close()
 
     def _write(self, partition_id: PartitionId, info: PartitionInfo) -> PartitionInfo:
@@ -158,7 +159,7 @@ class ControlFile:
         return self.info(partition_id)
 
     def _write_all(self, infos: Mapping[PartitionId, PartitionInfo]) -> None:
-        """Write the structures that do not count, and let them count once durable (rule 1)."""
+        """Write the copies that do not count; they count once they are durable (rule 1)."""
         next_infos = {
             each: info._replace(sequence=self.info(each).sequence + 1)
             for each, info in infos.items()
@@ -175,7 +176,7 @@ class ControlFile:
             self._infos[each] = info
 
     def _sync(self, number: int) -> None:
-        """Make the first `number` writes durable, perhaps by another thread's sync (rule 3)."""
+        """Make the first `number` writes durable, maybe by another thread's sync (rule 3)."""
         with self._syncing:
             if self._failure is not None:
                 raise DiskFailed(
@@ -203,7 +204,7 @@ def _open_locked(disk: Disk, path: Path) -> File:
 
 
 def _create(disk: Disk, directory: Path, header: ControlHeader, *, found: str) -> None:
-    """Create the file durably, unless there is a partition (rule 5)."""
+    """Create the control file durably; raise BadFormat if there is a partition (rule 5)."""
     held = [name for name in disk.list(directory) if name.isascii() and name.isdecimal()]
     if held:
         raise BadFormat(
@@ -268,10 +269,10 @@ def _read_info(file: File, index: int, slot: int) -> PartitionInfo:
 
 
 class SlotFile:
-    """The two slots of a partition; `slot` is the one that counts and is durable.
+    """The two slots of a partition; `slot` is the one that counts, and is durable.
 
-    Right after the opening, `slot` is the one that was read, and `older` the one that a crash may
-    return to, None if there is none.
+    Directly after the opening, `slot` was read but may not be durable. `older` is the slot to which
+    a crash may return, None if there is none.
     """
 
     def __init__(
@@ -296,7 +297,7 @@ class SlotFile:
 
     @classmethod
     def create(cls, disk: Disk, directory: Path, slot: Slot) -> "SlotFile":
-        """Create the file with two valid slots, durably."""
+        """Create the file with two valid slots, durably, and open it."""
         create_durably(disk, directory, [cls.new_file(slot)])
         return cls.open(disk, directory, slot.partition_id)
 
@@ -313,8 +314,8 @@ class SlotFile:
         """Open the file and read the slot that counts.
 
         Raises:
-            BadFormat: no slot is valid, or it is of another partition.
-            ReadFailed: the disk cannot read them; the older slot is not used instead.
+            BadFormat: no slot is valid, or the slots belong to another partition.
+            ReadFailed: the disk cannot read the slots; the older slot is not used instead.
         """
         path = directory / SLOTS_NAME
         file = disk.open(path)
@@ -340,7 +341,10 @@ class SlotFile:
         return cls(disk, directory, file, slot, position, older=older)
 
     def is_in_place(self) -> bool:
-        """Return whether directory and file are still those that were opened; raises DiskFailed."""
+        """Return whether the directory and the file still are the ones that were opened.
+
+        Raises DiskFailed.
+        """
         return self._identity_now() == self._identity
 
     def _identity_now(self) -> tuple[object, object]:
@@ -348,7 +352,7 @@ class SlotFile:
         return self._disk.identity(directory), self._disk.identity(directory / SLOTS_NAME)
 
     def write(self, slot: Slot) -> None:
-        """Make a slot durable, and the one that counts (rule 1)."""
+        """Write a slot durably; it counts from now on (rule 1)."""
         slot = replace(slot, sequence=self.slot.sequence + 1)
         position = 1 - self._position
         assert position == _block_of(slot.sequence), "rule 4"

@@ -1,21 +1,21 @@
-"""Space on a disk: how much of it is reserved, and when appends are rejected.
+"""The space on a disk: how much is reserved, and when appends are rejected.
 
-A full disk must not prevent truncations and repairs. So appends never get the last part of the
-disk. Only this class decides whether there is space.
+A full disk must not prevent truncations and repairs. So appends never use the last part of the
+disk. Only this class decides whether an append has space.
 
 Rules (docs/design/correctness.md 2.4, row 9):
     1. The reserve is a file whose space serves truncation, repair, marks and slots. When one of
-       them finds no space, the file is released; it is filled again as soon as there is enough
-       space.
+       these operations finds no space, the file is released. It is filled again as soon as there is
+       enough space.
     2. An append is rejected before it writes anything, unless there is space for it in addition to
-       the whole reserve. The error states how much was free. A copy of records to the end of a log
-       counts as an append, since its size is not limited.
+       the whole reserve. The error states how many bytes were free. A copy of records to the end of
+       a log counts as an append, because its size is not limited.
     3. Reading needs no space.
     4. The free space is not queried for every append, but after half of the available space, and at
-       most `SPARE_BYTES_MAX`, was written. If another process fills the disk meanwhile, a write
-       fails and reports that there was no space (`lacked`).
-    5. Only one thread at a time may change the reserve: otherwise one thread might release it while
-       another fills it, and it would count as filled.
+       most `SPARE_BYTES_MAX`, was written. If another process fills the disk in the meantime, a
+       write fails for lack of space, which the caller reports (`note_shortage`).
+    5. Only one thread at a time may change the reserve: otherwise one thread might release the
+       reserve while another thread fills it, and it would count as filled.
     6. The rate at which the disk fills is measured over the last day: an average since the start
        would include the time before old segments were removed.
 """
@@ -33,7 +33,7 @@ from waltz_core.storage.files.format import LINEAGE_ENTRY_BYTES, OFFSET_BYTES
 
 RESERVE_NAME: Final = "waltz-x.reserve"
 SPARE_BYTES_MAX: Final = 1024 * 1024
-# A new segment without records: three files of one block, their names, and a margin.
+# The size of a new segment without records: three files of one block, their names, and a margin.
 FILES_BYTES: Final = 64 * 1024
 SAMPLE_MS: Final = 3_600_000
 DAY_MS: Final = 24 * SAMPLE_MS
@@ -41,35 +41,35 @@ ResultT = TypeVar("ResultT")
 
 
 def append_bytes(record_bytes: int, record_count: int, batch_count: int) -> int:
-    """Return the size of an append on the disk."""
+    """Return the bytes that an append uses on the disk."""
     return record_bytes + OFFSET_BYTES * record_count + LINEAGE_ENTRY_BYTES * batch_count
 
 
 class DiskSpace:
-    """The room of one storage directory. Calls block, and may come from any thread."""
+    """The space of one storage directory. Calls block, and may come from any thread."""
 
     def __init__(self, disk: Disk, directory: Path, reserve_bytes: int) -> None:
-        self.is_short = False  # appends are rejected
+        self.is_short = False  # whether appends are rejected
         self._lock = threading.RLock()  # rule 5
         self._disk = disk
         self._directory = directory
         self._reserve_bytes = reserve_bytes
         self._is_reserved = reserve_bytes == 0
-        self._wanted_bytes = 0  # by the append that was rejected last
-        self._spare_bytes = 0  # may be written before the next query (rule 4)
-        # Time in ms and free bytes (rule 6).
+        self._wanted_bytes = 0  # the size of the append that was rejected last
+        self._spare_bytes = 0  # bytes that may be written before the next query (rule 4)
+        # Pairs of time in ms and free bytes (rule 6).
         self._samples: deque[tuple[int, int]] = deque(maxlen=DAY_MS // SAMPLE_MS)
 
     @property
     def reserved_bytes(self) -> int:
-        """The size of the reserve now."""
+        """The present size of the reserve."""
         return self._reserve_bytes if self._is_reserved else 0
 
     def check(self, size: int) -> None:
-        """Check that an append of this size may be written (rule 2).
+        """Check that an append of `size` bytes may be written (rule 2).
 
         Raises:
-            NoSpace: there is no room for it.
+            NoSpace: there is no space for it.
         """
         with self._lock:
             if size <= self._spare_bytes:
@@ -90,10 +90,10 @@ class DiskSpace:
             )
 
     def check_files_fit(self) -> None:
-        """Check that small new files find room, before a change that cannot be interrupted.
+        """Check that small new files have space, before a change that must not be interrupted.
 
         Raises:
-            NoSpace: there is no room for them; nothing was written.
+            NoSpace: there is no space for the files; nothing was written.
         """
         free = self.free_bytes()
         if free < FILES_BYTES:
@@ -103,12 +103,12 @@ class DiskSpace:
             )
 
     def note_shortage(self, size: int) -> None:
-        """Note that an append found no room although `check` allowed it (rule 4)."""
+        """Note that an append found no space although `check` allowed it (rule 4)."""
         with self._lock:
             self.is_short, self._wanted_bytes, self._spare_bytes = True, size, 0
 
     def with_reserve(self, call: Callable[[], ResultT]) -> ResultT:
-        """Call; if it finds no room, release the reserve and call again."""
+        """Call a function; if it finds no space, release the reserve and call it again."""
         try:
             return call()
         except NoSpace:
@@ -118,7 +118,7 @@ class DiskSpace:
     def release(self) -> None:
         """Release the reserve to the disk, for a truncation or a repair (rule 1).
 
-        A disk error here is ignored: the operation that needs the room fails with NoSpace.
+        A disk error is ignored: the operation that needs the space will fail with NoSpace.
         """
         with self._lock, suppress(DiskFailed, NoSpace):
             self._is_reserved = self._reserve_bytes == 0
@@ -127,7 +127,7 @@ class DiskSpace:
             self._disk.sync_directory(self._directory)
 
     def fill(self) -> None:
-        """Fill the reserve, if there is room for all of it; raises DiskFailed."""
+        """Fill the reserve, if there is space for all of it; raises DiskFailed."""
         if not self._reserve_bytes:
             return
         with self._lock:
@@ -147,25 +147,28 @@ class DiskSpace:
                 file.close()
 
     def recheck(self) -> None:
-        """Query the disk for room again, and fill the reserve if there is enough."""
+        """Query the free space again, and fill the reserve if there is enough."""
         with self._lock, suppress(DiskFailed, NoSpace):
             if not self._is_reserved and self.free_bytes() >= self._reserve_bytes:
                 self.fill()
             self._spare_bytes = 0
             self._check_free(self._wanted_bytes)
-            self._spare_bytes = 0  # nothing was written for it
+            self._spare_bytes = 0  # no append was written
 
     def free_bytes(self) -> int:
-        """Return how much more can be written, without the reserve; raises DiskFailed."""
+        """Return how many more bytes can be written, without the reserve; raises DiskFailed."""
         return self._disk.free_bytes(self._directory)
 
     def note_free_bytes(self, now_ms: int) -> None:
-        """Take a sample for `filling_bytes_per_day`; the caller does it every `SAMPLE_MS`."""
+        """Record a sample for `filling_bytes_per_day`; the caller calls this every `SAMPLE_MS`."""
         with suppress(DiskFailed):
             self._samples.append((now_ms, self.free_bytes()))
 
     def filling_bytes_per_day(self, free_bytes: int, now_ms: int) -> int | None:
-        """Return how fast the free bytes decrease (rule 6); None in the first hour."""
+        """Return by how many bytes per day the free space decreases (rule 6).
+
+        None in the first hour.
+        """
         began_ms, began_bytes = self._samples[0] if self._samples else (now_ms, free_bytes)
         took_ms = now_ms - began_ms
         if took_ms < SAMPLE_MS:
@@ -173,5 +176,5 @@ class DiskSpace:
         return max(0, (began_bytes - free_bytes) * DAY_MS // took_ms)
 
     def size_bytes(self) -> int:
-        """Return the size of the disk; raises DiskFailed."""
+        """Return the size of the file system in bytes; raises DiskFailed."""
         return self._disk.size_bytes(self._directory)

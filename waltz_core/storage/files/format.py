@@ -1,4 +1,4 @@
-"""Every byte that a storage node keeps on disk: the files of Waltz 0.13, and this version's.
+"""The layout of every byte that a storage has on disk: files of Waltz 0.13, and new files.
 
 A file outlives the program that wrote it, and Waltz 0.13 and this version read the same bytes. So
 each layout is declared once, is checked when it is read, and has golden bytes in
@@ -13,11 +13,11 @@ each layout is declared once, is checked when it is read, and has golden bytes i
     <p>/<first>.chn     new: one entry for each batch that ends in the segment
 
 Rules:
-    1. All integers are big-endian, IDs and marks of 64 bits; each file begins with a version.
-    2. Decoding any bytes gives a value, or `BadFormat` (impossible bytes), or `ChecksumMismatch`
-       (changed bytes).
+    1. All integers are big-endian. IDs and marks have 64 bits. Each file begins with a version.
+    2. The decoder of any bytes returns a value, or raises `BadFormat` (impossible bytes) or
+       `ChecksumMismatch` (changed bytes).
     3. Reserved bytes are written as zero, and a reader rejects any other value.
-    4. CRC-32 as in zlib, over all preceding bytes of the structure.
+    4. A CRC is a CRC-32 as in zlib, over all preceding bytes of the structure.
 """
 
 import struct
@@ -49,15 +49,17 @@ _CRC = struct.Struct(">I")
 
 
 def with_crc(body: bytes, before: int = 0) -> bytes:
-    """Return the bytes and their CRC-32 (rule 4), continued from the CRC `before`."""
+    """Return the bytes followed by their CRC-32 (rule 4), which continues the CRC `before`."""
     return body + _CRC.pack(crc32(body, before))
 
 
 def checked_body(data: Bytes, size: int, what: str, before: int = 0) -> bytes:
-    """Return the bytes before the CRC of a structure of `size` bytes; `before` as in `with_crc`.
+    """Check the CRC of a structure of `size` bytes, and return the bytes before the CRC.
+
+    `before` has the same meaning as in `with_crc`.
 
     Raises:
-        BadFormat: it is too short.
+        BadFormat: the structure has another size.
         ChecksumMismatch: the CRC does not match.
     """
     if len(data) != size:
@@ -76,7 +78,7 @@ def _check_length(data: Bytes, size: int, what: str) -> None:
 
 
 def check_version(found: int, what: str) -> None:
-    """Raise BadFormat for another version than `VERSION`."""
+    """Raise BadFormat for any version other than `VERSION`."""
     if found != VERSION:
         raise BadFormat(f"{what}: expected version {VERSION}, found {found}")
 
@@ -97,7 +99,7 @@ def errors_with_path(path: Path) -> Iterator[None]:
 
 
 # ---------------------------------------------------------------------------------------------
-# waltz-storage.ctl, the header. Has no CRC; when it is wrong the storage refuses to start.
+# The header of waltz-storage.ctl. It has no CRC; if it is wrong, the storage refuses to start.
 
 CONTROL_HEADER: Final = ByteLayout(
     Field("version", "i", "0"),
@@ -113,19 +115,19 @@ PARTITIONS_MAX: Final = 1 << 20
 
 
 class ControlHeader(NamedTuple):
-    """The cluster that a storage directory belongs to."""
+    """The cluster to which a storage directory belongs."""
 
     created_ms: int
     cluster_key: bytes
     partition_count: int
 
     def encode(self) -> bytes:
-        """Return the 128 bytes."""
+        """Return the 128 bytes of the header."""
         return _CONTROL_HEADER.pack(VERSION, *self, bytes(96))
 
     @staticmethod
     def decode(data: Bytes) -> "ControlHeader":
-        """Read 128 bytes (rule 2)."""
+        """Decode 128 bytes (rule 2)."""
         _check_length(data, CONTROL_HEADER_BYTES, "control file header")
         version, created_ms, key, count, reserved = _CONTROL_HEADER.unpack_from(data)
         check_version(version, "control file header")
@@ -138,9 +140,10 @@ class ControlHeader(NamedTuple):
 
 
 # ---------------------------------------------------------------------------------------------
-# waltz-storage.ctl, one of two structures of a partition; the one with the greater sequence counts.
+# One of the two structures of a partition in waltz-storage.ctl.
 #
-# When one is wrong the other counts; when both are, the storage refuses to start.
+# The structure with the greater sequence counts. If one structure is wrong, the other one counts.
+# If both are wrong, the storage refuses to start.
 
 PARTITION_INFO: Final = ByteLayout(
     Field("session ID", "q", "-1: none"),
@@ -160,7 +163,7 @@ FLAG_ASSIGNED: Final = 4
 
 
 class PartitionInfo(NamedTuple):
-    """The state that Waltz 0.13 keeps of a partition outside its log."""
+    """The state of a partition outside its log, in Waltz 0.13."""
 
     session_id: SessionId
     low_water_mark: TransactionId
@@ -169,12 +172,12 @@ class PartitionInfo(NamedTuple):
     sequence: int
 
     def encode(self) -> bytes:
-        """Return the 36 bytes."""
+        """Return the 36 bytes of the structure."""
         return with_crc(_PARTITION_INFO.pack(*self))
 
     @staticmethod
     def decode(data: Bytes) -> "PartitionInfo":
-        """Read 36 bytes (rule 2)."""
+        """Decode 36 bytes (rule 2)."""
         body = checked_body(data, PARTITION_INFO_BYTES, "partition info")
         session, mark, local, flags, sequence = _PARTITION_INFO.unpack(body)
         for name, found in (("session", session), ("mark", mark), ("local mark", local)):
@@ -192,20 +195,21 @@ NEW_PARTITION_INFOS: Final = (
 
 
 def partition_entry_offset(index: int) -> int:
-    """Return where the entry of the partition with this number begins in the control file."""
+    """Return the offset at which the entry of a partition begins in the control file."""
     return CONTROL_HEADER_BYTES + PARTITION_ENTRY_BYTES * index
 
 
 def partition_info_offset(index: int, slot: int) -> int:
-    """Return where structure 0 or 1 of a partition begins in the control file."""
+    """Return the offset at which structure 0 or 1 of a partition begins in the control file."""
     assert slot in {0, 1}
     return partition_entry_offset(index) + 4 + PARTITION_INFO_BYTES * slot
 
 
 # ---------------------------------------------------------------------------------------------
-# .seg and .idx, the header of both. Has no CRC; its content follows from name and directory.
+# The header of .seg and of .idx. It has no CRC; its content follows from name and directory.
 #
-# In .seg, records follow (see raw_records.py); in .idx, 8 bytes for each: its offset in .seg.
+# In .seg, the header is followed by records (raw_records.py). In .idx, it is followed by 8 bytes
+# for each record: the offset of the record in .seg.
 
 _SEGMENT_FIELDS = (
     Field("version", "i", "0"),
@@ -230,12 +234,12 @@ class SegmentHeader(NamedTuple):
     first: TransactionId
 
     def encode(self) -> bytes:
-        """Return the 128 bytes."""
+        """Return the 128 bytes of the header."""
         return _SEGMENT_HEADER.pack(VERSION, *self, bytes(88))
 
     @staticmethod
     def decode(data: Bytes) -> "SegmentHeader":
-        """Read 128 bytes (rule 2)."""
+        """Decode 128 bytes (rule 2)."""
         _check_length(data, SEGMENT_HEADER_BYTES, "segment header")
         version, created_ms, key, partition, first, reserved = _SEGMENT_HEADER.unpack_from(data)
         check_version(version, "segment header")
@@ -246,13 +250,13 @@ class SegmentHeader(NamedTuple):
 
 
 def segment_name(first: TransactionId, suffix: str) -> str:
-    """Return the file name of a segment's ".seg", ".idx" or ".chn"."""
+    """Return the name of a file of a segment; the suffix is ".seg", ".idx" or ".chn"."""
     assert first >= 0
     return f"{first:019d}{suffix}"
 
 
 def first_of_name(name: str) -> TransactionId | None:
-    """Return the first ID that a ".seg" file is named for, or None for any other name."""
+    """Return the first ID in the name of a ".seg" file; None for any other name."""
     stem, dot, suffix = name.partition(".")
     if dot and suffix == "seg" and len(stem) == 19 and stem.isascii() and stem.isdigit():
         first = int(stem)
@@ -261,16 +265,16 @@ def first_of_name(name: str) -> TransactionId | None:
 
 
 # ---------------------------------------------------------------------------------------------
-# .chn, the header, and one entry for each batch whose last record is in the segment.
+# .chn: the header, and one entry for each batch whose last record is in the segment.
 #
-# "chain before" is the chain before the first entry of the file. "synced ID" is the last ID that
-# was durable when the entry was written: IDs up to it cannot have been torn by a crash. A wrong
-# entry above all those IDs and the acked marker ends the log there; one below makes the replica
-# suspect. No entry crosses a sector boundary.
+# "chain before" is the chain hash before the first entry of the file. "synced ID" is the last ID
+# that was durable when the entry was written: a crash cannot have torn records up to this ID. If a
+# wrong entry is above all synced IDs and the acked marker, the log ends before it. A wrong entry
+# below makes the replica suspect. No entry crosses a sector boundary.
 #
-# The CRC of an entry begins with that of its segment's header and with its number in the file. So
-# no other bytes that a disk writes to its place are accepted: not an entry of another file, and
-# not a record, which has its CRC at its end, too.
+# The CRC of an entry continues the CRC of its segment's header, and covers its number in the file.
+# So a reader accepts no other bytes that a disk has written to the place of an entry: not an entry
+# of another file, and not a record, which also has its CRC at its end.
 
 LINEAGE_HEADER: Final = ByteLayout(
     *_SEGMENT_FIELDS,
@@ -304,23 +308,23 @@ _NOTHING_RESERVED: Final = bytes(4)
 
 
 class LineageHeader(NamedTuple):
-    """The segment of a lineage file, and the chain before its first entry."""
+    """The header of a lineage file: its segment, and the chain hash before its first entry."""
 
     segment: SegmentHeader
     chain_before: Chain
 
     @property
     def segment_crc(self) -> int:
-        """The CRC that the CRC of each entry continues."""
+        """The CRC of the segment header, which the CRC of each entry continues."""
         return crc32(self.segment.encode())
 
     def encode(self) -> bytes:
-        """Return the 64 bytes."""
+        """Return the 64 bytes of the header."""
         return with_crc(_LINEAGE_HEADER.pack(VERSION, *self.segment, self.chain_before))
 
     @staticmethod
     def decode(data: Bytes) -> "LineageHeader":
-        """Read 64 bytes (rule 2)."""
+        """Decode 64 bytes (rule 2)."""
         body = checked_body(data, LINEAGE_HEADER_BYTES, "lineage header")
         version, created_ms, key, partition, first, chain = _LINEAGE_HEADER.unpack(body)
         check_version(version, "lineage header")
@@ -334,7 +338,7 @@ class LineageHeader(NamedTuple):
 def encode_entry(
     entry: LineageEntry, synced: TransactionId, *, segment_crc: int, position: int
 ) -> bytes:
-    """Return the 64 bytes of a lineage entry; `synced` is the last ID that is durable already."""
+    """Return the 64 bytes of a lineage entry; `synced` is the last ID that is already durable."""
     assert BEFORE_FIRST <= synced < entry.first
     return with_crc(_LINEAGE_ENTRY.pack(*entry, synced), _bound_crc(segment_crc, position))
 
@@ -342,7 +346,7 @@ def encode_entry(
 def decode_entry(
     data: Bytes, *, segment_crc: int, position: int
 ) -> tuple[LineageEntry, TransactionId]:
-    """Read 64 bytes (rule 2): the entry, and what was durable before it."""
+    """Decode 64 bytes (rule 2); return the entry, and the last ID that was durable before it."""
     bound = _bound_crc(segment_crc, position)
     if len(data) == LINEAGE_ENTRY_BYTES:
         found = _LINEAGE_ENTRY_AND_CRC.unpack(data)
@@ -350,7 +354,7 @@ def decode_entry(
         is_valid = stated == crc32(data[:-4], bound) and reserved == _NOTHING_RESERVED
         if is_valid and BEFORE_FIRST <= synced < first <= last and first >= 0:
             return LineageEntry(first, last, session, stamp_ms, chain), synced
-    # It is invalid: the checks below raise the specific error.
+    # The entry is invalid: the checks below raise the specific error.
     body = checked_body(data, LINEAGE_ENTRY_BYTES, "lineage entry", bound)
     _check_zero(body[-4:], "lineage entry")
     *fields, synced = _LINEAGE_ENTRY.unpack(body)
@@ -378,7 +382,7 @@ def _entry(fields: Sequence[Any]) -> LineageEntry:
 
 
 # ---------------------------------------------------------------------------------------------
-# waltz-x.id: the storage ID. When it is wrong the storage refuses to start.
+# waltz-x.id: the storage ID. If it is wrong, the storage refuses to start.
 
 STORAGE_ID: Final = ByteLayout(
     Field("version", "i", "0"), Field("storage ID", "16s", "a UUID"), has_crc=True
@@ -395,7 +399,7 @@ def encode_storage_id(storage_id: bytes) -> bytes:
 
 
 def decode_storage_id(data: Bytes) -> bytes:
-    """Read 24 bytes (rule 2)."""
+    """Decode 24 bytes (rule 2)."""
     body = checked_body(data, STORAGE_ID_BYTES, "storage ID")
     version, storage_id = _STORAGE_ID.unpack(body)
     check_version(version, "storage ID")
@@ -403,12 +407,12 @@ def decode_storage_id(data: Bytes) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------
-# <p>/waltz-x.ctl: two slots, at 0 and at 4096; the greater sequence counts.
+# <p>/waltz-x.ctl: two slots, at 0 and at 4096; the slot with the greater sequence counts.
 #
-# A slot is one sector, which a disk writes completely or not at all: a wrong slot was not torn by a
-# crash but is corrupt, and the promise in it may be lost. Then the other one counts and the replica
-# is suspect; with both wrong the partition cannot be opened. The rest of the block after the sector
-# is zero and is not read.
+# A slot is one sector, which a disk writes completely or not at all. So a wrong slot was not torn
+# by a crash: it is corrupt, and the promise in it may be lost. In this case the other slot counts,
+# and the replica is suspect. If both slots are wrong, the partition cannot be opened. The rest of
+# the block after the sector is zero and is not read.
 
 SLOT_BYTES: Final = 512
 SLOT_BLOCK_BYTES: Final = 4096
@@ -432,7 +436,7 @@ SLOT: Final = ByteLayout(
     Field("last ID to keep", "q", "of a truncation that has begun"),
     *(each._replace(name=f"shortened batch: {each.name}", note="") for each in _BATCH_FIELDS),
 )
-# After it in the same sector.
+# The rest of the slot, in the same sector.
 SLOT_TAIL: Final = ByteLayout(
     Field("damaged ranges", f"{16 * DAMAGED_MAX}s", f"{DAMAGED_MAX} times first and last ID"),
     Field("reserved", "8s", "0"),
@@ -453,12 +457,13 @@ _LOST_NONCE: Final = b"\xff" * 16
 
 
 class Promise(NamedTuple):
-    """The session that a replica belongs to, and its owner's nonce.
+    """The session that a replica has promised to accept, and the nonce of its owner.
 
     See docs/design/correctness.md 2.4.
 
-    A replica that lost its promise makes a new one that no owner has, above every session that it
-    has seen. It rejects these sessions, as one of them may have had the lost promise.
+    A replica that lost its promise creates a new one, above every session that it has seen, with a
+    nonce that no owner has. It rejects these sessions, because one of them may have had the lost
+    promise.
     """
 
     session_id: SessionId = NO_SESSION
@@ -466,12 +471,12 @@ class Promise(NamedTuple):
 
     @classmethod
     def after_loss(cls, seen: SessionId) -> Self:
-        """Return the promise of a replica that lost its own and has seen this session."""
+        """Return the promise of a replica that lost its own and has seen sessions up to `seen`."""
         return cls(SessionId(seen + 1), _LOST_NONCE)
 
     @property
     def is_after_loss(self) -> bool:
-        """Whether the promise was lost and no session has prepared the replica since."""
+        """Whether the promise was lost, and no session has prepared the replica since."""
         return self.nonce == _LOST_NONCE
 
     @property
@@ -480,7 +485,7 @@ class Promise(NamedTuple):
         return SessionId(self.session_id - 1) if self.is_after_loss else self.session_id
 
     def at_least(self, session_id: SessionId) -> "Promise":
-        """Return this promise, or one to a later session whose nonce is not known."""
+        """Return this promise, or a promise of a later session whose nonce is not known."""
         return self if self.session_id >= session_id else Promise(session_id)
 
 
@@ -492,27 +497,27 @@ class ProvisionalMark(NamedTuple):
 
 
 class AckedMarker(NamedTuple):
-    """An ID up to which the log is known to be durable, at a batch's end, and the chain there."""
+    """The end of a batch up to which the log is known to be durable, and its chain hash."""
 
     transaction_id: TransactionId
     chain: Chain
 
 
 GENESIS: Final = AckedMarker(BEFORE_FIRST, GENESIS_CHAIN)
-# In place of the acked marker's chain: some records up to the marker have no batches. The next
-# opening makes them (`log_recovery.py`, rule 4). No hash has this value.
+# Replaces the chain hash of the acked marker if some records up to the marker have no batches. The
+# next opening creates batches for them (`log_recovery.py`, rule 4). No chain hash has this value.
 UNBATCHED: Final = Chain(b"\xff" * 16)
 
 
 class TruncateIntent(NamedTuple):
-    """A truncation that has begun: the ID to keep, and the entry of a shortened batch."""
+    """A truncation that has begun: the last ID to keep, and the entry of a shortened batch."""
 
     last_to_keep: TransactionId
     shortened: LineageEntry | None
 
 
 class IdRange(NamedTuple):
-    """IDs first..last, closed."""
+    """The IDs first..last, both included."""
 
     first: TransactionId
     last: TransactionId
@@ -522,8 +527,8 @@ class IdRange(NamedTuple):
 class Slot:
     """The durable state of a partition outside its log.
 
-    `old_sequence`: of the structure in `waltz-storage.ctl` that this version wrote last, or
-    was about to write.
+    `old_sequence` is the sequence of the structure in `waltz-storage.ctl` that this version wrote
+    last, or was about to write.
     """
 
     partition_id: PartitionId
@@ -539,21 +544,21 @@ class Slot:
     damaged: tuple[IdRange, ...] = ()
     dirty: bool = False
     suspect: bool = False
-    engaged: SessionId = NO_SESSION  # the last one that had opened, and that this replica was in
+    engaged: SessionId = NO_SESSION  # the latest session that opened with this replica engaged
     start: AckedMarker = GENESIS  # the end of the batch before the log's first record
 
     def is_overtaken(self, info: PartitionInfo) -> bool:
-        """Return whether Waltz 0.13 has written since, as its sequence or session shows."""
+        """Return whether Waltz 0.13 has written since, which its sequence or session shows."""
         is_later = NO_SESSION < self.last_session < info.session_id
         return is_later or info.sequence > self.old_sequence
 
     @property
     def promise(self) -> Promise:
-        """The session that this replica belongs to."""
+        """The session that this replica has promised, with its nonce."""
         return Promise(self.promised, self.nonce)
 
     def with_promise(self, promise: Promise) -> "Slot":
-        """Return the same slot with another promise."""
+        """Return a copy of the slot with another promise."""
         return replace(self, promised=promise.session_id, nonce=promise.nonce)
 
     @property
@@ -562,7 +567,7 @@ class Slot:
         return self.acked.chain == UNBATCHED
 
     def encode(self) -> bytes:
-        """Return the 512 bytes."""
+        """Return the 512 bytes of the slot."""
         assert len(self.nonce) == 16
         assert len(self.damaged) <= DAMAGED_MAX
         provisional = self.provisional or ProvisionalMark(NO_SESSION, BEFORE_FIRST)
@@ -603,7 +608,7 @@ class Slot:
 
     @staticmethod
     def decode(data: Bytes) -> "Slot":
-        """Read 512 bytes (rule 2)."""
+        """Decode 512 bytes (rule 2)."""
         body = checked_body(data, SLOT_BYTES, "control slot")
         fields = _SLOT.unpack_from(body)
         version, flags, partition, damaged_count, sequence, old_sequence = fields[:6]

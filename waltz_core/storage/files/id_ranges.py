@@ -1,6 +1,6 @@
-"""Arithmetic on lists of ID ranges, such as the known damage of a log: sorted, disjoint, and few.
+"""Arithmetic on sorted lists of disjoint ID ranges, such as the known damage of a log.
 
-The number of ranges is limited to those that fit into a slot.
+A list has at most as many ranges as fit into a slot.
 """
 
 from itertools import pairwise
@@ -10,10 +10,10 @@ from waltz_core.storage.files.format import DAMAGED_MAX, IdRange
 
 
 def add_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, ...]:
-    """Return the ranges with one more, in order and merged; at most `DAMAGED_MAX` of them.
+    """Add a damaged range, and return the sorted, merged ranges, at most `DAMAGED_MAX`.
 
-    If there are too many, the two nearest are joined: the records between them count as damaged,
-    too, which costs a repair and never a wrong answer.
+    If there are too many, the two nearest ranges are joined: the records between them count as
+    damaged, too. This costs a repair, but never returns a wrong record.
     """
     merged: list[IdRange] = []
     for ids in sorted((*damaged, added)):
@@ -31,7 +31,7 @@ def add_damage(damaged: tuple[IdRange, ...], added: IdRange) -> tuple[IdRange, .
 
 
 def remove_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRange, ...]:
-    """Return the ranges without the IDs of `removed`; unchanged if they would become too many."""
+    """Remove IDs from the ranges; return them unchanged if there would be too many ranges."""
     left: list[IdRange] = []
     for first, last in damaged:
         before = IdRange(first, min(last, TransactionId(removed.first - 1)))
@@ -41,18 +41,18 @@ def remove_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRan
 
 
 def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:
-    """Return the ranges, clipped to the last ID of a log."""
+    """Return the ranges without the IDs above the last ID of a log."""
     return tuple(IdRange(ids.first, min(ids.last, last)) for ids in damaged if ids.first <= last)
 
 
 def damage_after(damaged: tuple[IdRange, ...], start: TransactionId) -> tuple[IdRange, ...]:
-    """Return the ranges, without the IDs at or below the start of a log."""
+    """Return the ranges without the IDs at or below the start of a log."""
     first = TransactionId(start + 1)
     return tuple(IdRange(max(ids.first, first), ids.last) for ids in damaged if ids.last >= first)
 
 
 def count_of(ranges: tuple[IdRange, ...]) -> int:
-    """Return how many IDs there are in ranges that do not overlap."""
+    """Return the number of IDs in ranges that do not overlap."""
     return sum(last - first + 1 for first, last in ranges)
 
 

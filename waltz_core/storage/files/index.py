@@ -1,13 +1,13 @@
 """The two look-up files of a segment: ID to offset (`.idx`), and ID to batch (`.chn`).
 
-Both are arrays of fixed entries on disk that are only extended or truncated at their end. Neither
-is held in memory, however long the log is.
+Both files are arrays of entries of fixed size, which are only extended or truncated at their end.
+Neither file is held in memory, however long the log is.
 
 Rules:
-    1. `.idx` is a cache: if it is wrong, it is rebuilt from the records.
+    1. `.idx` is a cache: a wrong index is rebuilt from the records.
     2. `.chn` is not a cache: a batch's bounds, session and stamp are stored nowhere else. A `.chn`
-       has the batches whose last record is in the segment; such a batch may begin in an earlier
-       segment.
+       file has the batches whose last record is in the segment. Such a batch may begin in an
+       earlier segment.
     3. Entries of one file follow one another without gaps.
 """
 
@@ -44,23 +44,26 @@ assert _OFFSET.size == OFFSET_BYTES
 
 
 class OffsetIndex:
-    """Where each record of a segment starts in its `.seg` file; `header` is that of both files."""
+    """The offset of each record of a segment in its `.seg` file.
+
+    Both files have the same header.
+    """
 
     def __init__(self, file: File, header: SegmentHeader) -> None:
         self._file = file
         self._header = header
         self.count = max(0, (file.size() - SEGMENT_HEADER_BYTES) // OFFSET_BYTES)
-        self.is_dirty = False  # written to, by this process, since its last sync
+        self.is_dirty = False  # whether this process has written to it since its last sync
 
     def read(self, position: int, count: int) -> I64:
-        """Return up to `count` offsets from the record at `position` in the segment on."""
+        """Return up to `count` offsets, from the record at `position` in the segment on."""
         assert position >= 0
         count = max(0, min(count, self.count - position))
         data = self._file.pread(OFFSET_BYTES * count, _offset_offset(position))
         return np.frombuffer(data[: len(data) // 8 * 8], dtype=">i8").astype(np.int64)
 
     def write(self, position: int, offsets: I64) -> None:
-        """Write offsets from the record at `position` on; not durable."""
+        """Write offsets from the record at `position` on, without a sync."""
         assert 0 <= position <= self.count
         if offsets.size:
             self.is_dirty = True
@@ -68,7 +71,7 @@ class OffsetIndex:
             self.count = max(self.count, position + int(offsets.size))
 
     def overwrite(self, position: int, offsets: I64) -> None:
-        """Write offsets as `write` does, over some that may be unreadable."""
+        """Write offsets like `write`, over bytes that may be unreadable."""
         assert 0 <= position <= self.count
         if not offsets.size:
             return
@@ -80,20 +83,23 @@ class OffsetIndex:
                 self._file.pwrite([self._header.encode()], 0)
 
     def add(self, offset: int) -> None:
-        """Write the offset of one more record: for one, arrays cost more than they save."""
+        """Write the offset of one more record, without the cost of arrays."""
         self.is_dirty = True
         self._file.pwrite([_OFFSET.pack(offset)], _offset_offset(self.count))
         self.count += 1
 
     def try_read(self, position: int, count: int) -> I64:
-        """Return offsets as `read` does; none if the disk cannot read them."""
+        """Return offsets like `read`; return none if the disk cannot read them."""
         try:
             return self.read(position, count)
         except ReadFailed:
             return np.zeros(0, dtype=np.int64)
 
     def rewrite(self, position: int, offsets: I64) -> None:
-        """Store these offsets from the record at `position` on; write only if any differs."""
+        """Store these offsets from the record at `position` on.
+
+        Write only if any of them differs.
+        """
         try:
             is_valid = np.array_equal(self.read(position, int(offsets.size)), offsets)
         except ReadFailed:
@@ -102,13 +108,13 @@ class OffsetIndex:
             self.overwrite(position, offsets)
 
     def truncate(self, count: int) -> None:
-        """Keep the first `count` offsets."""
+        """Keep the first `count` offsets, and remove the others."""
         self.is_dirty = self.is_dirty or count != self.count
         self._file.truncate(_offset_offset(count))
         self.count = count
 
     def sync(self) -> None:
-        """Make the file durable."""
+        """Make the index file durable."""
         self._file.sync()
         self.is_dirty = False
 
@@ -122,7 +128,7 @@ def _offset_offset(position: int) -> int:
 
 
 class LineageFile:
-    """The batches that end in a segment, oldest first; `chain_before` is the chain before them."""
+    """The batches that end in a segment, oldest first, and the chain hash before them."""
 
     def __init__(self, file: File, header: LineageHeader) -> None:
         self._file = file
@@ -135,7 +141,7 @@ class LineageFile:
 
     @classmethod
     def open(cls, disk: Disk, path: Path) -> "LineageFile":
-        """Open a file.
+        """Open a lineage file.
 
         Raises:
             BadFormat, ChecksumMismatch: its header is wrong.
@@ -151,11 +157,11 @@ class LineageFile:
 
     @property
     def segment(self) -> SegmentHeader:
-        """The header of the segment that it belongs to."""
+        """The header of the segment to which the file belongs."""
         return self._header.segment
 
     def entry(self, position: int) -> LineageEntry:
-        """Return one entry.
+        """Return the entry at a position.
 
         Raises:
             BadFormat, ChecksumMismatch: its bytes are wrong.
@@ -166,10 +172,10 @@ class LineageFile:
         )[0]
 
     def entries(self, position: int) -> Iterator[LineageEntry]:
-        """Return the entries from a position on, read block by block.
+        """Yield the entries from a position on, and read them block by block.
 
         Raises:
-            BadFormat, ChecksumMismatch: the bytes of one are wrong.
+            BadFormat, ChecksumMismatch: the bytes of an entry are wrong.
         """
         while position < self.count:
             wanted = min(_BLOCK_ENTRIES, self.count - position)
@@ -181,7 +187,10 @@ class LineageFile:
             position += wanted
 
     def position_of(self, transaction_id: TransactionId) -> int:
-        """Return the position of the first batch that ends at or after an ID; `count` if none."""
+        """Return the position of the first batch that ends at or after an ID.
+
+        `count` if none does.
+        """
         low, high = 0, self.count
         while low < high:
             position = middle = (low + high) // 2
@@ -195,7 +204,7 @@ class LineageFile:
         return low
 
     def _readable(self, position: int) -> LineageEntry | None:
-        """Return the entry at a position; None where its bytes are wrong."""
+        """Return the entry at a position; None if its bytes are wrong."""
         try:
             return self.entry(position)
         except (BadFormat, ChecksumMismatch):
@@ -213,7 +222,10 @@ class LineageFile:
         ]
 
     def trim_invalid(self) -> LineageEntry | None:
-        """Drop invalid entries at the end (of a torn or missing write); return the last one."""
+        """Drop invalid entries at the end, which torn or missing writes leave.
+
+        Return the last valid entry; None if there is none.
+        """
         position, end = self.count - 1, None
         while position >= 0 and (end := self._readable(position)) is None:
             position -= 1
@@ -222,7 +234,10 @@ class LineageFile:
         return end
 
     def unreadable_runs(self) -> list[tuple[int, int]]:
-        """Return the runs of places low..high-1 whose entries cannot be read; reads all of them."""
+        """Return the runs low..high-1 of positions whose entries cannot be read.
+
+        This reads all entries of the file.
+        """
         runs: list[tuple[int, int]] = []
         for position in range(self.count):
             try:
@@ -237,7 +252,7 @@ class LineageFile:
         return runs
 
     def rewrite(self, position: int, entries: Sequence[LineageEntry]) -> None:
-        """Write entries over those from a position on, durably."""
+        """Overwrite the entries from a position on, durably."""
         assert position + len(entries) <= self.count
         parts = self._encoded(entries, BEFORE_FIRST, position)
         if position:
@@ -247,7 +262,7 @@ class LineageFile:
         self._file.sync()
 
     def write_again(self, position: int) -> None:
-        """Write the entries from a position on as they are; not durable."""
+        """Write the existing entries from a position on again, without a sync."""
         size = LINEAGE_ENTRY_BYTES * (self.count - position)
         if size:
             self._file.pwrite(
@@ -255,22 +270,22 @@ class LineageFile:
             )
 
     def slice(self, low: int, high: int) -> list[LineageEntry]:
-        """Return the entries of places low..high-1."""
+        """Return the entries at positions low..high-1."""
         return list(islice(self.entries(low), high - low))
 
     def rewrite_header(self, chain_before: Chain) -> None:
-        """Write another chain before the first entry, durably; entry CRCs cover the rest."""
+        """Write another chain hash before the first entry, durably; entries stay valid."""
         self._header = self._header._replace(chain_before=chain_before)
         self._file.pwrite([self._header.encode()], 0)
         self._file.sync()
         self.chain_before = chain_before
 
     def chain_at(self, position: int) -> Chain:
-        """Return the chain before the entry at a position."""
+        """Return the chain hash before the entry at a position."""
         return self.entry(position - 1).chain if position else self.chain_before
 
     def durable_before(self, position: int) -> TransactionId:
-        """Return the last ID that the entries from a position on state as durable before them.
+        """Return the highest ID that the entries from a position on state as already durable.
 
         Unreadable entries are skipped.
         """
@@ -284,20 +299,20 @@ class LineageFile:
         return durable_before
 
     def append(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
-        """Append entries without a sync; they store `synced`, the last durable ID."""
+        """Append entries without a sync; each stores `synced`, the last durable ID."""
         if entries:
             parts = self._encoded(entries, synced, self.count)
             self._file.pwrite(parts, _entry_offset(self.count))
             self.count += len(entries)
 
     def truncate(self, count: int) -> None:
-        """Keep the first `count` entries."""
+        """Keep the first `count` entries, and remove the others."""
         self._file.truncate(_entry_offset(count))
         self.count = count
         self._has_partial_entry = False
 
     def sync(self) -> None:
-        """Make it durable."""
+        """Make the lineage file durable."""
         self._file.sync()
 
     def close(self) -> None:

@@ -1,15 +1,15 @@
 """The lock files of one partition: the newest lock blocks that its owners have sent.
 
 No data depends on these files. They may be missing, torn, old or incomplete at any time: a reader
-trusts only what the log itself proves (`waltz_core/records/lock_blocks.py`). So they are never
+trusts only the blocks that match the log (`waltz_core/records/lock_blocks.py`). So they are never
 synced, their descriptors may be closed at any time, and their errors are not reported.
 
 Rules:
-    1. There are two files. Blocks are appended to one; when it is full, it replaces the other. So
-       the newest `file_bytes_max` bytes are always there, and the disk has hardly more than twice
-       as many.
-    2. After an error nothing is written or read until the log is opened again.
-    3. The files are opened at the first block or the first read.
+    1. There are two files. Blocks are appended to one file; when it is full, it replaces the other
+       file. So the newest `file_bytes_max` bytes are always available, and the files use hardly
+       more than twice as many bytes.
+    2. After an error, the files are neither written nor read until the log is opened again.
+    3. The files are opened when the first block is appended or read.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ FILE_BYTES_MAX: Final = 8 * 1024 * 1024
 
 
 class LockFile:
-    """See the module's rules."""
+    """The newest lock blocks of one partition, in two files."""
 
     def __init__(self, disk: Disk, directory: Path) -> None:
         self.file_bytes_max = FILE_BYTES_MAX
@@ -39,7 +39,7 @@ class LockFile:
         self._has_failed = False
 
     def append(self, blocks: Sequence[Buffer]) -> None:
-        """Keep blocks, oldest first; not durable."""
+        """Append blocks, oldest first; they are not durable."""
         if self._has_failed or not blocks:
             return
         try:
@@ -53,7 +53,10 @@ class LockFile:
         self._size += sum(len(block) for block in blocks)
 
     def newest(self, bytes_max: int) -> bytes:
-        """Return the newest bytes, of both files if necessary; nothing after an error."""
+        """Return the newest `bytes_max` bytes, from both files if necessary.
+
+        Return no bytes after an error.
+        """
         if self._has_failed:
             return b""
         try:
@@ -66,7 +69,7 @@ class LockFile:
             return b""
 
     def close(self) -> None:
-        """Close the file; further blocks are dropped."""
+        """Close the file; later blocks are dropped."""
         self._has_failed = True
         if self._file is not None:
             self._file.close()

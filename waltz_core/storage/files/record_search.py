@@ -1,16 +1,16 @@
-"""Finds records in the bytes of a `.seg` file after a crash, record by record.
+"""Finds records in the bytes of a `.seg` file after a crash, without relying on the index.
 
-This code only recognizes records; the caller decides what they mean for the log.
+This code only recognizes records. The caller decides which of them belong to the log.
 
 Rules:
-    1. Bytes are a record if their ID, length and CRC fit. The position alone proves nothing.
+    1. Bytes are a record if their ID, length and CRC match. The position alone proves nothing.
     2. After a hole there may be several candidates for the next record: a misdirected write leaves
-       valid records in wrong places, and the data of a record may contain others. The search
+       valid records in wrong places, and the data of a record may contain other records. The search
        prefers the first record at the position that the index states. Exception: an earlier
        candidate from which records lead to that position one by one.
-    3. When nothing is to be truncated, bytes that the disk cannot read count as a hole like any
-       other (`PartlyReadableFile`), if the index can be read. Without the index, a candidate after
-       the hole may be inside a record's data.
+    3. If the search does not decide about a truncation, bytes that the disk cannot read count as a
+       hole (`PartlyReadableFile`), provided that the index can be read. Without the index, a
+       candidate after the hole may be inside a record's data.
 """
 
 from collections.abc import Iterator
@@ -38,8 +38,8 @@ _ID_MAX: Final = TransactionId((1 << 63) - 1)
 _NONE: Final = np.zeros(0, dtype=np.int64)
 SCAN_BYTES: Final = 8 * 1024 * 1024
 _STEP_BYTES: Final = 64 * 1024
-_STATED_PLACE: Final = 28  # offset in a record of the length of its data
-# A drive that has lost a sector is read in pieces of its own unit.
+_STATED_PLACE: Final = 28  # the offset in a record of the length of its data
+# If a drive has lost a sector, the file is read in pieces of the drive's own unit.
 _PIECE_BYTES: Final = 4096
 assert SCAN_BYTES > RECORD_BYTES_MAX
 
@@ -52,11 +52,11 @@ class SearchedFile(Protocol):
 
 
 class PartlyReadableFile:
-    """A file with zeros for unreadable bytes (rule 3), which are not read twice."""
+    """A file that reads as zeros where bytes are unreadable (rule 3); it does not retry them."""
 
     def __init__(self, file: File) -> None:
         self._file = file
-        self._lost: set[int] = set()  # pieces, by number
+        self._lost: set[int] = set()  # numbers of unreadable pieces
 
     @property
     def has_lost(self) -> bool:
@@ -88,7 +88,7 @@ class PartlyReadableFile:
 
 
 def record_end(file: SearchedFile, start: int, transaction_id: int, size: int) -> int | None:
-    """Return where the record at an offset ends, or None if it does not have the ID."""
+    """Return the end of the record at an offset; None if it does not have the expected ID."""
     if not SEGMENT_HEADER_BYTES <= start <= size - RECORD_OVERHEAD_BYTES:
         return None
     found, _, _, length, _ = RECORD_PREFIX.unpack(file.pread(RECORD_PREFIX.size, start))
@@ -106,7 +106,10 @@ def scan(
     size: int,
     stop_id: TransactionId | None,
 ) -> tuple[I64, int]:
-    """Return where the valid records from an offset on start, and where the last of them ends."""
+    """Find the valid records from an offset on.
+
+    Return their offsets and the end of the last one.
+    """
     all_starts: list[I64] = []
     next_id = int(first)
     while offset < size and next_id != stop_id:
@@ -116,7 +119,7 @@ def scan(
             end = record_end(file, offset, next_id, size) or 0
             if end - offset <= len(data):
                 break
-            lengths = np.array([end - offset], dtype=np.int64)  # of 0.13, which has no limit
+            lengths = np.array([end - offset], dtype=np.int64)  # of 0.13, which has no size limit
             data = file.pread(end - offset, offset)
         run = memoryview(data)[: int(lengths.sum())]
         bad = first_bad_record(run, lengths)
@@ -131,7 +134,7 @@ def scan(
 
 
 def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
-    """Return the lengths of candidates that are whole and have the expected IDs."""
+    """Return the lengths of complete candidates that have the expected IDs."""
     lengths = []
     at = 0
     while at + RECORD_OVERHEAD_BYTES <= len(data) and next_id != stop_id:
@@ -146,7 +149,11 @@ def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
 
 
 class FoundRecord(NamedTuple):
-    """A record and its position; `is_confirmed`: the index has it, or has one that it leads to."""
+    """A record and its position.
+
+    `is_confirmed` states that the index has this position, or that records lead from here to a
+    position in the index.
+    """
 
     transaction_id: TransactionId
     offset: int
@@ -161,29 +168,29 @@ class HoleSearch:
     ) -> None:
         self._file = file
         self._index = index
-        self._first = first  # of the segment
-        self._last = last  # records above it are ignored
-        self._starts: I64 | None = None  # of the IDs from `_from` on
+        self._first = first  # the first ID of the segment
+        self._last = last  # records above this ID are ignored
+        self._starts: I64 | None = None  # offsets in the index, of the IDs from `_from` on
         self._from = first
 
     def record_after(
         self, hole: TransactionId, offset: int, size: int
     ) -> tuple[TransactionId, int] | None:
-        """Return the first record after the hole that begins with an ID at an offset.
+        """Return the first record after a hole that begins at `offset` with the ID `hole`.
 
-        None if no record up to `last` can be it.
+        Return None if no record up to `last` is found.
 
         Raises:
             ReadFailed: neither all records nor their index can be read.
         """
         if self._starts is None:
-            # The old state: records found after a hole are written into the index.
+            # Use the index as it was: records found after a hole are written into the index.
             self._from = TransactionId(hole + 1)
             is_hurt = isinstance(self._file, PartlyReadableFile) and self._file.has_lost
             read = self._index.read if is_hurt else self._index.try_read  # rule 3
             self._starts = read(self._from - self._first, self._last - hole)
             if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():
-                # Their block of the index was abandoned (file_system.py, rule 8).
+                # The block of the index with these offsets was abandoned (file_system.py, rule 8).
                 raise ReadFailed(
                     f"cannot find the records after {hole}: expected readable records or index "
                     f"entries up to {self._last}, found disk errors in both. Hint: check the disk."
@@ -193,9 +200,7 @@ class HoleSearch:
         if found is None:
             return None
         if not found.is_confirmed:
-            self._starts = (
-                _NONE  # everything was searched without a result: do not repeat it for each hole
-            )
+            self._starts = _NONE  # the search of the whole file confirmed none: do not repeat it
         return found.transaction_id, found.offset
 
 
@@ -208,10 +213,10 @@ def find_record(
     starts: I64,
     last: TransactionId = _ID_MAX,
 ) -> FoundRecord | None:
-    """Return the first record after a hole, up to an ID (rule 2); None without one.
+    """Return the first record after a hole, up to the ID `last` (rule 2); None if there is none.
 
-    The hole begins at offset `hole` with the record `first`; `starts` are the stated positions of
-    the records after `first`.
+    The hole begins at offset `hole` with the record `first`. `starts` has the offsets that the
+    index states for the records after `first`.
     """
     found: FoundRecord | None = None
     offset = hole + 1
@@ -221,7 +226,7 @@ def find_record(
             found_id, _, _, data_bytes, _ = RECORD_PREFIX.unpack_from(data, at)
             start, between = offset + at, found_id - first - 1
             if found_id > last or start - hole < RECORD_OVERHEAD_BYTES * (between + 1):
-                continue  # not covered by a marker, or no room for those in the hole
+                continue  # not covered by a marker, or no space for the records in the hole
             is_known = between < starts.size and starts[between] == start
             if not is_known and (found is not None or data_bytes > TRANSACTION_BYTES_MAX):
                 continue  # a client can choose data that looks like many beginnings of long records
@@ -240,18 +245,18 @@ def find_record(
 
 
 def _leads_to(file: SearchedFile, begin: FoundRecord, end: FoundRecord, size: int) -> bool:
-    """Return whether valid records fill the space between two, without a gap."""
+    """Return whether valid records fill the space between two records, without a gap."""
     first, stop_id = begin.transaction_id, end.transaction_id
     starts, offset = scan(file, begin.offset, first, size=size, stop_id=stop_id)
     return (first + starts.size, offset) == (stop_id, end.offset)
 
 
 def _candidates(data: bytes, after: int, space: int) -> Iterator[int]:
-    """Return the offsets where a record's ID and length look possible, in order.
+    """Yield the offsets where ID and length of a record look possible, in ascending order.
 
-    The arrays for this are many times as large as the bytes, so the search goes in steps.
+    The arrays for this check are many times as large as the bytes, so the search works in steps.
     """
-    # Each ID takes at least 40 bytes, so none can be far above the expected one.
+    # Each record has at least 40 bytes, so no ID can be far above the expected one.
     id_max = after + space // RECORD_OVERHEAD_BYTES + 1_000_000
     count = len(data) - RECORD_PREFIX.size + 1
     for start in range(0, count, _STEP_BYTES):

@@ -1,19 +1,19 @@
 """One segment: records back to back in a `.seg` file, with its `.idx` and `.chn`.
 
-This file knows the layout of records in one segment, and distinguishes a torn tail from damage. It
-knows nothing about sessions, marks and other segments.
+This file implements the layout of records in one segment, and distinguishes a torn tail from
+damage. It does not depend on sessions, marks and other segments.
 
 Rules:
-    1. A segment exists when its `.seg` file has its final name; `.idx` and `.chn` get theirs
-       before.
+    1. A segment exists when its `.seg` file has its final name. `.idx` and `.chn` receive their
+       final names before.
     2. Records of a segment have the IDs first..next_id-1; `.seg` ends with its last record.
-    3. Bytes that are not a record are a torn tail only if nothing at or after them was known to be
-       synced. The acked marker, a later segment and the entry of a later batch show what was
-       synced. Otherwise such bytes are damage and stay (docs/design/correctness.md 2.5). A crash
-       may leave any sectors of unsynced data, so a valid record after torn ones does not show that
-       they were synced.
-    4. Damaged records keep their place in the index, so that a repair can write them there. To find
-       where they end, the index is used first (`record_search.py`).
+    3. Bytes that are not a record are a torn tail only if no bytes at or after them are known to
+       have been synced. The acked marker, a later segment and the entry of a later batch show which
+       bytes were synced. Otherwise such bytes are damage and stay (docs/design/correctness.md 2.5).
+       A crash may leave any sectors of unsynced data, so a valid record after torn records does not
+       show that those were synced.
+    4. Damaged records keep their offsets in the index, so that a repair can write them there. To
+       find where they end, the search uses the index first (`record_search.py`).
 """
 
 from collections.abc import Sequence
@@ -52,22 +52,27 @@ from waltz_core.storage.files.record_search import (
     scan,
 )
 
-# More records than a file of 4 GiB can have: then files are missing, and a hole is no description.
+# The maximum number of records in a file of 4 GiB. If more records are missing, whole files are
+# missing, and they must not be treated as a hole.
 HOLE_IDS_MAX = (4 << 30) // RECORD_OVERHEAD_BYTES
-_PIECE_IDS = 1 << 16  # of a hole, in memory at once
+_PIECE_IDS = 1 << 16  # the IDs of a hole that are in memory at once
 I64 = npt.NDArray[np.int64]
 Buffer = bytes | memoryview
 
 
 class SegmentRecovery(NamedTuple):
-    """Result of `Segment.recover`: unreadable IDs, and whether known-synced IDs are missing."""
+    """The result of `Segment.recover`.
+
+    `damaged` has the ranges of unreadable IDs. `lost` states that IDs are missing that are known to
+    have been synced.
+    """
 
     damaged: tuple[IdRange, ...]
     lost: bool
 
 
 class Segment:
-    """The files of one segment, opened when they are first needed."""
+    """The files of one segment, which are opened when they are first needed."""
 
     def __init__(self, disk: Disk, directory: Path, header: SegmentHeader) -> None:
         self.first = header.first
@@ -85,13 +90,13 @@ class Segment:
     def create(
         cls, disk: Disk, directory: Path, header: SegmentHeader, chain_before: Chain
     ) -> "Segment":
-        """Make an empty segment, durably (rule 1)."""
+        """Create an empty segment, durably (rule 1)."""
         create_durably(disk, directory, cls.new_files(header, chain_before))
         return cls(disk, directory, header)
 
     @staticmethod
     def new_files(header: SegmentHeader, chain_before: Chain) -> list[tuple[str, bytes]]:
-        """Return the files of an empty segment, `.seg` last (rule 1)."""
+        """Return the names and contents of the files of an empty segment, `.seg` last (rule 1)."""
         plain, first = header.encode(), header.first
         return [
             (segment_name(first, ".idx"), plain),
@@ -110,10 +115,13 @@ class Segment:
         cluster_key: bytes,
         lineage: LineageFile | None = None,
     ) -> "Segment":
-        """Open a segment; a missing `.idx` is made, empty. `lineage`, if given, is its `.chn`.
+        """Open a segment; if its `.idx` file is missing, create an empty one.
+
+        `lineage` is its open `.chn` file; None opens it.
 
         Raises:
-            BadFormat, ChecksumMismatch: a header is wrong, or of another partition or cluster.
+            BadFormat, ChecksumMismatch: a header is wrong, or belongs to another partition or
+                cluster.
         """
         path = directory / segment_name(first, ".seg")
         with ExitStack() as opened:
@@ -160,7 +168,7 @@ class Segment:
         return lineage
 
     def _open_index(self) -> File:
-        """Open the `.idx`; one that is missing, or not this segment's, is created again, empty.
+        """Open the `.idx` file; create an empty one if it is missing or belongs to another segment.
 
         If only its first block is lost, the rest is kept: it may have offsets of damaged records.
         """
@@ -178,7 +186,10 @@ class Segment:
         return self._disk.open(path)
 
     def _has_header(self, file: File) -> bool:
-        """Return whether it is of this segment; rewrite a header that was in a lost block."""
+        """Return whether the file belongs to this segment.
+
+        If the header was in a lost block, it is written again.
+        """
         try:
             found = file.pread(SEGMENT_HEADER_BYTES, 0)
         except ReadFailed:
@@ -201,22 +212,22 @@ class Segment:
 
     @property
     def index(self) -> OffsetIndex:
-        """Where the records start."""
+        """The index: the offsets of the records."""
         return self._open_files()[1]
 
     @property
     def lineage(self) -> LineageFile:
-        """The batches that end here."""
+        """The batches that end in this segment."""
         return self._open_files()[2]
 
     @property
     def last(self) -> TransactionId:
-        """The ID of the last record; one below `first` when there is none."""
+        """The ID of the last record; one below `first` if there is no record."""
         return TransactionId(self.next_id - 1)
 
     @property
     def is_dirty(self) -> bool:
-        """Whether `sync` has anything to make durable."""
+        """Whether there are unsynced records or batches."""
         return self._records_dirty or self._lineage_dirty
 
     def close(self) -> None:
@@ -232,15 +243,15 @@ class Segment:
                     lineage.close()
 
     def forget(self) -> None:
-        """Never sync these files again: after a failed sync, another would wrongly succeed."""
+        """Never sync these files again: after a failed sync, another one would wrongly succeed."""
         self._records_dirty = self._lineage_dirty = False
         self.close()
 
     def copy_index(self, synced: TransactionId) -> None:
-        """Put the index into a new file, durably, replacing one whose sync may have failed.
+        """Write the index to a new file, durably; the sync of the old file may have failed.
 
-        It was synced up to an ID. After that ID the offsets are computed from the records: the
-        system may have dropped pages that a failed sync has not written.
+        The old index was synced up to an ID. After this ID, the offsets are computed from the
+        records: the system may have dropped pages that a failed sync has not written.
         """
         file, index, _ = self._open_files()
         count = self.next_id - self.first
@@ -257,11 +268,11 @@ class Segment:
         create_durably(self._disk, self._directory, [(segment_name(self.first, ".idx"), content)])
 
     def rewrite_lineage_header(self, chain_before: Chain) -> None:
-        """Write another chain before the first batch, durably."""
+        """Write another chain hash before the first batch, durably."""
         self.lineage.rewrite_header(chain_before)
 
     def remove(self) -> None:
-        """Remove the files, `.seg` first and durably (rule 1); an opening removes the others."""
+        """Remove the files, `.seg` first and durably; an opening removes leftovers (rule 1)."""
         self.close()
         self._disk.unlink(self._path(".seg"))
         self._disk.sync_directory(self._directory)
@@ -271,7 +282,7 @@ class Segment:
     # ---- writing
 
     def append(self, lengths: I64, records: Buffer) -> None:
-        """Write records after the last one; not durable."""
+        """Write records after the last record, without a sync."""
         file, index, _ = self._open_files()
         self._records_dirty = True
         file.pwrite([records], self.size_bytes)
@@ -290,7 +301,7 @@ class Segment:
             self.lineage.append(entries, synced)
 
     def sync(self) -> int:
-        """Make records and batches durable; return how many syncs it took."""
+        """Make records and batches durable; return the number of syncs."""
         file, _, lineage = self._open_files()
         count = 0
         if self._records_dirty:
@@ -309,9 +320,10 @@ class Segment:
             self.index.sync()
 
     def truncate(self, last_to_keep: TransactionId) -> None:
-        """Truncate records and batches after an ID; not durable.
+        """Remove records and batches after an ID, without a sync.
 
-        A batch that the truncation goes through is dropped; the caller handles it.
+        If the truncation goes through a batch, the batch is dropped; the caller must handle its
+        rest.
         """
         file, index, lineage = self._open_files()
         keep = max(0, last_to_keep - self.first + 1)
@@ -326,10 +338,12 @@ class Segment:
         lineage.truncate(position)
 
     def fill(self, lengths: I64, records: Buffer, hole: IdRange) -> None:
-        """Write the first records of a hole, durably. A hole at the segment's end has any size.
+        """Write the first records of a hole, durably.
+
+        A hole at the end of the segment may have any size in bytes.
 
         Raises:
-            BadFormat: the hole has more or fewer bytes.
+            BadFormat: the hole has more or fewer bytes than the records.
         """
         file, index, _ = self._open_files()
         offsets = self.bounds(hole.first, hole.last)
@@ -353,7 +367,7 @@ class Segment:
         position = hole.first - self.first
         index.overwrite(position, starts[:-1])
         if not whole and int(offsets[count]) != filled:
-            # The index did not have the beginning of the rest of the hole; now it does.
+            # The index did not have the offset of the rest of the hole; now it has.
             index.overwrite(
                 position + count, np.full(offsets.size - 1 - count, filled, dtype=np.int64)
             )
@@ -367,11 +381,12 @@ class Segment:
         index_rewrite_first: TransactionId | None = None,
         syncs_all: bool = True,
     ) -> None:
-        """Rewrite everything from an ID on, and sync: the cache may consider lost pages clean.
+        """Write all from an ID on again, and sync: the page cache may consider lost pages clean.
 
-        The index is rewritten from `index_rewrite_first` on, where that is lower: its own sync may
-        have failed. Without `syncs_all`, records and index were synced earlier, and are synced
-        again only where an opening has changed them. Records after the last batch are not needed.
+        The index is rewritten from `index_rewrite_first` on, if this ID is lower, because its own
+        sync may have failed. If `syncs_all` is False, records and index were synced earlier, and
+        are synced again only if the opening has changed them. Records after the last batch are not
+        needed.
         """
         file, index, lineage = self._open_files()
         if first < self.next_id:
@@ -395,7 +410,7 @@ class Segment:
     # ---- reading
 
     def bounds(self, first: int, last: int) -> I64:
-        """Return the offsets of first..last and the end of last, one more than there are IDs."""
+        """Return the offsets of first..last and the end of last: one value more than IDs."""
         assert self.first <= first
         count = last - first + 1
         position = first - self.first
@@ -414,7 +429,7 @@ class Segment:
         return offsets
 
     def read(self, first: TransactionId, last: TransactionId) -> tuple[bytes, I64]:
-        """Return the bytes of records first..last as they are, and their lengths."""
+        """Return the bytes of records first..last, unchecked, and their lengths."""
         offsets = self.bounds(first, last)
         size = int(offsets[-1] - offsets[0])
         data = self._open_files()[0].pread(size, int(offsets[0]))
@@ -430,9 +445,9 @@ class Segment:
     # ---- after a crash
 
     def is_plausible(self) -> bool:
-        """Return whether the index and the size of `.seg` agree on where the last record ends.
+        """Return whether the index and the size of `.seg` agree on the end of the last record.
 
-        False if the disk cannot read one of them. It is called for older segments only.
+        Return False if the disk cannot read one of them. Only older segments are checked.
         """
         if self.next_id == self.first:
             return self.size_bytes == SEGMENT_HEADER_BYTES
@@ -446,7 +461,10 @@ class Segment:
     def _start_of(
         self, transaction_id: TransactionId, reader: SearchedFile
     ) -> tuple[TransactionId, int]:
-        """Return an ID, and where its record begins: the first one if the index is wrong there."""
+        """Return an ID and the offset of its record.
+
+        They are those of the segment's first record if the index is wrong at this ID.
+        """
         if self.first < transaction_id < self.next_id:
             start = self.index.try_read(transaction_id - self.first, 1)
             if start.size and record_end(reader, int(start[0]), transaction_id, self.size_bytes):
@@ -454,7 +472,7 @@ class Segment:
         return self.first, SEGMENT_HEADER_BYTES
 
     def has_correct_index(self, transaction_id: TransactionId) -> bool:
-        """Return whether the index and the record of an ID agree on where it begins and ends."""
+        """Return whether the index and the record of an ID agree on its beginning and end."""
         start, end = self.bounds(transaction_id, transaction_id).tolist()
         file = self._open_files()[0]
         return bool(record_end(file, start, transaction_id, self.size_bytes) == end)
@@ -464,14 +482,14 @@ class Segment:
     ) -> SegmentRecovery:
         """Read records from `start_id` on, repair the index, and truncate a torn tail (rule 3).
 
-        `must_reach` is the last ID that is known to have been synced: in the last segment by the
-        acked marker or an entry, in the others it is the ID before the next segment. Raises
-        MissingSegment if the records in between do not fit into one file.
+        `must_reach` is the last ID that is known to have been synced. In the last segment, the
+        acked marker or an entry states it. In the other segments, it is the ID before the next
+        segment. Raises MissingSegment if the records in between do not fit into one file.
         """
         file, index, _ = self._open_files()
         file_size = file.size()
-        # The last segment's tail may be truncated: a failed read does not prove it torn, so it
-        # raises.
+        # The tail of the last segment may be truncated. A failed read does not prove that the tail
+        # is torn, so it raises an error.
         reader = file if is_last else PartlyReadableFile(file)
         start_id, offset = self._start_of(start_id, reader)
         stop_id = None if is_last else TransactionId(must_reach + 1)
@@ -484,7 +502,7 @@ class Segment:
             self._repair(next_id, starts)
             next_id = TransactionId(next_id + int(starts.size))
             if next_id > must_reach:
-                break  # what follows is torn, whatever it looks like: none of it was synced
+                break  # all bytes after it are torn, whatever they look like: none was synced
             found = search.record_after(next_id, offset, file_size)
             if found is not None:
                 hole = IdRange(next_id, TransactionId(found[0] - 1))
@@ -499,11 +517,12 @@ class Segment:
             break
         self.next_id, self.size_bytes = next_id, offset
         index.truncate(next_id - self.first)
-        if offset < file_size and (is_last or not damaged):  # else there may be records
+        if offset < file_size and (is_last or not damaged):  # otherwise there may be records
             file.truncate(offset)
             self._records_dirty = True
         if not is_last:
-            # More of the last one may be truncated; `write_again` then makes it durable.
+            # Later steps may truncate more of the last segment; `write_again` makes the result
+            # durable.
             file.sync()
             index.sync()
             self._records_dirty = False
@@ -513,9 +532,10 @@ class Segment:
         self.index.rewrite(first - self.first, starts)
 
     def _hole(self, hole: IdRange, offset: int, end: int) -> IdRange:
-        """Index the IDs of a hole: where the old index had them, else all at its beginning.
+        """Write the IDs of a hole to the index, and return the hole.
 
-        Raises MissingSegment if one file cannot have had so many records.
+        Each ID keeps its offset in the old index; if this is not plausible, all IDs point to the
+        beginning of the hole. Raises MissingSegment if one file cannot have had so many records.
         """
         position, count = hole.first - self.first, hole.last - hole.first + 1
         if count > HOLE_IDS_MAX:
@@ -535,12 +555,12 @@ class Segment:
         return hole
 
     def _has_index_of_hole(self, pieces: Sequence[tuple[int, int]], offset: int, end: int) -> bool:
-        """Whether the index has rising offsets for a hole from `offset` to `end`."""
+        """Whether the index has ascending offsets for a hole from `offset` to `end`."""
         before = offset - 1
         for at, size in pieces:
             starts = self.index.try_read(at, size)
             is_rising = starts.size == size and before < starts[0]
-            # their difference may not fit
+            # Compare instead of subtracting: the difference may not fit into 64 bits.
             if not is_rising or not (starts[1:] > starts[:-1]).all():
                 return False
             if before == offset - 1 and starts[0] != offset:
@@ -556,5 +576,5 @@ class Segment:
 def _is_rising(offsets: I64) -> bool:
     if offsets.size <= ONE_BY_ONE_MAX:
         plain = offsets.tolist()
-        return bool(plain == sorted(plain))  # takes a third of the time of arrays for so few
+        return bool(plain == sorted(plain))  # needs a third of the time of arrays for so few
     return not bool((offsets[1:] < offsets[:-1]).any())

@@ -1,11 +1,11 @@
-"""The segments of one partition, joined into one sequence of records and one of batches.
+"""The segments of one partition, as one sequence of records and one sequence of batches.
 
 A batch, a read or a truncation may cross the border between two segments. This class handles the
-borders, so that neither the log above nor the segment below has to.
+borders for the log and for the single segments.
 
 Rules:
     1. Segment i ends where segment i+1 begins. The first segment begins at or before the first
-       record of the log. There is always at least one.
+       record of the log. There is always at least one segment.
     2. A batch's entry is in the segment of its last record.
     3. New segments are added at the end. A truncation removes segments from the end, the newest
        first.
@@ -53,9 +53,10 @@ _CRC_BLOCK_BYTES: Final = 8 * 1024 * 1024
 
 
 class LostBatches(NamedTuple):
-    """Unreadable entries in a segment from a position on; `ids` are theirs and the next entry's.
+    """Unreadable entries in a segment, from a position on.
 
-    A single one with another after it may be reconstructed.
+    `ids` are the IDs of these entries and of the next one. A single entry may be rebuilt if another
+    entry follows it (`may_be_proven`).
     """
 
     segment_index: int
@@ -83,36 +84,36 @@ class Segments:
         self.directory = directory
         self._disk = disk
         self._blank = blank
-        self._is_truncating = False  # a truncation was begun and is not finished
+        self._is_truncating = False  # whether a truncation was begun and is not finished
         self._firsts = [segment.first for segment in segments]
 
     # ---- contents
 
     @property
     def current(self) -> Segment:
-        """The segment that is appended to."""
+        """The segment to which records are appended."""
         return self.all[-1]
 
     @property
     def last_id(self) -> TransactionId:
-        """The last ID, or that of the start when there is no record."""
+        """The last ID; if there is no record, the ID of the start."""
         return self.current.last
 
     @property
     def chain(self) -> Chain:
-        """The chain after the last batch that has an entry."""
+        """The chain hash after the last batch that has an entry."""
         lineage = self.current.lineage
         return lineage.chain_at(lineage.count)
 
     def lineage_end(self) -> LineageEntry | None:
-        """Return the last batch, or None when there is none."""
+        """Return the last batch; None if there is none."""
         for segment in reversed(self.all):
             if segment.lineage.count:
                 return segment.lineage.entry(segment.lineage.count - 1)
         return None
 
     def chain_at(self, transaction_id: TransactionId) -> Chain | None:
-        """Return the chain at a batch's end, or None where no batch ends."""
+        """Return the chain hash at the end of a batch; None if no batch ends at this ID."""
         start = self.start
         if transaction_id == start.transaction_id:
             return start.chain
@@ -126,7 +127,7 @@ class Segments:
         return entry.chain if entry.last == transaction_id else None
 
     def segment_end(self, transaction_id: TransactionId) -> TransactionId:
-        """Return the last ID of the segment that holds an ID."""
+        """Return the last ID of the segment that contains an ID."""
         return self.all[self._index_of(transaction_id)].last
 
     def _segment_of(self, transaction_id: int) -> Segment:
@@ -147,10 +148,10 @@ class Segments:
         self._firsts.append(first)
 
     def begin_after(self, start: AckedMarker, now_ms: int) -> None:
-        """Begin the log after a batch end, and remove what is older; durable, may be repeated.
+        """Make the log begin after a batch end, and remove older segments, durably.
 
-        A log that ends before the new start is empty afterwards (rule 4). The slot has the start
-        already.
+        The call may be repeated. If the log ends before the new start, it is empty afterwards (rule
+        4). The slot must have the new start already.
         """
         self.start = start
         if self.last_id < start.transaction_id:
@@ -160,38 +161,41 @@ class Segments:
             self._firsts.pop(0)
 
     def continue_in_new_file(self, now_ms: int, chain_before: Chain, marker: TransactionId) -> None:
-        """Continue in a new file, and do not write the current one again.
+        """Continue in a new file, and never write the current file again.
 
-        Its index was synced up to the marker.
+        The index of the current file was synced up to the marker.
         """
         with suppress(DiskFailed):
-            # It is not trusted. But the sync may make the truncation durable; Waltz 0.13, which
-            # does not truncate where the next segment begins, would fail on the bytes after it.
+            # The sync is not trusted. But it may make the truncation durable. Waltz 0.13 does not
+            # truncate where the next segment begins, and would fail on the bytes after it.
             self.current.sync()
         self.current.forget()
         if self.current.next_id > self.current.first:
             self.current.copy_index(marker)
             self.add(now_ms, chain_before)
             return
-        # It is empty; the new files take its name.
+        # The segment is empty; the new files replace its files.
         header = self._blank._replace(created_ms=now_ms, first=self.current.first)
         self.current.close()
         self.all[-1] = Segment.create(self._disk, self.directory, header, chain_before)
 
     def sync(self) -> int:
-        """Make everything except the index durable; return how many syncs it took."""
+        """Make records and batches durable; return the number of syncs."""
         return sum(segment.sync() for segment in self.all[-2:] if segment.is_dirty)
 
     def sync_index(self) -> None:
-        """Make the index of the current segment durable; the others are durable since the roll."""
+        """Make the index of the current segment durable.
+
+        The indexes of older segments have been durable since those segments were full.
+        """
         self.current.sync_index()
 
     def truncate(self, last_to_keep: TransactionId, shortened: LineageEntry | None) -> None:
-        """Truncate records and batches after an ID; `shortened` is the last batch's new entry.
+        """Remove records and batches after an ID; `shortened` is the last batch's new entry.
 
-        Does not sync, but removed segments stay removed. May be repeated.
+        The method does not sync, but removed segments stay removed. The call may be repeated.
         """
-        if self._is_truncating:  # Removed names are not visible any more, but may not be synced.
+        if self._is_truncating:  # The names are already removed, but perhaps not durably.
             self._disk.sync_directory(self.directory)
         self._is_truncating = True
         self._remove_unfinished()
@@ -205,7 +209,10 @@ class Segments:
         self._is_truncating = False
 
     def _remove_unfinished(self) -> None:
-        """Remove a segment whose creation failed after it got its name: `all` does not have it."""
+        """Remove segments that are not in `all`.
+
+        Their creation failed after the file had its final name.
+        """
         names = self._disk.list(self.directory)
         unknown = [
             first for first in map(first_of_name, names) if first not in {None, *self._firsts}
@@ -219,7 +226,7 @@ class Segments:
         """Write records into a hole that begins at `first`, durably.
 
         Raises:
-            BadFormat: they do not fit into it.
+            BadFormat: the records do not fit into the hole.
         """
         done = 0
         while done < lengths.size:
@@ -234,7 +241,7 @@ class Segments:
             first = TransactionId(first + count)
 
     def diagnose(self, wrong: TransactionId) -> tuple[IdRange, ...]:
-        """Return the damage around a record that was read wrong; repair its index if needed."""
+        """Return the damage around a wrong record; repair the index of its segment if necessary."""
         segment = self._segment_of(wrong)
         if segment.has_correct_index(wrong):
             return (IdRange(wrong, wrong),)
@@ -260,7 +267,7 @@ class Segments:
         return tuple(damaged)
 
     def lost_batches(self, first: TransactionId, last: TransactionId) -> list[LostBatches]:
-        """Return the batches around first..last that cannot be read.
+        """Return the unreadable batch entries around first..last.
 
         Raises:
             ChecksumMismatch, ReadFailed: the entry before them cannot be read either.
@@ -277,7 +284,10 @@ class Segments:
         return found
 
     def rebuild_lost_batch(self, lost: LostBatches) -> bool:
-        """Rebuild a lost batch if its records and the batch after it prove what it was."""
+        """Rebuild a lost batch if its records and the batch after it prove its content.
+
+        Return whether it was rebuilt.
+        """
         made = (
             self._reconstruct_batch(lost.segment_index, lost.position)
             if lost.may_be_proven
@@ -291,9 +301,9 @@ class Segments:
     def readable_batches(
         self, first: TransactionId, last: TransactionId
     ) -> list[tuple[Chain, LineageEntry]]:
-        """Return the batches that touch first..last and can be read, each with the chain before it.
+        """Return the readable batches that overlap first..last, each with the chain hash before it.
 
-        This reads all entries of the segments around.
+        This reads all entries of the surrounding segments.
         """
         found = []
         for index in self._indices_around(first, last):
@@ -306,7 +316,7 @@ class Segments:
         return found
 
     def _indices_around(self, first: TransactionId, last: TransactionId) -> range:
-        """Return the segments that hold first..last and their batches."""
+        """Return the indices of the segments that contain first..last and their batches."""
         try:
             last_index = self._last_index_of(last)
         except ReadFailed:
@@ -314,16 +324,16 @@ class Segments:
         return range(max(0, self._index_of(first)), last_index + 1)
 
     def _repair_batches(self, index: int, low: int, high: int) -> None:
-        """Rewrite the entries of positions low..high-1, whose neighbors are known.
+        """Rebuild the entries at positions low..high-1, whose neighbors are readable.
 
-        A single one can be reconstructed from the chain of the next, except for its stamp, which
-        becomes that of the preceding one. Of several the bounds are lost: their chains will differ
-        from other replicas'.
+        A single entry can be reconstructed from the chain hash of the next entry, except for its
+        stamp. It receives the stamp of the preceding entry. If several entries are lost, their
+        bounds are lost, and their chain hashes will differ from those of other replicas.
         """
         lineage = self.all[index].lineage
         if high == lineage.count:
-            # Only the next opening can find the end of the log: it trims the lineage file, and the
-            # replica is then suspect.
+            # Only the next opening can find the end of the log: it trims the lineage file, and
+            # marks the replica as suspect.
             raise ChecksumMismatch(
                 f"the last {high - low} of {high} batch entries of the segment that begins "
                 f"with transaction {self.all[index].first} cannot be read"
@@ -343,7 +353,7 @@ class Segments:
         lineage.rewrite(low, entries)
 
     def _reconstruct_batch(self, index: int, position: int) -> LineageEntry | None:
-        """Reconstruct a lost batch from the chain of the next; None if nothing fits."""
+        """Reconstruct a lost batch from the next chain hash; None if no session matches."""
         before, after = (
             self._entry_before(index, position),
             self.all[index].lineage.entry(position + 1),
@@ -366,7 +376,7 @@ class Segments:
         return LineageEntry(before, before, SessionId(0), 0, self.oldest_chain())
 
     def oldest_chain(self) -> Chain:
-        """Return the chain before the first batch of the oldest segment."""
+        """Return the chain hash before the first batch of the oldest segment."""
         if self.all[0].first == self.start.transaction_id + 1:
             return self.start.chain
         return self.all[0].lineage.chain_before
@@ -388,7 +398,7 @@ class Segments:
     # ---- records
 
     def read(self, first: TransactionId, last: TransactionId) -> tuple[bytes, I64]:
-        """Return the bytes of first..last and their lengths, unchecked."""
+        """Return the bytes of records first..last, unchecked, and their lengths."""
         runs: list[bytes] = []
         lengths: list[I64] = []
         while first <= last:
@@ -403,7 +413,7 @@ class Segments:
         return b"".join(runs), np.concatenate(lengths)
 
     def drop_cached(self, first: TransactionId, last: TransactionId) -> None:
-        """Drop the bytes of first..last from the page cache: the next read goes to the disk."""
+        """Drop the bytes of first..last from the page cache, so that reads go to the disk."""
         while first <= last:
             segment = self._segment_of(first)
             segment.drop_cached(first, min(last, segment.last))
@@ -412,7 +422,7 @@ class Segments:
     def locations(
         self, first: TransactionId, last: TransactionId
     ) -> tuple[list[FileLocation], I64]:
-        """Return the file positions of first..last, and their lengths, from the index alone."""
+        """Return the file positions and lengths of records first..last, from the index alone."""
         locations: list[FileLocation] = []
         lengths: list[I64] = []
         while first <= last:
@@ -428,9 +438,10 @@ class Segments:
     def last_fitting_id(
         self, first: TransactionId, last: TransactionId, bytes_max: int
     ) -> TransactionId:
-        """Return the last ID so that `first`..it fits into `bytes_max`; at least `first`.
+        """Return the last ID up to which the records from `first` on fit into `bytes_max`.
 
-        An ID takes at least one record's overhead, which bounds how much of the index is read.
+        It is at least `first`. A record has at least its overhead in bytes, which limits the part
+        of the index that is read.
         """
         last = min(last, TransactionId(first + bytes_max // RECORD_OVERHEAD_BYTES))
         next_id = first
@@ -446,7 +457,7 @@ class Segments:
         return last
 
     def byte_count(self, first: TransactionId, last: TransactionId) -> int:
-        """Return the size of the records first..last; the index is read at its ends only."""
+        """Return the bytes of records first..last; this reads only the ends of the index."""
         total, next_id = 0, first
         while next_id <= last:
             segment = self._segment_of(next_id)
@@ -456,7 +467,7 @@ class Segments:
         return total
 
     def record_crcs(self, first: TransactionId, last: TransactionId) -> bytes | None:
-        """Return the record CRCs of first..last, or None when a record is wrong or missing."""
+        """Return the CRCs of records first..last; None if a record is wrong or missing."""
         if last > self.last_id:
             return None
         parts: list[bytes] = []
@@ -472,21 +483,22 @@ class Segments:
     # ---- batches
 
     def entries_from(self, first: TransactionId) -> Iterator[LineageEntry]:
-        """Return the batches that end at or after an ID, oldest first."""
+        """Yield the batches that end at or after an ID, oldest first."""
         for index in range(max(0, self._index_of(first)), len(self.all)):
             lineage = self.all[index].lineage
             yield from lineage.entries(lineage.position_of(first))
 
     def entry_of(self, transaction_id: TransactionId) -> LineageEntry | None:
-        """Return the batch that ends at or first after an ID."""
+        """Return the first batch that ends at or after an ID; None if there is none."""
         return next(self.entries_from(transaction_id), None)
 
     def entries(
         self, first: TransactionId, last: TransactionId, entries_max: int
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
-        """Return the batches that touch first..last and the chain before them; the newest if many.
+        """Return the batches that overlap first..last, and the chain hash before them.
 
-        Where there are none, the chain is that at the end of the log.
+        If there are more than `entries_max`, the newest are returned. If there are none, the chain
+        hash is the one at the end of the log.
 
         Raises:
             BadFormat, ChecksumMismatch: an entry is wrong, or in the wrong place.
@@ -508,7 +520,7 @@ class Segments:
         return chain_before, tuple(entry for part in reversed(slices) for entry in part)
 
     def _last_index_of(self, last: TransactionId) -> int:
-        """Return the segment whose lineage has the batch that holds an ID."""
+        """Return the index of the segment whose lineage file has the batch that contains an ID."""
         index = max(0, self._index_of(last))
         while index + 1 < len(self.all):
             lineage = self.all[index].lineage
@@ -519,7 +531,7 @@ class Segments:
 
 
 def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
-    """Return entries of one file, and check that each continues the previous one."""
+    """Return entries of one file, after a check that each continues the previous one."""
     for before, after in pairwise(entries):
         if after.first != before.last + 1:
             raise ChecksumMismatch(
@@ -549,7 +561,7 @@ def first_invalid_record(
 
 
 def _before_short(lengths: I64) -> tuple[int, int]:
-    """Return how many records come before the first that is too short, and their bytes."""
+    """Return the number and the bytes of the records before the first one that is too short."""
     if lengths.size <= raw_records.ONE_BY_ONE_MAX:
         size = 0
         for count, length in enumerate(lengths.tolist()):

@@ -2,7 +2,8 @@
 
 `partition_log.py` is the log, over the files in `log_files.py`. `covered_records.py` keeps records
 of Waltz 0.13 until an owner has compared them. `log_recovery.py` opens a log after a crash,
-`reading.py` reads it and skips damage, `truncation.py` truncates its end, `damage.py` and
-`rebatching.py` repair it, `removal.py` deletes it, and `scrub.py` reads it again to find damage.
-`archive_pieces.py` reads ranges for the archive, and removes segments that the archive has.
+`reading.py` reads it and skips damage, and `truncation.py` truncates its end. `damage.py` replaces
+damaged records, and `rebatching.py` replaces batches. `removal.py` deletes a log. `scrub.py`
+schedules reads that look for damage. `archive_pieces.py` reads ranges for the archive, and removes
+segments that the archive contains.
 """

@@ -1,11 +1,14 @@
-"""Work on a log for the archive: reads of ranges to archive, and removal of old segments.
+"""Work on a log for the archive: read ranges to archive, and remove old segments.
 
-Each piece is short, so that other work of the partition runs between them.
+The work is divided into short pieces, so that other work of the partition runs between them.
 
 Rules (docs/decisions/047):
-    1. A read returns only whole batches, from the first ID on, with the expected chain before them.
-    2. A range with reconstructed batches or damage is an error; another replica may have it (AR 1).
-    3. A piece removes one segment at most. `PartitionLog.remove_oldest` checks whether it may.
+    1. A read returns only complete batches, from the first ID on, and only if the log has the
+       expected chain hash before them.
+    2. A range with reconstructed batches or damage is an error; another replica may have the range
+       intact (AR 1).
+    3. A piece removes one segment at most. `PartitionLog.remove_oldest` checks whether the removal
+       is allowed.
 """
 
 from typing import Final, NamedTuple
@@ -22,15 +25,17 @@ from waltz_core.records.record import (
 from waltz_core.storage.files.format import AckedMarker
 from waltz_core.storage.log.partition_log import PartitionLog
 
-# Half of what a reader may request at once. Finding the batches of a piece takes about 1 ms of CPU.
+# Half of the bytes that a reader may request at once. Finding the batches of a piece needs about 1
+# ms of CPU time.
 PIECE_BYTES_MAX: Final = 4 * 1024 * 1024
 
 
 class ArchivePiece(NamedTuple):
-    """Read batches of first..last. The log must have `chain_before` before them, unless None.
+    """A request to read the batches of first..last for the archive.
 
-    Without `bytes_min` bytes in the whole range, nothing is read unless the oldest batch is
-    `age_ms_min` old; 0 for a range that has begun.
+    Unless `chain_before` is None, the log must have this chain hash before `first`. If the whole
+    range has at most `bytes_min` bytes, it is read only if its oldest batch is at least
+    `age_ms_min` old. Both are 0 to continue a range whose read has begun.
     """
 
     first: TransactionId
@@ -41,9 +46,9 @@ class ArchivePiece(NamedTuple):
 
 
 class Unarchived(NamedTuple):
-    """The records from the first one of an attempt to `last`, before it.
+    """The amount of records that are not archived yet, from the first ID of an attempt to `last`.
 
-    `age_ms` is that of the oldest batch, -1 if it has no commit stamp.
+    `age_ms` is the age of the oldest batch, -1 if it has no commit stamp.
     """
 
     last: TransactionId = BEFORE_FIRST
@@ -55,10 +60,10 @@ UNARCHIVED_UNKNOWN: Final = Unarchived()
 
 
 class ArchiveRead(NamedTuple):
-    """The batches of a piece; None if there is too little, or no whole one in the range.
+    """The result of a piece: complete batches in `run`, or None if there is nothing to archive yet.
 
-    `is_last`: the range ends with them. `chain_before` is the log's chain before them. `unarchived`
-    belongs to the first piece of an attempt.
+    `is_last` states that the range ends with these batches. `chain_before` is the log's chain hash
+    before them. `unarchived` is known only in the first piece of an attempt.
     """
 
     run: BatchRun | None = None
@@ -69,17 +74,21 @@ class ArchiveRead(NamedTuple):
 
 
 class RetentionPiece(NamedTuple):
-    """Measure a log; with `removes`, remove its oldest segment first if `archived` allows it."""
+    """A request to measure a log.
+
+    If `removes` is set, the oldest segment is removed first, if `archived` allows it.
+    """
 
     archived: AckedMarker | None
     removes: bool = False
 
 
 class LogSize(NamedTuple):
-    """The size of a log's segments, and what its oldest one is.
+    """The size of a log's segments, and the state of the oldest segment.
 
-    `oldest_age_ms` is that of its newest batch, 0 if that has no commit stamp. `is_removable`: the
-    archive has it. `removed`: the segment of the piece was removed.
+    `oldest_age_ms` is the age of the newest batch in the oldest segment, 0 if it has no commit
+    stamp. `is_removable` states that the archive contains this segment. `removed` states that the
+    piece removed a segment.
     """
 
     size_bytes: int
@@ -89,10 +98,11 @@ class LogSize(NamedTuple):
 
 
 def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
-    """Read the next batches of a range.
+    """Read the next batches of a range for the archive.
 
     Raises:
-        BeforeLogStart, BadRequest, ChecksumMismatch: as `LogReader.read_range`, and rules 1 and 2.
+        BeforeLogStart, BadRequest, ChecksumMismatch: as for `LogReader.read_range`, and by rules 1
+            and 2.
     """
     log.check_files()
     last = min(piece.last, log.synced_max)
@@ -128,10 +138,12 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
 
 
 def retain(log: PartitionLog, piece: RetentionPiece) -> LogSize:
-    """Remove the oldest segment if that is requested and allowed; return the log's size (rule 3).
+    """Remove the oldest segment if the piece requests it and it is allowed (rule 3).
+
+    Return the size of the log afterwards.
 
     Raises:
-        BadRequest: the log has another chain at the archived mark.
+        BadRequest: the log has another chain hash at the archived mark.
         DiskFailed: a write failed.
     """
     log.check_files()

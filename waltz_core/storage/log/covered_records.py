@@ -1,34 +1,35 @@
-"""Covered records: they stay on the disk after the end that the log reports.
+"""Covered records: records that stay on the disk after the end that the log reports.
 
 Waltz 0.13 writes records without batches. When this version opens such a log, it adopts the
 records: it creates batches from their IDs (`log_recovery.py`, rule 4). If replicas were not in sync
-when 0.13 stopped, they may have the same records in different batches. An owner then sees different
-chains. It truncates the log of one replica to the last batch end that both have, and copies from
-there.
+when 0.13 stopped, they may have the same records in different batches. An owner then finds
+different chain hashes. It truncates the log of one replica to the last batch end that both replicas
+have, and copies the records from there.
 
-If this truncation removed the records, a trusted replica would end below what it has acknowledged.
-Before they are copied, a second owner might use the shorter log to decide.
+If this truncation removed the records, a trusted replica would end below the records that it has
+acknowledged. Until the records are copied, a second owner might use the shorter log to determine
+the end of the log.
 
-So the records stay on the disk, and the log reports the end that the truncation requested: the
-records after it are *covered*. Appended records are compared with covered ones. While they are
-equal, only batches are written.
+So the records stay on the disk, and the log reports the end that the truncation requested. The
+records after this end are *covered*. Appended records are compared with the covered records. While
+they are equal, only batches are written.
 
 Rules (decision 043):
-    1. A truncation covers records if the newest batch was adopted. Then the confirmed mark does not
-       limit the truncation: 0.13 set this mark for records, not for batches (`mark_confirmed` of
-       PREPARED). A truncation also covers records if a 0.13 server set the last mark through an
-       earlier version of this storage (`log_recovery.py`, rule 4): another replica may have the
-       same records in adopted batches.
+    1. A truncation covers records if the newest batch was adopted. In this case, the confirmed mark
+       does not limit the truncation: 0.13 set this mark for records, not for batches
+       (`mark_confirmed` of PREPARED). A truncation also covers records if a 0.13 server set the
+       last mark through an earlier version of this storage (`log_recovery.py`, rule 4): another
+       replica may have the same records in adopted batches.
     2. Before a batch is dropped, the log durably states that it has records without batches
        (`UNBATCHED` in the acked marker). The next opening, or the next session's PREPARE, creates
-       batches for them, and then no record is covered any more.
-    3. Covered records are truncated when other records take their place, or when the decided mark
-       is below them, but never below the confirmed mark.
-    4. When every remaining record has its batch, the log is like any other; this state is made
-       durable.
+       batches for these records. After that, no record is covered any more.
+    3. Covered records are truncated when other records replace them, or when the decided low-water
+       mark is below them, but never below the confirmed mark.
+    4. When every remaining record has its batch, the log is an ordinary log again. This state is
+       made durable.
     5. A log that does not reach the mark of its last session reports no session in PREPARED. 0.13
        sets its mark before it has completed the log, so such a log proves nothing about its end.
-    6. Damaged records are handled like the others: they stay, and are repaired later.
+    6. Damaged records are treated like other records: they stay, and are repaired later.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,9 +52,9 @@ I64 = npt.NDArray[np.int64]
 
 
 class CoveredRecords:
-    """Covers records of one log, whose `covered_end` is the reported end meanwhile.
+    """Covers and uncovers records of one log; `LogFiles.covered_end` is the reported end.
 
-    `reopen` opens the log's files as at a start, which makes batches.
+    `reopen` opens the log's files as at a start of the process, which creates batches.
     """
 
     def __init__(self, files: LogFiles, reopen: Callable[[], tuple[Segments, SlotFile]]) -> None:
@@ -61,20 +62,20 @@ class CoveredRecords:
         self._reopen = reopen
 
     def ends_with_adopted_batch(self) -> bool:
-        """Return whether the newest batch was made from records of 0.13 (rule 1)."""
+        """Return whether the newest batch was created from records of Waltz 0.13 (rule 1)."""
         with suppress(BadFormat, ChecksumMismatch):
             end = self._files.segments.lineage_end()
             return end is not None and end.session_id == NO_SESSION
         return False
 
     def may_cover(self) -> bool:
-        """Return whether a truncation must cover the records after it (rule 1)."""
+        """Return whether a truncation must cover records instead of removing them (rule 1)."""
         provisional = self._files.slot.provisional
         is_mark_0_13 = provisional is not None and provisional.session_id == NO_SESSION
         return self.ends_with_adopted_batch() or is_mark_0_13
 
     def make_batches(self) -> None:
-        """Make batches for records without one: open the files again, in place (rule 2)."""
+        """Create batches for records without a batch: open the files again, in place (rule 2)."""
         files = self._files
         files.count_all()
         if files.has_failed:
@@ -82,7 +83,7 @@ class CoveredRecords:
         files.sync()
         files.check_files()
         files.abandon()
-        files.has_failed = files.is_broken = True  # until they are open
+        files.has_failed = files.is_broken = True  # until the files are open
         try:
             files.replace_files(*self._reopen())
         except WaltzError as error:
@@ -92,7 +93,7 @@ class CoveredRecords:
             ) from error
 
     def cover(self, last: TransactionId) -> None:
-        """Report the log's end at an ID, and drop the batches after it (rule 2)."""
+        """Report `last` as the log's end, cover the records after it, and drop later batches."""
         files = self._files
         shortened, end = truncation.truncation_of(files.segments, last)
         files.sync()
@@ -105,9 +106,10 @@ class CoveredRecords:
             rebatching.add_batches(files.segments, [] if shortened is None else [shortened])
 
     def uncover(self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]) -> bool:
-        """Take whole batches if their records are those that are covered; else return False.
+        """Append batches whose records equal the covered records; return False if they differ.
 
-        Raises DiskFailed: a write failed.
+        Only the batches, and records after the covered ones, are written. Raises DiskFailed if a
+        write failed.
         """
         files = self._files
         first = TransactionId(files.last_id + 1)
@@ -123,7 +125,7 @@ class CoveredRecords:
         with files.fail_on_disk_error():
             if here < lengths.size:
                 files.write_batches(lengths[here:], records[size:], ())
-                files.segments.sync()  # before the entries name them
+                files.segments.sync()  # before the entries refer to these records
             rebatching.add_batches(files.segments, entries)
         files.covered_end, files.chain = entries[-1].last, entries[-1].chain
         if files.covered_end == files.segments.last_id:
@@ -133,7 +135,7 @@ class CoveredRecords:
     def _differ_in_damage(
         self, first: TransactionId, lengths: I64, found: bytes, records: memoryview
     ) -> bool:
-        """Return whether only known damage differs from these records (rule 6)."""
+        """Return whether the log differs from these records only in known damage (rule 6)."""
         offsets = raw_records.offsets_of(lengths)
         at = 0
         for ids in self._files.slot.damaged:
@@ -146,7 +148,10 @@ class CoveredRecords:
         return found[at:] == records[at : len(found)]
 
     def truncate_rest(self) -> None:
-        """Truncate covered records (rule 3); raises DataLoss below the confirmed mark."""
+        """Truncate the covered records (rule 3).
+
+        Raises DataLoss if they are below the confirmed mark.
+        """
         files = self._files
         assert files.covered_end is not None
         end, chain, low_water_mark = files.covered_end, files.chain, files.slot.low_water_mark
@@ -164,11 +169,9 @@ class CoveredRecords:
         self.settle_batches()
 
     def settle_batches(self) -> None:
-        """Make it durable that all records have their batches (rule 4)."""
+        """Sync the batches, and state durably that all records have their batches (rule 4)."""
         files = self._files
-        with (
-            files.fail_on_disk_error()
-        ):  # covering still, so that nothing is truncated that was synced
+        with files.fail_on_disk_error():  # still covering, so that no synced record is truncated
             rebatching.relink(files.segments)
             files.sync_count += files.segments.sync()
             files.segments.sync_index()

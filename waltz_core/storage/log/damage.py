@@ -3,16 +3,17 @@
 Only this code changes bytes below the low-water mark.
 
 Rules:
-    1. A damaged range is repaired from its beginning, so that the rest of it is still one range.
-    2. Only records that are valid by themselves are written, and only into known damage.
-    3. The damage is removed from the slot last. Before that, the chain of each batch that is whole
-       again is verified, because a record with the right ID may belong to another history. If this
-       shows that a neighboring record is wrong, that record is noted as damaged, and the repair is
-       kept.
+    1. A damaged range is repaired from its beginning, so that the remaining damage is still one
+       range.
+    2. Only records whose own checksum and ID are valid are written, and only into known damage.
+    3. The damage is removed from the slot last. Before that, the chain hash of each batch that is
+       complete again is verified, because a record with the right ID may belong to another history.
+       If this shows that a neighboring record is wrong, that record is noted as damaged, and the
+       repair is kept.
     4. If the entry of a batch cannot be read either, the repair must send the records of this batch
-       and then those of the next one. The chain of the next batch then proves what the lost entry
-       was. If several entries in a row are lost, or the last one of a segment, nothing proves them,
-       and the repair is rejected.
+       and after them the records of the next batch. The chain hash of the next batch proves the
+       content of the lost entry. If several entries in a row are lost, or the last entry of a
+       segment, nothing proves their content, and the repair is rejected.
 """
 
 from collections.abc import Sequence
@@ -38,12 +39,12 @@ def fill_damage(
     lengths: I64,
     records: bytes | memoryview,
 ) -> tuple[IdRange, ...]:
-    """Write records into a hole, durably; return the damage that is left.
+    """Write valid records into a damaged range, durably; return the ranges that are still damaged.
 
     Raises:
         BadRequest: `first` does not begin a damaged range, or the records go beyond it.
-        ChecksumMismatch: a record's CRC does not match, or its batch's chain does not.
-        BadFormat: the bytes do not fit into the hole.
+        ChecksumMismatch: the CRC of a record or the chain hash of its batch does not match.
+        BadFormat: the records do not have the size of the damaged bytes.
     """
     last = TransactionId(first + int(lengths.size) - 1)
     hole = next((ids for ids in slot.damaged if ids.first == first), None)
@@ -69,7 +70,7 @@ def fill_damage(
 
 
 def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[IdRange]) -> None:
-    """Rebuild unreadable batch entries that the filled records now prove (rule 4).
+    """Rebuild unreadable batch entries whose content the filled records prove (rule 4).
 
     Raises:
         ChecksumMismatch, ReadFailed: the records do not prove the entries.

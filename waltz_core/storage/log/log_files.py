@@ -5,12 +5,12 @@ of the log, which is before the end of the records while records are covered (`c
 
 Rules (numbers in brackets: docs/design/correctness.md 2.4):
     1. A method that promises durability returns after the sync.
-    2. The acked marker is the ID at the end of a batch, with the chain there. It moves when
-       records, batches and index up to it are synced: when a segment is full, or a second after a
-       sync; when the log is idle, the service moves it. A log that ends below its marker is suspect
-       [2].
-    3. A failed write or sync is final for its file: unsynced records are truncated, and when a
-       session prepares the log again, it continues in a new segment. If the truncation or a slot
+    2. The acked marker is the ID at the end of a batch, with the chain hash at this ID. It moves
+       when records, batches and index up to it are synced: when a segment is full, or a second
+       after a sync. If the log is idle, the service moves the marker. A log that ends below its
+       marker is suspect [2].
+    3. A failed write or sync is final for its file: unsynced records are truncated. When a session
+       prepares the log again, the log continues in a new segment. If the truncation or a slot
        fails, too, the log rejects all calls until it is opened again [7].
     4. A truncation writes its intent first. If it finds no space, a repeated call or the next
        opening finishes it [9, 12].
@@ -45,9 +45,9 @@ MARKER_INTERVAL_MS: Final = 1000
 class LogSettings:
     """The settings that all logs of a storage share.
 
-    `segment_bytes_max`: a segment that is larger gets no further record. `now_ms` is the wall
-    clock; it stamps headers and paces the marker, and decides nothing. Without `trust_fsync` an
-    unclean stop makes the replica suspect.
+    A segment larger than `segment_bytes_max` receives no further record. `now_ms` is the wall
+    clock: it stamps headers and paces the acked marker, but no decision depends on it. If
+    `trust_fsync` is False, an unclean stop makes the replica suspect.
     """
 
     cluster_key: bytes
@@ -57,7 +57,7 @@ class LogSettings:
 
 
 class LogFiles:
-    """Segments and slots of one log; all calls block, one at a time."""
+    """Segments and slots of one log; all calls block, and only one may run at a time."""
 
     def __init__(self, segments: Segments, slots: SlotFile, settings: LogSettings) -> None:
         self.partition_id: PartitionId = slots.slot.partition_id
@@ -65,37 +65,37 @@ class LogFiles:
         self.failure_count = 0
         self.has_failed = False  # rule 3
         self.is_broken = False  # rule 3: until the log is opened again
-        self.is_half_truncated = False  # rule 4: there was no room
+        self.is_half_truncated = False  # rule 4: the disk was full
         self.files_error: MissingSegment | None = None  # rule 5
         self._settings = settings
-        self._unmarked_ms = 0  # since when something synced is beyond the marker; 0: nothing is
+        self._unmarked_ms = 0  # when the first unmarked sync was; 0: the marker is current
         self.replace_files(segments, slots)
 
     def replace_files(self, segments: Segments, slots: SlotFile) -> None:
-        """Take these files, which were just opened."""
+        """Replace the files by newly opened ones, and reset the state that depends on them."""
         self.segments = segments
         self.slots = slots
         self.reader = LogReader(self.partition_id, segments, slots, self.write_slot)
         self.lock_file = segments.lock_file
-        self.covered_end: TransactionId | None = None  # where the log ends while it covers records
+        self.covered_end: TransactionId | None = None  # the reported end while records are covered
         self.synced_max = segments.last_id
         self.chain = self.synced_chain = segments.chain
         self.has_failed = self.is_broken = False
 
     @property
     def slot(self) -> Slot:
-        """The durable state in addition to the records."""
+        """The durable state of the partition, without the records."""
         return self.slots.slot
 
     @property
     def last_id(self) -> TransactionId:
-        """The last ID of the log, synced or not; that of the start when it is empty."""
+        """The last ID of the log, synced or not; in an empty log, the ID of its start."""
         return self.segments.last_id if self.covered_end is None else self.covered_end
 
     # ---- writing
 
     def append(self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]) -> None:
-        """Write whole batches after the last record; `sync` makes them durable.
+        """Write complete batches after the last record; `sync` makes them durable.
 
         Raises:
             NoSpace: the disk is full; nothing was written.
@@ -105,8 +105,8 @@ class LogFiles:
         try:
             self.write_batches(lengths, records, entries)
         except NoSpace:
-            # The part that did fit is removed by a truncation; the session ends, but the disk has
-            # not failed.
+            # A truncation removes the part that did fit. The session ends, but the disk has not
+            # failed.
             self._truncate_back(*before)
             raise
         except DiskFailed as error:
@@ -117,7 +117,7 @@ class LogFiles:
     def write_batches(
         self, lengths: I64, records: memoryview, entries: Sequence[LineageEntry]
     ) -> None:
-        """Write records and batches, and begin a segment wherever one has become too large."""
+        """Write records and batches; begin a new segment wherever the current one is too large."""
         end = AckedMarker(self.last_id, self.chain)
         while lengths.size:
             current = self.segments.current
@@ -127,7 +127,7 @@ class LogFiles:
                 continue
             part, size = lengths, len(records)
             if size > space:
-                # The first record that ends beyond the room is the last one here.
+                # The first record that ends beyond the space is the last record in this segment.
                 ends = lengths.cumsum()
                 part = lengths[: int(ends.searchsorted(space, side="right")) + 1]
                 size = int(ends[part.size - 1])
@@ -138,10 +138,11 @@ class LogFiles:
     def _roll(
         self, entries: Sequence[LineageEntry], end: AckedMarker
     ) -> tuple[Sequence[LineageEntry], AckedMarker]:
-        """Begin a new segment; `end` is that of the last batch.
+        """Begin a new segment; `end` is the end of the last batch so far.
 
-        Return the batches that do not end in the old one, and the end of the last one that does.
-        Nothing is read: corrupt bytes must not stop an append in its middle.
+        Return the entries of the batches that do not end in the old segment, and the end of the
+        last batch that does. This method reads nothing: corrupt bytes must not stop an append in
+        its middle.
         """
         last = self.segments.last_id
         here = [entry for entry in entries if entry.last <= last]
@@ -158,11 +159,11 @@ class LogFiles:
         return entries[len(here) :], end
 
     def sync(self) -> TransactionId:
-        """Make all appended records durable; return the last ID.
+        """Sync all appended records and their batches; return the last ID.
 
         Raises:
-            DiskFailed: the sync failed; everything after the last successful one is truncated (rule
-            3).
+            DiskFailed: the sync failed; everything after the last successful sync is truncated
+                (rule 3).
         """
         self.check_working()
         try:
@@ -182,20 +183,21 @@ class LogFiles:
     def mark_acked(self) -> None:
         """Move the acked marker to the last synced ID, durably (rule 2).
 
-        Not after a failure, nor while records are covered: `covered_records.py` has set it then.
+        The marker does not move after a failure. It also does not move while records are covered,
+        because `covered_records.py` has set it.
         """
         if self.covered_end is not None:
             return
         self._unmarked_ms = 0
-        # Another sync of a failed index would wrongly succeed; a half-done truncation has its
-        # marker.
+        # Another sync of a failed index would wrongly succeed. A truncation without space has set
+        # the marker.
         if self.slot.acked.transaction_id < self.synced_max and not self.has_failed:
             self.sync_index()
             marker = AckedMarker(self.synced_max, self.synced_chain)
             self.write_slot(replace(self.slot, acked=marker))
 
     def sync_index(self) -> None:
-        """Make the index durable; a failure is final (rule 3)."""
+        """Sync the index; a failure is final (rule 3)."""
         try:
             self.segments.sync_index()
         except DiskFailed:
@@ -203,7 +205,7 @@ class LogFiles:
             raise
 
     def write_slot(self, slot: Slot, *, may_be_full: bool = False) -> None:
-        """Make a slot durable; with `may_be_full`, NoSpace leaves the log as it is."""
+        """Write a slot, durably; with `may_be_full`, NoSpace leaves the log usable."""
         self.check_files()
         try:
             self.slots.write(slot)
@@ -214,10 +216,11 @@ class LogFiles:
             raise self.mark_broken(f"cannot write the control slots: {error}") from error
 
     def truncate(self, last_to_keep: TransactionId) -> None:
-        """Truncate everything after an ID, durably (rule 4).
+        """Remove all records and batches after an ID, durably (rule 4).
 
         Raises:
-            NoSpace: call it again when there is room; until then other calls fail.
+            NoSpace: the disk is full. Call this method again when there is space; until then other
+                calls fail.
             DiskFailed: the log must be opened again.
         """
         was_half_truncated = self.is_half_truncated
@@ -226,12 +229,13 @@ class LogFiles:
             self.write_slot(intended, may_be_full=True)
         intent = self.slot.truncate
         assert intent is not None
-        self.has_failed = self.is_broken = True  # until it is carried out
+        self.has_failed = self.is_broken = True  # until the truncation is carried out
         try:
             truncation.carry_out(self.segments, intent)
             self.slots.write(truncation.slot_after_truncation(self.slot, self.segments))
         except WaltzError as error:
-            # The intent is durable, and stays: the next open carries it out before anything else.
+            # The intent is durable, and stays: the next opening carries it out before anything
+            # else.
             self.is_half_truncated = isinstance(error, NoSpace) and not was_half_truncated
             if self.is_half_truncated:
                 raise
@@ -241,13 +245,14 @@ class LogFiles:
         self.is_half_truncated = self.has_failed = self.is_broken = False
         self.sync_count += 1
         self.synced_max = self.last_id
-        # From the slot: reading it again could fail, and leave the chain of the longer log.
+        # Take the chain hash from the slot: reading could fail, and leave the hash of the longer
+        # log.
         self.chain = self.synced_chain = self.slot.acked.chain
 
     def begin_after(self, start: AckedMarker, slot: Slot) -> None:
-        """Begin the log after a batch end, durably, and remove older segments (rule 6).
+        """Make the log begin after a batch end, durably, and remove older segments (rule 6).
 
-        `slot` is the present one with the changes that belong to the new start.
+        `slot` is the present slot with the changes that belong to the new start.
 
         Raises:
             DiskFailed: the log must be opened again.
@@ -266,7 +271,7 @@ class LogFiles:
             self.synced_chain = start.chain
 
     def now_ms(self) -> int:
-        """Return the time of the clock that dates the segments."""
+        """Return the time of the clock that dates the segments, in milliseconds."""
         return self._settings.now_ms()
 
     # ---- failing (rules 3 and 5)
@@ -280,14 +285,17 @@ class LogFiles:
             )
 
     def fail(self) -> None:
-        """Truncate unsynced records, and reject further writes; if the truncation fails, break."""
+        """Truncate unsynced records, and reject further writes.
+
+        If the truncation fails, too, the log is broken.
+        """
         self.failure_count += 1
         self.has_failed = True
         self._truncate_back(self.synced_max, self.synced_chain)
 
     @contextmanager
     def fail_on_disk_error(self) -> Iterator[None]:
-        """Make a failure of the disk final (rule 3)."""
+        """Make a disk failure inside the block final for the log (rule 3)."""
         try:
             yield
         except (DiskFailed, NoSpace) as error:
@@ -301,8 +309,8 @@ class LogFiles:
             self.synced_max = last
         try:
             if self.slot.acked.transaction_id > last:
-                # A roll has moved the marker beyond this truncation; nothing there was
-                # acknowledged.
+                # A new segment has moved the marker beyond this truncation; the records there were
+                # not acknowledged.
                 self.write_slot(replace(self.slot, acked=AckedMarker(last, chain)))
             self.segments.truncate(last, None)
         except (
@@ -314,29 +322,32 @@ class LogFiles:
         self.chain = chain
 
     def continue_in_new_segment(self) -> None:
-        """Take writes again after a failure."""
+        """Begin a new segment after a failure, so that the log accepts writes again."""
         self.segments.continue_in_new_file(
             self._settings.now_ms(), self.chain, self.slot.acked.transaction_id
         )
         self.has_failed = False
 
     def count_all(self) -> None:
-        """Stop covering: the records belong to the log again, without batches."""
+        """Stop covering records: they belong to the log again, without batches."""
         if self.covered_end is not None:
             self.covered_end = None
             self.synced_max = self.segments.last_id
             self.chain = self.synced_chain = UNBATCHED
 
     def mark_broken(self, reason: str) -> DiskFailed:
-        """Reject all calls until the log is opened again; return the error to raise."""
+        """Reject all calls until the log is opened again.
+
+        Return the error for the caller to raise.
+        """
         self.has_failed = self.is_broken = True
         return DiskFailed(f"partition {self.partition_id}: {reason}")
 
     def check_files(self) -> None:
-        """Check that directory and slots are still those that were opened (rule 5).
+        """Check that directory and slots are still the files that were opened (rule 5).
 
         Raises:
-            MissingSegment: they are not; the log rejects all further calls.
+            MissingSegment: the files were deleted or replaced; the log rejects all further calls.
             DiskFailed: the disk could not be read.
         """
         if self.files_error is None and not self.slots.is_in_place():
@@ -363,6 +374,6 @@ class LogFiles:
             self.abandon()
 
     def abandon(self) -> None:
-        """Close the files and nothing else: the next open finds what a crash would leave."""
+        """Close the files without any write, as if the process had crashed."""
         self.segments.close()
         self.slots.close()

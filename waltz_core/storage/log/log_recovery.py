@@ -5,45 +5,49 @@ session which bytes of a replica to trust.
 
 Rules:
     1. The intent of a truncation is carried out before any other check.
-    2. Bytes that are known to have been synced are never truncated: those up to the acked marker,
-       up to the ID that a later batch's entry states, and up to the last batch of the older
+    2. Bytes that are known to have been synced are never truncated: the bytes up to the acked
+       marker, up to the ID that a later batch's entry states, and up to the last batch of the older
        segments. If such bytes are wrong, they are damage; if they are missing, the replica is
        suspect.
-    3. Above that, a record counts if its batch is whole, the batch's entry is there, and the chain
-       matches. The rest was never acknowledged, and a crash may leave any sectors of it.
+    3. Above these bytes, a record counts if its batch is complete, the batch's entry exists, and
+       the chain hash matches. The other bytes were never acknowledged, and a crash may leave any of
+       their sectors.
     4. If Waltz 0.13 has written to a directory after this version, the records are adopted, and the
-       replica is not suspect. Adopted records get batches of up to 1024 IDs, with the same bounds
-       on all replicas. The sequence in the control file shows that 0.13 has written, or the session
-       does, if a crash came between the write of the slot and that of the control file.
+       replica is not suspect. The opening creates batches of up to 1024 IDs for adopted records,
+       with the same bounds on all replicas. The sequence in the control file shows that 0.13 has
+       written. If a crash came between the writes of the slot and of the control file, the session
+       shows it.
        The same is done with records that an owner has left without batches (`UNBATCHED`), and with
-       those that an earlier version of this storage took from 0.13 servers. There the slot is the
-       newest state, and its marker is trusted. A provisional mark of such a server is kept without
-       its session (`covered_records.py`, rule 1).
+       records that an earlier version of this storage received from 0.13 servers. For these, the
+       slot is the newest state, and its marker is trusted. A provisional mark of such a server is
+       kept without its session (`covered_records.py`, rule 1).
        Bounds of adopted batches follow from IDs and lengths alone, however often the log was opened
-       meanwhile. Batches of an earlier adoption with other bounds are created again.
+       in between. Batches of an earlier adoption with other bounds are created again.
        0.13 ignores batches and intents. So an intent that is older than its writes is dropped, and
        batches above the slot's mark must match the records. The session and mark of 0.13 enter the
        slot last, when all records have batches. 0.13 has no marker: its records up to the last
        whole one count as synced.
     5. If only the older slot is valid, a promise may be lost. So the replica is suspect, and
-       rejects all sessions up to one above any that the directory has seen. This is made durable
-       before anything else is written, since the next opening may not see that this one used the
-       older slot. The older slot does not show which version wrote last, either: what looks like a
-       write of 0.13 may be one of this version.
+       rejects all sessions up to one above any session that the directory has seen. This is made
+       durable before anything else is written, because the next opening may not see that this
+       opening used the older slot. The older slot does not show which version wrote last, either:
+       an apparent write of 0.13 may be a write of this version.
     6. The state "suspect" is made durable before the evidence for it is repaired. Otherwise a crash
-       in between would leave files in which nothing is wrong.
-    7. Bytes that a killed process has written can be read but may not be durable. They are synced
-       before they are trusted, including file names. Bytes that no marker or entry covers are first
-       written again: after a failed sync, the page cache may have bytes that the disk does not
-       have, and considers them clean. For an index only the marker counts.
+       in between would leave files without any sign of an error.
+    7. Bytes that a killed process has written can be read but may not be durable. They, and the
+       file names, are synced before they are trusted. Bytes that no marker or entry covers are
+       first written again: after a failed sync, the page cache may have bytes that the disk does
+       not have, and considers them clean. For an index, only the marker shows which bytes are
+       durable.
     8. If a directory is missing or empty and the control file has a session for it, the log and its
        promise are lost. The log begins empty and suspect, and rejects sessions as in rule 5. Both
-       are durable with its first slot. (If a log is deleted on purpose, the control file is cleared
-       first, see `removal.py`.)
-    9. Durable bytes are not synced again, since a storage opens a thousand logs. These are: files
-       that this opening has created; records and index up to the marker, which were synced before
-       it; and the slot before anything is changed, as a crash may then return to the older one.
-       Everything that this opening has changed, or that no marker or entry covers, is synced.
+       are durable with its first slot. If a log is deleted on purpose, the control file is cleared
+       first (`removal.py`).
+    9. Durable bytes are not synced again, because a storage opens a thousand logs. Durable are:
+       files that this opening has created; records and index up to the marker, which were synced
+       before it; and the slot before anything is changed, because a crash may then return to the
+       older slot. All bytes that this opening has changed, or that no marker or entry covers, are
+       synced.
    10. The slot has the start of the log before segments at or below the start are removed. The
        opening finishes an interrupted removal, oldest first. If a log ends before its start, a
        reset was interrupted: the log begins after the start, empty and suspect.
@@ -92,7 +96,7 @@ from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log.rebatching import chain_before, drop_batches, relink
 
 ADOPTED_BATCH_IDS: Final = 1024
-_TORN_RECORDS_MAX: Final = 4096  # that are read one by one at the end of a log of 0.13
+_TORN_RECORDS_MAX: Final = 4096  # the maximum that is read one by one at the end of a 0.13 log
 ADOPTED_BATCH_BYTES: Final = (
     FRAME_BYTES_MAX // 2
 )  # a batch is copied to other replicas in one frame
@@ -107,10 +111,10 @@ def open_log(
     trust_fsync: bool,
     is_name_durable: bool = False,
 ) -> tuple[Segments, SlotFile]:
-    """Open or create the files of a partition and bring them into a state that can be trusted.
+    """Open or create the files of a partition, and recover a state that can be trusted.
 
-    Durable on return, the dirty bit included. `is_name_durable` says that the directory's name is
-    durable.
+    All changes are durable on return, including the dirty bit. `is_name_durable` states that the
+    directory's name is already durable.
     """
     if not (is_name_durable and disk.exists(directory)):
         disk.make_directory(directory)
@@ -134,7 +138,7 @@ def open_log(
         for segment in segments.all[:-1]:
             segment.close()
     except BaseException as error:
-        # The caller may retry: no file may stay open.
+        # The caller may retry, so no file may stay open.
         for close in (*(each.close for each in opening.opened), slots.close):
             try:
                 close()
@@ -147,7 +151,7 @@ def open_log(
 def _create_log(
     disk: Disk, directory: Path, blank: SegmentHeader, info: PartitionInfo, *, trust_fsync: bool
 ) -> tuple[Segments, SlotFile]:
-    """Create the files of a new log durably, the `.seg` last."""
+    """Create the files of a new log, durably; the `.seg` file is created last."""
     slot = Slot(blank.partition_id, old_sequence=info.sequence, dirty=True, suspect=not trust_fsync)
     if info.session_id != NO_SESSION:  # rule 8
         slot = replace(_without_promise(slot, info.session_id), suspect=True)
@@ -168,7 +172,7 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
         raise BadFormat(
             f"{directory}: expected a file {SLOTS_NAME}, because there are .chn files; found none"
         )
-    # A sequence below that in the control file means "adopt", even after a crash on the way.
+    # A sequence below the one in the control file means "adopt", even after a crash in between.
     slot = Slot(blank.partition_id, old_sequence=info.sequence - 1, dirty=True)
     return SlotFile.create(disk, directory, slot)
 
@@ -176,7 +180,7 @@ def _open_slots(disk: Disk, directory: Path, blank: SegmentHeader, info: Partiti
 def _slot_at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) -> Slot:
     slot = slots.slot
     if slot.is_overtaken(info):
-        slot = replace(slot, truncate=None)  # 0.13 has written since, and its log counts
+        slot = replace(slot, truncate=None)  # 0.13 has written later, and its log counts
     elif slot.provisional is not None and slot.nonce == NO_NONCE:  # rule 4; owners have nonces
         slot = replace(slot, provisional=slot.provisional._replace(session_id=NO_SESSION))
     if slots.fell_back:
@@ -186,7 +190,7 @@ def _slot_at_open(slots: SlotFile, info: PartitionInfo, *, trust_fsync: bool) ->
 
 
 def _slot_from_0_13(slot: Slot, info: PartitionInfo) -> Slot:
-    """Return a slot with the session and the mark of 0.13 (rule 4)."""
+    """Return the slot with the session and the low-water mark of 0.13 (rule 4)."""
     if info.session_id < slot.last_session:
         return slot
     return replace(
@@ -198,7 +202,7 @@ def _slot_from_0_13(slot: Slot, info: PartitionInfo) -> Slot:
 
 
 def _without_promise(slot: Slot, seen: SessionId) -> Slot:
-    """Return a slot that rejects all sessions up to one above what was seen (rule 5)."""
+    """Return the slot with a promise that rejects all sessions up to one above `seen` (rule 5)."""
     return slot.with_promise(Promise.after_loss(max(slot.promise.seen, seen)))
 
 
@@ -208,7 +212,7 @@ def _first_ids(disk: Disk, directory: Path) -> list[TransactionId]:
     known = frozenset(names)
     for name in names:
         if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in known:
-            disk.unlink(directory / name)  # a crash came before the `.seg` had its name
+            disk.unlink(directory / name)  # a crash came before the `.seg` file had its name
     return firsts
 
 
@@ -217,7 +221,7 @@ def _first_ids(disk: Disk, directory: Path) -> list[TransactionId]:
 
 
 class _Opening:
-    """The state of one opening; `slot` gathers what will be written at its end."""
+    """The state of one opening; `slot` collects the changes that are written at its end."""
 
     def __init__(
         self,
@@ -234,24 +238,26 @@ class _Opening:
         self._directory = directory
         self._blank = blank
         self._info = info
-        # A 0.13 process has written since, or an owner has left records without batches.
+        # Whether a 0.13 process has written after this version, or an owner has left records
+        # without batches.
         self._is_overtaken = slot.is_overtaken(info)
         self._adopting = self._is_overtaken or slot.is_unbatched
-        self.opened: list[Segment] = []  # everything to close if the opening fails
+        self.opened: list[Segment] = []  # all segments to close if the opening fails
         self._rebuilt: list[Segment] = []
-        self._implausible: set[TransactionId] = set()  # older ones, by their first ID
-        # A slot, of this version or of 0.13, confirms the records up to the marker. How many the
-        # batch entries confirm is known only after the segments are open.
+        self._implausible: set[TransactionId] = set()  # older segments, by their first ID
+        # A slot, of this version or of 0.13, confirms the records up to the marker. Only after the
+        # segments are open, it is known up to which ID the batch entries confirm the records.
         acked = slot.acked.transaction_id
         self._marker = info.local_low_water_mark if self._is_overtaken else acked
         self._durable = self._marker
         self._passed = BEFORE_FIRST  # the end of the last batch in an older segment
 
     def may_fall_back(self) -> bool:
-        """Return whether a crash in this opening may make the older slot count.
+        """Return whether a crash during this opening may make the older slot valid again.
 
-        The newer one can be read but may not be durable (rule 7). Whatever this opening truncates
-        and repairs must then be allowed with the older one, too (rules 1, 2, 6).
+        The newer slot can be read but may not be durable (rule 7). If this method returns True,
+        every truncation and repair of this opening is allowed with the older slot, too (rules 1, 2,
+        6).
         """
         newer, older = self._slots.slot, self._slots.older
         return (
@@ -266,7 +272,7 @@ class _Opening:
         )
 
     def open_segments(self, firsts: list[TransactionId]) -> Segments:
-        """Open all segments, except those that had begun to be removed (rules 1 and 10)."""
+        """Finish interrupted removals, and open all other segments (rules 1 and 10)."""
         intent, start = self.slot.truncate, self.slot.start
         opened = self.opened
         if intent is not None:
@@ -279,8 +285,8 @@ class _Opening:
                 f"{self._directory}: expected that the oldest segment begins at transaction "
                 f"{start.transaction_id + 1} or earlier, found {firsts[0]}"
             )
-        # A batch that ends at or before the start may cross the beginning of the oldest segment:
-        # then only that segment has the chain before it.
+        # A batch that ends at or before the start may cross the beginning of the oldest segment. In
+        # this case only that segment has the chain hash before its first batch.
         is_exact = not firsts or firsts[0] == start.transaction_id + 1
         chain = start.chain if is_exact else None
         for position, first in enumerate(firsts):
@@ -298,9 +304,9 @@ class _Opening:
     def _open_segment(
         self, first: TransactionId, chain_before: Chain | None
     ) -> tuple[Segment, LineageEntry | None]:
-        """Open a segment; a missing or wrong `.chn` is created again, without batches.
+        """Open a segment; create a missing or wrong `.chn` file again, without batches.
 
-        Also return its last batch. `chain_before` is None where it is not known.
+        Return the segment and its last batch. `chain_before` is None if it is not known.
         """
         header = self._blank._replace(first=first)
         lineage = self._open_lineage(header)
@@ -344,11 +350,11 @@ class _Opening:
     def _verify_and_close(
         self, segment: Segment, end: LineageEntry | None, next_first: TransactionId
     ) -> Chain:
-        """Check an older segment and close it; return the chain at its end."""
+        """Check an older segment and close it; return the chain hash at its end."""
         lineage = segment.lineage
         chain = lineage.chain_before if end is None else end.chain
         if end is not None and end.last >= next_first:
-            # The tail of an abandoned file may be back: its truncation was never synced.
+            # The tail of an abandoned file may have reappeared: its truncation was never synced.
             lineage.truncate(lineage.position_of(next_first))
             chain = lineage.chain_at(lineage.count)
             end = lineage.entry(lineage.count - 1) if lineage.count else None
@@ -368,15 +374,17 @@ class _Opening:
     # ---- records
 
     def recover_records(self, segments: Segments) -> None:
-        """Read the records after the marker, truncate a torn tail, note damage (rule 2)."""
+        """Read the records after the marker, truncate a torn tail, and note damage (rule 2)."""
         lineage = segments.current.lineage
         after = lineage.position_of(TransactionId(self._marker + 1))
         durable = lineage.durable_before(after)
         if self._is_overtaken:
-            # 0.13 may have truncated what was synced then. It has no marker: records up to the last
-            # whole one may have been acknowledged, and it was stopped cleanly before a migration.
+            # 0.13 may have truncated records that were synced at that time. It has no marker: all
+            # its complete records may have been acknowledged, and it was stopped cleanly before a
+            # migration.
             durable = max(min(durable, segments.last_id), self._last_complete(segments))
-        # The marker moves at a roll, but not when a failure makes the log begin a new file.
+        # The marker moves when a full segment is closed, but not when a failure makes the log begin
+        # a new file.
         self._durable = max(self._marker, self._passed, durable)
         if self.slot.truncate is not None:
             # An entry above the truncation is valid, but does not count after the truncation (rule
@@ -398,12 +406,12 @@ class _Opening:
         if self.slot.truncate is not None:
             segments.truncate(
                 *self.slot.truncate
-            )  # Durable before the intent goes (`write_again`).
+            )  # Durable before the intent is removed (`write_again`).
         if segments.last_id < segments.start.transaction_id:
             segments.begin_after(segments.start, self._blank.created_ms)  # rule 10
 
     def _last_complete(self, segments: Segments) -> TransactionId:
-        """Return the last ID above the marker whose record is where the index has it."""
+        """Return the last ID above the marker whose record is where the index states."""
         current = segments.current
         lowest = max(current.first, self._marker + 1, current.last - _TORN_RECORDS_MAX)
         for each in range(current.last, lowest - 1, -1):
@@ -427,7 +435,10 @@ class _Opening:
     # ---- batches
 
     def settle_lineage(self, segments: Segments) -> None:
-        """Check the batches above the marker, and truncate or adopt what has none (rules 3, 4)."""
+        """Check the batches above the marker.
+
+        Truncate or adopt records without a valid batch (rules 3, 4).
+        """
         for segment in self._rebuilt:
             self._fill_between(segments, segment)
         anchor = min(self._marker, self.slot.low_water_mark) if self._adopting else self._marker
@@ -440,7 +451,7 @@ class _Opening:
             end = self._end_before_gap(segments, end)
         if self._adopting or end < self._durable:
             drop_batches(segments, end)
-            # An unreadable entry below that end is truncated, too, with all after it.
+            # If an entry below that end is unreadable, it is truncated, with all entries after it.
             end = min(end, self._end_of(segments))
             self._append_batches(segments, TransactionId(end + 1), segments.last_id)
         elif end < segments.last_id or end < self._end_of(segments):
@@ -453,7 +464,7 @@ class _Opening:
             return False
 
     def _valid_end(self, segments: Segments, anchor: TransactionId) -> TransactionId:
-        """Return the end of the last batch above the anchor up to which everything is valid."""
+        """Return the end of the last batch up to which all batches after the anchor are valid."""
         end = anchor
         try:
             after = TransactionId(anchor + 1)
@@ -470,10 +481,10 @@ class _Opening:
         return end
 
     def _end_before_gap(self, segments: Segments, end: TransactionId) -> TransactionId:
-        """Return the end of the batches that stay.
+        """Return the end of the batches that stay in an adoption (rule 4).
 
-        Dropped are those at the log's end that an earlier adoption has bounded differently from
-        this one, with all that follow (rule 4).
+        Dropped are batches at the log's end that an earlier adoption has created with other bounds
+        than this one, and all batches after them.
         """
         first = TransactionId(end + 1)
         with suppress(BadFormat, ChecksumMismatch):  # an unreadable entry stays as it is
@@ -499,12 +510,12 @@ class _Opening:
         if entry.first != end + 1:
             return False
         if any(ids.first <= entry.last and entry.first <= ids.last for ids in self.slot.damaged):
-            return True  # what cannot be read cannot be checked; the damage is known
+            return True  # bytes that cannot be read cannot be checked; the damage is known
         crcs = segments.record_crcs(entry.first, entry.last)
         return crcs is not None and check_chain([entry], entry.first, chain, crcs) is None
 
     def _fill_between(self, segments: Segments, segment: Segment) -> None:
-        """Give a segment that lost its batches new ones, up to where the next known ones begin."""
+        """Create batches for a segment that has lost its own, up to the next known batch."""
         position = segments.all.index(segment)
         before = [each for each in segments.all[: position + 1] if each.lineage.count]
         after = next((each for each in segments.all[position + 1 :] if each.lineage.count), None)
@@ -525,7 +536,10 @@ class _Opening:
         last: TransactionId,
         last_chain: Chain | None = None,
     ) -> None:
-        """Make batches for first..last; the last one's chain is `last_chain` if that is known."""
+        """Create batches for first..last.
+
+        If `last_chain` is known, it is the last batch's chain hash.
+        """
         position = 0
         while first <= last:
             end = self._adopted_end(segments, first, last)
@@ -544,10 +558,10 @@ class _Opening:
         relink(segments)
 
     def _origin_of_made(self, segments: Segments, first: TransactionId) -> tuple[SessionId, int]:
-        """Return session and stamp of a batch that is made.
+        """Return the session and commit stamp of a batch that this opening creates.
 
-        Batches of 0.13 never had a session here; others have lost theirs. Stamps never decrease:
-        the preceding batch's is the nearest that is known.
+        Batches of 0.13 never had a session; other batches have lost theirs. Stamps never decrease,
+        so the stamp of the preceding batch is the nearest known value.
         """
         if self._adopting and not self.slot.suspect:
             return NO_SESSION, 0
@@ -555,10 +569,11 @@ class _Opening:
         return RECONSTRUCTED, 0 if before is None else before.stamp_ms
 
     def _crcs_of(self, segments: Segments, first: TransactionId, last: TransactionId) -> bytes:
-        """Return the records' CRCs for a batch that is made.
+        """Return the CRCs of the records of a batch that this opening creates.
 
-        A corrupt adopted record is noted as damage; its CRC is the one that it states, as on the
-        other replicas. If the stated CRC may be corrupt, too, the replica is suspect.
+        A corrupt adopted record is noted as damage. For its CRC, the value stated in the record is
+        used, as on the other replicas. If the stated CRC may be corrupt, too, the replica is
+        suspect.
         """
         crcs: bytes | None = None
         try:
@@ -585,7 +600,8 @@ class _Opening:
 
     def _stated_crc(self, segments: Segments, transaction_id: TransactionId) -> bytes:
         record, _ = segments.read(transaction_id, transaction_id)
-        # If a record's end is corrupt, it is zero, or most likely the next record's start is, too.
+        # If the end of a record is corrupt, it is zero, or most likely the start of the next record
+        # is corrupt, too.
         has_next = transaction_id < segments.segment_end(transaction_id)
         if has_next and len(record) >= RECORD_OVERHEAD_BYTES and any(record[-4:]):
             found, _, _, data_bytes, data_crc = RECORD_PREFIX.unpack_from(record)
@@ -598,16 +614,17 @@ class _Opening:
     def _adopted_end(
         self, segments: Segments, first: TransactionId, last: TransactionId
     ) -> TransactionId:
-        """Return where a batch from `first` on ends: before a 1024th ID, at the mark or the end.
+        """Return the end of an adopted batch that begins at `first`.
 
-        Or earlier, so that it fits into a frame.
+        It ends before a multiple of 1024, at the low-water mark or at `last`; or earlier, so that
+        it fits into a frame.
         """
         end = first - first % ADOPTED_BATCH_IDS + ADOPTED_BATCH_IDS - 1
         mark = self._info.low_water_mark
         end = TransactionId(min(end, last, mark if first <= mark else last))
         with suppress(ChecksumMismatch):
             return segments.last_fitting_id(first, end, ADOPTED_BATCH_BYTES)
-        for segment in segments.all:  # a wrong index is made again
+        for segment in segments.all:  # a wrong index is rebuilt
             if segment.first <= end and first <= segment.last:
                 self._note(segment.recover(segment.first, segment.last, is_last=False).damaged)
         return segments.last_fitting_id(first, end, ADOPTED_BATCH_BYTES)
@@ -615,7 +632,10 @@ class _Opening:
     # ---- the end
 
     def write_again(self, segments: Segments) -> None:
-        """Make the trusted log durable (rules 7, 9); one of 0.13 may be long, so only sync it."""
+        """Sync the trusted log, and rewrite the bytes that no marker covers (rules 7 and 9).
+
+        A log of 0.13 may be long, so it is only synced.
+        """
         current, durable_before, marker = segments.current, self._durable, self._marker
         if self._is_overtaken:
             durable_before = marker = segments.last_id
@@ -626,13 +646,14 @@ class _Opening:
         )
 
     def settled_slot(self, segments: Segments) -> Slot:
-        """Return the slot as it is when the log is open (rule 5)."""
+        """Return the slot of the opened log, after all recovery (rule 5)."""
         end = segments.lineage_end()
         marker = AckedMarker(end.last, end.chain) if end is not None else segments.start
         slot = _slot_from_0_13(self.slot, self._info) if self._is_overtaken else self.slot
         if end is not None and end.session_id == RECONSTRUCTED:
-            # No owner can compare this end with its log: let it truncate the end and copy from
-            # there. The same holds after a crash between making up batches and writing this slot.
+            # No owner can compare this end with its log. So an owner must be able to truncate it
+            # and copy from there. The same holds after a crash between the creation of such batches
+            # and this write of the slot.
             true_end = _last_true_end(segments)
             mark = min(slot.low_water_mark, true_end)
             provisional = slot.provisional if true_end >= slot.low_water_mark else None

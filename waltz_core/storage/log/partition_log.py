@@ -1,21 +1,21 @@
-"""The log of one partition on one replica: its promise, its marks, its records, its damage.
+"""The log of one partition on one replica: its promise, low-water marks, records and damage.
 
-Everything that recovery trusts about a replica is decided here. `LogFiles` writes and syncs. The
-engine has many of these logs, and the service carries out requests on them.
+This class decides which state of a replica the recovery of a partition trusts. `LogFiles` writes
+and syncs. The engine has many of these logs, and the service executes requests on them.
 
 Rules (numbers in brackets: rows of docs/design/correctness.md 2.4):
-    1. A promise, a mark, a truncation or a sync is durable before it is answered.
+    1. A promise, a mark, a truncation or a sync is durable before the request is answered.
     2. A later session fences an earlier one permanently. So does the same session with another
        nonce [15].
     3. A low-water mark is stored only where the log ends exactly at it. It is provisional until
        ENGAGE, or the first append of its session, confirms it. Nothing below a confirmed mark is
        ever truncated [15].
-    4. Each batch above the acked marker has a lineage entry. Records without one are not part of
-       the log.
+    4. Each batch above the acked marker has a lineage entry. Records without a lineage entry are
+       not part of the log.
     5. Damaged records keep their IDs in the log, and the slot lists them; reading them is an error
        [5].
-    6. The log begins after its start: the end of a batch up to which the archive has every record.
-       The start only rises. It is never above the confirmed mark, and never within a batch
+    6. The log begins after its start: the end of a batch up to which the archive contains every
+       record. The start only rises. It is never above the confirmed mark, and never within a batch
        (decision 047).
 """
 
@@ -69,7 +69,7 @@ Buffer = bytes | memoryview
 
 
 class ReplicaReport(NamedTuple):
-    """The state of a replica, as PREPARED reports it."""
+    """The state of a replica, as message PREPARED reports it."""
 
     last_session: SessionId
     low_water_mark: TransactionId
@@ -82,7 +82,7 @@ class ReplicaReport(NamedTuple):
 
 
 class PartitionLog:
-    """One partition on disk; all calls block, one at a time."""
+    """One partition on disk; all calls block, and only one may run at a time."""
 
     def __init__(self, files: LogFiles, cover: CoveredRecords, control: ControlFile) -> None:
         self.partition_id: PartitionId = files.partition_id
@@ -104,12 +104,7 @@ class PartitionLog:
         *,
         is_name_durable: bool = False,
     ) -> Self:
-        """Open or create a log, and recover it; durable. See `open_log`.
-
-        Raises:
-            BadFormat, ChecksumMismatch, MissingSegment: the files cannot be a log.
-            DiskFailed, NoSpace: the disk could not be read or written.
-        """
+        """Open or create a log, and recover it; all changes are durable. See `open_log`."""
         now_ms, key = settings.now_ms(), settings.cluster_key
         blank = SegmentHeader(now_ms, key, partition_id, TransactionId(0))
         info, trusts = control.info(partition_id), settings.trust_fsync
@@ -120,7 +115,7 @@ class PartitionLog:
 
         def reopen() -> tuple[Segments, SlotFile]:
             blank = SegmentHeader(settings.now_ms(), key, partition_id, TransactionId(0))
-            # This process has not stopped, so an unclean stop need not be assumed.
+            # This process has not stopped, so an unclean stop is impossible.
             info = control.info(partition_id)
             return log_recovery.open_log(
                 disk, directory, blank, info, trust_fsync=True, is_name_durable=True
@@ -132,12 +127,12 @@ class PartitionLog:
 
     @property
     def slot(self) -> Slot:
-        """The durable state in addition to the log."""
+        """The durable state of the partition, without the log."""
         return self._files.slots.slot
 
     @property
     def max_id(self) -> TransactionId:
-        """The last ID that counts, synced or not; that of the start when the log is empty."""
+        """The last ID of the log, synced or not; in an empty log, the ID of its start."""
         return self._files.last_id
 
     @property
@@ -152,32 +147,32 @@ class PartitionLog:
 
     @property
     def synced_end(self) -> tuple[TransactionId, Chain]:
-        """The last ID that is durable, and the chain there."""
+        """The last ID that is durable, and the chain hash at this ID."""
         return self._files.synced_max, self._files.synced_chain
 
     @property
     def chain(self) -> Chain:
-        """The chain at the last ID."""
+        """The chain hash at the last ID."""
         return self._files.chain
 
     @property
     def reader(self) -> LogReader:
-        """Reads records, headers and batches."""
+        """The reader of records, headers and batches."""
         return self._files.reader
 
     @property
     def lock_file(self) -> LockFile:
-        """The lock blocks of this log's batches."""
+        """The file with the lock blocks of this log's batches."""
         return self._files.lock_file
 
     @property
     def sync_count(self) -> int:
-        """How many syncs the log has made."""
+        """The number of syncs that the log has made."""
         return self._files.sync_count
 
     @property
     def failure_count(self) -> int:
-        """How many writes and syncs have failed."""
+        """The number of writes and syncs that have failed."""
         return self._files.failure_count
 
     @property
@@ -187,7 +182,7 @@ class PartitionLog:
 
     @property
     def files_error(self) -> MissingSegment | None:
-        """Why the files are not used any more (`log_files.py`, rule 5)."""
+        """The error if the files were deleted or replaced (`log_files.py`, rule 5)."""
         return self._files.files_error
 
     @property
@@ -202,13 +197,13 @@ class PartitionLog:
 
     @property
     def low_water_mark(self) -> TransactionId:
-        """The mark that was set last, confirmed or provisional."""
+        """The low-water mark that was set last, confirmed or provisional."""
         provisional = self.slot.provisional
         return self.slot.low_water_mark if provisional is None else provisional.low_water_mark
 
     @property
     def confirmed_low_water_mark(self) -> TransactionId:
-        """The mark below which nothing is ever truncated (rule 3)."""
+        """The low-water mark below which the log is never truncated (rule 3)."""
         return self.slot.low_water_mark
 
     @property
@@ -218,16 +213,16 @@ class PartitionLog:
 
     @property
     def damaged(self) -> tuple[IdRange, ...]:
-        """IDs whose records cannot be read."""
+        """The ranges of IDs whose records are damaged."""
         return self.slot.damaged
 
     def is_engaged(self, session: SessionId) -> bool:
-        """Whether ENGAGE of this session came, and no later promise or failure since."""
+        """Whether this session has sent ENGAGE, without a later promise or failure."""
         is_working = not self._files.has_failed
         return session != NO_SESSION and self._engaged == session and is_working
 
     def state(self) -> ReplicaReport:
-        """Return what PREPARED reports, as of now (`covered_records.py`, rules 1 and 5)."""
+        """Return the state that PREPARED reports (`covered_records.py`, rules 1 and 5)."""
         slot, synced_max = self.slot, self.synced_max
         is_short = synced_max < self.low_water_mark
         return ReplicaReport(
@@ -246,11 +241,12 @@ class PartitionLog:
     def prepare(self, session: SessionId, nonce: bytes) -> ReplicaReport:
         """Promise a session durably, sync the log, and return its state (rule 2).
 
-        Records that an earlier session left without batches get them first (`covered_records.py`,
-        rule 2).
+        First, batches are created for records that an earlier session left without batches
+        (`covered_records.py`, rule 2).
 
         Raises:
-            SessionFenced: a later session was promised, or this one to another owner.
+            SessionFenced: a later session was promised, or this session was promised to another
+                owner.
             DiskFailed: promise or log could not be made durable.
         """
         if self.is_broken:
@@ -279,14 +275,15 @@ class PartitionLog:
         return self.state()
 
     def set_low_water_mark(self, session: SessionId, mark: TransactionId, chain: Chain) -> None:
-        """Store session and mark durably, provisional at first (rule 3); clears `suspect`.
+        """Store session and low-water mark durably, as provisional (rule 3); clears `suspect`.
 
         Raises:
             SessionFenced: the session is not the promised one.
-            BadRequest: the log does not end, synced, at the mark with this chain.
-            DataLoss: the mark is below the confirmed one.
+            BadRequest: the log does not end, synced, at the mark with this chain hash.
+            DataLoss: the mark is below the confirmed mark.
             ReplicaSuspect: the log is suspect and damaged above its confirmed mark.
-            NoSpace: there is no room to truncate what was covered; call it again when there is.
+            NoSpace: the disk is too full to truncate covered records; call this method again when
+                there is space.
         """
         self._truncate_covered(session, mark, chain)
         self._check_session(session)
@@ -321,7 +318,7 @@ class PartitionLog:
                 self._cover.truncate_rest()
 
     def _write_mark(self, slot: Slot, session: SessionId, mark: TransactionId) -> None:
-        """Write session and provisional mark into a slot, then into the 0.13 control file."""
+        """Write session and provisional mark to the slot, and then to the 0.13 control file."""
         info = self._control.info(self.partition_id)
         slot = replace(slot, last_session=session, provisional=ProvisionalMark(session, mark))
         self._files.write_slot(replace(slot, old_sequence=info.sequence + 1))
@@ -331,11 +328,11 @@ class PartitionLog:
             raise self._files.mark_broken(f"cannot write the control file: {error}") from error
 
     def engage(self, session: SessionId, mark: TransactionId) -> None:
-        """Confirm the mark durably: ZooKeeper records the replica as engaged in this session.
+        """Confirm the low-water mark durably, because ZooKeeper records the replica as engaged.
 
         Raises:
             SessionFenced: the session is not the promised one.
-            BadRequest: the session has set another mark, or none.
+            BadRequest: the session has set another mark, or no mark.
         """
         self._check_session(session)
         if (self.slot.last_session, self.low_water_mark) != (session, mark):
@@ -364,7 +361,10 @@ class PartitionLog:
             )
 
     def _verify_suspect(self) -> None:
-        """Read everything above the confirmed mark; damage there keeps the replica suspect."""
+        """Read all records above the confirmed mark.
+
+        Raise ReplicaSuspect if any of them is damaged.
+        """
         first = TransactionId(self.slot.low_water_mark + 1)
         while first <= self.max_id:
             first = self.verify(first, READ_BYTES)
@@ -385,9 +385,9 @@ class PartitionLog:
         *,
         records_crc: int | None = None,
     ) -> None:
-        """Write whole batches after the last record; `sync` makes them durable.
+        """Write complete batches after the last record; `sync` makes them durable.
 
-        `records_crc` is that of all bytes, where the caller has found it by a pass over them.
+        `records_crc` is the CRC of all bytes, if the caller has already computed it.
 
         Raises:
             SessionFenced: the session is not the promised one.
@@ -414,7 +414,7 @@ class PartitionLog:
         self.appended_bytes += len(records)
 
     def sync(self) -> TransactionId:
-        """Make all that was appended durable; return the last ID (rule 1). See `LogFiles.sync`."""
+        """Sync all appended records; return the last ID (rule 1). See `LogFiles.sync`."""
         return self._files.sync()
 
     def mark_acked(self) -> None:
@@ -430,13 +430,15 @@ class PartitionLog:
         base: TransactionId,
         base_chain: Chain,
     ) -> tuple[TransactionId, Chain]:
-        """Truncate everything after an ID, durably; return the last ID and the chain there.
+        """Remove all records after an ID, durably; return the last ID and its chain hash.
 
         Raises:
-            NoSpace: call it again when there is room; until then other calls fail.
+            NoSpace: the disk is full. Call this method again when there is space; until then other
+                calls fail.
             SessionFenced: the session is not the promised one.
             DataLoss: the ID is below the confirmed low-water mark.
-            BadRequest: `base` is no batch end here with this chain, or is above `last_to_keep`.
+            BadRequest: no batch of this log ends at `base` with this chain hash, or `base` is above
+                `last_to_keep`.
         """
         files = self._files
         intent = self.slot.truncate if files.is_half_truncated else None
@@ -473,19 +475,20 @@ class PartitionLog:
         return self.max_id, self.chain
 
     def chain_at(self, transaction_id: TransactionId) -> Chain | None:
-        """Return the chain at a batch's end, or None where no batch ends."""
+        """Return the chain hash at the end of a batch; None if no batch ends at this ID."""
         return self._files.segments.chain_at(transaction_id)
 
     # ---- the start (rule 6)
 
     def remove_oldest(self, archived: AckedMarker) -> bool:
-        """Remove the oldest segment, durably, if the archive has its records; return whether.
+        """Remove the oldest segment, durably, if the archive contains its records.
 
-        `archived` is a batch end up to which the archive has every record. The newest segment
-        stays, and so do records above the confirmed mark (AR 10 in decision 047).
+        Return whether it was removed. `archived` is a batch end up to which the archive contains
+        every record. The newest segment stays, and so do records above the confirmed mark (AR 10 in
+        decision 047).
 
         Raises:
-            BadRequest: the log has another chain at `archived`.
+            BadRequest: the log has another chain hash at `archived`.
             DiskFailed: a write failed (`log_files.py`, rule 3).
         """
         files = self._files
@@ -505,11 +508,11 @@ class PartitionLog:
         return True
 
     def removable_end(self, archived: AckedMarker) -> AckedMarker | None:
-        """Return the start after the removal of the oldest segment; None if it must stay."""
+        """Return the log's start after a removal of the oldest segment; None if it must stay."""
         files, segments = self._files, self._files.segments
         if len(segments.all) == 1 or files.covered_end is not None:
             return None
-        # A reconstructed batch has another chain than the log, and perhaps ends within a batch.
+        # A reconstructed batch has another chain hash than the log, and may end within a batch.
         entries = segments.entries_from(segments.all[0].last)
         end = next((each for each in entries if each.session_id != RECONSTRUCTED), None)
         if end is None or end.last > min(archived.transaction_id, self.slot.low_water_mark):
@@ -518,25 +521,25 @@ class PartitionLog:
 
     @property
     def size_bytes(self) -> int:
-        """The size of the records of all segments, with the segments' headers."""
+        """The bytes of the records and headers of all segments."""
         return sum(each.size_bytes for each in self._files.segments.all)
 
     @property
     def oldest_stamp_ms(self) -> int:
-        """The commit stamp of the newest batch of the oldest segment; 0 if there is none."""
+        """The commit stamp of the newest batch of the oldest segment; 0 if it has none."""
         segments = self._files.segments
         end = segments.entry_of(segments.all[0].last)
         return 0 if end is None else end.stamp_ms
 
     def clock_ms(self) -> int:
-        """Return the time of the clock that also dates the segments."""
+        """Return the time of the clock that dates the segments, in milliseconds."""
         return self._files.now_ms()
 
     def reset(self, session: SessionId, start: AckedMarker) -> None:
-        """Drop all records and begin after a batch end that the archive has, durably (AR 12).
+        """Drop all records and begin after a batch end that the archive contains, durably (AR 12).
 
-        The log is suspect until a session sets its mark. Its confirmed mark becomes that of the
-        start: the records up to there are in the archive.
+        The log is suspect until a session sets its mark. Its confirmed mark rises to the start,
+        because the archive contains the records up to there.
 
         Raises:
             SessionFenced: the session is not the promised one.
@@ -567,13 +570,13 @@ class PartitionLog:
     def read_range(
         self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
     ) -> RangeRead:
-        """Return records of first..last that fit into `bytes_max`, one (batch) at least.
+        """Return records of first..last up to `bytes_max`, but at least one record or batch.
 
-        With `whole_batches`, `first` begins a batch and the answer ends with one. The answer stops
-        before a damaged record.
+        With `whole_batches`, `first` must begin a batch, and the result ends with a batch. The
+        result ends before a damaged record.
 
         Raises:
-            BadRequest: there is no such record, or no batch begins there.
+            BadRequest: the log does not have these records, or no batch begins at `first`.
             ChecksumMismatch: the record at `first` (or its batch) is damaged.
         """
         self.read_count += 1
@@ -582,10 +585,10 @@ class PartitionLog:
     def read_headers(
         self, first: TransactionId, last: TransactionId, bytes_max: int
     ) -> HeadersRead:
-        """Return the 28-byte headers of first..last that fit into `bytes_max`, one at least.
+        """Return the 28-byte headers of first..last up to `bytes_max`, but at least one header.
 
         Raises:
-            BadRequest, ChecksumMismatch: as `read_range`.
+            BadRequest, ChecksumMismatch: as for `read_range`.
         """
         self.read_count += 1
         return self.reader.read_headers(first, last, bytes_max)
@@ -593,7 +596,9 @@ class PartitionLog:
     def lineage(
         self, first: TransactionId, last: TransactionId
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
-        """Return the batches that touch first..last and the chain before them, newest if many.
+        """Return the batches that overlap first..last, and the chain hash before them.
+
+        If there are too many batches, the newest are returned.
 
         Raises:
             BadFormat, ChecksumMismatch: an entry is wrong.
@@ -603,8 +608,8 @@ class PartitionLog:
     # ---- damage
 
     def repair(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
-        """Replace damaged records by valid copies, durably; raises like `damage.fill`."""
-        if self._files.has_failed:  # Its marker may not be moved.
+        """Replace damaged records by valid copies, durably; raises like `damage.fill_damage`."""
+        if self._files.has_failed:  # The marker of a failed log may not move.
             raise BadRequest(
                 f"partition {self.partition_id}: cannot repair records now, because a write has "
                 "failed in this store session. The owner can repair them in its next session."
@@ -616,7 +621,10 @@ class PartitionLog:
         self._files.write_slot(replace(self.slot, damaged=left))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
-        """Note damage from an ID on; return the next ID. Raises if batches cannot be read."""
+        """Read records from an ID on and note damage; return the next ID.
+
+        Raises an error if batches cannot be read.
+        """
         return self.reader.verify(first, bytes_max)
 
     # ---- the end
@@ -626,9 +634,9 @@ class PartitionLog:
         self._files.close()
 
     def abandon(self) -> None:
-        """Close the files and nothing else: the next open finds what a crash would leave."""
+        """Close the files without any write, as if the process had crashed."""
         self._files.abandon()
 
     def check_files(self) -> None:
-        """Raise MissingSegment if the files are not those that were opened; see `LogFiles`."""
+        """Raise MissingSegment if the files were deleted or replaced; see `LogFiles`."""
         self._files.check_files()

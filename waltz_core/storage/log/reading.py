@@ -1,19 +1,18 @@
-"""Reads a partition's log: returns only verified records, and skips damaged ones.
+"""Reads a partition's log: returns only verified records, and skips damaged records.
 
-Reading changes nothing except the list of known damage. There is no other way for bytes to leave a
-log.
+Reading changes nothing except the list of known damage. All reads of a log go through this file.
 
 Rules:
     1. No record is returned that contradicts its own CRC, length or ID.
     2. Damage that a read finds is noted durably in the slot before the read continues.
     3. A wrong index or batch entry is repaired from its neighbors, once per read.
-    4. A failed read of the disk is tried once more. If it fails again, the bytes count as wrong,
-       and rules 1 to 3 apply. Each error is kept until `take_errors` is called.
-    5. A reader on this machine may get file positions instead of records. It then does the checks
-       of rule 1 itself, and requests wrong records again through the storage
+    4. A failed read of the disk is retried once. If it fails again, the bytes count as wrong, and
+       rules 1 to 3 apply. Each error is kept until `take_errors` is called.
+    5. A reader on this machine may receive file positions instead of records. Such a reader does
+       the checks of rule 1 itself, and requests wrong records again through the storage
        (`client/read/local_reader.py`).
     6. A read that looks for damage first drops the records from the page cache, which may have the
-       right bytes although the disk has wrong ones.
+       right bytes although the bytes on the disk are wrong.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,18 +43,19 @@ from waltz_core.wire.record_locations import FileLocation
 I64 = npt.NDArray[np.int64]
 _Read = TypeVar("_Read")
 READ_BYTES: Final = 8 * 1024 * 1024
-# Read for one answer of headers. Large records have few headers in many bytes, and meanwhile the
-# partition does nothing else.
+# The maximum number of bytes that are read for one answer of headers. Large records have few
+# headers in many bytes, and the partition does nothing else during the read.
 HEADERS_READ_BYTES_MAX: Final = 4 * READ_BYTES
 LINEAGE_ENTRIES_MAX: Final = 1 << 16
-# Records that are tried one by one after an unreadable one, before the read continues.
+# The maximum number of records that are read one by one after an unreadable record, before the read
+# continues.
 _UNREADABLE_RUN_MAX: Final = 128
 _ERRORS_KEPT_MAX: Final = 16
 _WRONG: Final = (BadFormat, ChecksumMismatch, ReadFailed)
 
 
 class HeadersRead(NamedTuple):
-    """Headers (28 bytes each) of `record_count` records from `first` on, with their batches."""
+    """The 28-byte headers of `record_count` records from `first` on, with their batches."""
 
     first: TransactionId
     record_count: int
@@ -65,7 +65,7 @@ class HeadersRead(NamedTuple):
 
 
 class LocationsRead(NamedTuple):
-    """File positions of records `first` and following, and the batches that they belong to."""
+    """The file positions of the records from `first` on, and the batches to which they belong."""
 
     first: TransactionId
     lengths: I64
@@ -74,7 +74,7 @@ class LocationsRead(NamedTuple):
 
 
 class LogReader:
-    """Reads of one partition."""
+    """Reads records, headers and batches of one partition."""
 
     def __init__(
         self,
@@ -87,25 +87,25 @@ class LogReader:
         self._segments = segments
         self._slots = slots
         self._write_slot = write_slot
-        self._errors: list[str] = []  # of the disk (rule 4)
-        self.checked_bytes = 0  # of records that were read and found right
+        self._errors: list[str] = []  # errors of the disk (rule 4)
+        self.checked_bytes = 0  # bytes of records that were read and verified
 
     def take_errors(self) -> list[str]:
-        """Return the disk's errors since the last call."""
+        """Return the disk errors since the last call, and forget them."""
         errors, self._errors = self._errors, []
         return errors
 
     def read_range(
         self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
     ) -> RangeRead:
-        """Return records of first..last that fit into `bytes_max`, one (batch) at least.
+        """Return records of first..last up to `bytes_max`, but at least one record or batch.
 
-        With `whole_batches`, `first` begins a batch and the answer ends with one. The answer stops
-        before a damaged record.
+        With `whole_batches`, `first` must begin a batch, and the result ends with a batch. The
+        result ends before a damaged record.
 
         Raises:
-            BeforeLogStart: `first` is not in the log any more.
-            BadRequest: there is no such record, or no batch begins there.
+            BeforeLogStart: the log does not contain `first` any more.
+            BadRequest: the log does not have these records, or no batch begins at `first`.
             ChecksumMismatch: the record at `first` (or its batch) is damaged.
         """
         self._check_bounds(first, last)
@@ -122,8 +122,8 @@ class LogReader:
             if isinstance(read, IdRange):
                 self._note_damage((read,))
                 continue
-            # Either the index is wrong, and is repaired once, or the record is lost.
-            # Each round notes damage that the next one skips.
+            # Either the index is wrong, and is repaired once, or the record is lost. Each round
+            # notes damage that the next round skips.
             self._note_damage(
                 self._segments.diagnose(read) if read != wrong else (IdRange(read, read),)
             )
@@ -132,7 +132,7 @@ class LogReader:
     def _read_with_repair(
         self, first: TransactionId, last: TransactionId, read: Callable[[], _Read]
     ) -> _Read:
-        """Read; when index or batches are wrong, repair them and read once more."""
+        """Call `read`; if index or batches are wrong, repair them and call it once more."""
         try:
             return read()
         except ReadFailed as error:
@@ -147,7 +147,10 @@ class LogReader:
     def _read_once(
         self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
     ) -> RangeRead | TransactionId | IdRange:
-        """Read once; return instead the ID of the first wrong record, or the unreadable range."""
+        """Read once.
+
+        If that fails, return the ID of the first wrong record, or the unreadable range.
+        """
         end = self._segments.last_fitting_id(first, last, bytes_max)
         end = self._last_before_damage(first, end, whole_batches=whole_batches)
         try:
@@ -166,7 +169,10 @@ class LogReader:
         return RangeRead(first, lengths, records, entries, chain_before)
 
     def _first_unreadable(self, first: TransactionId, last: TransactionId) -> IdRange | None:
-        """Return the first records of a range that the disk cannot read; None if it reads all."""
+        """Return the first records of a range that the disk cannot read.
+
+        None if it can read all.
+        """
         low, high = int(first), int(last)
         if self._is_readable(low, high):
             return None
@@ -194,7 +200,10 @@ class LogReader:
             self._errors.append(str(error))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:
-        """Read records from an ID on from the disk, note damage, return the next ID (rule 6)."""
+        """Read records from an ID on from the disk, and note damage (rule 6).
+
+        Return the ID from which the next call must continue.
+        """
         first = max(first, TransactionId(self._segments.start.transaction_id + 1))
         last = self._segments.last_id
         if first > last:
@@ -216,22 +225,22 @@ class LogReader:
         start = self._segments.start.transaction_id
         if 0 <= first <= start:
             raise BeforeLogStart(
-                f"partition {self.partition_id}: the requested transactions {first}..{last} "
-                f"are not available: the log of this storage begins at {start + 1}",
+                f"partition {self.partition_id}: transactions {first}..{last} were requested, "
+                f"but the log of this storage begins at {start + 1}",
                 start + 1,
             )
         if not start < first <= last <= self._segments.last_id:
             raise BadRequest(
-                f"partition {self.partition_id}: the requested transactions {first}..{last} "
-                f"are not available: the log of this storage ends at {self._segments.last_id}"
+                f"partition {self.partition_id}: transactions {first}..{last} were requested, "
+                f"but the log of this storage ends at {self._segments.last_id}"
             )
 
     def byte_count(self, first: TransactionId, last: TransactionId) -> int:
-        """Return the size of the records first..last."""
+        """Return the number of bytes of the records first..last."""
         return self._segments.byte_count(first, last)
 
     def segment_end(self, transaction_id: TransactionId) -> TransactionId:
-        """Return the last ID of the segment that holds an ID."""
+        """Return the last ID of the segment that contains an ID."""
         return self._segments.segment_end(transaction_id)
 
     def _reject_damaged(self, first: TransactionId, *, whole_batches: bool) -> None:
@@ -272,12 +281,12 @@ class LogReader:
     def read_headers(
         self, first: TransactionId, last: TransactionId, bytes_max: int
     ) -> HeadersRead:
-        """Return the 28-byte headers of first..last that fit into `bytes_max`, one at least.
+        """Return the 28-byte headers of first..last up to `bytes_max`, but at least one header.
 
-        Fewer if the records are large.
+        If the records are large, fewer headers are returned.
 
         Raises:
-            BeforeLogStart, BadRequest, ChecksumMismatch: as `read_range`.
+            BeforeLogStart, BadRequest, ChecksumMismatch: as for `read_range`.
         """
         last = min(last, TransactionId(first + max(1, bytes_max // 28) - 1))
         parts: list[bytes] = []
@@ -296,12 +305,12 @@ class LogReader:
         return HeadersRead(first, next_id - first, b"".join(parts), entries, chain_before)
 
     def locations(self, first: TransactionId, last: TransactionId, bytes_max: int) -> LocationsRead:
-        """Return positions of the records of first..last that fit into `bytes_max`, one at least.
+        """Return the file positions of records of first..last up to `bytes_max`, but at least one.
 
-        The records are not read. The answer stops before known damage.
+        This method does not read the records. The result ends before known damage.
 
         Raises:
-            BeforeLogStart, BadRequest, ChecksumMismatch: as `read_range`.
+            BeforeLogStart, BadRequest, ChecksumMismatch: as for `read_range`.
         """
         self._check_bounds(first, last)
         self._reject_damaged(first, whole_batches=False)
@@ -310,7 +319,7 @@ class LogReader:
     def _locations(
         self, first: TransactionId, last: TransactionId, bytes_max: int
     ) -> LocationsRead:
-        # They cannot have more batches than records, so none is left out.
+        # The records cannot have more batches than IDs, so no batch is omitted.
         last = min(last, TransactionId(first + LINEAGE_ENTRIES_MAX - 1))
         end = self._segments.last_fitting_id(first, last, bytes_max)
         end = self._last_before_damage(first, end, whole_batches=False)
@@ -321,12 +330,13 @@ class LogReader:
     def lineage(
         self, first: TransactionId, last: TransactionId
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
-        """Return the batches that touch first..last and the chain before them, newest if many.
+        """Return the batches that overlap first..last, and the chain hash before them.
 
-        Batches at or below the start are not among them.
+        If there are too many batches, the newest are returned. Batches at or below the start are
+        omitted.
 
         Raises:
-            BeforeLogStart: no ID of the range is in the log any more.
+            BeforeLogStart: the log contains no ID of the range any more.
             BadFormat, ChecksumMismatch: an entry is wrong.
         """
         start = self._segments.start.transaction_id

@@ -1,16 +1,17 @@
 """Replaces the batches of existing records by other batches.
 
-An opening does so for records that Waltz 0.13 has written. A running log does so for records whose
-batches an owner sends. Between the removal of the old batches and the new ones, records have no
-batch. This state is made durable first (`UNBATCHED` in the acked marker, or an opening's own slot).
+The opening of a log does this for records that Waltz 0.13 has written. A running log does this for
+records whose batches an owner sends. Between the removal of the old batches and the creation of the
+new batches, records have no batch. This state is made durable first (`UNBATCHED` in the acked
+marker, or an opening's own slot).
 
 Rules:
     1. A batch's entry is in the segment of its last record, and is durable there on return.
     2. Old batches are removed newest first, each file durably before the next one. New batches are
-       added oldest first. So after a crash, the remaining batches are those from the log's
-       beginning on.
-    3. The header of a `.chn` file has the chain before its first batch. It is written again when
-       the batches of earlier segments have changed.
+       added oldest first. So after a crash, the remaining batches cover the log from its beginning,
+       without a gap.
+    3. The header of a `.chn` file has the chain hash before its first batch. It is written again
+       when the batches of earlier segments have changed.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from waltz_core.storage.files.segments import Segments
 
 
 def drop_batches(segments: Segments, end: TransactionId) -> None:
-    """Remove all batches that end after an ID, durably; the records stay (rule 2)."""
+    """Remove all batches that end after `end`, durably; the records stay (rule 2)."""
     current = segments.current.lineage  # it may have entries of removed records, too
     count = current.count
     if segments.last_id > end:
@@ -39,7 +40,10 @@ def drop_batches(segments: Segments, end: TransactionId) -> None:
 
 
 def add_batches(segments: Segments, entries: Sequence[LineageEntry]) -> None:
-    """Add batches after the last ones, durably; their records are there already (rule 1)."""
+    """Add batches after the existing batches, durably.
+
+    Their records must already exist (rule 1).
+    """
     for segment in segments.all:
         here = [entry for entry in entries if segment.first <= entry.last < segment.next_id]
         if here:
@@ -48,7 +52,7 @@ def add_batches(segments: Segments, entries: Sequence[LineageEntry]) -> None:
 
 
 def relink(segments: Segments) -> None:
-    """Rewrite `.chn` headers whose chain changed with the batches of earlier segments."""
+    """Rewrite `.chn` headers whose chain hash changed with the batches of earlier segments."""
     for position, segment in enumerate(segments.all):
         chain = chain_before(segments, position, within=False)
         if segment.lineage.chain_before != chain:
@@ -56,7 +60,7 @@ def relink(segments: Segments) -> None:
 
 
 def _position_after(segment: Segment, end: TransactionId) -> int:
-    """Return how many entries of a segment end at or before an ID; an invalid one ends it."""
+    """Return how many entries of a segment end at or before an ID; stop at an invalid entry."""
     count = 0
     try:
         for entry in segment.lineage.entries(0):
@@ -69,7 +73,10 @@ def _position_after(segment: Segment, end: TransactionId) -> int:
 
 
 def chain_before(segments: Segments, position: int, *, within: bool = True) -> Chain:
-    """Return the chain after all batches of the segments up to a position."""
+    """Return the chain hash after all batches of the segments up to a position.
+
+    If `within` is False, the segment at this position is excluded.
+    """
     for index in range(position if within else position - 1, -1, -1):
         lineage = segments.all[index].lineage
         if lineage.count:

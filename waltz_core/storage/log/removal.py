@@ -1,7 +1,7 @@
 """Removes a partition's files, in an order that is safe against crashes.
 
-Only this code deletes acknowledged data on purpose. `admin.py` decides whether that is allowed;
-after that the removal cannot be undone.
+Only this code deletes acknowledged data on purpose. `admin.py` decides whether the removal is
+allowed. A removal cannot be undone.
 
 Order of the steps: write the intent (`waltz-x.wipe`); clear the partition in the control file;
 delete the files of the log, the newest first; clear the slots; delete the intent. Each step is
@@ -9,11 +9,11 @@ durable before the next.
 
 Rules:
     1. Before the intent is durable, nothing has changed. Once it is durable, the removal is carried
-       out; if the process dies, by the next opening of the directory.
+       out. If the process dies, the next opening of the directory carries it out.
     2. Each step may be repeated: an interrupted removal starts again from its intent.
     3. If a storage still holds a replica after its log was deleted, the replica is suspect, has no
-       mark, and keeps its promise. So it is never mistaken for one that never had data, or for one
-       that still has what it has acknowledged.
+       mark, and keeps its promise. So it is never mistaken for a replica that never had data, or
+       for a replica that still has the data that it has acknowledged.
     4. Only the files of a log are removed; other files in the directory are not touched.
 """
 
@@ -53,7 +53,10 @@ WIPE_BYTES: Final = WIPE.size_bytes
 
 
 class WipeIntent(NamedTuple):
-    """A partition's files are removed; if `is_held`, it starts again, empty, with its promise."""
+    """The intent to remove a partition's files.
+
+    If `is_held`, the partition starts again, empty, with its promise.
+    """
 
     partition_id: PartitionId
     is_held: bool
@@ -61,12 +64,15 @@ class WipeIntent(NamedTuple):
     nonce: bytes
 
     def encode(self) -> bytes:
-        """Return the 40 bytes."""
+        """Return the 40 bytes of the intent, with a CRC."""
         return with_crc(_WIPE.pack(VERSION, *self))
 
     @staticmethod
     def decode(data: Bytes) -> "WipeIntent":
-        """Decode 40 bytes; raise on another version, a wrong CRC or impossible values."""
+        """Decode 40 bytes.
+
+        Raises BadFormat or ChecksumMismatch for another version, a wrong CRC or impossible values.
+        """
         body = checked_body(data, WIPE_BYTES, "wipe intent")
         version, partition, is_held, promised, nonce = _WIPE.unpack(body)
         check_version(version, "wipe intent")
@@ -76,10 +82,10 @@ class WipeIntent(NamedTuple):
 
 
 def wipe(disk: Disk, directory: Path, control: ControlFile, intent: WipeIntent) -> None:
-    """Remove a partition's files and its state; durable on return.
+    """Remove a partition's files and its state; all changes are durable on return.
 
-    The files must be closed. Raises NoSpace, with nothing changed, if the intent cannot be
-    written; DiskFailed: see rule 1.
+    The caller must have closed the files. Raises NoSpace, with nothing changed, if the intent
+    cannot be written. After DiskFailed, rule 1 applies.
     """
     create_durably(disk, directory, [(WIPE_NAME, intent.encode())])
     finish_removal(disk, directory, control, intent.partition_id)
@@ -88,7 +94,7 @@ def wipe(disk: Disk, directory: Path, control: ControlFile, intent: WipeIntent) 
 def finish_removal(
     disk: Disk, directory: Path, control: ControlFile, partition_id: PartitionId
 ) -> None:
-    """Carry out a removal that was begun, if any (rule 1).
+    """Finish a removal whose intent is durable; do nothing if there is no intent (rule 1).
 
     Raises:
         BadFormat, ChecksumMismatch: the intent cannot be read.

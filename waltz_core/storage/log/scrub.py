@@ -1,16 +1,17 @@
-"""Schedules the scrub, which reads logs again to find damage while other replicas can repair it.
+"""Schedules the scrub, which rereads logs to find damage while other replicas can repair it.
 
 This file checks no bytes; it only schedules reads. `service.py` runs the pieces of a scrub between
-the other work of a partition.
+the other work of a partition. A *pass* is one complete scrub of a partition.
 
 Rules:
-    1. The whole storage reads one piece at a time. After each piece it pauses to keep the rate.
-    2. A partition is read in the order of its IDs, from the first to the last that existed when
-       the pass began. Then the next partition has its turn.
+    1. The whole storage reads one piece at a time. After each piece, it pauses to keep the
+       configured rate.
+    2. A partition is read in the order of its IDs, from the first to the last that existed when the
+       pass began. After that, the next partition has its turn.
     3. An automatic pass begins at least `interval_ms` after the previous one began. A requested
        pass has priority and is faster. It also runs if automatic passes are disabled.
-    4. The progress of a pass is written to a file from time to time. If it is lost, a part is read
-       again.
+    4. The progress of a pass is written to a file from time to time. If this file is lost, the
+       storage reads a part of the log again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,11 +25,11 @@ from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 from waltz_core.storage.disk.file_system import Disk, create_durably
 
 MIB: Final = 1024 * 1024
-# While a piece is read its partition does nothing else.
+# While a piece is read, its partition does nothing else.
 PIECE_BYTES_MAX: Final = 256 * 1024
-# Faster for a requested pass: an operator waits for it and has chosen the time.
+# A requested pass is faster: an operator waits for it and has chosen the time.
 REQUESTED_BYTES_PER_S: Final = 32 * MIB
-# Retry interval for a partition that has no records or is busy.
+# The interval before the next attempt, for a partition that has no records or is busy.
 PASS_PAUSE_MS: Final = 1_000
 PLACES_NAME: Final = "waltz-x.scrub"
 _PLACES_BYTES_MAX: Final = 1024 * 1024
@@ -36,14 +37,14 @@ _FIRST: Final = TransactionId(0)
 
 
 class ScrubPiece(NamedTuple):
-    """A piece of a log to read: the first ID and roughly how many bytes."""
+    """A piece of a log to read: the first ID, and the approximate number of bytes."""
 
     first: TransactionId
     bytes_max: int
 
 
 class ScrubResult(NamedTuple):
-    """Result of a piece: the next ID, the bytes read, and the error that stopped it."""
+    """The result of a piece: the next ID, the bytes read, and the error that stopped the read."""
 
     next_id: TransactionId
     read_bytes: int
@@ -51,7 +52,10 @@ class ScrubResult(NamedTuple):
 
 
 class ScrubState(NamedTuple):
-    """Progress of the scrub in a partition; the ages are in milliseconds, -1 for never."""
+    """The progress of the scrub in a partition.
+
+    `finished_age_ms` is -1 before the first pass ends.
+    """
 
     partition_id: PartitionId
     is_running: bool
@@ -66,7 +70,7 @@ class ScrubState(NamedTuple):
 
 @dataclass(slots=True)
 class _PartitionScrub:
-    """One partition: its current pass, or when the next may begin."""
+    """The state of one partition: its current pass, or when the next pass may begin."""
 
     next_id: TransactionId
     last_id: TransactionId = BEFORE_FIRST
@@ -80,7 +84,10 @@ class _PartitionScrub:
 
 
 class Scrub:
-    """See the module's rules. `bytes_per_s` 0: no automatic passes."""
+    """Schedules the pieces of all partitions of a storage.
+
+    With `bytes_per_s` 0, there are no automatic passes.
+    """
 
     def __init__(
         self,
@@ -101,7 +108,7 @@ class Scrub:
     # ---- which partitions there are
 
     def on_partition_opened(self, partition_id: PartitionId, now_ms: int) -> None:
-        """Schedule a partition that is now served, from where its pass had stopped."""
+        """Schedule a partition that is now served, from the position of its interrupted pass."""
         turn = _PartitionScrub(self._positions.pop(partition_id, _FIRST))
         self._turns[partition_id] = turn
         if self._bytes_per_s:
@@ -117,7 +124,7 @@ class Scrub:
         self._set_wake()
 
     def request(self, partition_ids: Iterable[PartitionId], now_ms: int) -> None:
-        """Request a pass over these partitions now, from their beginning (rule 3)."""
+        """Request a pass over these partitions now, from the beginning of their logs (rule 3)."""
         for partition_id in partition_ids:
             turn = self._turns[partition_id]
             turn.is_requested, turn.is_running, turn.due_ms = True, False, now_ms
@@ -128,14 +135,17 @@ class Scrub:
     # ---- when
 
     def _set_wake(self) -> None:
-        """Compute `wake_at_ms`; it is read far more often than it changes."""
+        """Compute `wake_at_ms`, which is read far more often than it changes."""
         self.wake_at_ms = None
         due = [turn.due_ms for turn in self._turns.values() if turn.due_ms is not None]
         if due and self._reading is None:
             self.wake_at_ms = max(self._free_at_ms, min(due))
 
     def next_partition(self, now_ms: int) -> PartitionId | None:
-        """Return the partition to read next, if it is time; `begin` must follow."""
+        """Return the partition to read next, if it is time for it.
+
+        The caller must call `begin` next.
+        """
         if self.wake_at_ms is None or self.wake_at_ms > now_ms:
             return None
         ready = [
@@ -148,11 +158,12 @@ class Scrub:
     def begin(
         self, partition_id: PartitionId, last_id: TransactionId, now_ms: int
     ) -> ScrubPiece | None:
-        """Return the next piece of a log that ends at `last_id`; None when there is nothing."""
+        """Return the next piece of a log that ends at `last_id`; None if the pass is finished."""
         turn = self._turns[partition_id]
         if not turn.is_running:
             turn.is_running, turn.last_id, turn.error = True, last_id, None
-            # Counted from the start, so that the duration of a pass does not shift the next.
+            # The interval counts from the start, so that the duration of a pass does not shift the
+            # next pass.
             turn.due_ms = now_ms
         turn.last_id = min(turn.last_id, last_id)  # A log may have been truncated since.
         if turn.next_id > turn.last_id:
@@ -163,7 +174,7 @@ class Scrub:
         return ScrubPiece(turn.next_id, min(PIECE_BYTES_MAX, self._rate(turn)))
 
     def on_piece_done(self, partition_id: PartitionId, scrubbed: ScrubResult, now_ms: int) -> bool:
-        """Take the result of a piece; return whether the pass is finished."""
+        """Process the result of a piece; return whether the pass is finished."""
         assert self._reading == partition_id
         self._reading = None
         turn = self._turns[partition_id]
@@ -199,7 +210,7 @@ class Scrub:
     # ---- progress
 
     def states(self, now_ms: int) -> list[ScrubState]:
-        """Return the progress in each partition, by partition number."""
+        """Return the progress of each partition, ordered by partition number."""
         return [
             ScrubState(
                 partition_id,
@@ -217,7 +228,7 @@ class Scrub:
 
     @property
     def positions(self) -> dict[PartitionId, TransactionId]:
-        """The next ID of each unfinished pass (rule 4)."""
+        """The next ID of each unfinished pass, by partition (rule 4)."""
         return {name: turn.next_id for name, turn in self._turns.items() if turn.next_id}
 
 
@@ -228,14 +239,17 @@ class Scrub:
 def write_positions(
     disk: Disk, directory: Path, positions: Mapping[PartitionId, TransactionId]
 ) -> None:
-    """Write the next ID of each pass; raises DiskFailed, NoSpace."""
+    """Write the next ID of each pass to the progress file; raises DiskFailed or NoSpace."""
     lines = "".join(f"{partition} {next_id}\n" for partition, next_id in sorted(positions.items()))
     body = lines.encode()
     create_durably(disk, directory, [(PLACES_NAME, f"{crc32(body):08x}\n".encode() + body)])
 
 
 def read_positions(disk: Disk, directory: Path) -> dict[PartitionId, TransactionId]:
-    """Return the next ID of each pass; empty if unknown. Raises DiskFailed."""
+    """Read the next ID of each pass from the progress file; raises DiskFailed.
+
+    Return an empty dictionary if the file is missing or damaged.
+    """
     if not disk.exists(directory / PLACES_NAME):
         return {}
     file = disk.open(directory / PLACES_NAME)

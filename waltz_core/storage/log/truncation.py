@@ -1,15 +1,16 @@
-"""A truncation: writes first the intent, then changes the files, then writes the slot.
+"""A truncation: first the intent is written, then the files are changed, then the slot is written.
 
-A session begins a truncation, and the next opening may have to finish it. Both must lead to the
-same log.
+A session begins a truncation, and the next opening of the log may have to finish it. Both ways must
+lead to the same log.
 
 Rules:
     1. The intent is durable in the slot before anything is truncated. From then on the truncation
        is carried out, if necessary by the next opening of the log.
-    2. Each step may be repeated: a step that found no space is repeated when there is more.
-    3. If a batch is truncated in its middle, its beginning stays as a batch with its own chain. The
-       intent contains this chain: after the truncation, the records to compute it from may no
-       longer exist.
+    2. Each step may be repeated: a step for which the disk was full is repeated when there is
+       space.
+    3. If a batch is truncated in its middle, its beginning stays as a batch with its own chain
+       hash. The intent contains this chain hash, because the records from which it is computed may
+       not exist after the truncation.
 """
 
 from dataclasses import replace
@@ -22,16 +23,17 @@ from waltz_core.storage.files.segments import Segments
 
 
 def with_intent(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slot:
-    """Return the slot with the intent, without the state that becomes invalid (rule 1).
+    """Return the slot with the intent, without state that the truncation makes invalid (rule 1).
 
     Raises:
-        ChecksumMismatch: the batch that the truncation goes through cannot be read.
+        ChecksumMismatch: the batch that the truncation shortens cannot be read.
     """
     shortened, end = truncation_of(segments, last_to_keep)
     provisional = slot.provisional
     if provisional is not None and last_to_keep < provisional.low_water_mark <= segments.last_id:
         provisional = None  # the log will not reach it, so it must not be confirmed
-    # A mark that the log never reached is of Waltz 0.13, and still shows that the log is short.
+    # A mark that the log never reached comes from Waltz 0.13, and still shows that the log is
+    # short.
     return replace(
         slot,
         truncate=TruncateIntent(last_to_keep, shortened),
@@ -43,7 +45,7 @@ def with_intent(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> 
 def truncation_of(
     segments: Segments, last_to_keep: TransactionId
 ) -> tuple[LineageEntry | None, AckedMarker]:
-    """Return the entry of the batch that is shortened, and the batch end before it."""
+    """Return the entry of the batch that the truncation shortens, and the batch end before it."""
     is_whole = last_to_keep <= segments.start.transaction_id
     entry = None if is_whole else segments.entry_of(last_to_keep)
     if entry is None or entry.last == last_to_keep:
@@ -63,14 +65,14 @@ def truncation_of(
 
 
 def carry_out(segments: Segments, intent: TruncateIntent) -> None:
-    """Carry out a truncation whose intent is durable; durable on return."""
+    """Truncate the files as a durable intent states; the changes are durable on return."""
     segments.truncate(*intent)
     segments.sync()
     segments.sync_index()
 
 
 def slot_after_truncation(slot: Slot, segments: Segments) -> Slot:
-    """Return the slot without the intent, when it is carried out."""
+    """Return the slot after a truncation was carried out, without the intent."""
     return replace(
         slot,
         truncate=None,
@@ -80,5 +82,8 @@ def slot_after_truncation(slot: Slot, segments: Segments) -> Slot:
 
 
 def _marker(slot: Slot, last: TransactionId, chain: Chain) -> AckedMarker:
-    """Return the marker for an ID, with the chain there if the records have batches."""
+    """Return the acked marker for an ID.
+
+    If the records have batches, it contains the chain hash.
+    """
     return AckedMarker(last, UNBATCHED if slot.is_unbatched else chain)

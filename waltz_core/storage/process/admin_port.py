@@ -1,14 +1,14 @@
-"""The administration port: accepts connections and carries out tasks.
+"""The administration port: accepts connections and executes the tasks of their requests.
 
-This code carries out the effects of `admin.py`, separately from the path of transactions. It delays
-no append and no read, except when a partition is taken out of service on purpose.
+This code executes the effects of `admin.py`, separately from the path of transactions. It delays no
+append and no read, except when a task takes a partition out of service on purpose.
 
 Rules:
-    1. Every task has one outcome. Only a bug raises an exception, which ends the process.
+    1. Every task has one outcome. Only a bug raises an exception, at which the process exits.
     2. A task that reads a served partition goes through the service, in turn with the partition's
        other work. Any other task takes the partition out of service first (`served_replicas.py`,
        rule 3).
-    3. With an audit log, a request begins only when its line is written. It also has a line with
+    3. With an audit log, a request begins only after its line was written. It also has a line with
        its outcome, even if its connection is closed before the answer.
 """
 
@@ -59,12 +59,13 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-# One operator needs a few, but a quarter of them is for all peers without permissions.
+# One operator needs a few links. But only a quarter of them is available to peers without
+# permissions.
 LINKS_MAX: Final = 1_024
 
 
 class AdminPort:
-    """The administration of one storage; see the module's rules."""
+    """The administration port of one storage; rules refer to this module."""
 
     def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
         self,
@@ -90,9 +91,9 @@ class AdminPort:
         self._storage_id = identity.storage_id
         self._numbers = count(1)
         self._links: dict[ConnectionId, Link] = {}
-        # Requests that are in the audit log without an outcome, by the identity of the message.
+        # Requests with a line in the audit log, but without an outcome, by the `id` of the message.
         self._audited: dict[int, AuditedRequest] = {}
-        # Unanswered reads through the service, by sequence.
+        # The futures of unanswered reads through the service, by sequence.
         self._reads: dict[int, asyncio.Future[StorageMessage]] = {}
         self._driver: Driver[Event, Effect] = Driver(
             AdminService(identity, address=serving.address),
@@ -103,7 +104,7 @@ class AdminPort:
         )
 
     async def listen(self, host: str, port: int, ssl: ListenContext | None) -> Listener:
-        """Open the port; raises BadConfig if that fails."""
+        """Open the port and return its listener; raises BadConfig if that is not possible."""
         listener = await listen(
             WireProtocol.ADMIN, host, port, self._accept, ssl=ssl, limits=LinkLimits(LINKS_MAX)
         )
@@ -111,7 +112,7 @@ class AdminPort:
         return listener
 
     def stop(self) -> None:
-        """Stop accepting requests."""
+        """Stop accepting requests; requests without an outcome are logged as "unknown"."""
         self._driver.stop()
         audited, self._audited = self._audited, {}
         for each in audited.values():
@@ -146,7 +147,7 @@ class AdminPort:
     def _on_audit_line_written(
         self, request: AdminRequest, error: errors.WaltzError | None
     ) -> None:
-        """Carry out a request whose line is written, or reject it (rule 3)."""
+        """Execute a request whose audit line was written, or reject it (rule 3)."""
         link, message = self._links.get(request.connection), request.message
         if link is None or link.is_closed or link.access is None:
             error = errors.Unavailable("the connection was closed before the request was started")
@@ -171,7 +172,7 @@ class AdminPort:
             case RunAdminTask():
                 self._tasks.create_task(self._run(effect))
             case Report():
-                pass  # the driver handles them
+                pass  # the driver handles reports
             case _:
                 assert_never(effect)
 
@@ -185,7 +186,7 @@ class AdminPort:
         try:
             link.send(effect.message)
         except errors.LocalProtocolError as error:
-            # Larger than a frame, or not expressible in this version.
+            # The answer is larger than a frame, or cannot be expressed in this version.
             if link.version == 0:
                 link.close(str(error))
             else:
@@ -247,7 +248,7 @@ class AdminPort:
     # ---- reading (rule 2)
 
     async def _read(self, task: admin_tasks.ReadRange) -> StorageMessage:
-        """Read a served partition through the service, another one directly."""
+        """Read a range: of a served partition through the service, of any other directly."""
         number = next(self._numbers)
         request = RangeRaw(
             NO_SESSION,
@@ -282,7 +283,7 @@ class AdminPort:
         return await self._serving.run_exclusively(partition_id, read, ends_session=False)
 
     def on_answered(self, message: StorageMessage) -> None:
-        """Take the service's answer to a read."""
+        """Pass the answer of the service to the read that waits for it."""
         answer = self._reads.get(message.sequence)
         if answer is not None and not answer.done():
             answer.set_result(message)

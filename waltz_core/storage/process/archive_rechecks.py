@@ -1,7 +1,8 @@
-"""Repeats reads of the archive that have found damage, so that the doctor sees a repair.
+"""Repeats reads of the archive that have found damage, so that the doctor notices a repair.
 
-At a time, one place is read again for each different error, with the manifest of the present
-session. If a read succeeds, the error is over for all places, because it names the file.
+Each round repeats one read for each different error, with the manifest of the present session. An
+error names the damaged file. So if the read succeeds, the error is resolved for all reads that had
+it.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ RECHECK_S: Final = 30.0
 async def recheck_forever(
     access: StorageArchive, machine: StorageService, threads: Executor
 ) -> None:
-    """Repeat the reads now and then; a call that hangs delays the next ones only."""
+    """Repeat the reads every `RECHECK_S`; a call that hangs delays only later reads."""
     while True:
         await asyncio.sleep(RECHECK_S)
         await recheck(access, machine.archived_marks, threads)
@@ -31,7 +32,7 @@ async def recheck_forever(
 async def recheck(
     access: StorageArchive, marks: Mapping[PartitionId, SetArchived], threads: Executor
 ) -> None:
-    """Repeat the reads of partitions with a session; an unavailable store changes nothing."""
+    """Repeat the reads of partitions that have a session; ignore an unavailable store."""
     loop = asyncio.get_running_loop()
     for place in access.damaged_places:
         partition_id, first = place

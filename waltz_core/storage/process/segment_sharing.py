@@ -2,8 +2,8 @@
 
 Rules:
     1. With access control, a request must have a ticket. The ticket belongs to an open connection,
-       which has received it with record locations. That connection must be permitted to read the
-       partition now (decision 048, AC 12).
+       which has received it with record locations. This connection must at present be permitted to
+       read the partition (decision 048, AC 12).
     2. A ticket consists of the number of its connection and a code that only this process can
        compute. So there is no list of tickets, and no ticket is valid after its connection or this
        process has ended.
@@ -38,7 +38,7 @@ _NUMBER_BYTES: Final = 8
 
 
 class SegmentSharing:
-    """See the module's rules; `links` are the storage's open connections."""
+    """Passes segment files to readers; `links` are the open connections of the storage."""
 
     def __init__(
         self, links: Mapping[ConnectionId, Link], *, cluster_key: bytes, needs_ticket: bool
@@ -49,7 +49,7 @@ class SegmentSharing:
         self._secret = secrets.token_bytes(32)
 
     def with_ticket(self, connection: ConnectionId, answer: StorageMessage) -> StorageMessage:
-        """Add the connection's ticket to record locations; return other answers unchanged."""
+        """Add the connection's ticket to record locations; return any other answer unchanged."""
         if self._needs_ticket and isinstance(answer, RangeBytes) and answer.form == LOCATIONS:
             return replace(answer, ticket=self._ticket_of(connection))
         return answer
@@ -57,9 +57,9 @@ class SegmentSharing:
     async def offer(
         self, address: str, engine: StorageEngine, serving: ServedReplicas, pool: CallThreads
     ) -> None:
-        """Pass files until cancelled; returns if that is not possible on this system.
+        """Serve requests for files until cancelled; return if the system does not support this.
 
-        They are opened on a thread of `pool`.
+        The files are opened on a thread of `pool`.
         """
         loop = asyncio.get_running_loop()
 
@@ -84,7 +84,7 @@ class SegmentSharing:
         return (number + hmac.digest(self._secret, number, "sha256"))[:TICKET_BYTES]
 
     def _check(self, ticket: bytes, partition_id: PartitionId) -> None:
-        """Raise PermissionDenied, or another error of the port, unless rule 1 is met."""
+        """Raise PermissionDenied, or another error of the port, unless rule 1 is fulfilled."""
         connection = ConnectionId(int.from_bytes(ticket[:_NUMBER_BYTES], "big"))
         link = self._links.get(connection)
         if (

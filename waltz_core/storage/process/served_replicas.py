@@ -1,23 +1,25 @@
-"""Decides which partitions a storage serves, following ZooKeeper, with pauses for administration.
+"""Decides which partitions a storage serves, by the assignments in ZooKeeper.
 
-Opening, dropping and administering the same partition must never happen at the same time. A lock
-for each partition ensures this.
+The storage must never open, drop and administer the same partition at the same time. A lock for
+each partition ensures this.
 
 Rules:
-    1. A partition is served while the replica assignment names this storage for it. Afterwards, it
+    1. A partition is served while the replica assignment names this storage for it. After that, it
        is served until the partition's metadata no longer names the storage, because the session
        that drops this storage must first receive its state (docs/design/correctness.md 2.1 C and
-       D). While ZooKeeper is unavailable, nothing changes. If a partition cannot be opened (full
-       disk, failing disk, a missing file that an operator must restore), the storage tries again,
-       with growing pauses. If only a restart can help, the process ends.
-    2. A partition that was taken offline is not served, whatever ZooKeeper assigns.
-    3. To change a partition's files, the storage first drops the partition, which ends its session
-       here. It opens the partition again afterwards if it must still be served.
-    4. A partition is dropped when its running work is done. If this work hangs on a disk, only that
+       D). While ZooKeeper is unavailable, the set of served partitions does not change. If a
+       partition cannot be opened (full disk, failing disk, a missing file that an operator must
+       restore), the storage retries with growing pauses. If only a restart can help, the process
+       exits.
+    2. A partition that was taken offline is not served, even if ZooKeeper assigns it.
+    3. To change a partition's files, the storage first drops the partition, which ends the
+       partition's session on this storage. Afterwards, the storage opens the partition again if it
+       must still be served.
+    4. A partition is dropped when its running work is done. If this work hangs on a disk, only this
        partition is delayed.
-    5. If the files of a partition were deleted or replaced, it is dropped, and not opened again
-       before an administrator has emptied it (`storage_engine.py`, rule 8). If the control file was
-       deleted or replaced, too, the process ends (rule 9 there).
+    5. If the files of a partition were deleted or replaced, the partition is dropped, and not
+       opened again before an administrator has emptied it (`storage_engine.py`, rule 8). If the
+       control file was deleted or replaced, too, the process exits (rule 9 of that file).
 """
 
 import asyncio
@@ -44,8 +46,9 @@ _log = logging.getLogger(__name__)
 
 REOPEN_S_MIN: Final = 1.0
 REOPEN_S_MAX: Final = 60.0
-# Partitions opened at once. Each opening makes three syncs, or six if it is new; a file system
-# joins concurrent ones. More threads would only contend for it.
+# The maximum number of partitions that are opened at the same time. Each opening makes three syncs,
+# or six for a new partition; a file system joins concurrent syncs. More threads would only contend
+# for it.
 OPENERS_COUNT: Final = 8
 ResultT = TypeVar("ResultT")
 
@@ -53,9 +56,9 @@ ResultT = TypeVar("ResultT")
 def run_concurrently(
     call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]
 ) -> None:
-    """Block until `call` has run for each partition, on at most `OPENERS_COUNT` threads at once.
+    """Call a function for each partition, on at most `OPENERS_COUNT` threads; block until all end.
 
-    All calls are made; then the first exception is raised.
+    All calls are made. If any fails, the first exception is raised at the end.
     """
     if not partition_ids:
         return
@@ -70,11 +73,11 @@ class ThreadRunner(Protocol):
     """Runs a blocking call on a thread of the storage's pool."""
 
     def __call__(self, call: Callable[[], ResultT]) -> Awaitable[ResultT]:
-        """Return the call's result."""
+        """Run the call, and return its result."""
 
 
 class ServedReplicas:
-    """The partitions of one storage; see the module's rules."""
+    """The partitions that one storage serves; rules refer to this module."""
 
     def __init__(  # noqa: PLR0913 - what it needs of the daemon, one by one
         self,
@@ -88,11 +91,11 @@ class ServedReplicas:
         on_opened: Callable[[PartitionLog], None],
         on_dropped: Callable[[PartitionId], None],
     ) -> None:
-        self.address = ReplicaId("")  # until the daemon knows its port
+        self.address = ReplicaId("")  # empty until the daemon has its port
         self.logs: dict[PartitionId, PartitionLog] = {}
         self._engine = engine
         self._coordinator = coordinator
-        self._assigned = partitions  # assigned here, offline or not
+        self._assigned = partitions  # the partitions assigned to this storage, offline or not
         self._post = post
         self._report = report
         self._in_thread = in_thread
@@ -104,7 +107,7 @@ class ServedReplicas:
 
     @property
     def offline(self) -> tuple[PartitionId, ...]:
-        """Return the partitions that are assigned here and were taken offline."""
+        """The partitions that are assigned to this storage and were taken offline."""
         return tuple(
             partition_id
             for partition_id in self._assigned
@@ -113,12 +116,12 @@ class ServedReplicas:
 
     @property
     def unserved_partitions(self) -> list[PartitionId]:
-        """Return the partitions that should be served and are not."""
+        """The partitions that should be served but are not, sorted."""
         return sorted(set(self._wanted_partitions()) - self.logs.keys())
 
     @property
     def unserved_reasons(self) -> dict[str, str]:
-        """Return the error of each partition that should be served and is not."""
+        """The error of each partition that should be served but is not, by partition."""
         failed = self._engine.failed
         return {str(each): str(failed[each]) for each in self.unserved_partitions if each in failed}
 
@@ -132,7 +135,7 @@ class ServedReplicas:
     # ---- following (rule 1)
 
     def set_assignments(self, assignments: ReplicaAssignments) -> None:
-        """Take a new replica assignment from ZooKeeper."""
+        """Apply a new replica assignment from ZooKeeper."""
         own_partitions = assignments.partitions.get(self.address)
         if own_partitions is None:
             _log.warning("storage.not_in_cluster address=%s", self.address)
@@ -147,9 +150,12 @@ class ServedReplicas:
         self._changed.set()
 
     async def follow(self, on_checked: Callable[[], None]) -> None:
-        """Open and drop partitions as wanted; call `on_checked` after each round."""
+        """Open and drop partitions as the assignment requires.
+
+        Call `on_checked` after each round.
+        """
         retry_s = REOPEN_S_MIN
-        await self._changed.wait()  # the assignment is unknown before
+        await self._changed.wait()  # before this, the assignment is unknown
         async with asyncio.TaskGroup() as drops:
             while True:
                 try:
@@ -173,7 +179,7 @@ class ServedReplicas:
                 on_checked()
 
     def _is_wanted(self, partition_id: PartitionId, leaving: Collection[PartitionId]) -> bool:
-        """Return whether a partition should be open; an administrator may have changed that."""
+        """Return whether a partition should be open; administration may have changed the answer."""
         engine = self._engine
         if engine.has_lost_files_of(partition_id) or not engine.is_available(partition_id):
             return False
@@ -181,7 +187,7 @@ class ServedReplicas:
         return is_kept or partition_id in self._assigned
 
     def _unlocked_partitions(self, partition_ids: Collection[PartitionId]) -> list[PartitionId]:
-        """Return those that are not locked; a lock holder triggers `recheck` afterwards."""
+        """Return the partitions that are not locked; a lock holder calls `recheck` afterwards."""
         return sorted(each for each in partition_ids if not self._alone[each].locked())
 
     async def _drop_exclusively(self, partition_id: PartitionId) -> None:
@@ -213,7 +219,7 @@ class ServedReplicas:
         )
 
     async def _leaving_partitions(self) -> list[PartitionId]:
-        """Return unassigned partitions that are still in the metadata of a session."""
+        """Return the unassigned partitions that are still in the metadata of a session."""
         leaving: list[PartitionId] = []
         if self._coordinator is None:
             return leaving
@@ -233,19 +239,19 @@ class ServedReplicas:
         return leaving
 
     async def _open(self, partition_ids: Sequence[PartitionId]) -> None:
-        """Open the logs in parallel; a failure of one does not affect the others."""
+        """Open logs in parallel; a log that cannot be opened does not affect other logs."""
         found: dict[PartitionId, PartitionLog | errors.WaltzError] = {}
 
         def open_one(partition_id: PartitionId) -> None:
             try:
-                # The reserve has room for this.
+                # The reserve has enough space for the files of a new log.
                 assign = partial(self._engine.assign, partition_id)
                 found[partition_id] = self._engine.space.with_reserve(assign)
             except errors.WaltzError as error:
                 found[partition_id] = error
 
         def open_all() -> None:
-            with suppress(errors.WaltzError):  # Each of them gets the error again.
+            with suppress(errors.WaltzError):  # `open_one` reports the error again.
                 self._engine.assign_new(partition_ids)
             run_concurrently(open_one, partition_ids)
 
@@ -271,7 +277,7 @@ class ServedReplicas:
             _log.info("storage.partitions_opened count=%d", len(partition_ids))
 
     async def _drop(self, partition_id: PartitionId) -> None:
-        """Stop serving a partition; its files stay open until they are changed."""
+        """Stop serving a partition; its files stay open until administration changes them."""
         idle = self._dropping[partition_id] = asyncio.Event()
         self._post(service.PartitionDropped(partition_id))
         await idle.wait()
@@ -281,7 +287,7 @@ class ServedReplicas:
         _log.info("storage.partition_closed partition=%s", partition_id)
 
     def on_partition_idle(self, partition_id: PartitionId) -> None:
-        """Note that a dropped partition has no running work."""
+        """Note that a dropped partition has no running work any more."""
         self._dropping[partition_id].set()
 
     def stop_serving(self, partition_id: PartitionId, why: errors.WaltzError) -> None:
@@ -294,11 +300,11 @@ class ServedReplicas:
     async def run_exclusively(
         self, partition_id: PartitionId, call: Callable[[], ResultT], *, ends_session: bool = True
     ) -> ResultT:
-        """Call on a thread with exclusive use of a partition; serve it again afterwards.
+        """Run a call on a thread while a partition is not served; serve it again afterwards.
 
         Raises:
             UnknownPartition: the cluster has no such partition.
-            Unavailable: it is served, and its session must not end for this.
+            Unavailable: the partition is served, and `ends_session` is False.
         """
         self._engine.check_exists(partition_id)
         async with self._alone[partition_id]:
@@ -318,7 +324,7 @@ class ServedReplicas:
             await self._alone[PartitionId(partition_id)].acquire()
 
     async def zookeeper_state(self, partition_id: PartitionId) -> ZooKeeperState:
-        """Return the state of this replica in ZooKeeper, or else in the configured cluster.
+        """Return the state of this replica in ZooKeeper; without ZooKeeper, in the static cluster.
 
         Raises:
             CoordinatorUnavailable: ZooKeeper cannot be read.
@@ -357,12 +363,12 @@ def recheck_interval_s(
     wanted: Collection[PartitionId],
     stored_here: Collection[PartitionId],
 ) -> float | None:
-    """Return the time until the partitions are checked again without a change.
+    """Return the seconds until the partitions are checked again if nothing changes.
 
-    None if only a change can matter. `retry_s` is the current pause (it grows) for partitions
-    that could not be opened, or not be dropped yet.
+    Return None if no check is needed before a change. `retry_s` is the current, growing pause for
+    partitions that could not be opened or dropped yet.
     """
     if set(served) != set(wanted):
         return retry_s
-    # A session may still need the vote of a partition that is here but not served.
+    # A session may still need the vote of a partition that is stored here but not served.
     return None if set(served) >= set(stored_here) else REOPEN_S_MAX

@@ -1,24 +1,25 @@
 """The storage process: its directory, its ports, its partitions, and its shutdown.
 
-Only this file connects the service with sockets, threads and ZooKeeper; `service.py` decides on all
+Only this file connects the service with sockets, threads and ZooKeeper. `service.py` decides on all
 answers.
 
 Rules:
-    1. Before any partition is served, the directory is open, and this storage is registered for its
-       address.
+    1. Before any partition is served, the directory is opened, and this storage is registered for
+       its address.
     2. `served_replicas.py` decides which partitions are served; `admin_port.py` administers them.
     3. Calls of the engine run in a small pool of threads, one at a time for a partition. Uploads to
-       the archive and collections have one thread of their own, and reads from the archive have
-       others. The process does not wait for them at its end, because a call of the object store may
-       hang.
-    4. Connections that arrive before the partitions are open wait. Otherwise an owner would get the
-       error that the partition is not here, and would retry only after a long pause.
-    5. At the end the process stops reading requests, finishes running work, syncs, and marks the
+       the archive and collections of garbage share one other thread, and reads from the archive
+       have other threads. The process does not wait for these threads when it exits, because a call
+       of the object store may hang.
+    4. Connections that arrive before the partitions are open wait. Otherwise an owner would receive
+       the error that the storage does not have the partition, and would retry only after a long
+       pause.
+    5. At shutdown, the process stops reading requests, finishes running work, syncs, and marks the
        directory as clean. In three cases it leaves the directory as it is: after a failure of the
-       disk, if running work does not end in time, and if a cancelled caller's call still changes a
-       file. Then files and locks are released when the process ends, so that the next process
-       cannot start while this one still runs. A disk that hangs does not keep the process from
-       ending.
+       disk, if running work does not end in time, and if the call of a cancelled caller still
+       changes a file. In these cases, files and locks are released when the process exits, so that
+       the next process cannot start while this one still runs. A disk that hangs does not prevent
+       the exit.
 """
 
 import asyncio
@@ -85,13 +86,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 CLOSE_S_MAX: Final = 10.0
-# A thousand logs take three syncs each.
+# The close of a thousand logs needs three syncs for each.
 CLOSE_LOGS_S_MAX: Final = 300.0
 PLACES_S: Final = 60.0
-# Limit of unsent answers of one connection; beyond it the connection is closed.
+# The limit of unsent answers of one connection; above it, the connection is closed.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 ARCHIVE_READ_THREADS: Final = 4
-# The levels of reports; the others have DEBUG.
+# The log levels of reports; all other reports have level DEBUG.
 LEVELS: Final = {
     "storage.disk_failed": logging.WARNING,
     "storage.disk_full": logging.WARNING,
@@ -119,7 +120,7 @@ JobT = TypeVar("JobT")
 
 @dataclass(frozen=True, slots=True)
 class StaticCluster:
-    """A cluster without ZooKeeper: for tests, and for a single storage."""
+    """The facts of a cluster; replaces ZooKeeper in tests and for a single storage."""
 
     cluster_key: UUID
     partition_count: int
@@ -127,7 +128,7 @@ class StaticCluster:
 
 
 def run(config: StorageConfig) -> None:
-    """Run a storage until SIGTERM or SIGINT; raise the error that ended it otherwise."""
+    """Run a storage until SIGTERM or SIGINT; raise the error if it stops for another reason."""
     if not __debug__:
         raise errors.BadConfig(
             "the storage does not run under `python -O`, because it relies on its assertions. "
@@ -148,9 +149,9 @@ async def serve(
     on_ready: Callable[[str], None] = lambda _address: None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until `stop` is set (without one: until SIGTERM or SIGINT).
+    """Serve until `stop` is set; if `stop` is None, until SIGTERM or SIGINT.
 
-    `cluster` replaces ZooKeeper. Raises the errors that prevent a start or end the daemon:
+    `cluster` replaces ZooKeeper. Raises the errors that prevent a start or stop the daemon:
     ClusterKeyMismatch, StorageIdMismatch, BadFormat (a file), CoordinatorUnavailable, BadConfig
     (another process on the directory, an address in use), DiskFailed.
     """
@@ -170,7 +171,7 @@ async def serve(
 
 
 class StorageDaemon:
-    """One storage; see the module's rules."""
+    """One storage process; rules refer to this module."""
 
     def __init__(
         self, config: StorageConfig, cluster: StaticCluster, coordinator: Coordinator | None
@@ -183,7 +184,7 @@ class StorageDaemon:
         self._cluster = cluster
         self._coordinator = coordinator
         self._writers = WriterThreads(config.writer_thread_count, self._on_work_done)
-        # For rare calls: opening, closing, files other than the logs.
+        # For rare calls: opening, closing, and all files other than the logs.
         self._pool = CallThreads(config.writer_thread_count, "storage-helper")
         self._loop = asyncio.get_running_loop()
         self._uploads = CallThreads(1, "storage-upload")
@@ -206,10 +207,10 @@ class StorageDaemon:
         self._is_assigned = asyncio.Event()
         self._early: list[Link] = []
         self._works_count = 0
-        self._is_left = False  # work was running at the end, and may still be
+        self._is_left = False  # work did not end during shutdown, and may still run
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        # Set with the error that ends the process (service.py, rule 6; or a bug).
+        # Receives the error that stops the process (service.py, rule 6; or a bug).
         self._failure: asyncio.Future[None] = self._loop.create_future()
         self._engine: StorageEngine | None = None
         self._machine: StorageService | None = None
@@ -222,7 +223,7 @@ class StorageDaemon:
     # start and end
 
     async def serve(self, stop: asyncio.Event, on_ready: Callable[[str], None]) -> None:
-        """Serve until `stop` is set or something has failed."""
+        """Serve until `stop` is set or an error stops the storage."""
         try:
             async with open_port_files(self._config, self._ssl, metrics=self.metrics):
                 await self._serve_directory(stop, on_ready)
@@ -246,7 +247,7 @@ class StorageDaemon:
             raise errors.first_in(known) from group
         finally:
             if not self._is_left:
-                await self._drain()  # begun before the driver stopped
+                await self._drain()  # for work that began before the driver stopped
             if not self._is_left and (is_clean or not self._pool.is_busy):
                 close = engine.close if is_clean else engine.abandon
                 await self._with_timeout("the logs", close, CLOSE_LOGS_S_MAX)
@@ -376,7 +377,7 @@ class StorageDaemon:
             _log.warning("storage.scrub_progress_save_failed error=%s", error)
 
     async def _keep_positions(self, machine: StorageService) -> None:
-        """Write the scrub's progress now and then, so that a restart continues it."""
+        """Write the scrub's progress every `PLACES_S`, so that a restart continues from it."""
         kept: Mapping[PartitionId, TransactionId] = {}
         while True:
             await asyncio.sleep(PLACES_S)
@@ -386,7 +387,7 @@ class StorageDaemon:
                 kept = positions
 
     async def _sample_space(self, space: DiskSpace) -> None:
-        """Note the free bytes now and then: the doctor reports when the disk will be full."""
+        """Sample the free bytes, from which the doctor predicts when the disk will be full."""
         while True:
             await self._in_thread(lambda: space.note_free_bytes(_wall_clock_ms()))
             await asyncio.sleep(SAMPLE_MS / 1000)
@@ -424,7 +425,7 @@ class StorageDaemon:
         )
 
     async def _register(self, engine: StorageEngine) -> None:
-        """Register for this address, or raise StorageIdMismatch if it is another storage's."""
+        """Register this storage for its address; raise StorageIdMismatch if another one has."""
         coordinator = self._coordinator
         if coordinator is None:
             return
@@ -458,13 +459,15 @@ class StorageDaemon:
             nonlocal is_known
             was_known, is_known = is_known, serving.address in assignments.partitions
             if is_known and not was_known:
-                tasks.create_task(self._register(engine))  # its removal removed the registration
+                tasks.create_task(
+                    self._register(engine)
+                )  # the removal has deleted the registration
             serving.set_assignments(assignments)
 
         await follow_readable(coordinator.follow_replica_assignment, take)
 
     async def _until_one_of(self, events: Sequence[asyncio.Event], tasks: TaskGroup) -> None:
-        """Wait for one of the events, or raise the error that must end the process."""
+        """Wait for one of the events; raise the error if one stops the process first."""
         waiting = tasks.create_task(_wait_for_one_of(events))
         await asyncio.wait((waiting, self._failure), return_when=asyncio.FIRST_COMPLETED)
         waiting.cancel()
@@ -488,7 +491,7 @@ class StorageDaemon:
         raise _StorageStopped
 
     async def _drain(self, serving: ServedReplicas | None = None) -> None:
-        """Wait, with a limit, until no work and no change of served partitions is running."""
+        """Wait until no work and no change of served partitions runs, at most `CLOSE_S_MAX`."""
         try:
             async with asyncio.timeout(CLOSE_S_MAX):
                 if serving is not None:
@@ -499,7 +502,7 @@ class StorageDaemon:
             _log.warning("storage.shutdown_pending_work count=%d", self._works_count)
 
     def _fail(self, error: BaseException) -> None:
-        """End the process with an error; the first one counts."""
+        """Stop the process with an error; only the first error counts."""
         if not self._failure.done():
             self._failure.set_exception(error)
 
@@ -507,10 +510,10 @@ class StorageDaemon:
     # connections
 
     def _checked_assignment(self) -> None:
-        """The right partitions are served: accept the waiting connections (rule 4)."""
+        """Accept the connections that wait, because all wanted partitions are served (rule 4)."""
         self._is_assigned.set()
         early, self._early = self._early, []
-        for link in early:  # in order: of two links of one server the later one counts
+        for link in early:  # in order: of two links of one server, the later counts
             if not link.is_closed:
                 self._accept(link)
 
@@ -604,7 +607,7 @@ class StorageDaemon:
         job: JobT,
         take: Callable[[JobT, ResultT], None],
     ) -> None:
-        """Call on a thread; then pass job and result to `take`, on the loop's thread."""
+        """Run a call on a thread, and pass job and result to `take` on the event loop's thread."""
 
         def done(future: "Future[ResultT]") -> None:
             error = future.exception()
@@ -643,7 +646,7 @@ class StorageDaemon:
         try:
             link.send(self._segments.with_ticket(connection, message))
         except errors.LocalProtocolError as error:
-            # A batch of a full append frame does not fit into the frame of a range.
+            # A batch of a full append frame may not fit into the frame of a range.
             prefix = (message.session_id, message.sequence, message.partition_id)
             link.send(Nack(*prefix, errors.TooLarge.code, message.session_id, str(error)))
 
@@ -655,11 +658,11 @@ class StorageDaemon:
     def _post_to_loop(
         self, take: "Callable[[Future[ResultT]], None]", future: "Future[ResultT]"
     ) -> None:
-        """Call on the loop's thread; this runs on another one."""
+        """Call `take` on the event loop's thread; this method runs on another thread."""
         try:
             self._loop.call_soon_threadsafe(take, future)
         except RuntimeError:
-            if not self._loop.is_closed():  # Otherwise the process is ending.
+            if not self._loop.is_closed():  # Otherwise the process is exiting.
                 raise
 
     def _on_upload_done(self, job: UploadJob, outcome: UploadOutcome) -> None:
@@ -676,8 +679,8 @@ class StorageDaemon:
         self._post(archive_jobs.ExpiryWritten(job, outcome))
 
     def _on_archive_progressed(self) -> None:
-        """Notify the machine; this runs on the thread of uploads."""
-        with suppress(RuntimeError):  # The loop is closed: the process is ending.
+        """Notify the state machine of progress; this method runs on the thread of uploads."""
+        with suppress(RuntimeError):  # The loop is closed: the process is exiting.
             self._loop.call_soon_threadsafe(self._post, archive_jobs.ArchiveProgressed())
 
     def _read_archive(self, read: ArchiveQuery) -> WorkOutcome:
@@ -717,7 +720,7 @@ class StorageDaemon:
     # health and status
 
     async def health(self) -> Health:
-        """Return the health of the storage, once its directory is open."""
+        """Return the health of the storage; its directory must be open."""
         assert self._health is not None
         return await self._health.find()
 
@@ -735,14 +738,14 @@ class StorageDaemon:
         )
 
     def scrub_now(self, partition_id: PartitionId | None = None) -> None:
-        """Scrub a partition from its beginning, or all that are served (None).
+        """Start a scrub of a partition from its beginning, or of all served partitions (None).
 
-        One that is not served is skipped. `scrub_status` reports the progress.
+        A partition that is not served is skipped. `scrub_status` reports the progress.
         """
         self._post(service.ScrubNow(partition_id))
 
     def scrub_status(self) -> list[ScrubState]:
-        """Return the scrub's progress in each partition that is served."""
+        """Return the progress of the scrub in each served partition."""
         return [] if self._machine is None else self._machine.scrub_states(loop_clock_ms())
 
     def _report(self, report: Report) -> None:
@@ -753,7 +756,7 @@ class StorageDaemon:
             _log.log(level, "%s %s", report.name, fields)
 
     async def _with_timeout(self, what: str, call: Callable[[], None], limit_s: float) -> None:
-        """Call on a thread at the end of the process; a disk that hangs must not prevent it."""
+        """Run a call on a thread at shutdown; if it takes too long, log this and continue."""
         try:
             async with asyncio.timeout(limit_s):
                 await self._in_thread(call)
@@ -765,7 +768,7 @@ class StorageDaemon:
 
 
 class _StorageStopped(Exception):
-    """The storage was stopped."""
+    """Ends all tasks of a storage that was stopped as requested."""
 
 
 async def _wait_for_one_of(events: Sequence[asyncio.Event]) -> None:

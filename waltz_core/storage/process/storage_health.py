@@ -1,10 +1,10 @@
 """The health of a storage: its disk, its replicas, and its connection to ZooKeeper.
 
 Rules:
-    1. Known damage that waits for its repair is shown, but does not make the storage unhealthy.
+    1. Known damage that waits for its repair is reported, but does not make the storage unhealthy.
     2. A storage with a full disk is not healthy, but ready: it answers readers and owners.
-    3. A disk that hangs stops neither the event loop nor a page: it has an error after
-       `DISK_STATUS_S_MAX`, and no further query of it begins.
+    3. A disk that hangs blocks neither the event loop nor a page: the disk is reported with an
+       error after `DISK_STATUS_S_MAX`, and no further query of it begins.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ DISK_STATUS_S_MAX: Final = 2.0
 
 
 class StorageHealth:
-    """Finds out the health of one storage; see the module's rules."""
+    """Determines the health of one storage; rules refer to this module."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class StorageHealth:
         self._status_query: asyncio.Future[DiskStatus] | None = None
 
     async def find(self) -> Health:
-        """Return the health of the storage."""
+        """Return the health of the storage: reasons why it is not ready, and details."""
         disk_status = await self._disk_status()
         serving, coordinator = self._serving, self._coordinator
         suspect = sorted(each for each, log in serving.logs.items() if log.suspect)
@@ -79,7 +79,7 @@ class StorageHealth:
         return reasons
 
     async def _disk_status(self) -> DiskStatus:
-        """Query the disk for its room (rule 3)."""
+        """Query the free space of the disk (rule 3)."""
         clock_ms = time.time_ns() // 1_000_000
         if self._status_query is None or self._status_query.done():
             look = partial(admin_execution.disk_status_of, self._engine, clock_ms)

@@ -1,6 +1,6 @@
 """The metrics of a storage: counters, and gauges of the current state.
 
-Nothing depends on them.
+No decision depends on them.
 
 Rules:
     1. Every operation that removes or restores a replica's records has a counter.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class StorageMetrics:
-    """The metrics of one storage. `clock_ms` is the clock of its machine."""
+    """The metrics of one storage. `clock_ms` is the clock of its state machine."""
 
     def __init__(self, metrics: "Metrics", *, clock_ms: Callable[[], int]) -> None:
         self._metrics = metrics
@@ -45,7 +45,7 @@ class StorageMetrics:
         links_count: Callable[[], int],
         logs: Mapping[PartitionId, PartitionLog],
     ) -> None:
-        """Register gauges that read the current state."""
+        """Register the gauges of the storage; they read the current state when they are queried."""
         set_source = self._metrics.set_source
         set_source("waltz_storage_connections", links_count)
         set_source("waltz_storage_queued_bytes", lambda: machine.queue_limits.owner_bytes)
@@ -63,7 +63,7 @@ class StorageMetrics:
         )
 
     def register_log(self, log: PartitionLog) -> None:
-        """Register gauges that read the current state of a partition's log."""
+        """Register the gauges of a partition's log; they read the current state when queried."""
         where = {"partition": log.partition_id}
         set_source = self._metrics.set_source
         set_source("waltz_storage_last_transaction", lambda: log.synced_max, **where)
@@ -104,7 +104,7 @@ class StorageMetrics:
     def count_collection(
         self, job: GarbageCollectionJob, outcome: GarbageCollectionOutcome
     ) -> None:
-        """Count the files that a collection has deleted from the archive."""
+        """Count the files that a collection of garbage has deleted from the archive."""
         if isinstance(outcome, CollectedGarbage):
             add, partition = self._metrics.add, job.partition_id
             add(
@@ -140,7 +140,7 @@ class StorageMetrics:
                 self._metrics.add(f"waltz_storage_{name}", amount, partition=partition)
 
     def report(self, report: Report) -> None:
-        """Count a report under its name, and the scrub's passes per partition."""
+        """Count a report under its name; count finished scrub passes for each partition."""
         self._metrics.report(report)
         if report.name == "storage.scrub_finished":
             partition = str(dict(report.fields)["partition"])
@@ -153,7 +153,10 @@ def _running_upload_s(machine: StorageService, now_ms: int) -> float:
 
 
 def _bytes_of(query: Callable[[], int]) -> float:
-    """Return the bytes; NaN if the query fails, so that other metrics are still shown."""
+    """Return the bytes.
+
+    Return NaN if the query fails, so that other metrics are still shown.
+    """
     try:
         return query()
     except DiskFailed:

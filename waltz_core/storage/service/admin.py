@@ -1,28 +1,29 @@
 """The administration of a storage as a state machine: requests in, answers and tasks out.
 
 This code decides whether acknowledged data may be deleted. It has no sockets, threads or ZooKeeper,
-so that tests can cover every case. `admin_port.py` carries the decisions out on the disk, through
+so that tests can cover every case. `admin_port.py` executes the decisions on the disk, through
 `storage_engine.py` and `removal.py`.
 
-A task is a query or a change that a request needs; each has one `AdminTaskDone`. A request is a
-generator that yields tasks and returns its answer.
+A task is a query or a change that a request needs. Exactly one `AdminTaskDone` reports its result.
+A request is a generator that yields tasks and returns its answer.
 
 Rules:
     1. Changes of all connections are made one at a time, in the order of arrival. Queries do not
-       wait for them.
+       wait for changes.
     2. If the last session counts on a replica (ZooKeeper records it as engaged), the replica is
-       removed or emptied only with `is_forced`. If ZooKeeper assigns a replica to this storage, it
-       is never removed: the storage would create it again at once, empty. ZooKeeper is queried each
-       time.
+       removed or emptied only with `is_forced`. If ZooKeeper assigns a replica to this storage, the
+       replica is never removed: the storage would immediately create it again, empty. ZooKeeper is
+       queried for each request.
     3. Records are copied only to an offline partition, and only up to the confirmed low-water mark
        of the source: only settled records may make a log longer.
-    4. A request for several partitions ends at the first one that is rejected. The error lists
-       those that are done.
-    5. A change is durable before it is answered. Once begun, a change is carried out even if the
+    4. A request for several partitions ends at the first partition for which it is rejected. The
+       error lists the partitions that are done.
+    5. A change is durable before it is answered. A change that has begun is completed even if the
        client has disconnected (but see rule 6).
     6. With access control, the end of a connection ends its requests, because a revocation may have
        closed it. Waiting requests are dropped, and a running one ends after its current task.
-    7. A peer with version A 0 gets errors in the form of Waltz 0.13: as a text.
+    7. A peer with version 0 of the administration protocol (A 0) receives errors in the form of
+       Waltz 0.13: as a text.
 """
 
 import json
@@ -73,9 +74,9 @@ from waltz_core.wire import admin_messages as wire
 from waltz_core.wire.admin_messages import AdminMessage
 from waltz_core.wire.messages import ENTRIES_MAX, RangeBytes
 
-# Requests that wait for their turn, over all connections; there is one operator, or a few.
+# The maximum number of requests that wait, over all connections; there are only a few operators.
 WAITING_MAX: Final = 256
-# The names of the gauges that show `DiskStatus`.
+# The names of the gauges for the fields of `DiskStatus`, in their order.
 DISK_GAUGES: Final = (
     "free-bytes",
     "reserved-bytes",
@@ -93,7 +94,7 @@ DISK_GAUGES: Final = (
 
 @value(frozen=True, slots=True)
 class AdminRequest:
-    """A message arrived on a connection that uses this version of A."""
+    """A request arrived on a connection with this version of the administration protocol."""
 
     connection: ConnectionId
     version: int
@@ -102,7 +103,7 @@ class AdminRequest:
 
 @value(frozen=True, slots=True)
 class AdminTaskDone:
-    """The result of a task, or its error."""
+    """A task is done; `value` is its result or its error."""
 
     task_id: int
     value: object
@@ -110,7 +111,7 @@ class AdminTaskDone:
 
 @value(frozen=True, slots=True)
 class AdminDisconnected:
-    """A connection with access control is closed; it sends no further request."""
+    """A connection with access control is closed; it sends no further requests."""
 
     connection: ConnectionId
 
@@ -120,7 +121,7 @@ Event: TypeAlias = AdminRequest | AdminTaskDone | AdminDisconnected | Wakeup
 
 @value(frozen=True, slots=True)
 class SendAdminResponse:
-    """Send the answer to a request; ignored if the connection is closed."""
+    """Send the answer to a request; do nothing if the connection is closed."""
 
     connection: ConnectionId
     message: AdminMessage
@@ -129,7 +130,7 @@ class SendAdminResponse:
 
 @value(frozen=True, slots=True)
 class RunAdminTask:
-    """Carry out a task and return its outcome as an event."""
+    """Execute a task, and return its outcome as `AdminTaskDone`."""
 
     task_id: int
     task: AdminTask
@@ -149,14 +150,14 @@ _CHANGES: Final = (
 
 
 class AdminService:
-    """The machine. See the module's rules."""
+    """The state machine of a storage's administration; rules refer to this module."""
 
     def __init__(self, identity: StorageIdentity, *, address: str) -> None:
         self._identity = identity
         self._address = address
         self._task_count = 0
         self._scripts: dict[int, tuple[AdminRequest, Script]] = {}
-        # The task_ids after which a request ends (rule 6).
+        # The IDs of the tasks after which a request ends (rule 6).
         self._ending: set[int] = set()
         self._waiting: deque[AdminRequest] = deque()
         self._changing: AdminRequest | None = None
@@ -181,11 +182,11 @@ class AdminService:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """None: this machine needs no clock."""
+        """Always None: this machine needs no clock."""
         return None
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:
-        """Take one event in (`machine.py`)."""
+        """Process one event, and return the effects (`machine.py`)."""
         del now_ms
         match event:
             case AdminRequest():
@@ -221,7 +222,7 @@ class AdminService:
             self._waiting.append(request)  # rule 1
 
     def _end_requests(self, connection: ConnectionId) -> None:
-        """Drop what waits, and let what has begun complete its task (rule 6)."""
+        """Drop a connection's waiting requests, and end running ones after their task (rule 6)."""
         waiting, self._waiting = self._waiting, deque()
         for request in waiting:
             if request.connection == connection:
@@ -240,11 +241,14 @@ class AdminService:
     def _continue(
         self, request: AdminRequest, script: Script, value: object, *, ends: bool = False
     ) -> None:
-        """Continue a request to its next task, or to its answer; `ends`: not beyond this task."""
+        """Continue a request until its next task or its answer.
+
+        If `ends` is set, the request must not continue after the task that is done now.
+        """
         try:
             task = script.throw(value) if isinstance(value, WaltzError) else script.send(value)
             if ends:
-                task = script.throw(_disconnected_error())  # which raises it, with what is done
+                task = script.throw(_disconnected_error())  # it raises, and names what is done
         except StopIteration as end:
             self._effects.append(SendAdminResponse(request.connection, end.value, request.message))
             if isinstance(request.message, _CHANGES):
@@ -331,9 +335,10 @@ class AdminService:
             state = yield from _zookeeper_state(partition_id)
             if state.is_engaged and quorum_size(state.replica_count) == 1:
                 raise BadRequest(
-                    f"partition {partition_id}: this is the only replica in sync in store session "
-                    f"{state.session_id}. If it becomes suspect, no replica proves which appends "
-                    "were acknowledged. Hint: use --force to accept that."
+                    f"the replica of partition {partition_id} was not marked as suspect, because "
+                    f"it is the only one in sync in store session {state.session_id}, so no "
+                    "other replica can prove which appends were acknowledged. Hint: use --force "
+                    "to accept that."
                 )
         yield admin_tasks.MarkSuspectTask(partition_id)
         return wire.Done(message.sequence)
@@ -344,10 +349,9 @@ class AdminService:
             state = yield from _zookeeper_state(partition_id)
             if state.is_engaged:
                 raise BadRequest(
-                    f"partition {partition_id}: the last store session needs this replica: "
-                    f"it is in sync {_is_engaged_error(state)}. Hint: take it offline first "
-                    "(`storage availability`), so that the session continues without it, or "
-                    "use --force."
+                    f"the replica of partition {partition_id} was not deleted, because "
+                    f"{_is_engaged_error(state)}. Hint: take it offline first (`storage "
+                    "availability`), so that the session continues without it, or use --force."
                 )
         yield admin_tasks.ReSeedTask(partition_id)
         return wire.Done(message.sequence)
@@ -467,8 +471,8 @@ class AdminService:
         facts = yield from _inspect(partition_id)
         if facts.is_available:
             raise BadRequest(
-                f"partition {partition_id} must be offline while it receives a copy, and it "
-                "is online. Hint: take it offline first (`storage availability`)."
+                f"the replica of partition {partition_id} must be offline while it receives a "
+                "copy, but it is online. Hint: take it offline first (`storage availability`)."
             )
         last = yield PutCopy(message)
         assert isinstance(last, int)
@@ -486,7 +490,7 @@ def _disconnected_error() -> WaltzError:
 def _for_each(
     partitions: Sequence[int], change: Callable[[PartitionId], Generator[AdminTask, object, None]]
 ) -> Generator[AdminTask, object, None]:
-    """Do something for each partition (rule 4)."""
+    """Apply a change to each partition; an error names the partitions that are done (rule 4)."""
     done: list[int] = []
     for partition_id in dict.fromkeys(partitions):
         try:
@@ -501,18 +505,19 @@ def _for_each(
 def _removal(
     partition_id: PartitionId, *, deletes_files: bool, is_forced: bool
 ) -> Generator[AdminTask, object, None]:
-    """Remove a partition, if that is allowed (rule 2)."""
+    """Remove a partition, if rule 2 allows it."""
     yield from _inspect(partition_id)
     state = yield from _zookeeper_state(partition_id)
     if state.is_assigned:
         raise BadRequest(
-            f"partition {partition_id} is assigned to this storage in ZooKeeper, so the "
-            "storage would create it again at once. Hint: remove that assignment first. To "
-            "begin this replica again with an empty log, use `storage re-seed`."
+            f"the replica of partition {partition_id} was not removed, because ZooKeeper assigns "
+            "it to this storage, which would create it again at once. Hint: remove the "
+            "assignment first. To begin the replica again with an empty log, use `storage "
+            "re-seed`."
         )
     if state.is_engaged and not is_forced:
         raise BadRequest(
-            f"partition {partition_id} cannot be removed, because the replica is in sync "
+            f"the replica of partition {partition_id} was not removed, because "
             f"{_is_engaged_error(state)}. Hint: the server that owns the partition drops the "
             "replica as soon as it can; try again, or use --force."
         )
@@ -520,13 +525,13 @@ def _removal(
 
 
 def _is_engaged_error(state: ZooKeeperState) -> str:
-    """Describe the replicas of the last session, and how many are left without this one."""
+    """Describe the replicas of the last session, and the number left without this one."""
     left, quorum = len(state.engaged) - 1, quorum_size(state.replica_count)
     names = ", ".join(state.engaged)
     safe = "still a quorum" if left >= quorum else f"less than the quorum of {quorum}"
     return (
-        f"in store session {state.session_id} with {names} (without it {left} replicas are left, "
-        f"{safe})"
+        f"it is in sync, so its acknowledgements count in store session {state.session_id} "
+        f"(replicas {names}; without it, {left} are left, {safe})"
     )
 
 
@@ -566,7 +571,7 @@ def _read(task: ReadRange) -> Generator[AdminTask, object, RangeBytes]:
 
 
 def _records_of(read: RangeBytes) -> tuple[Record, ...]:
-    """Return the records of a range one by one, as version 0 has them."""
+    """Return the records of a range as objects, which version 0 of the protocol needs."""
     lengths = raw_records.lengths_from_wire(read.lengths, len(read.records))
     ids = raw_records.ids_of(read.records, lengths)
     headers = raw_records.application_headers_of(read.records, lengths)
@@ -585,10 +590,10 @@ def _records_of(read: RangeBytes) -> tuple[Record, ...]:
 def gauges_json(
     held: Sequence[HeldPartition], disk_status: DiskStatus, archive: ArchiveState | None
 ) -> bytes:
-    """Return the gauges under the names of Waltz 0.13, for its tools.
+    """Return the gauges as JSON, under the names of Waltz 0.13, for its tools.
 
-    docs/design/wire-format.md 3.2 lists the names. Disk, clock and archive are new; those tools
-    ignore unknown names. A value that is not known has no gauge.
+    docs/design/wire-format.md 3.2 lists the names. The gauges for disk, clock and archive are new;
+    the 0.13 tools ignore unknown names. An unknown value has no gauge.
     """
     group = "waltz-storage"
     values: dict[str, object] = {

@@ -1,6 +1,7 @@
-"""Carries out the tasks of administration as calls of the engine.
+"""Executes the tasks of administration as calls of the engine.
 
-The daemon runs them on threads and the simulator in virtual time, and both must do the same.
+The daemon runs this code on threads, and the simulator runs it in virtual time, so that both do the
+same.
 """
 
 from contextlib import suppress
@@ -23,23 +24,23 @@ from waltz_core.storage.service.storage_engine import StorageEngine
 
 
 def partition_of(change: ReplicaChange) -> PartitionId:
-    """Return the partition of a change."""
+    """Return the partition that a change concerns."""
     if isinstance(change, admin_tasks.PutCopy):
         return PartitionId(change.batches.partition_id)
     return change.partition_id
 
 
 def carry_out(engine: StorageEngine, change: ReplicaChange) -> object:
-    """Change a partition that is not in use, durably; blocks. Its log is open again afterwards.
+    """Execute a change of a partition that is not in use, durably, and open its log again; blocks.
 
-    On a full disk the reserve has room for this, except for a copy. Raises the engine's errors;
-    the change may then have been begun.
+    On a full disk, the reserve has enough space for any change except a copy. Raises the errors of
+    the engine; the change may have begun in this case.
     """
     if isinstance(change, admin_tasks.PutCopy):
         return engine.put_copy(change.batches)
     engine.space.with_reserve(partial(_carry_out, engine, change))
     if change.partition_id in engine.assigned_partitions():
-        # The change is durable; `failed` has the reason why the log does not open.
+        # The change is durable; if the log does not open, `failed` has the reason.
         with suppress(WaltzError):
             engine.space.with_reserve(partial(engine.assign, change.partition_id))
     return None
@@ -69,7 +70,7 @@ def _carry_out(
 
 
 def held_by(engine: StorageEngine) -> tuple[HeldPartition, ...]:
-    """Return all partitions that are held."""
+    """Return all partitions that the storage holds."""
     found = []
     for partition_id in engine.assigned_partitions():
         log = engine.logs.get(partition_id)
@@ -82,7 +83,7 @@ def held_by(engine: StorageEngine) -> tuple[HeldPartition, ...]:
 
 
 def disk_status_of(engine: StorageEngine, clock_ms: int) -> DiskStatus:
-    """Return the room on the disk, with the given time."""
+    """Return the state of the disk; `clock_ms` is the present time."""
     space = engine.space
     facts = DiskStatus(None, space.reserved_bytes, space.is_short, clock_ms)
     try:
@@ -97,7 +98,7 @@ def disk_status_of(engine: StorageEngine, clock_ms: int) -> DiskStatus:
 
 
 def facts_of(engine: StorageEngine, partition_id: PartitionId, *, is_served: bool) -> ReplicaStatus:
-    """Return the state of a replica; raises UnknownPartition if the cluster has none such."""
+    """Return the state of a replica; raises UnknownPartition if the partition does not exist."""
     info = engine.info(partition_id)
     log, error = engine.logs.get(partition_id), engine.failed.get(partition_id)
     reason = "the storage has not opened its log" if error is None else str(error)
@@ -112,8 +113,8 @@ def facts_of(engine: StorageEngine, partition_id: PartitionId, *, is_served: boo
 
 
 def _facts_of(log: PartitionLog) -> LogFacts:
-    # NB: another thread may append meanwhile: the facts of a served log are a snapshot, and nothing
-    # may be read from its files.
+    # NB: another thread may append at the same time. So the facts of a served log are a snapshot,
+    # and this code must not read the files of the log.
     synced_max, chain = log.synced_end
     return LogFacts(
         is_suspect=log.suspect,

@@ -25,36 +25,36 @@ from waltz_core.wire.admin_messages import Copy
 
 @value(frozen=True, slots=True)
 class FindHeldPartitions:
-    """List the partitions that are held: a tuple of `HeldPartition`."""
+    """List the partitions that the storage holds. Result: a tuple of `HeldPartition`."""
 
 
 @value(frozen=True, slots=True)
 class FindDiskStatus:
-    """Read the room on the disk and the clock: `DiskStatus`."""
+    """Read the free space of the disk, and the clock. Result: `DiskStatus`."""
 
 
 @value(frozen=True, slots=True)
 class FindArchiveState:
-    """Read how archiving works: `ArchiveState`, None if this storage has no archive."""
+    """Read the state of archiving. Result: `ArchiveState`; None if the storage has no archive."""
 
 
 @value(frozen=True, slots=True)
 class InspectReplica:
-    """Read the state of the replica: `ReplicaStatus`."""
+    """Read the state of a replica. Result: `ReplicaStatus`."""
 
     partition_id: PartitionId
 
 
 @value(frozen=True, slots=True)
 class FindZooKeeperState:
-    """Read the state of this replica in ZooKeeper: `ZooKeeperState`."""
+    """Read the state of this replica in ZooKeeper. Result: `ZooKeeperState`."""
 
     partition_id: PartitionId
 
 
 @value(frozen=True, slots=True)
 class ReadRange:
-    """Read records of a partition that is held: `RangeBytes`."""
+    """Read records of a partition that the storage holds. Result: `RangeBytes`."""
 
     partition_id: PartitionId
     first: TransactionId
@@ -65,9 +65,9 @@ class ReadRange:
 
 @value(frozen=True, slots=True)
 class FindScrubState:
-    """Read the scrub's progress in a served partition; `begins` restarts it first: `ScrubState`.
+    """Read the progress of the scrub in a served partition; `begins` first starts a new pass.
 
-    None for one that is not served.
+    Result: `ScrubState`; None if the partition is not served.
     """
 
     partition_id: PartitionId
@@ -83,7 +83,7 @@ class Assign:
 
 @value(frozen=True, slots=True)
 class Unassign:
-    """Stop holding a partition."""
+    """Stop holding a partition; its files are deleted if `deletes_files` is set."""
 
     partition_id: PartitionId
     deletes_files: bool
@@ -91,7 +91,7 @@ class Unassign:
 
 @value(frozen=True, slots=True)
 class SetAvailableTask:
-    """Take a partition offline, or online again."""
+    """Take a partition offline or online, as `is_available` states."""
 
     partition_id: PartitionId
     is_available: bool
@@ -106,14 +106,14 @@ class MarkSuspectTask:
 
 @value(frozen=True, slots=True)
 class ReSeedTask:
-    """Delete a replica's log; it starts again, empty and suspect."""
+    """Delete the log of a replica, which starts again, empty and suspect."""
 
     partition_id: PartitionId
 
 
 @value(frozen=True, slots=True)
 class PutCopy:
-    """Add whole batches to the log of a partition that is offline; returns its last ID."""
+    """Append complete batches to the log of an offline partition. Result: the last ID."""
 
     batches: Copy
 
@@ -134,7 +134,7 @@ AdminTask: TypeAlias = AdminQuery | ReplicaChange
 
 
 class HeldPartition(NamedTuple):
-    """A partition that is held: its entry in the control file, and the last ID on disk."""
+    """A partition that the storage holds: its control file entry, and the last ID on disk."""
 
     partition_id: PartitionId
     info: PartitionInfo
@@ -143,11 +143,11 @@ class HeldPartition(NamedTuple):
 
 
 class DiskStatus(NamedTuple):
-    """Free bytes of the disk, its size, the size of the reserve, and the clock.
+    """The free bytes of the disk, its size, the size of the reserve, and the clock.
 
-    `filling_bytes_per_day` is how fast the free bytes decrease, None if that is not known yet.
-    `is_full`: appends are rejected. `clock_ms` is in ms since the epoch. `disk_error` is the error
-    of the query for free bytes, None if there was none.
+    `filling_bytes_per_day` states by how much the free bytes decrease, None if this is not known
+    yet. `is_full` states that appends are rejected. `clock_ms` is in ms since the epoch.
+    `disk_error` is the error of the query for free bytes, None if it succeeded.
     """
 
     free_bytes: int | None
@@ -160,10 +160,10 @@ class DiskStatus(NamedTuple):
 
 
 class ArchiveState(NamedTuple):
-    """The settings of the archive, and the failures since the last attempt that succeeded.
+    """The settings of the archive, and the failures since the last successful attempt.
 
-    `is_damaged`: the last error was a file of the archive that is missing or corrupt.
-    `read_damage` is such an error of a read.
+    `is_damaged` states that the last error was a missing or corrupt file of the archive.
+    `read_damage` is such an error of a read, empty if there is none.
     """
 
     url: str
@@ -198,7 +198,7 @@ NO_LOG: Final = LogFacts(
 
 
 class ReplicaStatus(NamedTuple):
-    """The state of a replica; without `log`, `reason` is the reason."""
+    """The state of a replica; if `log` is None, `reason` states why it is not open."""
 
     is_held: bool
     is_available: bool

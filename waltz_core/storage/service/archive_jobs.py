@@ -1,16 +1,17 @@
-"""Work on the archive that owners have requested: uploads, expiry and collection of garbage.
+"""Work on the archive that owners request: uploads, expiry and collection of garbage.
 
-To archive a range, the storage reads it in pieces, then uploads it. The replacement of an object
-does the same with the whole range of the old object. `service.py` runs the pieces in the
-partition's lane. Changes of the archive block, so they run on a thread of their own.
+To archive a range, the storage reads it in pieces, and uploads it when all are read. The
+replacement of an object does the same with the complete range of the old object. `service.py` runs
+the pieces in the partition's lane. Changes of the archive block, so they run on a separate thread.
 
 Rules (docs/decisions/053):
     1. One job runs at a time, and at most one waits for each partition. A new request for a
        partition replaces an earlier one, which its owner has abandoned.
     2. A job belongs to a session and its connection. After `forget`, its result is not reported. A
-       change that has begun may still end; the files that it writes are garbage.
-    3. While a job runs, no other one starts, even if the running one was forgotten: this limits
-       memory. If the store hangs, the thread of the job cannot be ended; so `woken` reports this.
+       change that has begun may still complete; the files that it writes are garbage.
+    3. While a job runs, no other job starts, even if the running job was forgotten: this limits
+       memory. If the store hangs, the thread of the job cannot be stopped; so `on_wakeup` reports
+       this.
     4. While the work continues, the owners of all jobs are notified of progress, at most every
        `PROGRESS_INTERVAL_MS`. If an owner receives no progress for a long time, it abandons its
        attempt.
@@ -68,7 +69,8 @@ from waltz_core.wire.messages import (
 ERROR_CHARACTERS_MAX: Final = 1_000
 PROGRESS_INTERVAL_MS: Final = 10_000
 STALLED_MS: Final = 60_000
-# Of an object to replace, which a client names: more than the maximum of `archive_object_bytes`.
+# The size limit of an object to replace, which a client names: more than the maximum of
+# `archive_object_bytes`.
 REPLACED_BYTES_MAX: Final = (1 << 30) + (1 << 26)
 RangeToWrite: TypeAlias = ArchiveRange | ReplaceObject
 ArchiveRequest: TypeAlias = RangeToWrite | CollectGarbage | ExpireObjects
@@ -77,7 +79,7 @@ _ArchiveTask: TypeAlias = UploadJob | GarbageCollectionJob | ExpiryJob
 
 @dataclass(frozen=True, slots=True)
 class ArchiveLimits:
-    """When a range is archived: with `object_bytes` of records, or at this age.
+    """The limits at which a range is archived: bytes of records, or age of the oldest batch.
 
     `bytes_per_s` limits the reads of logs (rule 5); 0 stands for no limit.
     """
@@ -89,14 +91,14 @@ class ArchiveLimits:
 
 @dataclass(slots=True)
 class _ArchiveJob:
-    """A request, and the batches that were read so far."""
+    """A request of an owner, and the batches that were read for it so far."""
 
     connection: ConnectionId
     nonce: bytes
     message: ArchiveRequest
     runs: list[BatchRun] = field(default_factory=list)
-    chain_before: Chain = GENESIS_CHAIN  # before the first of them
-    piece: ArchivePiece | None = None  # that is being read
+    chain_before: Chain = GENESIS_CHAIN  # before the first batch
+    piece: ArchivePiece | None = None  # the piece that is being read
     unarchived: Unarchived = UNARCHIVED_UNKNOWN
 
     @property
@@ -110,7 +112,7 @@ class _ArchiveJob:
 
 @value(frozen=True, slots=True)
 class UploadDone:
-    """`UploadRange` is done."""
+    """The upload of an `UploadRange` effect is done."""
 
     job: UploadJob
     outcome: UploadOutcome
@@ -118,7 +120,7 @@ class UploadDone:
 
 @value(frozen=True, slots=True)
 class FilesCollected:
-    """`CollectFiles` is done."""
+    """The collection of a `CollectFiles` effect is done."""
 
     job: GarbageCollectionJob
     outcome: GarbageCollectionOutcome
@@ -126,7 +128,7 @@ class FilesCollected:
 
 @value(frozen=True, slots=True)
 class ExpiryWritten:
-    """`WriteExpiry` is done."""
+    """The expiry of a `WriteExpiry` effect is done."""
 
     job: ExpiryJob
     outcome: ExpiryOutcome
@@ -141,16 +143,16 @@ ArchiveEvent: TypeAlias = UploadDone | FilesCollected | ExpiryWritten | ArchiveP
 
 
 class ArchiveJobs:
-    """See the module's rules. Without limits this storage has no archive."""
+    """Schedules the archive jobs of a storage; if `limits` is None, it has no archive."""
 
     def __init__(self, limits: ArchiveLimits | None) -> None:
         self._limits = limits
         self._waiting: dict[PartitionId, _ArchiveJob] = {}
         self._reading: _ArchiveJob | None = None
         self._running: _ArchiveTask | None = None
-        self._running_for: _ArchiveJob | None = None  # None if it was forgotten
+        self._running_for: _ArchiveJob | None = None  # None if the running job was forgotten
         self._read_at_ms = 0  # when the next piece may be read (rule 5)
-        self._progress_ms = 0  # of what is running or being read
+        self._progress_ms = 0  # when the running or reading job last progressed
         self._notified_ms: int | None = None  # None before the first progress of these jobs
         self._is_stalled = False
         self.running_since_ms: int | None = None
@@ -162,7 +164,7 @@ class ArchiveJobs:
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to read or to report a pause, or when what is running counts as stalled."""
+        """When to read the next piece, report progress in a pause, or report a stalled job."""
         if self._is_pausing:
             return min(self._read_at_ms, self._progress_ms + PROGRESS_INTERVAL_MS)
         is_watched = self._running is not None and not self._is_stalled
@@ -173,9 +175,9 @@ class ArchiveJobs:
         return self._reading is not None and self._reading.piece is None
 
     def add(self, connection: ConnectionId, nonce: bytes, message: ArchiveRequest) -> None:
-        """Take a request; raises BadRequest if it cannot be carried out (rule 1)."""
+        """Queue a request; raises BadRequest if it cannot be executed (rule 1)."""
         if self._limits is None:
-            raise BadRequest("this storage has no archive configured")
+            raise BadRequest("this storage cannot archive, because it has no setting `archive_url`")
         if isinstance(message, RangeToWrite) and not 0 <= message.first <= message.last:
             raise BadRequest(
                 f"partition {message.partition_id}: expected a range of transactions to "
@@ -192,7 +194,7 @@ class ArchiveJobs:
     def next_step(
         self, now_ms: int
     ) -> tuple[PartitionId, ArchivePiece] | CollectFiles | WriteExpiry | None:
-        """Return the piece to read or the change to start now; None if there is neither."""
+        """Return the piece to read now or the change to start now; None if there is neither."""
         if self._running is not None or self._limits is None:
             return None
         job = self._reading
@@ -220,7 +222,7 @@ class ArchiveJobs:
             return ArchivePiece(first, TransactionId(message.last), chain)
         assert isinstance(message, RangeToWrite)
         if isinstance(message, ReplaceObject):
-            # The chain at the end of the object covers the one before it.
+            # The chain hash at the end of the object covers the one before it.
             return ArchivePiece(TransactionId(message.first), TransactionId(message.last), None)
         return ArchivePiece(
             TransactionId(message.first),
@@ -236,7 +238,7 @@ class ArchiveJobs:
         self._is_stalled = False
 
     def on_piece_read(self, piece: ArchivePiece, read: ArchiveRead, now_ms: int) -> list[Effect]:
-        """Take the result of a piece; return what follows, nothing if more must be read."""
+        """Process the result of a piece; return the effects, none if more must be read."""
         job = self._reading
         if job is None or job.piece is not piece:
             return []  # Its job was forgotten.
@@ -267,7 +269,7 @@ class ArchiveJobs:
         return [UploadRange(upload)]
 
     def on_job_done(self, event: ArchiveEvent, now_ms: int) -> list[Effect]:
-        """Take the result or the progress of what runs; return what follows."""
+        """Process the result or the progress of the running job; return the effects."""
         match event:
             case UploadDone(upload, made):
                 return self._on_upload_done(upload, made, now_ms)
@@ -283,7 +285,7 @@ class ArchiveJobs:
     def _on_upload_done(
         self, upload: UploadJob, outcome: UploadOutcome, now_ms: int
     ) -> list[Effect]:
-        """Take the result of an upload (rule 2)."""
+        """Process the result of an upload (rule 2)."""
         job = self._end_job(upload)
         effects = self.on_work_progressed(now_ms)
         if job is None:
@@ -296,7 +298,7 @@ class ArchiveJobs:
     def _on_collection_done(
         self, collection: GarbageCollectionJob, outcome: GarbageCollectionOutcome, now_ms: int
     ) -> list[Effect]:
-        """Take the result of a collection (rule 2)."""
+        """Process the result of a collection (rule 2)."""
         job = self._end_job(collection)
         effects = self.on_work_progressed(now_ms)
         partition = ("partition", collection.partition_id)
@@ -323,7 +325,7 @@ class ArchiveJobs:
     def _on_expiry_done(
         self, expiry: ExpiryJob, outcome: ExpiryOutcome, now_ms: int
     ) -> list[Effect]:
-        """Take the result of an expiry (rule 2)."""
+        """Process the result of an expiry (rule 2)."""
         job = self._end_job(expiry)
         effects = self.on_work_progressed(now_ms)
         if job is None:
@@ -345,7 +347,7 @@ class ArchiveJobs:
         return job
 
     def on_work_progressed(self, now_ms: int) -> list[Effect]:
-        """The work continues: notify the owners of all jobs (rule 4)."""
+        """Note that the work continues, and notify the owners of all jobs (rule 4)."""
         self._progress_ms, self._is_stalled = now_ms, False
         jobs = list(self._jobs())
         if not jobs:
@@ -364,7 +366,7 @@ class ArchiveJobs:
         ]
 
     def on_wakeup(self, now_ms: int) -> list[Effect]:
-        """Report a job that has just become stalled (rule 3), or a pause (rule 5)."""
+        """Report a job that has just become stalled (rule 3), or progress in a pause (rule 5)."""
         if self._is_pausing:
             return self.on_work_progressed(now_ms)
         wake_at_ms = self.wake_at_ms
@@ -376,7 +378,7 @@ class ArchiveJobs:
         return [Report("storage.archive_stalled", fields)]
 
     def forget(self, partition_id: PartitionId) -> None:
-        """The session, its connection, or the partition has ended (rule 2)."""
+        """Forget the jobs of a partition whose session, connection or log has ended (rule 2)."""
         self._waiting.pop(partition_id, None)
         if self._reading is not None and self._reading.partition_id == partition_id:
             self._reading = None
@@ -385,7 +387,7 @@ class ArchiveJobs:
 
 
 def _incomplete_error(job: _ArchiveJob, message: ReplaceObject) -> str:
-    """Return why the batches that were read are not all of an object; empty if they are."""
+    """Return an error if the batches are not the complete object to replace; empty otherwise."""
     last = job.runs[-1].batches[-1].last if job.runs else message.first - 1
     if last == message.last:
         return ""
@@ -446,7 +448,10 @@ def _recorded_manifest(
 def _range_result(
     job: _ArchiveJob, message: RangeToWrite, made: NewManifest | None, error: str = ""
 ) -> list[Effect]:
-    """Return the report and the notification of a result; without a manifest, of none."""
+    """Return the effects that report a result: the notification of the owner, and reports.
+
+    If `made` is None, there is no new manifest.
+    """
     effects: list[Effect] = []
     partition = ("partition", message.partition_id)
     failure = (partition, ("error", error[:ERROR_CHARACTERS_MAX]))
@@ -478,7 +483,7 @@ def _range_result(
 
 
 def _present_end(message: RangeToWrite) -> tuple[TransactionId, Chain]:
-    """Return where the recorded manifest ends."""
+    """Return the last ID and chain hash of the manifest that the owner has recorded."""
     if isinstance(message, ReplaceObject):
         return TransactionId(message.archived), Chain(message.chain)
     return TransactionId(message.first - 1), Chain(message.chain_before)

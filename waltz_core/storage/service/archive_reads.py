@@ -1,23 +1,23 @@
-"""Answers a storage's requests for records that only the archive has: removed or damaged ones.
+"""Answers requests for records that only the archive has, because they were removed or damaged.
 
 Rules (docs/decisions/054):
     1. The log is read first. If it has removed the records, or they are damaged, the archive is
        read, provided that the beginning of the request is at or below the session's archived mark.
     2. The archive is read with the mark and manifest that the session's owner has sent (AR 9), and
-       only if the log has the mark's chain. Otherwise the archive may belong to another log, as
-       after a rollback of ZooKeeper, and its records must not be returned as those of this log.
+       only if the log has the mark's chain hash. Otherwise the archive may belong to another log,
+       as after a rollback of ZooKeeper, and its records must not be returned as those of this log.
     3. If the owner requests whole batches, it wants to copy them to another replica. Such a copy
        begins above the archived mark (AR 13), so the archive is not read.
     4. A request that waits for the archive does not wait in its partition's lane. It is answered
-       even if the session has ended: archived records do not change.
+       even if the session has ended, because archived records do not change.
     5. An answer ends at the archived mark. If local records are damaged and the archive cannot
-       return them, the error is that of the damage, with both reasons.
-    6. At most QUERIES_MAX requests wait for the archive. Others are rejected, and may be repeated.
-       Waiting requests do not count as queued: otherwise a store that hangs would also stop the
-       owner's connection.
+       return them, the answer is the error of the damage, with both reasons.
+    6. At most QUERIES_MAX requests wait for the archive. Further requests are rejected, and may be
+       repeated. Waiting requests do not count as queued: otherwise a store that hangs would also
+       stop the owner's connection.
     7. A failure is reported once in `REPORT_INTERVAL_MS`. If a file is missing or corrupt, each
-       different text counts as a failure of its own, because it has the file's name. Other errors
-       are counted by their kind, since they concern all files.
+       different text counts as a separate failure, because it contains the file's name. Other
+       errors are counted by their kind, because they concern all files.
 """
 
 from typing import Final, Protocol
@@ -45,7 +45,7 @@ from waltz_core.wire.messages import (
     StorageMessage,
 )
 
-# Several for each thread that reads the archive; a reader has one request at a time.
+# Several requests for each thread that reads the archive; a reader has one request at a time.
 QUERIES_MAX: Final = 64
 REPORT_INTERVAL_MS: Final = 600_000
 _REPORTED_MAX: Final = 100
@@ -56,20 +56,26 @@ _HINT: Final = (
 
 
 class RangeReader(Protocol):
-    """The part of `archive.reader.ArchiveReader` that is used here; the simulator has its own."""
+    """The part of `archive.reader.ArchiveReader` that this file uses; the simulator has its own."""
 
     def read_range(self, first: TransactionId, last: TransactionId, bytes_max: int) -> RangeRead:
-        """Return records of first..last that fit into `bytes_max`, at least one."""
+        """Return records of first..last up to `bytes_max`, but at least one record."""
 
     def lineage(
         self, first: TransactionId, last: TransactionId, entries_max: int
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
-        """Return the batches that touch first..last and the chain before them, newest if many."""
+        """Return the batches that overlap first..last, and the chain hash before them.
+
+        If there are more than `entries_max`, the newest are returned.
+        """
 
 
 @value(frozen=True, slots=True)
 class ArchiveQuery:
-    """A request to answer from the archive, which `mark` describes; `error` is the log's answer."""
+    """A request to answer from the archive.
+
+    `mark` is the archived mark with the manifest, and `error` is the error of the log.
+    """
 
     request: LaneRequest
     mark: SetArchived
@@ -84,7 +90,7 @@ class ArchiveQuery:
 
 
 class ArchiveReads:
-    """The archived marks of the present sessions."""
+    """The archived marks of the present sessions, and the requests that wait for the archive."""
 
     def __init__(self, *, has_archive: bool) -> None:
         self._has_archive = has_archive
@@ -93,17 +99,17 @@ class ArchiveReads:
         self._reported_ms: dict[tuple[int, str], int] = {}  # rule 7; the newest is the last
 
     def set_mark(self, mark: SetArchived) -> None:
-        """The owner has sent its session's mark, and the log has its chain (rule 2)."""
+        """Store the archived mark of a session; the caller has checked its chain hash (rule 2)."""
         self.marks[PartitionId(mark.partition_id)] = mark
 
     def forget(self, partition_id: PartitionId) -> None:
-        """The session has ended."""
+        """Forget the mark of a partition, because its session has ended."""
         self.marks.pop(partition_id, None)
 
     def archive_query_for(
         self, request: LaneRequest, error: WaltzError
     ) -> ArchiveQuery | WaltzError:
-        """Return the read that replaces a failed one, or the error to answer (rules 1 to 3)."""
+        """Return the archive read that replaces a failed read, or the error (rules 1 to 3)."""
         message = request.message
         if not isinstance(error, BeforeLogStart | ChecksumMismatch):
             return error
@@ -135,7 +141,7 @@ class ArchiveReads:
         )
 
     def on_answered(self, query: ArchiveQuery, outcome: WorkOutcome, now_ms: int) -> list[Report]:
-        """A request has its answer, or its error (rules 6 and 7)."""
+        """Note that a request was answered, and report a failure (rules 6 and 7)."""
         self._count -= 1
         assert self._count >= 0
         failure = failure_in(outcome)
@@ -164,7 +170,7 @@ def failure_in(outcome: WorkOutcome) -> WaltzError | None:
 
 
 def _is_copy(message: RangeRaw | LineageRequest) -> bool:
-    """Whether the owner copies batches to another replica (rule 3)."""
+    """Whether the owner requests batches to copy them to another replica (rule 3)."""
     return isinstance(message, RangeRaw) and message.whole_batches
 
 
@@ -174,7 +180,7 @@ def _has_form(message: RangeRaw | LineageRequest) -> bool:
 
 
 def _needed_id(message: RangeRaw | LineageRequest) -> int:
-    """Return the ID that the archive must have: the newest batches of a lineage come first."""
+    """Return the ID that the archive must have: a lineage begins with the newest batches."""
     return message.last if isinstance(message, LineageRequest) else message.first
 
 
@@ -187,7 +193,7 @@ def answer_from_archive(reader: RangeReader, read: ArchiveQuery) -> WorkOutcome:
 
 
 def _read_error(of_log: WaltzError, of_archive: WaltzError) -> WaltzError:
-    """Return the error for the reader, whose cause is that of the archive (rule 5)."""
+    """Return the error for the reader; its cause is the error of the archive (rule 5)."""
     text, kind = str(of_archive), type(of_archive)
     if isinstance(of_log, ChecksumMismatch):
         text = f"{of_log}; in the archive: {text}"

@@ -1,11 +1,11 @@
-"""The queue of one partition's work, and which piece of it is next.
+"""Orders the work of one partition.
 
-A lane only orders work. `service.py` decides which requests are allowed, and answers them.
+`service.py` decides which requests are allowed, and answers them.
 
 Rules:
-    1. One piece of work runs at a time. Reads and writes take turns; each kind is done in its
-       order.
-    2. Appends that directly follow each other are done together, so that one sync covers them.
+    1. One piece of work runs at a time. Reads and writes take turns; within each kind, requests
+       keep their order.
+    2. Appends that directly follow each other are written together, so that one sync covers them.
     3. A piece of the scrub has priority. Such pieces are rare, and between them all other work of
        the partition continues. Pieces for the archive and the retention take turns with waiting
        requests.
@@ -31,23 +31,24 @@ from waltz_core.storage.service.work import (
 from waltz_core.wire.messages import AppendRaw, LockBlocksRequest, RangeRaw, Repair, StorageMessage
 from waltz_core.wire.record_locations import LOCATIONS
 
-# A hostile or broken peer must not use up the numbers (docs/design/correctness.md 2.4, row 37).
+# A hostile or broken peer must not use up the session numbers (docs/design/correctness.md 2.4, row
+# 37).
 SESSION_JUMP_MAX: Final = 1 << 32
 GROUP_BYTES_MAX: Final = 16 * 1024 * 1024
-# The cost of a request in the queue, in addition to the bytes that it carries or requests.
+# The memory cost of a request in the queue, in addition to the bytes that it carries or requests.
 REQUEST_BYTES: Final = 512
-# A batch of it, except the first one.
+# The memory cost of each batch of a request, except the first batch.
 _BATCH_BYTES: Final = 256
 
 
 @dataclass(slots=True)
 class Lane:
-    """One partition: the session it is bound to, what waits for it, whether work is under way."""
+    """The state of one partition: its session, its waiting requests, and its running work."""
 
     log: PartitionLog
-    # Raised by PREPARE, at its arrival (`service.py`, rule 3).
+    # Raised when PREPARE arrives (`service.py`, rule 3).
     promise: Promise
-    # The connection that has prepared it; None if there is none now.
+    # The connection that has prepared the session; None if there is none now.
     owner: ConnectionId | None = None
     engaged_session: SessionId = NO_SESSION
     writes: deque[LaneRequest] = field(default_factory=deque)
@@ -55,15 +56,15 @@ class Lane:
     piece: ScrubPiece | None = None  # the next piece of the scrub
     archive_piece: ArchivePiece | None = None
     retention_piece: RetentionPiece | None = None
-    was_piece: bool = False  # the last work was one of the archive or the retention
+    was_piece: bool = False  # whether the last work was a piece of the archive or the retention
     work: Work | None = None
     was_read: bool = False
     is_unmarked: bool = False
-    prepared_max: TransactionId = BEFORE_FIRST  # the end of its log when it was prepared
+    prepared_max: TransactionId = BEFORE_FIRST  # the end of the log when it was prepared
     has_lost_files: bool = False  # its files were deleted or replaced; it will be dropped
 
     def take_next(self) -> tuple[tuple[LaneRequest, ...], LanePiece | None]:
-        """Return the requests, or the piece, that are next; neither if nothing waits."""
+        """Remove and return the next requests, or the next piece; neither if nothing waits."""
         assert self.work is None, "rule 1"
         piece, self.piece = self.piece, None
         if piece is not None:
@@ -81,7 +82,7 @@ class Lane:
         return (), None
 
     def _next_background_piece(self) -> ArchivePiece | RetentionPiece | None:
-        """Take the next piece of the archive or the retention if it is its turn (rule 3)."""
+        """Return the next piece of the archive or the retention, if it is its turn (rule 3)."""
         if self.was_piece and (self.reads or self.writes):
             return None
         older: ArchivePiece | RetentionPiece | None
@@ -93,7 +94,7 @@ class Lane:
 
 
 def _next_group(writes: deque[LaneRequest]) -> tuple[LaneRequest, ...]:
-    """Take the first request, and if it is an append, all that follow it directly (rule 2)."""
+    """Remove the first request and, if it is an append, the appends after it (rule 2)."""
     group = [writes.popleft()]
     if not isinstance(group[0].message, AppendRaw):
         return tuple(group)
@@ -107,7 +108,7 @@ def _next_group(writes: deque[LaneRequest]) -> tuple[LaneRequest, ...]:
 
 
 def queue_bytes(message: StorageMessage) -> int:
-    """Return the memory that a waiting request holds, or that its answer will."""
+    """Return the bytes of memory that a waiting request uses, or that its answer will use."""
     match message:
         case AppendRaw():
             metadata_bytes = len(message.locks) + _BATCH_BYTES * len(message.lineage[1:])

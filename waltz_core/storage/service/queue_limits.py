@@ -1,9 +1,9 @@
-"""Limits the memory of requests that wait in a storage; above it, connections are not read.
+"""Limits the memory of requests that wait in a storage.
 
 Rules:
-    1. Above the limit, a connection that sends more is not read until half of the memory is free.
-    2. Reads of readers have a limit of their own. Otherwise readers, which may be many tenants,
-       could stop the appends and heartbeats of sessions.
+    1. If a connection exceeds the limit, it is not read until half of the memory is free.
+    2. Reads of readers have a separate limit. Otherwise readers, which may be many tenants, could
+       stop the appends and heartbeats of sessions.
 """
 
 from waltz_core.storage.service.lane import queue_bytes
@@ -12,17 +12,17 @@ from waltz_core.wire.messages import RangeRaw
 
 
 class QueueLimits:
-    """See the module's rules."""
+    """Counts the bytes of waiting requests, and decides which connections are not read."""
 
     def __init__(self, bytes_max: int) -> None:
         assert bytes_max > 0
         self._bytes_max = bytes_max
         self.owner_bytes = 0
         self.reader_bytes = 0
-        self._paused: dict[ConnectionId, bool] = {}  # whether for the reads of readers
+        self._paused: dict[ConnectionId, bool] = {}  # whether by reads of readers
 
     def add(self, request: LaneRequest) -> bool:
-        """Count a request; return whether to stop reading its connection."""
+        """Count a request; return whether its connection must not be read any more."""
         is_read = _is_of_reader(request)
         self._count(queue_bytes(request.message), is_read=is_read)
         held_bytes = self.reader_bytes if is_read else self.owner_bytes
@@ -32,7 +32,7 @@ class QueueLimits:
         return True
 
     def subtract(self, request: LaneRequest) -> None:
-        """Count a request no longer."""
+        """Stop counting a request, which was answered or dropped."""
         self._count(-queue_bytes(request.message), is_read=_is_of_reader(request))
         assert min(self.owner_bytes, self.reader_bytes) >= 0
 
@@ -43,7 +43,7 @@ class QueueLimits:
             self.owner_bytes += size_bytes
 
     def take_resumed(self) -> list[ConnectionId]:
-        """Return the connections that are read again."""
+        """Return the connections that must be read again."""
         if not self._paused:
             return []
         room_bytes = self._bytes_max // 2
@@ -57,7 +57,7 @@ class QueueLimits:
         return found
 
     def forget(self, connection: ConnectionId) -> None:
-        """Forget a closed connection; its requests are subtracted one by one."""
+        """Forget a closed connection; the caller subtracts its requests one by one."""
         self._paused.pop(connection, None)
 
 

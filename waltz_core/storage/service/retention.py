@@ -1,13 +1,13 @@
-"""Limits the local size and age of the logs: removes old segments that the archive has.
+"""Limits the local size and age of the logs, by removal of old segments that are archived.
 
 This file only chooses segments. `service.py` runs the pieces in the partitions' lanes, and
 `PartitionLog` decides whether a segment may be removed (rule AR 10 of decision 047).
 
 Rules:
-    1. A round measures all logs, one after the other. Then segments are removed, one at a time:
-       first those over the age limit, then those of the largest log, until all logs together are
-       within the size limit.
-    2. The archived mark of a partition is that of the present session. It is in memory only (AR 9).
+    1. A round measures all logs, one after the other. After that, segments are removed, one at a
+       time: first segments over the age limit, then segments of the largest log, until all logs
+       together are within the size limit.
+    2. The archived mark of a partition belongs to the present session. It is in memory only (AR 9).
     3. A round begins when a mark was set, and after `INTERVAL_MS`. If no limit is set, there is no
        round. If a mark is set during a round, only the log of this mark is measured again.
 """
@@ -24,7 +24,7 @@ INTERVAL_MS: Final = 60_000
 
 @dataclass(frozen=True, slots=True)
 class RetentionLimits:
-    """Bytes of all logs, and age of a log's oldest segment; 0: no limit."""
+    """The maximum bytes of all logs, and the maximum age of a log's oldest segment; 0: no limit."""
 
     bytes_max: int = 0
     age_ms_max: int = 0
@@ -34,44 +34,44 @@ NO_LIMIT: Final = RetentionLimits()
 
 
 class Retention:
-    """See the module's rules."""
+    """Chooses the segments to remove; rules refer to this module."""
 
     def __init__(self, limits: RetentionLimits) -> None:
         self._limits = limits
         self._marks: dict[PartitionId, AckedMarker] = {}
-        self._sizes: dict[PartitionId, LogSize | None] = {}  # None: to be measured in this round
+        self._sizes: dict[PartitionId, LogSize | None] = {}  # None: not measured yet in this round
         self._running: PartitionId | None = None
         self._due_ms: int | None = None
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to call `next_piece`; while a piece is under way, when that is done."""
+        """When to call `next_piece`; None while a piece runs."""
         return self._due_ms if self._running is None else None
 
     def on_partition_opened(self, partition_id: PartitionId) -> None:
-        """A log is open."""
+        """Add a log, which was opened."""
         self._sizes[partition_id] = None
 
     def on_partition_dropped(self, partition_id: PartitionId) -> None:
-        """A log is closed."""
+        """Remove a log, which is not served any more."""
         self.forget(partition_id)
         del self._sizes[partition_id]
 
     def on_archived(self, partition_id: PartitionId, mark: AckedMarker, now_ms: int) -> None:
-        """The owner has sent the archived mark, and the log has its chain there (rule 3)."""
+        """Store a session's archived mark, which matches the log, and begin a round (rule 3)."""
         self._marks[partition_id] = mark
         if self._limits.bytes_max or self._limits.age_ms_max:
             self._due_ms = now_ms
             self._sizes[partition_id] = None
 
     def forget(self, partition_id: PartitionId) -> None:
-        """The session has ended, and with it the mark and the piece under way (rule 2)."""
+        """Forget the mark and the running piece of a partition whose session has ended (rule 2)."""
         self._marks.pop(partition_id, None)
         if self._running == partition_id:
             self._running = None
 
     def next_piece(self, now_ms: int) -> tuple[PartitionId, RetentionPiece] | None:
-        """Return the next piece to run; None if one is under way, or the round is over."""
+        """Return the next piece to run; None if one is running, or the round is over."""
         if self._due_ms is None or now_ms < self._due_ms or self._running is not None:
             return None
         for partition_id, size in self._sizes.items():
@@ -104,7 +104,7 @@ class Retention:
         return None
 
     def on_piece_done(self, partition_id: PartitionId, size: LogSize | None) -> None:
-        """Take the result of a piece; None after an error, which ends the log's turn."""
+        """Process the result of a piece; None after an error, which ends the log's turn."""
         if self._running == partition_id:
             self._running = None
         self._sizes[partition_id] = LogSize(0) if size is None else size

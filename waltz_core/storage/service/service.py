@@ -6,33 +6,33 @@ simulator.
 
 Each partition has a lane: one piece of work at a time, in the order of arrival. `RunWork` starts a
 piece: the driver calls `work.run()`, on any thread, and returns the result as `WorkDone`. Requests
-that arrive meanwhile wait. Then all waiting appends are written together and synced once (group
-commit). Reads wait in a queue of their own, and take turns with appends.
+that arrive in the meantime wait. All waiting appends are then written together and synced once
+(group commit). Reads wait in a separate queue, and take turns with appends.
 
 Rules:
     1. Only PREPARE raises a partition's session. If a request names another session, the storage
-       rejects it, and the error has the promised session.
+       rejects it, and the error states the promised session.
     2. A request that changes a partition, or reads it for the owner, must arrive on the connection
        that has prepared its session with its nonce. Administration (`ADMINISTRATION`) may read as
        well.
-    3. A later session ends earlier ones at once: their queued requests are rejected, and their
+    3. A later session ends earlier sessions at once: their queued requests are rejected, and their
        connections are closed. It counts from the arrival of PREPARE, not from the answer.
-    4. Nothing is answered as done before the engine has made it durable (`work.py`, rule 2).
+    4. No change is answered as done before the engine has made it durable (`work.py`, rule 2).
     5. A reader (not the owner) is answered only while the partition is engaged in the session that
-       it names, and only up to the last synced ID.
-    6. After a failed write or sync the partition leaves its session. After a second failure the
-       process ends.
+       the reader names, and only up to the last synced ID.
+    6. After a failed write or sync, the partition leaves its session. After a second failure, the
+       process exits.
     7. The queues are bounded: a connection that sends more is not read until there is space
        (`queue_limits.py`).
     8. The owner is notified of each damage at once, so that it can repair the records while other
        replicas still have them. The scrub looks for damage between other work.
-    9. While appends are rejected because there is no space, the disk is queried repeatedly.
+    9. While appends are rejected for lack of space, the free space is queried repeatedly.
    10. An owner has one connection at a time, the latest. Late requests from a connection that it
-       has abandoned change nothing, and an owner's earlier connection is never taken for another
+       has abandoned change nothing, and an owner's earlier connection is never mistaken for another
        owner.
    11. If the files of a partition were deleted or replaced while it was open, it is not served any
-       more, and not opened again: the new files may lack a promise. The other partitions continue.
-       This is not a failure of the disk (rule 6).
+       more, and not opened again: the new files may lack a promise. Other partitions continue. This
+       does not count as a failure of the disk (rule 6).
    12. The storage changes the archive only for the owner of the session (by uploads, expiry and
        collection), and reports the result on the same connection (`archive_jobs.py`). The archived
        mark of a session ends with the session (`retention.py`, `archive_reads.py`).
@@ -140,7 +140,7 @@ SPACE_CHECK_INTERVAL_MS: Final = 1_000
 
 
 # ---------------------------------------------------------------------------------------------
-# Events (a `LaneRequest` is one, too)
+# Events (a `LaneRequest` is an event, too)
 
 
 @value(frozen=True, slots=True)
@@ -159,14 +159,14 @@ class PartitionOpened:
 
 @value(frozen=True, slots=True)
 class PartitionDropped:
-    """A partition is no longer assigned; `PartitionIdle` follows when its log may be closed."""
+    """A partition is no longer served; `PartitionIdle` follows when its log may be closed."""
 
     partition_id: PartitionId
 
 
 @value(frozen=True, slots=True)
 class WorkDone:
-    """A piece of work is done; `result` is what its `run` returned."""
+    """A piece of work is done; `result` is the value that its `run` returned."""
 
     work: Work
     result: WorkResult
@@ -174,19 +174,19 @@ class WorkDone:
 
 @value(frozen=True, slots=True)
 class ScrubNow:
-    """Request a scrub of a partition from its beginning, or of all (None)."""
+    """Request a scrub of a partition from its beginning, or of all partitions (None)."""
 
     partition_id: PartitionId | None = None
 
 
 @value(frozen=True, slots=True)
 class SpaceChecked:
-    """`CheckSpace` is done."""
+    """The check of a `CheckSpace` effect is done."""
 
 
 @value(frozen=True, slots=True)
 class ArchiveAnswered:
-    """`ReadArchive` is done."""
+    """The read of a `ReadArchive` effect is done."""
 
     read: ArchiveQuery
     outcome: WorkOutcome
@@ -211,7 +211,7 @@ Event: TypeAlias = (
 
 @value(frozen=True, slots=True)
 class StorageIdentity:
-    """The cluster and the ID of this storage."""
+    """The cluster to which a storage belongs, and the ID of the storage."""
 
     cluster_key: bytes
     partition_count: int
@@ -219,7 +219,7 @@ class StorageIdentity:
 
 
 class StorageService:
-    """The machine. See the module's rules."""
+    """The state machine of a storage; rules refer to this module."""
 
     def __init__(
         self,
@@ -239,23 +239,23 @@ class StorageService:
         self._archive_reads = ArchiveReads(has_archive=archive is not None)
         self._retention = Retention(retention)
         self._lanes: dict[PartitionId, Lane] = {}
-        self._readers: dict[ConnectionId, None] = {}  # those that have sent a right OpenRequest
+        self._readers: dict[ConnectionId, None] = {}  # connections with a valid OpenRequest
         self.queue_limits = QueueLimits(queue_bytes_max)
         self._failures_count = 0
-        self._is_full = False  # as last reported
+        self._is_full = False  # the state that was reported last
         self._mark_at_ms: int | None = None
         self._effects: list[Effect] = []
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to move markers, read a piece, look for room, remove segments, or watch uploads."""
+        """When to move markers, run a piece, query the free space, or check archive jobs."""
         pieces = earliest(self._scrub.wake_at_ms, self._retention.wake_at_ms)
         pieces = earliest(pieces, self._archive.wake_at_ms)
         return earliest(earliest(self._mark_at_ms, pieces), self._space_check_at_ms)
 
     @property
     def archive_running_since_ms(self) -> int | None:
-        """When the upload or collection that is running has begun."""
+        """When the running upload, collection or expiry began; None if no job runs."""
         return self._archive.running_since_ms
 
     @property
@@ -270,7 +270,7 @@ class StorageService:
 
     @property
     def queued_count(self) -> int:
-        """How many requests have no answer yet; `queue_limits` has what they hold."""
+        """The number of requests without an answer; `queue_limits` has their bytes."""
         lanes = self._lanes.values()
         waiting = sum(len(lane.writes) + len(lane.reads) for lane in lanes)
         return waiting + sum(len(lane.work.requests) for lane in lanes if lane.work is not None)
@@ -281,11 +281,11 @@ class StorageService:
 
     @property
     def scrub_positions(self) -> dict[PartitionId, TransactionId]:
-        """Where the scrub continues after a restart."""
+        """The ID from which the scrub of each partition continues after a restart."""
         return self._scrub.positions
 
     def step(self, event: Event, now_ms: int) -> list[Effect]:
-        """Take one event in (`machine.py`)."""
+        """Process one event, and return the effects (`machine.py`)."""
         assert not self._effects
         match event:
             case LaneRequest():
@@ -335,7 +335,7 @@ class StorageService:
             self._reject(request, error)
 
     def _admit(self, request: LaneRequest) -> None:
-        """Answer a request, queue it, or raise why not."""
+        """Answer a request, queue it, or raise the error that rejects it."""
         message = request.message
         match message:
             case (
@@ -384,12 +384,12 @@ class StorageService:
         lane = self._lane(message)
         self._check_session(lane, message)
         _check_owner(lane, request)
-        # A mark is only compared with the log; as a read, no later one overtakes it.
+        # A mark is only compared with the log; as a read, it cannot be overtaken by a later mark.
         queue = lane.reads if isinstance(message, SetArchived) else lane.writes
         self._queue(lane, queue, request)
 
     def _admit_prepare(self, request: LaneRequest, message: Prepare) -> None:
-        """Raise the session at once (rule 3); the promise is made durable by the work."""
+        """Raise the session at once (rule 3); queued work makes the promise durable."""
         self._check_cluster(message.cluster_key, message.partition_count)
         if message.storage_id not in (self._identity.storage_id, NO_STORAGE_ID):
             raise StorageIdMismatch(
@@ -406,7 +406,7 @@ class StorageService:
                 f"0..{promise.session_id + SESSION_JUMP_MAX}, found {session}"
             )
         if promise.is_after_loss and session in (promise.seen, promise.session_id):
-            # It may be the owner of the session that this replica has seen, and no rival.
+            # This may be the owner of the session that the replica has seen, not a rival.
             raise ReplicaSuspect(
                 f"partition {message.partition_id}: the owner of store session {session} is "
                 "unknown, because a control slot was lost. Hint: the replica accepts "
@@ -427,16 +427,16 @@ class StorageService:
             )
             if lane.owner is not None and request.connection < lane.owner:
                 raise why
-        # First the promise: the rejected owners get this session in the error, not their own.
+        # Set the promise first: rejected owners must receive this session in the error.
         lane.promise = requested
         self._fence(lane, why, keep=request.connection)
         lane.owner = request.connection
         self._queue(lane, lane.writes, request)
 
     def _fence(self, lane: Lane, why: WaltzError, *, keep: ConnectionId | None = None) -> None:
-        """End the lane's session: reject the queued requests, close its connection.
+        """End the lane's session: reject its queued requests, and close its connection.
 
-        The error states the reason: only a later session may look like one to the old owner.
+        The error must state the reason: the old owner must not mistake it for a later session.
         """
         for request in (*lane.writes, *lane.reads):
             self.queue_limits.subtract(request)
@@ -505,15 +505,15 @@ class StorageService:
     def _check_session(self, lane: Lane, message: StorageMessage) -> None:
         if message.session_id != lane.promise.session_id:
             raise SessionFenced(
-                f"partition {message.partition_id}: {type(message).__name__}: expected the "
+                f"partition {message.partition_id}: expected {type(message).__name__} of the "
                 f"promised store session {lane.promise.session_id}, found {message.session_id}"
             )
 
     def _check_reader(self, lane: Lane, request: LaneRequest) -> None:
-        """Raise unless the reader may get an answer (rule 5)."""
+        """Raise an error unless the storage may answer the reader (rule 5)."""
         message = request.message
         if request.connection not in self._readers:
-            raise BadRequest("expected that a reader sends an OpenRequest before other requests")
+            raise BadRequest(f"reader: expected OpenRequest, found {type(message).__name__}")
         self._check_session(lane, message)
         if lane.engaged_session != message.session_id:
             raise NotMounted(
@@ -531,7 +531,7 @@ class StorageService:
             self._start_work(lane)
 
     def _start_work(self, lane: Lane) -> None:
-        """Start the next piece of work (`lane.py`)."""
+        """Start the next piece of work in a lane, if any waits (`lane.py`)."""
         requests, piece = lane.take_next()
         if requests or piece is not None:
             self._run(lane, requests, piece)
@@ -573,7 +573,7 @@ class StorageService:
         scrubbed = result.scrubbed
         if scrubbed is not None and self._scrub.on_piece_done(work.partition_id, scrubbed, now_ms):
             self._report("storage.scrub_finished", partition=work.partition_id)
-            self._notify_owner(lane)  # Again: what could not be repaired may be repairable now.
+            self._notify_owner(lane)  # Again: unrepaired damage may be repairable now.
         is_marked = not work.requests and work.piece is None
         lane.is_unmarked = result.appended_count > 0 or (lane.is_unmarked and not is_marked)
         if lane.is_unmarked and self._mark_at_ms is None:
@@ -587,17 +587,17 @@ class StorageService:
             self._answer(request, outcome)
 
     def _move_idle_markers(self, now_ms: int) -> None:
-        """Move the markers of logs that had appends and are idle now."""
+        """Move the acked markers of logs that had appends and are idle now."""
         if self._mark_at_ms is None or now_ms < self._mark_at_ms:
             return
         self._mark_at_ms = None
         for lane in self._lanes.values():
             if lane.is_unmarked and lane.work is None:
-                # A busy log moves its marker with a sync, and comes here again.
+                # A busy log moves its marker with a sync, and is checked again later.
                 self._run(lane, ())
 
     def _queue_scrub_piece(self, now_ms: int) -> None:
-        """Queue the scrub's next piece; it runs after the current work of its partition."""
+        """Queue the next piece of the scrub, to run after the current work of its partition."""
         while (partition_id := self._scrub.next_partition(now_ms)) is not None:
             lane = self._lanes[partition_id]
             lane.piece = self._scrub.begin(partition_id, lane.log.synced_max, now_ms)
@@ -629,7 +629,7 @@ class StorageService:
             self._notify_owner(lane)
 
     def _notify_owner(self, lane: Lane) -> None:
-        """Notify the owner of all known damage, if any."""
+        """Notify the owner of all known damage, if there is any."""
         if lane.owner is not None and lane.log.damaged:
             damaged = np.array(lane.log.damaged, dtype=">i8").tobytes()
             notice = DamageFound(lane.promise.session_id, 0, lane.log.partition_id, damaged)
@@ -655,12 +655,12 @@ class StorageService:
             and self._space_check_at_ms is not None
             and self._space_check_at_ms <= now_ms
         ):
-            # None until the answer arrives.
+            # The far time blocks further checks until the answer arrives.
             self._space_check_at_ms = now_ms + 60 * SPACE_CHECK_INTERVAL_MS
             self._effects.append(CheckSpace(self._space))
 
     def _update_lane(self, lane: Lane, work: Work, result: WorkResult, now_ms: int) -> None:
-        """Update the lane with the changes of a piece of work."""
+        """Update the state of a lane after a piece of work."""
         if result.files_error is not None:
             self._stop_serving(lane, result.files_error)
             return
@@ -698,14 +698,14 @@ class StorageService:
             )
 
     def _stop_serving(self, lane: Lane, why: WaltzError) -> None:
-        """Stop serving a partition (rule 11)."""
+        """Stop serving a partition whose files were deleted or replaced (rule 11)."""
         self._report("storage.files_replaced", partition=lane.log.partition_id, error=why)
         lane.has_lost_files = True
         self._fence(lane, why)
         self._effects.append(DropPartition(lane.log, why))
 
     def _on_disk_failed(self, lane: Lane, result: WorkResult) -> None:
-        """Leave the session (rule 6)."""
+        """Leave the session after a failure of the disk; exit after a second one (rule 6)."""
         assert result.failure is not None
         self._failures_count += 1
         partition_id = lane.log.partition_id
@@ -739,7 +739,7 @@ class StorageService:
     def _on_background_piece_done(
         self, lane: Lane, piece: LanePiece | None, result: WorkResult, now_ms: int
     ) -> None:
-        """Take the result of a piece of the archive or the retention."""
+        """Process the result of a piece of the archive or the retention."""
         partition_id = lane.log.partition_id
         if isinstance(piece, ArchivePiece):
             assert result.archive_read is not None
@@ -774,7 +774,7 @@ class StorageService:
     def _reject(self, request: LaneRequest, error: WaltzError) -> None:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
-        # A greater one would look as if ZooKeeper had lost data.
+        # A greater session would look to an owner as if ZooKeeper had lost data.
         promised = lane.promise.seen if lane is not None else NO_SESSION
         self._report(
             "storage.request_rejected", request=type(message).__name__, error=type(error).__name__

@@ -1,7 +1,7 @@
 """The effects of a storage's state machine (`service.py`).
 
-The daemon and the simulator carry them out, each in its own way; this file defines what each
-means.
+The daemon and the simulator execute them in different ways. This file defines the meaning of each
+effect; rules refer to `service.py`.
 """
 
 from typing import TypeAlias
@@ -20,7 +20,7 @@ from waltz_core.wire.messages import StorageMessage
 
 @value(frozen=True, slots=True)
 class SendStorageMessage:
-    """Send a message on a connection; ignored if the connection is closed."""
+    """Send a message on a connection; do nothing if the connection is closed."""
 
     connection: ConnectionId
     message: StorageMessage
@@ -28,7 +28,7 @@ class SendStorageMessage:
 
 @value(frozen=True, slots=True)
 class CloseConnection:
-    """Send the answers so far, then close."""
+    """Send the pending answers, and close the connection."""
 
     connection: ConnectionId
     reason: str
@@ -50,21 +50,21 @@ class ResumeReading:
 
 @value(frozen=True, slots=True)
 class RunWork:
-    """Call `work.run()` and return its result as `WorkDone`; one at a time per partition."""
+    """Call `work.run()`, and return its result as `WorkDone`; one call at a time per partition."""
 
     work: Work
 
 
 @value(frozen=True, slots=True)
 class PartitionIdle:
-    """A dropped partition has no running work: its log may be closed."""
+    """A dropped partition has no running work, so its log may be closed."""
 
     log: PartitionLog
 
 
 @value(frozen=True, slots=True)
 class DropPartition:
-    """The files of a partition were deleted or replaced: drop it, and do not open it again."""
+    """Drop a partition whose files were deleted or replaced, and do not open it again."""
 
     log: PartitionLog
     why: WaltzError
@@ -72,23 +72,23 @@ class DropPartition:
 
 @value(frozen=True, slots=True)
 class CheckSpace:
-    """Call `space.recheck()`, which blocks, then send `SpaceChecked` (rule 9)."""
+    """Call `space.recheck()`, which blocks, and send `SpaceChecked` afterwards (rule 9)."""
 
     space: DiskSpace
 
 
 @value(frozen=True, slots=True)
 class UploadRange:
-    """Call `archive.upload` with the job, which blocks for long, then send `Uploaded`."""
+    """Call `archive.upload` with the job, which blocks for long; send `UploadDone` afterwards."""
 
     job: UploadJob
 
 
 @value(frozen=True, slots=True)
 class CollectFiles:
-    """Call `archive.collect_garbage`, which blocks for long, then send `FilesCollected`.
+    """Call `archive.collect_garbage`, which blocks for long; send `FilesCollected` afterwards.
 
-    It has the thread of `UploadRange`. While either makes progress, send `ArchiveProgressed`.
+    It runs on the thread of `UploadRange`. While either makes progress, send `ArchiveProgressed`.
     """
 
     job: GarbageCollectionJob
@@ -96,9 +96,9 @@ class CollectFiles:
 
 @value(frozen=True, slots=True)
 class WriteExpiry:
-    """Call `archive.expire` with the job, which blocks, then send `ExpiryWritten`.
+    """Call `archive.expire` with the job, which blocks; send `ExpiryWritten` afterwards.
 
-    Like `CollectFiles`.
+    It runs on the thread of `UploadRange`, like `CollectFiles`.
     """
 
     job: ExpiryJob
@@ -106,14 +106,14 @@ class WriteExpiry:
 
 @value(frozen=True, slots=True)
 class ReadArchive:
-    """Call `archive.read`, which blocks, then send `ArchiveAnswered`."""
+    """Answer a request from the archive, which blocks; send `ArchiveAnswered` afterwards."""
 
     read: ArchiveQuery
 
 
 @value(frozen=True, slots=True)
 class EndProcess:
-    """End the process: the disk cannot be trusted (rule 6)."""
+    """Stop the process, because the disk cannot be trusted (rule 6)."""
 
     reason: str
 

@@ -4,26 +4,26 @@ A directory belongs to one process, one cluster and one storage. The engine chec
 opens any partition.
 
 Rules:
-    1. Locks are taken first: a BSD lock on `waltz-x.id`, then the lock of Waltz 0.13 on its control
-       file.
+    1. Locks are acquired first: a BSD lock on `waltz-x.id`, then the lock of Waltz 0.13 on its
+       control file.
     2. The storage ID is created with the directory and never changes.
-    3. If a partition cannot be opened, the others are still served; `failed` has the partition with
-       its error.
+    3. If a partition cannot be opened, the other partitions are still served. `failed` has the
+       partition with its error.
     4. When the disk is full, there is still space for truncation, repair and slots
        (`disk_space.py`).
     5. Administration changes a partition only while the partition's log is closed; `assign` opens
-       it again. A removal that was begun is finished before anything is opened.
+       it again. A removal that was begun is finished before any log is opened.
     6. If the control file has a greater sequence than the slot, Waltz 0.13 has written to the
-       directory (`format.Slot`). So each write of this version first puts its sequence into the
+       directory (`format.Slot`). So each write of this version first writes its sequence to the
        slot.
-    7. File names are made durable before anything in the files is trusted: the process that created
-       the files may have been killed before it synced them. One sync covers the directories of all
-       partitions.
+    7. File names are made durable before the content of the files is trusted: the process that
+       created the files may have been killed before it synced them. One sync covers the directories
+       of all partitions.
     8. If the files of a partition were deleted or replaced while it was open, this process does not
        open it again until administration has emptied or removed it. The new files may lack a
-       promise, which the log that was open still has.
-    9. If the control file itself was deleted or replaced, nothing that is written to it survives a
-       restart. So no partition is emptied, and the process ends.
+       promise, which the opened log still has.
+    9. If the control file itself was deleted or replaced, writes to it do not survive a restart. So
+       no partition is emptied, and the process exits.
 """
 
 from collections.abc import Callable, Sequence
@@ -70,20 +70,21 @@ from waltz_core.storage.log.removal import WipeIntent
 from waltz_core.wire.admin_messages import Copy
 
 STORAGE_ID_NAME: Final = "waltz-x.id"
-# Makes one call per partition, in turn or in parallel, and returns when all have returned.
+# A function that makes one call for each partition, in sequence or in parallel, and returns when
+# all calls have returned.
 ForEach: TypeAlias = Callable[[Callable[[PartitionId], None], Sequence[PartitionId]], None]
 
 
 def call_in_sequence(
     call: Callable[[PartitionId], None], partition_ids: Sequence[PartitionId]
 ) -> None:
-    """Call for one partition after the other."""
+    """Call a function for one partition after the other."""
     for partition_id in partition_ids:
         call(partition_id)
 
 
 class StorageEngine:
-    """An open storage directory. Calls block; logs may be used by one thread each."""
+    """An open storage directory. Calls block; each log may be used by one thread at a time."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class StorageEngine:
         self._settings = settings
         self._id_file = id_file
         self._lost_logs: dict[PartitionId, PartitionLog] = {}  # rule 8
-        self._named: set[PartitionId] = set()  # their directories have durable names (rule 7)
+        self._named: set[PartitionId] = set()  # partitions with durable directory names (rule 7)
         self._control_identity = disk.identity(directory / CONTROL_NAME)
 
     @classmethod
@@ -121,10 +122,11 @@ class StorageEngine:
         reserve_bytes: int = 0,
         for_each: ForEach = call_in_sequence,
     ) -> "StorageEngine":
-        """Open or create a storage directory and all partitions that are assigned to it.
+        """Open or create a storage directory, and open all partitions that are assigned to it.
 
-        `new_storage_id` is used only when the directory has none yet. `for_each` opens the
-        partitions: they share no state, so in parallel they share the disk's syncs.
+        `new_storage_id` is used only if the directory has no storage ID yet. `for_each` opens the
+        partitions. They share no state; if they are opened in parallel, they share syncs of the
+        disk.
 
         Raises:
             DiskFailed: another process uses the directory, or the disk failed.
@@ -160,16 +162,16 @@ class StorageEngine:
 
     @property
     def partition_count(self) -> int:
-        """How many partitions the cluster has."""
+        """The number of partitions in the cluster."""
         return self._control.header.partition_count
 
     @property
     def has_failed(self) -> bool:
-        """Whether nothing can be assigned before a restart (`control_file.py`)."""
+        """Whether no partition can be assigned before a restart (`control_file.py`, rule 3)."""
         return self._control.has_failed
 
     def assigned_partitions(self) -> Sequence[PartitionId]:
-        """Return the partitions that this storage holds, in order."""
+        """Return the partitions that this storage holds, in ascending order."""
         every = map(PartitionId, range(self.partition_count))
         return [
             partition_id
@@ -178,7 +180,7 @@ class StorageEngine:
         ]
 
     def info(self, partition_id: PartitionId) -> PartitionInfo:
-        """Return a partition's entry in the 0.13 control file.
+        """Return the entry of a partition in the 0.13 control file.
 
         Raises:
             UnknownPartition: the cluster has no such partition.
@@ -187,16 +189,16 @@ class StorageEngine:
         return self._control.info(partition_id)
 
     def is_held(self, partition_id: PartitionId) -> bool:
-        """Whether this storage holds a partition, served or not; its ID may be invalid."""
+        """Whether this storage holds a partition, served or not; False for an invalid ID."""
         is_one = 0 <= partition_id < self.partition_count
         return is_one and bool(self._control.info(partition_id).flags & FLAG_ASSIGNED)
 
     def is_available(self, partition_id: PartitionId) -> bool:
-        """Whether a partition that is held may be served."""
+        """Whether a partition that the storage holds may be served."""
         return bool(self.info(partition_id).flags & FLAG_AVAILABLE)
 
     def assign(self, partition_id: PartitionId) -> PartitionLog:
-        """Begin to hold a partition, durably, and open its log; repeating it is not an error.
+        """Begin to hold a partition, durably, and open its log; the call may be repeated.
 
         Raises:
             UnknownPartition: the cluster has no such partition.
@@ -211,7 +213,9 @@ class StorageEngine:
         return self._open_log(partition_id)
 
     def assign_new(self, partition_ids: Sequence[PartitionId]) -> None:
-        """Begin to hold partitions that were never held, durably: `assign` for many, all at once.
+        """Begin to hold partitions that were never held, durably, with few syncs for all.
+
+        All other partitions are skipped; `assign` opens the logs afterwards.
 
         Raises:
             UnknownPartition: the cluster has no such partition.
@@ -227,11 +231,11 @@ class StorageEngine:
             self._control.set_flags_of(new, FLAG_ASSIGNED | FLAG_AVAILABLE)
 
     def log(self, partition_id: PartitionId) -> PartitionLog:
-        """Return the log of a partition.
+        """Return the open log of a partition.
 
         Raises:
-            UnknownPartition: it is not held here.
-            WaltzError: it could not be opened; the error has the reason.
+            UnknownPartition: this storage does not hold the partition.
+            WaltzError: the log could not be opened; the error states the reason.
         """
         if partition_id in self.failed:
             raise self.failed[partition_id]
@@ -256,19 +260,19 @@ class StorageEngine:
             self._open_log(partition_id)
 
     def stop_serving(self, partition_id: PartitionId, why: WaltzError) -> None:
-        """Do not open a partition again; its files were deleted or replaced (rule 8)."""
+        """Do not open a partition again, because its files were deleted or replaced (rule 8)."""
         self._lost_logs[partition_id] = self.logs.pop(partition_id)
         self.failed[partition_id] = why
 
     def has_lost_files_of(self, partition_id: PartitionId) -> bool:
-        """Whether a partition's files were deleted or replaced (rule 8)."""
+        """Whether the files of a partition were deleted or replaced (rule 8)."""
         return partition_id in self._lost_logs
 
     def check_files(self) -> None:
-        """Check that the control file is still the one that was opened (rule 9).
+        """Check that the control file is still the file that was opened (rule 9).
 
         Raises:
-            MissingSegment: it was deleted or replaced, as with the whole directory.
+            MissingSegment: the control file or the directory was deleted or replaced.
             DiskFailed: the disk cannot be read.
         """
         path = self.directory / CONTROL_NAME
@@ -307,7 +311,7 @@ class StorageEngine:
         return log
 
     def segment_path(self, partition_id: PartitionId, first: TransactionId) -> Path:
-        """Return the file with the records of the segment that begins with an ID."""
+        """Return the path of the `.seg` file of the segment that begins with an ID."""
         return self._directory_of(partition_id) / segment_name(first, ".seg")
 
     def _directory_of(self, partition_id: PartitionId) -> Path:
@@ -316,11 +320,11 @@ class StorageEngine:
     # ---- administration (rule 5)
 
     def unassign(self, partition_id: PartitionId, *, deletes_files: bool) -> None:
-        """Stop holding a partition, durably; without deletion its files stay as they are.
+        """Stop holding a partition, durably; if `deletes_files` is False, its files stay.
 
         Raises:
-            UnknownPartition: it is not held here.
-            WaltzError: its log cannot be opened, so it can only be deleted.
+            UnknownPartition: this storage does not hold the partition.
+            WaltzError: its log cannot be opened, so the partition can only be deleted.
         """
         self._check_held(partition_id)
         if deletes_files:
@@ -331,10 +335,10 @@ class StorageEngine:
         self.failed.pop(partition_id, None)
 
     def set_available(self, partition_id: PartitionId, *, is_available: bool) -> None:
-        """Set durably whether a partition may be served; repeating it is not an error.
+        """Set durably whether a partition may be served; the call may be repeated.
 
         Raises:
-            UnknownPartition, WaltzError: as `unassign`.
+            UnknownPartition, WaltzError: as for `unassign`.
         """
         self._check_held(partition_id)
         flags = self._control.info(partition_id).flags
@@ -342,25 +346,25 @@ class StorageEngine:
             self._write_flags(partition_id, flags ^ FLAG_AVAILABLE)
 
     def mark_suspect(self, partition_id: PartitionId) -> None:
-        """Mark a replica as suspect, durably; repeating it is not an error.
+        """Mark a replica as suspect, durably; the call may be repeated.
 
         Raises:
-            UnknownPartition: it is not held here.
+            UnknownPartition: this storage does not hold the partition.
         """
         self._check_held(partition_id)
         self._close_log(partition_id)
         slots = self._open_slots(partition_id)
         try:
-            if not slots.fell_back:  # Otherwise the next opening finds that, and does the same.
+            if not slots.fell_back:  # Otherwise the next opening finds this, and does the same.
                 slots.write(replace(slots.slot, suspect=True))
         finally:
             slots.close()
 
     def re_seed(self, partition_id: PartitionId) -> None:
-        """Delete the log of a replica, durably: it is empty and suspect from now on.
+        """Delete the log of a replica, durably; the replica is empty and suspect from now on.
 
         Raises:
-            UnknownPartition: it is not held here.
+            UnknownPartition: this storage does not hold the partition.
             MissingSegment: the control file was deleted or replaced (rule 9).
         """
         self.check_files()
@@ -372,15 +376,15 @@ class StorageEngine:
         self.failed.pop(partition_id, None)
 
     def put_copy(self, copy: Copy) -> TransactionId:
-        """Add whole batches of another replica to a log that is not served; return the last ID.
+        """Append complete batches of another replica to an unserved log; return the last ID.
 
-        Nothing is truncated, and no mark is set: the evidence of the replica does not change. The
-        reserve is not used for this (`disk_space.py`, rule 2).
+        The method truncates nothing and sets no mark: it does not change the replica's evidence of
+        what it has acknowledged. It does not use the reserve (`disk_space.py`, rule 2).
 
         Raises:
-            NoSpace: there is not enough room without the reserve; nothing of it was written.
-            BadRequest: they do not continue the log.
-            ChecksumMismatch: they are not what was sent.
+            NoSpace: there is not enough space without the reserve; no record was written.
+            BadRequest: the batches do not continue the log.
+            ChecksumMismatch: the received records differ from those that were sent.
         """
         assign = partial(self.assign, PartitionId(copy.partition_id))
         log = self.space.with_reserve(assign)
@@ -448,7 +452,7 @@ class StorageEngine:
             self._open_log(partition_id)  # It may open now; otherwise this raises.
         self._close_log(partition_id)
         if not self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
-            return  # It was never held; its slot will be made with the current sequence.
+            return  # It was never held; its slot will be created with the current sequence.
         slots = self._open_slots(partition_id)
         try:
             if slots.fell_back:
@@ -506,17 +510,17 @@ class StorageEngine:
 
     @property
     def appended_bytes(self) -> int:
-        """Bytes of records appended since the start."""
+        """The bytes of records that were appended since the start."""
         return sum(log.appended_bytes for log in self.logs.values())
 
     @property
     def sync_count(self) -> int:
-        """Syncs of files since the start."""
+        """The number of syncs of logs since the start."""
         return sum(log.sync_count for log in self.logs.values())
 
     @property
     def read_count(self) -> int:
-        """Ranges read since the start."""
+        """The number of ranges that were read since the start."""
         return sum(log.read_count for log in self.logs.values())
 
     # ---- the end
@@ -534,7 +538,7 @@ class StorageEngine:
             raise errors[0]
 
     def abandon(self) -> None:
-        """Close files and locks like a crash would; nothing is written."""
+        """Close files and release locks without any write, as if the process had crashed."""
         for log in self.logs.values():
             log.abandon()
         self._release()

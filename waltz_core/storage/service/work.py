@@ -1,20 +1,19 @@
-"""Pieces of work on one partition: calls of its log, made in sequence, possibly on another thread.
+"""Pieces of work on one partition: calls of its log in sequence, possibly on another thread.
 
-Everything here blocks on the disk, and nothing here decides. `service.py` decides which requests
-are allowed. These functions carry out a message as calls of the log, and return the results as
-answers.
+This code blocks on the disk, and makes no decisions: `service.py` decides which requests are
+allowed. The functions execute a message as calls of the log, and return the results as answers.
 
 Rules:
     1. Each request has one outcome, in the order of the requests: an answer, or an error.
-    2. An append counts as done after the sync that covers it, and never before.
+    2. An append counts as done after the sync that covers it, never before.
     3. One pass over the bytes of an append checks the CRC with which they were sent, and the CRCs
        of the records. Records are never processed one by one.
-    4. If an append of a group fails, the later ones are rejected with it, because they follow it in
-       the log.
+    4. If an append of a group fails, the later appends are rejected with it, because they follow it
+       in the log.
     5. Appends for which there is no space are rejected before the first byte is written. Other work
-       that finds no space is repeated with the reserve (`disk_space.py`). If a log could not write
-       the files of a new start, it would fail until it is opened again; so the space is checked
-       before it begins.
+       that finds no space is repeated with the space of the reserve (`disk_space.py`). If a log
+       could not write the files of a new start, it would fail until it is opened again; so the
+       space is checked before a reset begins.
     6. If any work finds damage, its result contains it.
     7. A piece of the scrub, the archive or the retention has one result, or its error.
 """
@@ -87,9 +86,11 @@ from waltz_core.wire.messages import (
 from waltz_core.wire.record_locations import LOCATIONS, LOCATIONS_BYTES_MAX, encode_locations
 
 ConnectionId = NewType("ConnectionId", int)
-# Read limit for one answer; a single batch or record that is larger is sent whole.
+# The maximum number of bytes that are read for one answer. A single larger batch or record is sent
+# whole.
 RANGE_BYTES_MAX: Final = 8 * 1024 * 1024
-# An answer of whole batches needs the lineage of each, and there may be as many as records.
+# An answer of whole batches needs the lineage of each batch, and there may be as many batches as
+# records.
 BATCHES_BYTES_MAX: Final = ENTRIES_MAX * RECORD_OVERHEAD_BYTES
 
 
@@ -107,10 +108,10 @@ LanePiece: TypeAlias = ScrubPiece | ArchivePiece | RetentionPiece
 
 @dataclass(slots=True)
 class WorkResult:
-    """One outcome for each request (rule 1), the disk's failure if it failed, and what to count.
+    """The outcomes of the requests (rule 1), a failure of the disk, and values for metrics.
 
-    `found` are newly damaged IDs; `failed_reads` are the errors of the disk for bytes that it could
-    not read.
+    `found` are newly damaged IDs. `failed_reads` are the disk's errors for bytes that it could not
+    read.
     """
 
     outcomes: list[WorkOutcome] = field(default_factory=list)
@@ -120,14 +121,14 @@ class WorkResult:
     appended_bytes: int = 0
     read_count: int = 0
     read_bytes: int = 0
-    sync_s: float | None = None  # how long the sync of a group of appends took
+    sync_s: float | None = None  # seconds of the sync of a group of appends
     found: tuple[IdRange, ...] = ()
     repaired: IdRange | None = None
     failed_reads: list[str] = field(default_factory=list)
     scrubbed: ScrubResult | None = None
     archive_read: ArchiveRead | None = None
     log_size: LogSize | None = None  # None after an error, too
-    has_released: bool = False  # the reserve was released for this
+    has_released: bool = False  # the reserve was released for this work
 
 
 def _no_clock() -> float:
@@ -135,9 +136,10 @@ def _no_clock() -> float:
 
 
 class Work:
-    """Requests of one partition that are served together, or a piece (rule 7).
+    """Requests of one partition that are served together, or one piece (rule 7).
 
-    Without either, the marker is moved. `has_archive`: PREPARED reports the start of the log.
+    Without requests and piece, the work moves the acked marker. `has_archive` states that PREPARED
+    reports the start of the log.
     """
 
     __slots__ = ("_has_archive", "_space", "_storage_id", "log", "piece", "requests")
@@ -162,16 +164,19 @@ class Work:
 
     @property
     def partition_id(self) -> PartitionId:
-        """The partition that all requests are about."""
+        """The partition of all requests."""
         return self.log.partition_id
 
     @property
     def is_append(self) -> bool:
-        """Whether it writes new records."""
+        """Whether the work appends new records."""
         return bool(self.requests) and isinstance(self.requests[0].message, AppendRaw)
 
     def run(self, clock_s: Callable[[], float] = _no_clock) -> WorkResult:
-        """Do the work; blocks. The log's errors are in the result; others are bugs, and escape."""
+        """Execute the work and return its result; blocks.
+
+        Errors of the log are in the result. Any other exception is a bug, and is raised.
+        """
         result = self._run(clock_s)
         space = self._space
         wants_room = any(isinstance(each, NoSpace) for each in result.outcomes)
@@ -208,7 +213,8 @@ class Work:
             error = self._cause_of(found)
             self._note_error(error, result)
             if isinstance(self.piece, ScrubPiece):
-                # What the scrub cannot read is left to the next pass, and to other readers.
+                # If the scrub cannot read a record, the next pass or another reader must find the
+                # damage.
                 beyond = TransactionId(self.log.reader.segment_end(self.piece.first) + 1)
                 result.scrubbed = ScrubResult(beyond, 0, str(error))
             elif isinstance(self.piece, ArchivePiece):
@@ -234,14 +240,14 @@ class Work:
                 assert_never(piece)
 
     def _note_error(self, error: WaltzError, result: WorkResult) -> None:
-        """Note in the result what an error means."""
-        if isinstance(error, ReadFailed):  # The disk has kept what was written.
+        """Note in the result whether an error means an unreadable record or a failed disk."""
+        if isinstance(error, ReadFailed):  # The disk has kept the bytes that were written.
             result.failed_reads.append(str(error))
         elif isinstance(error, DiskFailed):
             result.failure = error
 
     def _cause_of(self, error: WaltzError) -> WaltzError:
-        """Return the cause: calls on deleted files fail although the disk works."""
+        """Return the cause of an error: calls on deleted files fail although the disk works."""
         if isinstance(error, DiskFailed):
             try:
                 self.log.check_files()
@@ -287,7 +293,7 @@ def _scrub(log: PartitionLog, piece: ScrubPiece) -> ScrubResult:
 
 
 def _append_bytes(append: StorageMessage) -> int:
-    """Return the size of an append on the disk."""
+    """Return the bytes that an append uses on the disk."""
     assert isinstance(append, AppendRaw)
     return append_bytes(len(append.records), len(append.lengths) // 4, len(append.lineage))
 
@@ -298,7 +304,7 @@ def _append_group(
     result: WorkResult,
     clock_s: Callable[[], float],
 ) -> None:
-    """Write all appends, sync once, answer all (group commit)."""
+    """Write all appends, sync once, and answer all of them (group commit)."""
     written: list[AppendRaw] = []
     rejected: WaltzError | None = None
     for request in requests:
@@ -324,7 +330,7 @@ def _append_group(
 
 
 def _append_answer(append: AppendRaw, synced_max: TransactionId, result: WorkResult) -> Appended:
-    """Count the records that are durable now; return the answer."""
+    """Count the records of an append, which are durable now; return the answer."""
     assert append.lineage[-1].last <= synced_max, "rule 2"
     result.appended_count += len(append.lengths) // 4
     result.appended_bytes += len(append.records)
@@ -406,7 +412,7 @@ def _with_start(prepared: Prepared, start: AckedMarker) -> Prepared:
 
 
 def _compare_archived(log: PartitionLog, message: SetArchived) -> SuccessResponse:
-    """Reject a mark at which the log has another chain (rule AR 10 of decision 047)."""
+    """Raise BadRequest if the log has another chain hash at the mark (AR 10 in decision 047)."""
     found = log.chain_at(TransactionId(message.last))
     if found != message.chain:
         shown = "no batch that ends there" if found is None else found.hex()
@@ -440,7 +446,10 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
         lengths = raw_records.lengths_to_wire(read.lengths)
         chain_before, entries = read.chain_before, read.entries
     else:
-        raise BadRequest(f"unknown form {message.form} of a range request")
+        raise BadRequest(
+            "range request: expected 0 (whole records) or 1 (headers) in field form, found "
+            f"{message.form}"
+        )
     result.read_count += count
     result.read_bytes += len(records)
     return range_bytes(message, count, lengths, records, chain_before, entries)
@@ -473,7 +482,7 @@ def _locations_bytes(message: RangeRaw) -> int:
 
 
 def _locations(read: LocationsRead, message: RangeRaw, result: WorkResult) -> RangeBytes:
-    """Return the positions of the records; the requester reads and checks them itself."""
+    """Return the file positions of the records; the requester reads and checks them."""
     count, locations = int(read.lengths.size), encode_locations(read.locations)
     result.read_count += count
     result.read_bytes += sum(location.size for location in read.locations)
@@ -485,7 +494,7 @@ def _locations(read: LocationsRead, message: RangeRaw, result: WorkResult) -> Ra
         lengths=raw_records.lengths_to_wire(read.lengths),
         records=locations,
         records_crc=crc32(locations),
-        chain_before=GENESIS_CHAIN,  # which only whole batches need
+        chain_before=GENESIS_CHAIN,  # only whole batches need it
         lineage=read.entries,
     )
 

@@ -1,15 +1,16 @@
 """The threads for work that blocks on the disk.
 
-An append crosses from the event loop to a thread and back. For this, a `ThreadPoolExecutor` creates
-a future with a condition and a lock, and checks its state twice. For an append that is alone in
-flight, this is a tenth of a storage's total work. This class has only a queue and a call.
+An append crosses from the event loop to a thread and back. A `ThreadPoolExecutor` would create a
+future with a condition and a lock for each append, and check its state twice. For an append that is
+alone in flight, this is a tenth of a storage's total work. `WriterThreads` has only a queue and a
+call.
 
 Rules:
     1. Each piece of work has one outcome, delivered on the event loop's thread: its result, or the
        exception.
-    2. Pieces start in their order, each on the first free thread.
-    3. The process does not wait for these threads at its end: a thread that hangs on a disk may
-       never return. For the threads of a `ThreadPoolExecutor`, the interpreter would wait.
+    2. Pieces of work start in their order, each on the first free thread.
+    3. The process does not wait for these threads when it exits: a thread that hangs on a disk may
+       never return. The interpreter would wait for the threads of a `ThreadPoolExecutor`.
 """
 
 import asyncio
@@ -31,10 +32,10 @@ ResultT = TypeVar("ResultT")
 
 
 class WriterThreads:
-    """See the module's rules. Create and call it on the loop's thread.
+    """Runs pieces of work on threads. Create and call it on the thread of the event loop.
 
     Args:
-        count: how many threads.
+        count: the number of threads.
         done: called with each outcome (rule 1).
     """
 
@@ -55,20 +56,20 @@ class WriterThreads:
         self._queue.put(work)
 
     def end(self) -> None:
-        """Make each thread end when it becomes free (rule 3)."""
+        """Stop each thread when it becomes free (rule 3)."""
         for _ in self._threads:
             self._queue.put(None)
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
             self._report(work, _outcome_of(work))
-            del work  # It holds megabytes, which must not stay while this waits for the next one.
+            del work  # It holds megabytes, which must be freed while this thread waits.
 
     def _report(self, work: Work, outcome: WriteOutcome) -> None:
         try:
             self._loop.call_soon_threadsafe(self._done, work, outcome)
         except RuntimeError:
-            if not self._loop.is_closed():  # Otherwise the process is ending.
+            if not self._loop.is_closed():  # Otherwise the process is exiting.
                 raise
 
 
@@ -86,7 +87,7 @@ class CallThreads(Executor):
         assert count > 0
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._numbers = numbers()
-        self._calls: dict[int, None] = {}  # that have no outcome yet
+        self._calls: dict[int, None] = {}  # calls that have no outcome yet
         self._threads = [
             Thread(target=self._serve, name=f"{name}-{number}", daemon=True)
             for number in range(count)
@@ -96,7 +97,7 @@ class CallThreads(Executor):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call is running or waits, though its caller may have been cancelled."""
+        """Whether a call is running or waits, even if its caller was cancelled."""
         return bool(self._calls)
 
     def submit(
@@ -106,7 +107,7 @@ class CallThreads(Executor):
         *args: ParametersT.args,
         **kwargs: ParametersT.kwargs,
     ) -> "Future[ResultT]":
-        """Queue a call."""
+        """Queue a call, and return its future."""
         future: Future[ResultT] = Future()
         number = next(self._numbers)
         self._calls[number] = None
@@ -114,7 +115,7 @@ class CallThreads(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:  # noqa: FBT001, FBT002 - as the base class has it
-        """Make each thread end when it becomes free; never wait (rule 3)."""
+        """Stop each thread when it becomes free; never wait (rule 3)."""
         del wait, cancel_futures
         for _ in self._threads:
             self._queue.put(None)

@@ -1,23 +1,23 @@
-"""The audit log of a daemon: a file of JSON lines about requests that matter (decision 048, AC 11).
+"""The audit log of a daemon: JSON lines about administrative and denied requests.
 
-The file has administrative requests, denied requests, and the revisions of the permissions.
+The file also has the revisions of the permissions (decision 048, AC 11).
 
 Rules:
-    1. An administrative request begins only when its line is in the file. If the file cannot be
-       written, or `QUEUE_LINES_MAX` lines wait, the request is rejected.
-    2. An administrative request has a second line with its outcome, and with the same number as the
+    1. An administrative request begins only after its line was written to the file. If the file
+       cannot be written, or `QUEUE_LINES_MAX` lines wait, the request is rejected.
+    2. An administrative request has a second line, with its outcome and the same number as the
        first line.
     3. A flood of denials must not use the space of administrative requests. Denials of one minute
-       with the same principal, host, message, verbs and partitions have one line, and a second line
-       at the end of the minute with their number. Each minute, the log takes `DENIALS_PER_PEER_MAX`
-       different denials of one principal, as many of one host, and `DENIALS_MAX` in total. It takes
-       none once the file has `DENIALS_FILE_BYTES_MAX`. The next denial that it takes has the number
-       of those that it has left out.
+       with the same principal, host, message, verbs and partitions share one line. A second line at
+       the end of the minute states how often they were repeated. Each minute, the log records
+       `DENIALS_PER_PEER_MAX` different denials of one principal, as many of one host, and
+       `DENIALS_MAX` in total. It records no denials once the file has `DENIALS_FILE_BYTES_MAX`. The
+       next recorded denial states how many denials were omitted.
     4. A thread writes the lines in their order. While the file cannot be written, outcomes and
        revisions wait for the next line, and denials are dropped.
     5. All characters of a line are printable ASCII, so no value can begin a line or hide one. If
-       the disk is full in the middle of a line, the next one begins on a new line.
-    6. Lines are not synced: they survive the end of the process, but may not survive a crash of the
+       the disk is full in the middle of a line, the next line still begins on a new line.
+    6. Lines are not synced: they survive if the process exits, but may not survive a crash of the
        machine.
 """
 
@@ -54,10 +54,10 @@ _MINUTE_S: Final = 60
 CLOSE_S_MAX: Final = 2.0
 _BATCH_LINES_MAX: Final = 1_000
 _TEXT_CHARACTERS_MAX: Final = 1_000
-_PARTITIONS_MAX: Final = 20_000  # of a request that a line names
-_COMPARED_MAX: Final = 16  # partitions of two denials, in addition to their number
+_PARTITIONS_MAX: Final = 20_000  # the maximum number of partitions that a line names
+_COMPARED_MAX: Final = 16  # partitions by which denials are compared, in addition to their number
 _FILE_MODE: Final = 0o640
-# Fields of messages that the object has, or that mean nothing to a reader.
+# Fields of messages that "object" contains already, or that mean nothing to a reader.
 _FIELDS_LEFT_OUT: Final = {"req_id", "session_id", "sequence", "partition_id", "partitions"}
 
 BegunCallback: TypeAlias = Callable[[WaltzError | None], None]
@@ -68,14 +68,17 @@ def _wall_clock_ms() -> int:
 
 
 class Peer(NamedTuple):
-    """Where a request comes from: its principal, and its address "host:port"."""
+    """The sender of a request: its principal, and its address "host:port"."""
 
     principal: str
     address: str
 
 
 class _Line(NamedTuple):
-    """One line: `is_kept` by rule 4; `begun` is called with the error if it is not written."""
+    """One line of the file; if it is not written, `begun` is called with the error.
+
+    `is_kept` states that the line waits while the file cannot be written (rule 4).
+    """
 
     data: bytes
     is_kept: bool = False
@@ -83,21 +86,21 @@ class _Line(NamedTuple):
 
 
 class _Command(NamedTuple):
-    """An entry of the queue that is not a line: open the file again, or end."""
+    """An entry of the queue that is not a line: a command to open the file again, or to stop."""
 
     is_end: bool
 
 
 class AuditFile:
-    """See the module's rules. Create and call it on the loop's thread."""
+    """The audit log of a daemon. Create and call it on the thread of the event loop."""
 
     def __init__(self, path: str, clock_ms: Callable[[], int] = _wall_clock_ms) -> None:
-        """Open the file; raises BadConfig."""
+        """Open the file and start the thread; raises BadConfig if the file cannot be opened."""
         try:
             self._file = _OpenAuditFile(path)
         except OSError as error:
             raise BadConfig(
-                f"setting audit_log: {path!r} cannot be opened: {error.strerror}"
+                f"setting audit_log: {path!r} cannot be opened ({error.strerror})"
             ) from error
         self._clock_ms = clock_ms
         self._loop = asyncio.get_running_loop()
@@ -106,7 +109,8 @@ class AuditFile:
         self._minute_end: asyncio.TimerHandle | None = None
         self._is_full = False
         self._queue: SimpleQueue[_Line | _Command] = SimpleQueue()
-        # Of the thread: lines that wait for the next one, and lines that were lost.
+        # Used by the thread only: lines that are kept until the next write, and the count of lost
+        # lines.
         self._kept: list[_Line] = []
         self._lost_count = 0
         self._has_failed = False
@@ -116,7 +120,7 @@ class AuditFile:
     # ---- on the loop's thread
 
     def request(self, peer: Peer, requirement: Requirement, message: Message) -> "AuditedRequest":
-        """Return an administrative request, whose `begin` is next."""
+        """Return an administrative request for the log; the caller calls its `begin` next."""
         fields = {"request": next(self._numbers), **_fields_of(peer, requirement, message)}
         return AuditedRequest(self, fields)
 
@@ -131,7 +135,7 @@ class AuditFile:
     ) -> None:
         """Write a denial, or count it (rule 3).
 
-        A text instead of a requirement names a token that is not accepted.
+        If `requirement` is a text, it names a token that was not accepted.
         """
         minute = self._clock_ms() // 1000 // _MINUTE_S
         if minute != self._denials.minute:
@@ -150,7 +154,7 @@ class AuditFile:
             self._minute_end = self._loop.call_later(_MINUTE_S, self._end_minute)
 
     def _has_room(self) -> bool:
-        """Whether there is room for denials, in the queue and in the file (rule 3)."""
+        """Whether the queue and the file have space for denials (rule 3)."""
         is_full = self._file.size_bytes >= DENIALS_FILE_BYTES_MAX
         if is_full and not self._is_full:
             _log.warning(
@@ -160,7 +164,7 @@ class AuditFile:
         return not is_full and self._queue.qsize() < QUEUE_LINES_MAX
 
     def _end_minute(self) -> None:
-        """Write how often denials were repeated, and begin to count again."""
+        """Write how often each denial of this minute was repeated, and reset the counts."""
         if self._minute_end is not None:
             self._minute_end.cancel()
             self._minute_end = None
@@ -170,7 +174,7 @@ class AuditFile:
                 self._put(_Line(self._encoded({**each.fields, "repeated": each.repeated_count})))
 
     def log_revision(self, permissions: Permissions) -> None:
-        """Write that this revision is in use now."""
+        """Write a line that this revision of the permissions is now in use."""
         fields: dict[str, object] = {
             "principal": permissions.changed_by,
             "address": "",
@@ -181,11 +185,17 @@ class AuditFile:
         self._put(_Line(self._encoded({**fields, "outcome": "in_use"}), is_kept=True))
 
     def open_again(self) -> None:
-        """Open the file of this name again, after the lines that wait; log the outcome."""
+        """Open the file of this name again, after the waiting lines are written.
+
+        Log the outcome.
+        """
         self._queue.put(_Command(is_end=False))
 
     async def close(self) -> None:
-        """Write the lines that wait, within `CLOSE_S_MAX`: the disk may hang."""
+        """Write the waiting lines and close the file.
+
+        Return after at most `CLOSE_S_MAX`, because the disk may hang.
+        """
         self._end_minute()
         self._queue.put(_Command(is_end=True))
         await asyncio.to_thread(self._thread.join, CLOSE_S_MAX)
@@ -254,11 +264,11 @@ class AuditFile:
             if each.begun is not None
         ]
         self._log_change(failure)
-        with contextlib.suppress(RuntimeError):  # The loop is closed: the process is ending.
+        with contextlib.suppress(RuntimeError):  # The loop is closed: the process exits.
             self._loop.call_soon_threadsafe(self._report, outcomes)
 
     def _log_change(self, failure: OSError | None) -> None:
-        """Log when writing begins to fail, and when it works again."""
+        """Log when writing begins to fail, and when it succeeds again."""
         if failure is not None and not self._has_failed:
             _log.error("audit.write_failed path=%s error=%s", self._file.path, failure.strerror)
         if failure is None and self._has_failed:
@@ -269,7 +279,7 @@ class AuditFile:
     def _open_again(self) -> None:
         try:
             opened = _OpenAuditFile(self._file.path)
-        except OSError as error:  # the lines go to the file that is open
+        except OSError as error:  # the lines are written to the file that is open
             _log.error("audit.open_failed path=%s error=%s", self._file.path, error.strerror)
             return
         self._file.close()
@@ -278,23 +288,26 @@ class AuditFile:
 
 
 class AuditedRequest:
-    """An administrative request in the log (rules 1 and 2)."""
+    """An administrative request in the audit log (rules 1 and 2)."""
 
     def __init__(self, log: AuditFile, fields: dict[str, object]) -> None:
         self._log = log
         self._fields = fields
 
     def begin(self, begun: BegunCallback) -> None:
-        """Write its line; later call `begun`, with an error if the request must be rejected."""
+        """Write the first line of the request, and call `begun` afterwards.
+
+        `begun` receives an error if the request must be rejected, and None otherwise.
+        """
         self._log._begin(self._fields, begun)
 
     def end(self, outcome: str, error: str = "") -> None:
-        """Write its outcome: "done", "rejected" with an error, or "unknown"."""
+        """Write the outcome of the request: "done", "rejected" with an error, or "unknown"."""
         self._log._end(self._fields, outcome, error)
 
 
 class _DenialKind(NamedTuple):
-    """What denials have in common that share a line (rule 3)."""
+    """The fields that denials on one line have in common (rule 3)."""
 
     principal: str
     host: str
@@ -314,14 +327,14 @@ class _DenialKind(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class _TakenDenial:
-    """The fields of its line, and how often it was repeated."""
+    """A denial that has a line: the fields of the line, and the number of repetitions."""
 
     fields: dict[str, object]
     repeated_count: int = 0
 
 
 class _Denials:
-    """The denials of the current minute (rule 3), `DENIALS_MAX` at most."""
+    """The denials of the current minute (rule 3), at most `DENIALS_MAX`."""
 
     def __init__(self) -> None:
         self.omitted_count = 0
@@ -330,7 +343,10 @@ class _Denials:
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def should_write(self, kind: _DenialKind, *, has_room: bool) -> bool:
-        """Whether to write a denial, and add it to `taken`; otherwise it is counted here."""
+        """Whether the caller must write a denial, and add it to `taken`.
+
+        Otherwise this method counts the denial as repeated or omitted.
+        """
         earlier = self.taken.get(kind)
         if earlier is not None:
             earlier.repeated_count += 1
@@ -354,17 +370,17 @@ class _Denials:
 
 
 class _OpenAuditFile:
-    """The open file. Its constructor raises OSError."""
+    """The open audit file; the constructor raises OSError."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, _FILE_MODE)
         self.size_bytes = size = os.fstat(self._fd).st_size
-        # The last process may have left a part of a line.
+        # The previous process may have left an incomplete line.
         self._is_torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def write(self, lines: Sequence[bytes]) -> tuple[int, OSError | None]:
-        """Append lines; return how many are in the file as a whole, and the error."""
+        """Append lines; return the number of lines that were written completely, and the error."""
         start = b"\n" if self._is_torn else b""
         data, done_bytes, failure = memoryview(start + b"".join(lines)), 0, None
         try:
@@ -388,7 +404,7 @@ class _OpenAuditFile:
 
 
 def is_administrative(requirement: Requirement) -> bool:
-    """Whether requests with this requirement are in the audit log."""
+    """Whether the audit log records requests with this requirement."""
     return requirement.is_all and ADMINISTER in requirement.verbs
 
 
@@ -418,7 +434,7 @@ def _object_of(requirement: Requirement, message: Message) -> str:
 
 
 def _message_text(message: Message) -> str:
-    """Return the name of a message with its fields; only the size of long ones."""
+    """Return the name of a message with its fields; a long field is replaced by its size."""
     words = [type(message).__name__]
     assert dataclasses.is_dataclass(message)
     for each in dataclasses.fields(message):

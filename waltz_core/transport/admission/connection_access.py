@@ -1,4 +1,4 @@
-"""Permissions of one connection; `port_access.py` has the rules, and the permissions of all."""
+"""The permissions of one connection; `port_access.py` has the rules, and the state of the port."""
 
 import logging
 from collections.abc import Callable, Collection
@@ -36,19 +36,20 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# The first versions that have the error; 0.13 has an adapter for clients, up to L 4 (rule 5).
+# The first versions that have the error `PermissionDenied`. For 0.13 clients, up to L 4, an adapter
+# translates the error (rule 5).
 _KNOWN_SINCE: Final = {
     WireProtocol.CLIENT: Authenticate.since,
     WireProtocol.STORAGE: AuthenticateAtStorage.since,
     WireProtocol.ADMIN: AuthenticateForAdmin.since,
 }
 _ADAPTED_MAX: Final = 4
-# The partitions of a request that names none.
+# The partitions of a request that names no partition.
 _NO_PARTITION: Final = (None,)
 
 
 class ConnectionAccess:
-    """What one connection is permitted to do; see the module's rules."""
+    """The permissions and limits of one connection; rules refer to `port_access.py`."""
 
     __slots__ = (
         "_end",
@@ -73,7 +74,7 @@ class ConnectionAccess:
         self.quota: Quota | None = None  # None without limits
         self._has_entered = False
         self._has_id_without_proof = False
-        # Requests over a limit whose errors `denial` returns, by `id`.
+        # Requests over a limit, by `id`, with the errors that `denial` returns for them.
         self._over_limit: dict[int, tuple[Message, Overloaded]] = {}
         self._port = port
         self._end = end
@@ -86,12 +87,16 @@ class ConnectionAccess:
 
     @property
     def has_permission(self) -> bool:
-        """Whether the principal has any; also while the permissions are unread, and by rule 6."""
+        """Whether the principal has any permission.
+
+        It is also True before the port has read the permissions, and with `access = "report"` (rule
+        6).
+        """
         port = self._port
         return not port.is_enforced or port.grants is None or bool(self._granted.partitions)
 
     def take_token(self, secret: bytes) -> None:
-        """Take the principal of a token; raises AuthenticationFailed."""
+        """Set the principal from a token; raises AuthenticationFailed."""
         token_hash = hash_of(secret)
         known = self._port.known_token(token_hash)
         self.principal, self.expires_ms = known.principal, known.expires_ms
@@ -100,9 +105,10 @@ class ConnectionAccess:
         self._port.watch_expiry()
 
     def enter(self, count: Callable[[str], None]) -> None:
-        """Count the connection for its principal, also again (rule 8); raises Overloaded.
+        """Count the connection for its current principal (rule 8); raises Overloaded.
 
-        `count` counts it for a tenant of the port (`port_limits.py`, rule 3).
+        The method can be called again. `count` counts the connection for a tenant of the port
+        (`port_limits.py`, rule 3).
         """
         self.leave()  # a token may have changed the principal
         self._has_entered = True
@@ -124,17 +130,17 @@ class ConnectionAccess:
         return self.principal if is_tenant and not is_server and not is_limited else ""
 
     def leave(self) -> None:
-        """Count the connection no longer."""
+        """Stop counting the connection for its principal."""
         if self.quota is not None:
             self.quota.remove_connection(self)
             self.quota = None
 
     def end_excess(self) -> None:
-        """End the connection: a revision has lowered a limit (rule 8)."""
+        """End the connection, because a revision has lowered a limit (rule 8)."""
         self._end(f"the limits of {self.principal} were changed")
 
     def fail(self, error: Exception) -> None:
-        """End the connection: its requests or feeds could not continue after a wait."""
+        """End the connection, because requests or feeds could not continue after a wait."""
         self._end(
             "the daemon could not process requests that had waited because of a limit: "
             f"{error!r:.200}"
@@ -142,17 +148,17 @@ class ConnectionAccess:
 
     @property
     def now_ns(self) -> int:
-        """The time for `quota`."""
+        """The monotonic time in nanoseconds, for `quota`."""
         return self._port.clock_ns()
 
     def mark_over_limit(self, message: Message, error: Overloaded) -> None:
-        """Let `denial` return this error for a request."""
+        """Make `denial` return this error for a request, and log it."""
         self._over_limit[id(message)] = message, error
         if self._port.must_log(self.principal, type(message).__name__):
             _log.warning("access.limit_exceeded peer=%s error=%s", self.peer, error)
 
     def is_over_limit(self, message: Message) -> bool:
-        """Whether `denial` will return the error of a limit."""
+        """Whether `denial` will return the error of a limit for this request."""
         return id(message) in self._over_limit
 
     def check_expiry(self, now_ms: int) -> None:
@@ -162,7 +168,7 @@ class ConnectionAccess:
             self._end(reason if token_hash is None else self._port.reason_invalid(token_hash))
 
     def check_again(self, *, is_first: bool = False) -> None:
-        """Compare with a new revision; end the connection by rules 3 and 4."""
+        """Apply a new revision of the permissions; end the connection by rules 3, 4 and 7."""
         principal = self.principal
         if self._token_hash is not None:
             try:
@@ -172,7 +178,7 @@ class ConnectionAccess:
                 return
             self.principal, self.expires_ms = known.principal, known.expires_ms
         earlier, self._granted = self._granted, self._grants()
-        # The client IDs that are mounted belong to the principal (rule 7).
+        # The mounted client IDs belong to the principal (rule 7).
         is_changed = self.principal != principal or not self._granted.covers(earlier)
         if self._port.is_enforced and is_changed:
             self._end(f"the permissions of {self.principal} were changed")
@@ -195,9 +201,9 @@ class ConnectionAccess:
                 self.end_excess()
 
     def denial(self, message: Message, version: int | None) -> WaltzError | None:
-        """Return the error for a request that is denied or over a limit; None: it is permitted.
+        """Return the error for a request that is denied or over a limit; None if it is permitted.
 
-        `version` is that of the connection's protocol.
+        `version` is the version of the connection's protocol.
         """
         over_limit = self._over_limit.pop(id(message), None) if self._over_limit else None
         try:
@@ -227,17 +233,17 @@ class ConnectionAccess:
         return None if over_limit is None else over_limit[1]
 
     def proof_of(self, client_id: int) -> bytes:
-        """Return the proof of a client ID that is issued to the principal."""
+        """Return the proof of a client ID that this server issues to the principal."""
         known = self._port.permissions
         return NO_PROOF if known is None else proof_of(known.client_key, client_id, self.principal)
 
     @property
     def is_enforced(self) -> bool:
-        """Whether denials are rejections (rule 6)."""
+        """Whether denied requests are rejected; otherwise they are only reported (rule 6)."""
         return self._port.is_enforced
 
     def take_client_id(self) -> None:
-        """Charge a client ID to the principal; raises Overloaded."""
+        """Charge the issue of a client ID to the principal; raises Overloaded."""
         if not self.is_enforced:
             return
         try:
@@ -248,13 +254,16 @@ class ConnectionAccess:
             raise
 
     def bound_principal(self, message: MountRequest | MountWriter) -> str:
-        """Return the principal to which a mount without a proof binds its ID (rule 7), or ""."""
+        """Return the principal to which a mount binds a client ID of ZooKeeper (rule 7).
+
+        Return "" if the ID was issued by a server, or denials are only reported.
+        """
         is_bound = self._port.is_enforced and message.req_id.client_id < FIRST_ISSUED
         self._has_id_without_proof |= is_bound and _proof_in(message) == NO_PROOF
         return self.principal if is_bound else ""
 
     def _is_own_id(self, message: MountRequest | MountWriter) -> bool:
-        """Rule 7, up to the first mount."""
+        """Whether a mount's client ID may be the principal's (rule 7, up to the first mount)."""
         known, client_id = self._port.permissions, message.req_id.client_id
         if known is None:
             return True
@@ -279,9 +288,9 @@ class ConnectionAccess:
         )
 
     def on_token_rejected(self, message: Credential, error: str) -> None:
-        """Write to the audit log that a token was not accepted, even with "report".
+        """Write to the audit log that a token was not accepted, even with `access = "report"`.
 
-        The line names the token if the port knows it: its peer has the secret.
+        The line names the token if the port knows it: a peer that sends the token has its secret.
         """
         named = self._port.named_token(hash_of(message.token))
         peer, name = Peer(self.principal, self.peer), "unknown token"
@@ -290,14 +299,14 @@ class ConnectionAccess:
         self._audit_denial(peer, name, message, error, is_enforced=True)
 
     def audit_request(self, request: Message) -> AuditedRequest | None:
-        """Return the request for the audit log; None: it need not be written."""
+        """Return a request for the audit log; None if the log does not record it."""
         audit, requirement = self._port.audit, _requirement_of(request)
         if audit is None or isinstance(requirement, Exempt) or not is_administrative(requirement):
             return None
         return audit.request(Peer(self.principal, self.peer), requirement, request)
 
     def may_begin(self, error: WaltzError | None) -> bool:
-        """Whether a request may begin, given the error of its line in the audit log (rule 6)."""
+        """Whether a request may begin, given the error of writing its audit line (rule 6)."""
         return error is None or not self._port.is_enforced
 
     def _audit_denial(
@@ -356,7 +365,7 @@ class ConnectionAccess:
     def _report_denial(
         self, requirement: Requirement, message: Message, make: Callable[[], WaltzError]
     ) -> WaltzError | None:
-        """Log a denial, and return its error; None by rule 6."""
+        """Log a denial and return its error; return None if denials are only reported (rule 6)."""
         is_enforced = self._port.is_enforced
         self._port.on_denied()
         must_log = self._port.must_log(self.principal, type(message).__name__)
@@ -372,7 +381,10 @@ class ConnectionAccess:
         return error if is_enforced else None
 
     def is_only_reported(self, error: PermissionDenied, message: Message) -> bool:
-        """Log a denial that depends on the state of an object; return whether rule 6 permits it."""
+        """Log a denial that depends on the state of an object.
+
+        Return whether rule 6 permits the request anyway.
+        """
         requirement = _requirement_of(message)
         assert isinstance(requirement, Requirement)
         return self._report_denial(requirement, message, lambda: error) is None
@@ -387,7 +399,7 @@ class ConnectionAccess:
     def _as_known_error(
         self, error: WaltzError, protocol: WireProtocol, version: int | None
     ) -> WaltzError:
-        """Rule 5."""
+        """Replace an error that the peer's version does not have (rule 5)."""
         is_adapted = protocol is WireProtocol.CLIENT and (version or 0) <= _ADAPTED_MAX
         if not isinstance(error, PermissionDenied) or is_adapted:
             return error
@@ -399,7 +411,7 @@ def _proof_in(message: MountRequest | MountWriter) -> bytes:
 
 
 def _requirement_of(message: Message) -> Requirement | Exempt:
-    """Return what a message requires; raises BadRequest for an unknown value of its field."""
+    """Return the requirement of a message; raises BadRequest for an unknown value of its field."""
     declared = message.requires
     if not isinstance(declared, ByField):
         return declared
@@ -407,6 +419,7 @@ def _requirement_of(message: Message) -> Requirement | Exempt:
     if found not in declared.requirements:
         expected = ", ".join(map(str, declared.requirements))
         raise BadRequest(
-            f"{type(message).__name__}: expected {declared.field} of {expected}, found {found}"
+            f"{type(message).__name__}: expected one of {expected} in field {declared.field}, "
+            f"found {found}"
         )
     return declared.requirements[found]

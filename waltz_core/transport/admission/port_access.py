@@ -1,17 +1,18 @@
-"""Permissions of a connection's principal at a listening port (decision 048, AC 2 to AC 8, 10).
+"""Permissions of peers at a listening port (decision 048, AC 2 to AC 8, AC 10).
 
 Rules:
     1. If there is a valid token, it alone determines the principal. Otherwise the verified
        certificate does. Without either, the principal is `anonymous`.
-    2. If the node in ZooKeeper is missing or has an older revision, the known permissions stay.
+    2. If the access node in ZooKeeper is missing or has an older revision, the known permissions
+       stay in use.
     3. A revision ends the connections of a principal, and drops their unsent bytes, if it takes a
        permission or the token from the principal, or gives the token to another principal.
        Connections also end when their token or certificate expires.
     4. Before the port has read the permissions, it rejects every request with a retriable error.
        The first revision ends connections whose principal has no permission, because they were not
        limited until then (`port_limits.py`, rule 2).
-    5. A peer whose version does not have the error `PermissionDenied` gets `BadRequest`. If a peer
-       sends an answer instead of a request, its connection ends.
+    5. A peer whose version does not have the error `PermissionDenied` receives `BadRequest`. If a
+       peer sends an answer instead of a request, its connection ends.
     6. With `access = "report"`, only an invalid token is rejected and ends a connection. A denied
        request is logged and permitted. An administrative request that cannot be written to the
        audit log is permitted, too. Principals have no quotas.
@@ -44,12 +45,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# How long a connection may be used at most after its credential has expired.
+# The longest time for which a connection can be used after its credential has expired.
 EXPIRY_CHECK_S: Final = 0.5
-# Lines for the same principal and message.
+# The interval between log lines for the same principal and message.
 _LOG_INTERVAL_S: Final = 60.0
 _LOGGED_MAX: Final = 1_000
-# Revoked tokens that a port remembers, to name them.
+# The maximum number of revoked tokens that a port remembers, so that errors can name them.
 _REVOKED_MAX: Final = 10_000
 
 
@@ -58,7 +59,7 @@ def _wall_clock_ms() -> int:
 
 
 class PortAccess:
-    """The rules of a daemon's ports, with the newest permissions that it has read."""
+    """Applies the newest permissions that a daemon has read to the connections of its ports."""
 
     def __init__(
         self,
@@ -68,9 +69,9 @@ class PortAccess:
         clock_ms: Callable[[], int] = _wall_clock_ms,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """Raises BadConfig for an invalid `principal_pattern`; `clock_ms` is that of UTC.
+        """Raises BadConfig for an invalid `principal_pattern`; `clock_ms` returns UTC milliseconds.
 
-        `is_enforced` is `access = "on"`; otherwise rule 6.
+        `is_enforced` states `access = "on"`; otherwise rule 6 applies.
         """
         self.is_enforced = is_enforced
         self.permissions: Permissions | None = None
@@ -78,18 +79,21 @@ class PortAccess:
         self.quotas = Quotas()
         self.issued_ids = IssuedIdLimit()
         self.clock_ns = clock_ns
-        self.audit: AuditFile | None = None  # the daemon sets both
+        self.audit: AuditFile | None = None  # the daemon sets this and the next attribute
         self.on_denied: Callable[[], None] = lambda: None
         self._pattern = compile_pattern(pattern)
         self._clock_ms = clock_ms
         self._connections: dict[ConnectionAccess, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._logged_s: dict[tuple[str, str], float] = {}
-        # Tokens of earlier revisions, by hash; the oldest first.
+        # Tokens of earlier revisions, by hash; the oldest one is first.
         self._revoked: dict[str, KnownToken] = {}
 
     def apply(self, permissions: Permissions | None) -> None:
-        """Take what ZooKeeper has now; None: it has no permissions (rules 2 and 3)."""
+        """Apply the permissions that ZooKeeper has now (rules 2 and 3).
+
+        `permissions` is None if ZooKeeper has none.
+        """
         known = self.permissions
         if permissions is None:
             _log.warning("access.permissions_missing revision=%d", known.revision if known else 0)
@@ -117,9 +121,9 @@ class PortAccess:
     def add_connection(
         self, certificate: Certificate | None, peer: str, end: Callable[[str], None]
     ) -> "ConnectionAccess":
-        """Return the access of a new connection; `end` ends it now, with a reason.
+        """Register a new connection and return its access; `end` closes it now, with a reason.
 
-        `certificate` is the peer's verified one, if any.
+        `certificate` is the verified certificate of the peer, if it has one.
         """
         principal = principal_of(certificate, self._pattern) or ANONYMOUS
         made = ConnectionAccess(self, principal, peer, end)
@@ -130,13 +134,13 @@ class PortAccess:
         return made
 
     def remove_connection(self, connection: "ConnectionAccess") -> None:
-        """Forget a connection."""
+        """Remove a connection, which has closed."""
         self._connections.pop(connection, None)
         connection.leave()
 
     @property
     def accepts_0_13(self) -> bool:
-        """Whether client IDs of ZooKeeper need no proof (rule 7)."""
+        """Whether client IDs that ZooKeeper issued need no proof (rule 7)."""
         return self.permissions is not None and self.permissions.accepts_0_13
 
     def known_token(self, token_hash: str) -> KnownToken:
@@ -158,12 +162,15 @@ class PortAccess:
             del self._revoked[next(iter(self._revoked))]
 
     def named_token(self, token_hash: str) -> KnownToken | None:
-        """Return a token, also one that has expired, or was revoked while the port was open."""
+        """Return a token, even if it has expired, or was revoked while the port was open."""
         listed = self.permissions.tokens.get(token_hash) if self.permissions else None
         return listed or self._revoked.get(token_hash)
 
     def reason_invalid(self, token_hash: str) -> str:
-        """Return why a token is not valid; only a peer that has the token gets its name."""
+        """Return why a token is not valid.
+
+        The text may contain the token's ID, because only a peer that has the token receives it.
+        """
         named = self.named_token(token_hash)
         if named is None:
             return "the token is unknown, or was revoked"
@@ -172,7 +179,7 @@ class PortAccess:
         return f"token {named.token_id} of {named.principal} {state}"
 
     def watch_expiry(self) -> None:
-        """Check every `EXPIRY_CHECK_S` which credentials have expired, while there are any."""
+        """Check every `EXPIRY_CHECK_S` which credentials have expired, while any can expire."""
         if self._timer is None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(EXPIRY_CHECK_S, self._check_expiry)

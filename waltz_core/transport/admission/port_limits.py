@@ -3,18 +3,20 @@
 Rules:
     1. A host has at most half of the handshakes in progress. After a burst, its rate of handshakes
        is limited. The 2^64 addresses of an IPv6 network count as one host.
-    2. A link is unauthorized if its principal has no permission. Such links have at most a quarter
-       of all links, and those of one host at most half of that. Otherwise clients with tokens could
-       not connect, which are unauthorized, too, until the port has accepted their token. A port
-       without access control, or with "report", has no unauthorized links.
+    2. A link is unauthorized if its principal has no permission. At most a quarter of all links may
+       be unauthorized, and at most half of this quarter may come from one host. Otherwise clients
+       with tokens could not connect: they, too, are unauthorized until the port has accepted their
+       token. A port without access control, or with "report", has no unauthorized links.
     3. A principal without `replicate` and without a limit of connections (a tenant) has at most a
        quarter of all links. Otherwise it could keep servers from connecting.
     4. The bytes of incomplete frames over all links are limited. Above the limit, the port selects
-       the principal with the most such bytes, and closes its link with the most. So a peer with
-       many links cannot cause the links of others with large frames to be closed. Reading a link
-       more slowly would not help, because the peer would keep the memory.
-    5. One handshake begins at a time, and after it none for `HANDSHAKE_PAUSE_S`, so that open
-       connections have most of the event loop. Hosts take turns.
+       the principal with the most such bytes, and closes the link of this principal with the most
+       such bytes. So a peer with many links cannot cause the port to close links of other peers
+       with large frames. Reading a link more slowly would not help, because the peer would keep the
+       memory.
+    5. Handshakes begin one at a time. After the begin of a handshake, no other begins for
+       `HANDSHAKE_PAUSE_S`, so that open connections can use most of the time of the event loop.
+       Hosts take turns.
 """
 
 import ipaddress
@@ -33,13 +35,13 @@ LINKS_MAX: Final = 10_000
 INCOMPLETE_BYTES_MAX: Final = 1024 * 1024 * 1024
 UNAUTHORIZED_SHARE: Final = 4
 TENANT_SHARE: Final = 4
-# About 330 per second: a thousand clients are connected again within the 5 s of a dial.
+# About 330 handshakes per second: a thousand clients reconnect within the 5 s of a dial.
 HANDSHAKE_PAUSE_S: Final = 0.003
 _HOSTS_MAX: Final = 10_000
 
 
 class LimitedLink(Protocol):
-    """What is used of a link here."""
+    """The part of a link that this module uses."""
 
     @property
     def host(self) -> str:
@@ -51,18 +53,21 @@ class LimitedLink(Protocol):
 
     @property
     def is_unauthorized(self) -> bool:
-        """Rule 2."""
+        """Whether the principal of the peer has no permission (rule 2)."""
 
     @property
     def incomplete_bytes(self) -> int:
-        """The bytes of its incomplete frame that have arrived."""
+        """The number of bytes of an incomplete frame that have arrived."""
 
     def abort(self, reason: str) -> None:
-        """Close it now."""
+        """Close the link immediately."""
 
 
 class HandshakeLimits:
-    """Rule 1; a port calls `begin` and `end` for each handshake."""
+    """Limits the number and rate of handshakes (rule 1).
+
+    A port calls `begin` and `end` for each handshake.
+    """
 
     def __init__(
         self,
@@ -78,11 +83,12 @@ class HandshakeLimits:
         self._clock_s = clock_s
         self._in_progress: Counter[str] = Counter()
         self._count = 0
-        # The handshakes that a host may begin, and when that was computed; absent: a burst.
+        # For each host: how many handshakes it may begin, and when this was computed. A host that
+        # is not listed may begin a burst.
         self._tokens: dict[str, tuple[float, float]] = {}
 
     def begin(self, address: str) -> str:
-        """Count a handshake, and return ""; or return why it must be rejected."""
+        """Count a handshake and return ""; or return the reason why it must be rejected."""
         host = network_of(address)
         if self._count >= self._count_max or self._in_progress[host] >= self._count_max // 2:
             return (
@@ -96,7 +102,7 @@ class HandshakeLimits:
         return ""
 
     def end(self, address: str) -> None:
-        """Count a handshake no more; `begin` has returned ""."""
+        """Stop counting a handshake, for which `begin` has returned ""."""
         host = network_of(address)
         self._count -= 1
         self._in_progress[host] -= 1
@@ -118,7 +124,10 @@ class HandshakeLimits:
         return min(self._burst, left + (now_s - at_s) * self._per_s)
 
     def _forget_idle(self, now_s: float) -> None:
-        """Forget hosts that may begin a burst; if there are none, forget all."""
+        """Forget the hosts that may begin a full burst.
+
+        If all others are still too many, forget all.
+        """
         self._tokens = {
             host: each
             for host, each in self._tokens.items()
@@ -129,19 +138,22 @@ class HandshakeLimits:
 
 
 class HandshakeQueue:
-    """Rule 5; a port calls `add` for each handshake, `call_later` is the loop's."""
+    """Starts handshakes one at a time (rule 5).
+
+    A port calls `add` for each handshake; `call_later` is the method of the event loop.
+    """
 
     def __init__(self, call_later: Callable[[float, Callable[[], None]], object]) -> None:
         self._call_later = call_later
         self._is_scheduled = False
-        # By host; the first one has the next turn.
+        # The waiting handshakes by host; the first host has the next turn.
         self._waiting: dict[str, deque[tuple[Future[None], Callable[[], bool]]]] = {}
 
     def add(self, address: str, turn: "Future[None]", has_closed: Callable[[], bool]) -> None:
-        """Set the result of `turn` when it is the turn of a handshake of this host.
+        """Queue a handshake of a host, and set the result of `turn` when its turn comes.
 
-        No pause follows if the peer `has_closed` then: a port that cannot keep up with a mass of
-        dialing clients would otherwise spend its turns on those that have closed.
+        If the peer `has_closed` by then, no pause follows: a port that cannot keep up with a mass
+        of dialing clients would otherwise spend its turns on connections that are closed.
         """
         self._waiting.setdefault(network_of(address), deque()).append((turn, has_closed))
         if not self._is_scheduled:
@@ -161,13 +173,14 @@ class HandshakeQueue:
                 self._waiting[host] = turns
             if not turn.done():  # it was not cancelled meanwhile
                 turn.set_result(None)
-                # Also if none waits: the next one to come has to wait for the rest of the pause.
+                # Schedule this even if no handshake waits: the next one must wait for the rest of
+                # the pause.
                 self._schedule(0 if has_closed() else HANDSHAKE_PAUSE_S)
                 return
 
 
 class LinkLimits:
-    """Rules 2 to 4."""
+    """Limits the links of a port and the bytes of their incomplete frames (rules 2 to 4)."""
 
     def __init__(
         self, links_max: int = LINKS_MAX, incomplete_bytes_max: int = INCOMPLETE_BYTES_MAX
@@ -175,14 +188,14 @@ class LinkLimits:
         self._links_max = links_max
         self._incomplete_bytes_max = incomplete_bytes_max
         self._incomplete_bytes = 0
-        self._links: dict[LimitedLink, int] = {}  # with its incomplete bytes
-        # Those that were unauthorized when they were made, by host.
+        self._links: dict[LimitedLink, int] = {}  # the incomplete bytes of each link
+        # The links that were unauthorized when they were opened, by host.
         self._unauthorized: dict[str, dict[LimitedLink, None]] = {}
         self._tenants: dict[LimitedLink, str] = {}
         self._of_tenants: Counter[str] = Counter()
 
     def add(self, link: LimitedLink) -> str:
-        """Take a new link, and return ""; or return why it must be rejected."""
+        """Register a new link and return ""; or return the reason why it must be rejected."""
         if len(self._links) >= self._links_max:
             return "the limit of connections is reached"
         if link.is_unauthorized:
@@ -196,7 +209,10 @@ class LinkLimits:
         return ""
 
     def enter(self, link: LimitedLink, tenant: str) -> None:
-        """Count a link for its tenant, also again; "": it has none. Raises Overloaded (rule 3)."""
+        """Count a link for its tenant, after removing it from its earlier tenant.
+
+        `tenant` is "" if the principal is not a tenant. Raises Overloaded (rule 3).
+        """
         self._leave(link)
         if not tenant:
             return
@@ -219,7 +235,7 @@ class LinkLimits:
                 del self._of_tenants[tenant]
 
     def remove(self, link: LimitedLink) -> None:
-        """Forget a link."""
+        """Remove a link from all counts."""
         self._leave(link)
         self._incomplete_bytes -= self._links.pop(link, 0)
         host = network_of(link.host)
@@ -234,14 +250,14 @@ class LinkLimits:
         return of_host >= count_max // 2 or sum(map(len, self._unauthorized.values())) >= count_max
 
     def _recount(self) -> None:
-        """Forget those that have got a permission."""
+        """Stop counting a link as unauthorized if its principal has a permission by now."""
         for host, links in list(self._unauthorized.items()):
             self._unauthorized[host] = {each: None for each in links if each.is_unauthorized}
             if not self._unauthorized[host]:
                 del self._unauthorized[host]
 
     def note_incomplete(self, link: LimitedLink) -> None:
-        """Note how many bytes of an incomplete frame a link has (rule 4)."""
+        """Update the byte count of a link's incomplete frame, and enforce the limit (rule 4)."""
         if link not in self._links:
             return
         self._incomplete_bytes += link.incomplete_bytes - self._links[link]
@@ -264,7 +280,10 @@ class LinkLimits:
 
 
 def network_of(address: str) -> str:
-    """Return the first half of an IPv6 address, whose owner has the rest; others unchanged."""
+    """Return the network half of an IPv6 address; return any other address unchanged.
+
+    The owner of a network controls all addresses in it.
+    """
     if ":" not in address:
         return address
     try:

@@ -1,28 +1,28 @@
-"""Applies the limits of a principal to the requests of a connection: they wait, or are rejected.
+"""Applies the limits of a principal to a connection's requests, which wait or are rejected.
 
-A throttle is between a link and its user, only for connections of principals with limits.
+A throttle sits between a link and its user. Only connections of principals with limits have one.
 
 Rules (decision 048, AC 10):
-    1. All requests are passed on in the order of arrival, including those over a limit. For these,
-       `denial` returns the error. The user rejects an append over a limit in its partition, so that
-       later appends do not overtake it.
-    2. While a request waits, the connection is not read. After a rejection it is not read until the
-       bucket of rejections has space.
+    1. All requests are passed on in the order of arrival, including requests over a limit. For a
+       request over a limit, `denial` returns the error. The user rejects an append over a limit in
+       its partition, so that later appends do not overtake it.
+    2. While a request waits, the connection is not read. After a rejection, the connection is not
+       read until the bucket of rejections has space.
     3. A request is charged before it waits. Waits below `SLACK_NS` are skipped, because timers are
-       coarse; the next wait is longer by this time.
+       coarse. The next wait is longer by the skipped time.
     4. After an append over a limit, the partition rejects the client's further appends until its
        next mount. So the throttle rejects them, too, and does not charge them.
     5. A range is charged when it is sent. So that concurrent ranges do not use the rate of many
        seconds in advance, a range has at most the bytes of a quarter of a second.
     6. A feed counts from its request on, until its mount fails, or a mount without a feed succeeds.
-       Other errors say nothing about a feed. A peer chooses the IDs of its requests, so a mount
-       that succeeds and is not known as pending counts as a feed.
-    7. A part of a feed is charged when it is sent: `FEED_HEADER_BYTES` for each transaction, also
-       for those that a filter leaves out. Until the part is paid for, the connection's feeds pause.
-       It is paid in shares, and each share waits in turn with requests. So the feeds of all
-       connections of a principal delay a request by a quarter of a second at most, and a flood of
-       requests does not stop the feeds. If the limit changes, a share at the earlier limit is paid
-       within a second.
+       Errors of other requests do not change the count. A peer chooses the IDs of its requests, so
+       a mount that succeeds and is not known as pending counts as a feed.
+    7. A part of a feed is charged when it is sent: `FEED_HEADER_BYTES` for each transaction,
+       including transactions that a filter leaves out. Until the part is paid for, the connection's
+       feeds pause. The part is paid in shares, and the shares take turns with requests. So the
+       feeds of all connections of a principal delay a request by a quarter of a second at most, and
+       a flood of requests does not stop the feeds. If the limit changes, a share at the earlier
+       limit is paid within a second.
     8. If a timer fails, the connection ends, because it would otherwise wait forever.
 """
 
@@ -81,10 +81,10 @@ class _MountKind(Enum):
 
 
 class Throttle:
-    """See the module's rules.
+    """Delays or rejects the requests and feeds of one connection.
 
-    `pass_on` gets requests whose turn it is; it never calls back. `resume_feeds` is called at the
-    end of a pause of feeds.
+    `pass_on` receives the requests whose turn has come; it must not call back. `resume_feeds` is
+    called when a pause of feeds ends.
     """
 
     def __init__(
@@ -97,29 +97,29 @@ class Throttle:
         self._pass_on = pass_on
         self._resume_feeds = resume_feeds
         self._waiting: deque[Message] = deque()
-        self._is_charged = False  # the first one of them (rule 3)
-        self._since_ns = 0  # when it arrived
+        self._is_charged = False  # whether the first waiting request is charged (rule 3)
+        self._since_ns = 0  # when the first of these requests arrived
         self._has_rejected = False
         self._overrun: dict[CountedFeed, None] = {}  # rule 4
-        self._mounts: dict[ReqId, _MountKind] = {}  # without an answer (rule 6)
+        self._mounts: dict[ReqId, _MountKind] = {}  # mounts without an answer (rule 6)
         self._timer: asyncio.TimerHandle | None = None
-        self._unpaid_bytes = 0  # of feeds (rule 7)
+        self._unpaid_bytes = 0  # the unpaid bytes of feeds (rule 7)
         self._feed_timer: asyncio.TimerHandle | None = None
-        # Of feeds: the limits under which the last share waits, and when it is paid.
+        # The last share of feeds: its quota and limits, and the time at which it is paid.
         self._share: tuple[Quota, PrincipalLimits, int]
 
     @property
     def is_pausing(self) -> bool:
-        """Whether the connection is not read (rule 2)."""
+        """Whether the connection must not be read (rule 2)."""
         return self._timer is not None
 
     @property
     def is_pausing_feeds(self) -> bool:
-        """Whether the connection's feeds must send nothing (rule 7)."""
+        """Whether the connection's feeds must not send (rule 7)."""
         return self._feed_timer is not None
 
     def receive(self, messages: list[Message]) -> None:
-        """Take requests that have arrived."""
+        """Queue requests that have arrived, and pass on all that need not wait."""
         if not self._waiting:
             self._since_ns = self._access.now_ns
         self._waiting.extend(messages)
@@ -127,7 +127,7 @@ class Throttle:
             self._process_waiting()
 
     def stop(self) -> None:
-        """Drop the requests that wait: the connection is closed."""
+        """Drop the waiting requests, because the connection is closed."""
         for timer in (self._timer, self._feed_timer):
             if timer is not None:
                 timer.cancel()
@@ -139,7 +139,7 @@ class Throttle:
         return loop.call_later(pause_ns / SECOND_NS, self._call_guarded, call)
 
     def _call_guarded(self, call: Callable[[], None]) -> None:
-        """Call; after an error, end the connection (rule 8)."""
+        """Run a timer callback; if it raises an error, end the connection (rule 8)."""
         try:
             call()
         except Exception as error:  # noqa: BLE001 - rule 8
@@ -168,7 +168,10 @@ class Throttle:
         self._pass_on(passed)
 
     def _begin(self, message: Message, now_ns: int) -> int:
-        """Charge a request, or mark it as over a limit; return how long it must wait."""
+        """Charge a request, or mark it as over a limit.
+
+        Return the nanoseconds that it must wait.
+        """
         quota = self._access.quota
         if quota is None:
             return 0
@@ -199,7 +202,7 @@ class Throttle:
 
     def _note_overrun(self, key: CountedFeed) -> None:
         if len(self._overrun) >= OVERRUN_MAX:
-            self._overrun.clear()  # Later ones are charged, though their partitions reject them.
+            self._overrun.clear()  # Later appends are charged, though their partitions reject them.
         self._overrun[key] = None
 
     def _begin_feed(self, message: Message, quota: Quota) -> Overloaded | None:
@@ -222,10 +225,10 @@ class Throttle:
         if mount is _MountKind.WITHOUT_FEED:
             quota.end_feed(key, self._access)
         elif quota.begin_feed(key, self._access) is not None:
-            self._access.end_excess()  # a peer that counts on errors of other requests
+            self._access.end_excess()  # the peer relies on errors of other requests
 
     def _limit_range(self, message: Message) -> Message:
-        """Return a request, with a limit for its range (rule 5)."""
+        """Return the request; if it asks for a range, limit the size of the range (rule 5)."""
         quota = self._access.quota
         if quota is None or not isinstance(message, RangeRequest | RangeRaw):
             return message
@@ -236,7 +239,7 @@ class Throttle:
         return replace(message, bytes_max=min(message.bytes_max, bytes_max))
 
     def on_sent(self, answer: Message) -> None:
-        """Charge a range or a part of a feed (rules 5 and 7), or end a feed that has failed."""
+        """Charge a range or a part of a feed (rules 5 and 7), or stop counting a failed feed."""
         quota = self._access.quota
         if quota is None:
             return
@@ -260,13 +263,13 @@ class Throttle:
                 pass
 
     def on_feed_sent(self, size_bytes: int) -> None:
-        """Charge a part of a feed (rule 7)."""
+        """Charge the bytes of a part of a feed (rule 7)."""
         self._unpaid_bytes += size_bytes
         if self._feed_timer is None:
             self._charge_feeds()
 
     def _charge_feeds(self) -> None:
-        """Pay for what feeds have sent, until a share must wait."""
+        """Pay for the bytes that feeds have sent, until a share must wait."""
         self._feed_timer = None
         quota = self._access.quota
         while quota is not None and self._unpaid_bytes:
@@ -283,7 +286,7 @@ class Throttle:
         self._feed_timer = self._call_after(min(wait_ns, SECOND_NS), self._retry_charge)
 
     def _retry_charge(self) -> None:
-        """Continue when the last share is paid, or the limits have changed (rule 7)."""
+        """Continue when the last share is paid, or when the limits have changed (rule 7)."""
         quota, limits, paid_ns = self._share
         wait_ns = paid_ns - self._access.now_ns
         if wait_ns > SLACK_NS and self._access.quota is quota and quota.limits == limits:
@@ -300,7 +303,7 @@ class Throttle:
         return max(per_s // RANGE_SHARE // max(len(quota.connections), 1), REQUEST_BYTES_MIN)
 
     def on_feeds_ended(self, partition_id: int) -> None:
-        """The daemon serves a partition no more."""
+        """Stop counting the feeds of a partition that the daemon no longer serves."""
         quota = self._access.quota
         if quota is not None:
             for key in [each for each in quota.feeds if each[0] == partition_id]:
@@ -312,9 +315,9 @@ def _feed_key(message: ClientMessage) -> CountedFeed:
 
 
 def _range_bytes(answer: RangeData | RangeBytes) -> int:
-    """Return the bytes of a range; as in a feed, transactions that a filter leaves out count."""
+    """Return the bytes to charge for a range; transactions that a filter leaves out count, too."""
     size_bytes = len(answer.records) + len(answer.lengths)
-    if isinstance(answer, RangeData) and answer.lineage:  # none: only the client's own headers
+    if isinstance(answer, RangeData) and answer.lineage:  # otherwise: only the client's own headers
         return max(size_bytes, (answer.next - answer.first) * FEED_HEADER_BYTES)
     return size_bytes
 
