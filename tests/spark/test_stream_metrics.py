@@ -12,6 +12,7 @@ import waltz_spark
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
+from waltz_spark import query_metrics
 from waltz_spark.functions import lock
 
 pytestmark = pytest.mark.spark
@@ -25,6 +26,12 @@ def append(connect: str, partition: int, count: int) -> None:
     with WaltzClient(connect) as client:
         for _ in range(count):
             client.append(b"data", partition=partition).result(HANG_S)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for the log, however busy the machine is."""
+    monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", HANG_S)
 
 
 def nothing(_batch: DataFrame, _number: int) -> None:

@@ -86,6 +86,7 @@ def listener(client: WaltzClient, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(query_metrics, "with_client", lambda _connect, use: use(client))
     monkeypatch.setattr(query_metrics, "_queries", query_metrics._Queries())
     monkeypatch.setattr(query_metrics, "_connects", {})
+    monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", HANG_S)
     monkeypatch.setattr(query_metrics._scrape, "_requests", {})
     listeners: list[Any] = []
     spark: Any = SimpleNamespace(streams=SimpleNamespace(addListener=listeners.append))
@@ -228,6 +229,7 @@ def test_a_scrape_does_not_wait_for_a_log_that_does_not_answer(
     monkeypatch.setattr(query_metrics, "with_client", wait)
     for _ in range(2):
         assert lag("transactions", "balances", 0) is None
+    monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", 0.2)
     query_metrics._connects["other:2181/w"] = None  # its log answers
     wait_until("the other log answers", lambda: lag("transactions", "balances", 0) == 0)
     del query_metrics._connects["other:2181/w"], query_metrics._scrape._requests["other:2181/w"]
