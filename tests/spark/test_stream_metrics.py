@@ -81,14 +81,13 @@ def test_committed_and_rejected_rows_of_a_stream_are_counted(
     locked = files.select(
         "data",
         F.array(lock("rows of a metric", F.col("data"))).alias("write_locks"),
-        F.lit(-1).cast("long").alias("client_high_water_mark"),
     )
     writer = locked.writeStream.queryName("writer").format("waltz")
     writer = writer.option("onLockFailure", "reject")
     query = writer.option("checkpointLocation", str(tmp_path / "out")).start(connect)
     try:
         query.processAllAvailable()
-        # The last row conflicts with the first one: both have the same lock.
+        # The first row is committed; the others have the same lock.
         wait_until(
             "the micro-batch is counted",
             lambda: value("committed_rows_total", query="writer") == 1,
