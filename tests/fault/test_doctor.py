@@ -29,7 +29,7 @@ from tests.fault.doctor import (
     local_options,
     repair,
 )
-from tests.fault.load import show_cluster, wait_until
+from tests.fault.load import wait_until
 from tests.fault.threads import resume_threads, stop_threads
 from tests.patience import HANG_S, PATIENT
 from waltz_core.client import WaltzClient
@@ -42,18 +42,19 @@ from waltz_core.records.record import PartitionId, ReplicaId
 from waltz_core.storage.files.format import SLOT_BYTES
 
 pytestmark = pytest.mark.fault
-REPLICA_COUNT = 3
 
 
 class Fault(NamedTuple):
     """What is broken, and all that the doctor is to find then.
 
     `passes` is what comes by itself, or is no command's: then the printed ones are given.
+    `possible` are findings of a machine that is so slow that the store session ends meanwhile.
     """
 
     names: tuple[str, ...]
     inject: Callable[[LocalCluster], None]
     passes: Callable[[LocalCluster], None] = lambda _cluster: None
+    possible: tuple[str, ...] = ()
 
 
 @pytest.fixture(scope="module")
@@ -115,20 +116,11 @@ def mark_two_suspect(cluster: LocalCluster) -> None:
         cluster.start(name)
 
 
-def engaged_count(cluster: LocalCluster) -> int:
-    """Return how many replicas of partition 0 ZooKeeper records as engaged."""
-    found = show_cluster(cluster)["partitions"]
-    assert isinstance(found, dict)
-    return len(found["0"]["engaged"])
-
-
 def damage(cluster: LocalCluster) -> None:
     """Corrupt one record on two disks while the third is unreachable."""
     with WaltzClient(cluster.connect, PATIENT) as client:
         for future in [client.append(b"x" * 1000, partition=0) for _ in range(20)]:
             future.result(HANG_S)
-    # Otherwise no quorum of the replicas is trusted without the third one.
-    wait_until("all replicas are engaged", lambda: engaged_count(cluster) == REPLICA_COUNT)
     cluster.kill("storage-3")
     for name in ("storage-1", "storage-2"):
         newest = max((cluster.directory / name / "0").glob("*.seg"))
@@ -346,7 +338,9 @@ FAULTS = {
         all_of(take_offline, prefer_twice, misname_admin_port),
     ),
     "no quorum is trusted": Fault(("no-trusted-quorum",), mark_two_suspect),
-    "a record has rotted": Fault(("process-down", "replica-damaged"), damage),
+    "a record has rotted": Fault(
+        ("process-down", "replica-damaged"), damage, possible=("session-not-open",)
+    ),
     "a log does not open": Fault(("replica-unreadable",), spoil_log),
     "a replica is missing": Fault(("replica-left-over", "too-few-replicas"), remove_replica),
     "groups are crowded": Fault(("replicas-share-group",), share_a_group),
@@ -367,7 +361,8 @@ def test_a_fault_is_named_and_repaired_by_the_printed_command(
     fault, cluster = FAULTS[title], diagnosed.cluster()
     diagnosed.write(cluster.connect)
     fault.inject(cluster)
-    found = await_findings(fault.names, *local_options(diagnosed.directory))
+    options = local_options(diagnosed.directory)
+    found = await_findings(fault.names, *options, possible=fault.possible)
     fault.passes(cluster)
     try:
         repair(diagnosed.directory, found, diagnosed.directory / "ahead" / "bin")
