@@ -105,12 +105,13 @@ def replicas(cluster: LocalCluster) -> dict[int, set[str]]:
 def check_replicas_equal(scenario: Scenario) -> None:
     """Wait until exactly the assigned replicas are engaged, and have the same bytes."""
     wait_until(
-        "every assigned replica engaged", lambda: not _partitions_not_engaged(scenario.cluster)
+        "every assigned replica engaged", lambda: not partitions_not_engaged(scenario.cluster)
     )
     wait_until("replicas equal", lambda: not _unequal_partitions(scenario.cluster))
 
 
-def _partitions_not_engaged(cluster: LocalCluster) -> list[int]:
+def partitions_not_engaged(cluster: LocalCluster) -> list[int]:
+    """Return the partitions whose engaged replicas are not exactly the assigned ones."""
     partitions = show_cluster(cluster)["partitions"]
     assert isinstance(partitions, dict)
     assigned = replicas(cluster)

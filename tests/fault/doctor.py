@@ -139,14 +139,12 @@ def remote_options(connect: str) -> tuple[str, str, str, str]:
     return "--connect", connect, "--directory", str(NOWHERE)
 
 
-def await_findings(
-    names: Iterable[str], *words: str, possible: Iterable[str] = ()
-) -> list[dict[str, str]]:
-    """Wait until the doctor has exactly these findings, and maybe `possible` ones; return them."""
+def await_findings(names: Iterable[str], *words: str) -> list[dict[str, str]]:
+    """Wait until the doctor has exactly these findings; return them."""
     deadline = time.monotonic() + HANG_S
     while True:
         found = doctor(*words)
-        if set(names) == {each["name"] for each in found} - set(possible):
+        if set(names) == {each["name"] for each in found}:
             return found
         assert time.monotonic() < deadline, f"not {set(names)}, but {found}"
         time.sleep(PAUSE_S)
