@@ -1,8 +1,9 @@
 """The Grafana dashboards in `conf/grafana/`: `make docs` writes them from the declarations here.
 
 Rules:
-    1. A dashboard answers the questions of one view (cluster, partition, storage), from the top:
-       what is wrong, how much work there is, how long it takes, what runs out.
+    1. A dashboard answers the questions of one view (cluster, partition, storage, client, Spark
+       query), from the top: what is wrong, how much work there is, how long it takes, what runs
+       out.
     2. Each panel has a unit, legends, and a description that names what to do or where to look.
     3. `[[]]` in a query stands for the dashboard's variables. All also matches an absent label.
 """
@@ -50,7 +51,16 @@ STORAGE = Variable("instance", 'label_values(waltz_storage_info{cluster=~"$clust
 PARTITION = Variable(
     "partition", 'label_values(waltz_storage_last_transaction{cluster=~"$cluster"}, partition)'
 )
+CLIENT_CLUSTER = Variable(
+    "cluster", "label_values(waltz_client_appended_transactions_total, cluster)"
+)
+CLIENT = Variable(
+    "instance",
+    'label_values(waltz_client_appended_transactions_total{cluster=~"$cluster"}, instance)',
+)
+QUERY = Variable("query", "label_values(waltz_spark_committed_rows_total, query)")
 FREE: Final = "waltz_storage_free_bytes{[[]]}"
+USED: Final = f"1 - {FREE} / waltz_storage_disk_bytes{{[[]]}}"
 DAYS_LEFT: Final = f"{FREE} / (-86400 * deriv({FREE}[1d]) > 0)"
 REPLICA_LAG: Final = (
     "clamp_min(max by (cluster, partition) (waltz_server_high_water_mark{[[]]})"
@@ -331,6 +341,13 @@ DASHBOARDS: Final = (
                 [("{{instance}}", FREE)],
             ),
             Panel(
+                "Used space",
+                "Share of the disk that has the storage's directory, with the files of other "
+                "programs and the space that is reserved for root.",
+                "percentunit",
+                [("{{instance}}", USED)],
+            ),
+            Panel(
                 "Appended and read bytes",
                 "Bytes of records that were appended and synced, and sent to readers and servers.",
                 "Bps",
@@ -402,6 +419,102 @@ DASHBOARDS: Final = (
                 "By type of message.",
                 "reqps",
                 [("{{request}}", rate("waltz_storage_requests_total", "request"))],
+            ),
+        ),
+    ),
+    Dashboard(
+        "waltz-client",
+        "Waltz: client",
+        (CLIENT_CLUSTER, CLIENT),
+        (
+            Panel(
+                "Lag of the feeds",
+                "Committed transactions that the callbacks have not applied; the ten partitions "
+                "with the largest lag. If it only grows, the callbacks are too slow.",
+                "short",
+                [
+                    (
+                        "partition {{partition}} at {{instance}}",
+                        "topk(10, waltz_client_feed_lag_transactions{[[]]})",
+                    )
+                ],
+            ),
+            Panel(
+                "Rejected transactions",
+                "By reason. lock: a conflict with another client; failed or unknown: the servers "
+                "have not answered in time; see the dashboard of the cluster.",
+                "cps",
+                [("{{reason}}", rate("waltz_client_rejected_transactions_total", "reason"))],
+            ),
+            Panel(
+                "Appended transactions",
+                "Transactions that were reported to the application as committed.",
+                "cps",
+                [("{{instance}}", rate("waltz_client_appended_transactions_total", "instance"))],
+            ),
+            Panel(
+                "Repeated appends",
+                "Appends after a temporary error, and further attempts of contexts. Many of them "
+                "with many lock conflicts mean that clients contend for the same locks.",
+                "cps",
+                [("{{instance}}", rate("waltz_client_retried_transactions_total", "instance"))],
+            ),
+            Panel(
+                "Time of an append",
+                "From an append to its commit, as the application sees it. Compare it with the "
+                "dashboard of the cluster: the difference is network and client.",
+                "s",
+                quantiles("waltz_client_append_seconds", "instance", "{{instance}}"),
+            ),
+        ),
+    ),
+    Dashboard(
+        "waltz-spark",
+        "Waltz: Spark query",
+        (QUERY,),
+        (
+            Panel(
+                "Lag in transactions",
+                "Committed transactions that the query has not read; the ten partitions with the "
+                "largest lag. It also grows while a micro-batch hangs, and after a failure.",
+                "short",
+                [
+                    (
+                        "{{query}} partition {{partition}} of {{cluster}}",
+                        "topk(10, waltz_spark_lag_transactions{[[]]})",
+                    )
+                ],
+            ),
+            Panel(
+                "Lag in seconds",
+                "Age of the oldest transaction that the query has not read; the ten partitions "
+                "with the largest lag.",
+                "s",
+                [
+                    (
+                        "{{query}} partition {{partition}} of {{cluster}}",
+                        "topk(10, waltz_spark_lag_seconds{[[]]})",
+                    )
+                ],
+            ),
+            Panel(
+                "Committed rows",
+                "Rows that the query has written to a log.",
+                "cps",
+                [("{{query}}", rate("waltz_spark_committed_rows_total", "query"))],
+            ),
+            Panel(
+                "Rejected rows",
+                "Rows that a lock has rejected. The results of the write name the transaction "
+                "that won (option resultsPath).",
+                "cps",
+                [("{{query}}", rate("waltz_spark_rejected_rows_total", "query"))],
+            ),
+            Panel(
+                "Repeated appends of rows",
+                "After a temporary error, such as a full queue, or after a recomputation.",
+                "cps",
+                [("{{query}}", rate("waltz_spark_retried_rows_total", "query"))],
             ),
         ),
     ),

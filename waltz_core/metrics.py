@@ -49,6 +49,8 @@ class Metric(NamedTuple):
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 _ONE, _REPLICA = ("partition",), ("partition", "replica")
+_CLIENT = ("cluster", "partition")
+_SOURCE = ("cluster", "query", "source", "partition")
 _PRINCIPAL = ("principal",)  # "other" for all but the first ones with a grant
 # Name after `waltz_`, type, labels, help.
 _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
@@ -449,6 +451,12 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         (),
         "Free space of the disk that has the storage's directory; NaN if it cannot be read.",
     ),
+    (
+        "storage_disk_bytes",
+        _GAUGE,
+        (),
+        "Size of the disk that has the storage's directory; NaN if it cannot be read.",
+    ),
     ("storage_connections", _GAUGE, (), "Open connections of servers and readers."),
     (
         "storage_principal_bytes_total",
@@ -509,6 +517,88 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
     ),
     ("gateway_callers", _GAUGE, (), "Callers, by token, with a client in the gateway."),
     ("gateway_feeds", _GAUGE, (), "Feeds that are open."),
+    (
+        "client_appended_transactions_total",
+        _COUNTER,
+        _CLIENT,
+        "Transactions that the client has reported as committed.",
+    ),
+    (
+        "client_rejected_transactions_total",
+        _COUNTER,
+        (*_CLIENT, "reason"),
+        (
+            "Transactions that the client has reported as not committed, and rejected attempts of "
+            "contexts. Label reason: as for waltz_server_rejected_transactions_total; unknown if "
+            "the outcome is unknown; failed for other errors, such as a timeout."
+        ),
+    ),
+    (
+        "client_retried_transactions_total",
+        _COUNTER,
+        _CLIENT,
+        (
+            "Repeated appends: the client has sent a transaction again after a temporary error, or "
+            "a context has begun another attempt."
+        ),
+    ),
+    (
+        "client_append_seconds",
+        _HISTOGRAM,
+        ("cluster",),
+        (
+            "Time from an append to its commit, including repetitions by the client; for a "
+            "context, of its last attempt."
+        ),
+    ),
+    (
+        "client_feed_lag_transactions",
+        _GAUGE,
+        _CLIENT,
+        (
+            "Committed transactions that the callbacks have not applied yet. The mark of the log "
+            "is as of the previous scrape."
+        ),
+    ),
+    (
+        "spark_lag_transactions",
+        _GAUGE,
+        _SOURCE,
+        (
+            "Committed transactions that the query has not read yet. Label source: the number of "
+            "the log among the logs that the query reads."
+        ),
+    ),
+    (
+        "spark_lag_seconds",
+        _GAUGE,
+        _SOURCE,
+        (
+            "Age of the oldest transaction that the query has not read yet; 0 if it has read all "
+            "of them, NaN if the age is unknown."
+        ),
+    ),
+    (
+        "spark_committed_rows_total",
+        _COUNTER,
+        ("query",),
+        "Rows of the query that are committed to a log; 0 if the query writes to no log.",
+    ),
+    (
+        "spark_rejected_rows_total",
+        _COUNTER,
+        ("query",),
+        "Rows of the query that a lock has rejected.",
+    ),
+    (
+        "spark_retried_rows_total",
+        _COUNTER,
+        ("query",),
+        (
+            "Repeated appends of rows: after a temporary error, or after a recomputation. A row "
+            "counts each time."
+        ),
+    ),
 )
 TABLE: Final = {f"waltz_{row[0]}": Metric(f"waltz_{row[0]}", *row[1:]) for row in _ROWS}
 assert len(TABLE) == len(_ROWS), "a duplicate name in the table"
@@ -523,7 +613,7 @@ class Reported(Protocol):
 
 
 class Metrics:
-    """The metrics of one daemon; `area` is "server" or "storage"."""
+    """The metrics of one daemon; `area` is "server", "storage" or "gateway"."""
 
     def __init__(self, area: str, *, with_process: bool = False) -> None:
         self._area = area

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from waltz_spark.api import Snapshot, WriteResult, append, register, session, snapshot
     from waltz_spark.lag import LagListener, lag_of
+    from waltz_spark.query_metrics import export_metrics
     from waltz_spark.tables.following import Table, follow, upsert
     from waltz_spark.worker_errors import error_of
 
@@ -23,6 +24,7 @@ _MODULE_OF = {
     "WriteResult": "api",
     "append": "api",
     "error_of": "worker_errors",
+    "export_metrics": "query_metrics",
     "follow": "tables.following",
     "lag_of": "lag",
     "register": "api",
@@ -37,6 +39,7 @@ __all__ = [
     "WriteResult",
     "append",
     "error_of",
+    "export_metrics",
     "follow",
     "lag_of",
     "register",

@@ -19,7 +19,7 @@ from pyspark.sql.streaming.listener import (
     StreamingQueryProgress,
 )
 
-from waltz_spark.offsets import decode
+from waltz_spark.offsets import StreamOffset, decode
 
 _log = logging.getLogger("waltz")
 
@@ -34,20 +34,23 @@ def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[Lags]:
     """
     found: list[Lags] = []
     for source in progress["sources"]:
-        latest, end = (_marks(source[name]) for name in ("latestOffset", "endOffset"))
+        latest, end = (offset_of(source[name]) for name in ("latestOffset", "endOffset"))
         if latest is not None and end is not None:
             # Spark requested the latest offset earlier: the stream may be past it by now.
-            found.append({each: max(0, mark - end.get(each, -1)) for each, mark in latest.items()})
+            ends = end.marks
+            found.append(
+                {each: max(0, mark - ends.get(each, -1)) for each, mark in latest.marks.items()}
+            )
     return found
 
 
-def _marks(offset: object) -> dict[int, int] | None:
-    """Return the marks in an offset, by partition; None if the offset is not from Waltz."""
+def offset_of(offset: object) -> StreamOffset | None:
+    """Return an offset in a query's progress; None if the offset is not from Waltz."""
     try:
         parsed = json.loads(offset) if isinstance(offset, str) else offset
         if not isinstance(parsed, Mapping):
             return None
-        return decode(parsed).marks
+        return decode(parsed)
     except (ValueError, TypeError):
         return None
 

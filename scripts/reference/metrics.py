@@ -18,7 +18,10 @@ UNITS = {
 
 def tables() -> dict[str, str]:
     """Return a table for each area."""
-    return {area: _table(f"waltz_{area}_") for area in ("server", "storage", "gateway")}
+    return {
+        area: _table(f"waltz_{area}_")
+        for area in ("server", "storage", "gateway", "client", "spark")
+    }
 
 
 def _table(prefix: str) -> str:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
 from tests.schema_registry import schema_registry
 from waltz_core.local import running
 
@@ -38,6 +39,7 @@ def test_every_snippet_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             for line, text in found:
                 # An error is shown at its line of the page.
                 here = text.replace(CONNECT, cluster.connect).replace(REGISTRY, registry.url)
+                here = here.replace("port=9404", f"port={free_port()}")
                 source = "\n" * (line - 1) + here
                 exec(compile(source, ROOT / "docs/client.md", "exec"), names)
         finally:

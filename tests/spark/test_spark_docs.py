@@ -11,6 +11,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 import waltz_spark
+from tests.ports import free_port
 from tests.spark.versions import needs_pyspark
 from waltz_core.errors import LockFailed
 from waltz_spark.functions import lock
@@ -59,6 +60,7 @@ class Reader:
         """Run a snippet with further names that it assumes; return all names."""
         self.names |= names
         here = CONNECT.sub(self.connect, snippet).replace(SINCE, "2013-01-01T00:00:00Z")
+        here = here.replace("port=9404", f"port={free_port()}")
         exec(compile(here, ROOT / self.page, "exec"), self.names)
         return self.names
 
@@ -96,7 +98,7 @@ def test_the_snippets_of_the_spark_page_work(
     own: SparkSession, connect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The last one needs a server of Spark Connect; test_connect.py opens such sessions.
-    first, recompute, error, stream, lag, write, feed, _remote = snippets("docs/spark.md")
+    first, recompute, error, stream, lag, write, export, feed, _remote = snippets("docs/spark.md")
     reader = Reader(own, connect, "docs/spark.md")
     assert reader.run(first)["spark"].version == own.version
     marks = waltz_spark.snapshot(own, connect).high_water_marks
@@ -131,6 +133,7 @@ def test_the_snippets_of_the_spark_page_work(
     assert own.read.parquet(str(tmp_path / "r" / "batch=0")).count() == 1
     assert own.read.format("waltz").load(connect).where("data = 'changed'").count() == 1
 
+    reader.run(export)
     # tests/spark/test_change_feed.py reads feeds; the payloads of this log are no changes of rows.
     assert "_change_type" in reader.run(feed)["changes"].columns
 

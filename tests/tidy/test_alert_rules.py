@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
-from scripts.dashboards import dashboards
+from scripts.dashboards import DAYS_LEFT, dashboards
 from scripts.reference.alerts import RULES, alert_rules
-from tests.promtool import Alert, Line, Series, firing, promtool
+from tests.promtool import STEP_MIN, Alert, Line, Series, firing, promtool
 
 BEFORE_MIN, LONG_BEFORE_MIN = 80, 13 * 60  # longer than the ranges of the rules
 BUCKETS = (0.001, 0.005, 0.01, 0.1, 0.25, 1.0)
@@ -53,6 +53,7 @@ class Cluster:
             f'waltz_storage_info{{{at},replica="{storage}:15280"}}': Line(1),
             f"waltz_storage_full_disks{{{at}}}": Line(0),
             f"waltz_storage_free_bytes{{{at}}}": Line(1_000_000 * MIB, -MIB),
+            f"waltz_storage_disk_bytes{{{at}}}": Line(2_000_000 * MIB),
             f"waltz_storage_suspect_replicas{{{at}}}": Line(0),
             f"waltz_storage_failed_writes_total{{{at}}}": Line(0),
             f"waltz_storage_running_upload_seconds{{{at}}}": Line(20),
@@ -235,7 +236,12 @@ def fill_a_disk_slowly(cluster: Cluster) -> None:
 
 
 def leave_little_space(cluster: Cluster) -> None:
+    cluster.set("free_bytes.*a:", 99_000 * MIB)
+
+
+def leave_little_space_on_a_small_disk(cluster: Cluster) -> None:
     cluster.set("free_bytes.*a:", 200 * MIB)
+    cluster.set("disk_bytes.*a:", 1_000 * MIB)
 
 
 def fail_a_write(cluster: Cluster) -> None:
@@ -318,6 +324,9 @@ FAULTS = {
     "a disk is full": Fault({"WaltzDiskFull"}, fill_a_disk),
     "a disk fills": Fault({"WaltzDiskFullSoon"}, fill_a_disk_slowly, LONG_BEFORE_MIN, 80),
     "a disk is nearly full": Fault({"WaltzDiskFullSoon"}, leave_little_space, during_min=80),
+    "a small disk is nearly full": Fault(
+        {"WaltzDiskFullSoon"}, leave_little_space_on_a_small_disk, during_min=80
+    ),
     "a write has failed": Fault({"WaltzDiskErrors"}, fail_a_write),
     "reads have failed": Fault({"WaltzDiskErrors"}, fail_reads),
     "records have rotted": Fault({"WaltzTransactionsDamaged"}, rot),
@@ -378,5 +387,33 @@ def test_promtool_accepts_the_queries_of_the_dashboards(tmp_path: Path) -> None:
     path.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
     done = subprocess.run(
         [promtool(), "check", "rules", str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_panel_shows_the_days_until_each_disk_is_full(tmp_path: Path) -> None:
+    """One disk has 99 days left at its rate, and one does not fill."""
+    minute = 1_000_000 / (24 * 60)  # a million bytes per day
+    size = 24 * 60 // STEP_MIN
+    series = {"a": f"100000000{-minute * STEP_MIN:+.6f}x{size}", "b": f"5000+0x{size}"}
+    expected = (100_000_000 - 1_000_000) / 1_000_000
+    test = {
+        "interval": f"{STEP_MIN}m",
+        "input_series": [
+            {"series": f'waltz_storage_free_bytes{{instance="{name}"}}', "values": values}
+            for name, values in series.items()
+        ],
+        "promql_expr_test": [
+            {
+                "expr": f"round({DAYS_LEFT.replace('{[[]]}', '')}, 0.01)",
+                "eval_time": "1d",
+                "exp_samples": [{"labels": '{instance="a"}', "value": expected}],
+            }
+        ],
+    }
+    path = tmp_path / "days.test.json"
+    path.write_text(json.dumps({"rule_files": [], "tests": [test]}))
+    done = subprocess.run(
+        [promtool(), "test", "rules", str(path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -79,7 +79,7 @@ LIBRARY_FILES = {
         "waltz_core/records/unpacking.py",
         "waltz_spark/rows.py",
     ),
-    "prometheus_client": ("waltz_core/metrics.py",),
+    "prometheus_client": ("waltz_core/exported_metrics.py", "waltz_core/metrics.py"),
     "psutil": ("waltz_core/local/local_cluster.py", "waltz_bench/measuring.py"),
     "py4j": ("waltz_spark/session_errors.py",),
     "rich": ("waltz_core/cli/output.py", "waltz_core/cli/progress.py"),

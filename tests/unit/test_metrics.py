@@ -10,7 +10,7 @@ from waltz_core.metrics import TABLE, MetricKind, Metrics
 
 def test_metric_names_have_their_prefix_and_unit():
     for metric in TABLE.values():
-        assert re.fullmatch(r"waltz_(server|storage|client|gateway)(_[a-z]+)+", metric.name)
+        assert re.fullmatch(r"waltz_(server|storage|gateway|client|spark)(_[a-z]+)+", metric.name)
         assert metric.name.endswith("_total") == (metric.kind is MetricKind.COUNTER), metric.name
         assert metric.kind is not MetricKind.HISTOGRAM or metric.name.endswith("_seconds")
         assert metric.help

@@ -10,6 +10,7 @@ directory of owners), and `model` (transactions, callbacks, serializers).
 """
 
 from waltz_core.client.api.async_client import AsyncWaltzClient
+from waltz_core.client.api.client_metrics import export_metrics
 from waltz_core.client.api.exactly_once import (
     begin_write,
     end_write,
@@ -84,6 +85,7 @@ __all__ = [
     "Zstd",
     "begin_write",
     "end_write",
+    "export_metrics",
     "find_objects",
     "forget_writes",
     "last_committed_before",

@@ -10,5 +10,5 @@ rest.
 `columns.py` derives payload, locks, partition and mark of each row. `appender.py` sends the rows.
 `earlier_rows.py` finds the rows of earlier attempts by their keys (`row_keys.py`). `recompute.py`
 recomputes rejected rows, and `results.py` stores the outcomes. `rows_hash.py` recognizes the rows
-of a finished write.
+of a finished write. `write_counts.py` counts the rows of a stream.
 """

@@ -168,8 +168,10 @@ class WaltzBatchWriter(DataSourceArrowWriter):
 
 def finish(
     job: WriteJob, messages: Sequence[WriterCommitMessage | None], named: NamedWrite | None
-) -> None:
+) -> dict[str, Any] | None:
     """Keep the results, mark a named write as done, and log the outcome of the job.
+
+    Returns its summary; None if the write was done before.
 
     Args:
         job: the common part of the tasks; for a stream, without the names of the write.
@@ -183,7 +185,7 @@ def finish(
     tasks = [message for message in messages if isinstance(message, TaskResult)]
     if named is not None and any(task.was_done for task in tasks):
         _report_repeated(job, tasks, named)
-        return
+        return None
     if named is not None and any(task.is_repeated for task in tasks):
         _check_no_task_is_left(job, named.write, len(messages))
     paths = [task.results_path for task in tasks if task.results_path is not None]
@@ -209,6 +211,7 @@ def finish(
         "took_s=%(seconds).1f",
         summary,
     )
+    return summary
 
 
 def _report_repeated(job: WriteJob, tasks: list[TaskResult], named: NamedWrite) -> None:

@@ -38,6 +38,7 @@ from waltz_spark.writer.batch_write import (
     remove_writes,
 )
 from waltz_spark.writer.task import TaskResult, WriteJob, task_attempt
+from waltz_spark.writer.write_counts import WriteCounts, add_counts
 
 _log = logging.getLogger("waltz")
 
@@ -76,7 +77,9 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
     @without_stack
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Send the rows of a task; return their outcomes."""
-        return _job_of_batch(self._job).write_task(iterator, *task_attempt())
+        written = _job_of_batch(self._job).write_task(iterator, *task_attempt())
+        written.query = _task_property(_QUERY)
+        return written
 
     # -- on the driver ------------------------------------------------------------------------
 
@@ -91,7 +94,12 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         _log.info("spark.micro_batch_written batch=%d", batchId)
         keep_days = max(UNFINISHED_DAYS, self._job.options.retention_days)
         named = None if write is None else NamedWrite(write, keep_days, _HINT)
-        finish(self._job, messages, named)
+        summary = finish(self._job, messages, named)
+        query = next((task.query for task in tasks if task.query is not None), None)
+        if summary is not None and query is not None:
+            rejected = summary["rejected"] + summary["retry"]
+            retried = sum(task.retried for task in tasks)
+            add_counts(query, WriteCounts(summary["committed"], rejected, retried))
         remove_writes(self._job, before)
 
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803
@@ -108,14 +116,18 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
 
 def _job_of_batch(job: WriteJob) -> WriteJob:
     """Return the job for this task's micro-batch (rule 1)."""
-    context = TaskContext.get()
-    assert context is not None, "a micro-batch is written in tasks"
-    query, batch = context.getLocalProperty(_QUERY), context.getLocalProperty(_BATCH)
-    assert query is not None
-    assert batch is not None
+    query, batch = _task_property(_QUERY), _task_property(_BATCH)
     options = job.options
     if options.results_path is not None:
         path = f"{options.results_path.rstrip('/')}/batch={batch}"
         options = dataclasses.replace(options, results_path=path)
     write = f"{options.write_name or 'stream'}-{query}-{batch}" if options.exactly_once else None
     return dataclasses.replace(job, options=options, write=write, keep_ms=UNFINISHED_DAYS * DAY_MS)
+
+
+def _task_property(name: str) -> str:
+    context = TaskContext.get()
+    assert context is not None, "a micro-batch is written in tasks"
+    value = context.getLocalProperty(name)
+    assert value is not None
+    return value

@@ -62,6 +62,8 @@ class TaskResult(WriterCommitMessage):
     runs: list[tuple[int, int, int]] = field(default_factory=list)  # partition, first, last
     conflicts: list[tuple[int, int]] = field(default_factory=list)  # partition, conflicting ID
     file: str | None = None
+    query: str | None = None  # of a stream
+    retried: int = 0  # appends that were repeated
 
     def count(self, answered: FinalRows) -> None:
         """Add the outcomes of rows to the counts."""
@@ -69,6 +71,7 @@ class TaskResult(WriterCommitMessage):
         self.committed += int(committed.sum())
         self.rejected += int((~committed).sum())
         self.recomputed += int(committed.sum()) if answered.retries else 0
+        self.retried += (answered.attempt - 1) * len(committed)
         mark = max(self.marks.get(answered.partition, -1), answered.high_water_mark)
         self.marks[answered.partition] = mark
         ids = np.sort(answered.transaction_ids[committed])

@@ -75,7 +75,9 @@ def test_gauges_return_the_current_values():
     log = SimpleNamespace(
         partition_id=1, synced_max=9, low_water_mark=4, damaged=(IdRange(2, 4),), suspect=True
     )
-    room = SimpleNamespace(free_bytes=lambda: 70, is_short=True, reserved_bytes=30)
+    room = SimpleNamespace(
+        free_bytes=lambda: 70, size_bytes=lambda: 200, is_short=True, reserved_bytes=30
+    )
     machine = SimpleNamespace(
         queue_limits=SimpleNamespace(owner_bytes=11), archive_running_since_ms=5_000
     )
@@ -87,6 +89,7 @@ def test_gauges_return_the_current_values():
         "full_disks": 1,
         "reserve_bytes": 30,
         "free_bytes": 70,
+        "disk_bytes": 200,
         "connections": 2,
         "queued_bytes": 11,
         "suspect_replicas": 1,
@@ -104,7 +107,7 @@ def test_unknown_free_space_leaves_the_other_gauges():
     def fail():
         raise DiskFailed("getting the free space of /waltz: input/output error")
 
-    room = SimpleNamespace(free_bytes=fail, is_short=False, reserved_bytes=30)
+    room = SimpleNamespace(free_bytes=fail, size_bytes=fail, is_short=False, reserved_bytes=30)
     machine = SimpleNamespace(
         queue_limits=SimpleNamespace(owner_bytes=11), archive_running_since_ms=None
     )
@@ -112,6 +115,7 @@ def test_unknown_free_space_leaves_the_other_gauges():
     assert isnan(metrics.value("waltz_storage_free_bytes"))
     page = metrics.page().decode()
     assert "waltz_storage_free_bytes NaN" in page
+    assert "waltz_storage_disk_bytes NaN" in page
     assert "waltz_storage_reserve_bytes 30.0" in page
 
 

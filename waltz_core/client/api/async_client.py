@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from waltz_core import errors
 from waltz_core.access.client_ids import ClientIdentity
+from waltz_core.client.api.client_metrics import CountedClient
 from waltz_core.client.api.contexts import ContextRun, LoopContext, RunnableContext
 from waltz_core.client.api.opening import OpenedByConnect, Opening, settings_of
 from waltz_core.client.api.subscriptions import Subscriptions
@@ -132,6 +133,7 @@ class AsyncWaltzClient(OpenedByConnect):
         self._root: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._counted: CountedClient | None = None
         self._encryption = encryption_of(config)
         self.subscriptions = Subscriptions(
             self._partition, self.spawn, self.requests, config, self._encryption
@@ -229,6 +231,7 @@ class AsyncWaltzClient(OpenedByConnect):
             await self.close()
             raise
         self.spawn(self._follow_directory(), "directory")
+        self._counted = CountedClient(self, self._partitions)
         return self
 
     async def close(self) -> None:
@@ -261,6 +264,8 @@ class AsyncWaltzClient(OpenedByConnect):
         finally:  # NB: also if the loop ends earlier: a thread may wait for an outcome
             for partition in self._partitions.values():
                 partition.close()
+            if self._counted is not None:
+                self._counted.close()
             self._closing.set()
             for reader in list(self._range_readers):
                 reader.close()

@@ -297,6 +297,7 @@ class ContextRun:
                     await self._wait_until_applied(wait_for)
         except TimeoutError:
             return await self._expire(self._view_behind_error(wait_for) or error)
+        self._partition.appends.counts.retried += 1
         return await self._attempt()
 
     def _view_behind_error(self, wanted: TransactionId | None) -> errors.ViewBehind | None:

@@ -28,6 +28,7 @@ import numpy as np
 
 from waltz_core import errors
 from waltz_core.client.model.predecessors import PipelinedState
+from waltz_core.client.stream.append_counts import AppendCounts
 from waltz_core.client.stream.outcome_tracker import BatchOutcome, SingleRow, Submission
 from waltz_core.records.batches import encode_append
 from waltz_core.records.checksum import crc32
@@ -91,6 +92,7 @@ class PendingRow:
     """One transaction to append, and the future of its outcome."""
 
     __slots__ = (
+        "added_s",
         "append_locks",
         "data",
         "deadline_s",
@@ -115,6 +117,7 @@ class PendingRow:
         self.read_locks: tuple[int, ...] = ()
         self.append_locks: tuple[int, ...] = ()
         self.deadline_s = 0.0
+        self.added_s = 0.0
         self.number = 0  # the position in the order of `append`
         self.flush_group = _NO_GROUP
         # Whether the row is an attempt of a context: its future then returns a RowOutcome, whatever
@@ -244,6 +247,7 @@ class _BatchSubmission(NamedTuple):
     order: ReportOrder | None
     processed_count: int  # the writer's `processed_count` at the append
     flush_group: _FlushGroup
+    added_s: float
 
     @property
     def size_bytes(self) -> int:
@@ -272,6 +276,7 @@ class Appends:
     ) -> None:
         self._partition_id = partition_id
         self.window = window
+        self.counts = AppendCounts()
         self._post = post
         self._batch_rows = batch_rows
         self._batch_bytes = batch_bytes
@@ -305,6 +310,7 @@ class Appends:
         """Append a row that has reserved its space in the window."""
         self._added += 1
         row.number = self._added
+        row.added_s = self._loop.time()
         row.flush_group = self._enter()
         self._gathered.append(row)
         self._gathered_bytes += row.size_bytes
@@ -329,7 +335,14 @@ class Appends:
         processed_count = 0 if order is None else order.processed_count
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
         batch = _BatchSubmission(
-            future, row_count, payload, mark, order, processed_count, self._enter()
+            future,
+            row_count,
+            payload,
+            mark,
+            order,
+            processed_count,
+            self._enter(),
+            self._loop.time(),
         )
         self._gathered.append(batch)
         self._gathered_bytes += batch.size_bytes
@@ -384,11 +397,10 @@ class Appends:
     def _send_batch(self, batch: _BatchSubmission) -> None:
         order = batch.order
         if order is not None and order.reported_count != batch.processed_count:
-            self._end(batch)
             lost = BatchOutcome.uniform(
                 batch.row_count, RowOutcomeCode.LOST, high_water_mark=BEFORE_FIRST
             )
-            batch.finish(lost)
+            self._finish_batch(batch, lost)
             self._notify()
             return
         token = self._next_token()
@@ -438,17 +450,22 @@ class Appends:
         """Process the outcomes of all rows of a submission."""
         submission = self._submissions.pop(token)
         if isinstance(submission, _BatchSubmission):
-            self._end(submission)
-            submission.finish(outcome)
+            self._finish_batch(submission, outcome)
         else:
             self._settle_rows(submission, outcome)
         self._on_submission_finished()
+
+    def _finish_batch(self, batch: _BatchSubmission, outcome: BatchOutcome) -> None:
+        self._end(batch)
+        self.counts.count(outcome.reasons.tobytes(), self._loop.time() - batch.added_s)
+        batch.finish(outcome)
 
     def on_rejected(self, token: int, error: errors.WaltzError) -> None:
         """Process an error that ends a submission without an outcome for its rows."""
         submission = self._submissions.pop(token)
         if isinstance(submission, _BatchSubmission):
             self._end(submission)
+            self.counts.fail(error, submission.row_count)
             if not submission.future.done():
                 submission.future.set_exception(error)
         elif isinstance(error, errors.TooLarge) and len(submission) > 1:
@@ -457,6 +474,7 @@ class Appends:
             self._send_rows(submission[:middle])
             self._send_rows(submission[middle:])
         else:
+            self.counts.fail(error, len(submission))
             for row in submission:
                 self._end(row)
                 if not row.future.done():
@@ -473,12 +491,14 @@ class Appends:
             self.on_rejected(token, error)
         for each in rows:
             self._end(each)
+            self.counts.fail(error, each.row_count)
             if not each.future.done():
                 each.future.set_exception(error)
         self._on_submission_finished()
 
     def _settle_rows(self, rows: list[PendingRow], outcome: BatchOutcome) -> None:
         again: list[PendingRow] = []
+        final: list[int] = []
         now_s = self._loop.time()
         for row, transaction_id, reason, conflicting in zip(
             rows,
@@ -491,6 +511,7 @@ class Appends:
                 again.append(row)
                 continue
             self._end(row)
+            final.append(reason)
             if row.future.done():
                 continue
             ids = (TransactionId(transaction_id), TransactionId(conflicting))
@@ -507,7 +528,9 @@ class Appends:
                     error.pipelined_state = outcome.pipelined_state
                     error.conflicting = outcome.pipelined_state.mark
                 row.future.set_exception(error)
+        self.counts.count(bytes(final), now_s - rows[0].added_s)
         if again:
+            self.counts.retried += len(again)
             is_full = bool(np.isin(outcome.reasons, _FULL).any())
             self._hold(again, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
 

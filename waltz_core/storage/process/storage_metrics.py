@@ -49,7 +49,8 @@ class StorageMetrics:
         set_source = self._metrics.set_source
         set_source("waltz_storage_connections", links_count)
         set_source("waltz_storage_queued_bytes", lambda: machine.queue_limits.owner_bytes)
-        set_source("waltz_storage_free_bytes", lambda: _free_bytes(space))
+        set_source("waltz_storage_free_bytes", lambda: _bytes_of(space.free_bytes))
+        set_source("waltz_storage_disk_bytes", lambda: _bytes_of(space.size_bytes))
         set_source("waltz_storage_full_disks", lambda: space.is_short)
         set_source(
             "waltz_storage_running_upload_seconds",
@@ -151,12 +152,12 @@ def _running_upload_s(machine: StorageService, now_ms: int) -> float:
     return 0.0 if since_ms is None else (now_ms - since_ms) / 1_000
 
 
-def _free_bytes(space: DiskSpace) -> float:
-    """Return the free bytes.
+def _bytes_of(query: Callable[[], int]) -> float:
+    """Return the bytes.
 
     Return NaN if the query fails, so that other metrics are still shown.
     """
     try:
-        return space.free_bytes()
+        return query()
     except DiskFailed:
         return nan

@@ -1,0 +1,178 @@
+"""The metrics of clients: what they count, and the page that `export_metrics` opens."""
+
+import os
+import threading
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import REGISTRY
+
+from tests.fault.load import wait_until
+from tests.patience import HANG_S
+from tests.ports import free_port
+from waltz_core import errors
+from waltz_core.client import (
+    Callbacks,
+    Transaction,
+    TransactionBuilder,
+    TransactionContext,
+    export_metrics,
+    lock,
+)
+from waltz_core.client.api import client_metrics
+from waltz_core.client.stream.append_counts import BUCKETS_S, AppendCounts
+from waltz_core.memory_waltz import MemoryWaltz
+from waltz_core.metrics import SECONDS_BUCKETS
+
+APPENDED, REJECTED, RETRIED, SECONDS, LAG = (
+    f"waltz_client_{name}"
+    for name in (
+        "appended_transactions_total",
+        "rejected_transactions_total",
+        "retried_transactions_total",
+        "append_seconds_count",
+        "feed_lag_transactions",
+    )
+)
+
+
+@pytest.fixture(autouse=True)
+def exported() -> Iterator[None]:
+    """Export, without the clients of other tests."""
+    with client_metrics._lock:
+        client_metrics._closed.clear()
+    export_metrics()
+    yield
+    with client_metrics._lock:
+        client_metrics._closed.clear()
+
+
+def value(name: str, partition: int | None = 0, **labels: str) -> float | None:
+    if partition is not None:
+        labels["partition"] = str(partition)
+    return REGISTRY.get_sample_value(name, {"cluster": "memory", **labels})
+
+
+class Increment(TransactionContext):
+    """Appends one transaction with a lock."""
+
+    def partition_id(self, partition_count: int) -> int:
+        return 0
+
+    def execute(self, builder: TransactionBuilder) -> bool:
+        builder.set_transaction_data(b"one more")
+        builder.set_write_locks([lock("counter", 1)])
+        return True
+
+
+class SlowView(Callbacks):
+    """Applies transactions when the test permits it."""
+
+    def __init__(self) -> None:
+        self.permits = threading.Semaphore(0)
+
+    def client_high_water_mark(self, partition: int) -> int:
+        return -1
+
+    def apply_transaction(self, transaction: Transaction) -> None:
+        assert self.permits.acquire(timeout=HANG_S)
+
+
+def test_the_buckets_are_those_of_the_daemons() -> None:
+    assert BUCKETS_S == SECONDS_BUCKETS
+
+
+def test_outcomes_are_counted_by_reason() -> None:
+    counts = AppendCounts()
+    counts.count(bytes([0, 1, 1, 8, 0]), 0.003)
+    counts.count(b"", 0.003)
+    counts.fail(errors.OutcomeUnknown("?"), 2)
+    counts.fail(errors.TooLarge("?"), 1)
+    counts.fail(errors.Unreachable("?"), 3)
+    assert counts.committed == 2
+    assert counts.bucket_counts[BUCKETS_S.index(0.005)] == sum(counts.bucket_counts) == 2
+    assert counts.seconds == pytest.approx(0.006)
+    assert counts.rejected == {
+        "lock": 2, "overloaded": 1, "unknown": 2, "too_large": 1, "failed": 3
+    }  # fmt: skip
+    total = AppendCounts()
+    total.add(counts)
+    total.add(counts)
+    assert total.committed == sum(total.bucket_counts) == 4
+    assert total.rejected["failed"] == 6
+
+
+def test_appends_rejections_and_attempts_are_counted_over_all_clients() -> None:
+    with MemoryWaltz(partition_count=2) as waltz:
+        with waltz.client() as one, waltz.client() as other:
+            for client in (one, other):
+                client.append(b"data", partition=0).result(HANG_S)
+            stale = one.append(
+                b"data", partition=0, write_locks=[lock("counter", 1)], client_high_water_mark=-1
+            )
+            stale.result(HANG_S)
+            with pytest.raises(errors.LockFailed):
+                other.append(
+                    b"data", partition=0, write_locks=[lock("counter", 1)],
+                    client_high_water_mark=-1,
+                ).result(HANG_S)  # fmt: skip
+            assert value(APPENDED) == 3
+            assert value(REJECTED, reason="lock") == 1
+            waltz.reject_next(2)
+            assert one.submit(Increment()).result(HANG_S) == 3
+            assert value(RETRIED) == 2
+        assert value(APPENDED) == 4  # also of closed clients
+        assert value(REJECTED, reason="lock") == 3
+        assert value(SECONDS, None) == 4
+        assert value(APPENDED, 1) is None
+
+
+def test_a_feed_lags_by_the_transactions_that_its_callbacks_have_not_applied() -> None:
+    view = SlowView()
+    with (
+        MemoryWaltz(partition_count=1) as waltz,
+        waltz.client() as writer,
+        waltz.client() as reader,
+    ):
+        for _ in range(3):
+            writer.append(b"data", partition=0).result(HANG_S)
+        assert value(LAG) is None
+        reader.subscribe(view)
+        wait_until("the mark is requested", lambda: value(LAG) == 3)
+        view.permits.release(3)
+        wait_until("three are applied", lambda: value(LAG) == 0)
+        for _ in range(2):
+            writer.append(b"data", partition=0).result(HANG_S)
+        wait_until("the next scrape shows the mark", lambda: value(LAG) == 2)
+        view.permits.release(100)
+        wait_until("all are applied", lambda: value(LAG) == 0)
+        reader.set_partitions([])
+        assert value(LAG) is None
+
+
+def test_with_a_port_the_registry_is_served() -> None:
+    port = free_port()
+    export_metrics(port)
+    export_metrics()  # once more changes nothing
+    with MemoryWaltz(partition_count=1) as waltz, waltz.client() as client:
+        client.append(b"data").result(HANG_S)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as page:
+            text = page.read().decode()
+    line = f'{APPENDED}{{cluster="memory",partition="0"}} 1.0\n'
+    assert text.count(line) == 1
+    assert 'waltz_client_append_seconds_bucket{cluster="memory",le="+Inf"} 1.0\n' in text
+    with pytest.raises(errors.BadConfig, match=f"cannot serve metrics at 127.0.0.1:{port}: "):
+        export_metrics(port)
+
+
+def test_a_forked_child_counts_from_zero() -> None:
+    with MemoryWaltz(partition_count=1) as waltz, waltz.client() as client:
+        client.append(b"data").result(HANG_S)
+        with client_metrics._lock:  # held by another thread, as far as the child can see
+            child = os.fork()
+            if not child:
+                is_empty = not client_metrics._open and client_metrics._lock.acquire(timeout=1)
+                os._exit(0 if is_empty else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert value(APPENDED) == 1

@@ -1,0 +1,137 @@
+"""The metrics of the clients of this process: `export_metrics` (docs/decisions/067).
+
+Rules:
+    1. A counter never decreases, so the counts of a closed client remain.
+    2. A scrape may run on any thread, also on the loop of a client, and so waits for nothing. It
+       starts requests of marks, whose answers the next scrape shows.
+    3. A forked child has no client of its parent, and counts from 0.
+"""
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from waltz_core import errors
+from waltz_core.client.stream.append_counts import AppendCounts
+
+if TYPE_CHECKING:
+    from waltz_core.client.api.async_client import AsyncWaltzClient
+    from waltz_core.client.stream.client_partition import ClientPartition
+    from waltz_core.exported_metrics import MetricValues
+
+_lock = threading.Lock()
+_open: Final[dict["CountedClient", None]] = {}
+_closed: Final[dict[tuple[str, int], AppendCounts]] = {}
+
+
+def _forget_clients() -> None:
+    """Forget the clients of the parent process (rule 3); one of its threads may have the lock."""
+    global _lock  # noqa: PLW0603 - a lock cannot be reset
+    _lock = threading.Lock()
+    _open.clear()
+    _closed.clear()
+
+
+os.register_at_fork(after_in_child=_forget_clients)
+
+
+def export_metrics(port: int | None = None, host: str = "127.0.0.1") -> None:
+    """Export the metrics of all clients of this process to `prometheus_client.REGISTRY`.
+
+    It may be called before or after clients are opened. Call it without a port if the application
+    serves this registry already.
+
+    Args:
+        port: serve the registry at this HTTP port.
+        host: the address to listen at; Prometheus on another machine must reach it.
+
+    Raises:
+        BadConfig: it is not possible to listen at the address.
+    """
+    from waltz_core.exported_metrics import export  # noqa: PLC0415 - costs an import
+
+    export(_add_values, port, host)
+
+
+class CountedClient:
+    """An open client, as its metrics see it."""
+
+    def __init__(
+        self, client: "AsyncWaltzClient", partitions: Mapping[int, "ClientPartition"]
+    ) -> None:
+        self._client = client
+        self._partitions = partitions
+        self._cluster = client.cluster().name
+        self._loop = asyncio.get_running_loop()
+        self._marks: dict[int, int] = {}
+        self._requested: set[int] = set()  # partitions whose mark is being requested
+        with _lock:
+            _open[self] = None
+
+    def close(self) -> None:
+        """Keep the counts, without the client (rule 1)."""
+        with _lock:
+            if self in _open:
+                del _open[self]
+                self.add_counts(_closed)
+
+    def add_counts(self, totals: dict[tuple[str, int], AppendCounts]) -> None:
+        """Add its counts to those of other clients."""
+        for number, partition in list(self._partitions.items()):
+            total = totals.setdefault((self._cluster, int(number)), AppendCounts())
+            total.add(partition.appends.counts)
+
+    def add_feed_lags(self, lags: dict[tuple[str, int], int]) -> None:
+        """Add the lags of its feeds, and start requests of the current marks (rule 2)."""
+        for number, partition in list(self._partitions.items()):
+            applier = partition.applier
+            if applier is None or applier.mark is None or not partition.has_feed:
+                continue
+            mark = max(partition.stream.high_water_mark, self._marks.get(number, -1))
+            key = self._cluster, int(number)
+            lags[key] = max(lags.get(key, 0), mark - applier.mark)
+        with contextlib.suppress(RuntimeError):  # the loop has ended without closing the client
+            self._loop.call_soon_threadsafe(self._request_marks)
+
+    def _request_marks(self) -> None:
+        for number, partition in self._partitions.items():
+            if partition.has_feed and number not in self._requested:
+                self._requested.add(number)
+                self._client.spawn(self._request_mark(number), "metrics")
+
+    async def _request_mark(self, partition: int) -> None:
+        try:
+            self._marks[partition] = await self._client.high_water_mark(partition)
+        except errors.WaltzError:
+            pass  # the known mark remains; the feed reports the outage
+        finally:
+            self._requested.discard(partition)
+
+
+def _add_values(values: "MetricValues") -> None:
+    totals: dict[tuple[str, int], AppendCounts] = {}
+    lags: dict[tuple[str, int], int] = {}
+    with _lock:
+        for key, counts in _closed.items():
+            totals.setdefault(key, AppendCounts()).add(counts)
+        for client in _open:
+            client.add_counts(totals)
+            client.add_feed_lags(lags)
+    for_cluster: dict[str, AppendCounts] = {}
+    for (cluster, partition), counts in sorted(totals.items()):
+        for_cluster.setdefault(cluster, AppendCounts()).add(counts)
+        where: dict[str, str | int] = {"cluster": cluster, "partition": partition}
+        values.add("waltz_client_appended_transactions_total", counts.committed, **where)
+        values.add("waltz_client_retried_transactions_total", counts.retried, **where)
+        for reason, count in sorted(counts.rejected.items()):
+            name = "waltz_client_rejected_transactions_total"
+            values.add(name, count, reason=reason, **where)
+    for cluster, counts in for_cluster.items():
+        values.add_histogram(
+            "waltz_client_append_seconds", counts.bucket_counts, counts.seconds, cluster=cluster
+        )
+    for (cluster, partition), lag in sorted(lags.items()):
+        values.add("waltz_client_feed_lag_transactions", lag, cluster=cluster, partition=partition)

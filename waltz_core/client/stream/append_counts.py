@@ -1,0 +1,66 @@
+"""Counts of the appends of one partition of a client, for its metrics.
+
+Rules:
+    1. The counts only grow. They are changed on the loop of the client, and may be read on any
+       thread.
+    2. A submission is counted at once, with the time of its first row: most clients export no
+       metrics, and must not pay for them.
+"""
+
+from bisect import bisect_left
+
+from waltz_core import errors
+from waltz_core.wire.messages import RowOutcomeCode
+
+# Equal to SECONDS_BUCKETS of the metrics, whose import costs more than a short task of Spark.
+BUCKETS_S = (
+    *(0.000_25, 0.000_5, 0.001, 0.002_5, 0.005, 0.01, 0.025, 0.05),
+    *(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+)
+
+
+class AppendCounts:
+    """Committed, rejected and repeated transactions, and the time of those committed."""
+
+    __slots__ = ("bucket_counts", "committed", "rejected", "retried", "seconds")
+
+    def __init__(self) -> None:
+        self.committed = 0
+        self.retried = 0
+        self.rejected: dict[str, int] = {}
+        self.bucket_counts = [0] * (len(BUCKETS_S) + 1)  # the last one has no limit
+        self.seconds = 0.0
+
+    def count(self, reasons: bytes, took_s: float) -> None:
+        """Count outcomes; `reasons` has a `RowOutcomeCode` for each row."""
+        committed = reasons.count(RowOutcomeCode.COMMITTED)
+        if committed:
+            self.committed += committed
+            self.seconds += committed * took_s
+            self.bucket_counts[bisect_left(BUCKETS_S, took_s)] += committed
+        if committed < len(reasons):
+            for code in set(reasons) - {int(RowOutcomeCode.COMMITTED)}:
+                self._reject(RowOutcomeCode(code).name.lower(), reasons.count(code))
+
+    def fail(self, error: errors.WaltzError, row_count: int) -> None:
+        """Count rows that have ended with an error instead of an outcome."""
+        match error:
+            case errors.OutcomeUnknown():
+                self._reject("unknown", row_count)
+            case errors.TooLarge():
+                self._reject("too_large", row_count)
+            case _:
+                self._reject("failed", row_count)
+
+    def add(self, other: "AppendCounts") -> None:
+        """Add the counts of another client."""
+        self.committed += other.committed
+        self.retried += other.retried
+        self.seconds += other.seconds
+        for reason, row_count in dict(other.rejected).items():
+            self._reject(reason, row_count)
+        pairs = zip(self.bucket_counts, other.bucket_counts, strict=True)
+        self.bucket_counts = [one + another for one, another in pairs]
+
+    def _reject(self, reason: str, row_count: int) -> None:
+        self.rejected[reason] = self.rejected.get(reason, 0) + row_count

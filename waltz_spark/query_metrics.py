@@ -1,0 +1,264 @@
+"""The metrics of Spark's streaming queries: `export_metrics` (docs/decisions/067).
+
+Rules:
+    1. The lag is computed at each scrape, from the last progress of a query and the marks of its
+       logs: it grows while a micro-batch hangs.
+    2. A query that has failed keeps its position, so its lag grows; also if it starts again and
+       fails in its first micro-batch. A query that was stopped is forgotten. The end of a run may
+       be reported after the next run has begun.
+    3. A scrape waits `REQUEST_S_MAX` at most for the logs, and otherwise shows no lag.
+    4. Several calls, also for the same session or cluster, export each value once.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import nan
+from typing import Final, NamedTuple
+
+from pyspark.sql import SparkSession
+from pyspark.sql.streaming.listener import (
+    QueryIdleEvent,
+    QueryProgressEvent,
+    QueryStartedEvent,
+    QueryTerminatedEvent,
+    StreamingQueryListener,
+)
+
+from waltz_core.client import WaltzClient
+from waltz_core.client.read.start_times import UNSTAMPED, stamp_ms_of
+from waltz_core.errors import WaltzError
+from waltz_core.exported_metrics import MetricValues, export
+from waltz_spark.lag import offset_of
+from waltz_spark.offsets import StreamOffset
+from waltz_spark.shared_clients import with_client
+from waltz_spark.writer.write_counts import (
+    NO_ROWS,
+    WriteCounts,
+    make_directory,
+    open_counts,
+    read_counts,
+    remove_counts,
+)
+
+REQUEST_S_MAX: Final = 2.0
+
+
+class _Place(NamedTuple):
+    """The labels of a lag."""
+
+    cluster: str
+    query: str
+    source: int
+    partition: int
+
+
+class _Lag(NamedTuple):
+    transactions: int
+    seconds: float
+
+
+@dataclass
+class _Progress:
+    """The state of a query as of its last event."""
+
+    name: str
+    run: str
+    ends: list[StreamOffset] = field(default_factory=list)  # of the sources that are logs
+    counts: WriteCounts = NO_ROWS
+    has_failed: bool = False
+
+
+class _Queries:
+    """The queries of all sessions, by ID; used by listeners and scrapes, on their threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queries: dict[str, _Progress] = {}
+
+    def begin(self, query: str, run: str, name: str) -> None:
+        """Begin with a run of a query; another one that has failed under its name is replaced."""
+        with self._lock:
+            known = self._queries.setdefault(query, _Progress(name, run))
+            known.name, known.run, known.has_failed = name, run, False
+            for other, each in list(self._queries.items()):
+                if each.name == name and each.has_failed:
+                    del self._queries[other]
+
+    def note(self, query: str, now: _Progress) -> None:
+        """Note the position of a query, and the counts of its rows."""
+        with self._lock:
+            known = self._queries.setdefault(query, now)
+            known.ends, known.counts = now.ends, now.counts
+
+    def end(self, query: str, run: str, *, has_failed: bool) -> bool:
+        """Forget a query, unless it has failed (rule 2); False if it runs again."""
+        with self._lock:
+            known = self._queries.get(query)
+            if known is not None and known.run != run:
+                return False
+            if not has_failed:
+                self._queries.pop(query, None)
+            elif known is not None:
+                known.has_failed = True
+            return True
+
+    def counts(self) -> dict[str, WriteCounts]:
+        """Return the counts of written rows, by the name of the query."""
+        found: dict[str, WriteCounts] = {}
+        with self._lock:
+            for each in self._queries.values():
+                found[each.name] = found.get(each.name, NO_ROWS).plus(each.counts)
+        return found
+
+    def positions(self, cluster: str, key: bytes) -> dict[_Place, int]:
+        """Return the last transactions that queries have read of a cluster."""
+        found: dict[_Place, int] = {}
+        with self._lock:
+            for query in self._queries.values():
+                for source, end in enumerate(query.ends):
+                    if end.cluster != key.hex():
+                        continue
+                    for partition, mark in end.marks.items():
+                        place = _Place(cluster, query.name, source, partition)
+                        found[place] = min(mark, found.get(place, mark))
+        return found
+
+
+_queries: Final = _Queries()
+
+
+class _ProgressListener(StreamingQueryListener):
+    """Passes the events of one session's queries on."""
+
+    def onQueryStarted(self, event: QueryStartedEvent) -> None:  # noqa: N802 - Spark's name
+        """Begin with a query."""
+        open_counts(str(event.id))
+        _queries.begin(str(event.id), str(event.runId), event.name or str(event.id))
+
+    def onQueryProgress(self, event: QueryProgressEvent) -> None:  # noqa: N802 - Spark's name
+        """Note the position of a query."""
+        progress = event.progress
+        query = str(progress.id)
+        open_counts(query)  # it may have started before the export
+        ends = [offset_of(each["endOffset"]) for each in progress["sources"]]
+        found = [each for each in ends if each is not None]
+        now = _Progress(progress.name or query, str(progress.runId), found, read_counts(query))
+        _queries.note(query, now)
+
+    def onQueryIdle(self, event: QueryIdleEvent) -> None:  # noqa: N802 - Spark's name
+        """Do nothing: the last position is still valid."""
+
+    def onQueryTerminated(self, event: QueryTerminatedEvent) -> None:  # noqa: N802 - Spark's name
+        """End with a query."""
+        query, has_failed = str(event.id), event.exception is not None
+        if _queries.end(query, str(event.runId), has_failed=has_failed):
+            remove_counts(query)
+
+
+_connects: Final[dict[str, None]] = {}
+
+
+class _LagRequest:
+    """Requests the lags of all queries at a cluster, in a thread of its own (rule 3)."""
+
+    def __init__(self, connect: str) -> None:
+        self._connect = connect
+        self._lags: dict[_Place, _Lag] = {}
+        self._thread = threading.Thread(target=self._run, name="waltz-lags", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether an answer is outstanding."""
+        return self._thread.is_alive()
+
+    def wait(self, timeout_s: float) -> Mapping[_Place, _Lag]:
+        """Return the lags; none if they do not arrive in time."""
+        self._thread.join(timeout_s)
+        return {} if self.is_running else self._lags
+
+    def _run(self) -> None:
+        # An unavailable cluster has alerts of its own.
+        with contextlib.suppress(WaltzError):
+            with_client(self._connect, self._request)
+
+    def _request(self, client: WaltzClient) -> None:
+        cluster = client.cluster()
+        positions = _queries.positions(cluster.name, cluster.key)
+        if positions:
+            partitions = sorted({place.partition for place in positions})
+            marks = client.high_water_marks(partitions)
+            for place, end in positions.items():
+                lag = max(0, marks[place.partition] - end)
+                seconds = _age_s(client, place.partition, end + 1) if lag else 0.0
+                self._lags[place] = _Lag(lag, seconds)
+
+
+def _age_s(client: WaltzClient, partition: int, transaction_id: int) -> float:
+    """Return the age of a transaction; NaN for one of a 0.13 server, or one that has expired."""
+    try:
+        stamp_ms = stamp_ms_of(client, partition, transaction_id)
+    except WaltzError:
+        return nan
+    now_s = time.time()  # noqa: TID251 - commit stamps are times
+    return nan if stamp_ms == UNSTAMPED else max(0.0, now_s - stamp_ms / 1_000)
+
+
+class _Scrape:
+    """Reads the values of each scrape."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._requests: dict[str, _LagRequest] = {}  # by connect string
+
+    def add_values(self, values: MetricValues) -> None:
+        """Add the metrics of all queries."""
+        for query, counts in sorted(_queries.counts().items()):
+            values.add("waltz_spark_committed_rows_total", counts.committed, query=query)
+            values.add("waltz_spark_rejected_rows_total", counts.rejected, query=query)
+            values.add("waltz_spark_retried_rows_total", counts.retried, query=query)
+        with self._lock:
+            for connect in list(_connects):
+                if connect not in self._requests or not self._requests[connect].is_running:
+                    self._requests[connect] = _LagRequest(connect)
+            requests = list(self._requests.values())
+        until_s = time.monotonic() + REQUEST_S_MAX
+        lags: dict[_Place, _Lag] = {}
+        for each in requests:
+            lags |= each.wait(max(0.0, until_s - time.monotonic()))
+        for place, lag in sorted(lags.items()):
+            labels = place._asdict()
+            values.add("waltz_spark_lag_transactions", lag.transactions, **labels)
+            values.add("waltz_spark_lag_seconds", lag.seconds, **labels)
+
+
+_scrape: Final = _Scrape()
+
+
+def export_metrics(
+    spark: SparkSession, connect: str, port: int | None = None, host: str = "127.0.0.1"
+) -> None:
+    """Export the metrics of the session's streaming queries to `prometheus_client.REGISTRY`.
+
+    Call it before the queries start, and without a port if the driver serves this registry
+    already. If queries read several clusters, call it for each of them.
+
+    Args:
+        spark: the session.
+        connect: the cluster whose log the queries read; their lag is computed from its marks.
+        port: serve the registry at this HTTP port of the driver.
+        host: the address to listen at; Prometheus on another machine must reach it.
+
+    Raises:
+        BadConfig: the connect string is not valid, it is not possible to listen at the address, or
+            the directory for counts of rows is not usable.
+        CoordinatorUnavailable: ZooKeeper does not answer.
+    """
+    with_client(connect, lambda client: client.cluster())
+    make_directory()
+    export(_scrape.add_values, port, host)
+    _connects[connect] = None
+    spark.streams.addListener(_ProgressListener())
