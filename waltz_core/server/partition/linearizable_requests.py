@@ -5,7 +5,7 @@ high-water mark may be stale. Therefore the server answers a request for the mar
 proof: a quorum of storages confirms, after the request has arrived, that it knows no later session.
 If the last proof is fresh enough, the server answers the request at once.
 
-Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper away"):
+Rules (docs/design/correctness.md 2.4, row 16, and 2.3, "ZooKeeper unavailable"):
     1. A proof that began before a request arrived is sufficient only for requests that accept an
        age of up to `high_water_mark_staleness_ms_max`.
     2. One proof is in progress at a time. Requests that arrive meanwhile share the next proof.
