@@ -55,6 +55,10 @@ disable_existing_loggers = false
 format = "%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s"
 datefmt = "%Y-%m-%dT%H:%M:%S"
 
+[formatters.json]
+"()" = "waltz_core.log_lines.JsonFormatter"
+
+# The formatter "json" writes one JSON object per line.
 [handlers.stderr]
 class = "logging.StreamHandler"
 stream = "ext://sys.stderr"
@@ -67,6 +71,12 @@ handlers = ["stderr"]
 
 # DEBUG logs every event and effect of every state machine.
 [loggers."waltz_core.driver"]
+level = "INFO"
+
+# DEBUG logs each append with its request IDs, at a server and at a storage (docs/operations.md).
+[loggers."waltz_core.server.process.clients"]
+level = "INFO"
+[loggers."waltz_core.storage.process.append_lines"]
 level = "INFO"
 
 # INFO or WARNING: kazoo logs each attempt to connect, several per second without ZooKeeper.

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from waltz_core.log_lines import log_report
 from waltz_core.machine import Machine, Report, Wakeup
 
 _log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class Driver(Generic[EventT, EffectT]):
     def _step(self, event: EventT | Wakeup) -> None:
         effects = self._machine.step(event, self._clock())
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("machine.step machine=%s event=%r effects=%r", self._name, event, effects)
+            _log.debug("machine.step machine=%s input=%r effects=%r", self._name, event, effects)
         for effect in effects:
             if isinstance(effect, Report):
                 self._on_report(effect)
@@ -123,5 +124,4 @@ class Driver(Generic[EventT, EffectT]):
         self.post(Wakeup())
 
     def _log_report(self, report: Report) -> None:
-        fields = " ".join(f"{name}={value}" for name, value in report.fields)
-        _log.info("%s machine=%s %s", report.name, self._name, fields)
+        log_report(_log, logging.INFO, report, machine=self._name)

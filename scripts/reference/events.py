@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.reference.markdown import cell, code, table
+from waltz_core.log_lines import EVENT_NAME, FIELD
 from waltz_core.server.process.host import LEVELS as SERVER_LEVELS
 from waltz_core.storage.process.storage_daemon import LEVELS as STORAGE_LEVELS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = Path(__file__).with_name("events.toml")
-NAME = re.compile(r"[a-z]+\.[a-z]+(?:_[a-z]+)*")
-FIELD = re.compile(r" (\w+)=(?:%(?:\(\w+\))?(?:\.\d)?[dfrs]|'[^'%]*'|[\w./-]+)")
-LINE = re.compile(f"{NAME.pattern}(?:{FIELD.pattern})*")
-# The line of a driver: the name of a report, and fields.
-DRIVER_LINE = re.compile(r"%s (?:\w+=%s )?%s")
+# A pattern that is repeated cannot have named groups.
+_FIELDS = re.sub(r"\?P<\w+>", "?:", FIELD.pattern)
+LINE = re.compile(f"{EVENT_NAME.pattern}(?:{_FIELDS})*")
 LEVELS = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -130,7 +129,7 @@ def events() -> dict[str, LogEvent]:
             line = _text(call.args[0])
             name = line.partition(" ")[0]
             event = known.setdefault(name, LogEvent(name, component))
-            event.fields |= dict.fromkeys(FIELD.findall(line))
+            event.fields |= dict.fromkeys(each["name"] for each in FIELD.finditer(line))
             event.levels.add(LEVELS[_called(call)])
     return known
 
@@ -138,7 +137,7 @@ def events() -> dict[str, LogEvent]:
 def wrong_lines() -> list[str]:
     """Return the log calls and reports that rule 1 does not allow."""
     lines = [(path, call, LINE) for path, tree in _modules() for call in _log_calls(tree)]
-    names = [(path, call, NAME) for path, tree in _modules() for call, _ in _reports(tree)]
+    names = [(path, call, EVENT_NAME) for path, tree in _modules() for call, _ in _reports(tree)]
     return [
         f"{path}:{call.lineno}: {ast.unparse(call.args[0])}"
         for path, call, form in (*lines, *names)
@@ -160,7 +159,7 @@ def _modules() -> list[tuple[str, ast.Module]]:
 
 
 def _log_calls(tree: ast.Module) -> list[ast.Call]:
-    """Return the calls of a logger, without those of drivers: `_log.log(level, ...)`."""
+    """Return the calls of a logger that have a fixed level."""
     return [
         node
         for node in ast.walk(tree)
@@ -169,7 +168,6 @@ def _log_calls(tree: ast.Module) -> list[ast.Call]:
         and isinstance(node.func.value, ast.Name)
         and node.func.value.id == "_log"
         and node.func.attr in LEVELS
-        and not DRIVER_LINE.fullmatch(_text(node.args[0]))
     ]
 
 

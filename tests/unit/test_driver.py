@@ -58,7 +58,7 @@ def test_reports_are_logged_without_a_receiver(caplog):
     with caplog.at_level(logging.DEBUG):
         net.run(program())
     assert "x.y machine=m n=1" in caplog.text
-    assert "machine.step machine=m event='a'" in caplog.text
+    assert "machine.step machine=m input='a'" in caplog.text
 
 
 @on_loop

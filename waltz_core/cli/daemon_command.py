@@ -18,12 +18,14 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.subcommands import SubcommandFunction
-from waltz_core.config.settings import Config, load
+from waltz_core.config.declarations import LogConfig
+from waltz_core.config.settings import load
 from waltz_core.errors import BadConfig
+from waltz_core.log_lines import set_log_format
 
 _log = logging.getLogger(__name__)
 
-C = TypeVar("C", bound=Config)
+C = TypeVar("C", bound=LogConfig)
 MIB = 1024 * 1024
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -47,9 +49,10 @@ def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], Subco
             disable_numpy_threads()
             if exit_with_parent:
                 end_with_parent()
-            run_daemon(
-                load(kind, path=config, environment=os.environ, flags=flags).config, load_daemon()
-            )
+            settings = load(kind, path=config, environment=os.environ, flags=flags).config
+            if click.get_current_context().find_root().params["logging_path"] is None:
+                set_log_format(settings.log_format)
+            run_daemon(settings, load_daemon())
             return 0
 
         for part in reversed(dataclasses.fields(kind)):

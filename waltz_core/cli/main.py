@@ -25,6 +25,7 @@ from waltz_core.cli.subcommands import (
     usage_error_text,
 )
 from waltz_core.errors import BadConfig, WaltzError
+from waltz_core.log_lines import TEXT_FORMAT, TIME_FORMAT
 
 
 class GroupEntry(NamedTuple):
@@ -459,10 +460,7 @@ for _name, _entry in GROUPS.items():
 def _start_logging(path: Path | None) -> None:
     if path is None:
         logging.basicConfig(
-            level=logging.INFO,
-            format="%(asctime)s.%(msecs)03d %(levelname)s %(name)s %(message)s",
-            datefmt="%Y-%m-%dT%H:%M:%S",
-            stream=sys.stderr,
+            level=logging.INFO, format=TEXT_FORMAT, datefmt=TIME_FORMAT, stream=sys.stderr
         )
         return
     try:

@@ -30,6 +30,7 @@ TLS_MODES = ("", "on", "off")
 TLS_CHECKS = ("name", "chain", "nothing")
 TLS_TRANSITIONS = ("", "accept", "dial")
 ACCESS_MODES = ("off", "report", "on")
+LOG_FORMATS = ("text", "json")
 
 
 def _connect() -> Any:  # noqa: ANN401 - see `setting`
@@ -248,7 +249,23 @@ def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None
 
 
 @dataclass(frozen=True, kw_only=True)
-class StorageConfig(TlsConfig, ZooKeeperConfig):
+class LogConfig(Config):
+    """The settings of the log lines of a daemon."""
+
+    log_format: str = setting(
+        "text",
+        'The format of log lines: "text", or "json" for one JSON object per line. With the option '
+        "`--logging`, the formatters of its file apply instead.",
+    )
+
+    def validate(self) -> None:
+        """Raise BadConfig if the format is unknown."""
+        self._check_one_of("log_format", LOG_FORMATS)
+        super().validate()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
     """A storage daemon."""
 
     kind: ClassVar[str] = "storage"
@@ -429,7 +446,7 @@ class StorageConfig(TlsConfig, ZooKeeperConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerConfig(TlsConfig, ZooKeeperConfig):
+class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
     """A server; `partition_...` settings apply per partition, `connection_...` per connection."""
 
     kind: ClassVar[str] = "server"
@@ -827,7 +844,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewayConfig(TlsConfig, ZooKeeperConfig):
+class GatewayConfig(LogConfig, TlsConfig, ZooKeeperConfig):
     """A gateway: HTTP for applications in other languages; a client of the servers."""
 
     kind: ClassVar[str] = "gateway"

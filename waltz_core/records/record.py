@@ -64,6 +64,10 @@ class ReqId(NamedTuple):
     partition_id: PartitionId
     sequence: int
 
+    def __str__(self) -> str:
+        """Return the text for log lines and errors: client.generation.partition.sequence."""
+        return f"{self.client_id}.{self.generation}.{self.partition_id}.{self.sequence}"
+
     def to_bytes(self) -> bytes:
         """Return the 16 bytes of the request ID (docs/design/wire-format.md 2)."""
         return REQ_ID.pack(*self)

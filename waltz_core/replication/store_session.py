@@ -67,6 +67,7 @@ from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
 from waltz_core.replication.settlement import SETTLEMENT_CORRELATION_ID, Settlement
 from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages
+from waltz_core.wire.append_ids import request_ids_text
 from waltz_core.wire.messages import StorageMessage
 
 if TYPE_CHECKING:
@@ -520,7 +521,7 @@ class StoreSession:
                 assert isinstance(request.message, messages.AppendRaw)
                 each.on_append_synced(request.message, answer)
                 if each.stage is _ENGAGED:
-                    self._measure(each, request.sent_ms, now_ms)
+                    self._measure(each, request.message, now_ms - request.sent_ms, now_ms)
                     self._commit(now_ms)
             case messages.Nack():
                 self._on_request_nacked(each, request, answer, now_ms)
@@ -755,16 +756,23 @@ class StoreSession:
         limits = self._limits
         window.trim(min(needed), limits.lag_bytes_max, limits.lag_count_max)
 
-    def _measure(self, each: ReplicaSession, sent_ms: int, now_ms: int) -> None:
+    def _measure(
+        self, each: ReplicaSession, append: messages.AppendRaw, took_ms: int, now_ms: int
+    ) -> None:
         """Record an append's latency; report slow appends, at most once in `SLOW_REPORT_MS`."""
-        took_ms = now_ms - sent_ms
         each.took_ms.append(took_ms)
         if not 0 < self._limits.slow_append_ms <= took_ms:
             return
         each.slow_count += 1
         if now_ms >= each.slow_report_at_ms:
             self._report(
-                "append.slow", replica=each.replica, took_ms=took_ms, count=each.slow_count
+                "append.slow",
+                replica=each.replica,
+                took_ms=took_ms,
+                count=each.slow_count,
+                first=append.first,
+                last=append.lineage[-1].last,
+                requests=request_ids_text(append),
             )
             each.slow_count, each.slow_report_at_ms = 0, now_ms + SLOW_REPORT_MS
 

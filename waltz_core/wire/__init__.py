@@ -20,4 +20,5 @@ encodes and decodes messages according to these tables, with the layouts of `fie
 `connection.py` implements one connection without any I/O: it converts bytes to messages, and
 messages to bytes. `authentication.py` defines the exchange that establishes the principal of a
 connection. `record_locations.py` describes the positions of records in files.
+`append_ids.py` writes the IDs of appends as text for log lines.
 """

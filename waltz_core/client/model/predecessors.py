@@ -163,7 +163,7 @@ class PipelinedState:
         ids = [mark, *(each.transaction_id for each in received)]
         if ids != sorted(set(ids)) or ids[-1] > message.last:
             raise errors.RemoteProtocolError(
-                f"predecessors of append {tuple(message.req_id)}: expected ascending "
+                f"predecessors of append {message.req_id}: expected ascending "
                 f"transaction IDs from {mark} to {message.last}, found {ids[1:]}"
             )
         if len(known) + len(received) > PREDECESSORS_MAX:
@@ -197,7 +197,7 @@ def _predecessors_in(message: Predecessors) -> Iterator[Predecessor]:
         start += length
     if start != len(records):
         raise errors.RemoteProtocolError(
-            f"predecessors of append {tuple(message.req_id)}: expected a record at byte "
+            f"predecessors of append {message.req_id}: expected a record at byte "
             f"{start}, found other bytes"
         )
 

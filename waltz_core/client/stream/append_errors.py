@@ -89,7 +89,7 @@ def unknown_outcome_error(
     """Return the error for a submission whose outcome can no longer be determined."""
     return errors.OutcomeUnknown(
         f"partition {pending.req_id.partition_id}: the outcome of "
-        f"{pending.submission.row_count} rows, from request ID {tuple(pending.req_id)} on, is "
+        f"{pending.submission.row_count} rows, from request ID {pending.req_id} on, is "
         f"unknown: it could not be determined {when} ({failure}). If the rows are in the log, "
         f"they are after transaction {pending.mark_before}"
     )

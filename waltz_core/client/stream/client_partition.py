@@ -36,7 +36,8 @@ from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.legacy import legacy_server_stream
 from waltz_core.machine import Report
 from waltz_core.records.record import Generation, PartitionId, TransactionId
-from waltz_core.wire.messages import ClientMessage
+from waltz_core.wire.append_ids import committed_ids_text
+from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, ClientMessage
 
 if TYPE_CHECKING:
     from waltz_core.client.read.feed_delivery import Applier
@@ -274,7 +275,7 @@ class ClientPartition:
         match effect:
             case stream_events.Send():
                 if self._link is not None and self._link.number == effect.link:
-                    self._link.send(effect.message)
+                    self._send_message(self._link, effect.message)
             case stream_events.SubmissionSettled():
                 self.appends.on_submission_settled(effect.token, effect.outcome)
             case stream_events.SubmissionRejected():
@@ -302,6 +303,11 @@ class ClientPartition:
                 raise AssertionError("the driver handles reports")
             case _:
                 assert_never(effect)
+
+    def _send_message(self, link: ServerLink, message: ClientMessage) -> None:
+        if isinstance(message, AppendRequest | AppendBatch) and _log.isEnabledFor(logging.DEBUG):
+            _log.debug("client.append_sent request=%s", message.req_id)
+        link.send(message)
 
     def _spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
         self._services.spawn(task, f"{name}-{self.partition_id}")
@@ -398,6 +404,13 @@ class ClientPartition:
         return self.stream.phase in (Phase.MOUNTING, Phase.SETTLING) or self.stream.has_pending
 
     def _on_message_received(self, link: int, message: ClientMessage) -> None:
+        if isinstance(message, AppendResult) and _log.isEnabledFor(logging.DEBUG):
+            _log.debug(
+                "client.append_answered request=%s rows=%d committed=%s",
+                message.req_id,
+                len(message.reasons),
+                committed_ids_text(message),
+            )
         self._driver.post(stream_events.MessageReceived(link, message))
 
     def _on_link_lost(self, link: int, reason: str) -> None:

@@ -410,7 +410,7 @@ def _note(pending: PendingSubmission, rows: I64, ids: I64) -> None:
     if twice.size:
         position = int(twice[0])
         raise errors.DataLoss(
-            f"row {rows[position]} of append {tuple(pending.req_id)} is in the log twice: as "
+            f"row {rows[position]} of append {pending.req_id} is in the log twice: as "
             f"transaction {reported[position]} and as transaction "
             f"{pending.found[rows[position]]}"
         )
@@ -431,7 +431,7 @@ def _rejected_outcome(result: Predecessors, pending: PendingSubmission) -> Batch
     submission, content = pending.submission, pending.submission.content
     if submission.pipelined_state is None or not isinstance(content, SingleRow):
         raise errors.RemoteProtocolError(
-            f"the server sent predecessors for append {tuple(result.req_id)}, which is not a "
+            f"the server sent predecessors for append {result.req_id}, which is not a "
             "dependent append"
         )
     mark = TransactionId(result.high_water_mark)
@@ -446,7 +446,7 @@ def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
     sizes = (len(result.transaction_ids), len(result.reasons) * 8, len(result.conflicting))
     if sizes != (row_count * 8,) * 3:
         raise errors.RemoteProtocolError(
-            f"result of append {tuple(result.req_id)}: expected values for {row_count} rows, "
+            f"result of append {result.req_id}: expected values for {row_count} rows, "
             f"found {sizes[0] // 8} transaction IDs, {len(result.reasons)} reasons and "
             f"{sizes[2] // 8} conflicting IDs"
         )
@@ -479,6 +479,6 @@ def _decode_one(result: AppendResult) -> BatchOutcome:
 
 def _wrong_ids_error(result: AppendResult) -> errors.RemoteProtocolError:
     return errors.RemoteProtocolError(
-        f"result of append {tuple(result.req_id)}: expected a transaction ID for each "
+        f"result of append {result.req_id}: expected a transaction ID for each "
         "committed row and for no other row"
     )

@@ -395,7 +395,7 @@ class PartitionStream:
             case messages.ErrorResponse():
                 self._on_error_received(message, now_ms, out)
             case _:
-                out.append(self._report("stream.message_ignored", message=type(message).__name__))
+                out.append(self._report("stream.message_ignored", answer=type(message).__name__))
 
     def _on_mount_succeeded(
         self, message: messages.Mounted, now_ms: int, out: list[Effect]
@@ -496,7 +496,7 @@ class PartitionStream:
             else:
                 self._leave(f"the client could not read back the log: {error}", now_ms, out)
         else:
-            out.append(self._report("stream.message_ignored", message=str(error)))
+            out.append(self._report("stream.message_ignored", answer=str(error)))
 
     def _note_pause(self, error: errors.WaltzError, now_ms: int) -> None:
         """Note the pause that a server has requested (invariant 9)."""

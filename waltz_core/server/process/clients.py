@@ -54,6 +54,7 @@ from waltz_core.server.process.registry_requests import RegistryRequests
 from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.transport.admission.audit_log import AuditedRequest
 from waltz_core.transport.net import Link
+from waltz_core.wire.append_ids import committed_ids_text
 from waltz_core.wire.messages import (
     AddPreferredRequest,
     AddPreferredResponse,
@@ -312,6 +313,13 @@ class ClientConnections:
         self, connection: ConnectionId, client: _ClientConnection, message: ClientMessage
     ) -> None:
         if isinstance(message, AppendResult):
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug(
+                    "server.append_answered request=%s rows=%d committed=%s",
+                    message.req_id,
+                    len(message.reasons),
+                    committed_ids_text(message),
+                )
             client.outbox.append(message)
             return
         self._empty_outbox(client)
@@ -427,6 +435,10 @@ class ClientConnections:
         if client is None or client.link.is_closed:
             return
         message = request.message
+        if isinstance(message, _APPENDS) and _log.isEnabledFor(logging.DEBUG):
+            _log.debug(
+                "server.append_received request=%s client=%s", message.req_id, client.link.address
+            )
         if client.legacy_client is not None:
             end = client.legacy_client.note_request(message, self._loop.time())
             if end is not None:

@@ -30,6 +30,7 @@ from waltz_core.errors import (
     Overloaded,
     WaltzError,
 )
+from waltz_core.log_lines import log_report
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import (
@@ -301,9 +302,8 @@ class Host:
     # reports and metrics
 
     def _report(self, report: Report) -> None:
-        fields = " ".join(f"{name}={value}" for name, value in report.fields)
         level = LEVELS.get(report.name, logging.INFO)
-        _log.log(level, "%s partition=%s %s", report.name, self.partition_id, fields)
+        log_report(_log, level, report, partition=self.partition_id)
         self._services.metrics.report(report)
         if report.name in _OPENING_ENDED:
             self._release_permit()

@@ -50,6 +50,7 @@ from waltz_core.cluster.zookeeper.startup import connect_daemon, retry_start_ste
 from waltz_core.config.declarations import StorageConfig
 from waltz_core.daemon_pages import Health, serve_pages
 from waltz_core.driver import Driver, loop_clock_ms
+from waltz_core.log_lines import log_report
 from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
@@ -58,6 +59,7 @@ from waltz_core.storage.files.disk_space import SAMPLE_MS, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
+from waltz_core.storage.process.append_lines import log_synced_appends
 from waltz_core.storage.process.archive_rechecks import recheck_forever
 from waltz_core.storage.process.segment_sharing import SegmentSharing
 from waltz_core.storage.process.served_replicas import ServedReplicas, run_concurrently
@@ -713,8 +715,9 @@ class StorageDaemon:
             self._post(service.WorkDone(work, outcome))
         if self._works_count == 0:  # and no more work has followed
             self._is_idle.set()
-        if not isinstance(outcome, BaseException):
-            self._storage_metrics.count(work, outcome)  # after the answers are sent
+        if not isinstance(outcome, BaseException):  # after the answers are sent
+            self._storage_metrics.count(work, outcome)
+            log_synced_appends(work, outcome)
 
     # ---------------------------------------------------------------------------------------------
     # health and status
@@ -750,10 +753,7 @@ class StorageDaemon:
 
     def _report(self, report: Report) -> None:
         self._storage_metrics.report(report)
-        level = LEVELS.get(report.name, logging.DEBUG)
-        if _log.isEnabledFor(level):
-            fields = " ".join(f"{name}={value}" for name, value in report.fields)
-            _log.log(level, "%s %s", report.name, fields)
+        log_report(_log, LEVELS.get(report.name, logging.DEBUG), report)
 
     async def _with_timeout(self, what: str, call: Callable[[], None], limit_s: float) -> None:
         """Run a call on a thread at shutdown; if it takes too long, log this and continue."""

@@ -1,0 +1,119 @@
+"""The two formats of log lines."""
+
+import json
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from scripts.reference.events import events
+from waltz_core.log_lines import JsonFormatter, log_report, set_log_format
+from waltz_core.machine import Report
+from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
+
+
+def line_of(template: object, *values: object, **extra: object) -> dict[str, object]:
+    """Return the JSON object of a log call."""
+    record = logging.LogRecord("waltz_core.x", logging.WARNING, "x.py", 1, template, values, None)
+    vars(record).update(extra)
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    found: dict[str, object] = json.loads(line)
+    return found
+
+
+def fields_of(template: object, *values: object) -> dict[str, object]:
+    """Return the JSON object without the keys that each line has."""
+    found = line_of(template, *values)
+    return {key: found[key] for key in found if key not in ("time", "level", "logger")}
+
+
+def test_a_json_line_has_the_event_and_its_fields():
+    found = line_of("append.slow partition=%s took_ms=%d", 3, 250, created=1_700_000_000.25)
+    assert found == {
+        "time": "2023-11-14T22:13:20.250Z",
+        "level": "WARNING",
+        "logger": "waltz_core.x",
+        "event": "append.slow",
+        "partition": 3,
+        "took_ms": 250,
+    }
+    assert [*found][:4] == ["time", "level", "logger", "event"]
+
+
+def test_values_keep_their_types_and_texts_have_no_quotes_of_the_text_format():
+    found = fields_of("x.y load=%.1f reason=%r port=%s ids=%s", 0.251, "it's \n", None, {1: "a"})
+    assert found == {
+        "event": "x.y", "load": 0.3, "reason": "it's \n", "port": None, "ids": {"1": "a"}
+    }  # fmt: skip
+
+
+def test_constants_in_a_template_are_fields():
+    found = fields_of("x.y server=%s reason='nothing listens' operation=feed", 7)
+    assert found == {
+        "event": "x.y", "server": 7, "reason": "nothing listens", "operation": "feed"
+    }  # fmt: skip
+
+
+def test_a_value_that_json_does_not_have_is_text():
+    req_id = ReqId(ClientId(17), Generation(3), PartitionId(0), 40)
+    assert fields_of("x.y request=%s", req_id) == {"event": "x.y", "request": "17.3.0.40"}
+    assert fields_of("x.y error=%s", OSError(2, "gone")) == {
+        "event": "x.y", "error": "[Errno 2] gone"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("template", "values", "message"),
+    [
+        ("Connecting to %s:%d", ("zk", 2181), "Connecting to zk:2181"),
+        ("x.y and more: a=%s", (1,), "x.y and more: a=1"),
+        ("x.y a=%s b", (1,), "x.y a=1 b"),
+        ({"no": "text"}, (), "{'no': 'text'}"),
+    ],
+)
+def test_a_line_of_another_form_is_a_message(
+    template: object, values: tuple[object, ...], message: str
+):
+    assert fields_of(template, *values) == {"message": message}
+
+
+def test_a_stack_trace_is_a_text_in_the_line():
+    try:
+        int("wrong")
+    except ValueError:
+        found = line_of("x.y a=%s", 1, exc_info=sys.exc_info())
+    assert "ValueError: invalid literal" in str(found["exception"])
+
+
+def test_no_event_has_a_field_with_the_name_of_another_key():
+    keys = {"time", "level", "logger", "event", "message", "exception"}
+    assert not {name: keys & {*event.fields} for name, event in events().items()
+                if keys & {*event.fields}}  # fmt: skip
+
+
+def test_a_report_has_the_same_fields_in_both_formats(caplog: pytest.LogCaptureFixture):
+    report = Report("append.slow", (("replica", "a:1"), ("took_ms", 9)))
+    log_report(logging.getLogger("waltz_core.x"), logging.WARNING, report, partition=2)
+    (record,) = caplog.records
+    assert record.getMessage() == "append.slow partition=2 replica=a:1 took_ms=9"
+    assert json.loads(JsonFormatter().format(record))["took_ms"] == 9
+
+
+@pytest.fixture
+def output() -> Iterator[logging.Handler]:
+    """Return an output of the root logger."""
+    made = logging.StreamHandler()
+    logging.getLogger().addHandler(made)
+    yield made
+    logging.getLogger().removeHandler(made)
+
+
+@pytest.mark.parametrize(("name", "first"), [("json", "{"), ("text", "20")])
+def test_the_setting_changes_the_outputs_of_the_root_logger(
+    output: logging.Handler, name: str, first: str
+):
+    set_log_format(name)
+    record = logging.LogRecord("x", logging.INFO, "x.py", 1, "x.y a=%s", (1,), None)
+    assert output.format(record).startswith(first)

@@ -1,0 +1,57 @@
+"""The IDs of appends in log lines."""
+
+import numpy as np
+import pytest
+
+from waltz_core.records.record import RECORD_PREFIX, ClientId, Generation, PartitionId, ReqId
+from waltz_core.wire.append_ids import RUNS_MAX, committed_ids_text, request_ids_text
+from waltz_core.wire.messages import AppendRaw, AppendResult
+
+
+def req_id(sequence: int, client_id: int = 17) -> ReqId:
+    return ReqId(ClientId(client_id), Generation(3), PartitionId(0), sequence)
+
+
+def append_of(*req_ids: ReqId) -> AppendRaw:
+    """Return an append of one record for each request ID; of the records, only the start counts."""
+    records = [RECORD_PREFIX.pack(at, each.to_bytes(), 0, 0, 0) + b"crc!" for at, each in
+               enumerate(req_ids)]  # fmt: skip
+    lengths = np.array([len(each) for each in records], dtype=">i4").tobytes()
+    return AppendRaw(1, 2, 0, 0, lengths, b"".join(records), 0, bytes(16), ())
+
+
+@pytest.mark.parametrize(
+    ("req_ids", "text"),
+    [
+        ([req_id(40)], "17.3.0.40"),
+        ([req_id(40), req_id(41), req_id(42)], "17.3.0.40..42"),
+        ([req_id(40), req_id(42), req_id(43)], "17.3.0.40,17.3.0.42..43"),
+        ([req_id(40), req_id(41, client_id=18)], "17.3.0.40,18.3.0.41"),
+    ],
+)
+def test_consecutive_request_ids_of_a_client_are_one_run(req_ids: list[ReqId], text: str):
+    assert request_ids_text(append_of(*req_ids)) == text
+    assert str(req_ids[0]) == text.partition(",")[0].partition("..")[0]
+
+
+def test_only_the_first_runs_are_listed():
+    many = [req_id(2 * at) for at in range(RUNS_MAX)]
+    assert request_ids_text(append_of(*many)).count(",") == RUNS_MAX - 1
+    more = request_ids_text(append_of(*many, req_id(100), req_id(200)))
+    assert more == request_ids_text(append_of(*many)) + ",..."
+
+
+@pytest.mark.parametrize(
+    ("ids", "text"),
+    [
+        ([100, 101, 102], "100..102"),
+        ([100, -1, 101], "100..101"),
+        ([100, -1, 104], "100,104"),
+        ([-1, -1], "-"),
+        ([2 * at for at in range(RUNS_MAX + 5)], "0,2,4,6,8,10,12,14,..."),
+    ],
+)
+def test_the_transaction_ids_of_committed_rows(ids: list[int], text: str):
+    packed = np.array(ids, dtype=">i8").tobytes()
+    result = AppendResult(req_id(1), 0, packed, bytes(len(ids)), bytes(8 * len(ids)))
+    assert committed_ids_text(result) == text
