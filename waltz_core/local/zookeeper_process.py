@@ -51,8 +51,10 @@ def zookeeper_config(
         f"dataDir={_as_property(data_directory)}\n"
         f"clientPort={port}\n"
         f"clientPortAddress={host}\n"
-        # A short tick permits short sessions, which take 2 to 20 ticks.
+        # A short tick permits short sessions, which take at least 2 ticks. The maximum is that of
+        # ZooKeeper's usual tick, 2 s.
         "tickTime=500\n"
+        "maxSessionTimeout=40000\n"
         "maxClientCnxns=0\n"
         "admin.enableServer=false\n"
         "autopurge.snapRetainCount=3\n"
