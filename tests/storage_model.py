@@ -88,7 +88,7 @@ class World:
 
     def lose_power(self, survival):
         """Lose power and restart; unacknowledged writes may be missing from now on."""
-        self.disk.power_loss(survival, self.rng)
+        self.disk.lose_power(survival, self.rng)
         self.open()
         self.check_after_crash()
 
@@ -259,26 +259,26 @@ def random_world(seed):
 def run_until_power_loss(world, steps, fault_at):
     """Run random operations until the power fails at the planned step of the disk."""
     if fault_at is not None:
-        world.disk.plan(world.disk.step_count + fault_at, DiskFault.POWER_LOSS)
+        world.disk.plan_fault(world.disk.step_count + fault_at, DiskFault.POWER_LOSS)
     try:
         world.prepare()
         for _ in range(steps):
             world.step()
     except PowerLoss:
         return
-    world.disk.forget_plans()
+    world.disk.cancel_plans()
 
 
 def first_error(world, fault):
     """Run random operations with a planned fault; return the error and if in open or close."""
-    world.disk.plan(world.disk.step_count + world.rng.randint(1, 60), fault)
+    world.disk.plan_fault(world.disk.step_count + world.rng.randint(1, 60), fault)
     for _ in range(25):
         try:
             world.step()
         except (DiskFailed, NoSpace) as error:
             names = {one.name for one in traceback.extract_tb(error.__traceback__)}
             return error, bool(names & {"open", "close"})
-    world.disk.forget_plans()
+    world.disk.cancel_plans()
     return None, False
 
 

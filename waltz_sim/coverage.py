@@ -5,7 +5,7 @@ sufficient coverage.
 
 Rules:
     1. After `SEEDS_MIN` seeds or more, every kind of fault must have been injected, and every state
-       in `guarantees/sometimes.py` must have occurred. Otherwise the whole run counts as failed.
+       in `guarantees/required_states.py` must have occurred. Otherwise the whole run fails.
     2. The size of the sums does not grow with the number of runs: they contain no traces and no
        schedules.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from waltz_sim.faults.kinds import WEIGHTS
-from waltz_sim.guarantees.sometimes import never
+from waltz_sim.guarantees.required_states import missing_states
 from waltz_sim.run import RunVerdict
 
 SEEDS_MIN: Final = 300
@@ -76,7 +76,7 @@ class Coverage:
         if self.seeds < SEEDS_MIN:
             return []
         quiet = [f"fault {kind}" for kind, count in self.faults.items() if not count]
-        return [*quiet, *never(self.counts)]
+        return [*quiet, *missing_states(self.counts)]
 
     @property
     def seeds_per_cpu_s(self) -> float:

@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
     from waltz_core.server.partition_events import SendToClient
     from waltz_core.storage.service.work import Work, WorkResult
-    from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_servers import SimServer
     from waltz_sim.cluster.simulated_storages import SimStorage
-    from waltz_sim.guarantees.replica_guarantees import LogBefore
+    from waltz_sim.guarantees.replica_guarantees import LogStateBeforeWork
 
 _NAME: Final = re.compile(r"storage(\d):1|server(\d)")
 _CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")
@@ -174,15 +174,15 @@ class MilestoneRecorder(Checks):
 
     # ---- replicas
 
-    def worked(
+    def on_work_done(
         self,
         storage: "SimStorage",
         work: "Work",
         result: "WorkResult",
-        before: "LogBefore",
+        before: "LogStateBeforeWork",
     ) -> None:
         """Record actions of a replica; the appends of an engaged replica are no milestones."""
-        super().worked(storage, work, result, before)
+        super().on_work_done(storage, work, result, before)
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             if isinstance(outcome, WaltzError):
                 continue
@@ -208,22 +208,22 @@ class MilestoneRecorder(Checks):
         state = None if metadata is None else metadata.states.get(ReplicaId(name))
         return state is not None and state[1] == UNRESOLVED and state[0] == message.session_id
 
-    def storage_rejected(self, storage: "SimStorage", error: WaltzError) -> None:
+    def on_storage_open_failed(self, storage: "SimStorage", error: WaltzError) -> None:
         """Record that a storage does not open."""
-        super().storage_rejected(storage, error)
+        super().on_storage_open_failed(storage, error)
         self.add(f"{storage.name} does not open: {error}")
 
     # ---- ZooKeeper
 
-    def wrote(
+    def on_metadata_written(
         self,
         server: str,
         before: PartitionMetadata,
         after: PartitionMetadata,
         marker: PartitionMarker,
     ) -> None:
-        """Record a change of the replica states; `reported` records the claim of a session."""
-        super().wrote(server, before, after, marker)
+        """Record a change of the replica states; `on_report` records the claim of a session."""
+        super().on_metadata_written(server, before, after, marker)
         if after.session_id != before.session_id:
             return
         session = after.session_id
@@ -249,9 +249,9 @@ class MilestoneRecorder(Checks):
 
     # ---- servers
 
-    def reported(self, name: str, report: Report) -> None:
+    def on_report(self, name: str, report: Report) -> None:
         """Record the reports that are milestones."""
-        super().reported(name, report)
+        super().on_report(name, report)
         fields = dict(report.fields)
         match report.name:
             case "session.claimed":
@@ -274,11 +274,11 @@ class MilestoneRecorder(Checks):
         assert isinstance(unknown, tuple)
         return f"without {' '.join(sorted(map(letters, unknown)))}" if unknown else "by all"
 
-    def stepped(
+    def on_store_stepped(
         self, server: "SimServer", store: "PartitionStore", effects: Sequence[session_events.Effect]
     ) -> None:
         """Record the effects of the store that are milestones."""
-        super().stepped(server, store, effects)
+        super().on_store_stepped(server, store, effects)
         for effect in effects:
             match effect:
                 case session_events.SessionOpened(session_id=session, high_water_mark=mark):
@@ -301,9 +301,9 @@ class MilestoneRecorder(Checks):
         kept = self.span(first, min(effect.committed_last, last))
         self.add(f"in doubt: {self.span(first, last)}; in the log: {kept}")
 
-    def answered(self, server: "SimServer", answer: "SendToClient") -> None:
-        """Record an outcome that is sent to an abandoned link; `settled` records all others."""
-        super().answered(server, answer)
+    def on_sent_to_client(self, server: "SimServer", answer: "SendToClient") -> None:
+        """Record an outcome that is sent to an abandoned link."""
+        super().on_sent_to_client(server, answer)
         link, message = self.cluster.network.links.get(answer.connection), answer.message
         if link is None or link.is_open[NEAR] or not isinstance(message, AppendResult):
             return
@@ -312,18 +312,22 @@ class MilestoneRecorder(Checks):
 
     # ---- applications
 
-    def settled(self, client: "SimClient", effect: client_events.SubmissionSettled) -> None:
+    def on_submission_settled(
+        self, client: "SimClient", effect: client_events.SubmissionSettled
+    ) -> None:
         """Record the outcome of each row that an application has received."""
-        super().settled(client, effect)
+        super().on_submission_settled(client, effect)
         outcome = effect.outcome
         ids, reasons = outcome.transaction_ids.tolist(), outcome.reasons.tolist()
         for number, reason in zip(ids, reasons, strict=True):
             what = _outcome(reason)
             self._outcomes.setdefault(what, []).append(number)
 
-    def rejected(self, client: "SimClient", effect: client_events.SubmissionRejected) -> None:
+    def on_submission_rejected(
+        self, client: "SimClient", effect: client_events.SubmissionRejected
+    ) -> None:
         """Record the rows of a rejected submission as unknown or not sent."""
-        super().rejected(client, effect)
+        super().on_submission_rejected(client, effect)
         what = "unknown" if isinstance(effect.error, OutcomeUnknown) else "not sent"
         count = len(self.cluster.workload.operations_of(effect.token))
         self._outcomes.setdefault(what, []).extend([-1] * count)

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import Final
 
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 from waltz_sim.faults import kinds as faults
 from waltz_sim.faults.kinds import WEIGHTS
 from waltz_sim.guarantees.history import Violation
@@ -92,7 +92,7 @@ def run(schedule: Schedule, *, is_traced: bool = False, keeps_all: bool = False)
         faults.plan(cluster, schedule)
         cluster.start_clients()
         setup = schedule.setup
-        cluster.world.run(setup.duration_ms * MS, steps_max=setup.steps_max)
+        cluster.world.run(setup.duration_ms * US_PER_MS, steps_max=setup.steps_max)
         cluster.run_until_recovered()
     except Violation as violation:
         rule, text = violation.rule, str(violation)

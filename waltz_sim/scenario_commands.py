@@ -34,8 +34,8 @@ from waltz_core.wire.messages import AppendRaw, Nack, Prepare, RowOutcomeCode, S
 from waltz_sim.cluster.administration import Operator
 from waltz_sim.cluster.disaster_recovery import DisasterRecovery
 from waltz_sim.cluster.peer import PeerAnswers, SimPeer
-from waltz_sim.cluster.servers import SimServer
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
+from waltz_sim.cluster.simulated_servers import SimServer
 from waltz_sim.cluster.simulated_storages import SimStorage
 from waltz_sim.milestones import MilestoneRecorder
 from waltz_sim.schedule import Schedule, Setup
@@ -85,7 +85,7 @@ class ScenarioRunner:
         self._client = self.cluster.clients[0]
         self._client.on_settled = self._settled
         self._client.on_rejected = self._rejected
-        self._client.started()
+        self._client.on_started()
         self._client.subscribe(BEFORE_FIRST)
         self._is_writing = False
         self._tick()
@@ -94,7 +94,7 @@ class ScenarioRunner:
 
     def _tick(self) -> None:
         """Add an event every `_TICK_MS`, so that time also passes without other events."""
-        self.cluster.world.after(_TICK_MS * MS, self._tick)
+        self.cluster.world.call_after_us(_TICK_MS * US_PER_MS, self._tick)
 
     def _recorded(self, cluster: SimCluster) -> MilestoneRecorder:
         self.recorder = MilestoneRecorder(cluster)
@@ -110,8 +110,10 @@ class ScenarioRunner:
             if command and not command.startswith("begin "):
                 self.do(command.strip())
         recorder.last_added_us = world.now_us
-        quiet_us = QUIET_MS * MS
-        world.run(STEP_MS_MAX * MS, until=lambda: world.now_us - recorder.last_added_us > quiet_us)
+        quiet_us = QUIET_MS * US_PER_MS
+        world.run(
+            STEP_MS_MAX * US_PER_MS, until=lambda: world.now_us - recorder.last_added_us > quiet_us
+        )
         return recorder.take_lines()
 
     def do(self, command: str) -> None:
@@ -128,7 +130,7 @@ class ScenarioRunner:
             if milestone in line:
                 self._triggers.remove((milestone, command))
                 # The caller is in the middle of a machine's step, so the command runs after it.
-                self.cluster.world.after(0, partial(self.do, command))
+                self.cluster.world.call_after_us(0, partial(self.do, command))
 
     def when(self, milestone: str, command: str) -> None:
         """Run a command as soon as a milestone occurs whose line contains a text."""
@@ -136,7 +138,7 @@ class ScenarioRunner:
 
     def wait(self, duration_ms: str) -> None:
         """Run the world for some milliseconds of virtual time."""
-        self.cluster.world.run(int(duration_ms) * MS)
+        self.cluster.world.run(int(duration_ms) * US_PER_MS)
 
     def leave_broken(self) -> None:
         """Require no recovery at the end of this scenario: an operator would have to decide."""
@@ -153,19 +155,19 @@ class ScenarioRunner:
     def kill(self, name: str) -> None:
         """Kill a process as with SIGKILL; it stays down until `start`."""
         process = self._process(name)
-        self.cluster.held_down[process.name] = None
+        self.cluster.kept_down[process.name] = None
         process.kill()
 
     def power_off(self, name: str) -> None:
         """Cut a storage's power: unsynced data is lost, and it stays down until `start`."""
         storage = self._storage(name)
-        self.cluster.held_down[storage.name] = None
+        self.cluster.kept_down[storage.name] = None
         storage.lose_power(Survival.NOTHING, with_lies=True)
 
     def start(self, name: str) -> None:
         """Start a process that was killed or lost its power."""
         process = self._process(name)
-        self.cluster.held_down.pop(process.name, None)
+        self.cluster.kept_down.pop(process.name, None)
         process.start()
 
     def pause(self, name: str) -> None:
@@ -215,7 +217,7 @@ class ScenarioRunner:
     def release(self) -> None:
         """Deliver the delayed messages, and then the end of their link."""
         assert self._held is not None
-        self.cluster.network.release(self._held, "abandoned", 50 * MS)
+        self.cluster.network.release(self._held, "abandoned", 50 * US_PER_MS)
 
     def repair_network(self) -> None:
         """Remove all blocks in the network, also those from ZooKeeper."""
@@ -232,14 +234,14 @@ class ScenarioRunner:
         """Keep a copy of the durable files on the disk of a storage."""
         disk = SimDisk(is_traced=False)
         for path, content in self._storage(name).disk.files().items():
-            disk.put(path, content)
+            disk.write_durably(path, content)
         self._disks[name] = disk
 
     def old_disk(self, name: str) -> None:
         """Replace the disk of a stopped storage by the kept copy."""
         storage = self._storage(name)
         storage.disk = self._disks.pop(name)
-        self.recorder.rolled_back(storage)
+        self.recorder.on_disk_rolled_back(storage)
 
     def new_disk(self, name: str, registered: str | None) -> None:
         """Insert an empty disk; if `registered`, register its storage ID (`cluster replace`)."""
@@ -248,14 +250,14 @@ class ScenarioRunner:
         storage.storage_id = bytes(reversed(storage.storage_id))
         if registered:
             self.cluster.coordinator.storage_ids[storage.replica] = storage.storage_id
-        self.recorder.rolled_back(storage)
+        self.recorder.on_disk_rolled_back(storage)
 
     def swap_disks(self, name: str, other: str) -> None:
         """Swap the disks of two stopped storages."""
         first, second = self._storage(name), self._storage(other)
         first.disk, second.disk = second.disk, first.disk
         for each in (first, second):
-            self.recorder.rolled_back(each)
+            self.recorder.on_disk_rolled_back(each)
 
     def fill_disk(self, name: str) -> None:
         """Limit a disk's capacity to the bytes that it has now."""
@@ -270,17 +272,17 @@ class ScenarioRunner:
         """Let the next sync of a disk fail, so that the data written before it is not durable."""
         disk = self._storage(name).disk
         # An append writes records, offsets and lineage (three steps), and then syncs (the fourth).
-        disk.plan(disk.step_count + 4, DiskFault.FAILS)
+        disk.plan_fault(disk.step_count + 4, DiskFault.IO_ERROR)
 
     def rot(self, name: str, transaction_id: str) -> None:
         """Flip a bit in the data of one transaction on the disk of a storage."""
         disk = self._storage(name).disk
         path = min(each for each in disk.files() if each.suffix == ".seg")
-        content, offset = disk.content(path), SEGMENT_HEADER_BYTES
+        content, offset = disk.visible_content(path), SEGMENT_HEADER_BYTES
         for _ in range(int(transaction_id)):
             offset += RECORD_PREFIX.size + 4 + RECORD_PREFIX.unpack_from(content, offset)[3]
         assert RECORD_PREFIX.unpack_from(content, offset)[0] == int(transaction_id)
-        disk.flip(path, offset + RECORD_PREFIX.size)
+        disk.flip_bits(path, offset + RECORD_PREFIX.size)
 
     def lie(self, name: str) -> None:
         """Let a disk from now on report syncs as successful without doing them."""
@@ -358,7 +360,7 @@ class ScenarioRunner:
 
     def _append(self, count: int) -> None:
         client, mark = self._client, self._client.mark
-        client.append(self.cluster.workload.submission(client, [_NO_LOCKS] * count, mark))
+        client.append(self.cluster.workload.create_submission(client, [_NO_LOCKS] * count, mark))
 
     def writes_continue(self) -> None:
         """Append a row every `WRITE_EVERY_MS`, and append lost rows again."""
@@ -369,24 +371,24 @@ class ScenarioRunner:
         """Stop appending, wait for all outcomes, and record them in one line."""
         self._is_writing = False
         is_done = self.cluster.world.run(
-            STEP_MS_MAX * MS, until=lambda: not self.cluster.workload.pending_count
+            STEP_MS_MAX * US_PER_MS, until=lambda: not self.cluster.workload.pending_count
         )
         self.recorder.add_written(is_complete=is_done)
 
     def _write(self) -> None:
         if self._is_writing:
             self._append(1)
-            self.cluster.world.after(WRITE_EVERY_MS * MS, self._write)
+            self.cluster.world.call_after_us(WRITE_EVERY_MS * US_PER_MS, self._write)
 
     def _settled(self, effect: client_events.SubmissionSettled) -> None:
-        count = len(self.cluster.workload.ended(effect.token))
+        count = len(self.cluster.workload.remove_submission(effect.token))
         if not self.recorder.names_ids:
             self.recorder.last_added_us = self.cluster.world.now_us
         elif (effect.outcome.reasons == RowOutcomeCode.LOST).any():
             self._append(count)
 
     def _rejected(self, effect: client_events.SubmissionRejected) -> None:
-        self.cluster.workload.ended(effect.token)
+        self.cluster.workload.remove_submission(effect.token)
         self.recorder.last_added_us = self.cluster.world.now_us
 
     # ---- ZooKeeper and operators
@@ -397,7 +399,7 @@ class ScenarioRunner:
 
     def give(self, name: str) -> None:
         """Move the partition to a server."""
-        self.cluster.coordinator.give(self._process(name).name)
+        self.cluster.coordinator.set_owner(self._process(name).name)
 
     def expire(self, name: str) -> None:
         """Expire the ZooKeeper session of a server."""
@@ -413,8 +415,8 @@ class ScenarioRunner:
 
     def zookeeper(self, what: str) -> None:
         """Let ZooKeeper not answer, or lose its answers, or answer normally again."""
-        self.cluster.coordinator.is_away = what == "is away"
-        self.cluster.coordinator.lost_answers = 1.0 if what == "loses answers" else 0.0
+        self.cluster.coordinator.is_unavailable = what == "is away"
+        self.cluster.coordinator.lost_answer_share = 1.0 if what == "loses answers" else 0.0
 
     def keep_zookeeper(self) -> None:
         """Keep a copy of the partition's nodes in ZooKeeper."""
@@ -425,7 +427,7 @@ class ScenarioRunner:
         """Restore the kept copy of the partition's nodes in ZooKeeper."""
         coordinator = self.cluster.coordinator
         coordinator.metadata, coordinator.marker = self._kept
-        self.recorder.zookeeper_changed()
+        self.recorder.on_zookeeper_rewritten()
 
     def forget_states(self) -> None:
         """Remove all replica states of the opened partition from ZooKeeper."""

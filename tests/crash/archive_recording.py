@@ -39,10 +39,10 @@ class Recorder:
         self.complete = dict(complete)  # the bytes of each file that got its name, by name
         disk_state = DiskState()
         for change in self.changes:
-            disk_state.add(change)
-        self._numbers = dict(disk_state.files_seen())
+            disk_state.apply_change(change)
+        self._numbers = dict(disk_state.visible_files())
         self._next = disk_state.file_count
-        write_out(disk_state.image(KeepAll()), directory)
+        write_out(disk_state.contents_after_crash(KeepAll()), directory)
 
     def store(self):
         """Return the archive's store; it may change files within `recording` only."""

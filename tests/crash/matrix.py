@@ -27,11 +27,11 @@ from waltz_core.storage.files.format import SLOT_BLOCK_BYTES, SLOT_BYTES, AckedM
 from waltz_core.storage.log.removal import WIPE_NAME
 from waltz_sim.world.crash import (
     DiskState,
-    Keep,
+    KeepNone,
     KeepRandom,
     PositionMarker,
     RecordingDisk,
-    survivals,
+    keep_choices,
 )
 from waltz_sim.world.simulated_disk import Contents
 
@@ -275,7 +275,7 @@ def crash_points(changes, begin=0):
     """Yield each possible point of a crash, with the disk's state and what was acknowledged."""
     disk_state, acknowledged = DiskState(), Acknowledged()
     for position, change in enumerate(changes):
-        disk_state.add(change)
+        disk_state.apply_change(change)
         if isinstance(change, PositionMarker):
             acknowledged = change.what
         if position + 1 >= begin:
@@ -296,9 +296,9 @@ def power_losses(matrix, changes, begin, *, keeps=None, only_acknowledged=False,
             continue
         matrix.counts["cuts"] += 1
         rng = Random(f"{seed} {position}")
-        for keep in keeps or survivals(disk_state, rng, random_count=RANDOM_SURVIVALS):
+        for keep in keeps or keep_choices(disk_state, rng, random_count=RANDOM_SURVIVALS):
             matrix.counts["survivals"] += 1
-            contents = disk_state.image(keep)
+            contents = disk_state.contents_after_crash(keep)
             place = _name(changes, position)
             where = f"power lost after change {position} ({place}), {_keep_text(keep)}"
             key, found = matrix.check_result(acknowledged, contents, where)
@@ -317,9 +317,9 @@ def second_losses(matrix, left):
         only = None if number % EVERY_SECOND == 0 else rng.randint(begin, len(changes))
         for position, disk_state, _ in crash_points(changes, begin):
             if only is None:
-                keeps = survivals(disk_state, rng, random_count=RANDOM_SECOND)
+                keeps = keep_choices(disk_state, rng, random_count=RANDOM_SECOND)
             elif position == only:
-                keeps = (Keep(), KeepRandom(rng))
+                keeps = (KeepNone(), KeepRandom(rng))
             else:
                 continue
             _lose_power_again(
@@ -332,7 +332,9 @@ def _lose_power_again(matrix, acknowledged, found, disk_state, keeps, where):
     for keep in keeps:
         matrix.counts["second survivals"] += 1
         _, again = matrix.check_result(
-            acknowledged, disk_state.image(keep), f"{where} of the opening, {_keep_text(keep)}"
+            acknowledged,
+            disk_state.contents_after_crash(keep),
+            f"{where} of the opening, {_keep_text(keep)}",
         )
         if again.logs != found.logs and dict(found.logs).keys() <= dict(again.logs).keys():
             raise Violation(f"{matrix.name}, {where}: another end: {again.logs} and {found.logs}")
@@ -353,14 +355,14 @@ def check_kills(matrix, changes, begin, seed=0):
         for at, disk_state, now_acknowledged in crash_points(after, position + 1):
             if not often and rng.random() > SHARE_AFTER_A_KILL and at < len(after):
                 continue
-            keeps = [Keep(), KeepRandom(rng)]
+            keeps = [KeepNone(), KeepRandom(rng)]
             if often and at == len(after):
-                keeps += survivals(disk_state, rng, random_count=RANDOM_SECOND)
+                keeps += keep_choices(disk_state, rng, random_count=RANDOM_SECOND)
             for keep in keeps:
                 matrix.counts["survivals after a kill"] += 1
                 place = _name(after, at)
                 lost = f"{where}, power lost after change {at} ({place}), {_keep_text(keep)}"
-                matrix.check_result(now_acknowledged, disk_state.image(keep), lost)
+                matrix.check_result(now_acknowledged, disk_state.contents_after_crash(keep), lost)
 
 
 def restart_and_append(matrix, changes, acknowledged, where):

@@ -16,12 +16,19 @@ from tests.crash.matrix import (
     restart_and_append,
 )
 from tests.crash.scenarios import SCENARIOS, first_start, site
-from waltz_sim.world.crash import Keep, KeepRandom, RecordingDisk, delayed, sync_places, without
+from waltz_sim.world.crash import (
+    KeepNone,
+    KeepRandom,
+    RecordingDisk,
+    sync_positions,
+    with_delayed_sync,
+    without_change,
+)
 
 KILLS_OF_A_SCENARIO = 12
 LOSSES_OF_A_SCENARIO = 12
 TRIES = 12
-MUTATIONS = {"forgotten": without, "made late": delayed}
+MUTATIONS = {"forgotten": without_change, "made late": with_delayed_sync}
 
 
 def recorded_runs(matrix):
@@ -46,7 +53,9 @@ def recorded_runs(matrix):
             crash_points(changes, scenario.begin)
         ):
             if number in lost:
-                disk = RecordingDisk.after_power_loss(disk_state.image(KeepRandom(rng)), site)
+                disk = RecordingDisk.after_power_loss(
+                    disk_state.contents_after_crash(KeepRandom(rng)), site
+                )
                 begin = len(disk.changes) + 1
                 where = f"{make.__name__} without power after {position}"
                 yield where, open_and_append(matrix, disk, acknowledged, where).disk.changes, begin
@@ -56,7 +65,7 @@ def occurrences(matrix):
     """Return where each site occurs: (site, mutation) -> runs and places."""
     found = defaultdict(list)
     for name, changes, begin in recorded_runs(matrix):
-        for position in sync_places(changes):
+        for position in sync_positions(changes):
             if position >= begin and changes[position].site:
                 for mutation in MUTATIONS:
                     found[changes[position].site, mutation].append((name, changes, position))
@@ -68,7 +77,7 @@ def first_violation(matrix, mutation, places, *, is_thorough=True):
     rng = Random(mutation)
     quick = rng.sample(places, min(TRIES, len(places)))
     # A loss of all unsynced changes shows missing acknowledged data; the rest needs more tries.
-    passes = [(places, (Keep(),)), (quick, None)] if is_thorough else [(quick, (Keep(),))]
+    passes = [(places, (KeepNone(),)), (quick, None)] if is_thorough else [(quick, (KeepNone(),))]
     for tries, keeps in passes:
         for name, changes, position in tries:
             mutated = MUTATIONS[mutation](changes, position)

@@ -389,17 +389,17 @@ class Scenario:
         self.close()
         self.start(histories=self.histories)
 
-    def failing(self, kind, call, *, fault=DiskFault.FAILS):
+    def failing(self, kind, call, *, fault=DiskFault.IO_ERROR):
         """Make a call in which the next change of a kind, or the one with this number, fails."""
         inner = self.disk.inner
         if isinstance(kind, int):
-            inner.plan(inner.step_count + kind, fault)
+            inner.plan_fault(inner.step_count + kind, fault)
         else:
-            inner.plan_call((kind,), fault)
+            inner.plan_fault_at_call((kind,), fault)
         try:
             call()
         except (DiskFailed, NoSpace):
-            self.disk.inner.forget_plans()
+            self.disk.inner.cancel_plans()
             return
         raise AssertionError("nothing has failed")
 
@@ -418,9 +418,9 @@ class Scenario:
         segment = log._files.segments.all[log._files.segments._index_of(transaction_id)]
         at = int(segment.bounds(transaction_id, transaction_id)[0]) + 37
         path = ROOT / str(partition) / f"{segment.first:019d}.seg"
-        self.disk.inner.flip(path, at)
-        number = self.disk.number_of(path)
-        changed = self.disk.inner.content(path)[at : at + 1]
+        self.disk.inner.flip_bits(path, at)
+        number = self.disk.file_id_of(path)
+        changed = self.disk.inner.visible_content(path)[at : at + 1]
         self.disk.changes += [Write(number, at, changed), Sync(number, path)]
 
 

@@ -34,12 +34,12 @@ def write_files_of_0_13(disk, records, *, session, mark):
     structures[PARTITION] = layout.Structure(session, mark, mark, 5, 4)
     directory = ROOT / str(PARTITION)
     disk.make_directory(directory)
-    disk.put(ROOT / "waltz-storage.ctl", layout.control(KEY, structures))
+    disk.write_durably(ROOT / "waltz-storage.ctl", layout.control(KEY, structures))
     for first in range(0, len(records), SEGMENT_IDS):
         part = records[first : first + SEGMENT_IDS]
         seg, idx = layout.segment(KEY, PARTITION, first, part)
-        disk.put(directory / f"{first:019d}.seg", seg)
-        disk.put(directory / f"{first:019d}.idx", idx)
+        disk.write_durably(directory / f"{first:019d}.seg", seg)
+        disk.write_durably(directory / f"{first:019d}.idx", idx)
 
 
 @dataclass
@@ -65,13 +65,13 @@ class World:
     @contextmanager
     def power(self, step):
         """Lose power at a step; no record is lost, and the log has batches."""
-        self.disk.plan(self.disk.step_count + step, DiskFault.POWER_LOSS)
+        self.disk.plan_fault(self.disk.step_count + step, DiskFault.POWER_LOSS)
         try:
             yield
         except PowerLoss:
-            self.disk.power_loss(self.rng.choice(SURVIVALS), self.rng)
+            self.disk.lose_power(self.rng.choice(SURVIVALS), self.rng)
             self.open()
-        self.disk.forget_plans()
+        self.disk.cancel_plans()
 
 
 def other_batches(records, counts, session):

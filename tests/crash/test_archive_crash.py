@@ -28,15 +28,15 @@ from waltz_core.archive.upload import expire, upload
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_sim.world.crash import (
     DiskState,
-    Keep,
     KeepAll,
+    KeepNone,
     PositionMarker,
     Sync,
     SyncDirectory,
-    delayed,
-    survivals,
-    sync_places,
-    without,
+    keep_choices,
+    sync_positions,
+    with_delayed_sync,
+    without_change,
 )
 
 KEY, PARTITION = bytes(range(16)), 3
@@ -161,15 +161,15 @@ class CrashChecks:
         """Lose power after each change from a position on."""
         disk_state, recorded = DiskState(), Recorded()
         for position, change in enumerate(changes):
-            disk_state.add(change)
+            disk_state.apply_change(change)
             if isinstance(change, PositionMarker):
                 recorded = change.what
             if position < begin:
                 continue
             rng = Random(position)
-            for keep in keeps or survivals(disk_state, rng, random_count=RANDOM_SURVIVALS):
+            for keep in keeps or keep_choices(disk_state, rng, random_count=RANDOM_SURVIVALS):
                 where = f"power lost after change {position} ({change!r:.80})"
-                self.check(disk_state.image(keep), recorded, where)
+                self.check(disk_state.contents_after_crash(keep), recorded, where)
 
 
 def names_in(contents):
@@ -219,7 +219,7 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
         before = recorder.changes[: position + 1]
         again, now = started_again(tmp_path / "again", recorder, before, recorded, session)
         crashes = CrashChecks(again.complete)
-        crashes.lose_power(again.changes, position + 1, keeps=(Keep(), KeepAll()))
+        crashes.lose_power(again.changes, position + 1, keeps=(KeepNone(), KeepAll()))
         assert set(again.store().names("")) == crashes.listed(now), f"killed after {change}"
         if kills % EVERY_VERIFIED == 0:
             verify(again.store(), now)
@@ -230,7 +230,7 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
 def is_noticed(recorder, changes):
     """Return whether a loss of power detects the fault of a program that makes these changes."""
     try:
-        CrashChecks(recorder.complete).lose_power(changes, keeps=(Keep(), KeepAll()))
+        CrashChecks(recorder.complete).lose_power(changes, keeps=(KeepNone(), KeepAll()))
     except StateLost:
         return True
     return False
@@ -238,10 +238,10 @@ def is_noticed(recorder, changes):
 
 def test_a_file_renamed_before_its_sync_is_detected(recorder):
     changes = recorder.changes
-    files = [at for at in sync_places(changes) if isinstance(changes[at], Sync)]
+    files = [at for at in sync_positions(changes) if isinstance(changes[at], Sync)]
     assert len(files) > len(recorder.complete) / 2
     for position in files:
-        for mutated in (without(changes, position), delayed(changes, position)):
+        for mutated in (without_change(changes, position), with_delayed_sync(changes, position)):
             assert is_noticed(recorder, mutated), changes[position]
 
 

@@ -38,8 +38,8 @@ def closed_directory():
     scenario.close()
     disk_state = DiskState()
     for change in scenario.disk.changes:
-        disk_state.add(change)
-    return disk_state.image(KeepAll()), scenario.histories
+        disk_state.apply_change(change)
+    return disk_state.contents_after_crash(KeepAll()), scenario.histories
 
 
 CLOSED, HISTORIES = closed_directory()
@@ -140,7 +140,7 @@ def check_result(seed):
     """Corrupt, open, read, repair, and read again; return the result."""
     contents, touched = corrupted(Random(seed))
     disk = SimDisk(is_traced=False)
-    disk.become(contents)
+    disk.replace_contents(contents)
     ended = []
     refusal, engine = None, None
     try:

@@ -32,7 +32,7 @@ from tests.crash.scenarios import (
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.service.storage_engine import StorageEngine
-from waltz_sim.world.crash import DiskState, Keep, KeepAll, KeepRandom, RecordingDisk
+from waltz_sim.world.crash import DiskState, KeepAll, KeepNone, KeepRandom, RecordingDisk
 from waltz_sim.world.simulated_disk import Contents, SimDisk
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "disk"
@@ -43,7 +43,7 @@ PLAIN = (first_start, appends, checkpoints, roll_over, sessions_and_marks, resta
 def disk_state_of(changes):
     disk_state = DiskState()
     for change in changes:
-        disk_state.add(change)
+        disk_state.apply_change(change)
     return disk_state
 
 
@@ -54,7 +54,7 @@ FROM_0 = [each for each in SCENARIOS if each not in STARTS]
 def test_after_a_clean_shutdown_waltz_0_13_finds_every_byte(scenario):
     made = scenario()
     made.close()
-    files = disk_state_of(made.disk.changes).image(Keep()).files
+    files = disk_state_of(made.disk.changes).contents_after_crash(KeepNone()).files
     control, logs = layout.read_directory(files, ROOT)
     assert control.key == KEY
     assert len(control.partitions) == PARTITIONS
@@ -73,7 +73,9 @@ def test_after_a_clean_shutdown_waltz_0_13_finds_every_byte(scenario):
 def test_after_a_crash_and_our_start_waltz_0_13_reads_what_we_serve(scenario):
     made, read = scenario(), 0
     for position, disk_state, _ in crash_points(made.disk.changes, made.begin):
-        disk = RecordingDisk.after_power_loss(disk_state.image(KeepRandom(Random(position))))
+        disk = RecordingDisk.after_power_loss(
+            disk_state.contents_after_crash(KeepRandom(Random(position)))
+        )
         found, engine = open_directory(disk)
         engine.abandon()
         _, logs = layout.read_directory(disk.inner.files(), ROOT)
@@ -88,8 +90,8 @@ def test_after_a_crash_waltz_0_13_finds_all_that_was_acknowledged(scenario):
     for position, disk_state, acknowledged in crash_points(made.disk.changes, made.begin):
         if not acknowledged.logs or any(not log.markers for log in acknowledged.logs.values()):
             continue
-        for keep in (KeepAll(), Keep(), KeepRandom(Random(position))):
-            _, logs = layout.read_directory(disk_state.image(keep).files, ROOT)
+        for keep in (KeepAll(), KeepNone(), KeepRandom(Random(position))):
+            _, logs = layout.read_directory(disk_state.contents_after_crash(keep).files, ROOT)
             for partition, log in acknowledged.logs.items():
                 (history,) = log.histories[-1:]
                 records = logs[partition]
@@ -119,7 +121,7 @@ def captured():
 def open_captured(files, key, partitions):
     disk = SimDisk(is_traced=False)
     directories = frozenset(parent for path in files for parent in path.parents)
-    disk.become(Contents(files, directories))
+    disk.replace_contents(Contents(files, directories))
     settings = LogSettings(key, 1_000_000, lambda: 5)
     return StorageEngine.open(
         disk, ROOT, settings, partition_count=partitions, new_storage_id=b"N" * 16

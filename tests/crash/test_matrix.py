@@ -23,7 +23,7 @@ from tests.crash.scenarios import (
     failed_sync_of_an_index,
     with_either_dirty_flag,
 )
-from waltz_sim.world.crash import Keep, survivals
+from waltz_sim.world.crash import KeepNone, keep_choices
 
 CUTS_MIN = 1_500
 SURVIVALS_MIN = 25_000
@@ -64,7 +64,9 @@ def test_an_index_whose_sync_has_failed_is_written_again_by_the_next_process():
         matrix, changes, with_either_dirty_flag(made.acknowledged), "killed"
     ).disk.changes
     *_, (_, disk_state, acknowledged) = crash_points(after, len(changes) + 1)
-    _, found = matrix.check_result(acknowledged, disk_state.image(Keep()), "power lost at the end")
+    _, found = matrix.check_result(
+        acknowledged, disk_state.contents_after_crash(KeepNone()), "power lost at the end"
+    )
     assert not dict(found.logs)[0].suspect
 
 
@@ -75,6 +77,6 @@ def test_the_matrix_has_its_documented_size():
         for position, disk_state, _ in crash_points(made.disk.changes, made.begin):
             cuts += 1
             rng = Random(position)
-            kept += sum(1 for _ in survivals(disk_state, rng, random_count=RANDOM_SURVIVALS))
+            kept += sum(1 for _ in keep_choices(disk_state, rng, random_count=RANDOM_SURVIVALS))
     assert cuts >= CUTS_MIN
     assert kept >= SURVIVALS_MIN

@@ -37,7 +37,7 @@ def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
     world = random_world(seed)
     for number in range(3):
         run_until_power_loss(world, 25, world.rng.randint(1, 120))
-        world.disk.power_loss(survival, world.rng)
+        world.disk.lose_power(survival, world.rng)
         wrong, notes = found(write_to_directory(world.disk, tmp_path / str(number)))
         assert wrong == []
         assert notes
@@ -50,7 +50,7 @@ def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
     assert [one for one in notes if "expected session" not in one] == [NOT_ASSIGNED]
 
 
-@pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
+@pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", range(8))
 def test_after_an_error_and_a_crash_only_an_index_can_be_wrong(tmp_path, seed, fault):
     """The index of an abandoned file was never synced."""
@@ -68,7 +68,7 @@ def test_after_an_error_and_a_crash_only_an_index_can_be_wrong(tmp_path, seed, f
         check_after_error(world)
         world.check_new_session()
         assert found(write_to_directory(world.disk, tmp_path / f"{number} running"))[0] == []
-        world.disk.power_loss(world.rng.choice(SURVIVALS), world.rng)
+        world.disk.lose_power(world.rng.choice(SURVIVALS), world.rng)
         wrong, _ = found(write_to_directory(world.disk, tmp_path / str(number)))
         world.open()
         if world.log.suspect:
@@ -192,13 +192,13 @@ def test_an_interrupted_truncation_is_not_a_fault(tmp_path, survival):
     while lost:
         step += 1
         world = sample_log()
-        world.disk.plan(world.disk.step_count + step, DiskFault.POWER_LOSS)
+        world.disk.plan_fault(world.disk.step_count + step, DiskFault.POWER_LOSS)
         lost = False
         try:
             cut_in_a_batch(world)
         except PowerLoss:
             lost = True
-        world.disk.power_loss(survival, world.rng)
+        world.disk.lose_power(survival, world.rng)
         wrong, notes = found(write_to_directory(world.disk, tmp_path / str(step)))
         assert wrong == [], step
         cuts += (

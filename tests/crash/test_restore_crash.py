@@ -28,7 +28,7 @@ from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.write_registry import BegunWrite, WriteState
 from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
-from waltz_sim.world.crash import DiskState, Keep, PositionMarker, changes_of
+from waltz_sim.world.crash import DiskState, KeepNone, PositionMarker, changes_of
 
 PLACE = "/waltz/shop"
 END = 94  # of the second batch of the log that is longer than a row group
@@ -162,8 +162,8 @@ def test_power_is_lost_when_zookeeper_has_the_cluster(backed_up, tmp_path, monke
     )
     disk_state = DiskState()
     for change in steps[:written]:
-        disk_state.add(change)
-    left = disk_state.image(Keep())
+        disk_state.apply_change(change)
+    left = disk_state.contents_after_crash(KeepNone())
     assert any("pins" in each.parts for each in left.files)
     writes = [each for each in steps[written:] if isinstance(each, PositionMarker)]
     assert len(writes) > 2

@@ -56,7 +56,7 @@ def filled():
         fill(engine.assign(partition), Random(3))
     chain = engine.log(MINE).chain
     engine.close()
-    return disk.contents(), chain
+    return disk.durable_contents(), chain
 
 
 CONTENTS, CHAIN = filled()
@@ -67,11 +67,11 @@ class Directory:
 
     def __init__(self):
         self.disk = SimDisk(is_traced=False)
-        self.disk.become(CONTENTS)
+        self.disk.replace_contents(CONTENTS)
         self.engine = open_engine(self.disk)
 
     def reopen(self, survival, rng):
-        self.disk.power_loss(survival, rng)
+        self.disk.lose_power(survival, rng)
         self.engine = open_engine(self.disk)
         assert not self.engine.failed
         self.check_whole(OTHER)
@@ -171,7 +171,7 @@ def test_an_interrupted_command_takes_effect_completely_or_not_at_all(name, surv
     while True:
         step += 1
         directory = Directory()
-        directory.disk.plan(directory.disk.step_count + step, DiskFault.POWER_LOSS)
+        directory.disk.plan_fault(directory.disk.step_count + step, DiskFault.POWER_LOSS)
         try:
             command(directory.engine)
         except PowerLoss:
@@ -195,42 +195,42 @@ def test_a_start_that_finishes_a_removal_may_be_interrupted_too(name):
     for step, survival in zip(range(1, 60, 4), cycle(Survival), strict=False):
         for again in range(1, 60, 2):
             directory = Directory()
-            directory.disk.plan(directory.disk.step_count + step, DiskFault.POWER_LOSS)
+            directory.disk.plan_fault(directory.disk.step_count + step, DiskFault.POWER_LOSS)
             try:
                 command(directory.engine)
             except PowerLoss:
-                directory.disk.power_loss(survival, Random(step))
+                directory.disk.lose_power(survival, Random(step))
             else:
                 assert step > 20
                 return
-            directory.disk.plan(directory.disk.step_count + again, DiskFault.POWER_LOSS)
+            directory.disk.plan_fault(directory.disk.step_count + again, DiskFault.POWER_LOSS)
             try:
                 directory.engine = open_engine(directory.disk)
             except PowerLoss:
                 directory.reopen(survival, Random(again))
             else:
-                directory.disk.forget_plans()
+                directory.disk.cancel_plans()
                 break
             (done if is_done(directory, name) else untouched)(directory)
     pytest.fail("the command was never carried out whole")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
+@pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])
 def test_a_command_that_fails_at_any_disk_step_can_be_repeated(name, fault):
     command, done = COMMANDS[name]
     step = 0
     while True:
         step += 1
         directory = Directory()
-        directory.disk.plan(directory.disk.step_count + step, fault)
+        directory.disk.plan_fault(directory.disk.step_count + step, fault)
         try:
             command(directory.engine)
         except (DiskFailed, NoSpace):
             pass  # the planned fault, as the command reports it; what it leaves is checked below
         else:
             break
-        directory.disk.forget_plans()
+        directory.disk.cancel_plans()
         directory.engine.abandon()
         directory.engine = open_engine(directory.disk)
         assert not directory.engine.failed

@@ -40,9 +40,9 @@ def test_power_loss_during_recovery_from_a_power_loss(seed):
     world = random_world(seed)
     for _ in range(3):
         run_until_power_loss(world, 15, world.rng.randint(1, 80))
-        world.disk.power_loss(Survival.ANY_SECTORS, world.rng)
+        world.disk.lose_power(Survival.ANY_SECTORS, world.rng)
         for reach in (3, 25, 25):  # an open changes more than three things
-            world.disk.plan(
+            world.disk.plan_fault(
                 world.disk.step_count + world.rng.randint(1, reach), DiskFault.POWER_LOSS
             )
             try:
@@ -50,7 +50,7 @@ def test_power_loss_during_recovery_from_a_power_loss(seed):
             except PowerLoss:
                 continue
             finally:
-                world.disk.power_loss(world.rng.choice(SURVIVALS), world.rng)
+                world.disk.lose_power(world.rng.choice(SURVIVALS), world.rng)
             assert reach > 3
         world.lose_power(world.rng.choice(SURVIVALS))
     world.check_new_session()
@@ -79,7 +79,7 @@ def test_power_loss_at_every_step_of_a_scenario():
     while lost:
         step += 1
         world = World(Random(7), segment_bytes_max=900)
-        world.disk.plan(world.disk.step_count + step, DiskFault.POWER_LOSS)
+        world.disk.plan_fault(world.disk.step_count + step, DiskFault.POWER_LOSS)
         lost = False
         try:
             scenario(world)
@@ -110,7 +110,7 @@ def test_sectors_left_of_a_large_unsynced_group_are_not_damage():
 # ---- errors
 
 
-@pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
+@pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_after_an_error_the_log_continues_or_states_the_reason(seed, fault):
     world = random_world(seed)
@@ -133,7 +133,7 @@ def test_after_an_error_the_log_continues_or_states_the_reason(seed, fault):
                 check_after_error(world)
                 world.check_new_session()
         if restarts or world.rng.random() < 0.5:
-            world.disk.power_loss(world.rng.choice(SURVIVALS), world.rng)
+            world.disk.lose_power(world.rng.choice(SURVIVALS), world.rng)
             world.open()
             if world.log.suspect:
                 return  # a slot or a cut could not be written, and it says so
@@ -141,7 +141,7 @@ def test_after_an_error_the_log_continues_or_states_the_reason(seed, fault):
             world.check_new_session()
 
 
-@pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
+@pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_failed_append_across_segments_leaves_nothing_behind(seed, fault):
     step = 0
@@ -152,7 +152,7 @@ def test_a_failed_append_across_segments_leaves_nothing_behind(seed, fault):
         world.set_mark()
         world.append([1])
         world.sync()
-        world.disk.plan(world.disk.step_count + step, fault)
+        world.disk.plan_fault(world.disk.step_count + step, fault)
         try:
             world.append([1, 1, 5, 5])
             world.sync()

@@ -29,7 +29,7 @@ def rot(world):
     disk, rng = world.disk, world.rng
     paths = [path for path, content in sorted(disk.files().items()) if content]
     path = rng.choice([one for one in paths if one.name != "waltz-storage.ctl"])
-    content = bytearray(disk.content(path))
+    content = bytearray(disk.visible_content(path))
     at = rng.randrange(len(content))
     how = rng.choice(("flip", "zero", "cut"))
     if how == "flip" or path.suffix == ".ctl":
@@ -39,7 +39,7 @@ def rot(world):
         content[at:end] = bytes(end - at)
     else:
         del content[at:]
-    disk.put(path, bytes(content))
+    disk.write_durably(path, bytes(content))
 
 
 def readable(world):
@@ -72,7 +72,7 @@ def test_corruption_is_reported_and_never_served(seed):
         world.sync()
         safe = world.log.slot.acked.transaction_id
         world.append()
-    world.disk.power_loss(Survival.EVERYTHING, world.rng)
+    world.disk.lose_power(Survival.EVERYTHING, world.rng)
     for _ in range(world.rng.choice((1, 1, 3))):
         rot(world)
     try:
@@ -98,7 +98,7 @@ def world_with_failures(seed):
     world.prepare()
     world.set_mark()
     for _ in range(world.rng.choice((0, 1, 1, 2))):
-        error, at_the_edge = first_error(world, DiskFault.FAILS)
+        error, at_the_edge = first_error(world, DiskFault.IO_ERROR)
         if error is None:
             continue
         if at_the_edge or world.cut_to is not None:
@@ -151,7 +151,7 @@ def spoiled(rng, files):
 def opened_with(world, files):
     """Open the files that a crash has left of a log; None if the opening fails."""
     disk = SimDisk(is_traced=False)
-    disk.become(Contents(files, frozenset({ROOT, ROOT / str(PARTITION)})))
+    disk.replace_contents(Contents(files, frozenset({ROOT, ROOT / str(PARTITION)})))
     try:
         return World(Random(1), world.segment_bytes_max, disk=disk)
     except Damaged:
@@ -182,7 +182,7 @@ def test_confirmed_records_are_never_truncated_silently(first):
         world = world_with_failures(seed)
         if world is None:
             continue
-        world.disk.power_loss(Survival.EVERYTHING, world.rng)
+        world.disk.lose_power(Survival.EVERYTHING, world.rng)
         whole = world.disk.files()
         for _ in range(20):
             path, content = spoiled(world.rng, whole)

@@ -154,7 +154,7 @@ def closed_storage() -> Contents:
     """Return the files of a storage with one log, which was closed."""
     world = sample_log()
     world.close()
-    return world.disk.contents()._replace(files=world.disk.files())
+    return world.disk.durable_contents()._replace(files=world.disk.files())
 
 
 @cache
@@ -230,8 +230,8 @@ def open_storage(data: bytes) -> None:
     """Open and read a log, one file of which has other bytes."""
     number = data[0] % len(names()) if data else 0
     disk = SimDisk(is_traced=False)
-    disk.become(closed_storage())
-    disk.put(names()[number], data[1:])
+    disk.replace_contents(closed_storage())
+    disk.write_durably(names()[number], data[1:])
     control = ControlFile.open(disk, ROOT, KEY, 4, NOW_MS)
     try:
         settings = LogSettings(KEY, 900, lambda: NOW_MS)

@@ -49,29 +49,29 @@ def announced_before_zookeeper() -> Patches:
 @switch
 def failed_write_counts() -> Patches:
     """A file counts as archived although the object store has not acknowledged its write."""
-    original = SimArchive._request
+    original = SimArchive._send_request
 
-    def _request(self, storage, request, answer):
+    def _send_request(self, storage, request, on_answer):
         unacknowledged = self.__dict__.setdefault("unacknowledged", {})
 
         def taken(result):
             if hasattr(request, "file") and isinstance(result, ArchiveUnavailable):
                 unacknowledged[request.name] = result = request.file
-            answer(unacknowledged.get(request.name, result))
+            on_answer(unacknowledged.get(request.name, result))
 
         original(self, storage, request, taken)
 
-    yield replaced(SimArchive, "_request", _request)
+    yield replaced(SimArchive, "_send_request", _send_request)
 
 
 @switch
 def not_read_back() -> Patches:
     """A file counts as archived after it is written, without being read back."""
 
-    def _checked(file, name, expected):
+    def _check_crc(file, name, expected):
         return file
 
-    yield replaced(simulated_archive, "_checked", _checked)
+    yield replaced(simulated_archive, "_check_crc", _check_crc)
 
 
 @switch
@@ -384,11 +384,11 @@ def collection_ignores_the_starts_of_logs() -> Patches:
 def replacement_is_not_compared() -> Patches:
     """A replaced object may have reconstructed batches, and another chain than the manifest."""
 
-    def _replaced(entries, job):
+    def _replaced_entry(entries, job):
         return next(each for each in entries if each.name == job.replaces.name)
 
     yield replaced(archive_pieces, "RECONSTRUCTED", object())
-    yield replaced(simulated_archive, "_replaced", _replaced)
+    yield replaced(simulated_archive, "_replaced_entry", _replaced_entry)
 
 
 @switch
@@ -441,13 +441,13 @@ def expired_objects_are_deleted_at_once() -> Patches:
 @switch
 def too_much_expires() -> Patches:
     """If the objects below an ID expire, the object that contains this ID expires, too."""
-    original = simulated_archive._first_kept
+    original = simulated_archive._first_unexpired
 
-    def _first_kept(present, before, before_ms):
+    def _first_unexpired(present, before, before_ms):
         kept = original(present, before, before_ms)
         return next((each.last + 1 for each in present.newest if each.first == kept), kept)
 
-    yield replaced(simulated_archive, "_first_kept", _first_kept)
+    yield replaced(simulated_archive, "_first_unexpired", _first_unexpired)
 
 
 @switch

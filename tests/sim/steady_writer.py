@@ -2,7 +2,7 @@
 
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import RowOutcomeCode
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 
 NO_LOCKS = ((), (), ())
 
@@ -20,19 +20,19 @@ class SteadyWriter:
         self.others: list[str] = []  # outcomes that are no commit
         self.client.on_settled = self.on_settled
         self.client.on_rejected = lambda effect: self.others.append(str(effect.error))
-        self.client.started()
+        self.client.on_started()
         self.client.subscribe(BEFORE_FIRST)
 
     def append(self) -> None:
         world, workload = self.cluster.world, self.cluster.workload
         if world.now_ms < self.until_ms:
-            submission = workload.submission(self.client, [NO_LOCKS], self.client.mark)
+            submission = workload.create_submission(self.client, [NO_LOCKS], self.client.mark)
             self.sent_us[submission.token] = world.now_us
             self.client.append(submission)
-            world.after(self.every_ms * MS, self.append)
+            world.call_after_us(self.every_ms * US_PER_MS, self.append)
 
     def on_settled(self, effect) -> None:
-        self.cluster.workload.ended(effect.token)
+        self.cluster.workload.remove_submission(effect.token)
         now_us = self.cluster.world.now_us
         self.answered_us.append(now_us)
         self.took_us.append(now_us - self.sent_us[effect.token])

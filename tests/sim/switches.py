@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-from waltz_sim.cluster import servers
+from waltz_sim.cluster import simulated_servers
 
 Patches = Iterable[mock._patch]
 SWITCHES: dict[str, Callable[[], Patches]] = {}
@@ -39,7 +39,7 @@ def broken(name: str) -> Iterator[None]:
     The machines' own invariant checks are disabled: the effect must be visible from outside.
     """
     with ExitStack() as stack:
-        stack.enter_context(replaced(servers, "check", do_nothing))
+        stack.enter_context(replaced(simulated_servers, "check", do_nothing))
         for patch in SWITCHES[name]():
             stack.enter_context(patch)
         yield

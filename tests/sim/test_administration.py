@@ -20,7 +20,7 @@ from waltz_core.wire.admin_messages import (
     SetAvailable,
 )
 from waltz_sim.cluster.administration import Operator
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 from waltz_sim.faults import kinds as faults
 from waltz_sim.faults.zookeeper_faults import change_replicas
 from waltz_sim.guarantees.history import Violation
@@ -43,7 +43,7 @@ class OperatorRequests:
         self.again()
 
     def again(self):
-        self.cluster.world.after(self.rng.randrange(*PAUSE_MS) * MS, self.act)
+        self.cluster.world.call_after_us(self.rng.randrange(*PAUSE_MS) * US_PER_MS, self.act)
 
     def act(self):
         if self.is_over:
@@ -74,7 +74,7 @@ class OperatorRequests:
         def outcome(answer):
             self.outcome.append((command, answer))
 
-        if not isinstance(command, MarkSuspect) or self.cluster.budget.allows(storage):
+        if not isinstance(command, MarkSuspect) or self.cluster.budget.may_lose_data(storage):
             # To mark a replica suspect while others have lost something leaves no replica to trust.
             self.asked_count += 1
             Operator(self.cluster, storage, outcome).request(command)
@@ -103,12 +103,12 @@ def admin_connection(cluster, schedule):
     cluster.start_clients()
     hands = OperatorRequests(cluster, Random(schedule.seed))
     setup = schedule.setup
-    cluster.world.run(setup.duration_ms * MS, steps_max=setup.steps_max)
-    cluster.repair()
+    cluster.world.run(setup.duration_ms * US_PER_MS, steps_max=setup.steps_max)
+    cluster.end_faults()
     hands.is_over = True
     for _ in range(100):  # some are down, and are started again
         hands.put_back()
-        cluster.world.run(100 * MS)
+        cluster.world.run(100 * US_PER_MS)
         up = [each.engine for each in cluster.storages.values()]
         are_up = all(engine is not None and engine.is_available(0) for engine in up)
         if are_up and len(hands.outcome) == hands.asked_count:
@@ -139,10 +139,10 @@ def test_accepted_administration_loses_nothing():
 def test_without_a_query_to_zookeeper_data_is_lost(monkeypatch):
     """The tests of the test: an operator whose every wish is granted empties too much."""
 
-    def without_standing(self):
+    def without_zookeeper_state(self):
         return ZooKeeperState(False, False, SessionId(0), (), 3)
 
-    monkeypatch.setattr(Operator, "_standing", without_standing)
+    monkeypatch.setattr(Operator, "_zookeeper_state", without_zookeeper_state)
     for seed in range(SEEDS):
         try:
             run(seed)

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 from waltz_sim.faults import archive_faults
 from waltz_sim.schedule import Schedule, Setup
 
@@ -35,7 +35,7 @@ class World:
         self.cluster.start_clients()
 
     def wait(self, is_reached, ms=5_000):
-        assert self.cluster.world.run(ms * MS, until=is_reached), "not reached"
+        assert self.cluster.world.run(ms * US_PER_MS, until=is_reached), "not reached"
 
     def wait_for(self, name, count=1):
         """Wait until something has happened that often again."""
@@ -56,7 +56,7 @@ def world():
 
 def test_a_world_without_an_archive_has_no_uploads():
     world = World(archive_interval_ms=0)
-    world.cluster.world.run(500 * MS)
+    world.cluster.world.run(500 * US_PER_MS)
     assert world.cluster.checks.history.last > 20
     assert not world.archive.files
     assert world.cluster.checks.archive is None
@@ -69,10 +69,10 @@ def test_segments_are_removed_and_old_rows_are_read_from_the_archive(world):
     while not has_feed:  # not every client has one
         client.kill()
         world.cluster.start_client(client)
-        has_feed = world.cluster.world.run(500 * MS, until=lambda: client.fed >= 0)
+        has_feed = world.cluster.world.run(500 * US_PER_MS, until=lambda: client.fed_last >= 0)
     assert world.counts["read from the archive"] > reads
     world.cluster.run_until_recovered()
-    assert client.fed == world.cluster.checks.history.last
+    assert client.fed_last == world.cluster.checks.history.last
 
 
 @pytest.mark.parametrize(
@@ -98,10 +98,10 @@ def test_garbage_is_collected_and_the_archive_stays_complete(world):
 
 def test_a_write_whose_answer_is_lost_may_take_effect_after_the_next_attempt():
     world = World()  # The first upload begins with a write.
-    world.archive.lost_answers = 0.8
+    world.archive.lost_answer_share = 0.8
     world.archive._chance = lambda: 0.7  # late
     world.wait_for("archive answer lost")
-    world.archive.lost_answers = 0.0
+    world.archive.lost_answer_share = 0.0
     world.wait_for("archive write after its answer")
     assert world.archive.files
     world.wait_for("archived")
@@ -109,11 +109,11 @@ def test_a_write_whose_answer_is_lost_may_take_effect_after_the_next_attempt():
 
 def test_a_write_takes_effect_after_its_sender_died():
     world = World()
-    world.archive.slow_us = 50 * MS
+    world.archive.extra_delay_us = 50 * US_PER_MS
     world.wait(lambda: world.uploading)
-    world.cluster.world.run(2 * MS)
+    world.cluster.world.run(2 * US_PER_MS)
     assert archive_faults.kill_uploader(world.cluster, First())
-    world.archive.slow_us = 0
+    world.archive.extra_delay_us = 0
     world.wait_for("archive write after its sender died")
     world.wait_for("archived")
 
@@ -124,31 +124,31 @@ def test_without_an_upload_no_uploader_is_killed():
 
 
 def test_a_file_that_is_written_wrong_is_found_by_its_upload(world):
-    world.archive.corrupting = 1.0
+    world.archive.corrupted_share = 1.0
     world.wait_for("archive.failed")
-    assert not world.archive.spoiled
+    assert not world.archive.original_files
     assert archive_faults.corrupt_object(world.cluster, First())
-    assert world.archive.corrupting == 0.5
-    world.wait(lambda: not world.archive.corrupting)
+    assert world.archive.corrupted_share == 0.5
+    world.wait(lambda: not world.archive.corrupted_share)
     world.wait_for("archived")
 
 
 def test_a_file_that_is_changed_later_is_restored(world):
     before = dict(world.archive.files)
     assert archive_faults.corrupt_object(world.cluster, First(roll=0.9))
-    (name,) = world.archive.spoiled
-    assert world.archive.files[name] != before[name] == world.archive.spoiled[name]
-    world.wait(lambda: not world.archive.spoiled)
+    (name,) = world.archive.original_files
+    assert world.archive.files[name] != before[name] == world.archive.original_files[name]
+    world.wait(lambda: not world.archive.original_files)
     assert world.archive.files[name] == before[name]
 
 
 def test_a_slow_object_store_delays_only_the_archive(world):
     archive_faults.slow_archive(world.cluster, First())
-    assert world.archive.slow_us
+    assert world.archive.extra_delay_us
     last = world.cluster.checks.history.last
     world.wait_for("archived")
     assert world.cluster.checks.history.last > last
-    world.wait(lambda: not world.archive.slow_us)
+    world.wait(lambda: not world.archive.extra_delay_us)
 
 
 def test_a_checkpoint_makes_removal_progress_in_a_long_session():
@@ -165,7 +165,7 @@ def test_a_checkpoint_makes_removal_progress_in_a_long_session():
 
 
 def listed(world):
-    return world.archive.listed(world.cluster.coordinator.marker.archived)
+    return world.archive.listed_objects(world.cluster.coordinator.marker.archived)
 
 
 @pytest.mark.parametrize("damage", ["spoil", "lose"])
@@ -186,10 +186,10 @@ def test_a_damaged_object_is_replaced_from_a_log(damage):
 def test_a_damaged_object_that_no_log_has_is_restored_from_a_copy():
     world = World(restored_count=20)
     archive_faults.damage_objects(world.cluster, First())
-    (name,) = world.archive.spoiled
+    (name,) = world.archive.original_files
     world.wait_for("archive.object_replacement_failed", 3)
     assert not world.counts["archive.object_replaced"]
-    world.wait(lambda: not world.archive.spoiled)
+    world.wait(lambda: not world.archive.original_files)
     assert name in {each.name for each in listed(world)}
 
 
@@ -220,7 +220,7 @@ def expiring():
 
 def expire(world, before):
     """Let the objects below an ID expire; return the first available ID."""
-    world.cluster.checks.archive.requested(before)
+    world.cluster.checks.archive.on_expiry_requested(before)
     archive_faults._request_expiry(world.cluster, before, 10)
     world.wait_for("archived objects expired")
     return world.cluster.coordinator.marker.archived.first
@@ -287,7 +287,7 @@ def test_a_restored_partition_continues_its_log(seed):
     mark = cluster.coordinator.marker.archived
     assert (mark.last, cluster.checks.history.last) == (19, 19)
     cluster.start_clients()
-    assert cluster.world.run(5_000 * MS, until=lambda: cluster.checks.counts["archived"])
+    assert cluster.world.run(5_000 * US_PER_MS, until=lambda: cluster.checks.counts["archived"])
     assert cluster.coordinator.marker.archived.last > mark.last
     starts = [each.log.start.transaction_id for each in cluster.storages.values() if each.log]
     assert max(starts) >= mark.last
@@ -306,7 +306,7 @@ def test_zookeeper_loses_the_newest_mark_of_a_session():
     assert world.counts["fault lose_marks"] == 1
     after = world.cluster.coordinator.marker.archived
     assert after.last < before.last
-    names = {each.name for each in world.archive.listed(before)}
+    names = {each.name for each in world.archive.listed_objects(before)}
     world.wait_for("archived")
     world.cluster.run_until_recovered()
     assert names - {each.name for each in listed(world)}

@@ -19,12 +19,12 @@ from waltz_core.server.partition_events import SendToClient, error_answer
 from waltz_core.storage.service.work import LaneRequest, Work, WorkResult
 from waltz_core.wire import messages as m
 from waltz_sim.cluster.simulated_archive import StoredFile
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.guarantees.history import BatchNode, HistoryRow, Violation, data_in, data_of
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
+from waltz_sim.guarantees.history import BatchNode, HistoryRow, Violation, data_of_record, make_data
 from waltz_sim.guarantees.ledger import CheckedTransaction, Ledger, RowKind
 from waltz_sim.guarantees.limit_guarantees import CLAIMS_MAX, DIALS_MAX
 from waltz_sim.guarantees.replica_guarantees import segments_of
-from waltz_sim.guarantees.sometimes import SOMETIMES, never
+from waltz_sim.guarantees.required_states import REQUIRED_STATES, missing_states
 from waltz_sim.schedule import Schedule, Setup
 
 BUSY_MS = 90
@@ -38,7 +38,7 @@ class World:
         chosen = {"replicas": 3, "spare_storages": 0, "servers": 2, "clients": 2, "think_ms": 4}
         self.cluster = SimCluster(Schedule(7, Setup(**{**chosen, **setup})))
         self.cluster.start_clients()
-        self.cluster.world.run(BUSY_MS * MS)
+        self.cluster.world.run(BUSY_MS * US_PER_MS)
         if is_over:
             self.cluster.run_until_recovered()
         self.checks = self.cluster.checks
@@ -56,17 +56,17 @@ class World:
 
     def answer(self, message) -> None:
         """A message leaves the owner for the first client."""
-        self.checks.answered(self.owner, SendToClient(self.link.number, message, 0))
+        self.checks.on_sent_to_client(self.owner, SendToClient(self.link.number, message, 0))
 
     def performs(self, *effects, server=None) -> None:
         """The owner's store reports something."""
-        self.checks.stepped(server or self.owner, self.owner.store.store, effects)
+        self.checks.on_store_stepped(server or self.owner, self.owner.store.store, effects)
 
     def sends(self, kind, *fields, session=None, replica="storage0:1") -> None:
         session = self.session if session is None else session
         message = kind(session, 1, 0, *fields)
         effect = session_events.SendToReplica(session, ReplicaId(replica), message)
-        self.checks.sent_to_replica(self.owner, effect)
+        self.checks.on_sent_to_replica(self.owner, effect)
 
     def claim(self) -> int:
         """A next session is claimed; return its ID."""
@@ -83,7 +83,7 @@ class World:
         archived = self.coordinator.marker.archived
         marker = PartitionMarker(MarkerState.OPEN, after.session_id, nonce or self.nonce, archived)
         self.coordinator.metadata_version += 1
-        self.checks.wrote(server or self.owner.name, before, after, marker)
+        self.checks.on_metadata_written(server or self.owner.name, before, after, marker)
 
     def works(self, kind, *fields, outcome=None, session=None) -> None:
         """A storage has done a piece of work; what became of it is made up."""
@@ -92,7 +92,7 @@ class World:
         work = Work(self.storage.log, (request,), self.storage.engine.storage_id)
         outcome = m.SuccessResponse(session, 1, 0) if outcome is None else outcome
         before = self.checks.before_work(self.storage, work)
-        self.checks.worked(self.storage, work, WorkResult(outcomes=[outcome]), before)
+        self.checks.on_work_done(self.storage, work, WorkResult(outcomes=[outcome]), before)
 
     def prepared(self, session, replica, synced_max, **other) -> None:
         """A replica's answer to the fence has come to the owner."""
@@ -107,12 +107,12 @@ class World:
             "damaged": b"",
         }
         answer = m.Prepared(session, 1, 0, **{**fields, **other})
-        self.checks.replica_answered(session, replica, answer)
+        self.checks.on_replica_response(session, replica, answer)
 
     def fence(self, session, *replicas) -> None:
         """The disks of these have promised the session."""
         for replica in replicas:
-            self.sessions.bound(replica, session, self.session)
+            self.sessions.on_slot_written(replica, session, self.session)
 
     def last_operation(self):
         return self.history.operations[self.history.log[-1].number]
@@ -135,7 +135,7 @@ REPLICAS = ("storage0:1", "storage1:1", "storage2:1")
 
 def test_fork_detects_two_chains_at_one_committed_id(world):
     with fails("Fork"):
-        world.checks.outcomes.exposed(world.history.last, bytes(16))
+        world.checks.outcomes.on_log_exposed(world.history.last, bytes(16))
 
 
 def test_a_log_that_lacks_committed_batches_is_a_fork(world):
@@ -144,7 +144,7 @@ def test_a_log_that_lacks_committed_batches_is_a_fork(world):
     node = BatchNode(GENESIS_CHAIN, 0, last, 0, rows, bytes(4 * len(rows)), b"", ())
     history.nodes[node.chain] = node
     with fails("Fork"):
-        world.checks.outcomes.exposed(node.last, node.chain)
+        world.checks.outcomes.on_log_exposed(node.last, node.chain)
 
 
 def test_stamp_mono_detects_a_commit_stamp_that_decreases(world):
@@ -153,7 +153,7 @@ def test_stamp_mono_detects_a_commit_stamp_that_decreases(world):
     node = BatchNode(before, last, last, 0, rows, bytes(4), b"", (0,), history.stamp_ms - 1)
     history.nodes[node.chain] = node
     with fails("StampMono"):
-        history.exposed(node.last, node.chain)
+        history.extend_log(node.last, node.chain)
     assert history.stamp_ms > 0
 
 
@@ -165,15 +165,15 @@ def committed(world):
 
 def test_ack_quorum_detects_a_commit_without_a_quorum(world):
     world.performs(committed(world))
-    world.sessions.not_synced("storage0:1", -1)
-    world.sessions.not_synced("storage1:1", -1)
+    world.sessions.on_log_truncated("storage0:1", -1)
+    world.sessions.on_log_truncated("storage1:1", -1)
     with fails("AckQuorum"):
         world.performs(committed(world))
 
 
 def test_engaged_only_counts_replicas_that_have_answered(world):
     for name in REPLICAS[:2]:
-        world.sessions._reached[world.session, name] = -1
+        world.sessions._answered_last[world.session, name] = -1
     with fails("EngagedOnly"):
         world.performs(committed(world))
 
@@ -206,16 +206,16 @@ def test_promise_mono_detects_a_promise_that_decreases(world, field, back):
     ahead = before._replace(**{field: getattr(before, field) + back})
     world.checks.replicas.durable[name] = ahead
     with fails("PromiseMono"):
-        world.checks.log_opened(world.storage, world.storage.log)
+        world.checks.on_log_opened(world.storage, world.storage.log)
 
 
 def test_after_a_restart_synced_data_is_there_or_the_replica_is_suspect(world):
     log = world.storage.log
-    world.checks.replicas.kept[world.storage.name] = log.synced_max + 1
+    world.checks.replicas.answered_last[world.storage.name] = log.synced_max + 1
     with fails("PromiseMono"):
-        world.checks.log_opened(world.storage, log)
-    world.checks.rolled_back(world.storage)
-    world.checks.log_opened(world.storage, log)
+        world.checks.on_log_opened(world.storage, log)
+    world.checks.on_disk_rolled_back(world.storage)
+    world.checks.on_log_opened(world.storage, log)
 
 
 def entry(world, session=None, chain=bytes(16)):
@@ -291,7 +291,7 @@ def test_decision_covers_what_an_unknown_replica_may_have(world):
     world.prepared(session, "storage1:1", 1_000)
     with fails("DecisionCovers"):
         world.sends(m.SetLowWaterMark, 1_000, bytes(16), session=session)
-    assert world.sessions.decided[session].least == 2_000
+    assert world.sessions.decided[session].mark_min == 2_000
     assert world.sessions.decided[session].unknown_count == 1
 
 
@@ -345,7 +345,7 @@ def test_gate_no_session_is_opened(world):
 
 def test_gate_nothing_is_submitted(world):
     with fails("GateCAS2"):
-        world.checks.submitted(world.owner, session_events.Submit(world.session + 1, None))
+        world.checks.on_batch_submitted(world.owner, session_events.Submit(world.session + 1, None))
 
 
 def outcome(reason=m.RowOutcomeCode.LOST, *, conflict=-1, transaction_id=-1):
@@ -372,14 +372,14 @@ def outcome(reason=m.RowOutcomeCode.LOST, *, conflict=-1, transaction_id=-1):
 )
 def test_gate_nothing_is_reported_without_a_session(world, message):
     world.performs(session_events.SessionClosed(world.session, "over"))
-    world.checks.server_stepped(world.owner)
+    world.checks.on_server_stepped(world.owner)
     with fails("GateCAS2"):
         world.answer(message)
 
 
 def test_gate_some_rejections_need_no_session(world):
     world.performs(session_events.SessionClosed(world.session, "over"))
-    world.checks.server_stepped(world.owner)
+    world.checks.on_server_stepped(world.owner)
     mark = world.history.last
     world.answer(replace(outcome(m.RowOutcomeCode.NOT_MOUNTED), high_water_mark=mark))
     world.answer(replace(outcome(m.RowOutcomeCode.OVERLOADED), high_water_mark=mark))
@@ -404,9 +404,9 @@ def test_no_truncation_committed(world):
 def test_no_truncation_of_committed_records_that_an_opening_completes(world):
     log = world.storage.log
     world.works(m.Truncate, 5, -1, bytes(16), outcome=DiskFailed("half of it"))
-    world.checks.log_opened(world.storage, log)
+    world.checks.on_log_opened(world.storage, log)
     with fails("NoCutCommitted"):
-        world.checks.log_opened(
+        world.checks.on_log_opened(
             world.storage,
             SimpleNamespace(max_id=5, slot=log.slot, promised=log.promised, is_broken=False),
         )
@@ -420,8 +420,8 @@ def test_an_opening_may_complete_a_truncation_of_records_committed_later(world):
     world.history.log.extend(later)
     cut = SimpleNamespace(max_id=5, slot=log.slot, synced_max=5, suspect=True, damaged=())
     cut.is_broken, cut.promised = False, log.promised
-    world.checks.log_opened(world.storage, cut)
-    assert world.checks.replicas.kept[world.storage.name] == 5
+    world.checks.on_log_opened(world.storage, cut)
+    assert world.checks.replicas.answered_last[world.storage.name] == 5
 
 
 def test_no_truncation_below_the_mark(world):
@@ -455,36 +455,36 @@ def test_identity_detects_an_answer_with_another_storage_id(world):
 
 def test_log_matching_detects_two_chains_of_one_session(world):
     one = entry(world)
-    world.checks.replicas._chain_of[one.last, one.session_id] = b"another"
+    world.checks.replicas._chain_of_batch[one.last, one.session_id] = b"another"
     with fails("LogMatching"):
         world.works(*append(world, one))
 
 
 def test_log_matching_detects_records_that_were_never_written(world):
     with fails("LogMatching"):
-        world.checks.outcomes.exposed(world.history.last + 1, bytes(16))
+        world.checks.outcomes.on_log_exposed(world.history.last + 1, bytes(16))
 
 
 def test_log_matching_detects_a_record_that_differs_from_its_request(world):
     record = world.history.records[-1]
     operation = world.last_operation()
-    assert data_in(record) == operation.data
+    assert data_of_record(record) == operation.data
     operation.data += b"other"
     with fails("LogMatching"):
-        world.checks.outcomes._in_the_log(world.history.last)
+        world.checks.outcomes._check_new_row(world.history.last)
 
 
 def rot(world):
     """Let one bit of the first record be another one."""
     path = segments_of(world.storage)[0]
-    world.storage.disk.flip(path, 128 + 30)
+    world.storage.disk.flip_bits(path, 128 + 30)
 
 
 def test_fixed_detects_corruption_at_the_end():
     world = World(is_over=True)
     rot(world)
     with fails("Fixed"):
-        world.checks.at_end()
+        world.checks.check_final_state()
 
 
 def test_fixed_detects_corruption_at_intervals(world):
@@ -494,7 +494,7 @@ def test_fixed_detects_corruption_at_intervals(world):
     rot(world)
     with fails("Fixed"):
         world.checks.replicas.check_log_state(world.storage, log)
-    world.checks.became_corrupt(world.storage)
+    world.checks.on_disk_corrupted(world.storage)
     world.checks.replicas.check_log_state(world.storage, log)
 
 
@@ -507,7 +507,7 @@ class SessionSettled:
 
     def __init__(self, world, *, reason, transaction_id=-1, conflict=-1, mark=0):
         workload = world.cluster.workload
-        self.submission = workload.submission(world.client, [((1,), (), ())], 0)
+        self.submission = workload.create_submission(world.client, [((1,), (), ())], 0)
         (self.operation,) = workload.operations_of(self.submission.token)
         self.effect = client_events.SubmissionSettled(
             self.submission.token,
@@ -523,30 +523,30 @@ class SessionSettled:
 def test_outcome_truth_detects_a_false_commit(world):
     outcome = SessionSettled(world, reason=m.RowOutcomeCode.COMMITTED, transaction_id=1)
     with fails("OutcomeTruth"):
-        world.checks.settled(world.client, outcome.effect)
+        world.checks.on_submission_settled(world.client, outcome.effect)
 
 
 def test_outcome_truth_detects_a_false_loss(world):
     outcome = SessionSettled(world, reason=m.RowOutcomeCode.LOST)
     outcome.operation.transaction_id = 3
     with fails("OutcomeTruth"):
-        world.checks.settled(world.client, outcome.effect)
+        world.checks.on_submission_settled(world.client, outcome.effect)
 
 
 def test_outcome_truth_detects_a_false_failure(world):
     operation = world.last_operation()
     operation.outcome = "no"
     with fails("OutcomeTruth"):
-        world.checks.outcomes._in_the_log(world.history.last)
+        world.checks.outcomes._check_new_row(world.history.last)
 
 
 def test_outcome_truth_detects_a_false_ahead(world):
     outcome = SessionSettled(world, reason=m.RowOutcomeCode.AHEAD)
     with fails("OutcomeTruth"):
-        world.checks.settled(world.client, outcome.effect)
+        world.checks.on_submission_settled(world.client, outcome.effect)
     outcome = SessionSettled(world, reason=m.RowOutcomeCode.AHEAD)
     outcome.operation.mark = world.history.last + 1
-    world.checks.settled(world.client, outcome.effect)
+    world.checks.on_submission_settled(world.client, outcome.effect)
 
 
 def test_outcome_truth_detects_a_false_rejection(world):
@@ -554,13 +554,13 @@ def test_outcome_truth_detects_a_false_rejection(world):
     outcome.operation.transaction_id = 3
     effect = client_events.SubmissionRejected(outcome.submission.token, Unreachable("never sent"))
     with fails("OutcomeTruth"):
-        world.checks.rejected(world.client, effect)
+        world.checks.on_submission_rejected(world.client, effect)
 
 
 def test_a_rejection_names_what_is_final(world):
     settled = SessionSettled(world, reason=m.RowOutcomeCode.LOCK, conflict=world.history.last + 1)
     with fails("OutcomeTruth"):
-        world.checks.settled(world.client, settled.effect)
+        world.checks.on_submission_settled(world.client, settled.effect)
     with fails("OutcomeTruth"):
         answer = outcome(m.RowOutcomeCode.LOCK, conflict=world.history.last + 1)
         world.answer(replace(answer, high_water_mark=world.history.last))
@@ -569,14 +569,14 @@ def test_a_rejection_names_what_is_final(world):
 def test_at_most_once_detects_a_request_id_that_is_in_the_log_twice(world):
     node = world.history.nodes[world.history.chains[world.history.last]]
     with fails("AtMostOnce"):
-        world.history._grow(node)
+        world.history._append_batch(node)
 
 
 def test_at_most_once_detects_an_operation_that_is_in_the_log_twice(world):
     operation = world.last_operation()
     operation.transaction_id = 1
     with fails("AtMostOnce"):
-        world.checks.outcomes._in_the_log(world.history.last)
+        world.checks.outcomes._check_new_row(world.history.last)
 
 
 def fed(world, first, count, *, skip=0):
@@ -585,24 +585,24 @@ def fed(world, first, count, *, skip=0):
 
 
 def test_dense_detects_a_gap_in_a_feed(world):
-    world.client.fed = 3
-    world.checks.fed(world.client, fed(world, 4, 2))
+    world.client.fed_last = 3
+    world.checks.on_feed_received(world.client, fed(world, 4, 2))
     with fails("Dense"):
-        world.checks.fed(world.client, fed(world, 5, 2))
+        world.checks.on_feed_received(world.client, fed(world, 5, 2))
 
 
 def test_client_prefix_detects_wrong_headers_in_a_feed(world):
-    world.client.fed = 3
+    world.client.fed_last = 3
     with fails("ClientPrefix"):
-        world.checks.fed(world.client, fed(world, 4, 2, skip=1))
+        world.checks.on_feed_received(world.client, fed(world, 4, 2, skip=1))
 
 
 def test_hwm_mono_detects_a_wrong_mark_of_a_client(world):
-    world.checks.mark_moved(world.client, world.history.last)
+    world.checks.on_client_mark_moved(world.client, world.history.last)
     with fails("HwmMono"):
-        world.checks.mark_moved(world.client, world.history.last - 1)
+        world.checks.on_client_mark_moved(world.client, world.history.last - 1)
     with fails("HwmMono"):
-        world.checks.mark_moved(world.client, world.history.last + 1)
+        world.checks.on_client_mark_moved(world.client, world.history.last + 1)
 
 
 def test_hwm_mono_detects_a_wrong_mark_on_a_connection(world):
@@ -619,36 +619,36 @@ def test_hwm_mono_detects_a_wrong_mark_on_a_connection(world):
 
 def test_a_mark_of_a_non_linearizable_read_is_no_older_than_mark_staleness_ms_max(world):
     last = world.history.last
-    world.checks.answers._marks.clear()
+    world.checks.responses._marks.clear()
     world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))
-    world.checks.answers.acknowledged(last)
+    world.checks.responses.on_acknowledged(last)
     timer_ms = world.cluster.limits.high_water_mark_staleness_ms_max
-    world.cluster.world.now_us += (timer_ms + 2) * MS
+    world.cluster.world.now_us += (timer_ms + 2) * US_PER_MS
     with fails("StaleMark"):
         world.answer(m.HighWaterMarkResponse(QUESTION, last - 5))
 
 
 def test_a_proven_mark_covers_earlier_acknowledgements(world):
     last = world.history.last
-    world.checks.answers.acknowledged(last)
+    world.checks.responses.on_acknowledged(last)
     asked = m.ReplicasRequest(QUESTION, linearizable=True)
     for mark, is_stale in ((last, False), (last - 1, True)):
-        world.checks.client_sent(world.client, world.link, asked)
+        world.checks.on_client_sent(world.client, world.link, asked)
         outcome = m.ReplicasResponse(QUESTION, world.session, mark, (), bytes(16), 1)
         if is_stale:
             with fails("StaleMark"):
-                world.checks.client_received(world.client, world.link, outcome)
+                world.checks.on_client_received(world.client, world.link, outcome)
         else:
-            world.checks.client_received(world.client, world.link, outcome)
+            world.checks.on_client_received(world.client, world.link, outcome)
 
 
 def test_a_flush_covers_all_earlier_appends(world):
     append_id = ReqId(1, 0, 0, 77_777)
     request = m.AppendRequest(append_id, 0, (), (), (), 7, b"", 0)
-    world.checks.client_sent(world.client, world.link, request)
-    world.checks.client_sent(world.client, world.link, m.FlushRequest(QUESTION))
+    world.checks.on_client_sent(world.client, world.link, request)
+    world.checks.on_client_sent(world.client, world.link, m.FlushRequest(QUESTION))
     with fails("Flush"):
-        world.checks.client_received(world.client, world.link, m.FlushResponse(QUESTION, 1))
+        world.checks.on_client_received(world.client, world.link, m.FlushResponse(QUESTION, 1))
 
 
 @pytest.mark.parametrize("loss", [m.RowOutcomeCode.LOST, m.RowOutcomeCode.NO_SPACE])
@@ -674,22 +674,22 @@ def test_not_ahead_detects_a_mark_above_the_log_at_admission(world):
     node = next(reversed(world.history.nodes.values()))
     world.history.operations[node.rows[0].number].mark = world.history.last + 1
     with fails("NotAhead"):
-        world.checks.outcomes.submitted(node.chain)
+        world.checks.outcomes.on_batch_submitted(node.chain)
 
 
 def test_not_ahead_detects_a_committed_row_with_a_mark_that_is_not_below_it(world):
     operation = world.last_operation()
-    operation.mark, operation.write, operation.read = world.history.last, (), ()
+    operation.mark, operation.write_locks, operation.read_locks = world.history.last, (), ()
     with fails("NotAhead"):
-        world.checks.outcomes._in_the_log(world.history.last)
+        world.checks.outcomes._check_new_row(world.history.last)
 
 
 def test_lock_serial_detects_a_committed_conflict(world):
     operation = world.last_operation()
-    world.checks.locking._writers[99] = [world.history.last - 1]
-    operation.mark, operation.read = world.history.last - 2, (99,)
+    world.checks.locks._writers[99] = [world.history.last - 1]
+    operation.mark, operation.read_locks = world.history.last - 2, (99,)
     with fails("LockSerial"):
-        world.checks.outcomes._in_the_log(world.history.last)
+        world.checks.outcomes._check_new_row(world.history.last)
 
 
 def follower_behind_a_writer(world):
@@ -699,8 +699,8 @@ def follower_behind_a_writer(world):
     operation = world.last_operation()
     writer = history.operations[history.log[-2].number]
     operation.mark, operation.state_mark = history.last - 1, history.last - 2
-    operation.session_id, operation.read = node.session_id, (99,)
-    writer.append = (99,)
+    operation.session_id, operation.read_locks = node.session_id, (99,)
+    writer.append_locks = (99,)
     return node.chain, operation, (history.last - 1, history.log[-2].key)
 
 
@@ -708,19 +708,19 @@ def test_followed_detects_a_predecessor_that_the_client_did_not_get(world):
     chain, operation, outcome = follower_behind_a_writer(world)
     with fails("Followed"):
         world.checks.outcomes._check_followed(operation, chain, world.history.last)
-    operation.followed = (outcome,)
+    operation.predecessors = (outcome,)
     world.checks.outcomes._check_followed(operation, chain, world.history.last)
 
 
 def test_followed_detects_a_wrong_predecessor(world):
     chain, operation, (position, _) = follower_behind_a_writer(world)
-    operation.followed = ((position, (9, 9)),)
+    operation.predecessors = ((position, (9, 9)),)
     with fails("Followed"):
         world.checks.outcomes._check_followed(operation, chain, world.history.last)
 
 
 def checked(ledger, number, mark, *things):
-    return data_of(number, 8) + ledger.body(CheckedTransaction(*things), mark)
+    return make_data(number, 8) + ledger.encode_body(CheckedTransaction(*things), mark)
 
 
 @pytest.mark.parametrize(
@@ -735,56 +735,56 @@ def test_serializable_detects_a_transaction_that_has_not_seen_an_earlier_one(fir
     """Two deals computed at one mark: the second has not seen what the first has done."""
     ledger = Ledger()
     one, other = checked(ledger, 5, -1, *first), checked(ledger, 6, -1, *second)
-    ledger.take(0, one)
+    ledger.replay(0, one)
     with fails("Serializable"):
-        ledger.take(1, other)
-    ledger.take(1, checked(ledger, 6, 0, *second))
-    ledger.audit()
+        ledger.replay(1, other)
+    ledger.replay(1, checked(ledger, 6, 0, *second))
+    ledger.check_final_state()
     assert ledger.checked_count == 2
 
 
 def test_serializable_detects_broken_invariants_in_any_order():
     ledger = Ledger()
-    ledger.take(0, checked(ledger, 5, -1, RowKind.TRANSFER, 0, 1))
-    ledger.audit()
+    ledger.replay(0, checked(ledger, 5, -1, RowKind.TRANSFER, 0, 1))
+    ledger.check_final_state()
     ledger._versions_of(RowKind.TRANSFER, 0).values[-1] += 1
     with fails("Serializable"):
-        ledger.audit()
+        ledger.check_final_state()
     ledger = Ledger()
-    ledger.take(0, checked(ledger, 5, -1, RowKind.GUARD, 0, 1))
+    ledger.replay(0, checked(ledger, 5, -1, RowKind.GUARD, 0, 1))
     ledger._versions_of(RowKind.GUARD, 1).values[-1] = 0
     with fails("Serializable"):
-        ledger.audit()
+        ledger.check_final_state()
 
 
 def test_serializable_is_replayed_from_a_disk():
     world = World(is_over=True)
-    taken = list(world.checks.replicas.data_on(world.storage))
-    assert taken == [data_in(record) for record in world.history.records]
+    taken = list(world.checks.replicas.data_on_disk(world.storage))
+    assert taken == [data_of_record(record) for record in world.history.records]
     assert world.checks.counts["checked transactions"] > 10
 
 
 def written_lock(world):
     return next(
-        lock for lock, ids in world.checks.locking._writers.items() if ids[-1] <= world.history.last
+        lock for lock, ids in world.checks.locks._writers.items() if ids[-1] <= world.history.last
     )
 
 
 def test_lock_bound_detects_a_lock_below_its_writer(world):
     lock = written_lock(world)
-    world.checks.locking.check_lock(world.owner, lock)
+    world.checks.locks.check_lock(world.owner, lock)
     world.owner.partition.pipeline._table = LockTable(1009, -1)
     with fails("LockBound"):
-        world.checks.locking.check_lock(world.owner, lock)
+        world.checks.locks.check_lock(world.owner, lock)
 
 
 def test_reserve_held_detects_entries_above_the_last_assigned_id(world):
-    world.checks.locking.check_table(world.owner)
+    world.checks.locks.check_table(world.owner)
     world.owner.partition.pipeline._table.reset(world.history.last + 1_000)
     with fails("ReserveHeld"):
-        world.checks.locking.check_table(world.owner)
+        world.checks.locks.check_table(world.owner)
     with fails("ReserveHeld"):
-        world.checks.locking.check_lock(world.owner, written_lock(world))
+        world.checks.locks.check_lock(world.owner, written_lock(world))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -852,7 +852,7 @@ def raw_range(world, form, records):
 def test_no_rot_served_by_a_storage(world, form):
     size = 28 if form else None
     nodes = [
-        world.history.node_at(entry.chain, entry.last)
+        world.history.batch_at(entry.chain, entry.last)
         for entry in world.storage.log.lineage(0, world.storage.log.max_id)[1]
     ]
     starts = [zip((0, *node.ends), node.ends, strict=False) for node in nodes]
@@ -909,7 +909,7 @@ def test_no_rot_served_in_the_feed(world):
 
 
 def test_no_rot_served_in_a_single_transaction(world):
-    good = data_in(world.history.records[3])
+    good = data_of_record(world.history.records[3])
     world.answer(m.TransactionDataResponse(QUESTION, 3, (good, None)))
     world.answer(m.TransactionDataResponse(QUESTION, 3, (None, "not there")))
     with fails("NoRotServed"):
@@ -924,7 +924,7 @@ def test_converged_detects_a_replica_with_another_end():
     world = World(is_over=True)
     world.history.log.append(world.history.log[-1])
     with fails("Converged"):
-        world.checks.at_end()
+        world.checks.check_final_state()
 
 
 def test_converged_detects_a_suspect_replica():
@@ -932,40 +932,40 @@ def test_converged_detects_a_suspect_replica():
     log = world.storage.log
     log._files.slots.slot = replace(log.slot, suspect=True)
     with fails("Converged"):
-        world.checks.at_end()
+        world.checks.check_final_state()
 
 
 def test_converged_detects_an_append_without_an_outcome():
     world = World(is_over=True)
-    world.checks.at_end()
+    world.checks.check_final_state()
     world.last_operation().outcome = ""
     with fails("Converged"):
-        world.checks.at_end()
+        world.checks.check_final_state()
 
 
 def test_converged_detects_a_feed_that_is_not_at_its_end():
     world = World(is_over=True)
-    world.checks.client_follows(world.client)
-    world.client.fed = world.history.last - 1
-    assert not world.checks.outcomes.are_all_fed()
+    world.checks.on_client_subscribed(world.client)
+    world.client.fed_last = world.history.last - 1
+    assert not world.checks.outcomes.have_all_feeds_ended()
     with fails("Converged"):
-        world.checks.at_end()
+        world.checks.check_final_state()
 
 
 def test_converged_detects_a_stream_that_has_ended(world):
     with fails("ClientStopped"):
-        world.checks.client_stopped(world.client, ClientAheadOfLog("the log is gone"))
+        world.checks.on_client_stopped(world.client, ClientAheadOfLog("the log is gone"))
 
 
 def test_bounded_detects_too_many_tries(world):
     for _ in range(DIALS_MAX - 1):
-        world.checks.dialed("one", "another")
-    world.cluster.world.now_us += 500 * MS
-    world.checks.dialed("one", "another")
+        world.checks.on_dial("one", "another")
+    world.cluster.world.now_us += 500 * US_PER_MS
+    world.checks.on_dial("one", "another")
     with fails("Bounded"):
-        world.checks.dialed("one", "another")
-    world.cluster.world.now_us += 600 * MS
-    world.checks.dialed("one", "another")
+        world.checks.on_dial("one", "another")
+    world.cluster.world.now_us += 600 * US_PER_MS
+    world.checks.on_dial("one", "another")
     with fails("Bounded"):
         for _ in range(CLAIMS_MAX + 1):
             world.performs(session_events.ReadMetadata(1))
@@ -981,7 +981,7 @@ def test_bounded_detects_too_much_lag(world):
                 world.session, 9_000 + sequence, 0, 0, b"", records, 0, bytes(16), (one,)
             )
             effect = session_events.SendToReplica(world.session, REPLICAS[0], message)
-            world.checks.sent_to_replica(world.owner, effect)
+            world.checks.on_sent_to_replica(world.owner, effect)
 
 
 @pytest.mark.parametrize("field", ["queue_bytes_max", "in_flight_bytes_max", "fetches_max"])
@@ -989,7 +989,7 @@ def test_bounded_detects_too_large_queues(world, field):
     limits = {"queue_bytes_max": 1, "in_flight_bytes_max": 1 << 20, "fetches_max": 2}
     world.cluster.limits = SimpleNamespace(**{**limits, field: -10})
     with fails("Bounded"):
-        world.checks.bounds.stepped(world.owner)
+        world.checks.limits.on_server_stepped(world.owner)
 
 
 def test_bounded_detects_a_too_large_queue_of_a_storage(world):
@@ -1011,10 +1011,10 @@ def archived():
 
     def is_settled():
         session = world.coordinator.marker.session_id
-        return (world.owner.name, session) in world.checks.archive._settled
+        return (world.owner.name, session) in world.checks.archive._settled_sessions
 
     assert world.cluster.world.run(
-        2_000 * MS,
+        2_000 * US_PER_MS,
         until=lambda: counts["storage.segment_removed"] and counts["archived"] > 2 and is_settled(),
     )
     world.session = world.coordinator.metadata.session_id
@@ -1025,7 +1025,7 @@ def records(world, **fields):
     """ZooKeeper has a changed archived mark."""
     marker = world.coordinator.marker
     after = replace(marker, archived=marker.archived._replace(**fields))
-    world.checks.archive.wrote(world.owner.name, after)
+    world.checks.archive.on_metadata_written(world.owner.name, after)
 
 
 def test_archived_needs_the_recorded_manifest(archived):
@@ -1051,7 +1051,7 @@ def test_archived_compares_records_and_batches_with_the_log(archived):
     archive, checks = archived.cluster.archive, archived.checks.archive
     name = next(name for name in archive.files if "/objects/0-" in name)
     file = archive.files[name]
-    checks._verified.clear()
+    checks._verified_objects.clear()
     archive.files[name] = file._replace(data=file.data[:-1] + b"?")
     with fails("Archived"):
         records(archived, stamp_ms=1)
@@ -1064,16 +1064,16 @@ def test_archived_compares_records_and_batches_with_the_log(archived):
 
 def test_a_file_that_a_fault_has_changed_is_archived_as_it_was_written(archived):
     archive = archived.cluster.archive
-    archived.checks.archive._verified.clear()
-    archive.spoil(next(name for name in archive.files if "/objects/0-" in name))
+    archived.checks.archive._verified_objects.clear()
+    archive.corrupt_file(next(name for name in archive.files if "/objects/0-" in name))
     records(archived, stamp_ms=1)
-    assert archive.spoiled
+    assert archive.original_files
 
 
 def test_nothing_in_the_archive_is_overwritten(archived):
     name = next(iter(archived.cluster.archive.files))
     with fails("Archived"):
-        archived.checks.archive_written(name, is_known=True)
+        archived.checks.on_archive_file_written(name, is_known=True)
 
 
 @pytest.mark.parametrize("fields", [{"last": 0}, {"first": -1}])
@@ -1084,13 +1084,13 @@ def test_archive_mono_detects_an_archived_mark_that_decreases(archived, fields):
 
 def test_a_mark_is_not_removed(archived):
     with fails("ArchiveMono"):
-        archived.checks.archive.wrote(
+        archived.checks.archive.on_metadata_written(
             archived.owner.name, replace(archived.coordinator.marker, archived=None)
         )
 
 
 def test_only_a_settled_session_archives(archived):
-    archived.checks.archive._settled.clear()
+    archived.checks.archive._settled_sessions.clear()
     with fails("ArchiveMono"):
         records(archived, stamp_ms=1)
 
@@ -1106,16 +1106,16 @@ def test_start_bound_detects_a_log_that_begins_above_the_archived_mark(archived,
         each for each in archived.cluster.storages.values() if each.log.start.transaction_id >= 0
     )
     checks, log = archived.checks.archive, storage.log
-    checks.opened(storage, log)
+    checks.on_log_opened(storage, log)
     seen = SimpleNamespace(start=log.start, slot=log.slot)
     if bound == "recorded":
-        checks._recorded = None
+        checks._recorded_mark = None
     elif bound == "confirmed":
         seen.slot = replace(log.slot, low_water_mark=log.start.transaction_id - 1)
     else:
         seen.start = log.start._replace(chain=bytes(16))
     with fails("StartBound"):
-        checks.opened(storage, seen)
+        checks.on_log_opened(storage, seen)
 
 
 def test_no_replica_is_reset_that_is_engaged(archived):
@@ -1149,13 +1149,13 @@ def expiring():
     """A world with at least three objects in its archive, which may expire."""
     sizes = {"archive_object_bytes": 1, "archive_interval_ms": 10, "checkpoint_interval_count": 20}
     world = World(expires=True, **sizes)
-    counts, settled = world.checks.counts, world.checks.archive._settled
+    counts, settled = world.checks.counts, world.checks.archive._settled_sessions
 
     def is_ready():
         session = world.coordinator.metadata.session_id
         return counts["archived"] > 3 and (world.owner.name, session) in settled
 
-    assert world.cluster.world.run(10_000 * MS, until=is_ready)
+    assert world.cluster.world.run(10_000 * US_PER_MS, until=is_ready)
     return world
 
 
@@ -1167,10 +1167,10 @@ def expires(world, first, requested):
     made = replace(present, first=first).to_bytes()
     name = f"{recorded.manifest}-{first}"
     archive.files[name], archive.written_ms[name] = StoredFile(made), 0
-    checks.requested(requested)
-    world.checks.archive_expires(name, world.owner.wall_ms)
+    checks.on_expiry_requested(requested)
+    world.checks.on_archive_expiry(name, world.owner.wall_ms)
     after = recorded._replace(first=first, manifest=name, manifest_crc=crc32(made))
-    checks.wrote(world.owner.name, replace(world.coordinator.marker, archived=after))
+    checks.on_metadata_written(world.owner.name, replace(world.coordinator.marker, archived=after))
     return present
 
 
@@ -1184,9 +1184,9 @@ def test_only_what_was_requested_expires(expiring):
     first = first_end(expiring)
     with fails("Expired"):
         expires(expiring, first, first - 1)
-    expiring.checks.archive._recorded = expiring.coordinator.marker.archived
+    expiring.checks.archive._recorded_mark = expiring.coordinator.marker.archived
     expires(expiring, first, first)
-    assert [each for each, _ in expiring.checks.archive._expired] == [first]
+    assert [each for each, _ in expiring.checks.archive._expired_ids] == [first]
 
 
 def test_whole_objects_expire(expiring):
@@ -1202,85 +1202,85 @@ def test_expired_objects_stay_for_the_grace_period(expiring):
     name = present.newest[0].name
     del expiring.cluster.archive.files[name]
     with fails("Archived"):
-        expiring.checks.archive_deleted(name)
-    expiring.checks.archive._expired = [(first, -expiring.cluster.archive.expiry_grace_ms)]
-    expiring.checks.archive_deleted(name)
+        expiring.checks.on_archive_file_deleted(name)
+    expiring.checks.archive._expired_ids = [(first, -expiring.cluster.archive.expiry_grace_ms)]
+    expiring.checks.on_archive_file_deleted(name)
     later = present.newest[1].name
     del expiring.cluster.archive.files[later]
     with fails("Archived"):
-        expiring.checks.archive_deleted(later)
+        expiring.checks.on_archive_file_deleted(later)
 
 
 def test_a_read_is_rejected_only_with_the_first_available_id(expiring):
     first = first_end(expiring)
     expires(expiring, first, first)
     checks = expiring.checks
-    checks.archive.rejected(first - 1, first)
+    checks.archive.on_read_rejected(first - 1, first)
     with fails("Expired"):
-        checks.archive.rejected(first, first)
+        checks.archive.on_read_rejected(first, first)
     with fails("Expired"):
-        checks.archive.rejected(0, first + 1)
+        checks.archive.on_read_rejected(0, first + 1)
     with fails("ClientStopped"):
-        checks.client_stopped(expiring.client, Unreachable("gone"))
+        checks.on_client_stopped(expiring.client, Unreachable("gone"))
 
 
 def test_a_manifest_is_not_deleted_while_readers_may_know_no_later_one(archived):
     checks, archive = archived.checks.archive, archived.cluster.archive
     name = next(iter(checks._replaced_ms))
     checks._replaced_ms[name] = archived.cluster.world.now_ms - archive.grace_ms
-    checks.deleted(name)
+    checks.on_file_deleted(name)
     checks._replaced_ms[name] += 1
     with fails("Archived"):
-        checks.deleted(name)
+        checks.on_file_deleted(name)
 
 
 def test_nothing_is_written_or_deleted_for_another_cluster(archived):
     name = "00000000-0000-0000-0000-000000000000/0/objects/0-1-1-1.parquet"
     with fails("Archived"):
-        archived.checks.archive_written(name, is_known=False)
+        archived.checks.on_archive_file_written(name, is_known=False)
     with fails("Archived"):
-        archived.checks.archive_deleted(name)
+        archived.checks.on_archive_file_deleted(name)
 
 
 def test_a_rollback_of_zookeeper_deletes_nothing_that_a_log_has_removed(archived):
     checks = archived.checks.archive
-    name, entry = next(iter(checks._listed.items()))
-    archived.sessions.zookeeper_changed()
-    checks.deleted(name)
-    checks._recorded = checks._recorded._replace(last=entry.first - 1)
-    checks._starts[REPLICAS[0]] = entry.last
+    name, entry = next(iter(checks._listed_objects.items()))
+    archived.sessions.on_zookeeper_rewritten()
+    checks.on_file_deleted(name)
+    checks._recorded_mark = checks._recorded_mark._replace(last=entry.first - 1)
+    checks._log_starts[REPLICAS[0]] = entry.last
     with fails("Archived"):
-        checks.deleted(name)
+        checks.on_file_deleted(name)
 
 
 def test_a_replica_that_no_session_needs_may_lose_what_is_archived(world):
     checks, storage = world.checks, world.storage
-    cut = SimpleNamespace(keep=-1, acked=world.history.last)
+    cut = SimpleNamespace(last_to_keep=-1, committed_last=world.history.last)
     slot = SimpleNamespace(low_water_mark=-1)
     log = SimpleNamespace(promised=storage.log.promised, slot=slot, synced_max=-1)
     with fails("NoCutCommitted"):
-        checks.replicas._cut(storage, log, cut)
+        checks.replicas._check_truncation(storage, log, cut)
     checks.archived_last = world.history.last
     with fails("NoCutCommitted"):
-        checks.replicas._cut(storage, log, cut)
+        checks.replicas._check_truncation(storage, log, cut)
     del world.sessions.ever_engaged[world.session][storage.name]
-    checks.replicas._cut(storage, log, cut)
-    assert not checks.replicas._holds[storage.name]
+    checks.replicas._check_truncation(storage, log, cut)
+    assert not checks.replicas._batches_on_disk[storage.name]
 
 
 def test_states_that_were_never_reached_are_listed():
-    counts = dict.fromkeys(SOMETIMES, 1)
-    assert never(counts) == []
+    counts = dict.fromkeys(REQUIRED_STATES, 1)
+    assert missing_states(counts) == []
     del counts["replica joined an open session"]
     counts["NO_SPACE"] = 0
-    assert never(counts) == ["replica joined an open session", "NO_SPACE"]
+    assert missing_states(counts) == ["replica joined an open session", "NO_SPACE"]
 
 
 def test_checkers_change_nothing():
     """A run is the same whether a checker reads the replicas' records or not."""
     plain, looked = World(), World()
     looked.checks.replicas.check_log_state(looked.storage, looked.storage.log)
-    looked.checks.locking.check_table(looked.owner)
+    looked.checks.locks.check_table(looked.owner)
     for each in (plain, looked):
-        each.cluster.world.run(50 * MS)
+        each.cluster.world.run(50 * US_PER_MS)
     assert plain.cluster.world.fingerprint == looked.cluster.world.fingerprint

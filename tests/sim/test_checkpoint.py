@@ -9,7 +9,7 @@ import itertools
 import pytest
 
 from tests.sim.steady_writer import SteadyWriter
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 from waltz_sim.schedule import Schedule, Setup
 
 DURATION_MS = 1_200
@@ -20,7 +20,7 @@ COST_MS_MAX = 50
 def longest_gap_ms(writer: SteadyWriter) -> float:
     """The longest silence, but for the first session's beginning."""
     gaps = (after - before for before, after in itertools.pairwise(writer.answered_us))
-    return max(gaps) / MS
+    return max(gaps) / US_PER_MS
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 5])
@@ -36,8 +36,8 @@ def test_a_checkpoint_under_load_costs_less_than_50_ms(replicas: int):
     )
     cluster = SimCluster(Schedule(0, setup))
     writer = SteadyWriter(cluster, every_ms=WRITE_EVERY_MS, until_ms=DURATION_MS)
-    writer.append()
-    cluster.world.run(DURATION_MS * MS)
+    writer.append_locks()
+    cluster.world.run(DURATION_MS * US_PER_MS)
     assert cluster.coordinator.metadata.session_id >= 4
     assert cluster.checks.counts["session closed"] >= 4
     cluster.run_until_recovered()

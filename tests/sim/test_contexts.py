@@ -31,7 +31,7 @@ def test_a_claim_beyond_the_view_is_found():
 
 def test_double_spending_is_found_by_the_log_alone(monkeypatch):
     """Whatever is claimed: what was decided by an old view is in the log."""
-    monkeypatch.setattr(ContextClient, "sending", lambda *_: None)
+    monkeypatch.setattr(ContextClient, "check_claimed_mark", lambda *_: None)
     with broken(log_mark_claimed_while_unsubscribed.__name__):
         rules = {run(schedule(seed)).rule for seed in range(4)}
     assert rules & {"LockSerial", "Serializable"}

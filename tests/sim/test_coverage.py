@@ -4,7 +4,7 @@ from collections import Counter
 
 from waltz_sim.coverage import SEEDS_MIN, Coverage, FailedSeed, covered
 from waltz_sim.faults.kinds import WEIGHTS
-from waltz_sim.guarantees.sometimes import SOMETIMES
+from waltz_sim.guarantees.required_states import REQUIRED_STATES
 from waltz_sim.report import report_of
 from waltz_sim.run import RunVerdict
 from waltz_sim.schedule import Schedule
@@ -27,7 +27,7 @@ def verdict(seed, rule=None, **counts):
 
 
 def everything(seeds):
-    names = [*SOMETIMES, *(f"fault {kind}" for kind in WEIGHTS)]
+    names = [*REQUIRED_STATES, *(f"fault {kind}" for kind in WEIGHTS)]
     return Coverage(seeds=seeds, counts=Counter(dict.fromkeys(names, 1)))
 
 
@@ -60,7 +60,7 @@ def test_a_few_seeds_need_not_try_everything():
 def test_many_seeds_must_try_everything():
     assert everything(SEEDS_MIN).is_good
     quiet = Coverage(seeds=SEEDS_MIN)
-    assert len(quiet.missing()) == len(SOMETIMES) + len(WEIGHTS)
+    assert len(quiet.missing()) == len(REQUIRED_STATES) + len(WEIGHTS)
     assert not quiet.is_good
 
 

@@ -5,8 +5,8 @@ import pytest
 from tests.sim.broken_replication import marked_before_zookeeper
 from tests.sim.switches import broken
 from tests.sim.test_faults import at_rest, cluster_of, repair_and_count
-from waltz_sim.cluster.disaster_recovery import BEST, STEPS, DisasterRecovery
-from waltz_sim.cluster.simulated_cluster import MS
+from waltz_sim.cluster.disaster_recovery import BEST_REPLICA, DEATH_STEPS, DisasterRecovery
+from waltz_sim.cluster.simulated_cluster import US_PER_MS
 from waltz_sim.guarantees.history import Violation
 from waltz_sim.world.simulated_disk import Survival
 
@@ -14,11 +14,11 @@ pytestmark = pytest.mark.sim
 A, B, C = "storage0:1", "storage1:1", "storage2:1"
 
 
-def accept(cluster, replica=BEST, *, dies_after=""):
+def accept(cluster, replica=BEST_REPLICA, *, dies_after=""):
     """Run the command to its end, and return what it has declared."""
     ended = []
     DisasterRecovery(cluster, ended.append, accepted=replica, dies_after=dies_after)
-    assert cluster.world.run(20_000 * MS, until=lambda: bool(ended))
+    assert cluster.world.run(20_000 * US_PER_MS, until=lambda: bool(ended))
     return ended[0]
 
 
@@ -31,7 +31,7 @@ def test_a_log_that_is_whole_is_accepted_and_all_replicas_get_it():
     repair_and_count(cluster)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", DEATH_STEPS)
 def test_a_command_that_dies_after_a_step_loses_no_transaction_and_can_be_repeated(step):
     cluster = at_rest()
     assert accept(cluster, dies_after=step) is None
@@ -40,7 +40,7 @@ def test_a_command_that_dies_after_a_step_loses_no_transaction_and_can_be_repeat
     assert (cluster.unfinished_recovery is not None) == is_undecided
     assert cluster.coordinator.is_rewritten == (step not in {"claim", "fence"})
     if step == "write":
-        assert not cluster.world.run(5_000 * MS, until=cluster.is_whole)
+        assert not cluster.world.run(5_000 * US_PER_MS, until=cluster.has_all_engaged)
     repair_and_count(cluster)
     assert cluster.unfinished_recovery is None
 
@@ -49,20 +49,22 @@ def lost_end():
     """C is behind; A has lost what C lacks, and knows; B has all, and is away."""
     cluster = cluster_of(spare_storages=0, segment_bytes_max=65_536)
     a, b, c = (cluster.storages[each] for each in (A, B, C))
-    cluster.held_down[c.name] = None
+    cluster.kept_down[c.name] = None
     c.kill()
     a.disk.is_lying = True
     last = cluster.checks.history.last
-    assert cluster.world.run(5_000 * MS, until=lambda: cluster.checks.history.last > last + 5)
-    cluster.held_down[b.name] = None
+    assert cluster.world.run(
+        5_000 * US_PER_MS, until=lambda: cluster.checks.history.last > last + 5
+    )
+    cluster.kept_down[b.name] = None
     b.kill()
     a.trusts_fsync = False
     a.lose_power(Survival.NOTHING, with_lies=True)
     a.disk.stop_lying()
-    cluster.budget.spend(a)
-    cluster.held_down.pop(c.name)
+    cluster.budget.record_loss(a)
+    cluster.kept_down.pop(c.name)
     c.start()
-    assert cluster.world.run(5_000 * MS, until=lambda: None not in (a.log, c.log))
+    assert cluster.world.run(5_000 * US_PER_MS, until=lambda: None not in (a.log, c.log))
     assert a.log.suspect
     # Its owner would remember what was committed.
     cluster.kill(cluster.owner)
@@ -73,7 +75,7 @@ def test_an_incomplete_log_is_not_marked_before_zookeeper_is_written():
     cluster = lost_end()
     assert accept(cluster, A) is None
     assert cluster.storages[A].log.suspect
-    assert not cluster.world.run(5_000 * MS, until=cluster.is_whole)
+    assert not cluster.world.run(5_000 * US_PER_MS, until=cluster.has_all_engaged)
     repair_and_count(cluster)
 
 
@@ -82,4 +84,4 @@ def test_the_former_order_of_writes_opens_a_partition_without_acknowledged_rows(
         cluster = lost_end()
         assert accept(cluster, A) is None
         with pytest.raises(Violation, match="is in the log"):
-            cluster.world.run(5_000 * MS, until=cluster.is_whole)
+            cluster.world.run(5_000 * US_PER_MS, until=cluster.has_all_engaged)

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from waltz_sim.world.event_loop import loop_of
+from waltz_sim.world.event_loop import create_loop
 from waltz_sim.world.process import Process
 from waltz_sim.world.world import World
 
@@ -25,7 +25,7 @@ async def virtual(s):
 
 
 def test_time_passes_only_in_the_world(process):
-    loop, outcome = loop_of(process), []
+    loop, outcome = create_loop(process), []
 
     async def wait(s):
         await virtual(s)
@@ -37,7 +37,7 @@ def test_time_passes_only_in_the_world(process):
                 group.create_task(wait(s))
         outcome.append("all")
 
-    loop.enter(lambda: loop.create_task(begin()))
+    loop.run_inside(lambda: loop.create_task(begin()))
     assert outcome == []
     process.world.run(10_000_000)
     assert [s for s, _ in outcome[:3]] == [0.5, 1.0, 2.0]
@@ -46,7 +46,7 @@ def test_time_passes_only_in_the_world(process):
 
 
 def test_a_timeout_cancels_its_task_and_leaves_no_timer(process):
-    loop, outcome = loop_of(process), []
+    loop, outcome = create_loop(process), []
 
     async def late():
         with pytest.raises(TimeoutError):
@@ -56,7 +56,7 @@ def test_a_timeout_cancels_its_task_and_leaves_no_timer(process):
         async with asyncio.timeout(60):
             await virtual(1)
 
-    loop.enter(lambda: loop.create_task(late()))
+    loop.run_inside(lambda: loop.create_task(late()))
     process.world.run(10_000_000)
     steps = process.world.step_count
     process.world.run(100_000_000)
@@ -65,8 +65,8 @@ def test_a_timeout_cancels_its_task_and_leaves_no_timer(process):
 
 
 def test_a_paused_program_runs_no_callback(process):
-    loop, outcome = loop_of(process), []
-    loop.enter(lambda: loop.call_later(1, outcome.append, "late"))
+    loop, outcome = create_loop(process), []
+    loop.run_inside(lambda: loop.call_later(1, outcome.append, "late"))
     process.pause()
     process.world.run(5_000_000)
     assert outcome == []
@@ -75,24 +75,24 @@ def test_a_paused_program_runs_no_callback(process):
 
 
 def test_errors_inside_are_raised_when_the_loop_ends(process):
-    loop = loop_of(process)
+    loop = create_loop(process)
 
     def survive():
-        loop.fail(ValueError("first"))
-        loop.fail(ValueError("second"))
+        loop.keep_error(ValueError("first"))
+        loop.keep_error(ValueError("second"))
 
     with pytest.raises(ValueError, match="first"):
-        loop.enter(survive)
-    loop.enter(lambda: None)
+        loop.run_inside(survive)
+    loop.run_inside(lambda: None)
     with pytest.raises(ZeroDivisionError):
-        loop.enter(lambda: loop.call_soon(lambda: 1 / 0))
+        loop.run_inside(lambda: loop.call_soon(lambda: 1 / 0))
 
 
 def test_tasks_end_with_the_loop_and_the_outer_loop_is_unchanged(process):
     outcome = []
 
     async def outside():
-        loop = loop_of(process)
+        loop = create_loop(process)
 
         async def work():
             try:
@@ -100,7 +100,7 @@ def test_tasks_end_with_the_loop_and_the_outer_loop_is_unchanged(process):
             finally:
                 outcome.append("ended")
 
-        loop.enter(lambda: loop.create_task(work()))
+        loop.run_inside(lambda: loop.create_task(work()))
         loop.close()
         assert loop.is_closed()
         assert asyncio.get_running_loop() is not loop

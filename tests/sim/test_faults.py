@@ -7,10 +7,10 @@ import pytest
 from waltz_core.replication import session_events
 from waltz_core.storage.files.control_file import SLOTS_NAME
 from waltz_core.storage.service.service import NO_STORAGE_ID
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 from waltz_sim.faults import disk_faults, network_faults, process_faults, zookeeper_faults
 from waltz_sim.faults import kinds as faults
-from waltz_sim.guarantees.data_loss_budget import is_sound, read_whole
+from waltz_sim.guarantees.data_loss_budget import is_disk_sound, read_whole_log
 from waltz_sim.guarantees.history import Violation
 from waltz_sim.schedule import Schedule, Setup
 from waltz_sim.world.simulated_disk import Survival
@@ -36,8 +36,8 @@ def cluster_of(**setup):
     """A cluster that has been writing for a while, all of it engaged."""
     cluster = SimCluster(Schedule(7, Setup(**{"clients": 2, "think_ms": 5} | setup)))
     cluster.start_clients()
-    assert cluster.world.run(2_000 * MS, until=cluster.is_whole)
-    assert cluster.world.run(5_000 * MS, until=lambda: cluster.checks.history.last > 60)
+    assert cluster.world.run(2_000 * US_PER_MS, until=cluster.has_all_engaged)
+    assert cluster.world.run(5_000 * US_PER_MS, until=lambda: cluster.checks.history.last > 60)
     return cluster
 
 
@@ -45,14 +45,14 @@ def at_rest(**setup):
     """A cluster in which all replicas hold the whole log."""
     cluster = cluster_of(**setup)
     cluster.workload.is_over = True
-    assert cluster.world.run(5_000 * MS, until=cluster.is_equal)
+    assert cluster.world.run(5_000 * US_PER_MS, until=cluster.are_replicas_equal)
     return cluster
 
 
 def new_session(cluster):
     cluster.owner.step(session_events.Checkpoint())
-    cluster.world.run(50 * MS)
-    assert cluster.world.run(5_000 * MS, until=cluster.is_whole)
+    cluster.world.run(50 * US_PER_MS)
+    assert cluster.world.run(5_000 * US_PER_MS, until=cluster.has_all_engaged)
 
 
 def repair_and_count(cluster):
@@ -74,54 +74,54 @@ def test_every_kind_has_a_weight_and_a_sentence():
 def test_one_replica_may_lose_something_until_it_is_repaired():
     cluster = at_rest()
     victim, other = cluster.storages[A], cluster.storages[B]
-    assert cluster.budget.allows(victim)
-    cluster.budget.spend(victim)
-    assert cluster.budget.allows(victim)
-    assert not cluster.budget.allows(other)
+    assert cluster.budget.may_lose_data(victim)
+    cluster.budget.record_loss(victim)
+    assert cluster.budget.may_lose_data(victim)
+    assert not cluster.budget.may_lose_data(other)
     new_session(cluster)
-    assert cluster.budget.allows(other)
-    assert not cluster.budget.has_lost(victim)
+    assert cluster.budget.may_lose_data(other)
+    assert not cluster.budget.has_lost_data(victim)
 
 
 def test_a_rotten_replica_is_not_trusted_even_if_engaged():
     cluster = at_rest()
     victim = cluster.storages[A]
     (path,) = [each for each in victim.disk.files() if each.name == "0000000000000000000.seg"]
-    victim.disk.flip(path, 500)
-    cluster.budget.spend(victim)
+    victim.disk.flip_bits(path, 500)
+    cluster.budget.record_loss(victim)
     new_session(cluster)
-    assert not is_sound(victim)
-    assert not cluster.budget.allows(cluster.storages[B])
-    read_whole(victim.log)
+    assert not is_disk_sound(victim)
+    assert not cluster.budget.may_lose_data(cluster.storages[B])
+    read_whole_log(victim.log)
     new_session(cluster)
-    assert is_sound(victim)
-    assert cluster.budget.allows(cluster.storages[B])
+    assert is_disk_sound(victim)
+    assert cluster.budget.may_lose_data(cluster.storages[B])
 
 
 def test_an_unnoticed_loss_needs_a_complete_quorum():
     cluster = at_rest()
-    assert cluster.budget.allows(cluster.storages[A], is_silent=True)
+    assert cluster.budget.may_lose_data(cluster.storages[A], is_silent=True)
     cluster.storages[B].kill()
-    assert not cluster.budget.allows(cluster.storages[A], is_silent=True)
-    assert not cluster.budget.allows(cluster.storages[A])
+    assert not cluster.budget.may_lose_data(cluster.storages[A], is_silent=True)
+    assert not cluster.budget.may_lose_data(cluster.storages[A])
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_records_on_one_replica_only_are_not_lost(replicas):
     cluster = at_rest(replicas=replicas, spare_storages=0)
-    assert not cluster.budget.allows(cluster.storages[A], is_silent=True)
-    assert cluster.budget.allows(cluster.storages[A]) == (replicas == 2)
+    assert not cluster.budget.may_lose_data(cluster.storages[A], is_silent=True)
+    assert cluster.budget.may_lose_data(cluster.storages[A]) == (replicas == 2)
 
 
 def test_without_a_budget_replicas_may_notice_losses_or_zookeeper_may_lose_its_nodes():
     cluster = at_rest(is_unbounded=True)
-    cluster.budget.spend(cluster.storages[A])
-    assert cluster.budget.allows(cluster.storages[B])
-    assert not cluster.budget.allows(cluster.storages[B], is_silent=True)
+    cluster.budget.record_loss(cluster.storages[A])
+    assert cluster.budget.may_lose_data(cluster.storages[B])
+    assert not cluster.budget.may_lose_data(cluster.storages[B], is_silent=True)
     assert not zookeeper_faults.delete_nodes(cluster, FixedRolls())
     cluster = at_rest(is_unbounded=True)
     assert zookeeper_faults.delete_nodes(cluster, FixedRolls())
-    assert not cluster.budget.allows(cluster.storages[B])
+    assert not cluster.budget.may_lose_data(cluster.storages[B])
 
 
 # ---- disks
@@ -133,9 +133,9 @@ def test_a_disk_that_was_rolled_back_is_repaired():
     assert disk_faults.take_snapshot(cluster, FixedRolls())
     old = storage.log.max_id
     new_session(cluster)
-    cluster.world.run(200 * MS)
+    cluster.world.run(200 * US_PER_MS)
     assert disk_faults.roll_back_disk(cluster, FixedRolls())
-    assert cluster.world.run(3_000 * MS, until=lambda: storage.log is not None)
+    assert cluster.world.run(3_000 * US_PER_MS, until=lambda: storage.log is not None)
     assert cluster.checks.counts["rolled back"] == 1
     assert repair_and_count(cluster)["recovery decided without some replicas"] >= 1
     assert storage.log.max_id > old
@@ -155,7 +155,7 @@ def test_swapped_disks_are_rejected_and_nothing_is_lost():
     cluster = cluster_of()
     one, other = cluster.storages[A], cluster.storages[B]
     cluster.swap_disks(one, other)
-    cluster.world.run(600 * MS)
+    cluster.world.run(600 * US_PER_MS)
     assert one.log is other.log is None
     counts = repair_and_count(cluster)
     assert counts["storage rejected: StorageIdMismatch"] >= 2
@@ -168,11 +168,11 @@ def test_unsynced_data_of_a_lying_disk_is_lost_with_the_power(is_known):
     storage = cluster.storages[A]
     disk_faults.lying_disk(cluster, FixedRolls(roll=0.4 if is_known else 0.6))
     assert storage.disk.is_lying
-    assert cluster.world.run(900 * MS, until=lambda: not storage.disk.is_lying)
+    assert cluster.world.run(900 * US_PER_MS, until=lambda: not storage.disk.is_lying)
     if is_known:
         assert cluster.checks.counts["fault lying_disk"] == 1
     repair_and_count(cluster)
-    assert is_sound(storage)
+    assert is_disk_sound(storage)
 
 
 def test_a_power_loss_outside_the_budget_loses_nothing_on_a_lying_disk():
@@ -181,10 +181,10 @@ def test_a_power_loss_outside_the_budget_loses_nothing_on_a_lying_disk():
     storage.disk.is_lying = True
     cluster.workload.is_over = False
     cluster.workload.begin(cluster.clients[0])
-    cluster.world.run(100 * MS)
+    cluster.world.run(100 * US_PER_MS)
     last = storage.log.synced_max
     storage.lose_power(Survival.NOTHING)
-    assert cluster.world.run(2_000 * MS, until=lambda: storage.log is not None)
+    assert cluster.world.run(2_000 * US_PER_MS, until=lambda: storage.log is not None)
     assert storage.log.synced_max >= last
 
 
@@ -208,9 +208,9 @@ def test_records_that_count_after_a_restart_are_whole():
     cluster = at_rest()
     storage = cluster.storages[A]
     segment = next(path for path in storage.disk.files() if path.suffix == ".seg")
-    storage.disk.flip(segment, len(storage.disk.content(segment)) - 5)
+    storage.disk.flip_bits(segment, len(storage.disk.visible_content(segment)) - 5)
     with pytest.raises(Violation, match=r"counts a torn record at \d+"):
-        cluster.checks.log_opened(storage, storage.log)
+        cluster.checks.on_log_opened(storage, storage.log)
 
 
 def test_a_spoiled_slot_makes_a_replica_suspect_and_the_next_session_repairs_it():
@@ -231,10 +231,10 @@ def test_a_server_dies_at_the_chosen_point(point, is_after):
     cluster = cluster_of(servers=1)
     server = cluster.owner
     struck = []
-    server.dies_at = (point, is_after, lambda: struck.append(cluster.world.now_ms))
+    server.planned_death = (point, is_after, lambda: struck.append(cluster.world.now_ms))
     incarnation = server.incarnation
     cluster.owner.step(session_events.Checkpoint())
-    assert cluster.world.run(3_000 * MS, until=lambda: bool(struck))
+    assert cluster.world.run(3_000 * US_PER_MS, until=lambda: bool(struck))
     assert server.incarnation > incarnation
     repair_and_count(cluster)
 
@@ -244,10 +244,10 @@ def test_a_storage_dies_before_or_after_a_task(is_after):
     cluster = at_rest()
     storage = cluster.storages[A]
     struck = []
-    storage.dies_at = ("Prepare", is_after, lambda: struck.append(storage.log.promised))
+    storage.planned_death = ("Prepare", is_after, lambda: struck.append(storage.log.promised))
     promised = storage.log.promised
     cluster.owner.step(session_events.Checkpoint())
-    assert cluster.world.run(1_000 * MS, until=lambda: bool(struck))
+    assert cluster.world.run(1_000 * US_PER_MS, until=lambda: bool(struck))
     assert struck == [promised + is_after]
     repair_and_count(cluster)
 
@@ -258,12 +258,12 @@ def test_timers_of_a_fast_clock_fire_early_and_the_clock_never_goes_back():
     start_ms, own_ms = cluster.world.now_ms, process.now_ms
     assert own_ms == start_ms
     process.set_clock_rate(1.2)
-    cluster.world.run(1_000 * MS)
+    cluster.world.run(1_000 * US_PER_MS)
     assert process.now_ms - own_ms == pytest.approx(1_200, abs=2)
     process.set_clock_rate(0.8)
     seen = process.now_ms
     assert seen >= own_ms + 1_198
-    cluster.world.run(1_000 * MS)
+    cluster.world.run(1_000 * US_PER_MS)
     assert process.now_ms - seen == pytest.approx(800, abs=2)
 
 
@@ -271,7 +271,7 @@ def test_a_link_is_cut_while_messages_are_on_their_way():
     cluster = cluster_of()
     struck = 0
     for seed in range(200):
-        cluster.world.run(1 * MS)
+        cluster.world.run(1 * US_PER_MS)
         struck += network_faults.half_delivered(cluster, Random(seed))
     assert struck > 5
     repair_and_count(cluster)
@@ -282,7 +282,7 @@ def test_messages_of_an_abandoned_link_arrive_after_the_next_mount_and_are_rejec
     counts = cluster.checks.counts
     for seed in range(30):
         network_faults.outlived_link(cluster, Random(seed))
-        cluster.world.run(100 * MS)
+        cluster.world.run(100 * US_PER_MS)
     assert counts["fault outlived_link"] > 5
     assert counts["append on an older connection"] > 5
     repair_and_count(cluster)
@@ -293,7 +293,7 @@ def test_an_unused_link_is_not_replaced_by_the_fault():
     cluster = at_rest()
     before = len(cluster.network.links)
     assert not network_faults.outlived_link(cluster, Random(1))
-    cluster.world.run(3_000 * MS)
+    cluster.world.run(3_000 * US_PER_MS)
     assert cluster.checks.counts["fault outlived_link"] == 0
     assert len(cluster.network.links) <= before + 1
 
@@ -304,9 +304,9 @@ def test_a_close_is_not_delivered_over_a_blocked_link():
     link = next(each for each in server.links.values() if each.ends[1].name == A)
     network.block(A, server.name)
     network.close(link, 1)
-    cluster.world.run(100 * MS)
+    cluster.world.run(100 * US_PER_MS)
     assert link.is_open == [True, False]
-    assert cluster.world.run(3_000 * MS, until=lambda: not link.is_open[0])
+    assert cluster.world.run(3_000 * US_PER_MS, until=lambda: not link.is_open[0])
 
 
 def stranded(seed, **setup):
@@ -314,7 +314,9 @@ def stranded(seed, **setup):
     cluster = cluster_of(clients=3, **setup)
     old, last = cluster.owner, cluster.checks.history.last
     assert zookeeper_faults.strand_owner(cluster, Random(seed))
-    assert cluster.world.run(2_000 * MS, until=lambda: cluster.checks.history.last > last + 20)
+    assert cluster.world.run(
+        2_000 * US_PER_MS, until=lambda: cluster.checks.history.last > last + 20
+    )
     assert cluster.owner is not old
     return cluster, old
 
@@ -350,22 +352,22 @@ def test_delayed_watches_are_coalesced_and_lead_to_the_latest_assignment():
     coordinator = cluster.coordinator
     coordinator.watch_delay_ms_max = 500
     for _ in range(5):
-        coordinator.give("server1")
-        coordinator.give("server0")
+        coordinator.set_owner("server1")
+        coordinator.set_owner("server0")
     assert cluster.checks.counts["watch coalesced"] > 5
-    cluster.world.run(1_000 * MS)
+    cluster.world.run(1_000 * US_PER_MS)
     assert cluster.owner.name == "server0"
     assert cluster.owner.partition.generation == coordinator.assignment.generation
 
 
 def test_a_client_receives_a_stale_answer():
     cluster = at_rest()
-    cluster.coordinator.give("server1")
-    cluster.coordinator.stale_reads = 1.0
+    cluster.coordinator.set_owner("server1")
+    cluster.coordinator.stale_read_share = 1.0
     seen = []
     for _ in range(20):
         cluster.coordinator.owner_for(cluster.clients[0], seen.append)
-    cluster.world.run(10 * MS)
+    cluster.world.run(10 * US_PER_MS)
     assert {each.owner for each in seen} > {"server1"}
 
 
@@ -380,7 +382,7 @@ def test_two_owners_compete_and_one_wins():
     struck = 0
     for seed in range(30):
         struck += zookeeper_faults.duel(cluster, Random(seed))
-        cluster.world.run(300 * MS)
+        cluster.world.run(300 * US_PER_MS)
     assert struck > 5
     counts = repair_and_count(cluster)
     assert counts["two owners claimed one session"] > 0
@@ -392,10 +394,10 @@ def test_a_hanging_server_loses_its_session_and_the_partition_moves():
     assert process_faults.hanging_server(cluster, FixedRolls(first=cluster.servers.index(hung)))
     hung.hang_count += 1  # it does not continue by itself
     cluster.coordinator.watch_hanging(hung)
-    assert cluster.coordinator.alive[hung.name]
-    cluster.world.run(5_000 * MS, until=lambda: cluster.owner is not hung)
-    assert not cluster.coordinator.alive[hung.name]
-    cluster.world.run(5_000 * MS, until=cluster.is_whole)
+    assert cluster.coordinator.has_session[hung.name]
+    cluster.world.run(5_000 * US_PER_MS, until=lambda: cluster.owner is not hung)
+    assert not cluster.coordinator.has_session[hung.name]
+    cluster.world.run(5_000 * US_PER_MS, until=cluster.has_all_engaged)
     assert repair_and_count(cluster)["session of a hanging server expired"] == 1
     assert not hung.is_hanging
 

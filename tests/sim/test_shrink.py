@@ -32,13 +32,13 @@ class Model:
     """Fails when certain faults are there, in a world that is large enough."""
 
     def __init__(self, needed=NEEDED, **least):
-        self.needed, self.least = needed, least
+        self.needed, self.mark_min = needed, least
         self.run_count = 0
 
     def run(self, schedule):
         self.run_count += 1
         has_all = set(self.needed) <= set(schedule.faults)
-        is_large = all(getattr(schedule.setup, name) >= n for name, n in self.least.items())
+        is_large = all(getattr(schedule.setup, name) >= n for name, n in self.mark_min.items())
         has_time = schedule.setup.duration_ms >= 4_000
         fails = has_all and is_large and has_time
         return verdict_of(schedule, "Fork" if fails else ("Converged" if has_all else None))

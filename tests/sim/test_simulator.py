@@ -108,8 +108,8 @@ class LinkedMachines:
             self.near,
             self.far,
             self.handlers("near"),
-            opened=lambda link: setattr(self, "link", link),
-            failed=self.failed.append,
+            on_opened=lambda link: setattr(self, "link", link),
+            on_failed=self.failed.append,
             accept=lambda link: self.handlers("far"),
         )
         self.world.run(5_000_000)
@@ -239,9 +239,9 @@ class TestAbandonedLinks:
     @pytest.mark.parametrize("lets_go", ["release", "heal"])
     def test_messages_in_flight_arrive_after_those_held_back(self, linked, lets_go):
         late, network = self.held(linked), linked.network
-        network.slow_us = 100_000
+        network.extra_delay_us = 100_000
         linked.send(NEAR, 3)
-        network.slow_us = 0
+        network.extra_delay_us = 0
         network.repair() if lets_go == "heal" else network.release(linked.link, "abandoned")
         linked.world.run(1_000_000)
         assert linked.outcome("far") == [1, 2, 3, "abandoned"]
@@ -250,7 +250,7 @@ class TestAbandonedLinks:
 
     def test_a_close_is_delivered_after_held_messages_of_a_repaired_network(self, linked):
         self.held(linked)
-        linked.network.slow_us = 100_000
+        linked.network.extra_delay_us = 100_000
         linked.network.close(linked.link, NEAR, "enough")
         linked.network.repair()
         linked.world.run(1_000_000)
@@ -260,7 +260,7 @@ class TestAbandonedLinks:
         late = self.held(linked)
         linked.network.abandon(linked.link, "abandoned")
         linked.far.die()
-        linked.network.died(linked.far, is_silent=False)
+        linked.network.end_links(linked.far, is_silent=False)
         linked.network.release(linked.link, "abandoned")
         linked.world.run(1_000_000)
         assert linked.outcome("far") == late == []
@@ -280,14 +280,14 @@ def test_dead_and_paused_machines_do_not_answer():
 def test_a_reset_is_reported_and_a_silent_death_is_not(linked):
     began_us = linked.world.now_us
     linked.far.die()
-    linked.network.died(linked.far, is_silent=True)
+    linked.network.end_links(linked.far, is_silent=True)
     linked.world.run(10_000_000)
     assert linked.outcome("near") == ["no answer to pings"]
     assert linked.answered[0].at_us - began_us >= 200_000
     other = LinkedMachines()
     other.dial()
     other.far.die()
-    other.network.died(other.far, is_silent=False)
+    other.network.end_links(other.far, is_silent=False)
     other.world.run(1_000_000)
     assert other.outcome("near") == ["reset"]
 
@@ -306,7 +306,7 @@ def test_a_paused_process_loses_no_messages(linked):
 
 def test_a_restarted_process_receives_no_message_of_its_previous_run(linked):
     linked.send(NEAR, 1)
-    linked.far.after(10, lambda: linked.answered.append(Arrived("far", "planned", 0)))
+    linked.far.call_after_us(10, lambda: linked.answered.append(Arrived("far", "planned", 0)))
     linked.far.die()
     linked.far.start()
     linked.world.run(1_000_000)
@@ -319,7 +319,7 @@ def test_a_slow_process_handles_one_event_at_a_time():
     process.slow_us = 1_000
     done = []
     for number in range(4):
-        process.after(10, lambda number=number: done.append((number, world.now_us)))
+        process.call_after_us(10, lambda number=number: done.append((number, world.now_us)))
     world.run(100_000)
     assert [number for number, _ in done] == [0, 1, 2, 3]
     times = [at_us for _, at_us in done]
@@ -329,9 +329,9 @@ def test_a_slow_process_handles_one_event_at_a_time():
 def test_a_cancelled_action_does_not_run():
     world = World(1)
     done = []
-    world.after(20, lambda: done.append("late"))
-    world.after(10, lambda: done.append("early"))
-    world.after(15, lambda: done.append("never")).cancel()
+    world.call_after_us(20, lambda: done.append("late"))
+    world.call_after_us(10, lambda: done.append("early"))
+    world.call_after_us(15, lambda: done.append("never")).cancel()
     assert not world.run(100, until=lambda: len(done) == 3)
     assert done == ["early", "late"]
     assert world.now_us == 100

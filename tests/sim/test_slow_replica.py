@@ -11,7 +11,7 @@ import pytest
 from tests.sim.steady_writer import SteadyWriter
 from waltz_core.wire.messages import RangeRaw
 from waltz_sim.cluster.checkers import Checks
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 from waltz_sim.schedule import Schedule, Setup
 
 DURATION_MS = 2_000
@@ -31,20 +31,20 @@ SETUP = Setup(
 class ReadCounter(Checks):
     """All checkers, and a count of what one replica has read for another."""
 
-    def worked(self, storage, work, result, before) -> None:
-        super().worked(storage, work, result, before)
+    def on_work_done(self, storage, work, result, before) -> None:
+        super().on_work_done(storage, work, result, before)
         for request in work.requests:
             if isinstance(request.message, RangeRaw) and not request.message.reader:
                 self.count("copied from a log")
 
 
 def percentile_ms(writer: SteadyWriter, share: float) -> float:
-    return sorted(writer.took_us)[int(share * len(writer.took_us))] / MS
+    return sorted(writer.took_us)[int(share * len(writer.took_us))] / US_PER_MS
 
 
 def tick(cluster: SimCluster) -> None:
     """Let time be looked at, also when nothing happens."""
-    cluster.world.after(50 * MS, lambda: tick(cluster))
+    cluster.world.call_after_us(50 * US_PER_MS, lambda: tick(cluster))
 
 
 def written(seed: int, slow: str | None = None, *, from_the_start: bool = False) -> SteadyWriter:
@@ -56,11 +56,13 @@ def written(seed: int, slow: str | None = None, *, from_the_start: bool = False)
         cluster.storages[slow].fsync_us = SLOW_US
     writer = SteadyWriter(cluster, every_ms=WRITE_EVERY_MS, until_ms=DURATION_MS)
     tick(cluster)
-    assert cluster.world.run(1_000 * MS, until=lambda: cluster.checks.counts["session opened"] > 0)
+    assert cluster.world.run(
+        1_000 * US_PER_MS, until=lambda: cluster.checks.counts["session opened"] > 0
+    )
     if slow is not None:
         cluster.storages[slow].fsync_us = SLOW_US
-    writer.append()
-    cluster.world.run((DURATION_MS + 200) * MS - cluster.world.now_us)
+    writer.append_locks()
+    cluster.world.run((DURATION_MS + 200) * US_PER_MS - cluster.world.now_us)
     assert cluster.checks.counts["session closed"] == 0
     assert len(writer.took_us) == len(writer.sent_us) > 500
     if slow is not None:

@@ -29,14 +29,16 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.cluster.simulated_storages import SimStorage
 
-VERSION = 1
-OnAnswer = Callable[[AdminMessage], None]
+ADMIN_VERSION = 1
+AnswerCallback = Callable[[AdminMessage], None]
 
 
 class Operator:
     """Sends a request to a running storage; `on_answer` gets the answer if the storage lives."""
 
-    def __init__(self, cluster: "SimCluster", storage: "SimStorage", on_answer: OnAnswer) -> None:
+    def __init__(
+        self, cluster: "SimCluster", storage: "SimStorage", on_answer: AnswerCallback
+    ) -> None:
         assert storage.engine is not None
         self._cluster = cluster
         self._storage = storage
@@ -47,9 +49,9 @@ class Operator:
 
     def request(self, message: AdminMessage) -> None:
         """Send the request to the storage's administration machine."""
-        self._take(AdminRequest(ConnectionId(1), VERSION, message))
+        self._step(AdminRequest(ConnectionId(1), ADMIN_VERSION, message))
 
-    def _take(self, event: AdminRequest | AdminTaskDone) -> None:
+    def _step(self, event: AdminRequest | AdminTaskDone) -> None:
         for effect in self._machine.step(event, self._storage.now_ms):
             self._perform(effect)
 
@@ -60,36 +62,36 @@ class Operator:
                 self._cluster.checks.count("administered" if is_done else "administration rejected")
                 self._on_answer(effect.message)
             case RunAdminTask():
-                self._run(effect.task_id, effect.task)
+                self._run_task(effect.task_id, effect.task)
             case Report():
                 pass
 
-    def _run(self, task_id: int, task: AdminTask) -> None:
+    def _run_task(self, task_id: int, task: AdminTask) -> None:
         if isinstance(task, admin_tasks.AdminQuery):
-            self._deliver(task_id, lambda: self._answer(task))
+            self._deliver_result(task_id, lambda: self._answer_query(task))
             return
 
         def change() -> None:
             if self._storage.engine is self._engine:
-                self._deliver(task_id, lambda: self._change(task))
+                self._deliver_result(task_id, lambda: self._execute_change(task))
 
         self._storage.run_exclusively(change)
 
-    def _deliver(self, task_id: int, call: Callable[[], object]) -> None:
+    def _deliver_result(self, task_id: int, call: Callable[[], object]) -> None:
         value: object
         try:
             value = call()
         except WaltzError as error:
             value = error
-        self._take(AdminTaskDone(task_id, value))
+        self._step(AdminTaskDone(task_id, value))
 
-    def _change(self, task: admin_tasks.ReplicaChange) -> object:
+    def _execute_change(self, task: admin_tasks.ReplicaChange) -> object:
         self._cluster.world.note(f"{self._storage.name}: {task}")
         if isinstance(task, admin_tasks.ReSeedTask | admin_tasks.Unassign):
-            self._cluster.budget.spend(self._storage)
+            self._cluster.budget.record_loss(self._storage)
         return admin_execution.carry_out(self._engine, task)
 
-    def _answer(self, task: admin_tasks.AdminQuery) -> object:
+    def _answer_query(self, task: admin_tasks.AdminQuery) -> object:
         match task:
             case admin_tasks.InspectReplica():
                 service = self._storage.service
@@ -98,12 +100,12 @@ class Operator:
                     self._engine, task.partition_id, is_served=is_served
                 )
             case admin_tasks.FindZooKeeperState():
-                return self._standing()
+                return self._zookeeper_state()
             case _:
                 raise BadRequest(f"the simulator's operator does not support {task}")
 
-    def _standing(self) -> ZooKeeperState:
-        if self._cluster.is_zookeeper_away:
+    def _zookeeper_state(self) -> ZooKeeperState:
+        if self._cluster.is_zookeeper_unavailable:
             raise CoordinatorUnavailable("ZooKeeper is unavailable")
         metadata = self._cluster.coordinator.metadata
         states = {} if metadata is None else metadata.states

@@ -31,18 +31,22 @@ from waltz_sim.guarantees.ledger import Ledger
 from waltz_sim.guarantees.limit_guarantees import LimitGuarantees
 from waltz_sim.guarantees.lock_guarantees import LockGuarantees
 from waltz_sim.guarantees.outcome_guarantees import OutcomeGuarantees
-from waltz_sim.guarantees.replica_guarantees import LogBefore, ReplicaGuarantees, first_on
+from waltz_sim.guarantees.replica_guarantees import (
+    LogStateBeforeWork,
+    ReplicaGuarantees,
+    first_id_on_disk,
+)
+from waltz_sim.guarantees.required_states import STATES_OF_REPORTS
 from waltz_sim.guarantees.response_guarantees import ResponseGuarantees
 from waltz_sim.guarantees.session_guarantees import SessionGuarantees
-from waltz_sim.guarantees.sometimes import REPORTED
 
 if TYPE_CHECKING:
     from waltz_core.replication.partition_store import PartitionStore
     from waltz_core.server.partition_events import SendToClient
     from waltz_core.wire.messages import ClientMessage, StorageMessage
-    from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
     from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_servers import SimServer
     from waltz_sim.cluster.simulated_storages import SimStorage
     from waltz_sim.world.network import SimLink
 
@@ -54,21 +58,21 @@ class Checks(CheckerState):
         super().__init__(cluster)
         self.sessions = SessionGuarantees(self)
         self.replicas = ReplicaGuarantees(self, self.sessions)
-        self.answers = ResponseGuarantees(self, self.sessions)
-        self.locking = LockGuarantees(self)
-        self.outcomes = OutcomeGuarantees(self, self.answers, self.locking)
-        self.bounds = LimitGuarantees(self)
+        self.responses = ResponseGuarantees(self, self.sessions)
+        self.locks = LockGuarantees(self)
+        self.outcomes = OutcomeGuarantees(self, self.responses, self.locks)
+        self.limits = LimitGuarantees(self)
         self.archive = (
             ArchiveGuarantees(self, self.sessions) if cluster.setup.archive_interval_ms else None
         )
-        self._opening: dict[str, int] = {}  # the bytes on each disk before it is opened
-        self._heads: dict[
+        self._bytes_before_open: dict[str, int] = {}  # the bytes on each disk before it is opened
+        self._last_chains: dict[
             tuple[str, SessionId], Chain
         ] = {}  # the chain after the last append that a server has submitted in a session
 
-    def reported(self, name: str, report: Report) -> None:
+    def on_report(self, name: str, report: Report) -> None:
         """Called when a machine has sent a report."""
-        self.counts[REPORTED.get(report.name, report.name)] += 1
+        self.counts[STATES_OF_REPORTS.get(report.name, report.name)] += 1
         if self.world.is_traced:
             fields = " ".join(f"{key}={value}" for key, value in report.fields)
             self.world.note(f"{name} ! {report.name} {fields}")
@@ -76,66 +80,70 @@ class Checks(CheckerState):
     # -----------------------------------------------------------------------------------------
     # storages
 
-    def storage_started(self, storage: "SimStorage") -> None:
+    def on_storage_started(self, storage: "SimStorage") -> None:
         """Called when a storage process has opened its directory."""
 
-    def storage_rejected(self, storage: "SimStorage", error: WaltzError) -> None:
+    def on_storage_open_failed(self, storage: "SimStorage", error: WaltzError) -> None:
         """Called when a directory or a log cannot be opened."""
         self.count(f"storage rejected: {type(error).__name__}")
 
-    def log_opening(self, storage: "SimStorage") -> int:
-        """Called before a directory and its log are opened; `log_opened` receives the result."""
-        return self._opening.setdefault(storage.name, self.replicas.bytes_of(storage))
+    def before_log_open(self, storage: "SimStorage") -> int:
+        """Called before a log is opened; `on_log_opened` receives the returned size in bytes."""
+        return self._bytes_before_open.setdefault(
+            storage.name, self.replicas.segment_bytes(storage)
+        )
 
-    def log_opened(self, storage: "SimStorage", log: PartitionLog, bytes_before: int = 0) -> None:
+    def on_log_opened(
+        self, storage: "SimStorage", log: PartitionLog, bytes_before: int = 0
+    ) -> None:
         """Called when a log is open; opening may have cut a torn record at its end."""
-        self._opening.pop(storage.name, None)
-        if self.replicas.bytes_of(storage) < bytes_before:
+        self._bytes_before_open.pop(storage.name, None)
+        if self.replicas.segment_bytes(storage) < bytes_before:
             self.count("torn record at the end of a log")
-        self.replicas.opened(storage, log)
+        self.replicas.on_log_opened(storage, log)
         if self.archive is not None:
-            self.archive.opened(storage, log)
+            self.archive.on_log_opened(storage, log)
 
-    def rolled_back(self, storage: "SimStorage") -> None:
+    def on_disk_rolled_back(self, storage: "SimStorage") -> None:
         """Called when a fault has rolled back a replica's disk, so that its promises are lost."""
-        self.replicas.rolled_back(storage)
+        self.replicas.on_disk_rolled_back(storage)
 
-    def became_corrupt(self, storage: "SimStorage") -> None:
+    def on_disk_corrupted(self, storage: "SimStorage") -> None:
         """Called when a fault has changed durable bytes of a replica."""
-        self.replicas.became_corrupt(storage)
+        self.replicas.on_disk_corrupted(storage)
 
-    def before_work(self, storage: "SimStorage", work: Work) -> LogBefore:
-        """Called before a piece of work; `worked` receives the returned state of the log."""
+    def before_work(self, storage: "SimStorage", work: Work) -> LogStateBeforeWork:
+        """Called before a piece of work; `on_work_done` receives the returned state of the log."""
         return self.replicas.before_work(storage, work)
 
-    def worked(
-        self, storage: "SimStorage", work: Work, result: WorkResult, before: LogBefore
+    def on_work_done(
+        self, storage: "SimStorage", work: Work, result: WorkResult, before: LogStateBeforeWork
     ) -> None:
         """Called when a piece of work is done, before its answer is sent."""
-        self.replicas.worked(storage, work, result, before)
-        self.bounds.worked(storage)
+        self.replicas.on_work_done(storage, work, result, before)
+        self.limits.on_work_done(storage)
         if self.archive is not None:
-            self.archive.worked(storage, work, result)
+            self.archive.on_work_done(storage, work, result)
 
-    def archive_written(self, name: str, *, is_known: bool) -> None:
+    def on_archive_file_written(self, name: str, *, is_known: bool) -> None:
         """Called when a file was written to the archive; `is_known` if the name existed before."""
         assert self.archive is not None
-        self.archive.written(name, is_known=is_known)
+        self.archive.on_file_written(name, is_known=is_known)
 
-    def archive_expires(self, name: str, wall_ms: int) -> None:
+    def on_archive_expiry(self, name: str, wall_ms: int) -> None:
         """Called when a storage writes an expiry's manifest, computed at its time `wall_ms`."""
         assert self.archive is not None
-        self.archive.expires(name, wall_ms)
+        self.archive.on_expiry(name, wall_ms)
 
-    def archive_deleted(self, name: str) -> None:
+    def on_archive_file_deleted(self, name: str) -> None:
         """Called when a garbage collection has deleted a file of the archive."""
         assert self.archive is not None
-        self.archive.deleted(name)
+        self.archive.on_file_deleted(name)
 
     # -----------------------------------------------------------------------------------------
     # ZooKeeper
 
-    def wrote(
+    def on_metadata_written(
         self,
         server: str,
         before: PartitionMetadata,
@@ -144,36 +152,38 @@ class Checks(CheckerState):
     ) -> None:
         """Called when both nodes of the partition in ZooKeeper have changed."""
         if self.world.is_traced:
-            self.world.note(f"zookeeper < {server} {states_in_words(after)}")
-        self.sessions.wrote(server, before, after, marker)
+            self.world.note(f"zookeeper < {server} {format_replica_states(after)}")
+        self.sessions.on_metadata_written(server, before, after, marker)
         if self.archive is not None:
-            self.archive.wrote(server, marker)
+            self.archive.on_metadata_written(server, marker)
 
-    def restored(self, mark: ArchivedMark) -> None:
+    def on_partition_restored(self, mark: ArchivedMark) -> None:
         """Called when the partition was restored from a backup, with this archived mark."""
         if self.archive is not None:
-            self.archive.restored(mark)
+            self.archive.on_partition_restored(mark)
 
-    def zookeeper_changed(self) -> None:
+    def on_zookeeper_rewritten(self) -> None:
         """Called when a fault has replaced data in ZooKeeper."""
-        self.sessions.zookeeper_changed()
+        self.sessions.on_zookeeper_rewritten()
 
     # -----------------------------------------------------------------------------------------
     # servers
 
-    def partition_made(self, server: "SimServer") -> None:
+    def on_partition_created(self, server: "SimServer") -> None:
         """Called when a server has created a partition machine, which has reported no outcomes."""
-        self.answers.made(server.name)
+        self.responses.on_partition_created(server.name)
 
-    def submitted(self, server: "SimServer", event: session_events.Submit) -> None:
+    def on_batch_submitted(self, server: "SimServer", event: session_events.Submit) -> None:
         """Called when the pipeline of a server submits a batch to the store."""
         key = server.name, event.session_id
-        self.sessions.submitted(server, event.session_id)
-        self._heads[key] = self.history.submitted(self._heads[key], event.session_id, event.batch)
-        self.locking.submitted(server.name, event.batch)
-        self.outcomes.submitted(self._heads[key])
+        self.sessions.on_batch_submitted(server, event.session_id)
+        self._last_chains[key] = self.history.add_batch(
+            self._last_chains[key], event.session_id, event.batch
+        )
+        self.locks.on_batch_submitted(server.name, event.batch)
+        self.outcomes.on_batch_submitted(self._last_chains[key])
 
-    def stepped(
+    def on_store_stepped(
         self, server: "SimServer", store: "PartitionStore", effects: Sequence[session_events.Effect]
     ) -> None:
         """Called with the effects of one step of the store."""
@@ -182,104 +192,110 @@ class Checks(CheckerState):
             kind = type(effect)
             if kind is session_events.SendToReplica:
                 continue
-            self.sessions.stepped(server, effect)
+            self.sessions.on_store_effect(server, effect)
             if self.archive is not None:
-                self.archive.stepped(name, effect)
+                self.archive.on_store_effect(name, effect)
             if isinstance(effect, session_events.SessionOpened):
-                self.outcomes.exposed(effect.high_water_mark, effect.chain)
-                self._heads[name, effect.session_id] = effect.chain
+                self.outcomes.on_log_exposed(effect.high_water_mark, effect.chain)
+                self._last_chains[name, effect.session_id] = effect.chain
             elif isinstance(effect, session_events.Committed):
-                self.outcomes.exposed(effect.last, effect.chain)
+                self.outcomes.on_log_exposed(effect.last, effect.chain)
             elif isinstance(effect, session_events.SessionClosed):
                 self.count("session closed")
             elif isinstance(effect, session_events.CheckpointDue):
                 self.count("checkpoint due")
-            self.answers.store_reported(name, effect)
-            self.locking.store_reported(name, effect)
-            self.bounds.store_reported(name, effect)
+            self.responses.on_store_effect(name, effect)
+            self.locks.on_store_effect(name, effect)
+            self.limits.on_store_effect(name, effect)
 
-    def server_stepped(self, server: "SimServer") -> None:
+    def on_server_stepped(self, server: "SimServer") -> None:
         """Called when a server has completed one step with all its effects."""
-        self.answers.stepped(server)
-        self.locking.stepped(server)
-        self.bounds.stepped(server)
+        self.responses.on_server_stepped(server)
+        self.locks.on_server_stepped(server)
+        self.limits.on_server_stepped(server)
 
-    def sent_to_replica(self, server: "SimServer", effect: session_events.SendToReplica) -> None:
+    def on_sent_to_replica(self, server: "SimServer", effect: session_events.SendToReplica) -> None:
         """Called when a server has sent a request to a storage."""
-        self.sessions.sent(server, effect)
-        self.bounds.sent(effect)
+        self.sessions.on_sent_to_replica(server, effect)
+        self.limits.on_sent_to_replica(effect)
 
-    def replica_answered(
+    def on_replica_response(
         self, session_id: SessionId, replica: str, message: "StorageMessage"
     ) -> None:
         """Called when the owner has received an answer of a storage."""
-        self.sessions.received(session_id, replica, message)
-        self.bounds.received(session_id, replica, message)
+        self.sessions.on_replica_response(session_id, replica, message)
+        self.limits.on_replica_response(session_id, replica, message)
 
-    def answered(self, server: "SimServer", answer: "SendToClient") -> None:
+    def on_sent_to_client(self, server: "SimServer", answer: "SendToClient") -> None:
         """Called when a server has sent a message to a client."""
-        self.answers.answered(server, answer)
+        self.responses.on_sent_to_client(server, answer)
 
-    def dialed(self, client: str, server: str) -> None:
+    def on_dial(self, client: str, server: str) -> None:
         """Called when a process opens a connection."""
-        self.bounds.dialed(client, server)
+        self.limits.on_dial(client, server)
 
     # -----------------------------------------------------------------------------------------
     # clients
 
-    def client_started(self, client: "SimClient") -> None:
+    def on_client_started(self, client: "SimClient") -> None:
         """Called when a client has started."""
-        self.outcomes.started(client)
+        self.outcomes.on_client_started(client)
 
-    def client_died(self, client: "SimClient") -> None:
+    def on_client_died(self, client: "SimClient") -> None:
         """Called when a client has died, so that its pending appends have no author."""
-        self.outcomes.died(client)
+        self.outcomes.on_client_died(client)
 
-    def client_stopped(self, client: "SimClient", error: WaltzError) -> None:
+    def on_client_stopped(self, client: "SimClient", error: WaltzError) -> None:
         """Called when a stream has ended permanently; correct only if its feed has expired."""
         if self.archive is not None and isinstance(error, BeforeLogStart):
-            self.archive.rejected(client.fed + 1, error.first_available)
+            self.archive.on_read_rejected(client.fed_last + 1, error.first_available)
             return
         self.fail("ClientStopped", f"{client.name}: {error}")
 
-    def client_follows(self, client: "SimClient") -> None:
+    def on_client_subscribed(self, client: "SimClient") -> None:
         """Called when a client subscribes to the feed."""
         self.outcomes.followers[client.name] = client
 
-    def client_sent(self, client: "SimClient", link: "SimLink", message: "ClientMessage") -> None:
+    def on_client_sent(
+        self, client: "SimClient", link: "SimLink", message: "ClientMessage"
+    ) -> None:
         """Called when a client sends a message to a server."""
-        self.answers.sent(client, link, message)
+        self.responses.on_client_sent(client, link, message)
         if self.archive is not None:
-            self.archive.client_sent(message)
+            self.archive.on_client_sent(message)
 
-    def client_received(
+    def on_client_received(
         self, client: "SimClient", link: "SimLink", message: "ClientMessage"
     ) -> None:
         """Called when a client receives a message from a server."""
-        self.answers.received(client, link, message)
+        self.responses.on_client_received(client, link, message)
         if self.archive is not None:
-            self.archive.client_received(message)
+            self.archive.on_client_received(message)
 
-    def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
+    def on_client_mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
         """Called when a client's high-water mark has changed."""
-        self.outcomes.mark_moved(client, mark)
+        self.outcomes.on_client_mark_moved(client, mark)
 
-    def settled(self, client: "SimClient", effect: client_events.SubmissionSettled) -> None:
+    def on_submission_settled(
+        self, client: "SimClient", effect: client_events.SubmissionSettled
+    ) -> None:
         """Called when an application receives the outcome of a submission."""
-        self.outcomes.settled(client, effect)
+        self.outcomes.on_submission_settled(client, effect)
 
-    def rejected(self, client: "SimClient", effect: client_events.SubmissionRejected) -> None:
+    def on_submission_rejected(
+        self, client: "SimClient", effect: client_events.SubmissionRejected
+    ) -> None:
         """Called when an application receives an error instead of an outcome."""
-        self.outcomes.rejected(client, effect.token, effect.error)
+        self.outcomes.on_submission_rejected(client, effect.token, effect.error)
 
-    def fed(self, client: "SimClient", effect: client_events.FeedAdvanced) -> None:
+    def on_feed_received(self, client: "SimClient", effect: client_events.FeedAdvanced) -> None:
         """Called when an application receives transactions of the feed."""
-        self.outcomes.fed(client, effect)
+        self.outcomes.on_feed_received(client, effect)
 
     # -----------------------------------------------------------------------------------------
     # the end
 
-    def at_end(self) -> None:
+    def check_final_state(self) -> None:
         """24, 25. Fixed and Converged: all replicas have the log, and all outcomes are known."""
         history, last = self.history, self.history.last
         for name in self.cluster.coordinator.assignment.replicas:
@@ -296,22 +312,26 @@ class Checks(CheckerState):
             if not operation.outcome:
                 self.fail("Converged", f"the outcome of {operation} was never reported")
         for client in self.outcomes.followers.values():
-            if client.fed != last:
-                self.fail("Converged", f"{client.name} was fed up to {client.fed}, not {last}")
+            if client.fed_last != last:
+                self.fail("Converged", f"{client.name} was fed up to {client.fed_last}, not {last}")
         self._replay()
 
     def _replay(self) -> None:
         """17. Serializable: replay the whole log of one replica, from the first record on."""
         ledger = Ledger()
         storage = self.cluster.storages[self.cluster.coordinator.assignment.replicas[0]]
-        archived = self.archive.data_before(first_on(storage)) if self.archive is not None else ()
-        for transaction_id, data in enumerate(chain(archived, self.replicas.data_on(storage))):
-            ledger.take(transaction_id, data)
-        ledger.audit()
+        archived = (
+            self.archive.archived_data_before(first_id_on_disk(storage))
+            if self.archive is not None
+            else ()
+        )
+        for transaction_id, data in enumerate(chain(archived, self.replicas.data_on_disk(storage))):
+            ledger.replay(transaction_id, data)
+        ledger.check_final_state()
         self.counts["checked transactions"] += ledger.checked_count
 
 
-def states_in_words(metadata: PartitionMetadata) -> str:
+def format_replica_states(metadata: PartitionMetadata) -> str:
     """Format the replica states, for example as `4: A:3 B:3 C:2<17`."""
     return f"{metadata.session_id}: " + " ".join(
         f"{name}:{state.session_id}" + ("" if state[1] == UNRESOLVED else f"<{state[1]}")

@@ -11,8 +11,8 @@ Rules:
        do not know this decision, so a command that would lose transactions dies before it writes to
        ZooKeeper. After the write the decision is made, and the command is run again until the
        partition can be opened.
-    4. With `loses` the operator accepts a log that ends below the archived mark. Then no session
-       may open (AR 8 of decision 047), which the checkers verify.
+    4. With `may_lose_archived` the operator accepts a log that ends below the archived mark. Then
+       no session may open (AR 8 of decision 047), which the checkers verify.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from waltz_core.wire.messages import (
     StorageMessage,
 )
 from waltz_sim.cluster.peer import PeerAnswers, SimPeer
-from waltz_sim.world.event_loop import loop_of
+from waltz_sim.world.event_loop import create_loop
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_cluster import SimCluster
 
 # The steps after which a command may die (rule 2).
-STEPS: Final = ("claim", "fence", "write", "mark", "assign", "add")
-BEST: Final = ReplicaId("")
+DEATH_STEPS: Final = ("claim", "fence", "write", "mark", "assign", "add")
+BEST_REPLICA: Final = ReplicaId("")
 ATTEMPTS_MAX: Final = 10
 POLL_INTERVAL_S: Final = 0.1
 POLLS_MAX: Final = 30
@@ -54,52 +54,54 @@ class CommandDied(Exception):
 
 
 class DisasterRecovery:
-    """One run of the command; `on_verdict` receives the decision, or None if the command has died.
+    """One run of the command; `on_decision` receives the decision, or None if the command has died.
 
-    It accepts the log of the replica `accepted`, or the longest log if that is `BEST`. If
+    It accepts the log of the replica `accepted`, or the longest log if that is `BEST_REPLICA`. If
     `accepted` is None, it accepts the log that a rebuild would choose.
     """
 
     def __init__(
         self,
         cluster: "SimCluster",
-        prepared: "Callable[[RebuildDecision | None], None]",
+        on_decision: "Callable[[RebuildDecision | None], None]",
         *,
         accepted: ReplicaId | None = None,
         dies_after: str = "",
-        loses: bool = False,
+        may_lose_archived: bool = False,
     ) -> None:
-        assert dies_after in {"", *STEPS}
+        assert dies_after in {"", *DEATH_STEPS}
         self._cluster = cluster
         cluster.disaster_recovery_count += (
             1  # each command has its own random numbers, and so its own nonces
         )
         self._peer = SimPeer(cluster, f"operator{cluster.disaster_recovery_count}")
-        self._loop = loop_of(self._peer)
-        self._on_verdict = prepared
+        self._loop = create_loop(self._peer)
+        self._on_decision = on_decision
         self._accepted = accepted
-        self._dies_after = dies_after
-        self._loses = loses
+        self._planned_death = dies_after
+        self._may_lose_archived = may_lose_archived
         self._versions = (0, 0)
         self._nonce = self._peer.rng.randbytes(16)
         self._partition_id = PartitionId(cluster.partition_id)
         self._session_id: SessionId = NO_SESSION
         self._received: dict[ReplicaId, StorageMessage | None] = {}
-        self._loop.enter(lambda: self._loop.create_task(self._run(), name="disaster recovery"))
+        self._loop.run_inside(
+            lambda: self._loop.create_task(self._run_command(), name="disaster recovery")
+        )
 
-    async def _run(self) -> None:
-        verdict: RebuildDecision | None = None
+    async def _run_command(self) -> None:
+        decision: RebuildDecision | None = None
         try:
-            verdict = await self._recover()
+            decision = await self._recover()
         except CommandDied as died:
             self._cluster.world.note(f"the operator's command has died: {died}")
         except Exception as error:  # noqa: BLE001 - of a checker, or a bug of the command
-            self._loop.fail(error)
-        self._on_verdict(verdict)
+            self._loop.keep_error(error)
+        self._on_decision(decision)
 
-    def _passed(self, step: str) -> None:
+    def _die_if_planned_after(self, step: str) -> None:
         """Die if this step is planned (rule 2), unless all faults have ended."""
-        if step == self._dies_after and not self._cluster.is_recovering:
+        if step == self._planned_death and not self._cluster.is_recovering:
             raise CommandDied(f"after {step}")
 
     async def _recover(self) -> RebuildDecision:
@@ -109,15 +111,15 @@ class DisasterRecovery:
         """
         newest = NO_SESSION
         for _ in range(ATTEMPTS_MAX):
-            self._claim(newest)
-            await self._query()
+            self._claim_session(newest)
+            await self._query_storages()
             nacks = [each for each in self._received.values() if isinstance(each, Nack)]
             newest = SessionId(max((each.promised for each in nacks), default=NO_SESSION))
             if newest < self._session_id:
                 return await self._decide()
         raise CommandDied("other owners claim later sessions")
 
-    def _claim(self, newest: SessionId) -> None:
+    def _claim_session(self, newest: SessionId) -> None:
         """Choose a session, and claim it in ZooKeeper for `accept-replicas` (rule 1)."""
         coordinator = self._cluster.coordinator
         metadata = coordinator.metadata
@@ -126,14 +128,14 @@ class DisasterRecovery:
         if self._accepted is None:
             return
         is_known = metadata is not None and metadata.states and coordinator.marker is not None
-        if not is_known or coordinator.is_away:
+        if not is_known or coordinator.is_unavailable:
             raise CommandDied("ZooKeeper knows no replica, or does not answer")
         self._nonce = self._peer.rng.randbytes(16)
-        coordinator.claim(self._peer.name, self._session_id, self._nonce)
+        coordinator.claim_session(self._peer.name, self._session_id, self._nonce)
         self._versions = coordinator.metadata_version, coordinator.marker_version
-        self._passed("claim")
+        self._die_if_planned_after("claim")
 
-    async def _query(self) -> None:
+    async def _query_storages(self) -> None:
         """Query the log of every storage that is assigned or known to ZooKeeper, in the session."""
         metadata = self._cluster.coordinator.metadata
         held = () if self._accepted is None or metadata is None else metadata.states
@@ -152,7 +154,7 @@ class DisasterRecovery:
         answers = self._loop.create_future()
         storage = self._cluster.storages[replica]
         self._peer.request(
-            storage, requests, lambda its: self._loop.enter(lambda: answers.set_result(its))
+            storage, requests, lambda its: self._loop.run_inside(lambda: answers.set_result(its))
         )
         return answers
 
@@ -160,9 +162,9 @@ class DisasterRecovery:
         prepared = {
             each: answer for each, answer in self._received.items() if isinstance(answer, Prepared)
         }
-        logs = {each: _log_of(answer) for each, answer in prepared.items()}
+        logs = {each: _reported_log(answer) for each, answer in prepared.items()}
         if self._accepted is None:
-            verdict = rebuilding.choose_log(
+            decision = rebuilding.choose_log(
                 self._partition_id,
                 logs,
                 groups={},
@@ -170,22 +172,22 @@ class DisasterRecovery:
                 unanswered=[each for each in self._received if each not in prepared],
             )
         else:
-            self._passed("fence")
-            if self._accepted == BEST and logs:
-                self._accepted = max(logs, key=lambda each: _rank(logs[each]))
+            self._die_if_planned_after("fence")
+            if self._accepted == BEST_REPLICA and logs:
+                self._accepted = max(logs, key=lambda each: _sort_key(logs[each]))
             if self._accepted not in logs:
                 raise CommandDied(f"{self._accepted} did not answer")
             others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
             members = (self._accepted, *(each for each in others if each != self._accepted))
             log = logs[self._accepted]
-            verdict = RebuildDecision(self._partition_id, self._accepted, log, members)
-        declared = verdict.declared_in(self._session_id)
-        operations = _SimulatedOperations(self, declared, prepared[verdict.source])
+            decision = RebuildDecision(self._partition_id, self._accepted, log, members)
+        declared = decision.declared_in(self._session_id)
+        operations = _SimulatedOperations(self, declared, prepared[decision.source])
         generation = self._cluster.coordinator.assignment.generation
         await rebuilding.declare_log(declared.metadata(generation, self._session_id), operations)
         if self._accepted is not None:
-            await self._add(verdict.members[2:])
-        return verdict
+            await self._add_replicas(decision.members[2:])
+        return decision
 
     # ---- the operations of a declaration
 
@@ -194,51 +196,55 @@ class DisasterRecovery:
         coordinator = self._cluster.coordinator
         if self._accepted is not None:
             versions = coordinator.metadata_version, coordinator.marker_version
-            if coordinator.is_away or versions != self._versions:
+            if coordinator.is_unavailable or versions != self._versions:
                 raise CommandDied("ZooKeeper does not answer, or was changed meanwhile")
-            if not (self._is_below_the_archive() if self._loses else self._has_all()):
+            if not (
+                self._is_below_archived_mark()
+                if self._may_lose_archived
+                else self._has_all_acknowledged()
+            ):
                 raise CommandDied("the accepted log lacks acknowledged transactions (rule 3)")
-            self._cluster.unfinished_recovery = None if self._loses else self._accepted
+            self._cluster.unfinished_recovery = None if self._may_lose_archived else self._accepted
             self._cluster.checks.count("replica accepted")
         before = coordinator.marker
         archived = None if before is None else before.archived
         marker = PartitionMarker(MarkerState.OPEN, self._session_id, self._nonce, archived)
-        coordinator.put_back(metadata, marker)
-        self._passed("write")
+        coordinator.replace_nodes(metadata, marker)
+        self._die_if_planned_after("write")
 
-    async def mark(self, verdict: RebuildDecision, source: Prepared) -> None:
+    async def mark(self, decision: RebuildDecision, source: Prepared) -> None:
         """Set the log's low-water mark in the session, so that its replica is trusted."""
         prefix = self._session_id, 2, self._partition_id
         identity = (self._nonce, NO_STORAGE_ID, self._cluster.key, 1)
         again = Prepare(self._session_id, 1, self._partition_id, *identity)
         mark = SetLowWaterMark(*prefix, source.synced_max, bytes(source.chain))
-        answers = await self._send(verdict.source, [again, mark])
+        answers = await self._send(decision.source, [again, mark])
         if not answers or not isinstance(answers[-1], ReplicaEnd):
-            raise CommandDied(f"{verdict.source} was not marked")
+            raise CommandDied(f"{decision.source} was not marked")
         self._cluster.checks.count("replica marked by a command")
-        self._passed("mark")
+        self._die_if_planned_after("mark")
 
-    def assign(self, verdict: RebuildDecision) -> None:
+    def assign(self, decision: RebuildDecision) -> None:
         """Assign the first replicas of the decision to the partition."""
-        self._cluster.reassign(verdict.first_members)
+        self._cluster.reassign(decision.first_members)
         self._cluster.unfinished_recovery = None
-        self._passed("assign")
+        self._die_if_planned_after("assign")
 
-    async def _add(self, others: "Sequence[ReplicaId]") -> None:
+    async def _add_replicas(self, others: "Sequence[ReplicaId]") -> None:
         """Assign the other replicas one by one, each after the assigned replicas are engaged."""
         cluster = self._cluster
         for each in others:
             for _ in range(POLLS_MAX):
-                if cluster.is_whole():
+                if cluster.has_all_engaged():
                     break
                 await asyncio.sleep(POLL_INTERVAL_S)
             states = cluster.coordinator.metadata
-            if not cluster.is_whole() or states is None or each in cluster.replicas:
+            if not cluster.has_all_engaged() or states is None or each in cluster.replicas:
                 raise CommandDied("others change the replicas, or they do not recover")
             cluster.reassign((*cluster.replicas, each))
-            self._passed("add")
+            self._die_if_planned_after("add")
 
-    def _is_below_the_archive(self) -> bool:
+    def _is_below_archived_mark(self) -> bool:
         """Whether the accepted log ends below the archived mark (rule 4)."""
         marker = self._cluster.coordinator.marker
         archived = None if marker is None else marker.archived
@@ -249,7 +255,7 @@ class DisasterRecovery:
             and accepted.synced_max < archived.last
         )
 
-    def _has_all(self) -> bool:
+    def _has_all_acknowledged(self) -> bool:
         """Whether the accepted log has all acknowledged transactions (rule 3).
 
         This is the case if a quorum without losses has answered: no older session acknowledges any
@@ -261,14 +267,14 @@ class DisasterRecovery:
         assert accepted is not None
         assert metadata is not None
         logs = {
-            each: _log_of(answer)
+            each: _reported_log(answer)
             for each, answer in self._received.items()
             if isinstance(answer, Prepared)
         }
         sound = [
             each
             for each, log in logs.items()
-            if log.is_trusted and not cluster.budget.has_lost(cluster.storages[each])
+            if log.is_trusted and not cluster.budget.has_lost_data(cluster.storages[each])
         ]
         engaged = [each for each in sound if cluster.budget.is_engaged(cluster.storages[each])]
         is_whole = accepted in sound or not cluster.budget.has_rot(cluster.storages[accepted])
@@ -283,9 +289,9 @@ class _SimulatedOperations:
     """The steps of a declaration for the simulated cluster; see `rebuilding.RebuildOperations`."""
 
     def __init__(
-        self, recovery: DisasterRecovery, verdict: RebuildDecision, source: Prepared
+        self, recovery: DisasterRecovery, decision: RebuildDecision, source: Prepared
     ) -> None:
-        self._recovery, self._verdict, self._source = recovery, verdict, source
+        self._recovery, self._decision, self._source = recovery, decision, source
 
     async def write(self, metadata: PartitionMetadata) -> None:
         """Write the metadata to ZooKeeper."""
@@ -293,19 +299,19 @@ class _SimulatedOperations:
 
     async def mark(self) -> None:
         """Set the low-water mark of the source replica."""
-        await self._recovery.mark(self._verdict, self._source)
+        await self._recovery.mark(self._decision, self._source)
 
     async def assign(self) -> None:
         """Assign the first replicas."""
-        self._recovery.assign(self._verdict)
+        self._recovery.assign(self._decision)
 
 
-def _rank(log: ReportedLog) -> tuple[bool, int, int, bool]:
+def _sort_key(log: ReportedLog) -> tuple[bool, int, int, bool]:
     """Return the sort key of a log. As in the command, the best log has the greatest key."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 
-def _log_of(prepared: Prepared) -> ReportedLog:
+def _reported_log(prepared: Prepared) -> ReportedLog:
     lasts = [last for _, last in decode_damaged_ranges(prepared.damaged)]
     is_damaged = any(last > prepared.low_water_mark for last in lasts)
     last_id = TransactionId(prepared.synced_max)

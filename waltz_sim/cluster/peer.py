@@ -59,7 +59,7 @@ class SimPeer(Process):
             self,
             storage,
             Handlers(received, lambda _link, _reason: end(None)),
-            opened=opened,
-            failed=lambda _reason: end(None),
+            on_opened=opened,
+            on_failed=lambda _reason: end(None),
             accept=storage.accept,
         )

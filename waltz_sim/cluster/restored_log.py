@@ -41,37 +41,37 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication.session_events import Batch
-from waltz_sim.cluster.simulated_archive import StoredFile, object_of
+from waltz_sim.cluster.simulated_archive import StoredFile, build_object
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from waltz_sim.cluster.simulated_cluster import SimCluster
 
-LOST_KEY: Final = b"lost-cluster-key"
+LOST_CLUSTER_KEY: Final = b"lost-cluster-key"
 _SESSION: Final = SessionId(3)
 _NEXT_SESSION: Final = SessionId(10)
 _NONCE: Final = bytes(16)
-_CLIENT: Final = ClientId(1)
+_CLIENT_ID: Final = ClientId(1)
 _HEADER: Final = 7
 _BATCH_ROWS_MAX: Final = 4
 _OBJECT_BATCHES_MAX: Final = 3
 # The first commit stamp: the start of the wall clocks.
-_STAMP_MS: Final = 1_000_000
+_FIRST_STAMP_MS: Final = 1_000_000
 _CLOCK_AHEAD_MS: Final = 3_600_000
 
 
-def restore(cluster: "SimCluster") -> None:
+def restore_lost_log(cluster: "SimCluster") -> None:
     """Give a cluster that has not started a lost cluster's log of `Setup.restored_count` IDs."""
-    _Restored(cluster).write()
+    _RestoredLog(cluster).write()
 
 
-class _Restored:
+class _RestoredLog:
     def __init__(self, cluster: "SimCluster") -> None:
         self._cluster = cluster
         self._rng = cluster.world.stream("restored")
         self._count = cluster.setup.restored_count
-        self._stamp_ms = _STAMP_MS + self._rng.choice((0, _CLOCK_AHEAD_MS))
+        self._stamp_ms = _FIRST_STAMP_MS + self._rng.choice((0, _CLOCK_AHEAD_MS))
 
     def write(self) -> None:
         """Write the archive and the nodes in ZooKeeper, and notify the checkers."""
@@ -79,49 +79,49 @@ class _Restored:
         objects: list[ObjectEntry] = []
         last, chain = BEFORE_FIRST, GENESIS_CHAIN
         while last + 1 < self._count:
-            objects.append(self._object_after(last, chain))
+            objects.append(self._write_object_after(last, chain))
             last, chain = objects[-1].last, objects[-1].chain
-        mark = self._manifest(objects)
+        mark = self._write_manifest(objects)
         coordinator = cluster.coordinator
         coordinator.metadata = PartitionMetadata(Generation(-1), _NEXT_SESSION)
         coordinator.marker = PartitionMarker(MarkerState.NEW, archived=mark)
-        coordinator.client_count = _CLIENT
-        cluster.checks.restored(mark)
+        coordinator.client_count = _CLIENT_ID
+        cluster.checks.on_partition_restored(mark)
 
-    def _put(self, name: str, file: StoredFile) -> None:
+    def _store_file(self, name: str, file: StoredFile) -> None:
         self._cluster.archive.files[name] = file
         self._cluster.archive.written_ms[name] = 0
 
-    def _object_after(self, last: TransactionId, chain: Chain) -> ObjectEntry:
+    def _write_object_after(self, last: TransactionId, chain: Chain) -> ObjectEntry:
         """Write the next object, and return its entry in the manifest."""
         runs: list[BatchRun] = []
         first, chain_before = TransactionId(last + 1), chain
         for _ in range(self._rng.randint(1, _OBJECT_BATCHES_MAX)):
             if last + 1 < self._count:
-                runs.append(self._batch_after(last, chain, self._count))
+                runs.append(self._make_batch_after(last, chain, self._count))
                 last, chain = runs[-1].batches[-1].last, runs[-1].batches[-1].chain
-                self._cluster.checks.outcomes.exposed(last, chain)
+                self._cluster.checks.outcomes.on_log_exposed(last, chain)
         stamp_ms = self._stamp_ms
         if last + 1 == self._count and self._rng.random() < 0.5:  # rule 5
-            runs.append(self._batch_after(last, chain, self._count + _BATCH_ROWS_MAX))
+            runs.append(self._make_batch_after(last, chain, self._count + _BATCH_ROWS_MAX))
         origin = _SESSION, _NONCE, first
         job = UploadJob(
             self._cluster.partition_id, *origin, first, chain_before, "", 0, tuple(runs)
         )
-        entry, file = object_of(LOST_KEY, job)
-        self._put(entry.name, file)
+        entry, file = build_object(LOST_CLUSTER_KEY, job)
+        self._store_file(entry.name, file)
         return entry._replace(last=last, chain=chain, commit_ms_max=stamp_ms)
 
-    def _batch_after(self, before: TransactionId, chain: Chain, stop: int) -> BatchRun:
+    def _make_batch_after(self, before: TransactionId, chain: Chain, stop: int) -> BatchRun:
         """Return the next batch, with IDs below `stop`; the caller adds it to the log."""
         cluster, first = self._cluster, TransactionId(before + 1)
         count = min(self._rng.randint(1, _BATCH_ROWS_MAX), stop - first)
         last = TransactionId(first + count - 1)
         keys = cluster.setup.keys
         rows = [((), (), (position % keys,)) for position in range(first, last + 1)]
-        operations = cluster.workload.rows_of("the lost cluster", rows)
+        operations = cluster.workload.record_rows("the lost cluster", rows)
         records = [
-            self._record(TransactionId(position), each.data)
+            self._encode_record(TransactionId(position), each.data)
             for position, each in enumerate(operations, first)
         ]
         data, lengths = b"".join(records), np.array([len(each) for each in records], dtype=np.int64)
@@ -129,14 +129,14 @@ class _Restored:
         self._stamp_ms += 1
         wire_lengths = lengths.astype(">i4").tobytes()
         batch = Batch(first, last, wire_lengths, data, crcs, crc32(data), self._stamp_ms)
-        end = cluster.checks.history.submitted(chain, _SESSION, batch)
+        end = cluster.checks.history.add_batch(chain, _SESSION, batch)
         return BatchRun(data, lengths, [LineageEntry(first, last, _SESSION, self._stamp_ms, end)])
 
-    def _record(self, position: TransactionId, data: bytes) -> bytes:
-        req_id = ReqId(_CLIENT, Generation(0), self._cluster.partition_id, position)
+    def _encode_record(self, position: TransactionId, data: bytes) -> bytes:
+        req_id = ReqId(_CLIENT_ID, Generation(0), self._cluster.partition_id, position)
         return encode_record(position, req_id, _HEADER, data, crc32(data))
 
-    def _manifest(self, objects: "Sequence[ObjectEntry]") -> ArchivedMark:
+    def _write_manifest(self, objects: "Sequence[ObjectEntry]") -> ArchivedMark:
         """Write the manifest, and return the archived mark (rules 1 and 4)."""
         cluster, kept = self._cluster, list(objects)
         if cluster.setup.expires and len(kept) > 1 and self._rng.random() < 0.5:
@@ -150,5 +150,5 @@ class _Restored:
             cluster.key, cluster.partition_id, 1, *bounds, newest=tuple(kept), expiries=expiries
         )
         data = made.to_bytes()
-        self._put(name, StoredFile(data))
+        self._store_file(name, StoredFile(data))
         return ArchivedMark(end.last, end.chain, end.commit_ms_max, first, crc32(data), name)

@@ -21,7 +21,7 @@ Rules:
        Each file is deleted later, even after the process has died.
     6. An expiry does the same as `archive/upload.py`, in the same order.
     7. Replaced manifests and expired objects are kept for a shorter time than in production: the
-       store and expiries measure their age with a fast clock (`_archive_ms`).
+       store and expiries measure their age with a fast clock (`_fast_clock_ms`).
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -123,34 +123,36 @@ class SimArchive:
         self._chance = self._rng.random
         self._late_rng = cluster.world.stream("late collections")
         self.files: dict[str, StoredFile] = {}
-        self.spoiled: dict[str, StoredFile] = {}  # as written, before a fault changed or lost it
+        self.original_files: dict[
+            str, StoredFile
+        ] = {}  # as written, before a fault changed or lost it
         self.written_ms: dict[str, int] = {}
         # Faults.
-        self.is_away = False
-        self.throttled = 0.0  # the share of requests that are rejected
-        self.lost_answers = 0.0
-        self.corrupting = 0.0  # the share of writes that store other bytes
-        self.slow_us = 0
+        self.is_unavailable = False
+        self.rejected_share = 0.0  # the share of requests that are rejected
+        self.lost_answer_share = 0.0
+        self.corrupted_share = 0.0  # the share of writes that store other bytes
+        self.extra_delay_us = 0
 
     # ---- requests
 
     def upload(
-        self, storage: "SimStorage", job: UploadJob, done: Callable[[UploadOutcome], None]
+        self, storage: "SimStorage", job: UploadJob, on_done: Callable[[UploadOutcome], None]
     ) -> None:
-        """Carry out an upload; `done` receives the outcome if the process lives (rule 4)."""
-        self._run(storage, _upload_steps(self._cluster.key, job), done)
+        """Carry out an upload; `on_done` receives the outcome if the process lives (rule 4)."""
+        self._run_steps(storage, _upload_steps(self._cluster.key, job), on_done)
 
     def expire(
-        self, storage: "SimStorage", job: ExpiryJob, done: Callable[[ExpiryOutcome], None]
+        self, storage: "SimStorage", job: ExpiryJob, on_done: Callable[[ExpiryOutcome], None]
     ) -> None:
-        """Write the manifest of an expiry; `done` is called as for an upload."""
-        self._run(storage, self._expiry_steps(storage, job), done)
+        """Write the manifest of an expiry; `on_done` is called as for an upload."""
+        self._run_steps(storage, self._expiry_steps(storage, job), on_done)
 
-    def _run(
+    def _run_steps(
         self,
         storage: "SimStorage",
         steps: Generator[_Request, StoredFile, _Result],
-        done: Callable[[_Result | WaltzError], None],
+        on_done: Callable[[_Result | WaltzError], None],
     ) -> None:
         incarnation = storage.incarnation
 
@@ -158,36 +160,39 @@ class SimArchive:
             if storage.incarnation != incarnation:
                 return
             if answer is not None:
-                storage.archive_progressed()
+                storage.on_archive_progressed()
             try:
                 if isinstance(answer, WaltzError):
                     request = steps.throw(answer)
                 else:
                     request = next(steps) if answer is None else steps.send(answer)
             except StopIteration as ended:
-                done(ended.value)
+                on_done(ended.value)
             except WaltzError as error:
-                done(error)
+                on_done(error)
             else:
-                self._request(storage, request, advance)
+                self._send_request(storage, request, advance)
 
-        storage.after(0, lambda: advance(None))
+        storage.call_after_us(0, lambda: advance(None))
 
-    def _request(
+    def _send_request(
         self,
         storage: "SimStorage",
         request: _Request,
-        answer: Callable[[StoredFile | WaltzError | None], None],
+        on_answer: Callable[[StoredFile | WaltzError | None], None],
     ) -> None:
-        delay_us, incarnation = self._rng.randint(*REQUEST_US) + self.slow_us, storage.incarnation
+        delay_us, incarnation = (
+            self._rng.randint(*REQUEST_US) + self.extra_delay_us,
+            storage.incarnation,
+        )
         # An attempt begins with reads. If reads failed as often as writes, few attempts would
         # write.
         share = 1.0 if isinstance(request, _Write) else LOST_READS_SHARE
-        is_lost = self._chance() < self.lost_answers * share
+        is_lost = self._chance() < self.lost_answer_share * share
         if is_lost:
             self._cluster.checks.count("archive answer lost")
             error = ArchiveUnavailable(f"archive: {request.name}: no answer")
-            storage.after(delay_us + TIMEOUT_US, partial(answer, error))
+            storage.call_after_us(delay_us + TIMEOUT_US, partial(on_answer, error))
             roll = self._chance()
             if roll < 0.1:
                 return
@@ -196,32 +201,34 @@ class SimArchive:
 
         def apply() -> None:
             is_over = storage.incarnation != incarnation
-            result = self._apply(request)
+            result = self._apply_request(request)
             if isinstance(request, _Write) and isinstance(result, StoredFile):
                 if is_over:
                     self._cluster.checks.count("archive write after its sender died")
-                elif is_lost and delay_us > TIMEOUT_US + self.slow_us:
+                elif is_lost and delay_us > TIMEOUT_US + self.extra_delay_us:
                     self._cluster.checks.count("archive write after its answer")
             if not is_lost and not is_over:
-                storage.after(self._rng.randint(*REQUEST_US), partial(answer, result))
+                storage.call_after_us(self._rng.randint(*REQUEST_US), partial(on_answer, result))
 
-        self._world.after(delay_us, apply)
+        self._world.call_after_us(delay_us, apply)
 
-    def _apply(self, request: _Request) -> StoredFile | WaltzError:
-        if self.is_away or self._chance() < self.throttled:
+    def _apply_request(self, request: _Request) -> StoredFile | WaltzError:
+        if self.is_unavailable or self._chance() < self.rejected_share:
             return ArchiveUnavailable(f"archive: {request.name}: rejected")
         if isinstance(request, _Read):
             return self.files.get(request.name) or ObjectMissing(f"archive: no {request.name}")
-        self._cluster.checks.archive_written(request.name, is_known=request.name in self.files)
+        self._cluster.checks.on_archive_file_written(
+            request.name, is_known=request.name in self.files
+        )
         self.files[request.name] = request.file
         self.written_ms[request.name] = self._world.now_ms
-        if self._chance() < self.corrupting:
-            self.files[request.name] = self._flipped(request.file)
+        if self._chance() < self.corrupted_share:
+            self.files[request.name] = self._with_flipped_bit(request.file)
         return request.file
 
     # ---- expiry and collection
 
-    def _archive_ms(self, ms: int) -> int:
+    def _fast_clock_ms(self, ms: int) -> int:
         """Convert a time of the world to the fast clock of rule 7."""
         return ms * EXPIRY_GRACE_MS // SHORT_EXPIRY_GRACE_MS
 
@@ -230,101 +237,105 @@ class SimArchive:
     ) -> Generator[_Request, StoredFile, ExpiredManifest]:
         """Yield the requests of an expiry (rule 6); raises what `archive.upload.expire` raises."""
         recorded, cluster_key = job.recorded, self._cluster.key
-        head = _checked((yield _Read(recorded.name)), recorded.name, recorded.file_crc)
+        head = _check_crc((yield _Read(recorded.name)), recorded.name, recorded.file_crc)
         present = Manifest.from_bytes(head.data, recorded.name)
         recorded.check(present, cluster_key)
         before_ms, wall_ms = job.before_ms, storage.wall_ms
         if job.retention_ms:
             before_ms = max(before_ms, wall_ms - job.retention_ms)
-        first = _first_kept(present, job.before, before_ms)
-        made = present.expired(first, self._archive_ms(self._world.now_ms))
+        first = _first_unexpired(present, job.before, before_ms)
+        made = present.expired(first, self._fast_clock_ms(self._world.now_ms))
         if (made.first, made.newest) == (present.first, present.newest):
             return ExpiredManifest(first, "", 0)
         origin = FileOrigin(job.session_id, job.nonce, job.attempt)
         folder = manifests_folder(cluster_key, job.partition_id)
         name, data = manifest_name(folder, made.version, origin), made.to_bytes()
-        self._cluster.checks.archive_expires(name, wall_ms)
+        self._cluster.checks.on_archive_expiry(name, wall_ms)
         yield _Write(name, StoredFile(data))
-        _checked((yield _Read(name)), name, crc32(data))
+        _check_crc((yield _Read(name)), name, crc32(data))
         return ExpiredManifest(first, name, crc32(data))
 
     def collect_garbage(
         self,
         storage: "SimStorage",
         job: GarbageCollectionJob,
-        done: Callable[[GarbageCollectionOutcome], None],
+        on_done: Callable[[GarbageCollectionOutcome], None],
     ) -> None:
-        """Carry out a garbage collection (rule 5); `done` receives the outcome."""
+        """Carry out a garbage collection (rule 5); `on_done` receives the outcome."""
 
         def begin() -> None:
-            if self.is_away or self._chance() < self.throttled:
-                done(ArchiveUnavailable("archive: a collection was rejected"))
+            if self.is_unavailable or self._chance() < self.rejected_share:
+                on_done(ArchiveUnavailable("archive: a collection was rejected"))
                 return
-            store = cast("ArchiveStore", _Listing(self))
-            now_ms = self._archive_ms(self._world.now_ms)
+            store = cast("ArchiveStore", _ListedStore(self))
+            now_ms = self._fast_clock_ms(self._world.now_ms)
             try:
                 found = collect_garbage(store, self._cluster.key, job, now_ms=now_ms)
             except WaltzError as error:
-                done(error)
+                on_done(error)
                 return
-            storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, partial(done, found))
+            storage.call_after_us(
+                self._rng.randint(*REQUEST_US) + self.extra_delay_us, partial(on_done, found)
+            )
 
         late_us = 0
-        if self.lost_answers and self._late_rng.random() < self.lost_answers:
+        if self.lost_answer_share and self._late_rng.random() < self.lost_answer_share:
             late_us = self._late_rng.randrange(LATE_US_MAX)
-        storage.after(self._rng.randint(*REQUEST_US) + self.slow_us + late_us, begin)
+        storage.call_after_us(self._rng.randint(*REQUEST_US) + self.extra_delay_us + late_us, begin)
 
     def modified_ms(self, name: str) -> int:
         """Return when a file was written, adjusted so that its age has the proportion of rule 7."""
         now_ms = self._world.now_ms
         age_ms = (now_ms - self.written_ms[name]) * GRACE_MS // SHORT_GRACE_MS
-        return self._archive_ms(now_ms) - age_ms
+        return self._fast_clock_ms(now_ms) - age_ms
 
     def delete_later(self, name: str) -> None:
         """Delete a file, perhaps much later."""
 
         def delete() -> None:
             if self.files.pop(name, None) is not None:
-                self.spoiled.pop(name, None)
+                self.original_files.pop(name, None)
                 self.written_ms.pop(name, None)
-                self._cluster.checks.archive_deleted(name)
+                self._cluster.checks.on_archive_file_deleted(name)
 
-        late_us = self._rng.randrange(LATE_US_MAX) if self._chance() < self.lost_answers else 0
-        self._world.after(self._rng.randint(*REQUEST_US) + self.slow_us + late_us, delete)
+        late_us = self._rng.randrange(LATE_US_MAX) if self._chance() < self.lost_answer_share else 0
+        self._world.call_after_us(
+            self._rng.randint(*REQUEST_US) + self.extra_delay_us + late_us, delete
+        )
 
     # ---- faults
 
-    def spoil(self, name: str) -> None:
+    def corrupt_file(self, name: str) -> None:
         """Flip a bit of a stored file."""
-        self.spoiled.setdefault(name, self.files[name])
-        self.files[name] = self._flipped(self.files[name])
+        self.original_files.setdefault(name, self.files[name])
+        self.files[name] = self._with_flipped_bit(self.files[name])
 
-    def lose(self, name: str) -> None:
+    def lose_file(self, name: str) -> None:
         """Lose a stored file."""
-        self.spoiled.setdefault(name, self.files.pop(name))
+        self.original_files.setdefault(name, self.files.pop(name))
 
-    def _flipped(self, file: StoredFile) -> StoredFile:
+    def _with_flipped_bit(self, file: StoredFile) -> StoredFile:
         data = bytearray(file.data)
         data[self._rng.randrange(len(data))] ^= 1
         return file._replace(data=bytes(data))
 
     def repair(self) -> None:
         """End all faults, and restore all files."""
-        self.is_away, self.slow_us = False, 0
-        self.throttled = self.lost_answers = self.corrupting = 0.0
-        self.restore()
+        self.is_unavailable, self.extra_delay_us = False, 0
+        self.rejected_share = self.lost_answer_share = self.corrupted_share = 0.0
+        self.restore_files()
 
-    def restore(self) -> None:
+    def restore_files(self) -> None:
         """Restore the files that faults have changed or lost (rule 2)."""
-        self.files.update(self.spoiled)
-        self.spoiled.clear()
+        self.files.update(self.original_files)
+        self.original_files.clear()
 
     # ---- reading
 
-    def listed(self, mark: ArchivedMark | None) -> list[ObjectEntry]:
+    def listed_objects(self, mark: ArchivedMark | None) -> list[ObjectEntry]:
         """Return the available objects in the manifest of a mark, damaged or not."""
         name = "" if mark is None else mark.manifest
-        file = self.spoiled.get(name) or self.files.get(name)
+        file = self.original_files.get(name) or self.files.get(name)
         if file is None:
             return []
         found = Manifest.from_bytes(file.data, name)
@@ -335,23 +346,23 @@ class SimArchive:
         file = self.files.get(entry.name)
         return file is None or crc32(file.data) != entry.file_crc
 
-    def answer(
-        self, storage: "SimStorage", read: ArchiveQuery, done: Callable[[WorkOutcome], None]
+    def read_later(
+        self, storage: "SimStorage", read: ArchiveQuery, on_done: Callable[[WorkOutcome], None]
     ) -> None:
         """Answer a read from the archive, unless the process dies before."""
 
         def answer() -> None:
-            if self.is_away or self._chance() < self.throttled:
-                done(ArchiveUnavailable("archive: a read was rejected"))
+            if self.is_unavailable or self._chance() < self.rejected_share:
+                on_done(ArchiveUnavailable("archive: a read was rejected"))
                 return
-            found = answer_from_archive(_SimReader(self, read.mark), read)
+            found = answer_from_archive(_SimArchiveReader(self, read.mark), read)
             if not isinstance(found, WaltzError):
                 self._cluster.checks.count("read from the archive")
-            done(found)
+            on_done(found)
 
-        storage.after(self._rng.randint(*REQUEST_US) + self.slow_us, answer)
+        storage.call_after_us(self._rng.randint(*REQUEST_US) + self.extra_delay_us, answer)
 
-    def objects(
+    def verified_objects(
         self, mark: SetArchived, first: TransactionId, last: TransactionId
     ) -> list[tuple[ObjectEntry, StoredFile]]:
         """Return the objects with the IDs first..last, according to the manifest of a mark.
@@ -360,39 +371,39 @@ class SimArchive:
             BeforeLogStart: `first` has expired.
             ObjectMissing, ChecksumMismatch, BadFormat: a file is missing or changed.
         """
-        head = self._verified(mark.manifest, mark.manifest_crc)
+        head = self._verified_file(mark.manifest, mark.manifest_crc)
         found = Manifest.from_bytes(head.data, mark.manifest)
         if first < found.first:
             raise BeforeLogStart(f"archive: {first} has expired", found.first)
         return [
-            (each, self._verified(each.name, each.file_crc))
+            (each, self._verified_file(each.name, each.file_crc))
             for each in found.newest
             if first <= each.last and each.first <= last
         ]
 
-    def _verified(self, name: str, expected: int) -> StoredFile:
+    def _verified_file(self, name: str, expected: int) -> StoredFile:
         file = self.files.get(name)
         if file is None:
             raise ObjectMissing(f"archive: no {name}")
-        return _checked(file, name, expected)
+        return _check_crc(file, name, expected)
 
 
-class _Listed(NamedTuple):
+class _ListedFile(NamedTuple):
     name: str
     byte_count: int
     modified_ms: int
 
 
-class _Listing:
+class _ListedStore:
     """The store as a garbage collection sees it; see `ArchiveStore`."""
 
     def __init__(self, archive: SimArchive) -> None:
         self._archive = archive
 
-    def files(self, folder: str) -> list[_Listed]:
+    def files(self, folder: str) -> list[_ListedFile]:
         """Return the files in a folder, sorted by name."""
         return [
-            _Listed(name, len(file.data), self._archive.modified_ms(name))
+            _ListedFile(name, len(file.data), self._archive.modified_ms(name))
             for name, file in sorted(self._archive.files.items())
             if name.startswith(f"{folder}/")
         ]
@@ -413,7 +424,7 @@ class _Listing:
         self._archive.delete_later(name)
 
 
-class _SimReader:
+class _SimArchiveReader:
     """Reads the archive through a manifest, as `archive.reader.ArchiveReader` does."""
 
     def __init__(self, archive: SimArchive, mark: SetArchived) -> None:
@@ -421,14 +432,14 @@ class _SimReader:
         self._mark = mark
 
     def read_range(self, first: TransactionId, last: TransactionId, bytes_max: int) -> RangeRead:
-        """Return records of one object; raises the same errors as `SimArchive.objects`."""
-        entry, file = self._archive.objects(self._mark, first, first)[0]
+        """Return records of one object; raises the same errors as `SimArchive.verified_objects`."""
+        entry, file = self._archive.verified_objects(self._mark, first, first)[0]
         starts, at = (0, *file.ends), first - entry.first
         stop = min(last, entry.last) - entry.first + 1
         while stop > at + 1 and starts[stop] - starts[at] > bytes_max:
             stop -= 1
         end = TransactionId(entry.first + stop - 1)
-        chain_before, batches = _touching(file.chain_before, file.batches, first, end)
+        chain_before, batches = _overlapping_batches(file.chain_before, file.batches, first, end)
         sizes = [end - start for start, end in pairwise(starts[at : stop + 1])]
         lengths = np.array(sizes, dtype=np.int64)
         return RangeRead(
@@ -440,16 +451,16 @@ class _SimReader:
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
         """Return the chain before the batches that overlap first..last, and these batches.
 
-        Raises the same errors as `SimArchive.objects`.
+        Raises the same errors as `SimArchive.verified_objects`.
         """
-        objects = self._archive.objects(self._mark, first, last)
+        objects = self._archive.verified_objects(self._mark, first, last)
         batches = [each for _, file in objects for each in file.batches]
-        chain_before, found = _touching(objects[0][1].chain_before, batches, first, last)
+        chain_before, found = _overlapping_batches(objects[0][1].chain_before, batches, first, last)
         assert len(found) <= entries_max, "a simulated log is short"
         return chain_before, found
 
 
-def _touching(
+def _overlapping_batches(
     chain: Chain, batches: Sequence[LineageEntry], first: TransactionId, last: TransactionId
 ) -> tuple[Chain, tuple[LineageEntry, ...]]:
     """Return the chain before the batches that overlap first..last, and these batches."""
@@ -470,16 +481,16 @@ def _upload_steps(
         cluster_key, job.partition_id, 0, TransactionId(0), BEFORE_FIRST, GENESIS_CHAIN
     )
     if job.manifest:
-        found = _checked((yield _Read(job.manifest)), job.manifest, job.manifest_crc)
+        found = _check_crc((yield _Read(job.manifest)), job.manifest, job.manifest_crc)
         present = Manifest.from_bytes(found.data, job.manifest)
     job.recorded.check(present, cluster_key)
-    old = None if job.replaces is None else _replaced(present.newest, job)
+    old = None if job.replaces is None else _replaced_entry(present.newest, job)
     if old is not None and job.replaces is not None and old.name != job.replaces.name:
         return NewManifest(present.last, present.chain, job.end.stamp_ms, "", 0)
     origin = FileOrigin(job.session_id, job.nonce, job.attempt)
-    entry, file = object_of(cluster_key, job)
+    entry, file = build_object(cluster_key, job)
     yield _Write(entry.name, file)
-    _checked((yield _Read(entry.name)), entry.name, entry.file_crc)
+    _check_crc((yield _Read(entry.name)), entry.name, entry.file_crc)
     if old is None:
         present = present.with_object(entry)
     else:
@@ -489,12 +500,12 @@ def _upload_steps(
     folder = manifests_folder(cluster_key, job.partition_id)
     name = manifest_name(folder, present.version, origin)
     yield _Write(name, StoredFile(data))
-    _checked((yield _Read(name)), name, crc32(data))
+    _check_crc((yield _Read(name)), name, crc32(data))
     made = Manifest.from_bytes(data, name)
     return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
 
 
-def _replaced(entries: Sequence[ObjectEntry], job: UploadJob) -> ObjectEntry:
+def _replaced_entry(entries: Sequence[ObjectEntry], job: UploadJob) -> ObjectEntry:
     """Return the entry of the object that a job replaces; raise BadFormat if there is none."""
     bounds = job.first, job.end.last, job.end.chain
     old = next((each for each in entries if each[1:4] == bounds), None)
@@ -503,7 +514,7 @@ def _replaced(entries: Sequence[ObjectEntry], job: UploadJob) -> ObjectEntry:
     return old
 
 
-def object_of(cluster_key: bytes, job: UploadJob) -> tuple[ObjectEntry, StoredFile]:
+def build_object(cluster_key: bytes, job: UploadJob) -> tuple[ObjectEntry, StoredFile]:
     """Return the object that a job writes: its entry in a manifest, and its file."""
     ends, end = [], 0
     for run in job.runs:
@@ -523,7 +534,7 @@ def object_of(cluster_key: bytes, job: UploadJob) -> tuple[ObjectEntry, StoredFi
     return entry, StoredFile(data, batches, tuple(ends), job.chain_before)
 
 
-def _first_kept(present: Manifest, before: int, before_ms: int) -> TransactionId:
+def _first_unexpired(present: Manifest, before: int, before_ms: int) -> TransactionId:
     """Return the first ID after the newest object that has expired."""
     expired = [
         each.last
@@ -533,7 +544,7 @@ def _first_kept(present: Manifest, before: int, before_ms: int) -> TransactionId
     return TransactionId(max([present.first - 1, *expired]) + 1)
 
 
-def _checked(file: StoredFile, name: str, expected: int) -> StoredFile:
+def _check_crc(file: StoredFile, name: str, expected: int) -> StoredFile:
     found = crc32(file.data)
     if found != expected:
         raise ChecksumMismatch(f"archive: {name}: expected CRC {expected:08x}, found {found:08x}")

@@ -28,15 +28,15 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.wire.messages import ClientMessage, ErrorResponse, Message
-from waltz_sim.cluster.servers import message_in_words
 from waltz_sim.cluster.simulated_coordinator import Assignment
+from waltz_sim.cluster.simulated_servers import describe_message
 from waltz_sim.world.network import NEAR, Handlers, SimLink
 from waltz_sim.world.process import Process
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_cluster import SimCluster
 
-SETTINGS: Final = StreamSettings(
+STREAM_SETTINGS: Final = StreamSettings(
     request_timeout_ms=4_000,
     mount_timeout_ms=1_500,
     retry_interval_ms_min=20,
@@ -46,12 +46,12 @@ SETTINGS: Final = StreamSettings(
     feed_ahead_max=40,
 )
 # Below the sequence numbers of all requests by the stream itself.
-_SEQUENCE_BELOW: Final = -(1 << 30)
+_SEQUENCE_MAX: Final = -(1 << 30)
 
-Answered = Callable[[ClientMessage | None], None]
+AnswerCallback = Callable[[ClientMessage | None], None]
 
 
-def _ignore(_: ClientMessage | None) -> None:
+def _ignore_answer(_: ClientMessage | None) -> None:
     """Ignore the answer: only the checkers need it."""
 
 
@@ -63,10 +63,10 @@ class SimClient(Process):
         self.cluster = cluster
         self.client_id = 0
         self.stream: PartitionStream | None = None
-        self.fed = BEFORE_FIRST  # the last transaction that the application has applied
+        self.fed_last = BEFORE_FIRST  # the last transaction that the application has applied
         self.apply_us_max = 3_000  # the longest time to apply a transaction
         self._links: dict[int, SimLink] = {}  # open links to servers, by number
-        self._requested: dict[ReqId, tuple[SimLink, Answered]] = {}
+        self._waiting_requests: dict[ReqId, tuple[SimLink, AnswerCallback]] = {}
         self._request_count = 0
         self._inbox: deque[stream_events.Event] = deque()
         self._is_stepping = False
@@ -78,31 +78,31 @@ class SimClient(Process):
 
     # ---- life
 
-    def started(self) -> None:
+    def on_started(self) -> None:
         """Start with an unused client ID (rule 3)."""
         cluster = self.cluster
         self.client_id = cluster.coordinator.next_client_id()
-        self.fed = BEFORE_FIRST
+        self.fed_last = BEFORE_FIRST
         self.stream = PartitionStream(
-            self.client_id, PartitionId(cluster.partition_id), SETTINGS, self.rng
+            self.client_id, PartitionId(cluster.partition_id), STREAM_SETTINGS, self.rng
         )
-        cluster.checks.client_started(self)
+        cluster.checks.on_client_started(self)
 
-    def died(self) -> None:
+    def on_died(self) -> None:
         """Drop all state."""
         self.stream = None
         self._inbox.clear()
         self._links.clear()
-        self._requested.clear()
+        self._waiting_requests.clear()
 
     def kill(self, *, is_silent: bool = False) -> None:
         """Kill the process; if `is_silent`, its peers do not notice at once."""
         if not self.is_up:
             return
         self.world.note(f"{self.name} is killed")
-        self.cluster.checks.client_died(self)
+        self.cluster.checks.on_client_died(self)
         self.die()
-        self.cluster.network.died(self, is_silent=is_silent)
+        self.cluster.network.end_links(self, is_silent=is_silent)
 
     # ---- actions of the application
 
@@ -112,8 +112,8 @@ class SimClient(Process):
 
     def subscribe(self, mark: TransactionId) -> None:
         """Subscribe to the feed after a high-water mark."""
-        self.fed = mark
-        self.cluster.checks.client_follows(self)
+        self.fed_last = mark
+        self.cluster.checks.on_client_subscribed(self)
         self.step(stream_events.Subscribe(mark))
 
     @property
@@ -122,10 +122,12 @@ class SimClient(Process):
         assert self.stream is not None
         return self.stream.high_water_mark
 
-    def request(self, make: Callable[[ReqId], ClientMessage], answered: Answered = _ignore) -> None:
-        """Send a request outside of the stream; `answered` receives None if the link breaks."""
+    def request(
+        self, make: Callable[[ReqId], ClientMessage], on_answer: AnswerCallback = _ignore_answer
+    ) -> None:
+        """Send a request outside of the stream; `on_answer` receives None if the link breaks."""
         if not self._links:
-            answered(None)
+            on_answer(None)
             return
         link = next(reversed(self._links.values()))
         self._request_count += 1
@@ -133,13 +135,13 @@ class SimClient(Process):
             ClientId(self.client_id),
             Generation(0),
             PartitionId(self.cluster.partition_id),
-            _SEQUENCE_BELOW - self._request_count,
+            _SEQUENCE_MAX - self._request_count,
         )
-        self._requested[req_id] = link, answered
+        self._waiting_requests[req_id] = link, on_answer
         self._send(link, make(req_id))
 
     def _send(self, link: SimLink, message: ClientMessage) -> None:
-        self.cluster.checks.client_sent(self, link, message)
+        self.cluster.checks.on_client_sent(self, link, message)
         self.cluster.network.send(link, NEAR, message)
 
     # ---- the stream
@@ -158,7 +160,7 @@ class SimClient(Process):
         if self.stream is not None:
             self.set_timer(self.stream.wake_at_ms)
 
-    def ring(self) -> None:
+    def on_timer(self) -> None:
         """Wake the stream."""
         if self.stream is not None:
             self.step(Wakeup())
@@ -171,71 +173,71 @@ class SimClient(Process):
                 if link is not None:
                     self._send(link, effect.message)
             case stream_events.SubmissionSettled():
-                checks.settled(self, effect)
+                checks.on_submission_settled(self, effect)
                 self.on_settled(effect)
             case stream_events.SubmissionRejected():
-                checks.rejected(self, effect)
+                checks.on_submission_rejected(self, effect)
                 self.on_rejected(effect)
             case stream_events.OpenLink():
                 self._open_link(effect)
             case stream_events.FeedAdvanced():
-                checks.fed(self, effect)
-                self.fed = TransactionId(effect.first + effect.count - 1)
-                self._apply_later(self.fed)
+                checks.on_feed_received(self, effect)
+                self.fed_last = TransactionId(effect.first + effect.count - 1)
+                self._apply_later(self.fed_last)
             case stream_events.MarkAdvanced():
-                checks.mark_moved(self, effect.high_water_mark)
+                checks.on_client_mark_moved(self, effect.high_water_mark)
             case stream_events.Ready():
                 self.on_ready()
             case stream_events.NeedClientId():
                 client_id = self.cluster.coordinator.next_client_id()
-                self.after(1_000, lambda: self._renew(client_id))
+                self.call_after_us(1_000, lambda: self._renew_client_id(client_id))
             case stream_events.FeedLagging():
                 # The logs are small, so the missed range is requested from the server at once.
                 mark = effect.fed
-                self.after(1_000, lambda: self.step(stream_events.Resume(mark)))
+                self.call_after_us(1_000, lambda: self.step(stream_events.Resume(mark)))
             case stream_events.Stopped():
                 self.world.note(f"{self.name} stopped: {effect.error}")
-                checks.client_stopped(self, effect.error)
+                checks.on_client_stopped(self, effect.error)
                 self.on_stopped(effect.error)
             case Report():
-                checks.reported(self.name, effect)
+                checks.on_report(self.name, effect)
 
-    def _renew(self, client_id: int) -> None:
+    def _renew_client_id(self, client_id: int) -> None:
         self.client_id = client_id
         self.step(stream_events.ClientIdRenewed(client_id))
 
     def _apply_later(self, mark: TransactionId) -> None:
         delay_us = int(200 + self.chance() * self.apply_us_max)
-        self.after(delay_us, lambda: self.step(stream_events.Applied(mark)))
+        self.call_after_us(delay_us, lambda: self.step(stream_events.Applied(mark)))
 
     # ---- links
 
     def _open_link(self, effect: stream_events.OpenLink) -> None:
-        def found(assignment: Assignment) -> None:
+        def on_owner_found(assignment: Assignment) -> None:
             server = self.cluster.server_named(assignment.owner)
             if server is None:
                 fail("the partition has no owner")
                 return
-            self.cluster.checks.dialed(self.name, server.name)
+            self.cluster.checks.on_dial(self.name, server.name)
             for link in self._links.values():
                 if link.ends[1] is server and link.number not in effect.avoided_links:
-                    self._linked(effect, link, assignment)
+                    self._on_linked(effect, link, assignment)
                     return
             self.cluster.network.dial(
                 self,
                 server,
-                Handlers(self._received, self._lost),
-                opened=lambda link: self._linked(effect, link, assignment),
-                failed=fail,
+                Handlers(self._on_message, self._on_link_lost),
+                on_opened=lambda link: self._on_linked(effect, link, assignment),
+                on_failed=fail,
                 accept=server.accept,
             )
 
         def fail(reason: str) -> None:
             self.step(stream_events.LinkFailed(effect.attempt, Unreachable(reason)))
 
-        self.cluster.coordinator.owner_for(self, found)
+        self.cluster.coordinator.owner_for(self, on_owner_found)
 
-    def _linked(
+    def _on_linked(
         self, effect: stream_events.OpenLink, link: SimLink, assignment: Assignment
     ) -> None:
         assert self.stream is not None
@@ -263,23 +265,23 @@ class SimClient(Process):
             )
         )
 
-    def _lost(self, link: SimLink, reason: str) -> None:
+    def _on_link_lost(self, link: SimLink, reason: str) -> None:
         self._links.pop(link.number, None)
         self._fail_requests(link)
         self.step(stream_events.LinkLost(link.number, reason))
 
     def _fail_requests(self, link: SimLink) -> None:
-        for req_id, (requested_on, answered) in list(self._requested.items()):
+        for req_id, (requested_on, on_answer) in list(self._waiting_requests.items()):
             if requested_on is link:
-                del self._requested[req_id]
-                answered(None)
+                del self._waiting_requests[req_id]
+                on_answer(None)
 
-    def _received(self, link: SimLink, message: Message) -> None:
+    def _on_message(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, ClientMessage)
         if self.world.is_traced:
-            self.world.note(f"{self.name} < {message_in_words(message)}")
-        self.cluster.checks.client_received(self, link, message)
-        found = self._requested.pop(message.req_id, None)
+            self.world.note(f"{self.name} < {describe_message(message)}")
+        self.cluster.checks.on_client_received(self, link, message)
+        found = self._waiting_requests.pop(message.req_id, None)
         if found is not None:
             found[1](None if isinstance(message, ErrorResponse) else message)
             return

@@ -30,15 +30,15 @@ from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import ReplicaStage
 from waltz_sim.cluster.checkers import Checks
 from waltz_sim.cluster.disaster_recovery import DisasterRecovery
-from waltz_sim.cluster.restored_log import restore
-from waltz_sim.cluster.servers import SimServer
+from waltz_sim.cluster.restored_log import restore_lost_log
 from waltz_sim.cluster.simulated_archive import SimArchive
 from waltz_sim.cluster.simulated_clients import SimClient
 from waltz_sim.cluster.simulated_contexts import ContextClient
 from waltz_sim.cluster.simulated_coordinator import SimCoordinator
+from waltz_sim.cluster.simulated_servers import SimServer
 from waltz_sim.cluster.simulated_storages import RESTART_MS, SimStorage
 from waltz_sim.cluster.workload import Workload
-from waltz_sim.guarantees.data_loss_budget import DataLossBudget, read_whole
+from waltz_sim.guarantees.data_loss_budget import DataLossBudget, read_whole_log
 from waltz_sim.schedule import Schedule
 from waltz_sim.world.network import Network
 from waltz_sim.world.process import Process
@@ -47,11 +47,11 @@ from waltz_sim.world.world import World
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-MS: Final = 1_000
+US_PER_MS: Final = 1_000
 OPEN_MS_MAX: Final = 90_000
 EQUAL_MS_MAX: Final = 60_000
-AFTERWARDS_MS: Final = 20
-OPERATOR_MS: Final = 3_000
+EXTRA_WORK_MS: Final = 20
+OPERATOR_INTERVAL_MS: Final = 3_000
 HALTED_MS: Final = 8_000
 # Errors that a retry does not resolve.
 UNREADABLE_ERRORS: Final = (
@@ -89,8 +89,8 @@ class SimCluster:
         self.coordinator = SimCoordinator(self, replicas)
         self.archive = SimArchive(self)
         self.budget = DataLossBudget(self)
-        self.swapped: dict[str, SimStorage] = {}  # storage's name -> the owner of its disk
-        self.held_down: dict[str, None] = {}  # names of machines that must stay down for a while
+        self.swapped_disks: dict[str, SimStorage] = {}  # storage's name -> the owner of its disk
+        self.kept_down: dict[str, None] = {}  # names of machines that must stay down for a while
         self.is_recovering = False
         # The replica whose log an unfinished command has accepted (disaster_recovery.py).
         self.unfinished_recovery: ReplicaId | None = None
@@ -107,9 +107,9 @@ class SimCluster:
             ContextClient(self, f"context-client{n}") for n in range(setup.context_clients)
         ]
         if setup.restored_count:
-            restore(self)
+            restore_lost_log(self)
         for server in self.servers:
-            server.started()
+            server.on_started()
 
     # ---- the processes
 
@@ -133,9 +133,9 @@ class SimCluster:
         return self.coordinator.assignment.replicas
 
     @property
-    def is_zookeeper_away(self) -> bool:
+    def is_zookeeper_unavailable(self) -> bool:
         """Whether no process can reach ZooKeeper."""
-        return self.coordinator.is_away
+        return self.coordinator.is_unavailable
 
     def register_storage(self, replica: ReplicaId, storage_id: bytes) -> bytes:
         """Register a storage's ID for its address, if there is none; return the registered ID."""
@@ -146,7 +146,7 @@ class SimCluster:
         for client in self.clients:
             self.start_client(client)
         for context_client in self.context_clients:
-            context_client.started()
+            context_client.on_started()
 
     def close(self) -> None:
         """Close event loops now, so that the garbage collector does not do it at a random time."""
@@ -155,27 +155,29 @@ class SimCluster:
 
     def start_client(self, client: SimClient) -> None:
         """Start a client again, and its workload."""
-        self.workload.drop(client)
+        self.workload.drop_submissions(client)
         client.is_up = True
         client.incarnation += 1
-        client.started()
+        client.on_started()
         self.workload.begin(client)
 
     def restart_later(self, process: Process) -> None:
         """Restart a process after a while, as its supervisor does, unless it must stay down."""
-        delay_us = self.rng.randrange(*RESTART_MS) * MS
+        delay_us = self.rng.randrange(*RESTART_MS) * US_PER_MS
 
         def start() -> None:
-            if process.name not in self.held_down:
+            if process.name not in self.kept_down:
                 process.start()
 
-        self.world.after(delay_us, start)
+        self.world.call_after_us(delay_us, start)
 
     def reassign(self, replicas: "tuple[ReplicaId, ...]") -> None:
         """Change the assigned replicas, and notify the storages, as a `cluster` command does."""
         self.coordinator.reassign(replicas)
         for storage in self.storages.values():
-            storage.after(self.coordinator.watch_us(), storage.receive_assignment)
+            storage.call_after_us(
+                self.coordinator.draw_watch_delay_us(), storage.receive_assignment
+            )
 
     def kill(self, process: "SimStorage | SimServer") -> None:
         """Kill a process as with SIGKILL; its supervisor starts it again."""
@@ -190,33 +192,33 @@ class SimCluster:
         for each in (storage, other):
             each.kill()
         storage.disk, other.disk = other.disk, storage.disk
-        storage.rejected = other.rejected = None
+        storage.start_error = other.start_error = None
         for each, its in ((storage, other), (other, storage)):
-            if each.name in self.swapped:
-                del self.swapped[each.name]
+            if each.name in self.swapped_disks:
+                del self.swapped_disks[each.name]
             else:
-                self.swapped[each.name] = its
+                self.swapped_disks[each.name] = its
             self.restart_later(each)
 
-    def operate(self, *, waits: bool = True) -> None:
-        """Repair faults that do not end by themselves; if not `waits`, also replace replicas."""
-        for name in list(self.swapped):
-            if name in self.swapped:
+    def run_operator(self, *, may_replace: bool = False) -> None:
+        """Repair faults that do not end by themselves; if `may_replace`, also replace replicas."""
+        for name in list(self.swapped_disks):
+            if name in self.swapped_disks:
                 storage = next(each for each in self.storages.values() if each.name == name)
-                self.swap_disks(storage, self.swapped[name])
+                self.swap_disks(storage, self.swapped_disks[name])
         for storage in self.storages.values():
-            if storage.name in self.held_down:
+            if storage.name in self.kept_down:
                 continue
-            if isinstance(storage.rejected, UNREADABLE_ERRORS):
-                if not self.budget.has_lost(storage):
-                    self.checks.fail("Converged", f"{storage.name} rejects: {storage.rejected}")
-                self.replace(storage)
-            elif not waits and self._cannot_be_repaired(storage):
-                self.replace(storage)
+            if isinstance(storage.start_error, UNREADABLE_ERRORS):
+                if not self.budget.has_lost_data(storage):
+                    self.checks.fail("Converged", f"{storage.name} rejects: {storage.start_error}")
+                self.replace_storage(storage)
+            elif may_replace and self._cannot_be_repaired(storage):
+                self.replace_storage(storage)
         if self.unfinished_recovery is not None:
             DisasterRecovery(self, lambda _: None, accepted=self.unfinished_recovery)
-        if not waits:
-            self.read_all()
+        if may_replace:
+            self.read_all_logs()
             self._checkpoint()
 
     def _cannot_be_repaired(self, storage: SimStorage) -> bool:
@@ -227,7 +229,9 @@ class SimCluster:
             return False
         # The end of the log is decided without the replicas that are not engaged.
         is_needed = session.repairs.goal is None or self.budget.is_engaged(storage)
-        if not self.budget.has_lost(storage) or (is_needed and not self.budget.allows(storage)):
+        if not self.budget.has_lost_data(storage) or (
+            is_needed and not self.budget.may_lose_data(storage)
+        ):
             return False
         return not any(
             each.replica == storage.replica
@@ -241,12 +245,12 @@ class SimCluster:
         if owner is not None and owner.partition is not None and owner.partition.is_open:
             owner.step(session_events.Checkpoint())
 
-    def replace(self, storage: SimStorage) -> None:
+    def replace_storage(self, storage: SimStorage) -> None:
         """Give a storage an empty directory, and register its new identity for its address."""
         self.checks.count("storage replaced")
         self.world.note(f"{storage.name} is replaced")
         storage.kill()
-        self.budget.spend(storage)
+        self.budget.record_loss(storage)
         former = self.coordinator.storage_ids.get(storage.replica)
         if former is not None:
             self.coordinator.former_ids.setdefault(storage.replica, []).append(former)
@@ -254,7 +258,7 @@ class SimCluster:
         self.coordinator.storage_ids[storage.replica] = storage.storage_id
         self.restart_later(storage)
 
-    def read_all(self) -> None:
+    def read_all_logs(self) -> None:
         """Read every log completely, so that its damage is known.
 
         An unreadable log may become readable when it is opened again; otherwise its storage is
@@ -263,19 +267,21 @@ class SimCluster:
         for storage in self.storages.values():
             if storage.log is not None:
                 try:
-                    read_whole(storage.log)
+                    read_whole_log(storage.log)
                 except WaltzError as error:
                     self.world.note(f"{storage.name} cannot be read completely: {error}")
-                    if self._unreadable.setdefault(storage.name, 0) and self.budget.allows(storage):
-                        self.replace(storage)
+                    if self._unreadable.setdefault(storage.name, 0) and self.budget.may_lose_data(
+                        storage
+                    ):
+                        self.replace_storage(storage)
                     else:
                         storage.kill()
                         self.restart_later(storage)
                     self._unreadable[storage.name] += 1
 
-    # ---- healing
+    # ---- recovery
 
-    def repair(self) -> None:
+    def end_faults(self) -> None:
         """End all faults, and inject no more.
 
         A hanging server continues to hang until the other servers have recovered the partition.
@@ -283,17 +289,17 @@ class SimCluster:
         self.is_recovering = True
         self.world.note("heal")
         self.network.repair()
-        self.held_down.clear()
+        self.kept_down.clear()
         coordinator = self.coordinator
-        coordinator.is_away, coordinator.lost_answers = False, 0.0
+        coordinator.is_unavailable, coordinator.lost_answer_share = False, 0.0
         coordinator.cut_off.clear()
         coordinator.watch_delay_ms_max = 20
-        coordinator.lost_watches = coordinator.stale_reads = 0.0
+        coordinator.lost_watch_share = coordinator.stale_read_share = 0.0
         self.archive.repair()
         for storage in self.storages.values():
             storage.repair()
         for server in self.servers:
-            server.dies_at = None
+            server.planned_death = None
         for process in self.processes:
             process.slow_us = 0
             process.set_clock_rate(1.0)
@@ -305,7 +311,7 @@ class SimCluster:
             if not client.is_up:
                 self.start_client(client)
 
-    def is_whole(self) -> bool:
+    def has_all_engaged(self) -> bool:
         """Whether the partition is served in a session that has all its replicas engaged."""
         owner = self.owner
         if owner is None or owner.partition is None or owner.store is None:
@@ -319,13 +325,13 @@ class SimCluster:
             and set(session.claim.assigned) == set(self.coordinator.assignment.replicas)
         )
 
-    def is_equal(self) -> bool:
+    def are_replicas_equal(self) -> bool:
         """Whether no work is in progress, and all replicas hold the whole log."""
-        if self.workload.pending_count or not self.is_whole():
+        if self.workload.pending_count or not self.has_all_engaged():
             return False
-        if any(each.running for each in self.context_clients):
+        if any(each.running_count for each in self.context_clients):
             return False
-        if not self.checks.outcomes.are_all_fed():
+        if not self.checks.outcomes.have_all_feeds_ended():
             return False
         last = self.checks.history.last
         logs = [self.storages[each].log for each in self.coordinator.assignment.replicas]
@@ -334,7 +340,7 @@ class SimCluster:
     def is_repaired(self) -> bool:
         """Whether the partition is whole, and no replica is suspect or damaged."""
         logs = [self.storages[each].log for each in self.replicas]
-        return self.is_whole() and all(
+        return self.has_all_engaged() and all(
             log is not None and not log.damaged and not log.suspect for log in logs
         )
 
@@ -356,9 +362,9 @@ class SimCluster:
             for name, storage in self.storages.items()
         }
         rejected = {
-            name: str(storage.rejected)
+            name: str(storage.start_error)
             for name, storage in self.storages.items()
-            if storage.rejected
+            if storage.start_error
         }
         return (
             f"owner {owner and owner.name}, {stages}, replicas end at {lasts}, the log at "
@@ -368,48 +374,48 @@ class SimCluster:
 
     def run_until_recovered(self) -> None:
         """Run until the cluster has recovered; fail with the reasons if it does not (rule 2)."""
-        self.repair()
+        self.end_faults()
         if self.setup.is_unbounded:
-            self._run_halted()
+            self._run_without_recovery()
             return
         world, checks = self.world, self.checks
-        self._run_until_whole()
+        self._run_until_engaged()
         for server in self.servers:
             server.resume()
         self._run_until_repaired()
         # First some more work, and then a pause.
-        world.run(AFTERWARDS_MS * MS)
+        world.run(EXTRA_WORK_MS * US_PER_MS)
         self.workload.is_over = True
         self._run_until_equal()
-        checks.at_end()
+        checks.check_final_state()
 
-    def _run_until_whole(self) -> None:
+    def _run_until_engaged(self) -> None:
         """Run until the partition is whole; the operator repairs the cluster every few seconds."""
-        for again in range(OPEN_MS_MAX // OPERATOR_MS):
-            if self.world.run(OPERATOR_MS * MS, until=self.is_whole):
+        for again in range(OPEN_MS_MAX // OPERATOR_INTERVAL_MS):
+            if self.world.run(OPERATOR_INTERVAL_MS * US_PER_MS, until=self.has_all_engaged):
                 return
-            self.operate(waits=again % 4 != 3)
+            self.run_operator(may_replace=again % 4 == 3)
         self.checks.fail("Converged", f"not whole: {self.unrecovered_reasons()}")
 
     def _run_until_repaired(self) -> None:
         """Read all logs repeatedly, until sessions have repaired all damage."""
-        for again in range(OPEN_MS_MAX // OPERATOR_MS):
+        for again in range(OPEN_MS_MAX // OPERATOR_INTERVAL_MS):
             self._scrub_all()
-            self.read_all()
+            self.read_all_logs()
             if self.is_repaired():
                 return
             self.checks.count("damage to be repaired at the end")
             self._checkpoint()
-            self.world.run(OPERATOR_MS * MS, until=self.is_repaired)
-            self.operate(waits=again % 4 != 3)
+            self.world.run(OPERATOR_INTERVAL_MS * US_PER_MS, until=self.is_repaired)
+            self.run_operator(may_replace=again % 4 == 3)
         self.checks.fail("Converged", f"not repaired: {self.unrecovered_reasons()}")
 
     def _run_until_equal(self) -> None:
         """Run until replicas are equal; the operator replaces storages with unreadable files."""
-        for _ in range(EQUAL_MS_MAX // OPERATOR_MS):
-            if self.world.run(OPERATOR_MS * MS, until=self.is_equal):
+        for _ in range(EQUAL_MS_MAX // OPERATOR_INTERVAL_MS):
+            if self.world.run(OPERATOR_INTERVAL_MS * US_PER_MS, until=self.are_replicas_equal):
                 return
-            self.operate()
+            self.run_operator()
         self.checks.fail("Converged", f"not equal: {self.unrecovered_reasons()}")
 
     def _scrub_all(self) -> None:
@@ -423,16 +429,16 @@ class SimCluster:
                 storage.is_scrubbing for storage in self.storages.values()
             )
 
-        self.world.run(OPERATOR_MS * MS, until=is_done)
+        self.world.run(OPERATOR_INTERVAL_MS * US_PER_MS, until=is_done)
 
-    def _run_halted(self) -> None:
+    def _run_without_recovery(self) -> None:
         """Run for a while; recovery is not required, and only the guarantees are checked."""
-        for _ in range(HALTED_MS // OPERATOR_MS):
-            self.world.run(OPERATOR_MS * MS)
-            self.operate()
-        self.world.run(OPERATOR_MS * MS)
+        for _ in range(HALTED_MS // OPERATOR_INTERVAL_MS):
+            self.world.run(OPERATOR_INTERVAL_MS * US_PER_MS)
+            self.run_operator()
+        self.world.run(OPERATOR_INTERVAL_MS * US_PER_MS)
         self.checks.count(
             "recovered after more faults than tolerated"
-            if self.is_whole()
+            if self.has_all_engaged()
             else "quorum lost without a wrong answer"
         )

@@ -35,7 +35,7 @@ from waltz_core.config.declarations import KIB, ClientConfig
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 from waltz_core.wire.messages import AppendRequest, ClientMessage, Message
 from waltz_sim.guarantees.history import Operation, Violation
-from waltz_sim.world.event_loop import loop_of
+from waltz_sim.world.event_loop import create_loop
 from waltz_sim.world.network import CLIENT_VERSION, NEAR, Handlers, SimLink
 from waltz_sim.world.process import Process
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_coordinator import Assignment
     from waltz_sim.cluster.workload import RowPlan
 
-CONFIG: Final = ClientConfig(
+CLIENT_CONFIG: Final = ClientConfig(
     request_timeout_ms=4_000,
     mount_timeout_ms=1_500,
     server_connect_timeout_ms=1_500,
@@ -59,9 +59,9 @@ CONFIG: Final = ClientConfig(
 # The client logs warnings about faults for operators. The simulator causes too many of them.
 logging.getLogger("waltz_core.client").addHandler(logging.NullHandler())
 HEADER: Final = 7
-RUNNING_MAX: Final = 3  # the number of contexts at the same time
-COLD_COUNT_MAX: Final = 2  # the number of contexts before the application has a view
-_COLD_ROW: Final[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = ((), (), (1,))
+RUNNING_CONTEXTS_MAX: Final = 3  # the number of contexts at the same time
+CONTEXTS_BEFORE_VIEW_MAX: Final = 2  # the number of contexts before the application has a view
+_ROW_BEFORE_VIEW: Final[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = ((), (), (1,))
 
 
 class ContextClient(Process):
@@ -70,63 +70,63 @@ class ContextClient(Process):
     def __init__(self, cluster: "SimCluster", name: str) -> None:
         super().__init__(cluster.world, name)
         self.cluster = cluster
-        self.loop = loop_of(self)
+        self.loop = create_loop(self)
         self.view = BEFORE_FIRST  # rule 2
         self.has_view = False  # whether the first `subscribe` since the start has returned
-        self.running = 0
-        self._wires: dict[int, _Wire] = {}
+        self.running_count = 0
+        self._connections: dict[int, _SimConnection] = {}
         self._is_restarting = False
 
     # ---- life
 
-    def started(self) -> None:
+    def on_started(self) -> None:
         """Open a client, and start its tasks."""
-        self.loop = loop_of(self)
-        self.has_view, self.running = False, 0
-        self.loop.enter(lambda: self.loop.create_task(self._live(), name=self.name))
+        self.loop = create_loop(self)
+        self.has_view, self.running_count = False, 0
+        self.loop.run_inside(lambda: self.loop.create_task(self._run_application(), name=self.name))
 
-    def end(self) -> None:
+    def kill(self) -> None:
         """Kill the process: close its event loop and its links."""
         self.world.note(f"{self.name} ends")
         self.is_up = False  # from now on the client sends nothing
         self.loop.close()
-        self._wires.clear()
+        self._connections.clear()
         self.die()
-        self.cluster.network.died(self, is_silent=self.chance() < 0.3)
-        self.cluster.checks.outcomes.died(self)
+        self.cluster.network.end_links(self, is_silent=self.chance() < 0.3)
+        self.cluster.checks.outcomes.on_client_died(self)
 
     def _restart(self) -> None:
         """Kill the process, and start it again after a while, with its view or without."""
         if self.cluster.is_recovering:
             return
-        self.end()
+        self.kill()
         if self.chance() < 0.5:
             self.view = BEFORE_FIRST
         self.cluster.checks.count("context client restarted")
-        self.world.after(self.rng.randrange(1_000, 300_000), self.start)
+        self.world.call_after_us(self.rng.randrange(1_000, 300_000), self.start)
 
     # ---- the application
 
-    async def _live(self) -> None:
+    async def _run_application(self) -> None:
         client = _SimulatedClient(self)
         await client.open()
-        for _ in range(int(self.chance() * (COLD_COUNT_MAX + 1))):
-            await self._one(self._run_context(client))
+        for _ in range(int(self.chance() * (CONTEXTS_BEFORE_VIEW_MAX + 1))):
+            await self._count_while_running(self._run_context(client))
         await client.subscribe(_View(self), [0])
         self.has_view = True
         self.loop.create_task(self._change_feeds(client), name="feeds")
         while not self.cluster.workload.is_over:
             await self._sleep_us(self.cluster.workload.think_us(self))
-            if self.running < RUNNING_MAX and not self.cluster.workload.is_over:
-                ask = self._run_context if self.chance() < 0.8 else self._append
-                self.loop.create_task(self._one(ask(client)), name="context")
+            if self.running_count < RUNNING_CONTEXTS_MAX and not self.cluster.workload.is_over:
+                action = self._run_context if self.chance() < 0.8 else self._append
+                self.loop.create_task(self._count_while_running(action(client)), name="context")
 
-    async def _one(self, asking: Coroutine[object, object, None]) -> None:
-        self.running += 1
+    async def _count_while_running(self, coroutine: Coroutine[object, object, None]) -> None:
+        self.running_count += 1
         try:
-            await asking
+            await coroutine
         finally:
-            self.running -= 1
+            self.running_count -= 1
 
     async def _change_feeds(self, client: AsyncWaltzClient) -> None:
         """Pause and resume the subscription repeatedly; sometimes pause or restart the process."""
@@ -136,11 +136,11 @@ class ContextClient(Process):
                 return
             roll = self.chance()
             if roll < 0.1:
-                self.world.after(0, self._restart)
+                self.world.call_after_us(0, self._restart)
                 return
             if roll < 0.2:
                 self.pause()
-                self.world.after(self.rng.randrange(1_000, 500_000), self.resume)
+                self.world.call_after_us(self.rng.randrange(1_000, 500_000), self.resume)
                 continue
             await client.set_partitions([])
             self.cluster.checks.count("feed unsubscribed")
@@ -155,35 +155,36 @@ class ContextClient(Process):
         except errors.WaltzError as error:
             result = error
         if context.operation is not None:
-            self.ended(context.operation, result)
+            self.check_outcome(context.operation, result)
 
     async def _append(self, client: AsyncWaltzClient) -> None:
         """Append a row without a mark, so that the client claims its own mark."""
         position = int(self.chance() * self.cluster.setup.keys)
-        operation = self.operation(((position,), (), ()), self.view)
+        operation = self.record_row(((position,), (), ()), self.view)
         result: TransactionId | errors.WaltzError
         try:
             future = await client.append(
-                operation.data, partition=0, header=HEADER, write_locks=operation.write
+                operation.data, partition=0, header=HEADER, write_locks=operation.write_locks
             )
-            operation.mark = (
-                self.view
-            )  # the append may have waited, and is not sent before the next turn of the loop
+            # The append may have waited, and is not sent before the next turn of the loop.
+            operation.mark = self.view
             result = await future
         except errors.WaltzError as error:
             result = error
-        self.ended(operation, result)
+        self.check_outcome(operation, result)
 
-    def operation(self, row: "RowPlan", mark: int) -> Operation:
+    def record_row(self, row: "RowPlan", mark: int) -> Operation:
         """Record a row that was computed at a high-water mark."""
-        return self.cluster.workload.operation(self.name, row, mark)
+        return self.cluster.workload.record_row(self.name, row, mark)
 
-    def ended(self, operation: Operation, result: "TransactionId | Exception | None") -> None:
+    def check_outcome(
+        self, operation: Operation, result: "TransactionId | Exception | None"
+    ) -> None:
         """Compare the reported outcome of a row with the log."""
         try:
-            self.cluster.checks.outcomes.context_ended(operation, result)
+            self.cluster.checks.outcomes.on_context_ended(operation, result)
         except Violation as violation:
-            self.loop.fail(violation)
+            self.loop.keep_error(violation)
 
     async def _sleep_us(self, delay_us: int) -> None:
         future = self.loop.create_future()
@@ -199,61 +200,63 @@ class ContextClient(Process):
             await self._sleep_us(int(self.chance() * 5_000))
         log, position = self.cluster.checks.history.log, transaction.transaction_id
         if position != self.view + 1:
-            self.loop.fail(Violation("Dense", f"{self.name} applies {position} after {self.view}"))
+            self.loop.keep_error(
+                Violation("Dense", f"{self.name} applies {position} after {self.view}")
+            )
         elif position >= len(log) or log[position].key != transaction.req_id[::3]:
-            self.loop.fail(
+            self.loop.keep_error(
                 Violation("ClientPrefix", f"{self.name} was fed another one at {position}")
             )
         self.view = position
 
     # ---- the client's connections
 
-    def sending(self, message: ClientMessage) -> None:
+    def check_claimed_mark(self, message: ClientMessage) -> None:
         """ClaimedMark: check the mark of an append that the client sends (rule 4)."""
         if isinstance(message, AppendRequest) and self.has_view:
             mark = message.client_high_water_mark
             if mark > self.view:
                 text = f"{self.name} claims {mark} and has applied {self.view}"
-                self.loop.fail(Violation("ClaimedMark", text))
+                self.loop.keep_error(Violation("ClaimedMark", text))
 
-    async def dial(self, address: str) -> "_Wire":
+    async def dial(self, address: str) -> "_SimConnection":
         """Connect to a server; raise Unreachable if that fails."""
         network, server = self.cluster.network, self.cluster.server_named(address)
         if server is None:
             raise errors.Unreachable(f"{address}: no such server")
         dialed: asyncio.Future[SimLink] = self.loop.create_future()
 
-        def opened(link: SimLink) -> None:
+        def on_opened(link: SimLink) -> None:
             if dialed.done():  # the caller has cancelled the dial
                 network.close(link, NEAR)
                 return
-            self._wires[link.number] = _Wire(self, link)
-            self.loop.enter(lambda: dialed.set_result(link))
+            self._connections[link.number] = _SimConnection(self, link)
+            self.loop.run_inside(lambda: dialed.set_result(link))
 
-        def failed(reason: str) -> None:
+        def on_failed(reason: str) -> None:
             if not dialed.done():
                 error = errors.Unreachable(f"{address}: {reason}")
-                self.loop.enter(lambda: dialed.set_exception(error))
+                self.loop.run_inside(lambda: dialed.set_exception(error))
 
         network.dial(
             self,
             server,
-            Handlers(self._received, self._lost),
-            opened=opened,
-            failed=failed,
+            Handlers(self._on_message, self._on_link_lost),
+            on_opened=on_opened,
+            on_failed=on_failed,
             accept=server.accept,
         )
-        return self._wires[(await dialed).number]
+        return self._connections[(await dialed).number]
 
-    def _received(self, link: SimLink, message: Message) -> None:
-        wire = self._wires.get(link.number)
-        if wire is not None:
-            self.loop.enter(lambda: wire.took([message]))
+    def _on_message(self, link: SimLink, message: Message) -> None:
+        connection = self._connections.get(link.number)
+        if connection is not None:
+            self.loop.run_inside(lambda: connection.on_messages([message]))
 
-    def _lost(self, link: SimLink, reason: str) -> None:
-        wire = self._wires.pop(link.number, None)
-        if wire is not None:
-            self.loop.enter(lambda: wire.ended(reason))
+    def _on_link_lost(self, link: SimLink, reason: str) -> None:
+        connection = self._connections.pop(link.number, None)
+        if connection is not None:
+            self.loop.run_inside(lambda: connection.on_closed(reason))
 
 
 class _SimulatedContext(TransactionContext):
@@ -266,7 +269,9 @@ class _SimulatedContext(TransactionContext):
         self.retries_max = author.rng.choice((None, 0, 3))
         self.operation: Operation | None = None  # the operation of the last attempt
         self._row = (
-            author.cluster.workload.checked_transaction_of(author) if author.has_view else _COLD_ROW
+            author.cluster.workload.checked_transaction_of(author)
+            if author.has_view
+            else _ROW_BEFORE_VIEW
         )
 
     def partition_id(self, partition_count: int) -> int:
@@ -277,15 +282,15 @@ class _SimulatedContext(TransactionContext):
         """Read the view, and compute the row from it (rule 3)."""
         author, mark = self._author, builder.client_high_water_mark
         if self.operation is not None:
-            author.ended(self.operation, errors.LockFailed("retried"))
+            author.check_outcome(self.operation, errors.LockFailed("retried"))
         # The context may claim less than it has read, and never more.
         mark = min(mark, author.view) if author.has_view else mark
-        self.operation = operation = author.operation(self._row, mark)
+        self.operation = operation = author.record_row(self._row, mark)
         builder.set_header(HEADER)
         builder.data = operation.data
-        builder.set_write_locks(operation.write)
-        builder.set_read_locks(operation.read)
-        builder.set_append_locks(operation.append)
+        builder.set_write_locks(operation.write_locks)
+        builder.set_read_locks(operation.read_locks)
+        builder.set_append_locks(operation.append_locks)
         return True
 
 
@@ -310,12 +315,14 @@ class _SimulatedClient(AsyncWaltzClient):
 
     def __init__(self, author: ContextClient) -> None:
         directory = _Directory(author)
-        super().__init__(directory, "simulation", CONFIG, client_id=None)
+        super().__init__(directory, "simulation", CLIENT_CONFIG, client_id=None)
         self.random = author.rng
         self.links = _Links(author)
         self.ids = ClientIdentitiesInMemory(directory, self.links, timeout_s=1.0)
-        self.requests = OwnerRequests(directory, self.links, CONFIG, author.rng)
-        self.subscriptions = Subscriptions(self._partition, self.spawn, self.requests, CONFIG, None)
+        self.requests = OwnerRequests(directory, self.links, CLIENT_CONFIG, author.rng)
+        self.subscriptions = Subscriptions(
+            self._partition, self.spawn, self.requests, CLIENT_CONFIG, None
+        )
 
 
 class _Links(ServerLinks):
@@ -323,8 +330,8 @@ class _Links(ServerLinks):
 
     def __init__(self, author: ContextClient) -> None:
         super().__init__(
-            dial_timeout_s=CONFIG.server_connect_timeout_ms / 1000,
-            late_answers_s=CONFIG.request_timeout_ms / 1000,
+            dial_timeout_s=CLIENT_CONFIG.server_connect_timeout_ms / 1000,
+            late_answers_s=CLIENT_CONFIG.request_timeout_ms / 1000,
         )
         self._author = author
 
@@ -333,7 +340,7 @@ class _Links(ServerLinks):
         return cast("net.Link", await self._author.dial(address))
 
 
-class _Wire:
+class _SimConnection:
     """A simulated connection: the part of `net.Link` that `ServerLink` uses."""
 
     version = CLIENT_VERSION
@@ -343,14 +350,14 @@ class _Wire:
         self._link = link
         self.address = link.ends[1].name
         self.closed_reason = ""
-        self.took: Callable[[list[Message]], None]
+        self.on_messages: Callable[[list[Message]], None]
         self._on_closed: Callable[[str], None]
 
     def start(
         self, on_messages: "Callable[[list[Message]], None]", on_closed: "Callable[[str], None]"
     ) -> None:
         """Deliver messages from now on."""
-        self.took, self._on_closed = on_messages, on_closed
+        self.on_messages, self._on_closed = on_messages, on_closed
 
     @property
     def is_closed(self) -> bool:
@@ -361,17 +368,17 @@ class _Wire:
         """Send a message; do nothing if the process has died or the connection is closed."""
         if self._author.is_up and not self.is_closed:
             assert isinstance(message, ClientMessage)
-            self._author.sending(message)
+            self._author.check_claimed_mark(message)
             self._author.cluster.network.send(self._link, NEAR, message)
 
     def close(self, reason: str) -> None:
         """Close the connection."""
         if not self.is_closed:
             self._author.cluster.network.close(self._link, NEAR)
-            self._author.loop.call_soon(self._author._lost, self._link, reason)
+            self._author.loop.call_soon(self._author._on_link_lost, self._link, reason)
             self.closed_reason = reason
 
-    def ended(self, reason: str) -> None:
+    def on_closed(self, reason: str) -> None:
         """Handle the end of the connection."""
         self.closed_reason = self.closed_reason or reason or "lost"
         self._on_closed(reason)
@@ -407,11 +414,11 @@ class _Directory:
         """Return the owner in ZooKeeper, perhaps a former one; raise NotOwned if there is none."""
         assigned: asyncio.Future[Assignment] = self._author.loop.create_future()
 
-        def received(assignment: "Assignment") -> None:
+        def on_owner_found(assignment: "Assignment") -> None:
             if not assigned.done():
-                self._author.loop.enter(lambda: assigned.set_result(assignment))
+                self._author.loop.run_inside(lambda: assigned.set_result(assignment))
 
-        self._author.cluster.coordinator.owner_for(self._author, received)
+        self._author.cluster.coordinator.owner_for(self._author, on_owner_found)
         assignment = await assigned
         if assignment.owner is None:
             raise errors.NotOwned(f"partition {partition_id} has no owner")

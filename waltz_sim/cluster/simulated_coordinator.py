@@ -30,8 +30,8 @@ from waltz_core.replication import session_events
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_cluster import SimCluster
+    from waltz_sim.cluster.simulated_servers import SimServer
     from waltz_sim.world.process import Process
 
 CoordinatorAnswer: TypeAlias = (
@@ -43,8 +43,8 @@ CoordinatorAnswer: TypeAlias = (
 SESSION_MS: Final = 1_000
 HEARTBEAT_US: Final = SESSION_MS * 1000 // 3
 LOST_WATCH_US: Final = (500_000, 4_000_000)
-VIEWS_MAX: Final = 6
-NAME: Final = "zookeeper"
+PAST_ASSIGNMENTS_MAX: Final = 6
+ZOOKEEPER_NAME: Final = "zookeeper"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class SimCoordinator:
     def __init__(self, cluster: "SimCluster", replicas: tuple[ReplicaId, ...]) -> None:
         self._cluster = cluster
         self._world = cluster.world
-        self._rng = cluster.world.stream(NAME)
+        self._rng = cluster.world.stream(ZOOKEEPER_NAME)
         self._chance = self._rng.random
         # The nodes as `cluster create` leaves them.
         self.metadata: PartitionMetadata | None = PartitionMetadata()
@@ -73,22 +73,23 @@ class SimCoordinator:
         self.former_ids: dict[ReplicaId, list[bytes]] = {}  # the IDs of replaced storages
         self.assignment = Assignment(None, Generation(-1), replicas)
         self._registered: dict[str, int] = {}  # server -> its last registered incarnation
-        self.alive: dict[
-            str, bool
-        ] = {}  # server -> whether its session is alive, in the order of the first registrations
+        # Server -> whether its session is alive, in the order of the first registrations.
+        self.has_session: dict[str, bool] = {}
         self.client_count = 0
         self.connection_count = 0
         # Faults.
-        self.is_away = False
-        self.lost_answers = 0.0
+        self.is_unavailable = False
+        self.lost_answer_share = 0.0
         self.watch_delay_ms_max = 20
-        self.lost_watches = 0.0
-        self.stale_reads = 0.0  # the share of clients' reads that return an old state
+        self.lost_watch_share = 0.0
+        self.stale_read_share = 0.0  # the share of clients' reads that return an old state
         self.cut_off: dict[str, None] = {}  # servers that cannot reach ZooKeeper
         self.is_rewritten = False
         self.past_nodes: list[tuple[PartitionMetadata | None, PartitionMarker | None]] = []
-        self._views = [self.assignment]  # the latest assignments, newest last
-        self._firing: dict[str, int] = {}  # server whose watch will fire -> its incarnation
+        self._past_assignments = [self.assignment]  # the latest assignments, newest last
+        self._pending_watches: dict[
+            str, int
+        ] = {}  # server whose watch will fire -> its incarnation
         self._notified_us: dict[str, int] = {}
 
     # ---- the partition's nodes (rule 1)
@@ -110,7 +111,7 @@ class SimCoordinator:
             )
             self._answer(server, answer)
 
-        self._world.after(self._delay_us(), check)
+        self._world.call_after_us(self._delay_us(), check)
 
     def read_storage_ids(self, server: "SimServer") -> None:
         """Update a server's registered storage IDs, unless ZooKeeper is unreachable."""
@@ -119,16 +120,16 @@ class SimCoordinator:
             if not self._is_unreachable(server):
                 server.storage_ids.update(self.storage_ids)
 
-        server.after(self._delay_us(), check)
+        server.call_after_us(self._delay_us(), check)
 
     def write(self, server: "SimServer", effect: session_events.WriteMetadata) -> None:
         """Compare and set both nodes; rule 2 applies to lost answers."""
         delay_us = self._delay_us()
-        is_lost = self._chance() < self.lost_answers
+        is_lost = self._chance() < self.lost_answer_share
         if is_lost:
             self._cluster.checks.count("reply to a compare-and-set lost")
             unknown = session_events.MetadataUnknown(effect.attempt, "connection loss")
-            self._world.after(delay_us, lambda: self._answer(server, unknown))
+            self._world.call_after_us(delay_us, lambda: self._answer(server, unknown))
             roll = self._chance()
             if roll < 0.3:
                 return
@@ -139,13 +140,13 @@ class SimCoordinator:
         def apply() -> None:
             if server.incarnation != incarnation and self._chance() < 0.5:
                 return  # The server died with the request still in its socket.
-            answer = self._apply(server, effect)
+            answer = self._apply_write(server, effect)
             if not is_lost:
                 self._answer(server, answer)
 
-        self._world.after(delay_us, apply)
+        self._world.call_after_us(delay_us, apply)
 
-    def _apply(
+    def _apply_write(
         self, server: "SimServer", effect: session_events.WriteMetadata
     ) -> CoordinatorAnswer:
         if self._is_unreachable(server):
@@ -160,7 +161,9 @@ class SimCoordinator:
         self.metadata, self.marker = effect.metadata, effect.marker
         self.metadata_version += 1
         self.marker_version += 1
-        self._cluster.checks.wrote(server.name, before, effect.metadata, effect.marker)
+        self._cluster.checks.on_metadata_written(
+            server.name, before, effect.metadata, effect.marker
+        )
         if server.name != self.assignment.owner:
             self._cluster.checks.count("claim of a server that owns nothing any more")
         return session_events.MetadataWritten(
@@ -168,35 +171,35 @@ class SimCoordinator:
         )
 
     def _answer(self, server: "SimServer", event: CoordinatorAnswer) -> None:
-        server.after(self._delay_us(), lambda: server.step(event))
+        server.call_after_us(self._delay_us(), lambda: server.step(event))
 
     def _delay_us(self) -> int:
         return int(200 + self._chance() * 1_500)
 
     def _is_unreachable(self, server: "Process") -> bool:
-        return self.is_away or server.name in self.cut_off or not server.is_up
+        return self.is_unavailable or server.name in self.cut_off or not server.is_up
 
     # ---- server sessions and the assignment (rule 3)
 
     def register_server(self, server: "SimServer") -> None:
         """Register a server, which may become the owner of the partition."""
         if self._is_unreachable(server):
-            server.after(100_000, lambda: self.register_server(server))
+            server.call_after_us(100_000, lambda: self.register_server(server))
             return
-        self.alive[server.name] = True
+        self.has_session[server.name] = True
         former = self._registered.get(server.name)
         self._registered[server.name] = server.incarnation
         is_another = former not in {None, server.incarnation}
         if is_another and self._cluster.setup.has_new_owner_ids:
-            self._remove_former(server)
+            self._replace_former_owner(server)
         self.assign()
         self._notify(server)
 
-    def _remove_former(self, server: "SimServer") -> None:
+    def _replace_former_owner(self, server: "SimServer") -> None:
         """Take the partition from the former process at this address (rule 7)."""
         if self.assignment.owner == server.name:
-            living = [name for name, is_alive in self.alive.items() if is_alive]
-            self.give(self._rng.choice(living))
+            living = [name for name, is_alive in self.has_session.items() if is_alive]
+            self.set_owner(self._rng.choice(living))
 
     def watch_server(self, server: "SimServer") -> None:
         """Expire a server's session if the server is still silent after the session timeout."""
@@ -207,10 +210,10 @@ class SimCoordinator:
                 return
             if server.incarnation != incarnation and server.is_up:
                 return
-            if self.alive.get(server.name):
+            if self.has_session.get(server.name):
                 self.expire(server)
 
-        self._world.after(SESSION_MS * 1000, check)
+        self._world.call_after_us(SESSION_MS * 1000, check)
 
     def _is_silent(self, server: "SimServer") -> bool:
         is_stopped = server.is_paused and not server.is_hanging
@@ -225,50 +228,50 @@ class SimCoordinator:
         def check() -> None:
             nonlocal received_us
             is_over = not server.is_hanging or hang != (server.incarnation, server.hang_count)
-            if is_over or not self.alive.get(server.name):
+            if is_over or not self.has_session.get(server.name):
                 return
             may_keep = watchdog.may_keep_session(server.now_ms)
             # No session expires while ZooKeeper is unavailable.
-            if self.is_away or (may_keep and server.name not in self.cut_off):
+            if self.is_unavailable or (may_keep and server.name not in self.cut_off):
                 received_us = self._world.now_us
             if self._world.now_us - received_us >= SESSION_MS * 1000:
                 self._cluster.checks.count("session of a hanging server expired")
                 self.expire(server)
                 return
-            self._world.after(HEARTBEAT_US, check)
+            self._world.call_after_us(HEARTBEAT_US, check)
 
-        self._world.after(HEARTBEAT_US, check)
+        self._world.call_after_us(HEARTBEAT_US, check)
 
     def expire(self, server: "SimServer") -> None:
         """Expire a server's session, so that the partition moves to another server."""
         self._world.note(f"zookeeper: the session of {server.name} has expired")
         self._cluster.checks.count("session expired")
-        self.alive[server.name] = False
+        self.has_session[server.name] = False
         self.assign()
-        self._learn_of_expiry(server)
+        self._notify_of_expiry(server)
 
-    def _learn_of_expiry(self, server: "SimServer") -> None:
+    def _notify_of_expiry(self, server: "SimServer") -> None:
         def learn() -> None:
             if self._is_unreachable(server):
-                server.after(50_000, learn)
+                server.call_after_us(50_000, learn)
                 return
             server.release_ownership()
             self.register_server(server)
 
-        server.after(self._delay_us() + 1_000, learn)
+        server.call_after_us(self._delay_us() + 1_000, learn)
 
     def assign(self) -> None:
         """Assign the partition to a live server if its owner is dead."""
         now = self.assignment
-        if now.owner is not None and self.alive.get(now.owner):
+        if now.owner is not None and self.has_session.get(now.owner):
             return
-        living = [name for name, is_alive in self.alive.items() if is_alive]
+        living = [name for name, is_alive in self.has_session.items() if is_alive]
         if living:
-            self.give(self._rng.choice(living))
+            self.set_owner(self._rng.choice(living))
         elif now.owner is not None:
             self.assignment = Assignment(None, now.generation, now.replicas)
 
-    def give(self, owner: str) -> None:
+    def set_owner(self, owner: str) -> None:
         """Make a server the owner, with the next generation."""
         now = self.assignment
         generation = Generation(now.generation + 1)
@@ -276,7 +279,7 @@ class SimCoordinator:
         if now.owner is not None and now.owner != owner:
             self._cluster.checks.count("owner changed")
         self.assignment = Assignment(owner, generation, now.replicas)
-        self._views = [*self._views, self.assignment][-VIEWS_MAX:]
+        self._past_assignments = [*self._past_assignments, self.assignment][-PAST_ASSIGNMENTS_MAX:]
         self._notify_all()
 
     def reassign(self, replicas: tuple[ReplicaId, ...]) -> None:
@@ -284,7 +287,7 @@ class SimCoordinator:
         now = self.assignment
         self._world.note(f"zookeeper: replicas {' '.join(replicas)}")
         self.assignment = Assignment(now.owner, now.generation, replicas)
-        self._views = [*self._views, self.assignment][-VIEWS_MAX:]
+        self._past_assignments = [*self._past_assignments, self.assignment][-PAST_ASSIGNMENTS_MAX:]
         self._notify_all()
 
     def _notify_all(self) -> None:
@@ -294,29 +297,29 @@ class SimCoordinator:
     def _notify(self, server: "SimServer", *, is_new: bool = False) -> None:
         """Let a server's watch fire; the server then reads the current state (rule 4)."""
         name = server.name
-        if not is_new and self._firing.get(name) == server.incarnation:
+        if not is_new and self._pending_watches.get(name) == server.incarnation:
             self._cluster.checks.count("watch coalesced")
             return
-        self._firing[name] = server.incarnation
+        self._pending_watches[name] = server.incarnation
 
         def fire() -> None:
             if self._is_unreachable(server):
-                server.after(100_000, fire)
+                server.call_after_us(100_000, fire)
                 return
-            self._firing.pop(name, None)
+            self._pending_watches.pop(name, None)
             seen = self.assignment
-            if self.alive.get(name):
+            if self.has_session.get(name):
                 at_us = max(
                     self._world.now_us + self._delay_us(), self._notified_us.get(name, 0) + 1
                 )
                 self._notified_us[name] = at_us
-                server.after(at_us - self._world.now_us, lambda: server.assigned(seen))
+                server.call_after_us(at_us - self._world.now_us, lambda: server.on_assigned(seen))
 
-        server.after(self.watch_us(), fire)
+        server.call_after_us(self.draw_watch_delay_us(), fire)
 
-    def watch_us(self) -> int:
+    def draw_watch_delay_us(self) -> int:
         """Return the delay in µs until a watch fires."""
-        if self.lost_watches and self._chance() < self.lost_watches:
+        if self.lost_watch_share and self._chance() < self.lost_watch_share:
             self._cluster.checks.count("watch lost")
             return self._rng.randint(*LOST_WATCH_US)
         return self._rng.randrange(1, self.watch_delay_ms_max * 1000 + 1)
@@ -325,23 +328,25 @@ class SimCoordinator:
 
     def restart(self, expired: "list[SimServer]") -> None:
         """Restart after a stop of all nodes; the sessions of some servers have expired."""
-        self.is_away = False
+        self.is_unavailable = False
         for server in self._cluster.servers:
-            if server in expired and self.alive.get(server.name):
+            if server in expired and self.has_session.get(server.name):
                 self.expire(server)
             else:
                 self._notify(server, is_new=True)
 
-    def put_back(self, metadata: PartitionMetadata | None, marker: PartitionMarker | None) -> None:
+    def replace_nodes(
+        self, metadata: PartitionMetadata | None, marker: PartitionMarker | None
+    ) -> None:
         """Replace the data of the partition's nodes; None removes a node."""
         self.is_rewritten = True
         self._world.note(f"zookeeper: the nodes become {metadata} and {marker}")
         self.metadata_version = -1 if metadata is None else self.metadata_version + 1
         self.marker_version = -1 if marker is None else self.marker_version + 1
         self.metadata, self.marker = metadata, marker
-        self._cluster.checks.zookeeper_changed()
+        self._cluster.checks.on_zookeeper_rewritten()
 
-    def claim(self, name: str, session_id: SessionId, nonce: bytes) -> None:
+    def claim_session(self, name: str, session_id: SessionId, nonce: bytes) -> None:
         """Claim a session for a command, as an owner does; nothing else changes."""
         before, marker = self.metadata, self.marker
         assert before is not None
@@ -349,22 +354,24 @@ class SimCoordinator:
         after = replace(before, session_id=session_id)
         claimed = replace(marker, session_id=session_id, nonce=nonce)
         if session_id != before.session_id + 1:
-            self.put_back(after, claimed)  # ZooKeeper's data was older than that of the storages
+            self.replace_nodes(
+                after, claimed
+            )  # ZooKeeper's data was older than that of the storages
             return
         self.metadata, self.marker = after, claimed
         self.metadata_version += 1
         self.marker_version += 1
-        self._cluster.checks.wrote(name, before, after, claimed)
+        self._cluster.checks.on_metadata_written(name, before, after, claimed)
 
     # ---- clients
 
     def owner_for(self, client: "Process", answer: "Callable[[Assignment], None]") -> None:
         """Answer a client with the owner of the partition, or with a former one (rule 5)."""
         seen = self.assignment
-        if self.stale_reads and self._chance() < self.stale_reads:
-            seen = self._rng.choice(self._views)
+        if self.stale_read_share and self._chance() < self.stale_read_share:
+            seen = self._rng.choice(self._past_assignments)
             self._cluster.checks.count("stale read")
-        client.after(self._delay_us(), lambda: answer(seen))
+        client.call_after_us(self._delay_us(), lambda: answer(seen))
 
     def next_client_id(self) -> int:
         """Return an unused client ID."""

@@ -7,7 +7,7 @@ Rules:
     1. The service, the engine and the files are the unchanged production ones.
     2. A piece of work takes effect at one moment, and is answered after the duration of the disk
        access. In between, the process may die when all data is durable and no request is answered.
-       A process that dies during the work dies at a step of its disk (`SimDisk.plan`).
+       A process that dies during the work dies at a step of its disk (`SimDisk.plan_fault`).
     3. A disk belongs to the machine, not to the process: it survives every incarnation.
     4. Like the daemon, it starts neither while ZooKeeper is unavailable, nor at an address that is
        registered for another storage. It serves the partition while it knows that the partition is
@@ -52,13 +52,13 @@ if TYPE_CHECKING:
 
     from waltz_sim.cluster.simulated_cluster import SimCluster
 
-HOME: Final = Path("/waltz")
+STORAGE_DIRECTORY: Final = Path("/waltz")
 QUEUE_BYTES_MAX: Final = 64 * 1024
 SCRUB_BYTES_PER_S: Final = 4 * 1024  # low, because a simulated log has only some kilobytes
 RESTART_MS: Final = (1, 400)
 REOPEN_US: Final = 200_000
-LEAVING_AGAIN_US: Final = 1_000_000
-NO_CONTENTS: Final = Contents({}, frozenset())
+LEAVING_CHECK_US: Final = 1_000_000
+EMPTY_CONTENTS: Final = Contents({}, frozenset())
 LOCK_FILE_BYTES_MAX: Final = 2 * 1024
 
 
@@ -83,7 +83,7 @@ class SimStorage(Process):
         self.trusts_fsync = True
         # Where the storage has to die: the name of a request, whether after its work, and a
         # callback.
-        self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
+        self.planned_death: tuple[str, bool, Callable[[], None]] | None = None
         self.fsync_us = self.rng.choice((100, 500, 2_000))
         self.storage_id = self.rng.randbytes(16)
         self.engine: StorageEngine | None = None
@@ -91,12 +91,12 @@ class SimStorage(Process):
         self._settings = LogSettings(
             cluster.key, cluster.setup.segment_bytes_max, self._wall_clock, trust_fsync=True
         )
-        self.rejected: WaltzError | None = None  # the reason why it did not start
+        self.start_error: WaltzError | None = None  # the reason why it did not start
         self._is_dropping = False
         self._exclusive_call: Callable[[], None] | None = None
         self.is_uploading = False
         self.is_denying = False  # whether the servers are not permitted to replicate
-        self.started()
+        self.on_started()
 
     def _wall_clock(self) -> int:
         return self.wall_ms
@@ -110,19 +110,19 @@ class SimStorage(Process):
 
     # ---- life
 
-    def started(self) -> None:
+    def on_started(self) -> None:
         """Open the directory, and serve the partition if it is assigned here."""
         self._is_dropping = False
         self._exclusive_call = None
         try:
-            self._come_up()
+            self._open_directory()
         except PowerLoss:
             self.lose_power()
             return
         except WaltzError as error:
-            self._gone(f"does not start: {error}", error)
+            self._stop_after_failed_start(error)
             return
-        self.rejected = None
+        self.start_error = None
         assert self.engine is not None
         identity = StorageIdentity(self._cluster.key, 1, self.engine.storage_id)
         setup = self._cluster.setup
@@ -137,14 +137,14 @@ class SimStorage(Process):
             archive=limits if has_archive else None,
             retention=RetentionLimits(bytes_max=setup.local_retention_bytes),
         )
-        self._checks.storage_started(self)
-        self.follow()
+        self._checks.on_storage_started(self)
+        self.apply_assignment()
 
-    def _come_up(self) -> None:
+    def _open_directory(self) -> None:
         """Open the directory, and register the storage at its address (rule 4)."""
-        if self._cluster.is_zookeeper_away:
+        if self._cluster.is_zookeeper_unavailable:
             raise CoordinatorUnavailable("ZooKeeper is unavailable")
-        self._checks.log_opening(self)
+        self._checks.before_log_open(self)
         engine = self.open_engine(self.disk)
         registered = self._cluster.register_storage(self.replica, engine.storage_id)
         if registered != engine.storage_id:
@@ -159,14 +159,14 @@ class SimStorage(Process):
         """Open the directory on a disk; raises PowerLoss and the errors of `StorageEngine.open`."""
         return StorageEngine.open(
             disk,
-            HOME,
+            STORAGE_DIRECTORY,
             replace(self._settings, trust_fsync=self.trusts_fsync),
             partition_count=1,
             new_storage_id=self.storage_id,
             reserve_bytes=self._cluster.setup.reserve_bytes,
         )
 
-    def follow(self) -> None:
+    def apply_assignment(self) -> None:
         """Serve the partition if it is assigned here or is leaving; otherwise stop (rule 4)."""
         if self.service is None or self._is_dropping:
             return
@@ -174,18 +174,18 @@ class SimStorage(Process):
         assert self.engine is not None
         if not self.engine.is_available(self._cluster.partition_id):
             if is_served:
-                self._drop()
+                self._drop_partition()
             return
-        is_leaving = self.replica not in self._cluster.replicas and self._is_named()
+        is_leaving = self.replica not in self._cluster.replicas and self._is_in_last_session()
         if is_leaving:
-            self.after(LEAVING_AGAIN_US, self.follow)
+            self.call_after_us(LEAVING_CHECK_US, self.apply_assignment)
         if is_leaving or self.replica in self._cluster.replicas:
             if not is_served:
-                self._serve()
+                self._serve_partition()
         elif is_served:
-            self._drop()
+            self._drop_partition()
 
-    def _drop(self) -> None:
+    def _drop_partition(self) -> None:
         self._is_dropping = True
         self._step(service.PartitionDropped(PartitionId(self._cluster.partition_id)))
 
@@ -200,7 +200,7 @@ class SimStorage(Process):
         if self._is_dropping:
             return
         if self._cluster.partition_id in self.service.partitions:
-            self._drop()
+            self._drop_partition()
         else:
             self._run_exclusive_call()
 
@@ -212,9 +212,9 @@ class SimStorage(Process):
             except PowerLoss:
                 self.lose_power()
                 return
-        self.follow()
+        self.apply_assignment()
 
-    def _is_named(self) -> bool:
+    def _is_in_last_session(self) -> bool:
         """Whether it has a log of the partition, and is a replica of the last session."""
         assert self.engine is not None
         metadata = self._cluster.coordinator.metadata
@@ -223,41 +223,41 @@ class SimStorage(Process):
 
     def receive_assignment(self) -> None:
         """Read the assignment after its watch has fired."""
-        if self._cluster.is_zookeeper_away:
-            self.after(100_000, self.receive_assignment)
+        if self._cluster.is_zookeeper_unavailable:
+            self.call_after_us(100_000, self.receive_assignment)
         else:
-            self.follow()
+            self.apply_assignment()
 
-    def _serve(self) -> None:
+    def _serve_partition(self) -> None:
         """Open the partition's log and serve it; if that fails, try again later."""
         assert self.engine is not None
-        bytes_before = self._checks.log_opening(self)
+        bytes_before = self._checks.before_log_open(self)
         try:
             log = self._open_log(self.engine)
         except PowerLoss:
             self.lose_power()
             return
         except WaltzError as error:
-            self.rejected = error
+            self.start_error = error
             self.world.note(f"{self.name} does not open the partition: {error}")
-            self._checks.storage_rejected(self, error)
+            self._checks.on_storage_open_failed(self, error)
             if self.engine.has_failed:
-                self._end(str(error))
+                self._end_process(str(error))
             else:
-                self.after(REOPEN_US, self.follow)
+                self.call_after_us(REOPEN_US, self.apply_assignment)
             return
-        self.rejected = None
+        self.start_error = None
         log.lock_file.file_bytes_max = LOCK_FILE_BYTES_MAX
         assert self.service is not None
-        self._checks.log_opened(self, log, bytes_before)
+        self._checks.on_log_opened(self, log, bytes_before)
         self._step(service.PartitionOpened(log))
 
-    def _end(self, reason: str) -> None:
+    def _end_process(self, reason: str) -> None:
         """End the process, as the daemon does if it cannot trust its disk; it is restarted."""
         self.world.note(f"{self.name} ends: {reason}")
         self._checks.count("storage ended itself")
         self.die()
-        self._cluster.network.died(self, is_silent=False)
+        self._cluster.network.end_links(self, is_silent=False)
         self._cluster.restart_later(self)
 
     def _open_log(self, engine: StorageEngine) -> PartitionLog:
@@ -265,7 +265,7 @@ class SimStorage(Process):
         partition_id = PartitionId(self._cluster.partition_id)
         return engine.space.with_reserve(partial(engine.assign, partition_id))
 
-    def died(self) -> None:
+    def on_died(self) -> None:
         """Drop the process's state; the files keep the contents of the page cache."""
         if self.engine is not None:
             self.engine.abandon()
@@ -278,31 +278,30 @@ class SimStorage(Process):
             return
         self.world.note(f"{self.name} is killed")
         self.die()
-        self._cluster.network.died(self, is_silent=is_silent)
+        self._cluster.network.end_links(self, is_silent=is_silent)
 
     def lose_power(self, survival: Survival | None = None, *, with_lies: bool = False) -> None:
         """Cut the power: all or some of the unsynced data is lost."""
         if survival is None:
             survival = self.rng.choice((Survival.ANY_SECTORS, Survival.ENDS))
         if self.disk.is_lying and not with_lies:
-            survival = (
-                Survival.EVERYTHING
-            )  # the losses of a lying disk belong to the budget of that fault
+            # The losses of a lying disk belong to the budget of that fault.
+            survival = Survival.EVERYTHING
         self.world.note(f"{self.name} loses power")
         if self.is_up:
             # The open files are lost with this boot of the machine, so no file needs to be closed.
             self.engine = None
             self.die()
-            self._cluster.network.died(self, is_silent=self.chance() < 0.5)
-        self.disk.power_loss(survival, self.rng)
+            self._cluster.network.end_links(self, is_silent=self.chance() < 0.5)
+        self.disk.lose_power(survival, self.rng)
         self._cluster.restart_later(self)
 
     def re_seed(self) -> None:
         """Give the storage an empty disk and a new storage ID while its process is down."""
         assert not self.is_up
-        self.disk.become(NO_CONTENTS)
+        self.disk.replace_contents(EMPTY_CONTENTS)
         self.snapshots.clear()
-        self.rejected = None
+        self.start_error = None
         self.storage_id = self.rng.randbytes(16)
 
     def repair(self) -> None:
@@ -311,20 +310,20 @@ class SimStorage(Process):
         disk = self.disk
         disk.capacity_bytes = disk.on_full = None
         disk.stop_lying()
-        disk.forget_plans()
+        disk.cancel_plans()
         self.fsync_us = 500
-        self.dies_at = None
+        self.planned_death = None
         if self.is_up:  # Otherwise its operator still has to start it with untrusted syncs.
             self.trusts_fsync = True
 
-    def _gone(self, text: str, error: WaltzError) -> None:
-        self.world.note(f"{self.name} {text}")
-        self.rejected = error
+    def _stop_after_failed_start(self, error: WaltzError) -> None:
+        self.world.note(f"{self.name} does not start: {error}")
+        self.start_error = error
         self.engine = self.service = None
         self.is_up = False
         self.incarnation += 1
-        self._checks.storage_rejected(self, error)
-        self._cluster.network.died(self, is_silent=False)
+        self._checks.on_storage_open_failed(self, error)
+        self._cluster.network.end_links(self, is_silent=False)
         self._cluster.restart_later(self)
 
     def scrub_now(self) -> None:
@@ -341,9 +340,9 @@ class SimStorage(Process):
 
     def accept(self, link: SimLink) -> Handlers:
         """Accept the connection of a server or of another program."""
-        return Handlers(self._received, self._lost)
+        return Handlers(self._on_message, self._on_connection_lost)
 
-    def _received(self, link: SimLink, message: Message) -> None:
+    def _on_message(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, StorageMessage)
         if self.is_denying:
             answer = rejected_answer(message, None, PermissionDenied("replicate was revoked"))
@@ -351,12 +350,12 @@ class SimStorage(Process):
             return
         self._step(LaneRequest(ConnectionId(link.number), message))
 
-    def _lost(self, link: SimLink, reason: str) -> None:
+    def _on_connection_lost(self, link: SimLink, reason: str) -> None:
         self._step(service.Disconnected(ConnectionId(link.number)))
 
     # ---- the service
 
-    def ring(self) -> None:
+    def on_timer(self) -> None:
         """Wake the service."""
         self._step(Wakeup())
 
@@ -376,19 +375,19 @@ class SimStorage(Process):
                 if link is not None:
                     self._cluster.network.send(link, FAR, message)
             case service_effects.RunWork(work):
-                self._run(work)
+                self._run_work(work)
             case service_effects.CloseConnection(connection, reason):
                 link = self.links.get(connection)
                 if link is not None:
                     self._cluster.network.close(link, FAR, reason)
-                    self.after(0, lambda: self._step(service.Disconnected(connection)))
+                    self.call_after_us(0, lambda: self._step(service.Disconnected(connection)))
             case service_effects.EndProcess(reason):
-                self._end(reason)
+                self._end_process(reason)
             case Report():
-                self._checks.reported(self.name, effect)
+                self._checks.on_report(self.name, effect)
             case service_effects.PartitionIdle():
                 self._is_dropping = False
-                self.after(0, self._run_exclusive_call)
+                self.call_after_us(0, self._run_exclusive_call)
             case service_effects.CheckSpace(space):
                 self._check_space(space)
             case _:
@@ -400,38 +399,42 @@ class SimStorage(Process):
         match effect:
             case service_effects.UploadRange(job):
                 self.is_uploading = True
-                archive.upload(self, job, partial(self._uploaded, job))
+                archive.upload(self, job, partial(self._on_upload_done, job))
             case service_effects.CollectFiles(collection):
-                archive.collect_garbage(self, collection, partial(self._collected, collection))
+                archive.collect_garbage(
+                    self, collection, partial(self._on_collection_done, collection)
+                )
             case service_effects.WriteExpiry(expiry):
                 self.is_uploading = True
-                archive.expire(self, expiry, partial(self._expired, expiry))
+                archive.expire(self, expiry, partial(self._on_expiry_written, expiry))
             case service_effects.ReadArchive(read):
-                archive.answer(self, read, partial(self._was_read, read))
+                archive.read_later(self, read, partial(self._on_archive_read, read))
             case _:
                 pass  # In the simulator, the socket limits reading.
 
-    def _uploaded(self, job: UploadJob, outcome: UploadOutcome) -> None:
+    def _on_upload_done(self, job: UploadJob, outcome: UploadOutcome) -> None:
         self.is_uploading = False
         self._step(archive_jobs.UploadDone(job, outcome))
 
-    def _expired(self, job: ExpiryJob, outcome: ExpiryOutcome) -> None:
+    def _on_expiry_written(self, job: ExpiryJob, outcome: ExpiryOutcome) -> None:
         self.is_uploading = False
         self._step(archive_jobs.ExpiryWritten(job, outcome))
 
-    def _collected(self, job: GarbageCollectionJob, outcome: GarbageCollectionOutcome) -> None:
+    def _on_collection_done(
+        self, job: GarbageCollectionJob, outcome: GarbageCollectionOutcome
+    ) -> None:
         self._step(archive_jobs.FilesCollected(job, outcome))
 
-    def archive_progressed(self) -> None:
+    def on_archive_progressed(self) -> None:
         """Report to the service that a request of the running upload is done."""
         self._step(archive_jobs.ArchiveProgressed())
 
-    def _was_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
+    def _on_archive_read(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
         self._step(service.ArchiveAnswered(read, outcome))
 
-    def _run(self, work: Work) -> None:
+    def _run_work(self, work: Work) -> None:
         """Run a piece of work, and answer it later (rule 2)."""
-        if self._dies(work, is_after=False):
+        if self._kill_if_planned(work, is_after=False):
             return
         before = self._checks.before_work(self, work)
         try:
@@ -444,12 +447,14 @@ class SimStorage(Process):
             isinstance(each, NoSpace) for each in result.outcomes
         ):
             self.disk.on_full()  # A storage that watches its space rejects a write before it fails.
-        self._checks.worked(self, work, result, before)
-        if self._dies(work, is_after=True):
+        self._checks.on_work_done(self, work, result, before)
+        if self._kill_if_planned(work, is_after=True):
             return
         has_synced = result.sync_s is not None or not result.read_count
         busy_us = self.fsync_us if has_synced else 30
-        self.after(int(busy_us * (0.5 + self.chance())) + 20, partial(self._done, work, result))
+        self.call_after_us(
+            int(busy_us * (0.5 + self.chance())) + 20, partial(self._on_work_done, work, result)
+        )
 
     def _check_space(self, space: DiskSpace) -> None:
         try:
@@ -457,20 +462,20 @@ class SimStorage(Process):
         except PowerLoss:
             self.lose_power()
             return
-        self.after(self.fsync_us, lambda: self._step(service.SpaceChecked()))
+        self.call_after_us(self.fsync_us, lambda: self._step(service.SpaceChecked()))
 
-    def _dies(self, work: Work, *, is_after: bool) -> bool:
+    def _kill_if_planned(self, work: Work, *, is_after: bool) -> bool:
         """Kill this storage if a fault plans it at this work; return whether it did."""
-        if self.dies_at is None or not work.requests:
+        if self.planned_death is None or not work.requests:
             return False
-        point, is_wanted_after, struck = self.dies_at
+        point, is_wanted_after, on_death = self.planned_death
         if type(work.requests[0].message).__name__ != point or is_after != is_wanted_after:
             return False
-        self.dies_at = None
-        struck()
+        self.planned_death = None
+        on_death()
         self.kill()
         self._cluster.restart_later(self)
         return True
 
-    def _done(self, work: Work, result: WorkResult) -> None:
+    def _on_work_done(self, work: Work, result: WorkResult) -> None:
         self._step(service.WorkDone(work, result))

@@ -34,7 +34,7 @@ from waltz_core.wire.messages import (
     RowOutcomeCode,
     TransactionDataRequest,
 )
-from waltz_sim.guarantees.history import NUMBER_BYTES, Operation, data_of
+from waltz_sim.guarantees.history import NUMBER_BYTES, Operation, make_data
 from waltz_sim.guarantees.ledger import CheckedTransaction, RowKind
 
 if TYPE_CHECKING:
@@ -49,15 +49,15 @@ Locks = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 RowPlan = Locks | CheckedTransaction
 PENDING_MAX: Final = 4
 RETRIES_MAX: Final = 3
-WAIT_US: Final = 200_000
-SLOWING_US: Final = 20_000
+RECOVERY_WAIT_US: Final = 200_000
+SLOWDOWN_STEP_US: Final = 20_000
 CHECKED_SHARE: Final = 0.4
 REQUEST_SHARE: Final = 0.06
 WAITING_REQUEST_SHARE: Final = 0.25  # for an application whose appends are not answered
 AHEAD_SHARE: Final = 0.004
 # Long records have whole sectors between their first and their last sector.
-LONG_EVERY: Final = 7
-LONG_BYTES: Final = 1_200
+ROWS_PER_LONG_ROW: Final = 7
+LONG_ROW_BYTES: Final = 1_200
 
 
 class Workload:
@@ -66,8 +66,8 @@ class Workload:
     def __init__(self, cluster: "SimCluster") -> None:
         self._cluster = cluster
         self._world = cluster.world
-        self._numbers = 0
-        self._tokens = 0
+        self._row_count = 0
+        self._submission_count = 0
         self._submissions: dict[int, list[Operation]] = {}
         self.first_available = TransactionId(0)  # as the applications have learned it
         self.is_over = False
@@ -92,7 +92,7 @@ class Workload:
         """Start the application of a client that has just started."""
         _Application(self, self._cluster, client).begin()
 
-    def submission(
+    def create_submission(
         self,
         client: "SimClient",
         rows: "Sequence[RowPlan]",
@@ -103,60 +103,64 @@ class Workload:
 
         Dependent rows are computed from the state at the mark, and from the appends in flight.
         """
-        self._tokens += 1
-        operations = [self._operation(client.name, row, mark, pipelined_state) for row in rows]
-        self._submissions[self._tokens] = operations
+        self._submission_count += 1
+        operations = [self._record_row(client.name, row, mark, pipelined_state) for row in rows]
+        self._submissions[self._submission_count] = operations
         if len(operations) == 1:
             operation = operations[0]
             content = SingleRow(
                 7,
                 operation.data,
-                operation.write,
-                operation.read,
-                operation.append,
+                operation.write_locks,
+                operation.read_locks,
+                operation.append_locks,
                 pipelined_state,
             )
             return Submission(
-                self._tokens, 1, TransactionId(operation.mark), content, zlib.crc32(operation.data)
+                self._submission_count,
+                1,
+                TransactionId(operation.mark),
+                content,
+                zlib.crc32(operation.data),
             )
         payload = encode_append(
             [7] * len(rows),
             [each.data for each in operations],
-            write_locks=[each.write for each in operations],
-            read_locks=[each.read for each in operations],
-            append_locks=[each.append for each in operations],
+            write_locks=[each.write_locks for each in operations],
+            read_locks=[each.read_locks for each in operations],
+            append_locks=[each.append_locks for each in operations],
         )
         return Submission(
-            self._tokens, len(rows), TransactionId(mark), payload, zlib.crc32(payload)
+            self._submission_count, len(rows), TransactionId(mark), payload, zlib.crc32(payload)
         )
 
-    def rows_of(self, author: str, rows: "Sequence[Locks]") -> list[Operation]:
+    def record_rows(self, author: str, rows: "Sequence[Locks]") -> list[Operation]:
         """Record rows that no author waits for."""
-        operations = [self._operation(author, row, BEFORE_FIRST, None) for row in rows]
+        operations = [self._record_row(author, row, BEFORE_FIRST, None) for row in rows]
         for operation in operations:
             operation.outcome = "gone"
         return operations
 
-    def _operation(
+    def _record_row(
         self, author: str, row: RowPlan, mark: int, pipelined_state: PipelinedState | None
     ) -> Operation:
-        self._numbers += 1
+        self._row_count += 1
         ahead = (
             ()
             if pipelined_state is None
             else pipelined_state.predecessors_above(TransactionId(mark))
         )
-        number, checks = self._numbers, self._cluster.checks
+        number, checks = self._row_count, self._cluster.checks
         if isinstance(row, CheckedTransaction):
-            write, read = row.write, row.read
+            write, read = row.write_locks, row.read_locks
             append: tuple[int, ...] = ()
-            data = data_of(number, NUMBER_BYTES) + checks.ledger.body(
+            data = make_data(number, NUMBER_BYTES) + checks.ledger.encode_body(
                 row, mark, [each.data for each in ahead]
             )
         else:
             write, read, append = row
-            is_long = not number % LONG_EVERY
-            data = data_of(number, LONG_BYTES if is_long else NUMBER_BYTES * (1 + number % 3))
+            is_long = not number % ROWS_PER_LONG_ROW
+            data = make_data(number, LONG_ROW_BYTES if is_long else NUMBER_BYTES * (1 + number % 3))
         state_mark = mark
         if pipelined_state is not None and pipelined_state.has_seen:
             mark = pipelined_state.mark
@@ -165,24 +169,24 @@ class Workload:
         )
         if pipelined_state is not None and pipelined_state.has_seen:
             operation.session_id, operation.state_mark = pipelined_state.session_id, state_mark
-            operation.followed = tuple(
+            operation.predecessors = tuple(
                 (each.transaction_id, (each.req_id.client_id, each.req_id.sequence))
                 for each in ahead
             )
         checks.history.operations[number] = operation
         return operation
 
-    def operation(self, author: str, row: RowPlan, mark: int) -> Operation:
+    def record_row(self, author: str, row: RowPlan, mark: int) -> Operation:
         """Record one row whose outcome the caller reports to the checkers."""
-        return self._operation(author, row, mark, None)
+        return self._record_row(author, row, mark, None)
 
     def think_us(self, process: "Process") -> int:
         """Return the pause in µs after an action of an application."""
         think_us = self._cluster.setup.think_ms * 1_000
         if self._cluster.is_recovering:
             # Only the recovery of the cluster is still awaited, which may take long.
-            late_us = max(0, self.recovering_us() - WAIT_US)
-            think_us += think_us * late_us // SLOWING_US
+            late_us = max(0, self.recovering_us() - RECOVERY_WAIT_US)
+            think_us += think_us * late_us // SLOWDOWN_STEP_US
         return int(process.chance() * 2 * think_us) + 100
 
     def checked_transaction_of(self, process: "Process") -> CheckedTransaction:
@@ -199,11 +203,11 @@ class Workload:
             else CheckedTransaction(RowKind.GUARD, key, key ^ 1)
         )
 
-    def ended(self, token: int) -> "list[Operation]":
+    def remove_submission(self, token: int) -> "list[Operation]":
         """Remove a submission whose outcome is known, or will never be known; return its rows."""
         return self._submissions.pop(token)
 
-    def drop(self, client: "SimClient") -> None:
+    def drop_submissions(self, client: "SimClient") -> None:
         """Remove all submissions of a client that has died."""
         for token, operations in list(self._submissions.items()):
             if operations[0].client == client.name:
@@ -220,34 +224,34 @@ class _Application:
         self._chance = client.chance
         self._rng = client.rng
         self._is_pipelined = int(client.name.removeprefix("client")) < cluster.setup.followers
-        self._waiting = 0
-        self._retries = 0
+        self._waiting_count = 0
+        self._retry_count = 0
 
     def begin(self) -> None:
         client = self._client
-        client.on_settled = self._settled
-        client.on_rejected = self._rejected
-        client.on_stopped = self._stopped
+        client.on_settled = self._on_settled
+        client.on_rejected = self._on_rejected
+        client.on_stopped = self._on_stopped
         if self._chance() < 0.6:
             client.subscribe(TransactionId(self._workload.first_available - 1))
         self._act_later()
 
     def _act_later(self) -> None:
-        self._client.after(self._workload.think_us(self._client), self._run_next_action)
+        self._client.call_after_us(self._workload.think_us(self._client), self._run_next_action)
 
     def _run_next_action(self) -> None:
         if self._workload.is_over:
             return
-        is_stuck = self._waiting >= PENDING_MAX
+        is_stuck = self._waiting_count >= PENDING_MAX
         if self._chance() < (WAITING_REQUEST_SHARE if is_stuck else REQUEST_SHARE):
             self._random_request()
         if not is_stuck:
             roll = self._chance()
             if roll >= self._cluster.setup.batch_share:
-                self._append([self._row()], self._mark())
+                self._append([self._choose_row()], self._choose_mark())
             else:
-                rows = [self._row() for _ in range(2 + int(self._chance() * 5))]
-                self._append(rows, self._mark())
+                rows = [self._choose_row() for _ in range(2 + int(self._chance() * 5))]
+                self._append(rows, self._choose_mark())
         self._act_later()
 
     def _random_request(self) -> None:
@@ -271,14 +275,14 @@ class _Application:
             first = int(self._chance() * (last + 1))
             client.request(lambda req_id: RangeRequest(req_id, first, last, 600, form, wanted))
 
-    def _mark(self) -> int:
+    def _choose_mark(self) -> int:
         """Return a mark that the application has seen: mostly the last, sometimes an older one."""
         mark: int = self._client.mark
         if self._chance() < 0.2:
             mark = max(BEFORE_FIRST, mark - int(self._chance() * 10))
         return mark
 
-    def _row(self) -> RowPlan:
+    def _choose_row(self) -> RowPlan:
         if self._chance() < CHECKED_SHARE:
             return self._workload.checked_transaction_of(self._client)
         return self._random_locks(0.5), self._random_locks(0.3), self._random_locks(0.2)
@@ -293,7 +297,7 @@ class _Application:
     def _append(
         self, rows: "Sequence[RowPlan]", mark: int, pipelined_state: PipelinedState | None = None
     ) -> None:
-        self._waiting += 1
+        self._waiting_count += 1
         if self._chance() < AHEAD_SHARE:
             rows, mark, pipelined_state = [((), (), (1,))], self._client.mark + 5, None
         claimed: PipelinedState | None = None
@@ -301,29 +305,29 @@ class _Application:
             # The row is computed from the state at the mark, and from the earlier appends in
             # flight.
             claimed = (pipelined_state or NO_PREDECESSORS).claim(TransactionId(mark))[1]
-        self._client.append(self._workload.submission(self._client, rows, mark, claimed))
+        self._client.append(self._workload.create_submission(self._client, rows, mark, claimed))
 
-    def _settled(self, effect: stream_events.SubmissionSettled) -> None:
-        operations = self._workload.ended(effect.token)
-        self._waiting -= 1
+    def _on_settled(self, effect: stream_events.SubmissionSettled) -> None:
+        operations = self._workload.remove_submission(effect.token)
+        self._waiting_count -= 1
         again = [
             each.row
             for each, reason in zip(operations, effect.outcome.reasons.tolist(), strict=True)
             if reason == RowOutcomeCode.LOCK
         ]
-        if again and self._retries < RETRIES_MAX and not self._workload.is_over:
-            self._retries += 1
+        if again and self._retry_count < RETRIES_MAX and not self._workload.is_over:
+            self._retry_count += 1
             self._cluster.checks.count("retry after a rejection")
             self._append(again, self._client.mark, effect.outcome.pipelined_state)
         else:
-            self._retries = 0
+            self._retry_count = 0
 
-    def _stopped(self, error: WaltzError) -> None:
+    def _on_stopped(self, error: WaltzError) -> None:
         """Start again after the expired transactions of the feed, as another client."""
         assert isinstance(error, BeforeLogStart)
         self._workload.first_available = TransactionId(error.first_available)
         client = self._client
-        client.after(0, partial(self._restart, client.incarnation))
+        client.call_after_us(0, partial(self._restart, client.incarnation))
 
     def _restart(self, incarnation: int) -> None:
         client = self._client
@@ -331,6 +335,6 @@ class _Application:
             client.kill()
             self._cluster.start_client(client)
 
-    def _rejected(self, effect: stream_events.SubmissionRejected) -> None:
-        self._workload.ended(effect.token)
-        self._waiting -= 1
+    def _on_rejected(self, effect: stream_events.SubmissionRejected) -> None:
+        self._workload.remove_submission(effect.token)
+        self._waiting_count -= 1

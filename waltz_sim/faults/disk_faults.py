@@ -15,9 +15,19 @@ from waltz_core.storage.files.control_file import CONTROL_NAME, SLOTS_NAME
 from waltz_core.storage.files.format import SLOT_BLOCK_BYTES
 from waltz_core.storage.files.lock_file import LOCKS_NAME
 from waltz_core.storage.service.storage_engine import STORAGE_ID_NAME
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.cluster.simulated_storages import HOME, NO_CONTENTS, DiskBackup, SimStorage
-from waltz_sim.faults.injection import any_storage, counted, keep_down, restore_trust_later
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
+from waltz_sim.cluster.simulated_storages import (
+    EMPTY_CONTENTS,
+    STORAGE_DIRECTORY,
+    DiskBackup,
+    SimStorage,
+)
+from waltz_sim.faults.injection import (
+    choose_storage,
+    count_callback,
+    keep_down,
+    restore_trust_later,
+)
 from waltz_sim.world.inode import SECTOR_BYTES
 from waltz_sim.world.simulated_disk import Contents, DiskFault, SimDisk, Survival
 
@@ -27,7 +37,7 @@ if TYPE_CHECKING:
 SNAPSHOTS_MAX: Final = 3
 PAGE_BYTES: Final = 4_096
 # A function that spoils a file with this size in bytes, which is not 0.
-Spoil = Callable[[SimStorage, Path, int], None]
+DamageFile = Callable[[SimStorage, Path, int], None]
 
 
 # ---- errors and speed. If a second fault occurs while the replica handles the first fault, the
@@ -36,7 +46,7 @@ Spoil = Callable[[SimStorage, Path, int], None]
 
 
 def _healthy_disk(cluster: SimCluster, rng: "Random") -> SimDisk | None:
-    disk = any_storage(cluster, rng).disk
+    disk = choose_storage(cluster, rng).disk
     return disk if cluster.setup.is_unbounded or not disk.has_fault else None
 
 
@@ -45,19 +55,19 @@ def failing_disk(cluster: SimCluster, rng: "Random") -> bool:
     disk = _healthy_disk(cluster, rng)
     if disk is None:
         return False
-    struck = counted(cluster, "failing_disk")
-    disk.plan(disk.step_count + rng.randint(1, 12), DiskFault.FAILS, struck)
+    on_injected = count_callback(cluster, "failing_disk")
+    disk.plan_fault(disk.step_count + rng.randint(1, 12), DiskFault.IO_ERROR, on_injected)
     return False
 
 
 def failing_call(cluster: SimCluster, rng: "Random") -> bool:
     """Let the next call of a rare kind fail, or cut the power at this call."""
     name = rng.choice(("create", "rename", "truncate", "unlink", "syncdir", "allocate"))
-    fault = rng.choice((DiskFault.FAILS, DiskFault.POWER_LOSS))
+    fault = rng.choice((DiskFault.IO_ERROR, DiskFault.POWER_LOSS))
     disk = _healthy_disk(cluster, rng)
     if disk is None:
         return False
-    disk.plan_call((name,), fault, counted(cluster, "failing_call"))
+    disk.plan_fault_at_call((name,), fault, count_callback(cluster, "failing_call"))
     return False
 
 
@@ -66,46 +76,48 @@ def failing_read(cluster: SimCluster, rng: "Random") -> bool:
     disk = _healthy_disk(cluster, rng)
     if disk is None:
         return False
-    disk.plan_read(rng.randint(1, 30), counted(cluster, "failing_read"))
+    disk.plan_read_failure(rng.randint(1, 30), count_callback(cluster, "failing_read"))
     return False
 
 
 def full_disk(cluster: SimCluster, rng: "Random") -> bool:
     """Fill a disk for a while, perhaps with a restart of the storage in between."""
-    storage = any_storage(cluster, rng)
+    storage = choose_storage(cluster, rng)
     disk = storage.disk
     if disk.has_fault:
         return False
     used = sum(len(content) for content in disk.files().values())
     disk.capacity_bytes = used + rng.choice((0, 100, 2_000))
-    disk.on_full = counted(cluster, "full_disk")
+    disk.on_full = count_callback(cluster, "full_disk")
 
     def empty() -> None:
         disk.capacity_bytes = disk.on_full = None
 
     empty_after_ms = rng.randrange(100, 2_000)
-    cluster.world.after(empty_after_ms * MS, empty)
+    cluster.world.call_after_us(empty_after_ms * US_PER_MS, empty)
     if rng.random() < 0.4:
-        cluster.world.after(rng.randrange(empty_after_ms) * MS, lambda: cluster.kill(storage))
+        cluster.world.call_after_us(
+            rng.randrange(empty_after_ms) * US_PER_MS, lambda: cluster.kill(storage)
+        )
     return False
 
 
 def slow_disk(cluster: SimCluster, rng: "Random") -> bool:
     """Change the duration of a disk's syncs."""
-    any_storage(cluster, rng).fsync_us = rng.choice((100, 500, 5_000, 100_000))
+    choose_storage(cluster, rng).fsync_us = rng.choice((100, 500, 5_000, 100_000))
     return True
 
 
 def hanging_disk(cluster: SimCluster, rng: "Random") -> bool:
     """Make a disk's syncs so slow that peers may time out, while the process is healthy."""
-    storage = any_storage(cluster, rng)
-    storage.fsync_us = hung_us = rng.randrange(300, 5_000) * MS
+    storage = choose_storage(cluster, rng)
+    storage.fsync_us = hung_us = rng.randrange(300, 5_000) * US_PER_MS
 
-    def continue_attempts() -> None:
+    def recover() -> None:
         if storage.fsync_us == hung_us:
             storage.fsync_us = 500
 
-    cluster.world.after(rng.randrange(500, 6_000) * MS, continue_attempts)
+    cluster.world.call_after_us(rng.randrange(500, 6_000) * US_PER_MS, recover)
     return True
 
 
@@ -114,11 +126,11 @@ def hanging_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 def take_snapshot(cluster: SimCluster, rng: "Random") -> bool:
     """Take a backup of a disk, which is harmless; `roll_back_disk` restores it."""
-    storage = any_storage(cluster, rng)
+    storage = choose_storage(cluster, rng)
     log = storage.log
     if log is None or storage.disk.is_lying:
         return False
-    snapshot = DiskBackup(storage.disk.contents(), log.last_session)
+    snapshot = DiskBackup(storage.disk.durable_contents(), log.last_session)
     storage.snapshots = [*storage.snapshots, snapshot][-SNAPSHOTS_MAX:]
     return True
 
@@ -131,7 +143,7 @@ def roll_back_disk(cluster: SimCluster, rng: "Random") -> bool:
     storage = rng.choice(storages)
     snapshot = rng.choice(storage.snapshots)
     is_silent = snapshot.last_session >= cluster.budget.session_of(storage)
-    if not cluster.budget.allows(storage, is_silent=is_silent):
+    if not cluster.budget.may_lose_data(storage, is_silent=is_silent):
         return False
     cluster.checks.count("rolled back within a session" if is_silent else "rolled back")
     _replace_disk(cluster, storage, snapshot.contents, rng)
@@ -140,10 +152,10 @@ def roll_back_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 def empty_disk(cluster: SimCluster, rng: "Random") -> bool:
     """Replace a disk by an empty disk, which has another storage ID until an operator acts."""
-    storage = any_storage(cluster, rng)
-    if not cluster.budget.allows(storage):
+    storage = choose_storage(cluster, rng)
+    if not cluster.budget.may_lose_data(storage):
         return False
-    _replace_disk(cluster, storage, NO_CONTENTS, rng)
+    _replace_disk(cluster, storage, EMPTY_CONTENTS, rng)
     storage.storage_id = rng.randbytes(16)
     _operate_later(cluster, rng)
     return True
@@ -151,27 +163,37 @@ def empty_disk(cluster: SimCluster, rng: "Random") -> bool:
 
 def clone_disk(cluster: SimCluster, rng: "Random") -> bool:
     """Overwrite a disk with a copy of another storage's disk."""
-    storage, other = any_storage(cluster, rng), any_storage(cluster, rng)
-    if storage is other or _is_of(cluster, other, storage) or not cluster.budget.allows(storage):
+    storage, other = choose_storage(cluster, rng), choose_storage(cluster, rng)
+    if (
+        storage is other
+        or _is_own_copy(cluster, other, storage)
+        or not cluster.budget.may_lose_data(storage)
+    ):
         return False
-    _replace_disk(cluster, storage, other.disk.contents(), rng)
+    _replace_disk(cluster, storage, other.disk.durable_contents(), rng)
     _operate_later(cluster, rng)
     return True
 
 
-def _is_of(cluster: SimCluster, other: SimStorage, storage: SimStorage) -> bool:
+def _is_own_copy(cluster: SimCluster, other: SimStorage, storage: SimStorage) -> bool:
     """Whether a disk is an older copy of the storage's own disk (data_loss_budget.py, rule 2)."""
-    path, own_id = HOME / STORAGE_ID_NAME, cluster.coordinator.storage_ids.get(storage.replica)
-    return own_id is None or (other.disk.exists(path) and own_id in other.disk.content(path))
+    path, own_id = (
+        STORAGE_DIRECTORY / STORAGE_ID_NAME,
+        cluster.coordinator.storage_ids.get(storage.replica),
+    )
+    return own_id is None or (
+        other.disk.exists(path) and own_id in other.disk.visible_content(path)
+    )
 
 
 def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
     """Swap the disks of two machines until an operator notices; no data is lost."""
-    storage, other = any_storage(cluster, rng), any_storage(cluster, rng)
+    storage, other = choose_storage(cluster, rng), choose_storage(cluster, rng)
     if storage is other:
         return False
     if any(
-        each.name in cluster.swapped or cluster.budget.has_lost(each) for each in (storage, other)
+        each.name in cluster.swapped_disks or cluster.budget.has_lost_data(each)
+        for each in (storage, other)
     ):
         return False
     cluster.swap_disks(storage, other)
@@ -181,7 +203,7 @@ def swap_disks(cluster: SimCluster, rng: "Random") -> bool:
 
 def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
     """Report false syncs, and then cut the power; the settings may declare the disk untrusted."""
-    storage = any_storage(cluster, rng)
+    storage = choose_storage(cluster, rng)
     disk = storage.disk
     if disk.has_fault:
         return False
@@ -191,15 +213,15 @@ def lying_disk(cluster: SimCluster, rng: "Random") -> bool:
     def lose_power() -> None:
         if disk is not storage.disk or not disk.is_lying:
             return
-        if storage.is_up and cluster.budget.allows(storage, is_silent=not is_known):
-            cluster.budget.spend(storage)
+        if storage.is_up and cluster.budget.may_lose_data(storage, is_silent=not is_known):
+            cluster.budget.record_loss(storage)
             cluster.checks.count("fault lying_disk")
             storage.trusts_fsync = not is_known
             storage.lose_power(Survival.NOTHING, with_lies=True)
         disk.stop_lying()
 
     lies_ms = rng.randrange(5, 800)
-    cluster.world.after(lies_ms * MS, lose_power)
+    cluster.world.call_after_us(lies_ms * US_PER_MS, lose_power)
     restore_trust_later(cluster, storage, after_ms=lies_ms + 1_000)
     return False
 
@@ -209,23 +231,23 @@ def rot(cluster: SimCluster, rng: "Random") -> bool:
 
     def flip(storage: SimStorage, path: Path, size: int) -> None:
         for _ in range(rng.choice((1, 1, 3))):
-            storage.disk.flip(path, rng.randrange(size), 1 << rng.randrange(8))
+            storage.disk.flip_bits(path, rng.randrange(size), 1 << rng.randrange(8))
 
-    return _spoil(cluster, rng, flip)
+    return _damage_file(cluster, rng, flip)
 
 
 def unseen_rot(cluster: SimCluster, rng: "Random") -> bool:
     """Flip a bit on the disk, while the page cache still has the correct data."""
 
     def flip(storage: SimStorage, path: Path, size: int) -> None:
-        storage.disk.rot_unseen(path, rng.randrange(size), 1 << rng.randrange(8))
+        storage.disk.flip_bits_unseen(path, rng.randrange(size), 1 << rng.randrange(8))
 
-    return _spoil(cluster, rng, flip)
+    return _damage_file(cluster, rng, flip)
 
 
 def memory_pressure(cluster: SimCluster, rng: "Random") -> bool:
     """Drop the clean data of a storage's disk from the page cache."""
-    any_storage(cluster, rng).disk.drop_all_cached()
+    choose_storage(cluster, rng).disk.drop_all_cached()
     return True
 
 
@@ -234,7 +256,7 @@ def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
 
     def wipe(storage: SimStorage, path: Path, size: int) -> None:
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
-        stems = (each.stem for each in _files(storage) if each.suffix == ".seg")
+        stems = (each.stem for each in _damageable_files(storage) if each.suffix == ".seg")
         newest = max(stems, default="")  # empty if the storage has no segment
         is_old = path.suffix in {".seg", ".idx"} and path.stem != newest
         if not is_old or size % 2:
@@ -248,19 +270,19 @@ def zeroed_page(cluster: SimCluster, rng: "Random") -> bool:
             storage.disk.make_unreadable(path, start, end - 1)
             cluster.checks.count("sectors lost")
 
-    return _spoil(cluster, rng, wipe)
+    return _damage_file(cluster, rng, wipe)
 
 
 def misdirected_write(cluster: SimCluster, rng: "Random") -> bool:
     """Write a page to a wrong place, in its own file or in another file."""
 
     def misdirect(storage: SimStorage, path: Path, size: int) -> None:
-        source = storage.disk.content(rng.choice(_files(storage)))
+        source = storage.disk.visible_content(rng.choice(_damageable_files(storage)))
         start = rng.randrange(max(1, len(source))) // PAGE_BYTES * PAGE_BYTES
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
         storage.disk.overwrite(path, page, source[start : start + PAGE_BYTES])
 
-    return _spoil(cluster, rng, misdirect, is_plausible=True)
+    return _damage_file(cluster, rng, misdirect, is_plausible=True)
 
 
 def stale_page(cluster: SimCluster, rng: "Random") -> bool:
@@ -271,7 +293,7 @@ def stale_page(cluster: SimCluster, rng: "Random") -> bool:
         page = rng.randrange(size) // PAGE_BYTES * PAGE_BYTES
         storage.disk.overwrite(path, page, old[page : page + PAGE_BYTES].ljust(PAGE_BYTES, b"\0"))
 
-    return _spoil(cluster, rng, age, is_plausible=True)
+    return _damage_file(cluster, rng, age, is_plausible=True)
 
 
 def cut_file(cluster: SimCluster, rng: "Random") -> bool:
@@ -281,9 +303,9 @@ def cut_file(cluster: SimCluster, rng: "Random") -> bool:
         if rng.random() < 0.2:
             storage.disk.remove(path)
         else:
-            storage.disk.cut(path, rng.choice((0, rng.randrange(size), size - 1)))
+            storage.disk.shorten_file(path, rng.choice((0, rng.randrange(size), size - 1)))
 
-    return _spoil(cluster, rng, cut, is_at_rest=True)
+    return _damage_file(cluster, rng, cut, is_at_rest=True)
 
 
 def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
@@ -291,21 +313,21 @@ def spoiled_slot(cluster: SimCluster, rng: "Random") -> bool:
 
     def spoil(storage: SimStorage, path: Path, size: int) -> None:
         at = SLOT_BLOCK_BYTES * rng.randrange(2) + rng.randrange(200)
-        storage.disk.flip(path, min(at, size - 1))
+        storage.disk.flip_bits(path, min(at, size - 1))
 
-    return _spoil(cluster, rng, spoil, names=(SLOTS_NAME,))
+    return _damage_file(cluster, rng, spoil, names=(SLOTS_NAME,))
 
 
 def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
     """Lose, cut, mix up, revert or replace the lock files, which must do no harm."""
-    storage = any_storage(cluster, rng)
+    storage = choose_storage(cluster, rng)
     disk = storage.disk
     paths = [path for path in sorted(disk.files()) if path.name.startswith(LOCKS_NAME)]
-    paths = [path for path in paths if disk.content(path)]
+    paths = [path for path in paths if disk.visible_content(path)]
     if not paths:
         return False
     path = rng.choice(paths)
-    content = disk.content(path)
+    content = disk.visible_content(path)
     how = rng.choice(("lost", "cut", "old", "mixed", "foreign"))
     if how in ("lost", "foreign"):
         last = storage.log.max_id if storage.log is not None else BEFORE_FIRST
@@ -313,12 +335,12 @@ def spoiled_locks(cluster: SimCluster, rng: "Random") -> bool:
         keep_down(cluster, storage, rng.randrange(1, 300))
         disk.remove(path)
         if how == "foreign":
-            disk.put(path.with_name(LOCKS_NAME), _foreign_blocks(last, rng))
+            disk.write_durably(path.with_name(LOCKS_NAME), _foreign_blocks(last, rng))
     elif how == "cut":
-        disk.cut(path, rng.randrange(len(content)))
+        disk.shorten_file(path, rng.randrange(len(content)))
     elif how == "old":
-        after_us = rng.randrange(50, 1_000) * MS
-        cluster.world.after(after_us, lambda: _restore(disk, path, content))
+        after_us = rng.randrange(50, 1_000) * US_PER_MS
+        cluster.world.call_after_us(after_us, lambda: _restore(disk, path, content))
     else:
         start = rng.randrange(len(content))
         disk.overwrite(path, rng.randrange(len(content)), content[start : start + 200])
@@ -335,13 +357,13 @@ def _foreign_blocks(last: TransactionId, rng: "Random") -> bytes:
 def _restore(disk: SimDisk, path: Path, content: bytes) -> None:
     """Restore the old content of a file: later writes are lost, and truncated data reappears."""
     if disk.exists(path):
-        disk.cut(path, len(content))
+        disk.shorten_file(path, len(content))
         disk.overwrite(path, 0, content)
 
 
 def scrub(cluster: SimCluster, rng: "Random") -> bool:
     """Request a scrub pass over the log of a storage."""
-    storage = any_storage(cluster, rng)
+    storage = choose_storage(cluster, rng)
     if storage.log is None:
         return False
     storage.scrub_now()
@@ -355,61 +377,69 @@ def _replace_disk(
     cluster: SimCluster, storage: SimStorage, contents: Contents, rng: "Random"
 ) -> None:
     storage.kill(is_silent=rng.random() < 0.3)
-    cluster.budget.spend(storage)
-    storage.disk.become(contents)
+    cluster.budget.record_loss(storage)
+    storage.disk.replace_contents(contents)
     storage.snapshots.clear()
-    storage.rejected = None
+    storage.start_error = None
     keep_down(cluster, storage, rng.randrange(1, 1_000))
 
 
 def _operate_later(cluster: SimCluster, rng: "Random") -> None:
-    cluster.world.after(rng.randrange(100, 3_000) * MS, cluster.operate)
+    cluster.world.call_after_us(rng.randrange(100, 3_000) * US_PER_MS, cluster.run_operator)
 
 
-def _files(storage: SimStorage, names: tuple[str, ...] = ()) -> list[Path]:
+def _damageable_files(storage: SimStorage, names: tuple[str, ...] = ()) -> list[Path]:
     """Return the files that faults may spoil, in order, and each kind about equally often."""
     kinds: dict[str, list[Path]] = {}
     for path in sorted(storage.disk.files()):
-        if path.parent not in {HOME, HOME / "0"} or path.name.endswith(".reserve"):
+        if path.parent not in {STORAGE_DIRECTORY, STORAGE_DIRECTORY / "0"} or path.name.endswith(
+            ".reserve"
+        ):
             continue
         if path.name.startswith(LOCKS_NAME):
             continue  # No promise depends on the lock files; see `spoiled_locks`.
         if not names or path.name in names:
-            kinds.setdefault(path.suffix if path.parent != HOME else CONTROL_NAME, []).append(path)
+            kinds.setdefault(
+                path.suffix if path.parent != STORAGE_DIRECTORY else CONTROL_NAME, []
+            ).append(path)
     most = max((len(paths) for paths in kinds.values()), default=0)
     return [path for paths in kinds.values() for path in paths * (most // len(paths))]
 
 
-def _spoil(
+def _damage_file(
     cluster: SimCluster,
     rng: "Random",
-    how: Spoil,
+    how: DamageFile,
     *,
     names: tuple[str, ...] = (),
     is_at_rest: bool = False,
     is_plausible: bool = False,
 ) -> bool:
-    """Spoil a file of a storage with `how`; return whether the budget has allowed it.
+    """DamageFile a file of a storage with `how`; return whether the budget has allowed it.
 
     No component can detect a loss at the end of a log, or `is_plausible` data, which is valid but
     old.
     """
-    storage = any_storage(cluster, rng)
-    files = [path for path in _files(storage, names) if storage.disk.content(path)]
+    storage = choose_storage(cluster, rng)
+    files = [
+        path for path in _damageable_files(storage, names) if storage.disk.visible_content(path)
+    ]
     if storage.disk.is_lying or not files:
         return False
     path = rng.choice(files)
     segments = [each.stem for each in storage.disk.files() if each.suffix == ".seg"]
     is_silent = is_plausible or path.stem == max(segments, default="")
-    if not cluster.budget.allows(storage, is_silent=is_silent):
+    if not cluster.budget.may_lose_data(storage, is_silent=is_silent):
         return False
     if is_at_rest or rng.random() < 0.5:
         storage.kill(is_silent=rng.random() < 0.2)
         keep_down(cluster, storage, rng.randrange(1, 500))
-    cluster.budget.spend(storage)
-    cluster.checks.became_corrupt(storage)
+    cluster.budget.record_loss(storage)
+    cluster.checks.on_disk_corrupted(storage)
     cluster.world.note(f"{storage.name}: {path} is spoiled")
-    how(storage, path, len(storage.disk.content(path)))
-    cluster.checks.count(f"spoiled {path.suffix if path.parent != HOME else path.name}")
+    how(storage, path, len(storage.disk.visible_content(path)))
+    cluster.checks.count(
+        f"spoiled {path.suffix if path.parent != STORAGE_DIRECTORY else path.name}"
+    )
     _operate_later(cluster, rng)
     return True

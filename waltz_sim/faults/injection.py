@@ -5,14 +5,14 @@ All kinds of faults are built from these helpers.
 Rules:
     1. A fault depends only on its own random numbers (`schedule.py`, rule 1) and on the state of
        the cluster.
-    2. A fault is counted when it occurs, not when it is planned. So a batch of runs in which a kind
-       of fault never occurred can be rejected.
+    2. A fault is counted when it occurs, not when it is planned. So a batch of runs in which a
+       kind of fault never occurred can be rejected.
 """
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
 from waltz_sim.cluster.simulated_storages import SimStorage
 from waltz_sim.world.process import Process
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 InjectFault = Callable[[SimCluster, "Random"], bool]
 
 
-def any_storage(cluster: SimCluster, rng: "Random") -> SimStorage:
+def choose_storage(cluster: SimCluster, rng: "Random") -> SimStorage:
     """Choose a storage: mostly one of the assigned storages, sometimes any storage."""
     if rng.random() < 0.9:
         return cluster.storages[rng.choice(cluster.coordinator.assignment.replicas)]
     return rng.choice(list(cluster.storages.values()))
 
 
-def pause_ms(rng: "Random") -> int:
+def choose_pause_ms(rng: "Random") -> int:
     """Choose the duration in ms of a process's pause."""
     return rng.choice((5, 50, 500, 3_000))
 
@@ -40,24 +40,24 @@ def pause(cluster: SimCluster, process: Process, rng: "Random") -> bool:
     if process.is_paused or not process.is_up:
         return False
     process.pause()
-    cluster.world.after(pause_ms(rng) * MS, process.resume)
+    cluster.world.call_after_us(choose_pause_ms(rng) * US_PER_MS, process.resume)
     return True
 
 
-def counted(cluster: SimCluster, kind: str) -> Callable[[], None]:
+def count_callback(cluster: SimCluster, kind: str) -> Callable[[], None]:
     """Return the callback that a planned fault calls when it occurs (rule 2)."""
     return lambda: cluster.checks.count(f"fault {kind}")
 
 
 def keep_down(cluster: SimCluster, process: Process, away_ms: int) -> None:
     """Start a killed process after `away_ms`, and not earlier."""
-    cluster.held_down[process.name] = None
+    cluster.kept_down[process.name] = None
 
     def back() -> None:
-        cluster.held_down.pop(process.name, None)
+        cluster.kept_down.pop(process.name, None)
         process.start()
 
-    cluster.world.after(away_ms * MS, back)
+    cluster.world.call_after_us(away_ms * US_PER_MS, back)
 
 
 def restore_trust_later(cluster: SimCluster, storage: SimStorage, *, after_ms: int) -> None:
@@ -65,8 +65,8 @@ def restore_trust_later(cluster: SimCluster, storage: SimStorage, *, after_ms: i
 
     def trust_again() -> None:
         if storage.log is None:  # The storage has not opened its log with this setting yet.
-            cluster.world.after(1_000 * MS, trust_again)
+            cluster.world.call_after_us(1_000 * US_PER_MS, trust_again)
         else:
             storage.trusts_fsync = True
 
-    cluster.world.after(after_ms * MS, trust_again)
+    cluster.world.call_after_us(after_ms * US_PER_MS, trust_again)

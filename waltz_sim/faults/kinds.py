@@ -27,20 +27,20 @@ from waltz_sim.faults import (
 )
 from waltz_sim.faults.injection import InjectFault
 from waltz_sim.schedule import Fault, Schedule, schedule_of
-from waltz_sim.world.world import chance_of
+from waltz_sim.world.world import stream_of_number
 
 
 def plan(cluster: SimCluster, schedule: Schedule) -> None:
     """Plan each fault of a schedule at its time."""
     for fault in schedule.faults:
-        cluster.world.after(fault.at_us, _action(cluster, fault))
+        cluster.world.call_after_us(fault.at_us, _action(cluster, fault))
 
 
 def _action(cluster: SimCluster, fault: Fault) -> Callable[[], None]:
     def inject() -> None:
         if cluster.is_recovering:
             return
-        rng = chance_of(fault.chance)
+        rng = stream_of_number(fault.chance)
         cluster.world.note(f"fault {fault.kind}")
         if KINDS[fault.kind](cluster, rng):
             cluster.checks.count(f"fault {fault.kind}")
@@ -206,7 +206,7 @@ assert KINDS.keys() >= {*THEMES, *_ALWAYS_POSSIBLE}
 
 def rough_schedule_of(seed: int) -> Schedule:
     """Draw a rough schedule from a seed (rule 4)."""
-    rng = chance_of(seed ^ 0x20064)
+    rng = stream_of_number(seed ^ 0x20064)
     theme = rng.sample(THEMES, rng.randint(3, 6))
     weights = {kind: rng.choice((16, 30)) if kind in theme else 3 for kind in WEIGHTS}
     only = None if rng.random() < 0.5 else {*theme, *_ALWAYS_POSSIBLE}

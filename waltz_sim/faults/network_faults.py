@@ -6,10 +6,10 @@ The rules of `kinds.py` apply here.
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from waltz_sim.cluster.servers import SimServer
 from waltz_sim.cluster.simulated_clients import SimClient
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.faults.injection import any_storage, counted
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
+from waltz_sim.cluster.simulated_servers import SimServer
+from waltz_sim.faults.injection import choose_storage, count_callback
 from waltz_sim.world.network import FAR, NEAR, Handlers, SimLink
 
 if TYPE_CHECKING:
@@ -35,11 +35,11 @@ def half_delivered(cluster: SimCluster, rng: "Random") -> bool:
         (link, end)
         for link in network.links.values()
         for end in (NEAR, FAR)
-        if link.is_open[end] and link.at_us[1 - end] > cluster.world.now_us
+        if link.is_open[end] and link.arrives_at_us[1 - end] > cluster.world.now_us
     ]
     if not under_way:
         return False
-    network.cut_within(*rng.choice(under_way), rng)
+    network.break_in_transfer(*rng.choice(under_way), rng)
     return True
 
 
@@ -54,7 +54,7 @@ def mute_link(cluster: SimCluster, rng: "Random") -> bool:
 
 def revoke_replicate(cluster: SimCluster, rng: "Random") -> bool:
     """Let one or all storages deny requests for a while; their links break first (048, AC 4)."""
-    storages = [any_storage(cluster, rng)]
+    storages = [choose_storage(cluster, rng)]
     if rng.random() < 0.3:
         storages = list(cluster.storages.values())
     for storage in storages:
@@ -66,7 +66,7 @@ def revoke_replicate(cluster: SimCluster, rng: "Random") -> bool:
         for storage in storages:
             storage.is_denying = False
 
-    cluster.world.after(rng.randrange(10, 1_500) * MS, grant)
+    cluster.world.call_after_us(rng.randrange(10, 1_500) * US_PER_MS, grant)
     return True
 
 
@@ -82,7 +82,7 @@ def partition_network(cluster: SimCluster, rng: "Random") -> bool:
                 network.block(machine, other)
                 if not is_one_way:
                     network.block(other, machine)
-    cluster.world.after(rng.randrange(10, 1_500) * MS, network.blocked.clear)
+    cluster.world.call_after_us(rng.randrange(10, 1_500) * US_PER_MS, network.blocked.clear)
     return True
 
 
@@ -98,29 +98,29 @@ def isolate_one(cluster: SimCluster, rng: "Random") -> bool:
         network.block(machine, other)
         if not is_one_way:
             network.block(other, machine)
-    cluster.world.after(rng.randrange(50, 2_500) * MS, network.blocked.clear)
+    cluster.world.call_after_us(rng.randrange(50, 2_500) * US_PER_MS, network.blocked.clear)
     return True
 
 
 def slow_network(cluster: SimCluster, rng: "Random") -> bool:
     """Increase the latency of all messages for a while."""
-    cluster.network.slow_us = rng.choice((1_000, 10_000, 60_000))
+    cluster.network.extra_delay_us = rng.choice((1_000, 10_000, 60_000))
 
     def recover() -> None:
-        cluster.network.slow_us = 0
+        cluster.network.extra_delay_us = 0
 
-    cluster.world.after(rng.randrange(20, 500) * MS, recover)
+    cluster.world.call_after_us(rng.randrange(20, 500) * US_PER_MS, recover)
     return True
 
 
 def heavy_tail(cluster: SimCluster, rng: "Random") -> bool:
     """Delay a few messages for very long; later messages on their links wait for them."""
-    cluster.network.tail_share = rng.choice((0.01, 0.1))
+    cluster.network.slow_message_share = rng.choice((0.01, 0.1))
 
     def recover() -> None:
-        cluster.network.tail_share = 0.0
+        cluster.network.slow_message_share = 0.0
 
-    cluster.world.after(rng.randrange(20, 800) * MS, recover)
+    cluster.world.call_after_us(rng.randrange(20, 800) * US_PER_MS, recover)
     return True
 
 
@@ -132,14 +132,14 @@ def duplicate_connect(cluster: SimCluster, rng: "Random") -> bool:
     stay_ms = rng.randrange(1, 500)
 
     def leave(link: SimLink) -> None:
-        client.after(stay_ms * MS, lambda: cluster.network.close(link, NEAR))
+        client.call_after_us(stay_ms * US_PER_MS, lambda: cluster.network.close(link, NEAR))
 
     cluster.network.dial(
         client,
         server,
         Handlers(lambda _link, _message: None, lambda _link, _reason: None),
-        opened=leave,
-        failed=lambda _reason: None,
+        on_opened=leave,
+        on_failed=lambda _reason: None,
         accept=server.accept,
     )
     return True
@@ -179,11 +179,13 @@ def outlived_link(cluster: SimCluster, rng: "Random") -> bool:
     if not links:
         return False
     link = rng.choice(links)
-    network.hold(link, counted(cluster, "outlived_link"))
-    abandoned_after_us = rng.choice((2, 10, 40, 100)) * MS
+    network.hold(link, count_callback(cluster, "outlived_link"))
+    abandoned_after_us = rng.choice((2, 10, 40, 100)) * US_PER_MS
     shortest, longest = LATE_MS
-    late_us = int(shortest * (longest / shortest) ** rng.random()) * MS
-    world.after(abandoned_after_us, partial(network.abandon, link, "abandoned"))
-    end_us = rng.choice((0, 1, 20)) * MS
-    world.after(abandoned_after_us + late_us, partial(network.release, link, "abandoned", end_us))
+    late_us = int(shortest * (longest / shortest) ** rng.random()) * US_PER_MS
+    world.call_after_us(abandoned_after_us, partial(network.abandon, link, "abandoned"))
+    end_us = rng.choice((0, 1, 20)) * US_PER_MS
+    world.call_after_us(
+        abandoned_after_us + late_us, partial(network.release, link, "abandoned", end_us)
+    )
     return False

@@ -5,16 +5,22 @@ The rules of `kinds.py` apply here.
 
 from typing import TYPE_CHECKING, Final
 
-from waltz_sim.cluster.servers import RELEASED_PAUSE_US
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.cluster.tasks import RetriedTask
-from waltz_sim.faults.injection import any_storage, counted, keep_down, pause, pause_ms
+from waltz_sim.cluster.retried_task import RetriedTask
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
+from waltz_sim.cluster.simulated_servers import RELEASED_PAUSE_US
+from waltz_sim.faults.injection import (
+    choose_pause_ms,
+    choose_storage,
+    count_callback,
+    keep_down,
+    pause,
+)
 from waltz_sim.world.simulated_disk import DiskFault, Survival
 
 if TYPE_CHECKING:
     from random import Random
 
-# Messages and events at which a server dies, before or after them (`SimServer.dies_at`).
+# Messages and events at which a server dies, before or after them (`SimServer.planned_death`).
 SERVER_POINTS: Final = (
     "Prepare",
     "SetLowWaterMark",
@@ -35,7 +41,7 @@ STORAGE_POINTS: Final = ("Prepare", "SetLowWaterMark", "Truncate", "AppendRaw", 
 
 def kill_storage(cluster: SimCluster, rng: "Random") -> bool:
     """Kill a storage as with SIGKILL; its supervisor restarts it."""
-    storage = any_storage(cluster, rng)
+    storage = choose_storage(cluster, rng)
     if not storage.is_up:
         return False
     storage.kill(is_silent=rng.random() < 0.1)
@@ -45,41 +51,43 @@ def kill_storage(cluster: SimCluster, rng: "Random") -> bool:
 
 def storage_away(cluster: SimCluster, rng: "Random") -> bool:
     """Kill a storage, and keep it down for a long time."""
-    storage = any_storage(cluster, rng)
+    storage = choose_storage(cluster, rng)
     if not storage.is_up:
         return False
-    cluster.held_down[storage.name] = None
+    cluster.kept_down[storage.name] = None
     storage.kill(is_silent=rng.random() < 0.5)
 
     def back() -> None:
-        cluster.held_down.pop(storage.name, None)
+        cluster.kept_down.pop(storage.name, None)
         storage.start()
 
-    cluster.world.after(rng.randrange(500, 4_000) * MS, back)
+    cluster.world.call_after_us(rng.randrange(500, 4_000) * US_PER_MS, back)
     return True
 
 
 def restart_loop(cluster: SimCluster, rng: "Random") -> bool:
     """Kill a storage or a server several times within a short time."""
-    process = any_storage(cluster, rng) if rng.random() < 0.6 else rng.choice(cluster.servers)
+    process = choose_storage(cluster, rng) if rng.random() < 0.6 else rng.choice(cluster.servers)
     if not process.is_up:
         return False
     for _ in range(rng.randint(2, 5)):
-        cluster.world.after(rng.randrange(1, 800) * MS, lambda: cluster.kill(process))
+        cluster.world.call_after_us(
+            rng.randrange(1, 800) * US_PER_MS, lambda: cluster.kill(process)
+        )
     return True
 
 
 def crash_storage_at(cluster: SimCluster, rng: "Random") -> bool:
     """Kill a storage at a named request: before its work, or between the work and the answer."""
-    storage = any_storage(cluster, rng)
-    struck = counted(cluster, "crash_storage_at")
-    storage.dies_at = (rng.choice(STORAGE_POINTS), rng.random() < 0.7, struck)
+    storage = choose_storage(cluster, rng)
+    on_injected = count_callback(cluster, "crash_storage_at")
+    storage.planned_death = (rng.choice(STORAGE_POINTS), rng.random() < 0.7, on_injected)
     return False
 
 
 def power_loss(cluster: SimCluster, rng: "Random") -> bool:
     """Cut the power of one machine, which loses unsynced data."""
-    storage = any_storage(cluster, rng)
+    storage = choose_storage(cluster, rng)
     if not storage.is_up:
         return False
     storage.lose_power(rng.choice(list(Survival)))
@@ -88,12 +96,12 @@ def power_loss(cluster: SimCluster, rng: "Random") -> bool:
 
 def power_loss_at_a_step(cluster: SimCluster, rng: "Random") -> bool:
     """Cut the power at one of the next steps of a disk, or at the next sync."""
-    disk = any_storage(cluster, rng).disk
-    struck = counted(cluster, "power_loss_at_a_step")
+    disk = choose_storage(cluster, rng).disk
+    on_injected = count_callback(cluster, "power_loss_at_a_step")
     if rng.random() < 0.5:
-        disk.plan(disk.step_count + rng.randint(1, 12), DiskFault.POWER_LOSS, struck)
+        disk.plan_fault(disk.step_count + rng.randint(1, 12), DiskFault.POWER_LOSS, on_injected)
     else:
-        disk.plan_call(("sync",), DiskFault.POWER_LOSS, struck)
+        disk.plan_fault_at_call(("sync",), DiskFault.POWER_LOSS, on_injected)
     return False
 
 
@@ -107,7 +115,7 @@ def all_power(cluster: SimCluster, rng: "Random") -> bool:
 
 def pause_storage(cluster: SimCluster, rng: "Random") -> bool:
     """Pause a storage for a while, as SIGSTOP does."""
-    return pause(cluster, any_storage(cluster, rng), rng)
+    return pause(cluster, choose_storage(cluster, rng), rng)
 
 
 # ---- servers
@@ -136,11 +144,11 @@ def hanging_server(cluster: SimCluster, rng: "Random") -> bool:
     if hang_ms is not None:
         hang_count = server.hang_count
 
-        def continue_attempts() -> None:
+        def recover() -> None:
             if server.hang_count == hang_count:
                 server.resume()
 
-        cluster.world.after(hang_ms * MS, continue_attempts)
+        cluster.world.call_after_us(hang_ms * US_PER_MS, recover)
     return True
 
 
@@ -158,8 +166,8 @@ def crash_server_at(cluster: SimCluster, rng: "Random") -> bool:
     """Kill a server at a named point: before or after it sends or receives a message."""
     owner = cluster.owner
     server = rng.choice(cluster.servers) if owner is None else owner
-    struck = counted(cluster, "crash_server_at")
-    server.dies_at = (rng.choice(SERVER_POINTS), rng.random() < 0.6, struck)
+    on_injected = count_callback(cluster, "crash_server_at")
+    server.planned_death = (rng.choice(SERVER_POINTS), rng.random() < 0.6, on_injected)
     return False
 
 
@@ -171,7 +179,7 @@ def slow_server(cluster: SimCluster, rng: "Random") -> bool:
     def recover() -> None:
         server.slow_us = 0
 
-    cluster.world.after(rng.randrange(50, 1_000) * MS, recover)
+    cluster.world.call_after_us(rng.randrange(50, 1_000) * US_PER_MS, recover)
     return True
 
 
@@ -184,13 +192,13 @@ def kill_client(cluster: SimCluster, rng: "Random") -> bool:
     if not client.is_up:
         return False
     client.kill(is_silent=rng.random() < 0.3)
-    cluster.workload.drop(client)
+    cluster.workload.drop_submissions(client)
 
     def back() -> None:
         if not client.is_up:
             cluster.start_client(client)
 
-    cluster.world.after(rng.randrange(1, 500) * MS, back)
+    cluster.world.call_after_us(rng.randrange(1, 500) * US_PER_MS, back)
     return True
 
 
@@ -209,7 +217,7 @@ def slow_apply(cluster: SimCluster, rng: "Random") -> bool:
     def recover() -> None:
         client.apply_us_max = 3_000
 
-    cluster.world.after(pause_ms(rng) * MS, recover)
+    cluster.world.call_after_us(choose_pause_ms(rng) * US_PER_MS, recover)
     return True
 
 
@@ -222,24 +230,24 @@ def two_attempts(cluster: SimCluster, rng: "Random") -> bool:
     owner = cluster.owner
     if owner is None or owner.partition is None or not owner.partition.is_open:
         return False
-    struck = counted(cluster, "two_attempts")
+    on_injected = count_callback(cluster, "two_attempts")
     away_ms = cluster.setup.quorum_ms_max + rng.randrange(50, 500)
     is_away = rng.random() < 0.7
     later_ms = rng.randrange(300)
     if is_away:
-        later_ms += rng.choice((0, away_ms, away_ms + RELEASED_PAUSE_US // MS))
+        later_ms += rng.choice((0, away_ms, away_ms + RELEASED_PAUSE_US // US_PER_MS))
 
     def written() -> None:
-        struck()
+        on_injected()
         if is_away and not cluster.is_recovering:
-            quorum_away(cluster, rng, away_ms)
-        cluster.world.after(later_ms * MS, task.continue_attempts)
+            stop_quorum(cluster, rng, away_ms)
+        cluster.world.call_after_us(later_ms * US_PER_MS, task.continue_first_attempt)
 
     task = RetriedTask(cluster, written)
     return False
 
 
-def quorum_away(cluster: SimCluster, rng: "Random", away_ms: int) -> None:
+def stop_quorum(cluster: SimCluster, rng: "Random", away_ms: int) -> None:
     """Stop so many replicas for a while that the others are not a quorum."""
     replicas = list(cluster.replicas)
     for replica in rng.sample(replicas, len(replicas) // 2 + 1):

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING
 
 from waltz_core.cluster.change.rebuilding import RebuildDecision
 from waltz_core.replication import session_events
-from waltz_sim.cluster.disaster_recovery import BEST, STEPS, DisasterRecovery
-from waltz_sim.cluster.simulated_cluster import MS, SimCluster
-from waltz_sim.faults.injection import keep_down, pause_ms, restore_trust_later
+from waltz_sim.cluster.disaster_recovery import BEST_REPLICA, DEATH_STEPS, DisasterRecovery
+from waltz_sim.cluster.simulated_cluster import US_PER_MS, SimCluster
+from waltz_sim.faults.injection import choose_pause_ms, keep_down, restore_trust_later
 from waltz_sim.world.simulated_disk import Survival
 
 if TYPE_CHECKING:
     from random import Random
 
     from waltz_core.records.record import ReplicaId
-    from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
+    from waltz_sim.cluster.simulated_servers import SimServer
     from waltz_sim.cluster.simulated_storages import SimStorage
 
 
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
 
 def lost_answers(cluster: SimCluster, rng: "Random") -> bool:
     """Lose some of ZooKeeper's answers for a while."""
-    cluster.coordinator.lost_answers = 0.5
+    cluster.coordinator.lost_answer_share = 0.5
 
     def recover() -> None:
-        cluster.coordinator.lost_answers = 0.0
+        cluster.coordinator.lost_answer_share = 0.0
 
-    cluster.world.after(rng.randrange(10, 400) * MS, recover)
+    cluster.world.call_after_us(rng.randrange(10, 400) * US_PER_MS, recover)
     return True
 
 
 def zookeeper_away(cluster: SimCluster, rng: "Random") -> bool:
     """Make ZooKeeper unavailable to all of its clients for a while."""
-    cluster.coordinator.is_away = True
+    cluster.coordinator.is_unavailable = True
 
     def recover() -> None:
-        cluster.coordinator.is_away = False
+        cluster.coordinator.is_unavailable = False
 
-    cluster.world.after(rng.randrange(10, 1_500) * MS, recover)
+    cluster.world.call_after_us(rng.randrange(10, 1_500) * US_PER_MS, recover)
     return True
 
 
 def zookeeper_restart(cluster: SimCluster, rng: "Random") -> bool:
     """Restart all ZooKeeper nodes; watches are set again, and some sessions expire."""
-    cluster.coordinator.is_away = True
+    cluster.coordinator.is_unavailable = True
     expired = [server for server in cluster.servers if rng.random() < 0.5]
     back_ms = rng.randrange(50, 1_500)
-    cluster.world.after(back_ms * MS, lambda: cluster.coordinator.restart(expired))
+    cluster.world.call_after_us(back_ms * US_PER_MS, lambda: cluster.coordinator.restart(expired))
     return True
 
 
 def expire_session(cluster: SimCluster, rng: "Random") -> bool:
     """Expire the ZooKeeper session of a live server."""
     server = rng.choice(cluster.servers)
-    if not server.is_up or not cluster.coordinator.alive.get(server.name):
+    if not server.is_up or not cluster.coordinator.has_session.get(server.name):
         return False
     cluster.coordinator.expire(server)
     return True
@@ -71,8 +71,8 @@ def cut_off_server(cluster: SimCluster, rng: "Random") -> bool:
     coordinator = cluster.coordinator
     coordinator.cut_off[server.name] = None
     coordinator.watch_server(server)
-    cluster.world.after(
-        rng.randrange(50, 3_000) * MS, lambda: coordinator.cut_off.pop(server.name, None)
+    cluster.world.call_after_us(
+        rng.randrange(50, 3_000) * US_PER_MS, lambda: coordinator.cut_off.pop(server.name, None)
     )
     return True
 
@@ -84,29 +84,29 @@ def late_watches(cluster: SimCluster, rng: "Random") -> bool:
     def recover() -> None:
         cluster.coordinator.watch_delay_ms_max = 20
 
-    cluster.world.after(rng.randrange(100, 2_000) * MS, recover)
+    cluster.world.call_after_us(rng.randrange(100, 2_000) * US_PER_MS, recover)
     return True
 
 
 def lost_watches(cluster: SimCluster, rng: "Random") -> bool:
     """Lose watches together with their connections for a while."""
-    cluster.coordinator.lost_watches = 0.6
+    cluster.coordinator.lost_watch_share = 0.6
 
     def recover() -> None:
-        cluster.coordinator.lost_watches = 0.0
+        cluster.coordinator.lost_watch_share = 0.0
 
-    cluster.world.after(rng.randrange(100, 2_000) * MS, recover)
+    cluster.world.call_after_us(rng.randrange(100, 2_000) * US_PER_MS, recover)
     return True
 
 
 def stale_reads(cluster: SimCluster, rng: "Random") -> bool:
     """Let ZooKeeper answer clients with old states for a while."""
-    cluster.coordinator.stale_reads = 0.7
+    cluster.coordinator.stale_read_share = 0.7
 
     def recover() -> None:
-        cluster.coordinator.stale_reads = 0.0
+        cluster.coordinator.stale_read_share = 0.0
 
-    cluster.world.after(rng.randrange(100, 3_000) * MS, recover)
+    cluster.world.call_after_us(rng.randrange(100, 3_000) * US_PER_MS, recover)
     return True
 
 
@@ -122,40 +122,44 @@ def strand_owner(cluster: SimCluster, rng: "Random") -> bool:
     it.
     """
     coordinator, owner = cluster.coordinator, cluster.owner
-    heirs = _possible_successors(cluster)
-    if owner is None or not heirs:
+    successors = _possible_successors(cluster)
+    if owner is None or not successors:
         return False
     coordinator.cut_off[owner.name] = None
-    ways = _cut_replicas_off(cluster, owner, rng)
+    directions = _cut_replicas_off(cluster, owner, rng)
     leaving = list(cluster.clients)
     rng.shuffle(leaving)
     del leaving[rng.randint(1, max(1, len(leaving) - 1)) :]
     stale_reads = rng.choice((0.0, 0.6))
-    heir = rng.choice(heirs) if rng.random() < 0.4 else None
+    successor = rng.choice(successors) if rng.random() < 0.4 else None
 
     def take_over() -> None:
         if cluster.is_recovering or owner.name not in coordinator.cut_off:
             return
-        if heir is not None:
-            coordinator.give(heir)
-        elif coordinator.alive.get(owner.name):
+        if successor is not None:
+            coordinator.set_owner(successor)
+        elif coordinator.has_session.get(owner.name):
             coordinator.expire(owner)
-        coordinator.stale_reads = max(stale_reads, coordinator.stale_reads)
+        coordinator.stale_read_share = max(stale_reads, coordinator.stale_read_share)
         for client in leaving:
-            _leave_again_and_again(cluster, client, rng.randrange(10, 300))
+            _break_links_repeatedly(cluster, client, rng.randrange(10, 300))
 
     def reach_replicas() -> None:
-        cluster.network.unblock(ways)
+        cluster.network.unblock(directions)
 
     def reach_zookeeper() -> None:
-        if heir is not None and not cluster.is_recovering and coordinator.alive.get(owner.name):
-            coordinator.give(owner.name)
+        if (
+            successor is not None
+            and not cluster.is_recovering
+            and coordinator.has_session.get(owner.name)
+        ):
+            coordinator.set_owner(owner.name)
         coordinator.cut_off.pop(owner.name, None)
-        coordinator.stale_reads = 0.0
+        coordinator.stale_read_share = 0.0
 
-    cluster.world.after(rng.randrange(1, 40) * MS, take_over)
-    cluster.world.after(rng.randrange(200, 3_000) * MS, reach_replicas)
-    cluster.world.after(rng.randrange(300, 3_000) * MS, reach_zookeeper)
+    cluster.world.call_after_us(rng.randrange(1, 40) * US_PER_MS, take_over)
+    cluster.world.call_after_us(rng.randrange(200, 3_000) * US_PER_MS, reach_replicas)
+    cluster.world.call_after_us(rng.randrange(300, 3_000) * US_PER_MS, reach_zookeeper)
     return True
 
 
@@ -166,7 +170,7 @@ def _possible_successors(cluster: SimCluster) -> list[str]:
         return []
     if owner.partition is None or not owner.partition.is_open:
         return []
-    alive = [name for name, is_alive in coordinator.alive.items() if is_alive]
+    alive = [name for name, is_alive in coordinator.has_session.items() if is_alive]
     return [name for name in alive if name != owner.name and name not in coordinator.cut_off]
 
 
@@ -185,19 +189,21 @@ def _cut_replicas_off(
         for replica in replicas
         if (server is owner) != (replica in kept)
     ]
-    ways = [*pairs, *((replica, server) for server, replica in pairs)]
-    for way in ways:
+    directions = [*pairs, *((replica, server) for server, replica in pairs)]
+    for way in directions:
         network.block(*way)
-    return ways
+    return directions
 
 
-def _leave_again_and_again(cluster: SimCluster, client: "SimClient", wait_ms: int) -> None:
+def _break_links_repeatedly(cluster: SimCluster, client: "SimClient", wait_ms: int) -> None:
     """Break a client's links repeatedly, while any server is cut off from ZooKeeper."""
     if cluster.is_recovering or not cluster.coordinator.cut_off:
         return
     for link in list(client.links.values()):
         cluster.network.break_link(link, "cut")
-    cluster.world.after(wait_ms * MS, lambda: _leave_again_and_again(cluster, client, 2 * wait_ms))
+    cluster.world.call_after_us(
+        wait_ms * US_PER_MS, lambda: _break_links_repeatedly(cluster, client, 2 * wait_ms)
+    )
 
 
 # ---- ZooKeeper's data (data_loss_budget.py, rule 4)
@@ -213,7 +219,7 @@ def roll_back_nodes(cluster: SimCluster, rng: "Random") -> bool:
     coordinator = cluster.coordinator
     if not may_rewrite(cluster) or not coordinator.past_nodes:
         return False
-    coordinator.put_back(*rng.choice(coordinator.past_nodes))
+    coordinator.replace_nodes(*rng.choice(coordinator.past_nodes))
     return True
 
 
@@ -225,7 +231,7 @@ def delete_nodes(cluster: SimCluster, rng: "Random") -> bool:
     what = rng.choice(("metadata", "marker", "both"))
     metadata = coordinator.metadata if what == "marker" else None
     marker = coordinator.marker if what == "metadata" else None
-    coordinator.put_back(metadata, marker)
+    coordinator.replace_nodes(metadata, marker)
     return True
 
 
@@ -235,10 +241,10 @@ def delete_nodes(cluster: SimCluster, rng: "Random") -> bool:
 def move_partition(cluster: SimCluster, rng: "Random") -> bool:
     """Assign the partition to any live server, perhaps to the same one."""
     coordinator = cluster.coordinator
-    living = [name for name, is_alive in coordinator.alive.items() if is_alive]
+    living = [name for name, is_alive in coordinator.has_session.items() if is_alive]
     if not living:
         return False
-    coordinator.give(rng.choice(living))
+    coordinator.set_owner(rng.choice(living))
     return True
 
 
@@ -248,24 +254,24 @@ def duel(cluster: SimCluster, rng: "Random") -> bool:
     owner = cluster.owner
     others = [
         name
-        for name, is_alive in coordinator.alive.items()
+        for name, is_alive in coordinator.has_session.items()
         if is_alive and owner is not None and name != owner.name
     ]
     if owner is None or owner.is_paused or not owner.is_up or not others:
         return False
     if rng.random() < 0.5:
         owner.pause()
-        cluster.world.after(pause_ms(rng) * MS, owner.resume)
+        cluster.world.call_after_us(choose_pause_ms(rng) * US_PER_MS, owner.resume)
     else:
         coordinator.watch_delay_ms_max = 1_000
-    coordinator.give(rng.choice(others))
+    coordinator.set_owner(rng.choice(others))
 
     def come_back() -> None:
         coordinator.watch_delay_ms_max = 20
-        if coordinator.alive.get(owner.name) and rng.random() < 0.7:
-            coordinator.give(owner.name)
+        if coordinator.has_session.get(owner.name) and rng.random() < 0.7:
+            coordinator.set_owner(owner.name)
 
-    cluster.world.after(rng.randrange(5, 600) * MS, come_back)
+    cluster.world.call_after_us(rng.randrange(5, 600) * US_PER_MS, come_back)
     return True
 
 
@@ -317,7 +323,7 @@ def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
     """
     metadata, replicas = cluster.coordinator.metadata, list(cluster.replicas)
     held = {} if metadata is None else metadata.states
-    if set(held) != set(replicas) or len(replicas) < 2 or cluster.swapped:
+    if set(held) != set(replicas) or len(replicas) < 2 or cluster.swapped_disks:
         return False
     rng.shuffle(replicas)
     accepted, behind, *others = (cluster.storages[each] for each in replicas)
@@ -326,45 +332,47 @@ def accept_replicas(cluster: SimCluster, rng: "Random") -> bool:
         accepted.disk.is_lying = True
         behind.kill()
         keep_down(cluster, behind, at_ms)
-        cluster.world.after((at_ms + 20) * MS, lambda: _lose_the_end(cluster, accepted, others))
+        cluster.world.call_after_us(
+            (at_ms + 20) * US_PER_MS, lambda: _lose_log_end(cluster, accepted, others)
+        )
         _accept_later(cluster, accepted.replica, rng, at_ms + 30)
     else:
-        _accept_later(cluster, BEST, rng, at_ms)
+        _accept_later(cluster, BEST_REPLICA, rng, at_ms)
     return False
 
 
 def _accept_later(cluster: SimCluster, accepted: "ReplicaId", rng: "Random", after_ms: int) -> None:
     """Run the command when the replica is reachable; if it dies, perhaps run it again."""
-    dies_after = rng.choice(("", "", *STEPS))
+    dies_after = rng.choice(("", "", *DEATH_STEPS))
     again_ms = rng.choice((None, 200, 1_500))
 
-    def on_verdict(verdict: RebuildDecision | None) -> None:
+    def on_decision(decision: RebuildDecision | None) -> None:
         cluster.checks.count("fault accept_replicas")
         cluster.checks.count(
-            "disaster recovery interrupted" if verdict is None else "disaster recovery done"
+            "disaster recovery interrupted" if decision is None else "disaster recovery done"
         )
-        if verdict is None and again_ms is not None:
-            cluster.world.after(again_ms * MS, run_again)
+        if decision is None and again_ms is not None:
+            cluster.world.call_after_us(again_ms * US_PER_MS, run_again)
 
     def run_again() -> None:
         if not cluster.is_recovering:
             DisasterRecovery(cluster, lambda _: None, accepted=accepted)
 
     def run(left: int = 20) -> None:
-        if left and accepted != BEST and cluster.storages[accepted].log is None:
-            cluster.world.after(50 * MS, lambda: run(left - 1))
+        if left and accepted != BEST_REPLICA and cluster.storages[accepted].log is None:
+            cluster.world.call_after_us(50 * US_PER_MS, lambda: run(left - 1))
         elif not cluster.is_recovering:
-            DisasterRecovery(cluster, on_verdict, accepted=accepted, dies_after=dies_after)
+            DisasterRecovery(cluster, on_decision, accepted=accepted, dies_after=dies_after)
 
-    cluster.world.after(after_ms * MS, run)
+    cluster.world.call_after_us(after_ms * US_PER_MS, run)
 
 
-def _lose_the_end(cluster: SimCluster, victim: "SimStorage", others: "list[SimStorage]") -> None:
+def _lose_log_end(cluster: SimCluster, victim: "SimStorage", others: "list[SimStorage]") -> None:
     """Lose the unsynced data of a lying disk, and stop the replicas that have this data."""
     if not victim.disk.is_lying:
         return
-    if victim.is_up and not cluster.is_recovering and cluster.budget.allows(victim):
-        cluster.budget.spend(victim)
+    if victim.is_up and not cluster.is_recovering and cluster.budget.may_lose_data(victim):
+        cluster.budget.record_loss(victim)
         for each in others:
             each.kill()
             keep_down(cluster, each, 2_000)

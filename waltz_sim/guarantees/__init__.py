@@ -20,14 +20,15 @@
                 28 Archived, 29 ArchiveMono, 30 StartBound, 31 NoTrustedReset
     limit_guarantees
                 26 Bounded
-    sometimes   27 Sometimes
+    required_states
+                27 Sometimes
     history     the reference history of a run
     ledger      the state of the simulated applications
     data_loss_budget
                 which losses of data the model allows
 
 The numbers and names are those of docs/design/correctness.md 3.2. 25 Converged is checked in
-`checkers.Checks.at_end`.
+`checkers.Checks.check_final_state`.
 
 Rules:
     1. A checker reads messages, disks and the data in ZooKeeper. It never reads a machine's own

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_cluster import SimCluster
     from waltz_sim.cluster.simulated_storages import SimStorage
 
-_NOTHING: Final = PartitionMetadata()
+_NO_METADATA: Final = PartitionMetadata()
 
 
 class DataLossBudget:
@@ -56,7 +56,7 @@ class DataLossBudget:
 
     @property
     def _metadata(self) -> PartitionMetadata:
-        return self._cluster.coordinator.metadata or _NOTHING
+        return self._cluster.coordinator.metadata or _NO_METADATA
 
     def session_of(self, storage: "SimStorage") -> SessionId:
         """Return the session of a replica's state in ZooKeeper."""
@@ -68,10 +68,10 @@ class DataLossBudget:
         state = self._metadata.states.get(storage.replica)
         return state is not None and state.closing_high_water_mark == UNRESOLVED
 
-    def allows(self, victim: "SimStorage", *, is_silent: bool = False) -> bool:
+    def may_lose_data(self, victim: "SimStorage", *, is_silent: bool = False) -> bool:
         """Whether a replica may lose data now (all rules); `is_silent` is a loss of rule 2."""
         cluster = self._cluster
-        if victim.name in cluster.swapped or cluster.coordinator.is_rewritten:
+        if victim.name in cluster.swapped_disks or cluster.coordinator.is_rewritten:
             return False  # Its disk belongs to another storage, or rule 4 applies.
         if cluster.setup.is_unbounded and not is_silent:
             return True
@@ -85,7 +85,7 @@ class DataLossBudget:
         if len(metadata.states) < 2 or not others:
             return False
         unsound = [cluster.storages[name] for name in self.lost if name != victim.replica]
-        rots = any(not is_sound(storage) for storage in unsound)
+        rots = any(not is_disk_sound(storage) for storage in unsound)
         is_awaited = any(self.lost.get(each.replica) == metadata.session_id for each, _ in rest)
         trusted = all(self._is_trusted(storage, state) for storage, state in others)
         if rots or is_awaited or not trusted:
@@ -93,20 +93,20 @@ class DataLossBudget:
         if not is_silent:
             return True
         is_outvoted = len(others) >= quorum_size(len(metadata.states))
-        return is_outvoted and self._all_hold(victim, [storage for storage, _ in others])
+        return is_outvoted and self._have_all_records(victim, [storage for storage, _ in others])
 
-    def has_lost(self, storage: "SimStorage") -> bool:
+    def has_lost_data(self, storage: "SimStorage") -> bool:
         """Whether a replica has lost data and is not known to be repaired (rule 3)."""
         return storage.replica in self.lost
 
     def has_rot(self, storage: "SimStorage") -> bool:
         """Whether a replica that has lost data cannot be read completely."""
-        return self.has_lost(storage) and not is_sound(storage)
+        return self.has_lost_data(storage) and not is_disk_sound(storage)
 
-    def spend(self, victim: "SimStorage") -> None:
+    def record_loss(self, victim: "SimStorage") -> None:
         """Record that a replica loses data."""
         self.lost[victim.replica] = self._metadata.session_id
-        self._cluster.checks.rolled_back(victim)
+        self._cluster.checks.on_disk_rolled_back(victim)
 
     def _is_trusted(self, storage: "SimStorage", state: ReplicaState) -> bool:
         log = storage.log
@@ -117,32 +117,32 @@ class DataLossBudget:
         since = self.lost.get(storage.replica)
         if since is None:
             return True
-        if state.session_id <= since or not is_sound(storage):
+        if state.session_id <= since or not is_disk_sound(storage):
             return False
         del self.lost[storage.replica]
         return True
 
-    def _all_hold(self, victim: "SimStorage", others: "list[SimStorage]") -> bool:
+    def _have_all_records(self, victim: "SimStorage", others: "list[SimStorage]") -> bool:
         if victim.log is None:
             return False
         last = max(victim.log.max_id, self._cluster.checks.history.last)
         return all(other.log is not None and other.log.synced_max >= last for other in others)
 
 
-def is_sound(storage: "SimStorage") -> bool:
+def is_disk_sound(storage: "SimStorage") -> bool:
     """Whether a disk can be read completely and is trusted. The check reads a copy of the disk."""
     copy = SimDisk(is_traced=False)
-    copy.become(storage.disk.contents())
+    copy.replace_contents(storage.disk.durable_contents())
     try:
         engine = storage.open_engine(copy)
         log = engine.log(PartitionId(0))
-        read_whole(log)
-        return not log.suspect and not log.damaged and not _has_reconstructed(log)
+        read_whole_log(log)
+        return not log.suspect and not log.damaged and not _has_lost_batches(log)
     except WaltzError:
         return False
 
 
-def _has_reconstructed(log: PartitionLog) -> bool:
+def _has_lost_batches(log: PartitionLog) -> bool:
     """Whether a log has lost batch entries: it serves records, but cannot be copied completely."""
     first = TransactionId(log.start.transaction_id + 1)
     if log.synced_max < first:
@@ -151,7 +151,7 @@ def _has_reconstructed(log: PartitionLog) -> bool:
     return not entries or any(entry.session_id == RECONSTRUCTED for entry in entries)
 
 
-def read_whole(log: PartitionLog) -> None:
+def read_whole_log(log: PartitionLog) -> None:
     """Read a whole log, so that it finds its damage; raise WaltzError if that fails."""
     at = TransactionId(log.start.transaction_id + 1)
     while at <= log.synced_max:

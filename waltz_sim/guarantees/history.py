@@ -29,10 +29,10 @@ from waltz_core.records.record import (
 )
 from waltz_core.replication.session_events import Batch
 
-_NUMBER: Final = struct.Struct(">Q")
-NUMBER_BYTES: Final = _NUMBER.size
+_OPERATION_NUMBER: Final = struct.Struct(">Q")
+NUMBER_BYTES: Final = _OPERATION_NUMBER.size
 # Transaction ID, request ID (client, generation, partition, sequence), header, length, data CRC.
-_PREFIX: Final = struct.Struct(">qiiiiiiI")
+_RECORD_PREFIX: Final = struct.Struct(">qiiiiiiI")
 
 
 class Violation(Exception):
@@ -53,7 +53,7 @@ class HistoryRow(NamedTuple):
 class BatchNode(NamedTuple):
     """One batch in the tree: the chain before it, and its content."""
 
-    before: Chain
+    chain_before: Chain
     first: TransactionId
     last: TransactionId
     session_id: SessionId
@@ -77,7 +77,9 @@ class BatchNode(NamedTuple):
     @property
     def chain(self) -> Chain:
         """The hash chain after this batch."""
-        return next_chain(self.before, self.first, self.last, self.session_id, self.record_crcs)
+        return next_chain(
+            self.chain_before, self.first, self.last, self.session_id, self.record_crcs
+        )
 
 
 @dataclass(slots=True)
@@ -87,15 +89,15 @@ class Operation:
     number: int
     client: str
     row: Any  # as the application appended it, for a retry
-    write: tuple[int, ...]
-    read: tuple[int, ...]
-    append: tuple[int, ...]
+    write_locks: tuple[int, ...]
+    read_locks: tuple[int, ...]
+    append_locks: tuple[int, ...]
     mark: int  # the last ID that its author had really seen
     requested_us: int
     data: bytes = b""
     # The in-flight rows that this row depends on (IDs and keys), and their session. Its mark is
     # then higher than `state_mark`, the mark of the state from which it was computed.
-    followed: tuple[tuple[int, tuple[int, int]], ...] = ()
+    predecessors: tuple[tuple[int, tuple[int, int]], ...] = ()
     state_mark: int = BEFORE_FIRST
     session_id: SessionId = NO_SESSION
     outcome: str = ""  # "ok", "no", "unknown", or "gone" if its author died; empty while pending
@@ -112,7 +114,7 @@ class History:
     chains: dict[int, Chain] = field(default_factory=lambda: {BEFORE_FIRST: GENESIS_CHAIN})
     nodes: dict[Chain, BatchNode] = field(default_factory=dict)
     operations: dict[int, Operation] = field(default_factory=dict)
-    at: dict[tuple[int, int], int] = field(default_factory=dict)  # key -> ID in the log
+    id_of_key: dict[tuple[int, int], int] = field(default_factory=dict)  # key -> ID in the log
     stamp_ms: int = 0  # the commit stamp of the last batch in the log
 
     @property
@@ -120,7 +122,7 @@ class History:
         """The last ID that any component ever exposed as committed."""
         return len(self.log) - 1
 
-    def submitted(self, before: Chain, session_id: SessionId, batch: Batch) -> Chain:
+    def add_batch(self, before: Chain, session_id: SessionId, batch: Batch) -> Chain:
         """Add a batch to the tree; return the hash chain after it."""
         chain = next_chain(before, batch.first, batch.last, session_id, batch.record_crcs)
         records = bytes(batch.records)
@@ -132,7 +134,7 @@ class History:
             raise Violation("LogMatching", f"one chain, two contents at {batch.first}")
         return chain
 
-    def exposed(self, last: int, chain: Chain) -> range:
+    def extend_log(self, last: int, chain: Chain) -> range:
         """Extend the log to the ID `last`, where the chain is `chain`; return the new IDs (rule 2).
 
         Raises Violation if that log does not extend the known log.
@@ -140,35 +142,35 @@ class History:
         if last <= self.last:
             known = self.chains.get(last)
             if known is None:
-                known = self._cut(last)
+                known = self._chain_within_batch(last)
             if known != chain:
                 raise Violation("Fork", f"two chains at {last}, which was already committed")
             return range(0)
         path: list[BatchNode] = []
         at, end = chain, last
         while end > self.last:
-            node = self._node(at, end)
+            node = self._known_batch(at, end)
             path.append(node)
-            at, end = node.before, node.first - 1
+            at, end = node.chain_before, node.first - 1
         if end != self.last or self.chains.get(end) != at:
             raise Violation("Fork", f"the log at {last} does not extend the log up to {self.last}")
         first_new = len(self.log)
         for node in reversed(path):
-            self._grow(node)
+            self._append_batch(node)
         self.chains[last] = chain
         return range(first_new, last + 1)
 
-    def row_before(self, chain: Chain, transaction_id: int) -> HistoryRow | None:
+    def row_on_path(self, chain: Chain, transaction_id: int) -> HistoryRow | None:
         """Return the row with an ID on the path up to and including a batch; None if absent."""
         while (node := self.nodes.get(chain)) is not None:
             if node.first <= transaction_id:
                 return (
                     node.rows[transaction_id - node.first] if transaction_id <= node.last else None
                 )
-            chain = node.before
+            chain = node.chain_before
         return self.log[transaction_id] if 0 <= transaction_id < len(self.log) else None
 
-    def node_at(self, chain: Chain, last: int) -> BatchNode | None:
+    def batch_at(self, chain: Chain, last: int) -> BatchNode | None:
         """Return the batch that ends at an ID with this chain; None if no server wrote it."""
         node = self.nodes.get(chain)
         if node is not None and node.last == last:
@@ -182,18 +184,18 @@ class History:
                     return cut
         return None
 
-    def _node(self, chain: Chain, last: int) -> BatchNode:
-        node = self.node_at(chain, last)
+    def _known_batch(self, chain: Chain, last: int) -> BatchNode:
+        node = self.batch_at(chain, last)
         if node is None:
             raise Violation("LogMatching", f"no server wrote this batch that ends at {last}")
         return node
 
-    def _cut(self, last: int) -> Chain:
+    def _chain_within_batch(self, last: int) -> Chain:
         """Return the chain at an ID in the middle of a batch of the log."""
         end = min(each for each in self.chains if each > last)
         return self.nodes[self.chains[end]].cut_to(last).chain
 
-    def _grow(self, node: BatchNode) -> None:
+    def _append_batch(self, node: BatchNode) -> None:
         if node.stamp_ms < self.stamp_ms:
             raise Violation(
                 "StampMono",
@@ -201,11 +203,12 @@ class History:
             )
         self.stamp_ms = node.stamp_ms
         for position, row in enumerate(node.rows, node.first):
-            if row.key in self.at:
+            if row.key in self.id_of_key:
                 raise Violation(
-                    "AtMostOnce", f"{row.key} is in the log at {self.at[row.key]} and at {position}"
+                    "AtMostOnce",
+                    f"{row.key} is in the log at {self.id_of_key[row.key]} and at {position}",
                 )
-            self.at[row.key] = position
+            self.id_of_key[row.key] = position
             self.log.append(row)
             self.sessions.append(node.session_id)
         start = 0
@@ -226,21 +229,21 @@ def rows_of(
     ends: list[int] = []
     offset = 0
     for (length,) in struct.iter_unpack(">i", lengths):
-        _, client_id, _, _, sequence, _, data_bytes, _ = _PREFIX.unpack_from(records, offset)
+        _, client_id, _, _, sequence, _, data_bytes, _ = _RECORD_PREFIX.unpack_from(records, offset)
         number = 0
         if data_bytes >= NUMBER_BYTES:
-            (number,) = _NUMBER.unpack_from(records, offset + _PREFIX.size)
+            (number,) = _OPERATION_NUMBER.unpack_from(records, offset + _RECORD_PREFIX.size)
         rows.append(HistoryRow((client_id, sequence), number))
         offset += length
         ends.append(offset)
     return tuple(rows), tuple(ends)
 
 
-def data_in(record: bytes) -> bytes:
+def data_of_record(record: bytes) -> bytes:
     """Return the application's data in a record."""
-    return record[_PREFIX.size : -4]
+    return record[_RECORD_PREFIX.size : -4]
 
 
-def data_of(number: int, size: int) -> bytes:
+def make_data(number: int, size: int) -> bytes:
     """Return the data of an operation: its number, and padding that is never zero."""
-    return _NUMBER.pack(number) + bytes((1 + number % 255,)) * (size - NUMBER_BYTES)
+    return _OPERATION_NUMBER.pack(number) + bytes((1 + number % 255,)) * (size - NUMBER_BYTES)

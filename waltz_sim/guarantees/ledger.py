@@ -25,9 +25,9 @@ from waltz_sim.guarantees.history import NUMBER_BYTES, Violation
 
 # The kind, the two positions, and the value read at each position.
 _BODY: Final = struct.Struct(">BiiQQ")
-BALANCE: Final = 100
+INITIAL_BALANCE: Final = 100
 # The locks of each kind differ from those of other kinds and of plain rows.
-_LOCKS_OF_KIND: Final = 1_000
+_LOCKS_PER_KIND: Final = 1_000
 
 
 class RowKind(IntEnum):
@@ -47,22 +47,22 @@ class CheckedTransaction(NamedTuple):
     second: int
 
     @property
-    def write(self) -> tuple[int, ...]:
+    def write_locks(self) -> tuple[int, ...]:
         """The locks on the values that it changes."""
         if self.kind is RowKind.TRANSFER:
             return self._lock(self.first), self._lock(self.second)
         return (self._lock(self.first),)
 
     @property
-    def read(self) -> tuple[int, ...]:
+    def read_locks(self) -> tuple[int, ...]:
         """The locks on the values that it only reads."""
         return (self._lock(self.second),) if self.kind is RowKind.GUARD else ()
 
     def _lock(self, position: int) -> int:
-        return self.kind * _LOCKS_OF_KIND + position
+        return self.kind * _LOCKS_PER_KIND + position
 
 
-def _written_by(data: bytes) -> list[tuple[tuple[int, int], int]]:
+def _writes_of(data: bytes) -> list[tuple[tuple[int, int], int]]:
     """Return what a checked transaction writes, as ((kind, position), value); else nothing."""
     if len(data) != NUMBER_BYTES + _BODY.size:
         return []
@@ -82,7 +82,7 @@ def _written_by(data: bytes) -> list[tuple[tuple[int, int], int]]:
         case RowKind.GUARD:
             return [((kind, first), 0 if read == [1, 1] else 1)]
         case _:
-            raise AssertionError(f"a deal of kind {kind}")
+            raise AssertionError(f"unknown row kind {kind}")
 
 
 class _Versions:
@@ -97,7 +97,7 @@ class _Versions:
     def at(self, mark: int) -> int:
         return self.values[bisect_right(self.ids, mark) - 1]
 
-    def put(self, transaction_id: int, value: int) -> None:
+    def add(self, transaction_id: int, value: int) -> None:
         self.ids.append(transaction_id)
         self.values.append(value)
 
@@ -106,10 +106,10 @@ class Ledger:
     """The state of all applications at every ID of one log."""
 
     def __init__(self) -> None:
-        self._things: dict[tuple[int, int], _Versions] = {}
+        self._versions: dict[tuple[int, int], _Versions] = {}
         self.checked_count = 0
 
-    def body(
+    def encode_body(
         self, checked: CheckedTransaction, mark: int, predecessors: Iterable[bytes] = ()
     ) -> bytes:
         """Return the data after the number of a checked transaction that is computed at a mark.
@@ -118,14 +118,14 @@ class Ledger:
         """
         after: dict[tuple[int, int], int] = {}
         for data in predecessors:
-            after.update(_written_by(data))
+            after.update(_writes_of(data))
         values = [
             after.get((checked.kind, position), self._versions_of(checked.kind, position).at(mark))
             for position in (checked.first, checked.second)
         ]
         return _BODY.pack(checked.kind, checked.first, checked.second, *values)
 
-    def take(self, transaction_id: int, data: bytes) -> None:
+    def replay(self, transaction_id: int, data: bytes) -> None:
         """Replay the next transaction of the log; raise Violation if it read other values.
 
         Rows that are not checked transactions are skipped.
@@ -144,22 +144,24 @@ class Ledger:
                 f"expected {now}",
             )
         self.checked_count += 1
-        for thing, value in _written_by(data):
-            self._versions_of(*thing).put(transaction_id, value)
+        for key, value in _writes_of(data):
+            self._versions_of(*key).add(transaction_id, value)
 
-    def audit(self) -> None:
+    def check_final_state(self) -> None:
         """Check that some serial order leads to the current state; raise Violation if none does."""
-        last = {key: versions.values[-1] for key, versions in self._things.items()}
+        last = {key: versions.values[-1] for key, versions in self._versions.items()}
         accounts = [value for (kind, _), value in last.items() if kind == RowKind.TRANSFER]
-        if sum(accounts) != BALANCE * len(accounts):
+        if sum(accounts) != INITIAL_BALANCE * len(accounts):
             raise Violation("Serializable", f"{len(accounts)} accounts hold {sum(accounts)}")
         for (kind, position), value in last.items():
             if kind == RowKind.GUARD and value == 0 and last.get((kind, position ^ 1)) == 0:
                 raise Violation("Serializable", f"both guards of the pair of {position} have left")
 
     def _versions_of(self, kind: int, position: int) -> _Versions:
-        found = self._things.get((kind, position))
+        found = self._versions.get((kind, position))
         if found is None:
-            value = {RowKind.TRANSFER: BALANCE, RowKind.PUSH: 0, RowKind.GUARD: 1}[RowKind(kind)]
-            found = self._things[kind, position] = _Versions(value)
+            value = {RowKind.TRANSFER: INITIAL_BALANCE, RowKind.PUSH: 0, RowKind.GUARD: 1}[
+                RowKind(kind)
+            ]
+            found = self._versions[kind, position] = _Versions(value)
         return found

@@ -19,7 +19,7 @@ from waltz_core.wire.messages import AppendRaw, StorageMessage
 
 if TYPE_CHECKING:
     from waltz_core.records.record import SessionId
-    from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.cluster.simulated_servers import SimServer
     from waltz_sim.cluster.simulated_storages import SimStorage
     from waltz_sim.guarantees.checker_state import CheckerState
 
@@ -37,37 +37,37 @@ QUEUE_BYTES_MAX: Final = 64 * 1024
 class LimitGuarantees:
     """Checks all limits of one world (26 Bounded)."""
 
-    def __init__(self, evidence: "CheckerState") -> None:
-        self._facts = evidence
+    def __init__(self, state: "CheckerState") -> None:
+        self._state = state
         self._times: dict[tuple[str, str], deque[int]] = {}
         self._unanswered: dict[tuple[SessionId, str], dict[int, int]] = {}
 
     # ---- attempts (rule 2)
 
-    def tried(self, actor: str, what: str, limit: int) -> None:
+    def count_attempt(self, actor: str, what: str, limit: int) -> None:
         """Count an attempt by a component; fail after more than `limit` attempts in a second."""
         times = self._times.setdefault((actor, what), deque())
-        now_us = self._facts.world.now_us
+        now_us = self._state.world.now_us
         times.append(now_us)
         while times[0] <= now_us - SECOND_US:
             times.popleft()
         if len(times) > limit:
-            self._facts.fail("Bounded", f"{actor}: {len(times)} times {what} within a second")
+            self._state.fail("Bounded", f"{actor}: {len(times)} times {what} within a second")
 
-    def dialed(self, actor: str, peer: str) -> None:
+    def on_dial(self, actor: str, peer: str) -> None:
         """Count an attempt to open a connection."""
-        self.tried(actor, f"dialing {peer}", DIALS_MAX)
+        self.count_attempt(actor, f"dialing {peer}", DIALS_MAX)
 
-    def store_reported(self, server: str, effect: session_events.Effect) -> None:
+    def on_store_effect(self, server: str, effect: session_events.Effect) -> None:
         """Count reads of the metadata (one per session claim); forget closed connections."""
         if isinstance(effect, session_events.ReadMetadata):
-            self.tried(server, "reading the metadata", CLAIMS_MAX)
+            self.count_attempt(server, "reading the metadata", CLAIMS_MAX)
         elif isinstance(effect, session_events.CloseReplica):
             self._unanswered.pop((effect.session_id, effect.replica), None)
 
     # ---- bytes (rule 1)
 
-    def sent(self, effect: session_events.SendToReplica) -> None:
+    def on_sent_to_replica(self, effect: session_events.SendToReplica) -> None:
         """Add the bytes of an append that is sent to a replica; check the total."""
         message = effect.message
         if not isinstance(message, AppendRaw):
@@ -76,19 +76,21 @@ class LimitGuarantees:
         unanswered = self._unanswered.setdefault(key, {})
         unanswered[message.sequence] = len(message.records)
         total = sum(unanswered.values())
-        limit = self._facts.cluster.store_limits.lag_bytes_max + FRAME_BYTES
+        limit = self._state.cluster.store_limits.lag_bytes_max + FRAME_BYTES
         if total > limit:
-            self._facts.fail("Bounded", f"{effect.replica} has {total} unanswered bytes")
+            self._state.fail("Bounded", f"{effect.replica} has {total} unanswered bytes")
 
-    def received(self, session: "SessionId", replica: str, answer: StorageMessage) -> None:
+    def on_replica_response(
+        self, session: "SessionId", replica: str, answer: StorageMessage
+    ) -> None:
         """Subtract the bytes of an append that a replica has answered."""
         unanswered = self._unanswered.get((session, replica))
         if unanswered is not None:
             unanswered.pop(answer.sequence, None)
 
-    def worked(self, storage: "SimStorage") -> None:
+    def on_work_done(self, storage: "SimStorage") -> None:
         """Check the queues of a storage."""
-        lag_bytes_max = self._facts.cluster.store_limits.lag_bytes_max
+        lag_bytes_max = self._state.cluster.store_limits.lag_bytes_max
         service = storage.service
         if service is None:
             return
@@ -98,11 +100,11 @@ class LimitGuarantees:
         held = service.queue_limits
         for queued_bytes in (held.owner_bytes, held.reader_bytes):
             if queued_bytes - REQUEST_BYTES * service.queued_count > limit:
-                self._facts.fail("Bounded", f"{storage.name}: {queued_bytes} bytes queued")
+                self._state.fail("Bounded", f"{storage.name}: {queued_bytes} bytes queued")
 
-    def stepped(self, server: "SimServer") -> None:
+    def on_server_stepped(self, server: "SimServer") -> None:
         """Check the queue, the bytes in flight and the fetches of a server."""
-        partition, limits = server.partition, self._facts.cluster.limits
+        partition, limits = server.partition, self._state.cluster.limits
         if partition is None:
             return
         pipeline = partition.pipeline
@@ -113,13 +115,13 @@ class LimitGuarantees:
         )
         fetches, fetches_max = server.fetch_count, limits.fetches_max + IN_FLIGHT_MAX
         if queued > queued_max:
-            self._too_much(server, f"{queued} bytes queued, {queued_max} allowed")
+            self._fail_over_limit(server, f"{queued} bytes queued, {queued_max} allowed")
         if in_flight_bytes > in_flight_bytes_max:
-            self._too_much(
+            self._fail_over_limit(
                 server, f"{in_flight_bytes} bytes in flight, {in_flight_bytes_max} allowed"
             )
         if fetches > fetches_max:
-            self._too_much(server, f"{fetches} fetches, {fetches_max} allowed")
+            self._fail_over_limit(server, f"{fetches} fetches, {fetches_max} allowed")
 
-    def _too_much(self, server: "SimServer", what: str) -> None:
-        self._facts.fail("Bounded", f"{server.name}: {what}")
+    def _fail_over_limit(self, server: "SimServer", what: str) -> None:
+        self._state.fail("Bounded", f"{server.name}: {what}")

@@ -19,7 +19,7 @@ from waltz_core.client.stream import stream_events
 from waltz_core.errors import OutcomeUnknown, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, TransactionId
 from waltz_core.wire.messages import RowOutcomeCode
-from waltz_sim.guarantees.history import Operation, data_in
+from waltz_sim.guarantees.history import Operation, data_of_record
 
 if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_clients import SimClient
@@ -28,33 +28,33 @@ if TYPE_CHECKING:
     from waltz_sim.guarantees.response_guarantees import ResponseGuarantees
     from waltz_sim.world.process import Process
 
-_REPORTED: Final = {int(reason): f"reported {reason.name}" for reason in RowOutcomeCode}
-_HEAD: Final = struct.Struct(">5i")  # client ID, generation, partition, sequence, header
+_COUNTER_OF_REASON: Final = {int(reason): f"reported {reason.name}" for reason in RowOutcomeCode}
+_FEED_ENTRY: Final = struct.Struct(">5i")  # client ID, generation, partition, sequence, header
 
 
 class OutcomeGuarantees:
     """Checks the results that all applications receive."""
 
     def __init__(
-        self, evidence: "CheckerState", answers: "ResponseGuarantees", locking: "LockGuarantees"
+        self, state: "CheckerState", responses: "ResponseGuarantees", locks: "LockGuarantees"
     ) -> None:
-        self._facts = evidence
-        self._answers = answers
-        self._locking = locking
+        self._state = state
+        self._responses = responses
+        self._locks = locks
         self._marks: dict[str, int] = {}
-        self._since_us: dict[int, int] = {}  # when each ID was first exposed as committed
+        self._exposed_us: dict[int, int] = {}  # when each ID was first exposed as committed
         self.followers: dict[str, SimClient] = {}  # clients that have requested the feed
 
     # ---- the log (rule 1)
 
-    def exposed(self, last: TransactionId, chain: Chain) -> None:
+    def on_log_exposed(self, last: TransactionId, chain: Chain) -> None:
         """1. AckUnique: check that a component exposes the log up to an ID with this chain."""
-        for transaction_id in self._facts.history.exposed(last, chain):
-            self._in_the_log(transaction_id)
+        for transaction_id in self._state.history.extend_log(last, chain):
+            self._check_new_row(transaction_id)
 
-    def submitted(self, chain: Chain) -> None:
+    def on_batch_submitted(self, chain: Chain) -> None:
         """16. NotAhead: check that no row was computed from rows that are not in the log."""
-        history = self._facts.history
+        history = self._state.history
         for position, row in enumerate(history.nodes[chain].rows, history.nodes[chain].first):
             operation = history.operations.get(row.number)
             if operation is None:
@@ -62,187 +62,191 @@ class OutcomeGuarantees:
             if operation.session_id != NO_SESSION:
                 self._check_followed(operation, chain, position)
             elif operation.mark > history.last:
-                self._facts.fail(
+                self._state.fail(
                     "NotAhead", f"{operation} is accepted, but the log ends at {history.last}"
                 )
 
     def _check_followed(self, operation: Operation, chain: Chain, position: int) -> None:
         """Followed: check the IDs and the session of a dependent append's predecessors."""
-        evidence, history = self._facts, self._facts.history
+        state, history = self._state, self._state.history
         session_id = history.nodes[chain].session_id
         if operation.session_id != session_id:
-            evidence.fail("Followed", f"{operation} is accepted in session {session_id}")
+            state.fail("Followed", f"{operation} is accepted in session {session_id}")
         if operation.mark >= position:
-            evidence.fail("Followed", f"{operation} is accepted as {position}")
-        for transaction_id, key in operation.followed:
-            row = history.row_before(chain, transaction_id)
+            state.fail("Followed", f"{operation} is accepted as {position}")
+        for transaction_id, key in operation.predecessors:
+            row = history.row_on_path(chain, transaction_id)
             if row is None or row.key != key:
-                evidence.fail(
+                state.fail(
                     "Followed", f"{operation} depends on {key} at {transaction_id}, found {row}"
                 )
         self._check_all_reported(operation, chain)
         if operation.mark > history.last:
-            evidence.count("dependent append sent before its predecessors committed")
+            state.count("dependent append sent before its predecessors committed")
 
     def _check_all_reported(self, operation: Operation, chain: Chain) -> None:
         """Followed: check that its author was notified of all later rows that wrote its locks."""
-        history = self._facts.history
-        reported = {transaction_id for transaction_id, _ in operation.followed}
-        locks = {*operation.write, *operation.read}
+        history = self._state.history
+        reported = {transaction_id for transaction_id, _ in operation.predecessors}
+        locks = {*operation.write_locks, *operation.read_locks}
         for transaction_id in range(operation.state_mark + 1, operation.mark + 1):
-            row = history.row_before(chain, transaction_id)
+            row = history.row_on_path(chain, transaction_id)
             writer = None if row is None else history.operations.get(row.number)
             if writer is None or transaction_id in reported:
                 continue
-            if not locks.isdisjoint((*writer.write, *writer.append)):
-                self._facts.fail(
+            if not locks.isdisjoint((*writer.write_locks, *writer.append_locks)):
+                self._state.fail(
                     "Followed", f"{operation} was not notified of {writer} at {transaction_id}"
                 )
 
-    def _in_the_log(self, transaction_id: int) -> None:
+    def _check_new_row(self, transaction_id: int) -> None:
         """Check a new row: 11. OutcomeTruth, 12. AtMostOnce, 16. NotAhead, 17. LockSerial."""
-        evidence, history = self._facts, self._facts.history
-        self._since_us[transaction_id] = evidence.world.now_us
+        state, history = self._state, self._state.history
+        self._exposed_us[transaction_id] = state.world.now_us
         operation = history.operations.get(history.log[transaction_id].number)
         if operation is None:
-            evidence.fail("LogMatching", f"no application appended the row at {transaction_id}")
-        if data_in(history.records[transaction_id]) != operation.data:
-            evidence.fail("LogMatching", f"{operation} differs from the row at {transaction_id}")
+            state.fail("LogMatching", f"no application appended the row at {transaction_id}")
+        if data_of_record(history.records[transaction_id]) != operation.data:
+            state.fail("LogMatching", f"{operation} differs from the row at {transaction_id}")
         if operation.outcome == "no":
-            evidence.fail(
+            state.fail(
                 "OutcomeTruth",
                 f"{operation} is in the log at {transaction_id}, but was reported as failed",
             )
         if operation.transaction_id not in {-1, transaction_id}:
-            evidence.fail("AtMostOnce", f"{operation} is also at {transaction_id}")
+            state.fail("AtMostOnce", f"{operation} is also at {transaction_id}")
         operation.transaction_id = transaction_id
         self._check_serial(operation, transaction_id)
-        self._facts.ledger.take(transaction_id, operation.data)
+        self._state.ledger.replay(transaction_id, operation.data)
 
     def _check_serial(self, operation: Operation, transaction_id: int) -> None:
         """17. LockSerial and 16. NotAhead: check a row by its author's real mark (rule 2)."""
-        last_writer = self._locking.last_writer
-        for lock in (*operation.write, *operation.read):
+        last_writer = self._locks.last_writer
+        for lock in (*operation.write_locks, *operation.read_locks):
             writer = last_writer(lock, transaction_id)
             if writer > operation.mark:
-                self._facts.fail(
+                self._state.fail(
                     "LockSerial",
                     f"{transaction_id} with lock {lock} at mark {operation.mark}, written at "
                     f"{writer}",
                 )
         if operation.mark >= transaction_id:
-            self._facts.fail("NotAhead", f"{transaction_id} was computed at {operation.mark}")
-        self._locking.written(operation, transaction_id)
+            self._state.fail("NotAhead", f"{transaction_id} was computed at {operation.mark}")
+        self._locks.add_row(operation, transaction_id)
 
     # ---- clients
 
-    def started(self, client: "SimClient") -> None:
+    def on_client_started(self, client: "SimClient") -> None:
         """Record that a client starts."""
         self._marks[client.name] = BEFORE_FIRST
         self.followers.pop(client.name, None)
 
-    def died(self, client: "Process") -> None:
+    def on_client_died(self, client: "Process") -> None:
         """Set the outcome of the pending operations of a client that died."""
         self.followers.pop(client.name, None)
-        for operation in self._facts.history.operations.values():
+        for operation in self._state.history.operations.values():
             if operation.client == client.name and not operation.outcome:
                 operation.outcome = "gone"
 
-    def mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
+    def on_client_mark_moved(self, client: "SimClient", mark: TransactionId) -> None:
         """15. HwmMono: check that a client's mark never goes back, and is never beyond the log."""
         if mark < self._marks[client.name]:
-            self._facts.fail("HwmMono", f"{client.name}: {mark} after {self._marks[client.name]}")
-        self._not_beyond(client, mark)
+            self._state.fail("HwmMono", f"{client.name}: {mark} after {self._marks[client.name]}")
+        self._check_not_beyond_log(client, mark)
         self._marks[client.name] = mark
 
-    def _not_beyond(self, client: "SimClient", mark: int) -> None:
-        last = self._facts.history.last
+    def _check_not_beyond_log(self, client: "SimClient", mark: int) -> None:
+        last = self._state.history.last
         if mark > last:
-            self._facts.fail(
+            self._state.fail(
                 "HwmMono", f"{client.name} received {mark}, but the log ends at {last}"
             )
 
-    def settled(self, client: "SimClient", effect: stream_events.SubmissionSettled) -> None:
+    def on_submission_settled(
+        self, client: "SimClient", effect: stream_events.SubmissionSettled
+    ) -> None:
         """11. OutcomeTruth: check each outcome that an application receives."""
-        evidence, outcome = self._facts, effect.outcome
+        state, outcome = self._state, effect.outcome
         assert isinstance(outcome.reasons, np.ndarray)
         for operation, transaction_id, reason, conflict in zip(
-            evidence.cluster.workload.operations_of(effect.token),
+            state.cluster.workload.operations_of(effect.token),
             outcome.transaction_ids.tolist(),
             outcome.reasons.tolist(),
             outcome.conflicting.tolist(),
             strict=True,
         ):
-            evidence.counts[_REPORTED[reason]] += 1
+            state.counts[_COUNTER_OF_REASON[reason]] += 1
             if transaction_id >= 0:
-                self._reported_committed(operation, transaction_id)
+                self._check_reported_commit(operation, transaction_id)
             else:
-                self._reported_rejected(operation, RowOutcomeCode(reason), conflict)
-        self._not_beyond(client, outcome.high_water_mark)
+                self._check_reported_rejection(operation, RowOutcomeCode(reason), conflict)
+        self._check_not_beyond_log(client, outcome.high_water_mark)
 
-    def _reported_committed(self, operation: Operation, transaction_id: int) -> None:
-        history = self._facts.history
+    def _check_reported_commit(self, operation: Operation, transaction_id: int) -> None:
+        history = self._state.history
         if transaction_id > history.last or (
             history.log[transaction_id].number != operation.number
         ):
-            self._facts.fail("OutcomeTruth", f"{operation} was reported as {transaction_id}")
+            self._state.fail("OutcomeTruth", f"{operation} was reported as {transaction_id}")
         operation.outcome = "ok"
-        self._answers.acknowledged(transaction_id)
+        self._responses.on_acknowledged(transaction_id)
 
-    def _reported_rejected(
+    def _check_reported_rejection(
         self, operation: Operation, reason: RowOutcomeCode, conflict: int
     ) -> None:
         if operation.transaction_id >= 0:
-            self._facts.fail(
+            self._state.fail(
                 "OutcomeTruth", f"{operation} is in the log, but was reported as {reason!r}"
             )
-        if reason == RowOutcomeCode.LOCK and conflict > self._facts.history.last:
-            self._facts.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
-        if reason == RowOutcomeCode.AHEAD and self._is_reached(operation):
-            self._facts.fail("OutcomeTruth", f"{operation} was not AHEAD, but rejected (rule 3)")
+        if reason == RowOutcomeCode.LOCK and conflict > self._state.history.last:
+            self._state.fail("OutcomeTruth", f"rejected for {conflict}, which is not final")
+        if reason == RowOutcomeCode.AHEAD and self._was_mark_reached(operation):
+            self._state.fail("OutcomeTruth", f"{operation} was not AHEAD, but rejected (rule 3)")
         operation.outcome = "no"
 
-    def _is_reached(self, operation: Operation) -> bool:
+    def _was_mark_reached(self, operation: Operation) -> bool:
         """Whether the log had reached an operation's mark before the application requested it."""
-        since_us = self._since_us.get(operation.mark, operation.requested_us + 1)
-        return operation.mark == BEFORE_FIRST or since_us <= operation.requested_us
+        exposed_us = self._exposed_us.get(operation.mark, operation.requested_us + 1)
+        return operation.mark == BEFORE_FIRST or exposed_us <= operation.requested_us
 
-    def rejected(self, client: "SimClient", token: int, error: WaltzError) -> None:
+    def on_submission_rejected(self, client: "SimClient", token: int, error: WaltzError) -> None:
         """11. OutcomeTruth: check a failed submission, which is unknown or was not sent."""
         is_unknown = isinstance(error, OutcomeUnknown)
-        self._facts.count("reported unknown" if is_unknown else "reported not sent")
-        for operation in self._facts.cluster.workload.operations_of(token):
+        self._state.count("reported unknown" if is_unknown else "reported not sent")
+        for operation in self._state.cluster.workload.operations_of(token):
             operation.outcome = "unknown" if is_unknown else "no"
             if not is_unknown and operation.transaction_id >= 0:
-                self._facts.fail(
+                self._state.fail(
                     "OutcomeTruth", f"{operation} is in the log, but failed with {error}"
                 )
 
-    def context_ended(self, operation: Operation, result: TransactionId | Exception | None) -> None:
+    def on_context_ended(
+        self, operation: Operation, result: TransactionId | Exception | None
+    ) -> None:
         """11. OutcomeTruth: check an attempt of a context, which ends with an ID or an error."""
         if isinstance(result, OutcomeUnknown):
             operation.outcome = "unknown"
         elif isinstance(result, int):
-            self._reported_committed(operation, result)
+            self._check_reported_commit(operation, result)
         else:
-            self._reported_rejected(operation, RowOutcomeCode.LOST, BEFORE_FIRST)
+            self._check_reported_rejection(operation, RowOutcomeCode.LOST, BEFORE_FIRST)
 
     # ---- the feed
 
-    def fed(self, client: "SimClient", effect: stream_events.FeedAdvanced) -> None:
+    def on_feed_received(self, client: "SimClient", effect: stream_events.FeedAdvanced) -> None:
         """13. Dense and 14. ClientPrefix: check the rows that a client receives in its feed."""
-        evidence, log = self._facts, self._facts.history.log
-        if effect.first != client.fed + 1:
-            evidence.fail("Dense", f"{client.name} received {effect.first} after {client.fed}")
-        heads = list(_HEAD.iter_unpack(effect.headers))
-        if len(heads) != effect.count:
-            evidence.fail("Dense", f"{client.name}: {len(heads)} headers, expected {effect.count}")
-        for position, (client_id, _, _, sequence, _) in enumerate(heads, effect.first):
+        state, log = self._state, self._state.history.log
+        if effect.first != client.fed_last + 1:
+            state.fail("Dense", f"{client.name} received {effect.first} after {client.fed_last}")
+        entries = list(_FEED_ENTRY.iter_unpack(effect.headers))
+        if len(entries) != effect.count:
+            state.fail("Dense", f"{client.name}: {len(entries)} headers, expected {effect.count}")
+        for position, (client_id, _, _, sequence, _) in enumerate(entries, effect.first):
             if position >= len(log) or log[position].key != (client_id, sequence):
-                evidence.fail("ClientPrefix", f"{client.name} received a wrong row at {position}")
-        evidence.counts["fed"] += effect.count
+                state.fail("ClientPrefix", f"{client.name} received a wrong row at {position}")
+        state.counts["fed"] += effect.count
 
-    def are_all_fed(self) -> bool:
+    def have_all_feeds_ended(self) -> bool:
         """25. Converged: whether every client that follows the feed has reached the log's end."""
-        last = self._facts.history.last
-        return all(each.fed == last for each in self.followers.values())
+        last = self._state.history.last
+        return all(each.fed_last == last for each in self.followers.values())

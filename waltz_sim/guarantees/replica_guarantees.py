@@ -5,7 +5,7 @@ these answers.
 
 Rules:
     1. Rows that a storage has answered as synced are on its disk until a later session truncates
-       them, or until a fault restores an older disk (`rolled_back`).
+       them, or until a fault restores an older disk (`on_disk_rolled_back`).
     2. Records are compared byte by byte with the reference history. The checks trust no checksum
        and no hash chain.
     3. The checks never read through a log object, because this could fail or repair data, and would
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from waltz_sim.guarantees.checker_state import CheckerState
     from waltz_sim.guarantees.session_guarantees import SessionGuarantees
 
-HOME: Final = Path("/waltz/0")
-# The records of a replica are compared with the history after every CHECK_EVERY pieces of work.
-CHECK_EVERY: Final = 200
+PARTITION_DIRECTORY: Final = Path("/waltz/0")
+# The records of a replica are compared with the history after every WORK_PER_CHECK pieces of work.
+WORK_PER_CHECK: Final = 200
 
 
 class DurableValues(NamedTuple):
@@ -61,56 +61,56 @@ class DurableValues(NamedTuple):
     confirmed_mark: TransactionId
 
 
-class LogBefore(NamedTuple):
+class LogStateBeforeWork(NamedTuple):
     """The state of a log before a piece of work: the values that the checks need."""
 
     synced_max: TransactionId = BEFORE_FIRST
     segment_count: int = 0
 
 
-class _Cut(NamedTuple):
+class _RequestedTruncation(NamedTuple):
     """A requested truncation: the last ID to keep, and the last committed ID at that time."""
 
-    keep: int
-    acked: int
+    last_to_keep: int
+    committed_last: int
 
 
-_NOTHING: Final = LogBefore()
+_NO_LOG_STATE: Final = LogStateBeforeWork()
 
 
 class ReplicaGuarantees:
     """Checks all replicas that ever belonged to the partition."""
 
-    def __init__(self, evidence: "CheckerState", sessions: "SessionGuarantees") -> None:
-        self._facts = evidence
+    def __init__(self, state: "CheckerState", sessions: "SessionGuarantees") -> None:
+        self._state = state
         self._sessions = sessions
         self.durable: dict[str, DurableValues] = {}
         # By replica: the highest ID that was answered as synced and not truncated since.
-        self.kept: dict[str, int] = {}
+        self.answered_last: dict[str, int] = {}
         # By replica: the batches on its disk, with the last ID of each batch.
-        self._holds: dict[str, dict[Chain, int]] = {}
+        self._batches_on_disk: dict[str, dict[Chain, int]] = {}
         self.corrupted: dict[str, None] = {}  # replicas on whose disks a fault has changed bytes
-        self._chain_of: dict[tuple[int, SessionId], Chain] = {}
-        self._cutting: dict[str, _Cut] = {}  # truncations in progress
+        self._chain_of_batch: dict[tuple[int, SessionId], Chain] = {}
+        self._truncations: dict[str, _RequestedTruncation] = {}  # truncations in progress
         self._work_count = 0
 
     # ---- starting
 
-    def opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
+    def on_log_opened(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """Check a log that was opened after a restart: 3. PromiseMono and rule 1."""
         if storage.name in self.corrupted and log.suspect:
             self.durable.pop(storage.name, None)  # The replica uses its older slot now.
         self._check_durable(storage.name, log)
-        cutting = self._cutting.get(storage.name)
-        if cutting is not None and log.max_id <= cutting.keep and not log.is_broken:
+        cutting = self._truncations.get(storage.name)
+        if cutting is not None and log.max_id <= cutting.last_to_keep and not log.is_broken:
             # A truncation had failed, and opening the log has completed it. The check ignores rows
             # that other replicas have acknowledged since, in a later session.
-            self._cut(storage, log, cutting)
-        kept = self.kept.get(storage.name, BEFORE_FIRST)
-        if log.synced_max < kept and not log.suspect:
-            self._facts.fail(
+            self._check_truncation(storage, log, cutting)
+        answered_last = self.answered_last.get(storage.name, BEFORE_FIRST)
+        if log.synced_max < answered_last and not log.suspect:
+            self._state.fail(
                 "PromiseMono",
-                f"{storage.name} had synced {kept}, restarts with {log.synced_max} and is "
+                f"{storage.name} had synced {answered_last}, restarts with {log.synced_max} and is "
                 "not suspect",
             )
         self._check_torn(storage, log)
@@ -119,137 +119,152 @@ class ReplicaGuarantees:
         """21. NoRotServed: check, before any read, that no torn record counts after a crash."""
         if storage.name in self.corrupted or log.suspect or log.damaged:
             return
-        operations = self._facts.history.operations
-        for position, data in enumerate(self.data_on(storage)):
+        operations = self._state.history.operations
+        for position, data in enumerate(self.data_on_disk(storage)):
             operation = operations.get(int.from_bytes(data[:NUMBER_BYTES], "big"))
             if operation is None or operation.data != data:
-                self._facts.fail(
+                self._state.fail(
                     "NoRotServed", f"{storage.name} counts a torn record at {position}"
                 )
 
-    def rolled_back(self, storage: "SimStorage") -> None:
+    def on_disk_rolled_back(self, storage: "SimStorage") -> None:
         """Record that a fault has restored an older disk of a replica, so its promises are lost."""
         self.durable.pop(storage.name, None)
-        self.kept.pop(storage.name, None)
-        self._holds.pop(storage.name, None)
-        self._cutting.pop(storage.name, None)
+        self.answered_last.pop(storage.name, None)
+        self._batches_on_disk.pop(storage.name, None)
+        self._truncations.pop(storage.name, None)
         # The earlier answers of the replica still count, because they may be in flight.
 
-    def became_corrupt(self, storage: "SimStorage") -> None:
+    def on_disk_corrupted(self, storage: "SimStorage") -> None:
         """Record that a fault has changed bytes on the disk of a replica."""
         self.corrupted[storage.name] = None
 
     # ---- working
 
-    def before_work(self, storage: "SimStorage", work: "Work") -> LogBefore:
-        """Return the state of a log before a piece of work; `worked` receives it after the work."""
+    def before_work(self, storage: "SimStorage", work: "Work") -> LogStateBeforeWork:
+        """Return the state of a log before a piece of work, for `on_work_done`."""
         if not work.requests:
-            return _NOTHING
+            return _NO_LOG_STATE
         message, log = work.requests[0].message, work.log
         if isinstance(message, Truncate) and message.session_id == log.promised:
-            self._cutting[storage.name] = _Cut(message.last_to_keep, self._facts.history.last)
+            self._truncations[storage.name] = _RequestedTruncation(
+                message.last_to_keep, self._state.history.last
+            )
         if isinstance(message, SetLowWaterMark):
-            return LogBefore(synced_max=log.synced_max)
+            return LogStateBeforeWork(synced_max=log.synced_max)
         if isinstance(message, AppendRaw) and _is_catch_up(message):
-            return LogBefore(segment_count=len(segments_of(storage)))
-        return _NOTHING
+            return LogStateBeforeWork(segment_count=len(segments_of(storage)))
+        return _NO_LOG_STATE
 
-    def worked(
-        self, storage: "SimStorage", work: "Work", result: "WorkResult", before: LogBefore
+    def on_work_done(
+        self, storage: "SimStorage", work: "Work", result: "WorkResult", before: LogStateBeforeWork
     ) -> None:
         """Check a finished piece of work, before the storage answers its requests."""
         for request, outcome in zip(work.requests, result.outcomes, strict=True):
             message = request.message
             if isinstance(outcome, WaltzError):
-                self._rejected(storage, message, outcome)
+                self._on_request_rejected(storage, message, outcome)
             elif isinstance(message, AppendRaw):
-                self._appended(storage, work.log, message, before)
+                self._check_append(storage, work.log, message, before)
             elif isinstance(message, SetLowWaterMark):
-                self._marked(storage, message, before)
+                self._check_low_water_mark(storage, message, before)
             elif isinstance(message, Truncate):
-                self._cut(storage, work.log, self._cutting[storage.name])
+                self._check_truncation(storage, work.log, self._truncations[storage.name])
             elif isinstance(message, Repair):
                 is_live = work.log.is_engaged(SessionId(message.session_id))
-                self._facts.counts["damage repaired in an open session"] += is_live
-                self._facts.count("damage repaired")
+                self._state.counts["damage repaired in an open session"] += is_live
+                self._state.count("damage repaired")
             else:
-                self._answered(storage, outcome)
-        self._facts.counts["scrub found damage"] += work.piece is not None and bool(result.found)
+                self._check_answer(storage, outcome)
+        self._state.counts["scrub found damage"] += work.piece is not None and bool(result.found)
         if work.requests:
             self._check_durable(storage.name, work.log)
         self._work_count += 1
-        if self._work_count % CHECK_EVERY == 0:
+        if self._work_count % WORK_PER_CHECK == 0:
             self.check_log_state(storage, work.log)
 
-    def _rejected(self, storage: "SimStorage", message: object, error: WaltzError) -> None:
-        self._facts.counts[f"nack {type(message).__name__}"] += 1
+    def _on_request_rejected(
+        self, storage: "SimStorage", message: object, error: WaltzError
+    ) -> None:
+        self._state.counts[f"nack {type(message).__name__}"] += 1
         if isinstance(message, Truncate) and not isinstance(error, DiskFailed):
-            self._cutting.pop(storage.name, None)
+            self._truncations.pop(storage.name, None)
         if isinstance(error, NoSpace):
-            self._facts.count("NO_SPACE")
+            self._state.count("NO_SPACE")
         if isinstance(message, Truncate) and isinstance(error, DataLoss):
             # The check of the storage itself rejected it. A server may not rely on that check.
             if storage.name in self.corrupted:
-                self._facts.count("a corrupt log was not cut")
+                self._state.count("a corrupt log was not cut")
                 return
-            self._facts.fail("NoCutCommitted", f"{storage.name} rejected a truncation: {error}")
+            self._state.fail("NoCutCommitted", f"{storage.name} rejected a truncation: {error}")
 
-    def _appended(
-        self, storage: "SimStorage", log: "PartitionLog", message: AppendRaw, before: LogBefore
+    def _check_append(
+        self,
+        storage: "SimStorage",
+        log: "PartitionLog",
+        message: AppendRaw,
+        before: LogStateBeforeWork,
     ) -> None:
         """Check an append: 4. SingleWriter, 7. GateCAS2, 22. Identity, 23. LogMatching."""
         name, session = storage.name, SessionId(message.session_id)
         self._check_identity(storage, "an append")
-        self._sessions.written(name, session, log.slot.nonce, message.lineage)
-        holds = self._holds.setdefault(name, {})
+        self._sessions.on_batches_synced(name, session, log.slot.nonce, message.lineage)
+        batches = self._batches_on_disk.setdefault(name, {})
         for entry in message.lineage:
-            holds[entry.chain] = entry.last
-            known = self._chain_of.setdefault((entry.last, entry.session_id), entry.chain)
+            batches[entry.chain] = entry.last
+            known = self._chain_of_batch.setdefault((entry.last, entry.session_id), entry.chain)
             if known != entry.chain:
-                self._facts.fail(
+                self._state.fail(
                     "LogMatching", f"{entry.last} of {entry.session_id} has two chains ({name})"
                 )
-        self.kept[name] = log.synced_max
+        self.answered_last[name] = log.synced_max
         if before.segment_count and len(segments_of(storage)) > before.segment_count:
-            self._facts.count("segment roll during recovery")
+            self._state.count("segment roll during recovery")
 
-    def _marked(self, storage: "SimStorage", message: SetLowWaterMark, before: LogBefore) -> None:
+    def _check_low_water_mark(
+        self, storage: "SimStorage", message: SetLowWaterMark, before: LogStateBeforeWork
+    ) -> None:
         """10. LwmFull: check that a low-water mark is set to exactly the last synced ID."""
         self._check_identity(storage, "a mark")
         if message.mark != before.synced_max:
-            self._facts.fail(
+            self._state.fail(
                 "LwmFull",
                 f"{storage.name} sets mark {message.mark}, but is synced up to {before.synced_max}",
             )
 
-    def _cut(self, storage: "SimStorage", log: "PartitionLog", cut: "_Cut") -> None:
+    def _check_truncation(
+        self, storage: "SimStorage", log: "PartitionLog", cut: "_RequestedTruncation"
+    ) -> None:
         """9. NoCutCommitted: check that no truncated row was in the log with the same chain.
 
         A replica that no session needs may lose rows that the archive has, before it is reset.
         """
-        keep = cut.keep
+        last_to_keep = cut.last_to_keep
         is_needed = self._sessions.is_trusted(log.promised, storage.name)
-        archived_last = BEFORE_FIRST if is_needed else self._facts.archived_last
-        self._cutting.pop(storage.name, None)
-        chains = self._facts.history.chains
-        holds = self._holds.get(storage.name, {})
-        for chain, last in [each for each in holds.items() if each[1] > keep]:
-            is_acked = archived_last < last <= cut.acked and chains.get(last) == chain
+        archived_last = BEFORE_FIRST if is_needed else self._state.archived_last
+        self._truncations.pop(storage.name, None)
+        chains = self._state.history.chains
+        batches = self._batches_on_disk.get(storage.name, {})
+        for chain, last in [each for each in batches.items() if each[1] > last_to_keep]:
+            is_acked = archived_last < last <= cut.committed_last and chains.get(last) == chain
             if is_acked and storage.name not in self.corrupted:
-                self._facts.fail(
+                self._state.fail(
                     "NoCutCommitted",
-                    f"{storage.name} truncates after {keep}, but has acknowledged {last}",
+                    f"{storage.name} truncates after {last_to_keep}, but has acknowledged {last}",
                 )
-            del holds[chain]
-        if keep < log.slot.low_water_mark:
-            self._facts.fail(
-                "NoCutCommitted", f"{storage.name} keeps {keep} of {log.slot.low_water_mark}"
+            del batches[chain]
+        if last_to_keep < log.slot.low_water_mark:
+            self._state.fail(
+                "NoCutCommitted",
+                f"{storage.name} keeps {last_to_keep} of {log.slot.low_water_mark}",
             )
         self._check_identity(storage, "a truncation")
-        self.kept[storage.name] = min(self.kept.get(storage.name, BEFORE_FIRST), log.synced_max)
-        self._sessions.not_synced(storage.name, log.synced_max)
+        self.answered_last[storage.name] = min(
+            self.answered_last.get(storage.name, BEFORE_FIRST), log.synced_max
+        )
+        self._sessions.on_log_truncated(storage.name, log.synced_max)
 
-    def _answered(self, storage: "SimStorage", outcome: "WorkOutcome") -> None:
+    def _check_answer(self, storage: "SimStorage", outcome: "WorkOutcome") -> None:
         """Check the answer of a storage: 21. NoRotServed and 22. Identity."""
         if isinstance(outcome, RangeBytes):
             self.check_range(storage.name, outcome)
@@ -257,12 +272,12 @@ class ReplicaGuarantees:
             for entry in outcome.lineage:
                 if self._is_reconstructed(storage.name, entry):
                     continue
-                if self._facts.history.node_at(entry.chain, entry.last) is None:
-                    self._facts.fail("NoRotServed", f"{storage.name} sends an unknown {entry}")
+                if self._state.history.batch_at(entry.chain, entry.last) is None:
+                    self._state.fail("NoRotServed", f"{storage.name} sends an unknown {entry}")
         elif isinstance(outcome, Prepared):
             assert storage.engine is not None
             if outcome.storage_id != storage.engine.storage_id:
-                self._facts.fail("Identity", f"{storage.name} answers with another storage's ID")
+                self._state.fail("Identity", f"{storage.name} answers with another storage's ID")
 
     def _is_reconstructed(self, name: str, entry: LineageEntry) -> bool:
         """Whether a batch entry may be a substitute for other entries, which were unreadable."""
@@ -271,9 +286,9 @@ class ReplicaGuarantees:
     def _check_identity(self, storage: "SimStorage", what: str) -> None:
         """22. Identity: check that only the registered disk of a replica is changed."""
         assert storage.engine is not None
-        registered = self._facts.cluster.coordinator.storage_ids.get(storage.replica)
+        registered = self._state.cluster.coordinator.storage_ids.get(storage.replica)
         if registered not in (None, storage.engine.storage_id):
-            self._facts.fail(
+            self._state.fail(
                 "Identity", f"{storage.name} has accepted {what}, but has another storage ID"
             )
 
@@ -289,28 +304,28 @@ class ReplicaGuarantees:
             or now.last_session < before.last_session
             or now.confirmed_mark < before.confirmed_mark
         ):
-            self._facts.fail("PromiseMono", f"{name}: {before}, then {now}")
+            self._state.fail("PromiseMono", f"{name}: {before}, then {now}")
         if now.last_session > now.promised:
-            self._facts.fail("PromiseMono", f"{name}: {now}")
+            self._state.fail("PromiseMono", f"{name}: {now}")
         self.durable[name] = now
-        self._sessions.bound(name, now.promised, now.last_session)
+        self._sessions.on_slot_written(name, now.promised, now.last_session)
 
     # ---- records
 
     def check_range(self, name: str, answer: RangeBytes) -> None:
         """21. NoRotServed: check that records read from a replica equal those sent to replicas."""
-        nodes = self._facts.history
+        nodes = self._state.history
         records = bytes(answer.records)
         end = 0
         is_whole = answer.form == RangeForm.WHOLE
-        if name in self.corrupted and not _covers(answer):
+        if name in self.corrupted and not _is_contiguous(answer):
             return  # Some batch entries are lost. The requester detects that.
         for entry in answer.lineage:
             if self._is_reconstructed(name, entry):
                 return
-            node = nodes.node_at(entry.chain, entry.last)
+            node = nodes.batch_at(entry.chain, entry.last)
             if node is None:
-                self._facts.fail("NoRotServed", f"{name} has an unknown batch: {entry}")
+                self._state.fail("NoRotServed", f"{name} has an unknown batch: {entry}")
             starts = (0, *node.ends)
             first = max(answer.first, entry.first) - entry.first
             stop = min(answer.first + answer.count - 1, entry.last) - entry.first + 1
@@ -320,12 +335,12 @@ class ReplicaGuarantees:
                 size = RECORD_HEADER.size
                 wanted = b"".join(node.records[at : at + size] for at in starts[first:stop])
             if records[end : end + len(wanted)] != wanted:
-                self._facts.fail(
+                self._state.fail(
                     "NoRotServed", f"{name} sends wrong records in {entry.first}..{entry.last}"
                 )
             end += len(wanted)
         if end != len(records):
-            self._facts.fail("NoRotServed", f"{name} sends {len(records)} bytes, not {end}")
+            self._state.fail("NoRotServed", f"{name} sends {len(records)} bytes, not {end}")
 
     def check_log_state(self, storage: "SimStorage", log: "PartitionLog") -> None:
         """24. Fixed: check that a replica has the rows of the history up to its low-water mark.
@@ -337,35 +352,36 @@ class ReplicaGuarantees:
             return
         if storage.name not in self._sessions.engaged_now:
             return
-        mark = min(log.confirmed_low_water_mark, self._facts.history.last)
+        mark = min(log.confirmed_low_water_mark, self._state.history.last)
         self.check_records(storage, mark)
 
-    def bytes_of(self, storage: "SimStorage") -> int:
+    def segment_bytes(self, storage: "SimStorage") -> int:
         """Return the total size in bytes of a replica's segment files."""
-        return sum(len(storage.disk.content(path)) for path in segments_of(storage))
+        return sum(len(storage.disk.visible_content(path)) for path in segments_of(storage))
 
-    def data_on(self, storage: "SimStorage") -> Iterator[bytes]:
+    def data_on_disk(self, storage: "SimStorage") -> Iterator[bytes]:
         """Yield the application's data in each record on a replica's disk."""
         for path in segments_of(storage):
-            yield from data_in(storage.disk.content(path), SEGMENT_HEADER_BYTES)
+            yield from data_of_records(storage.disk.visible_content(path), SEGMENT_HEADER_BYTES)
 
     def check_records(self, storage: "SimStorage", last: int) -> None:
         """24. Fixed: compare the bytes of all records up to an ID with the history."""
-        first = first_on(storage)
-        wanted = b"".join(self._facts.history.records[first : last + 1])
+        first = first_id_on_disk(storage)
+        wanted = b"".join(self._state.history.records[first : last + 1])
         found = b"".join(
-            storage.disk.content(path)[SEGMENT_HEADER_BYTES:] for path in segments_of(storage)
+            storage.disk.visible_content(path)[SEGMENT_HEADER_BYTES:]
+            for path in segments_of(storage)
         )
         if found[: len(wanted)] == wanted:
             return
         at = 0
-        for position, record in enumerate(self._facts.history.records[first : last + 1], first):
+        for position, record in enumerate(self._state.history.records[first : last + 1], first):
             if found[at : at + len(record)] != record:
-                self._facts.fail("Fixed", f"{storage.name} has a wrong record at {position}")
+                self._state.fail("Fixed", f"{storage.name} has a wrong record at {position}")
             at += len(record)
 
 
-def _covers(answer: RangeBytes) -> bool:
+def _is_contiguous(answer: RangeBytes) -> bool:
     """Whether the batch entries of a range are contiguous from its first ID to its last ID."""
     next_id = answer.first
     for entry in answer.lineage:
@@ -381,15 +397,17 @@ def _is_catch_up(message: AppendRaw) -> bool:
 
 def segments_of(storage: "SimStorage") -> list[Path]:
     """Return the paths of a storage's segment files, sorted by their first ID."""
-    return [_path_of(name) for name in storage.disk.list(HOME) if name.endswith(".seg")]
+    return [
+        _path_of(name) for name in storage.disk.list(PARTITION_DIRECTORY) if name.endswith(".seg")
+    ]
 
 
-def first_on(storage: "SimStorage") -> int:
+def first_id_on_disk(storage: "SimStorage") -> int:
     """Return the first ID on the disk of a storage. Older IDs are only in the archive."""
     return int(segments_of(storage)[0].stem)
 
 
-def data_in(content: bytes, at: int) -> Iterator[bytes]:
+def data_of_records(content: bytes, at: int) -> Iterator[bytes]:
     """Yield the application's data in each record from the offset `at` on."""
     while at < len(content):
         size = RECORD_PREFIX.unpack_from(content, at)[3]
@@ -400,4 +418,4 @@ def data_in(content: bytes, at: int) -> Iterator[bytes]:
 
 @lru_cache(maxsize=4_096)
 def _path_of(name: str) -> Path:
-    return HOME / name  # cached, because building and hashing a path is slow
+    return PARTITION_DIRECTORY / name  # cached, because building and hashing a path is slow

@@ -44,17 +44,17 @@ from waltz_core.wire.messages import (
     RowOutcomeCode,
     TransactionDataResponse,
 )
-from waltz_sim.guarantees.history import data_in
+from waltz_sim.guarantees.history import data_of_record
 
 if TYPE_CHECKING:
     from waltz_core.server.partition_events import SendToClient
-    from waltz_sim.cluster.servers import SimServer
     from waltz_sim.cluster.simulated_clients import SimClient
+    from waltz_sim.cluster.simulated_servers import SimServer
     from waltz_sim.guarantees.checker_state import CheckerState
     from waltz_sim.guarantees.session_guarantees import SessionGuarantees
     from waltz_sim.world.network import SimLink
 
-_NEEDS_SESSION: Final = (
+_SESSION_MESSAGES: Final = (
     FlushResponse,
     HighWaterMarkResponse,
     LockFailure,
@@ -64,80 +64,82 @@ _NEEDS_SESSION: Final = (
 )
 _MARK_REQUESTS: Final = (FlushRequest, HighWaterMarkRequest, MountWriter, ReplicasRequest)
 # Committed records are final, so a server may send them after the session of the request.
-_FINAL: Final = (FeedBatch, RangeData)
-_WITHOUT_SESSION: Final = bytes(
+_COMMITTED_DATA_MESSAGES: Final = (FeedBatch, RangeData)
+_REASONS_WITHOUT_SESSION: Final = bytes(
     (RowOutcomeCode.NOT_MOUNTED, RowOutcomeCode.TOO_LARGE, RowOutcomeCode.OVERLOADED)
 )
-_READY: Final = 0
-_LOSSES: Final = (RowOutcomeCode.LOST, RowOutcomeCode.NO_SPACE)
-_FROM_THE_LOG: Final = (ClientAheadOfLog.code, LockFailed.code)
+_MOUNT_READY: Final = 0
+_LOST_REASONS: Final = (RowOutcomeCode.LOST, RowOutcomeCode.NO_SPACE)
+_LOG_ERROR_CODES: Final = (ClientAheadOfLog.code, LockFailed.code)
 _FEED_HEADER: Final = 20
 
 
 class ResponseGuarantees:
     """Checks all messages from servers to clients."""
 
-    def __init__(self, evidence: "CheckerState", sessions: "SessionGuarantees") -> None:
-        self._facts = evidence
+    def __init__(self, state: "CheckerState", sessions: "SessionGuarantees") -> None:
+        self._state = state
         self._sessions = sessions
         # By server and client: the connection on which the server answered the client's last mount.
-        self._mounted: dict[str, dict[int, int]] = {}
+        self._mount_connection: dict[str, dict[int, int]] = {}
         self._claims: dict[ReqId, SessionId] = {}  # sessions of unanswered dependent appends
         # By server: the session that is open now, and the sessions that were open in this step.
-        self._open: dict[str, SessionId] = {}
-        self._in_step: dict[str, dict[SessionId, None]] = {}
+        self._open_session: dict[str, SessionId] = {}
+        self._sessions_in_step: dict[str, dict[SessionId, None]] = {}
         self._marks: dict[int, int] = {}  # connection -> the last mark sent on it
         # Client and connection -> the first row that was lost since the client mounted there.
-        self._lost: dict[tuple[int, int], int] = {}
-        self._mark_before: dict[str, int] = {}  # by server: the mark before the step
-        self._mark: dict[str, int] = {}
-        self._pace: dict[str, float] = {}  # by server: its slowest clock rate so far
+        self._first_lost_row: dict[tuple[int, int], int] = {}
+        self._committed_before_step: dict[str, int] = {}  # by server: the mark before the step
+        self._committed_last: dict[str, int] = {}
+        self._slowest_clock_rate: dict[str, float] = {}  # by server: its slowest clock rate so far
         # IDs acknowledged to applications, each with its time in ms. The last ID is the highest.
         self._acknowledged: deque[tuple[int, int]] = deque([(0, BEFORE_FIRST)])
-        self._not_answered: dict[tuple[str, int], dict[object, None]] = {}  # by client and link
+        self._unanswered: dict[tuple[str, int], dict[object, None]] = {}  # by client and link
         self._requests: dict[object, tuple[ClientMessage, int, list[object]]] = {}
 
     # ---- when a server may answer (rule 1)
 
-    def made(self, server: str) -> None:
+    def on_partition_created(self, server: str) -> None:
         """Record that a server has created a partition machine, which has no session yet."""
-        self._open.pop(server, None)
-        self._mounted.pop(server, None)
-        self._in_step.pop(server, None)
-        self._mark.pop(server, None)
-        self._mark_before.pop(server, None)
+        self._open_session.pop(server, None)
+        self._mount_connection.pop(server, None)
+        self._sessions_in_step.pop(server, None)
+        self._committed_last.pop(server, None)
+        self._committed_before_step.pop(server, None)
 
-    def store_reported(self, server: str, effect: session_events.Effect) -> None:
+    def on_store_effect(self, server: str, effect: session_events.Effect) -> None:
         """Track which sessions are open and settled, and the last committed ID of each server."""
         match effect:
             case session_events.SessionSettled():
-                self._open[server] = effect.session_id
-                self._in_step.setdefault(server, {})[effect.session_id] = None
+                self._open_session[server] = effect.session_id
+                self._sessions_in_step.setdefault(server, {})[effect.session_id] = None
             case session_events.SessionOpened():
-                self._mark[server] = effect.high_water_mark
+                self._committed_last[server] = effect.high_water_mark
             case session_events.Committed():
-                self._mark[server] = effect.last
+                self._committed_last[server] = effect.last
             case session_events.SessionClosed():
-                self._open.pop(server, None)
+                self._open_session.pop(server, None)
             case _:
                 pass
 
-    def stepped(self, server: "SimServer") -> None:
+    def on_server_stepped(self, server: "SimServer") -> None:
         """Record the end of a server's step."""
         name = server.name
-        now = self._open.get(name)
-        self._in_step[name] = {} if now is None else {now: None}
-        self._mark_before[name] = self._mark.get(name, BEFORE_FIRST)
+        now = self._open_session.get(name)
+        self._sessions_in_step[name] = {} if now is None else {now: None}
+        self._committed_before_step[name] = self._committed_last.get(name, BEFORE_FIRST)
         if server.clock_rate < 1:
-            self._pace[name] = min(server.clock_rate, self._pace.get(name, 1))
+            self._slowest_clock_rate[name] = min(
+                server.clock_rate, self._slowest_clock_rate.get(name, 1)
+            )
 
     # ---- messages from servers
 
-    def answered(self, server: "SimServer", answer: "SendToClient") -> None:
+    def on_sent_to_client(self, server: "SimServer", answer: "SendToClient") -> None:
         """Check a message that a server sends to a client."""
         message, name = answer.message, server.name
-        if self._depends_on_the_log(message) and not self._in_step.get(name):
-            self._facts.fail("GateCAS2", f"{name} sends {message} without an open session")
+        if self._depends_on_the_log(message) and not self._sessions_in_step.get(name):
+            self._state.fail("GateCAS2", f"{name} sends {message} without an open session")
         session = getattr(message, "session_id", None)
         if session is not None:
             self._check_session(name, message, SessionId(session))
@@ -157,48 +159,52 @@ class ResponseGuarantees:
                 self._note_older_connection(name, answer.connection, message)
             case MountResponse() | Mounted():
                 client_id = message.req_id.client_id
-                self._lost.pop((client_id, answer.connection), None)
-                if isinstance(message, Mounted) or message.state == _READY:
-                    self._mounted.setdefault(name, {})[client_id] = answer.connection
+                self._first_lost_row.pop((client_id, answer.connection), None)
+                if isinstance(message, Mounted) or message.state == _MOUNT_READY:
+                    self._mount_connection.setdefault(name, {})[client_id] = answer.connection
             case _:
                 pass
 
     @staticmethod
     def _depends_on_the_log(message: ClientMessage) -> bool:
         if isinstance(message, AppendResult):
-            return bool(bytes(message.reasons).strip(_WITHOUT_SESSION))
+            return bool(bytes(message.reasons).strip(_REASONS_WITHOUT_SESSION))
         if isinstance(message, ErrorResponse):
-            return message.error_code in _FROM_THE_LOG
+            return message.error_code in _LOG_ERROR_CODES
         if isinstance(message, MountResponse):
-            return message.state == _READY
-        return isinstance(message, _NEEDS_SESSION)
+            return message.state == _MOUNT_READY
+        return isinstance(message, _SESSION_MESSAGES)
 
     def _check_session(self, name: str, message: ClientMessage, session: SessionId) -> None:
         """7. GateCAS2: check that a server names only sessions that have opened."""
-        allowed = self._sessions.opened if isinstance(message, _FINAL) else self._in_step[name]
+        allowed = (
+            self._sessions.opened
+            if isinstance(message, _COMMITTED_DATA_MESSAGES)
+            else self._sessions_in_step[name]
+        )
         if session not in allowed:
-            self._facts.fail(
+            self._state.fail(
                 "GateCAS2", f"{name} sends {type(message).__name__} of session {session}"
             )
 
     def _check_mark(self, server: "SimServer", answer: "SendToClient", mark: int) -> None:
         """15. HwmMono: check that a connection's marks never go back or beyond the log; rule 2."""
-        evidence, message = self._facts, answer.message
-        if mark > evidence.history.last:
-            evidence.fail(
+        state, message = self._state, answer.message
+        if mark > state.history.last:
+            state.fail(
                 "HwmMono",
-                f"{server.name} sends {mark}, but the log ends at {evidence.history.last}",
+                f"{server.name} sends {mark}, but the log ends at {state.history.last}",
             )
         before = self._marks.get(answer.connection, BEFORE_FIRST)
         if mark < before:
-            evidence.fail("HwmMono", f"{server.name} sends mark {mark} after {before}")
+            state.fail("HwmMono", f"{server.name} sends mark {mark} after {before}")
         self._marks[answer.connection] = mark
         if isinstance(message, FlushResponse | HighWaterMarkResponse | ReplicasResponse):
-            clock_rate = self._pace.get(server.name, 1)
-            timer_ms = int(evidence.cluster.limits.high_water_mark_staleness_ms_max / clock_rate)
-            known = self.acknowledged_at(evidence.world.now_ms - timer_ms - 1)
+            clock_rate = self._slowest_clock_rate.get(server.name, 1)
+            timer_ms = int(state.cluster.limits.high_water_mark_staleness_ms_max / clock_rate)
+            known = self.highest_acknowledged(state.world.now_ms - timer_ms - 1)
             if mark < known:
-                evidence.fail(
+                state.fail(
                     "StaleMark",
                     f"{server.name} sends {mark}, but {known} was acknowledged {timer_ms} ms ago",
                 )
@@ -206,43 +212,43 @@ class ResponseGuarantees:
     # ---- 21. NoRotServed
 
     def _check_feed(self, name: str, message: FeedBatch) -> None:
-        records = self._facts.history.records
+        records = self._state.history.records
         first, stop = message.first, message.first + message.count
         size = RECORD_HEADER.size
         wanted = b"".join(record[8:size] for record in records[first:stop])
         if stop > len(records) or bytes(message.headers) != wanted:
-            self._facts.fail("NoRotServed", f"{name} feeds wrong headers in {first}..{stop - 1}")
+            self._state.fail("NoRotServed", f"{name} feeds wrong headers in {first}..{stop - 1}")
         if message.chain_at != BEFORE_FIRST and not self._is_chain(message):
-            self._facts.fail("NoRotServed", f"{name} feeds a wrong chain at {message.chain_at}")
+            self._state.fail("NoRotServed", f"{name} feeds a wrong chain at {message.chain_at}")
 
     def _is_chain(self, message: FeedBatch) -> bool:
-        known = self._facts.history.chains.get(message.chain_at)
+        known = self._state.history.chains.get(message.chain_at)
         return known in (None, bytes(message.chain))
 
     def _check_range(self, name: str, message: RangeData) -> None:
-        records, data = self._facts.history.records, bytes(message.records)
+        records, data = self._state.history.records, bytes(message.records)
         size, at = RECORD_HEADER.size, 0
         for _ in range(message.count):
             position = int.from_bytes(data[at : at + 8], "big")
             if not 0 <= position < len(records):
-                self._facts.fail("NoRotServed", f"{name} sends {position}, which is not in the log")
+                self._state.fail("NoRotServed", f"{name} sends {position}, which is not in the log")
             record = records[position]
             wanted = record if message.form == RangeForm.WHOLE else record[:size]
             if data[at : at + len(wanted)] != wanted:
-                self._facts.fail("NoRotServed", f"{name} sends a wrong record at {position}")
+                self._state.fail("NoRotServed", f"{name} sends a wrong record at {position}")
             at += len(wanted)
         if at != len(data):
-            self._facts.fail("NoRotServed", f"{name} sends {len(data)} bytes, not {at}")
-        self._facts.counts["read"] += message.count
+            self._state.fail("NoRotServed", f"{name} sends {len(data)} bytes, not {at}")
+        self._state.counts["read"] += message.count
 
     def _check_data(self, name: str, message: TransactionDataResponse) -> None:
-        position, records = message.transaction_id, self._facts.history.records
+        position, records = message.transaction_id, self._state.history.records
         found, _ = message.result
         if found is None:
             return
-        if not 0 <= position < len(records) or bytes(found) != data_in(records[position]):
-            self._facts.fail("NoRotServed", f"{name} sends wrong data for {position}")
-        self._facts.count("single transaction read")
+        if not 0 <= position < len(records) or bytes(found) != data_of_record(records[position]):
+            self._state.fail("NoRotServed", f"{name} sends wrong data for {position}")
+        self._state.count("single transaction read")
 
     def _check_result(self, name: str, message: AppendResult) -> None:
         """Check that a lock conflict names a committed transaction; the server may wait for it."""
@@ -250,96 +256,98 @@ class ResponseGuarantees:
         claimed = self._claims.pop(message.req_id, None)
         if RowOutcomeCode.LOCK not in reasons:
             return
-        if claimed is not None and claimed not in self._in_step[name]:
-            self._facts.count("dependent append of another session rejected")
+        if claimed is not None and claimed not in self._sessions_in_step[name]:
+            self._state.count("dependent append of another session rejected")
         conflicts = memoryview(message.conflicting).cast("B")
         for row, reason in enumerate(reasons):
             if reason != RowOutcomeCode.LOCK:
                 continue
             conflict = int.from_bytes(conflicts[8 * row : 8 * row + 8], "big", signed=True)
-            if conflict > self._facts.history.last:
-                self._facts.fail(
+            if conflict > self._state.history.last:
+                self._state.fail(
                     "OutcomeTruth", f"{name} rejects for {conflict}, which is not final"
                 )
-            if conflict > self._mark_before.get(name, BEFORE_FIRST):
-                self._facts.count("rejection delayed until the conflict committed")
+            if conflict > self._committed_before_step.get(name, BEFORE_FIRST):
+                self._state.count("rejection delayed until the conflict committed")
 
     def _check_order(self, name: str, connection: int, message: AppendResult) -> None:
         """Check that no row commits after a lost row of the same mount (rule 3)."""
         req_id, reasons = message.req_id, bytes(message.reasons)
         key = req_id.client_id, connection
-        lost = self._lost.get(key)
+        lost = self._first_lost_row.get(key)
         if lost is not None and lost < req_id.sequence and RowOutcomeCode.COMMITTED in reasons:
-            self._facts.fail(
+            self._state.fail(
                 "Overtaken", f"{name} reports {req_id} as committed, but {lost} was lost"
             )
-        rows = [row for row, reason in enumerate(reasons) if reason in _LOSSES]
+        rows = [row for row, reason in enumerate(reasons) if reason in _LOST_REASONS]
         if rows and lost is None:
-            self._lost[key] = req_id.sequence + rows[0]
+            self._first_lost_row[key] = req_id.sequence + rows[0]
 
     def _note_older_connection(self, name: str, connection: int, message: AppendResult) -> None:
         """Count rejections on connections that are older than the client's current mount."""
-        mounted = self._mounted.get(name, {}).get(message.req_id.client_id, connection)
+        mounted = self._mount_connection.get(name, {}).get(message.req_id.client_id, connection)
         if connection < mounted and RowOutcomeCode.NOT_MOUNTED in bytes(message.reasons):
-            self._facts.count("append on an older connection")
+            self._state.count("append on an older connection")
 
     # ---- what clients send and receive
 
-    def acknowledged(self, transaction_id: int) -> None:
+    def on_acknowledged(self, transaction_id: int) -> None:
         """Record that an application has received the acknowledgement of an ID."""
         if transaction_id > self._acknowledged[-1][1]:
-            self._acknowledged.append((self._facts.world.now_ms, transaction_id))
+            self._acknowledged.append((self._state.world.now_ms, transaction_id))
 
-    def acknowledged_at(self, at_ms: int) -> int:
+    def highest_acknowledged(self, at_ms: int) -> int:
         """Return the highest ID acknowledged up to a time in ms, which must not decrease."""
         known = self._acknowledged
         while len(known) > 1 and known[1][0] <= at_ms:
             known.popleft()
         return known[0][1] if known[0][0] <= at_ms else BEFORE_FIRST
 
-    def sent(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
+    def on_client_sent(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
         """Record a message that a client sends to a server."""
         server = link.ends[1].name
         if (
             isinstance(message, _MARK_REQUESTS)
-            and server in self._open
-            and self._mark[server] < self._facts.history.last
+            and server in self._open_session
+            and self._committed_last[server] < self._state.history.last
         ):
-            self._facts.count("mark requested from an old owner")
-        not_answered = self._not_answered.setdefault((client.name, link.number), {})
+            self._state.count("mark requested from an old owner")
+        unanswered = self._unanswered.setdefault((client.name, link.number), {})
         if isinstance(message, AppendFollowing) and message.session_id != NO_SESSION:
             self._claims[message.req_id] = SessionId(message.session_id)
         if isinstance(message, AppendBatch | AppendRequest):
-            not_answered[message.req_id] = None
+            unanswered[message.req_id] = None
         elif isinstance(message, FlushRequest | ReplicasRequest):
             known = self._acknowledged[-1][1]
-            self._requests[message.req_id] = message, known, list(not_answered)
+            self._requests[message.req_id] = message, known, list(unanswered)
 
-    def received(self, client: "SimClient", link: "SimLink", message: ClientMessage) -> None:
+    def on_client_received(
+        self, client: "SimClient", link: "SimLink", message: ClientMessage
+    ) -> None:
         """Check the order of flushes, and the age of marks that a quorum has confirmed (rule 4)."""
-        not_answered = self._not_answered.get((client.name, link.number), {})
+        unanswered = self._unanswered.get((client.name, link.number), {})
         if isinstance(message, AppendResult | ErrorResponse | Predecessors):
-            not_answered.pop(message.req_id, None)
+            unanswered.pop(message.req_id, None)
         found = self._requests.pop(message.req_id, None)
         if found is None:
             return
         request, known, before = found
         if isinstance(message, FlushResponse):
-            self._facts.count("flushed")
-            left = [each for each in before if each in not_answered]
+            self._state.count("flushed")
+            left = [each for each in before if each in unanswered]
             if left:
-                self._facts.fail("Flush", f"the flush of {client.name} is answered before {left}")
+                self._state.fail("Flush", f"the flush of {client.name} is answered before {left}")
         elif isinstance(message, ReplicasResponse):
             assert isinstance(request, ReplicasRequest)
             if request.linearizable:
-                self._facts.count("mark confirmed by a quorum")
+                self._state.count("mark confirmed by a quorum")
                 if message.high_water_mark < known:
-                    self._facts.fail(
+                    self._state.fail(
                         "StaleMark",
                         f"{client.name} receives {message.high_water_mark}, {known} was "
                         "acknowledged before its request",
                     )
 
-    def link_lost(self, client: "SimClient", link: "SimLink") -> None:
+    def on_link_lost(self, client: "SimClient", link: "SimLink") -> None:
         """Forget the requests on a link, because no more messages arrive on it."""
-        self._not_answered.pop((client.name, link.number), None)
+        self._unanswered.pop((client.name, link.number), None)

@@ -46,10 +46,10 @@ from waltz_core.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from waltz_sim.cluster.servers import SimServer
+    from waltz_sim.cluster.simulated_servers import SimServer
     from waltz_sim.guarantees.checker_state import CheckerState
 
-_CHANGING = (AppendRaw, Engage, Repair, ResetLog, SetLowWaterMark, Truncate)
+_CHANGING_MESSAGES = (AppendRaw, Engage, Repair, ResetLog, SetLowWaterMark, Truncate)
 
 
 class ClaimedMetadata(NamedTuple):
@@ -73,15 +73,15 @@ class ClaimedMetadata(NamedTuple):
 class DecidedMark(NamedTuple):
     """A decision: the lowest mark that the answers allow, and the count of unknown replicas."""
 
-    least: int
+    mark_min: int
     unknown_count: int
 
 
 class SessionGuarantees:
     """Checks all store sessions of the partition."""
 
-    def __init__(self, evidence: "CheckerState") -> None:
-        self._facts = evidence
+    def __init__(self, state: "CheckerState") -> None:
+        self._state = state
         self.is_rewritten = False  # whether a fault has changed ZooKeeper's data
         self.claims: dict[SessionId, ClaimedMetadata] = {}
         self.opened: dict[SessionId, PartitionMetadata] = {}  # since the second compare-and-set
@@ -91,7 +91,7 @@ class SessionGuarantees:
         self.ever_engaged: dict[SessionId, dict[str, None]] = {}
         self.engaged_now: dict[str, None] = {}
         self._nonces: dict[bytes, SessionId] = {}
-        self._tried: dict[SessionId, dict[bytes, None]] = {}
+        self._claim_nonces: dict[SessionId, dict[bytes, None]] = {}
         self._version = 0
         self._last_claimants: list[str] = []
         # From the disks: the highest promise and mark session of each replica so far, and which
@@ -99,18 +99,18 @@ class SessionGuarantees:
         self._promised: dict[str, SessionId] = {}
         self._last_session: dict[str, SessionId] = {}
         self._synced: dict[Chain, dict[str, None]] = {}
-        self._lasts: dict[Chain, int] = {}  # chain -> the last ID of its batch
+        self._last_of_chain: dict[Chain, int] = {}  # chain -> the last ID of its batch
         # Answers that the owner has received, each with whether it came from the storage that was
         # registered at that time.
         self._prepared: dict[tuple[SessionId, str], list[tuple[Prepared, bool]]] = {}
-        self._reached: dict[tuple[SessionId, str], int] = {}
+        self._answered_last: dict[tuple[SessionId, str], int] = {}
         self.decided: dict[SessionId, DecidedMark] = {}
         self._marks: dict[SessionId, int] = {}
         self._submitted: dict[SessionId, None] = {}
 
     # ---- ZooKeeper (rule 1)
 
-    def wrote(
+    def on_metadata_written(
         self,
         server: str,
         before: PartitionMetadata,
@@ -122,19 +122,19 @@ class SessionGuarantees:
         if self.is_rewritten:
             if after.states:
                 self.opened[after.session_id] = after
-                self._last_at_open.setdefault(after.session_id, self._facts.history.last)
+                self._last_at_open.setdefault(after.session_id, self._state.history.last)
             return
         if after.session_id == before.session_id:
             self._check_states(server, before, after, marker)
         else:
             self._check_claim(server, before, after, marker)
-        version = self._facts.cluster.coordinator.metadata_version
+        version = self._state.cluster.coordinator.metadata_version
         if version != self._version + 1:
-            self._bad(f"version {self._version}, then {version}")
+            self._fail_shape(f"version {self._version}, then {version}")
         self._version = version
 
-    def _bad(self, text: str) -> None:
-        self._facts.fail("MetaShape", text)
+    def _fail_shape(self, text: str) -> None:
+        self._state.fail("MetaShape", text)
 
     def _check_claim(
         self,
@@ -146,22 +146,24 @@ class SessionGuarantees:
         """Check a first compare-and-set: it changes only session, generation and nonce."""
         session = after.session_id
         if session != before.session_id + 1 or after.generation < before.generation:
-            self._bad(f"a claim from {before} to {after}")
+            self._fail_shape(f"a claim from {before} to {after}")
         if marker.session_id != session or marker.nonce in self._nonces:
-            self._bad(f"claim {session} with the marker of {marker.session_id}, or an old nonce")
+            self._fail_shape(
+                f"claim {session} with the marker of {marker.session_id}, or an old nonce"
+            )
         if dict(after.states) != dict(before.states):
-            self._bad(f"a claim changes states from {before.states} to {after.states}")
+            self._fail_shape(f"a claim changes states from {before.states} to {after.states}")
         self._nonces[marker.nonce] = session
         self.claims[session] = ClaimedMetadata(server, marker.nonce, after.states)
         if before.session_id in self.opened and before.session_id not in self._submitted:
-            self._facts.count("session without appends")
-        if len(self._tried.get(session, ())) > 1:
-            self._facts.count("two owners claimed one session")
+            self._state.count("session without appends")
+        if len(self._claim_nonces.get(session, ())) > 1:
+            self._state.count("two owners claimed one session")
         claimants = self._last_claimants
         if not claimants or claimants[-1] != server:
             claimants.append(server)
             if claimants[-3:-2] == [server]:
-                self._facts.count("partition returned to its previous owner")
+                self._state.count("partition returned to its previous owner")
 
     def _check_states(
         self,
@@ -174,30 +176,30 @@ class SessionGuarantees:
         session = after.session_id
         claim = self.claims.get(session)
         if claim is None or (claim.server, claim.nonce) != (server, marker.nonce):
-            self._bad(f"{server} writes states of {session}, claimed by {claim}")
+            self._fail_shape(f"{server} writes states of {session}, claimed by {claim}")
             return
         engaged = _engaged(after)
         if len(engaged) < len(after.states) // 2 + 1:
-            self._bad(f"too few are engaged: {after}")
+            self._fail_shape(f"too few are engaged: {after}")
         if {after.states[ReplicaId(name)].session_id for name in engaged} != {session}:
-            self._bad(f"engaged in more than session {session}: {after}")
+            self._fail_shape(f"engaged in more than session {session}: {after}")
         ever = self.ever_engaged.setdefault(session, {})
         if not set(ever) <= set(engaged):
-            self._bad(f"{session} continues without one of {list(ever)}: {after}")
+            self._fail_shape(f"{session} continues without one of {list(ever)}: {after}")
         self._check_closed(claim, after)
         for name in engaged:
             if self._last_session.get(name, NO_SESSION) < session:
-                self._facts.fail(
+                self._state.fail(
                     "EngagedOnly",
                     f"{name} is recorded as engaged in {session}, but its mark is not set",
                 )
         if not ever:
             self._check_previous_assignment(claim, session)
         elif len(engaged) > len(ever):
-            self._facts.count("replica joined an open session")
+            self._state.count("replica joined an open session")
         ever.update(dict.fromkeys(engaged))
         self.opened[session] = after
-        self._last_at_open.setdefault(session, self._facts.history.last)
+        self._last_at_open.setdefault(session, self._state.history.last)
 
     def _check_previous_assignment(self, claim: ClaimedMetadata, session: SessionId) -> None:
         """Check that a quorum of the former assignment has an opening session's mark (2.1 G)."""
@@ -207,7 +209,9 @@ class SessionGuarantees:
             if self._last_session.get(name, NO_SESSION) >= session
         ]
         if len(marked) < claim.quorum:
-            self._bad(f"{session} opens, but of {list(claim.states)} only {marked} have its mark")
+            self._fail_shape(
+                f"{session} opens, but of {list(claim.states)} only {marked} have its mark"
+            )
 
     def _check_closed(self, claim: ClaimedMetadata, after: PartitionMetadata) -> None:
         """Check that other replicas are closed at the session's mark, or stay closed as before."""
@@ -220,9 +224,9 @@ class SessionGuarantees:
             if old is not None and old[1] == UNRESOLVED:
                 wanted = ReplicaState(old.session_id, TransactionId(mark))
             if state != wanted:
-                self._bad(f"{name} is recorded as {state}, expected {wanted}")
+                self._fail_shape(f"{name} is recorded as {state}, expected {wanted}")
 
-    def zookeeper_changed(self) -> None:
+    def on_zookeeper_rewritten(self) -> None:
         """Record that a fault has replaced ZooKeeper's data, so that session IDs may repeat.
 
         From now on the only guarantee for sessions is that no mark is below the log. Other modules
@@ -232,78 +236,81 @@ class SessionGuarantees:
 
     # ---- disks (rule 2)
 
-    def bound(self, name: str, promised: SessionId, last_session: SessionId) -> None:
+    def on_slot_written(self, name: str, promised: SessionId, last_session: SessionId) -> None:
         """Record the promised session and the last session in a replica's slot."""
         self._promised[name] = max(promised, self._promised.get(name, NO_SESSION))
         self._last_session[name] = max(last_session, self._last_session.get(name, NO_SESSION))
 
-    def written(
+    def on_batches_synced(
         self, name: str, session: SessionId, nonce: bytes, lineage: Sequence[LineageEntry]
     ) -> None:
         """4. SingleWriter, 7. GateCAS2: check a session's batches that a replica has synced."""
         claim = self.claims.get(session)
         if (claim is None or claim.nonce != nonce) and not self.is_rewritten:
-            self._facts.fail(
+            self._state.fail(
                 "SingleWriter", f"{name} accepts appends of {session} from another server"
             )
         for entry in lineage:
             is_open = session in self.opened or self.is_rewritten
             if entry.session_id == session and not is_open:
-                self._facts.fail(
+                self._state.fail(
                     "GateCAS2", f"{name} has an append of {session}, which is not open"
                 )
             self._synced.setdefault(entry.chain, {})[name] = None
-            self._lasts[entry.chain] = entry.last
+            self._last_of_chain[entry.chain] = entry.last
 
-    def not_synced(self, name: str, above: int) -> None:
+    def on_log_truncated(self, name: str, above: int) -> None:
         """Forget the batches that a replica had above an ID."""
         for chain, names in self._synced.items():
-            if name in names and self._lasts[chain] > above:
+            if name in names and self._last_of_chain[chain] > above:
                 del names[name]
 
     # ---- messages to and from the owner
 
-    def received(self, session: SessionId, replica: str, answer: StorageMessage) -> None:
+    def on_replica_response(self, session: SessionId, replica: str, answer: StorageMessage) -> None:
         """Record an answer of a storage that the owner receives."""
         if isinstance(answer, Prepared):
-            coordinator = self._facts.cluster.coordinator
+            coordinator = self._state.cluster.coordinator
             registered = coordinator.storage_ids.get(ReplicaId(replica))
             # The answer may have been sent before the storage at this address was replaced.
             former = coordinator.former_ids.get(ReplicaId(replica), ())
             is_registered = registered in (None, answer.storage_id) or answer.storage_id in former
             self._prepared.setdefault((session, replica), []).append((answer, is_registered))
-            self._notice_wait(session)
+            self._count_wait(session)
         elif isinstance(answer, Appended | ReplicaEnd):
             key = session, replica
-            self._reached[key] = max(answer.synced_max, self._reached.get(key, BEFORE_FIRST))
+            self._answered_last[key] = max(
+                answer.synced_max, self._answered_last.get(key, BEFORE_FIRST)
+            )
 
-    def _notice_wait(self, session: SessionId) -> None:
+    def _count_wait(self, session: SessionId) -> None:
         """Count a session that cannot decide although an untrusted replica has answered."""
         claim = self.claims.get(session)
         if claim is None or session in self.decided:
             return
         answered = [name for name in claim.engaged if (session, name) in self._prepared]
-        known = self._known(session, claim)
+        known = self._trusted_lasts(session, claim)
         if len(known) < len(answered) and len(claim.engaged) - len(known) >= claim.quorum:
-            self._facts.count("recovery waited for more trusted replicas")
+            self._state.count("recovery waited for more trusted replicas")
 
-    def _known(self, session: SessionId, claim: ClaimedMetadata) -> list[int]:
+    def _trusted_lasts(self, session: SessionId, claim: ClaimedMetadata) -> list[int]:
         """Return the last IDs of the engaged replicas that are trusted."""
         lasts = [
-            self._known_max(session, name, claim.states[ReplicaId(name)]) for name in claim.engaged
+            self._trusted_last(session, name, claim.states[ReplicaId(name)])
+            for name in claim.engaged
         ]
         return [last for last in lasts if last is not None]
 
-    def sent(self, server: "SimServer", effect: session_events.SendToReplica) -> None:
+    def on_sent_to_replica(self, server: "SimServer", effect: session_events.SendToReplica) -> None:
         """Check that replicas are changed only in a session that has decided (9, rule 3)."""
         message, session = effect.message, effect.session_id
-        if not isinstance(message, _CHANGING) or self.is_rewritten:
+        if not isinstance(message, _CHANGING_MESSAGES) or self.is_rewritten:
             return
         self._decide(session)
         if isinstance(message, SetLowWaterMark):
             self._check_mark(session, message.mark)
         if isinstance(message, Engage) and effect.replica not in self.ever_engaged.get(session, ()):
-            self._facts.fail(
+            self._state.fail(
                 "EngagedOnly", f"{effect.replica} is notified that it is engaged in {session}"
             )
         if isinstance(message, AppendRaw):
@@ -316,12 +323,12 @@ class SessionGuarantees:
         if not lasts:
             return
         if session not in self.opened:
-            self._facts.fail(
+            self._state.fail(
                 "GateCAS2", f"{server.name} appends to {session}, which is not open yet"
             )
-        late = lasts[-1] > self._facts.history.last
+        late = lasts[-1] > self._state.history.last
         if late and replica not in self.ever_engaged[session]:
-            self._facts.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
+            self._state.fail("EngagedOnly", f"{replica} is sent {lasts[-1]} in {session}")
 
     def _decide(self, session: SessionId) -> DecidedMark:
         """5. FenceFirst, and the formula of 6. DecisionCovers: compute a decision independently."""
@@ -330,24 +337,24 @@ class SessionGuarantees:
             return found
         claim = self.claims.get(session)
         if claim is None:
-            self._facts.fail("SingleWriter", f"session {session} acts without a claim")
+            self._state.fail("SingleWriter", f"session {session} acts without a claim")
         engaged, quorum = claim.engaged, claim.quorum
         unfenced = [name for name in engaged if self._promised.get(name, NO_SESSION) < session]
         if engaged and len(unfenced) >= quorum:
-            self._facts.fail(
+            self._state.fail(
                 "FenceFirst", f"{session} decides, but {unfenced} may still acknowledge"
             )
-        known = self._known(session, claim)
+        known = self._trusted_lasts(session, claim)
         unknown_count = len(engaged) - len(known)
-        least = BEFORE_FIRST
+        mark_min = BEFORE_FIRST
         if engaged:
             if unknown_count >= quorum:
-                self._facts.fail("DecisionCovers", f"{session} decides on {known} alone")
+                self._state.fail("DecisionCovers", f"{session} decides on {known} alone")
             known.sort(reverse=True)
-            least = TransactionId(known[quorum - unknown_count - 1])
+            mark_min = TransactionId(known[quorum - unknown_count - 1])
         if unknown_count:
-            self._facts.count("recovery decided without some replicas")
-        decided = self.decided[session] = DecidedMark(least, unknown_count)
+            self._state.count("recovery decided without some replicas")
+        decided = self.decided[session] = DecidedMark(mark_min, unknown_count)
         return decided
 
     def is_trusted(self, session: SessionId, name: str) -> bool:
@@ -357,9 +364,9 @@ class SessionGuarantees:
         claim = self.claims.get(session)
         if claim is None or name not in claim.engaged or self.is_rewritten:
             return False
-        return self._known_max(session, name, claim.states[ReplicaId(name)]) is not None
+        return self._trusted_last(session, name, claim.states[ReplicaId(name)]) is not None
 
-    def _known_max(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
+    def _trusted_last(self, session: SessionId, name: str, state: ReplicaState) -> int | None:
         """Return the last ID of a replica if it is trusted, otherwise None."""
         last = -2
         for answer, is_registered in self._prepared.get((session, name), ()):
@@ -380,39 +387,39 @@ class SessionGuarantees:
         """6. DecisionCovers: check a mark that a session uses."""
         known = self._marks.get(session)
         if known is not None and mark != known:
-            self._facts.fail("DecisionCovers", f"{session} uses mark {known}, then {mark}")
+            self._state.fail("DecisionCovers", f"{session} uses mark {known}, then {mark}")
         if known is not None:
             return  # The log may have grown in this session since.
         self._marks[session] = mark
-        decided, last = self._decide(session), self._facts.history.last
-        if mark < decided.least or mark < last:
-            self._facts.fail(
+        decided, last = self._decide(session), self._state.history.last
+        if mark < decided.mark_min or mark < last:
+            self._state.fail(
                 "DecisionCovers",
-                f"{session} uses mark {mark}; {decided.least} may be acknowledged, "
+                f"{session} uses mark {mark}; {decided.mark_min} may be acknowledged, "
                 f"{last} is in the log",
             )
 
     # ---- effects of the owner
 
-    def submitted(self, server: "SimServer", session: SessionId) -> None:
+    def on_batch_submitted(self, server: "SimServer", session: SessionId) -> None:
         """7. GateCAS2: check that a server submits batches only to an open session."""
         if self.is_rewritten:
             return
         if session not in self.opened:
-            self._facts.fail(
+            self._state.fail(
                 "GateCAS2", f"{server.name} submits to {session}, which is not open yet"
             )
         self._submitted[session] = None
 
-    def stepped(self, server: "SimServer", effect: session_events.Effect) -> None:
+    def on_store_effect(self, server: "SimServer", effect: session_events.Effect) -> None:
         """Check one effect of the store."""
         match effect:
             case session_events.WriteMetadata(metadata=metadata, marker=marker):
-                tried = self._tried.setdefault(metadata.session_id, {})
+                tried = self._claim_nonces.setdefault(metadata.session_id, {})
                 claim = self.claims.get(metadata.session_id)
                 is_new = marker.nonce not in tried
                 if is_new and claim is not None and claim.nonce != marker.nonce:
-                    self._facts.count("two owners claimed one session")
+                    self._state.count("two owners claimed one session")
                 tried[marker.nonce] = None
             case session_events.SessionOpened() if self.is_rewritten:
                 self._check_covers(effect)
@@ -421,44 +428,46 @@ class SessionGuarantees:
             case Report(name="recovery.decided"):
                 self._decide(SessionId(int(str(dict(effect.fields)["session"]))))
             case session_events.SessionOpened():
-                self._session_opened(server, effect)
+                self._check_session_opened(server, effect)
             case session_events.SessionSettled():
                 self._check_open(effect.session_id, "SessionSettled")
             case session_events.Committed():
-                self._committed(effect)
+                self._check_commit(effect)
             case session_events.MarkProofFailed():
-                self._facts.count("mark not confirmed by a quorum")
+                self._state.count("mark not confirmed by a quorum")
             case _:
                 pass
 
     def _check_open(self, session: SessionId, what: str) -> None:
         if session not in self.opened:
-            self._facts.fail("GateCAS2", f"{what} of session {session} before it is open")
+            self._state.fail("GateCAS2", f"{what} of session {session} before it is open")
 
-    def _session_opened(self, server: "SimServer", effect: session_events.SessionOpened) -> None:
+    def _check_session_opened(
+        self, server: "SimServer", effect: session_events.SessionOpened
+    ) -> None:
         """Check a session that opens: 4. SingleWriter, 6. DecisionCovers, 7. GateCAS2."""
         session = effect.session_id
         self._check_open(session, "SessionOpened")
-        self._facts.count("session opened")
+        self._state.count("session opened")
         self._check_mark(session, effect.high_water_mark)
         self._check_covers(effect)
         writer = self.claims[session].server
         if writer != server.name:
-            self._facts.fail("SingleWriter", f"{writer} and {server.name} in {session}")
+            self._state.fail("SingleWriter", f"{writer} and {server.name} in {session}")
 
     def _check_covers(self, effect: session_events.SessionOpened) -> None:
         """6. DecisionCovers: check that a session covers all rows acknowledged to applications."""
-        last = self._last_at_open.get(effect.session_id, self._facts.history.last)
+        last = self._last_at_open.get(effect.session_id, self._state.history.last)
         if effect.high_water_mark < last:
-            self._facts.fail(
+            self._state.fail(
                 "DecisionCovers",
                 f"{effect.session_id} opens at {effect.high_water_mark}, "
-                f"{self._facts.history.last} is in the log",
+                f"{self._state.history.last} is in the log",
             )
-        if effect.high_water_mark > self._facts.history.last:
-            self._facts.count("unacknowledged rows kept by a recovery")
+        if effect.high_water_mark > self._state.history.last:
+            self._state.count("unacknowledged rows kept by a recovery")
 
-    def _committed(self, effect: session_events.Committed) -> None:
+    def _check_commit(self, effect: session_events.Committed) -> None:
         """Check a commit: 2. AckQuorum by the disks, 8. EngagedOnly by the owner's answers."""
         session, last = effect.session_id, effect.last
         self._check_open(session, "Committed")
@@ -466,12 +475,14 @@ class SessionGuarantees:
         engaged = self.ever_engaged[session]
         holders = [name for name in self._synced.get(effect.chain, ()) if name in engaged]
         if len(holders) < quorum:
-            self._facts.fail("AckQuorum", f"{last} of {session} is on {holders} only")
+            self._state.fail("AckQuorum", f"{last} of {session} is on {holders} only")
         voters = [
-            name for name in engaged if self._reached.get((session, name), BEFORE_FIRST) >= last
+            name
+            for name in engaged
+            if self._answered_last.get((session, name), BEFORE_FIRST) >= last
         ]
         if len(voters) < quorum:
-            self._facts.fail(
+            self._state.fail(
                 "EngagedOnly",
                 f"{last} of {session}: of {list(engaged)} only {voters} have answered",
             )

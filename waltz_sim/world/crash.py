@@ -191,9 +191,9 @@ class RecordingDisk:
         self.inner = SimDisk(is_traced=False)
         disk_state = DiskState()
         for change in self.changes:
-            disk_state.add(change)
-        self.inner.become(disk_state.image(KeepAll()))
-        self._files = dict(disk_state.files_seen())
+            disk_state.apply_change(change)
+        self.inner.replace_contents(disk_state.contents_after_crash(KeepAll()))
+        self._files = dict(disk_state.visible_files())
         self._next = disk_state.file_count
 
     @classmethod
@@ -268,7 +268,7 @@ class RecordingDisk:
         """Return the size of the disk in bytes."""
         return self.inner.size_bytes(directory)
 
-    def number_of(self, path: Path) -> FileId:
+    def file_id_of(self, path: Path) -> FileId:
         """Return the ID of the file with a name."""
         return self._files[path]
 
@@ -313,7 +313,7 @@ class DirectoryEntry(NamedTuple):
 Unit: TypeAlias = Sector | Size | DirectoryEntry
 
 
-class Keep:
+class KeepNone:
     """Chooses which unsynced changes survive. This class keeps no change."""
 
     def version(self, unit: Unit, count: int) -> int:
@@ -326,7 +326,7 @@ class Keep:
         return sizes[self.version(unit, len(sizes) - 1)]
 
 
-class KeepAll(Keep):
+class KeepAll(KeepNone):
     """Keeps all unsynced changes."""
 
     def version(self, unit: Unit, count: int) -> int:
@@ -335,20 +335,22 @@ class KeepAll(Keep):
         return count
 
 
-class KeepOnly(Keep):
+class KeepOnly(KeepNone):
     """Keeps only some units. The file of a kept sector also keeps its newest size."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self.units = set(units)
-        self._sized = {unit.file for unit in self.units if isinstance(unit, Sector)}
+        self._files_with_size = {unit.file for unit in self.units if isinstance(unit, Sector)}
 
     def version(self, unit: Unit, count: int) -> int:
         """Return the newest value of a kept unit, and the durable value of all others."""
-        is_kept = unit in self.units or (isinstance(unit, Size) and unit.file in self._sized)
+        is_kept = unit in self.units or (
+            isinstance(unit, Size) and unit.file in self._files_with_size
+        )
         return count if is_kept else 0
 
 
-class KeepAllBut(Keep):
+class KeepAllBut(KeepNone):
     """Keeps all units except some."""
 
     def __init__(self, units: Iterable[Unit]) -> None:
@@ -359,7 +361,7 @@ class KeepAllBut(Keep):
         return 0 if unit in self.units else count
 
 
-class KeepRandom(Keep):
+class KeepRandom(KeepNone):
     """Keeps units at random, with any of their values, and with sizes in between."""
 
     def __init__(self, rng: "Random") -> None:
@@ -382,55 +384,55 @@ class KeepRandom(Keep):
 class _RecordedFile:
     """A file: its durable content, its visible content, and all unsynced values in between."""
 
-    kept: bytearray = field(default_factory=bytearray)
-    seen: bytearray = field(default_factory=bytearray)
+    durable: bytearray = field(default_factory=bytearray)
+    visible: bytearray = field(default_factory=bytearray)
     sectors: dict[int, list[bytes]] = field(default_factory=dict)
     sizes: list[int] = field(default_factory=list)
-    doubtful: set[int] = field(default_factory=set)  # sectors of a failed sync (rule 5)
+    unsure_sectors: set[int] = field(default_factory=set)  # sectors of a failed sync (rule 5)
 
     def write(self, offset: int, data: bytes) -> None:
-        if len(self.seen) < offset:
+        if len(self.visible) < offset:
             self.resize(offset)
-        self.seen[offset : offset + len(data)] = data
-        self._touch(offset, offset + len(data))
-        self._sized()
+        self.visible[offset : offset + len(data)] = data
+        self._note_sectors(offset, offset + len(data))
+        self._note_size()
 
     def resize(self, size: int) -> None:
-        old = len(self.seen)
-        del self.seen[size:]
-        self.seen.extend(bytes(size - len(self.seen)))
+        old = len(self.visible)
+        del self.visible[size:]
+        self.visible.extend(bytes(size - len(self.visible)))
         if size % SECTOR_BYTES and size < old:
-            self._touch(size, size + 1)  # the cut part of a sector is zeroed
-        self._touch(old, size)
-        self._sized()
+            self._note_sectors(size, size + 1)  # the cut part of a sector is zeroed
+        self._note_sectors(old, size)
+        self._note_size()
 
-    def _touch(self, start: int, end: int) -> None:
+    def _note_sectors(self, start: int, end: int) -> None:
         for sector in range(start // SECTOR_BYTES, -(-end // SECTOR_BYTES)) if start < end else ():
             at = sector * SECTOR_BYTES
-            content = bytes(self.seen[at : at + SECTOR_BYTES]).ljust(SECTOR_BYTES, b"\0")
+            content = bytes(self.visible[at : at + SECTOR_BYTES]).ljust(SECTOR_BYTES, b"\0")
             self.sectors.setdefault(sector, []).append(content)
-            self.doubtful.discard(sector)
+            self.unsure_sectors.discard(sector)
 
-    def _sized(self) -> None:
-        if len(self.seen) != (self.sizes or [len(self.kept)])[-1]:
-            self.sizes.append(len(self.seen))
+    def _note_size(self) -> None:
+        if len(self.visible) != (self.sizes or [len(self.durable)])[-1]:
+            self.sizes.append(len(self.visible))
 
     def sync(self) -> None:
-        """Make the file durable except its doubtful sectors."""
-        suspect = {sector: self.sectors[sector] for sector in self.doubtful}
-        before = self.kept
-        self.kept = bytearray(self.seen)
-        for sector in suspect:
+        """Make the file durable, except the sectors of a failed sync."""
+        unsure = {sector: self.sectors[sector] for sector in self.unsure_sectors}
+        before = self.durable
+        self.durable = bytearray(self.visible)
+        for sector in unsure:
             at = sector * SECTOR_BYTES
-            size = len(self.kept[at : at + SECTOR_BYTES])
-            self.kept[at : at + size] = before[at : at + size].ljust(size, b"\0")
-        self.sectors = suspect
+            size = len(self.durable[at : at + SECTOR_BYTES])
+            self.durable[at : at + size] = before[at : at + size].ljust(size, b"\0")
+        self.sectors = unsure
         self.sizes.clear()
 
-    def content(self, number: FileId, keep: Keep) -> bytes:
-        sizes = [len(self.kept), *self.sizes]
+    def content(self, number: FileId, keep: KeepNone) -> bytes:
+        sizes = [len(self.durable), *self.sizes]
         size = keep.size(Size(number), sizes) if self.sizes else sizes[0]
-        left = bytearray(self.kept[:size])
+        left = bytearray(self.durable[:size])
         left.extend(bytes(size - len(left)))
         for sector, versions in self.sectors.items():
             at = sector * SECTOR_BYTES
@@ -446,20 +448,20 @@ class DiskState:
     def __init__(self) -> None:
         self._files: dict[FileId, _RecordedFile] = {}
         # Directory entries by path. The entry of a directory has no file.
-        self._kept: dict[Path, FileId | None] = {}
-        self._seen: dict[Path, FileId | None] = {}
-        self._pending: dict[Path, list[tuple[bool, FileId | None]]] = {}
+        self._durable_entries: dict[Path, FileId | None] = {}
+        self._visible_entries: dict[Path, FileId | None] = {}
+        self._unsynced_entries: dict[Path, list[tuple[bool, FileId | None]]] = {}
 
     @property
     def file_count(self) -> int:
         """The number of files that were ever created."""
         return len(self._files)
 
-    def files_seen(self) -> Iterator[tuple[Path, FileId]]:
+    def visible_files(self) -> Iterator[tuple[Path, FileId]]:
         """Return the files that a program sees, with their names."""
-        return ((path, file) for path, file in self._seen.items() if file is not None)
+        return ((path, file) for path, file in self._visible_entries.items() if file is not None)
 
-    def add(self, change: DiskChange) -> None:
+    def apply_change(self, change: DiskChange) -> None:
         """Apply the next change."""
         match change:
             case Write(file, offset, data):
@@ -469,59 +471,59 @@ class DiskState:
             case Sync(file):
                 self._files[file].sync()
             case SyncFailed(file):
-                self._files[file].doubtful.update(self._files[file].sectors)
+                self._files[file].unsure_sectors.update(self._files[file].sectors)
             case PositionMarker():
                 pass
             case _:
-                self._rename(change)
+                self._apply_name_change(change)
 
-    def _rename(
+    def _apply_name_change(
         self, change: CreateFile | Rename | HardLink | Unlink | MakeDirectory | SyncDirectory
     ) -> None:
         match change:
             case CreateFile(path, file):
                 self._files[file] = _RecordedFile()
-                self._enter(path, file)
+                self._add_entry(path, file)
             case Rename(source, target):
-                self._enter(target, self._seen[source])
-                self._remove(source)
+                self._add_entry(target, self._visible_entries[source])
+                self._remove_entry(source)
             case HardLink(source, target):
-                self._enter(target, self._seen[source])
+                self._add_entry(target, self._visible_entries[source])
             case Unlink(path):
-                self._remove(path)
+                self._remove_entry(path)
             case MakeDirectory(path):
-                self._enter(path, None)
+                self._add_entry(path, None)
             case SyncDirectory(path):
                 self._sync_entries(path)
 
-    def _enter(self, path: Path, file: FileId | None) -> None:
-        self._seen[path] = file
-        self._pending.setdefault(path, []).append((True, file))
+    def _add_entry(self, path: Path, file: FileId | None) -> None:
+        self._visible_entries[path] = file
+        self._unsynced_entries.setdefault(path, []).append((True, file))
 
-    def _remove(self, path: Path) -> None:
-        del self._seen[path]
-        self._pending.setdefault(path, []).append((False, None))
+    def _remove_entry(self, path: Path) -> None:
+        del self._visible_entries[path]
+        self._unsynced_entries.setdefault(path, []).append((False, None))
 
     def _sync_entries(self, directory: Path) -> None:
-        for path in [path for path in self._pending if path.parent == directory]:
-            del self._pending[path]
-            self._kept.pop(path, None)
-            if path in self._seen:
-                self._kept[path] = self._seen[path]
+        for path in [path for path in self._unsynced_entries if path.parent == directory]:
+            del self._unsynced_entries[path]
+            self._durable_entries.pop(path, None)
+            if path in self._visible_entries:
+                self._durable_entries[path] = self._visible_entries[path]
 
-    def units(self) -> list[Unit]:
+    def unsynced_units(self) -> list[Unit]:
         """Return all units that a crash may keep or lose independently."""
-        units: list[Unit] = [DirectoryEntry(path) for path in self._pending]
+        units: list[Unit] = [DirectoryEntry(path) for path in self._unsynced_entries]
         for number, file in self._files.items():
             units += [Sector(number, sector) for sector in file.sectors]
             if file.sizes:
                 units.append(Size(number))
         return units
 
-    def image(self, keep: Keep) -> Contents:
+    def contents_after_crash(self, keep: KeepNone) -> Contents:
         """Return the contents after a crash in which `keep` chooses the unsynced changes."""
-        entries = dict(self._kept)
-        for path, values in self._pending.items():
+        entries = dict(self._durable_entries)
+        for path, values in self._unsynced_entries.items():
             which = keep.version(DirectoryEntry(path), len(values))
             if which:
                 is_there, file = values[which - 1]
@@ -540,11 +542,11 @@ class DiskState:
         return Contents(contents, frozenset(directories))
 
 
-def survivals(disk_state: DiskState, rng: "Random", *, random_count: int) -> Iterator[Keep]:
+def keep_choices(disk_state: DiskState, rng: "Random", *, random_count: int) -> Iterator[KeepNone]:
     """Yield the choices at one point: nothing, all, each unit alone, all but each unit, random."""
-    yield Keep()
+    yield KeepNone()
     yield KeepAll()
-    units = disk_state.units()
+    units = disk_state.unsynced_units()
     if len(units) < 2:
         return
     files = {unit.file for unit in units if not isinstance(unit, DirectoryEntry)}
@@ -553,7 +555,7 @@ def survivals(disk_state: DiskState, rng: "Random", *, random_count: int) -> Ite
         for file in files
     ]
     groups.append([unit for unit in units if isinstance(unit, DirectoryEntry)])
-    alone = [[unit] for unit in _some(units, rng)]
+    alone = [[unit] for unit in _sample_units(units, rng)]
     for group in (*alone, *(group for group in groups if 1 < len(group) < len(units))):
         yield KeepOnly(group)
         yield KeepAllBut(group)
@@ -561,7 +563,7 @@ def survivals(disk_state: DiskState, rng: "Random", *, random_count: int) -> Ite
         yield KeepRandom(rng)
 
 
-def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
+def _sample_units(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
     """Return all units; if they are too many, the first two, the last two, and some in between."""
     if len(units) <= UNITS_MAX:
         return units
@@ -575,7 +577,7 @@ def _some(units: Sequence[Unit], rng: "Random") -> Sequence[Unit]:
 # faulty programs
 
 
-def sync_places(changes: Sequence[DiskChange]) -> list[int]:
+def sync_positions(changes: Sequence[DiskChange]) -> list[int]:
     """Return the positions of the syncs in a list of changes."""
     return [
         position
@@ -584,14 +586,14 @@ def sync_places(changes: Sequence[DiskChange]) -> list[int]:
     ]
 
 
-def without(changes: Sequence[DiskChange], position: int) -> list[DiskChange]:
+def without_change(changes: Sequence[DiskChange], position: int) -> list[DiskChange]:
     """Return the changes of a faulty program that omits the sync at a position."""
     return [*changes[:position], *changes[position + 1 :]]
 
 
-def delayed(changes: Sequence[DiskChange], position: int) -> list[DiskChange] | None:
+def with_delayed_sync(changes: Sequence[DiskChange], position: int) -> list[DiskChange] | None:
     """Return the changes of a program that makes a sync after the next sync; None for the last."""
-    after = next((sync for sync in sync_places(changes) if sync > position), None)
+    after = next((sync for sync in sync_positions(changes) if sync > position), None)
     if after is None:
         return None
     return [
@@ -607,6 +609,6 @@ def disk_states(changes: Sequence[DiskChange]) -> Iterator[tuple[int, DiskState]
     disk_state = DiskState()
     yield 0, disk_state
     for position, change in enumerate(changes):
-        disk_state.add(change)
+        disk_state.apply_change(change)
         if not isinstance(change, PositionMarker):
             yield position + 1, disk_state

@@ -8,8 +8,8 @@ Rules:
        world, and ends with its process.
     2. A message or a timer of its process enters the loop. The loop is left when no callback is
        ready.
-    3. Production code survives errors. So `fail` keeps a checker's violation until the loop is
-       left, and then raises it.
+    3. Production code survives errors. So `keep_error` keeps a checker's violation until the loop
+       is left, and then raises it.
     4. A loop is closed with its process. Its tasks are cancelled and run to their end, so that the
        garbage collector does not end them at a random time.
 """
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from waltz_sim.world.process import Process
-    from waltz_sim.world.world import Planned
+    from waltz_sim.world.world import PlannedAction
 
 CLOSING_ROUNDS_MAX: Final = 100
 
@@ -32,7 +32,7 @@ class _Timer(asyncio.TimerHandle):
     """A timer that is removed from the world when it is cancelled."""
 
     __slots__ = ("planned",)
-    planned: "Planned"
+    planned: "PlannedAction"
 
     def cancel(self) -> None:
         """See `asyncio.TimerHandle`."""
@@ -65,7 +65,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         self._ready.append(handle)
         if not (self._is_running or self._is_planned or self._is_closed):
             self._is_planned = True
-            self._process.after(0, self._run_planned)
+            self._process.call_after_us(0, self._run_planned)
         return handle
 
     def call_later(
@@ -89,7 +89,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         timer = _Timer(when, callback, args, self, context)
         # Plus one, because the delay is rounded down and the timer would fire too early.
         delay_us = max(0, int((when - self.time()) * 1_000_000) + 1)
-        timer.planned = self._process.after(delay_us, lambda: self._ring(timer))
+        timer.planned = self._process.call_after_us(delay_us, lambda: self._run_timer(timer))
         return timer
 
     def create_future(self) -> "asyncio.Future[Any]":
@@ -110,10 +110,10 @@ class SimLoop(asyncio.AbstractEventLoop):
         return task
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keep the unhandled error of a callback or a task, as in `fail`."""
+        """Keep the unhandled error of a callback or a task, as in `keep_error`."""
         error = context.get("exception")
         if isinstance(error, Exception):
-            self.fail(error)
+            self.keep_error(error)
 
     def get_debug(self) -> bool:
         """See `asyncio`."""
@@ -129,7 +129,7 @@ class SimLoop(asyncio.AbstractEventLoop):
 
     # ---- the interface of the world
 
-    def enter(self, call: Callable[[], object]) -> None:
+    def run_inside(self, call: Callable[[], object]) -> None:
         """Call inside the loop, and run all ready callbacks (rule 2); raise as in rule 3."""
         if self._is_running:
             call()
@@ -150,7 +150,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         if failure is not None:
             raise failure
 
-    def fail(self, error: Exception) -> None:
+    def keep_error(self, error: Exception) -> None:
         """Keep an error until the loop is left; only the first error counts."""
         if self._failure is None and not self._is_closed:
             self._failure = error
@@ -163,19 +163,19 @@ class SimLoop(asyncio.AbstractEventLoop):
                 return
             for task in list(self._tasks):
                 task.cancel()
-            self.enter(lambda: None)
+            self.run_inside(lambda: None)
         raise AssertionError(f"tasks that cannot be cancelled: {list(self._tasks)}")
 
     def _run_planned(self) -> None:
         self._is_planned = False
-        self.enter(lambda: None)
+        self.run_inside(lambda: None)
 
-    def _ring(self, timer: asyncio.TimerHandle) -> None:
+    def _run_timer(self, timer: asyncio.TimerHandle) -> None:
         if not (timer.cancelled() or self._is_closed):
-            self.enter(timer._run)
+            self.run_inside(timer._run)
 
 
-def loop_of(process: "Process") -> SimLoop:
+def create_loop(process: "Process") -> SimLoop:
     """Return a new event loop for a process."""
     # The other methods, for sockets, threads and signals, raise NotImplementedError.
     return SimLoop(process)  # type: ignore[abstract]

@@ -14,30 +14,32 @@ SECTOR_BYTES: Final = 512
 
 @dataclass(slots=True, eq=False)
 class Inode:
-    """The visible (`seen`) and durable (`kept`) content of a file, and its unsynced sectors."""
+    """The visible and the durable content of a file, and its unsynced sectors."""
 
-    seen: bytearray = field(default_factory=bytearray)
-    kept: bytearray = field(default_factory=bytearray)
-    dirty: set[int] = field(default_factory=set)
-    unreadable: set[int] = field(default_factory=set)
+    visible: bytearray = field(default_factory=bytearray)
+    durable: bytearray = field(default_factory=bytearray)
+    dirty_sectors: set[int] = field(default_factory=set)
+    unreadable_sectors: set[int] = field(default_factory=set)
     locked_by: object | None = None
 
-    def touch(self, start: int, end: int) -> None:
+    def mark_written(self, start: int, end: int) -> None:
         """Mark the sectors of written bytes as dirty, and those wholly written as readable."""
         if start >= end:
             return
         first, last = start // SECTOR_BYTES, (end - 1) // SECTOR_BYTES
         if first == last:
-            self.dirty.add(first)
+            self.dirty_sectors.add(first)
         else:
-            self.dirty.update(range(first, last + 1))
-        if self.unreadable:
-            self.unreadable.difference_update(range(-(-start // SECTOR_BYTES), end // SECTOR_BYTES))
+            self.dirty_sectors.update(range(first, last + 1))
+        if self.unreadable_sectors:
+            self.unreadable_sectors.difference_update(
+                range(-(-start // SECTOR_BYTES), end // SECTOR_BYTES)
+            )
 
-    def up_to_lost(self, offset: int, data: bytes) -> bytes:
+    def writable_part(self, offset: int, data: bytes) -> bytes:
         """Return the part of a write that succeeds before an unreadable sector (rule 7)."""
         end = offset + len(data)
-        ends = {offset // SECTOR_BYTES, (end - 1) // SECTOR_BYTES} & self.unreadable
+        ends = {offset // SECTOR_BYTES, (end - 1) // SECTOR_BYTES} & self.unreadable_sectors
         for start in sorted(sector * SECTOR_BYTES for sector in ends):
             if start < offset or end < start + SECTOR_BYTES:
                 return data[: max(0, start - offset)]
@@ -45,24 +47,28 @@ class Inode:
 
     def resize(self, size: int) -> None:
         """Cut the file to a size in bytes, or extend it with zeros."""
-        old = len(self.seen)
+        old = len(self.visible)
         if size < old:
-            del self.seen[size:]
-            self.dirty = {sector for sector in self.dirty if sector * SECTOR_BYTES < size}
-            self.unreadable = {sector for sector in self.unreadable if sector * SECTOR_BYTES < size}
+            del self.visible[size:]
+            self.dirty_sectors = {
+                sector for sector in self.dirty_sectors if sector * SECTOR_BYTES < size
+            }
+            self.unreadable_sectors = {
+                sector for sector in self.unreadable_sectors if sector * SECTOR_BYTES < size
+            }
         else:
-            self.seen.extend(bytes(size - old))
+            self.visible.extend(bytes(size - old))
             # The new part reads as zeros on the disk as well, whatever was stored there before.
-            self.touch(old, size)
+            self.mark_written(old, size)
 
-    def carry_over(self, sectors: Iterable[int], size: int) -> None:
+    def make_durable(self, sectors: Iterable[int], size: int) -> None:
         """Make some sectors, in any order, and a size durable (rule 3)."""
-        kept, seen = self.kept, self.seen
-        if len(kept) < size:
-            kept.extend(bytes(size - len(kept)))
-        elif len(kept) > size:
-            del kept[size:]
-        end_max = min(len(seen), size)
+        durable, visible = self.durable, self.visible
+        if len(durable) < size:
+            durable.extend(bytes(size - len(durable)))
+        elif len(durable) > size:
+            del durable[size:]
+        end_max = min(len(visible), size)
         for sector in sectors:
             start = sector * SECTOR_BYTES
             end = start + SECTOR_BYTES
@@ -70,18 +76,18 @@ class Inode:
                 end = end_max
                 if start >= end:
                     continue
-            kept[start:end] = seen[start:end]
+            durable[start:end] = visible[start:end]
 
     def drop_cached(self, offset: int, size: int) -> None:
         """Make clean sectors show their durable content (rule 8), with lost syncs and bit rot.
 
         The visible size stays, because the operating system has it in memory.
         """
-        end = min(offset + size, len(self.seen))
+        end = min(offset + size, len(self.visible))
         if end <= offset:
             return
         for sector in range(offset // SECTOR_BYTES, -(-end // SECTOR_BYTES)):
-            if sector not in self.dirty:
+            if sector not in self.dirty_sectors:
                 start = sector * SECTOR_BYTES
-                stop = min(start + SECTOR_BYTES, len(self.seen))
-                self.seen[start:stop] = self.kept[start:stop].ljust(stop - start, b"\0")
+                stop = min(start + SECTOR_BYTES, len(self.visible))
+                self.visible[start:stop] = self.durable[start:stop].ljust(stop - start, b"\0")

@@ -35,17 +35,17 @@ CLIENT_VERSION: Final = 7
 STORAGE_VERSION: Final = 3
 KEEP_ALIVE_US: Final = (200_000, 3_000_000)
 DIAL_TIMEOUT_US: Final = (100_000, 1_000_000)
-TAIL_US: Final = (20_000, 1_000_000)
+SLOW_MESSAGE_US: Final = (20_000, 1_000_000)
 
 
 class Handlers(NamedTuple):
     """The callbacks of one end of a link: for a message, and for the end of the link."""
 
-    message: "Callable[[SimLink, Message], None]"
-    lost: "Callable[[SimLink, str], None]"
+    on_message: "Callable[[SimLink, Message], None]"
+    on_lost: "Callable[[SimLink, str], None]"
 
 
-class HeldBytes(NamedTuple):
+class HeldMessages(NamedTuple):
     """Messages of a dialler that the far end does not receive yet (rule 6)."""
 
     messages: list[Message]
@@ -56,7 +56,7 @@ class SimLink:
     """One connection; `ends[NEAR]` has dialed it. Each list has one entry for each end."""
 
     __slots__ = (
-        "at_us",
+        "arrives_at_us",
         "ends",
         "handlers",
         "held",
@@ -73,8 +73,8 @@ class SimLink:
         self.handlers = handlers
         self.is_open = [True, True]
         self.is_mute = False
-        self.held: HeldBytes | None = None  # set while messages are held back
-        self.at_us = [0, 0]  # when the last message or close sent by this end arrives
+        self.held: HeldMessages | None = None  # set while messages are held back
+        self.arrives_at_us = [0, 0]  # when the last message or close sent by this end arrives
 
 
 class Network:
@@ -88,8 +88,8 @@ class Network:
         self._count = 0
         self.links: dict[int, SimLink] = {}
         self.blocked: set[tuple[str, str]] = set()  # (sender, receiver); never iterated
-        self.slow_us = 0
-        self.tail_share = 0.0  # the share of very slow messages
+        self.extra_delay_us = 0
+        self.slow_message_share = 0.0  # the share of very slow messages
         self.mute_count = 0
 
     # ---- opening
@@ -100,11 +100,11 @@ class Network:
         far: Process,
         near_handlers: Handlers,
         *,
-        opened: "Callable[[SimLink], None]",
-        failed: "Callable[[str], None]",
+        on_opened: "Callable[[SimLink], None]",
+        on_failed: "Callable[[str], None]",
         accept: "Callable[[SimLink], Handlers]",
     ) -> None:
-        """Open a link; call either `opened` or `failed` in the near process."""
+        """Open a link; call either `on_opened` or `on_failed` in the near process."""
         incarnation = near.incarnation
 
         def arrive() -> None:
@@ -112,22 +112,24 @@ class Network:
                 return
             if self._is_blocked(near, far) or (far.is_up and far.is_paused):
                 wait_us = self._rng.randint(*DIAL_TIMEOUT_US)
-                self._world.after(wait_us, lambda: near.take(incarnation, timed_out))
+                self._world.call_after_us(
+                    wait_us, lambda: near.process_input(incarnation, on_timeout)
+                )
                 return
             if not far.is_up:
-                near.take(incarnation, lambda: failed("connection refused"))
+                near.process_input(incarnation, lambda: on_failed("connection refused"))
                 return
             self._count += 1
             link = SimLink(self._count, near, far, [near_handlers, near_handlers])
             link.handlers[FAR] = accept(link)
             self.links[link.number] = link
             near.links[link.number] = far.links[link.number] = link
-            near.take(incarnation, lambda: opened(link))
+            near.process_input(incarnation, lambda: on_opened(link))
 
-        def timed_out() -> None:
-            failed("timed out")
+        def on_timeout() -> None:
+            on_failed("timed out")
 
-        self._world.after(self._delay_us() + self._delay_us(), arrive)
+        self._world.call_after_us(self._delay_us() + self._delay_us(), arrive)
 
     # ---- sending
 
@@ -140,26 +142,26 @@ class Network:
             self.mute(link)
             return
         if self._is_bytes:
-            message = through_bytes(message)
+            message = encode_and_decode(message)
         arrive = partial(self._arrive, link, 1 - end, message)
-        self._world.after(self._in_order(link, end), arrive)
+        self._world.call_after_us(self._next_delay_us(link, end), arrive)
 
-    def _in_order(self, link: SimLink, end: int) -> int:
+    def _next_delay_us(self, link: SimLink, end: int) -> int:
         """Return the delay in µs of a message that is sent now (rule 1)."""
         now_us = self._world.now_us
         at_us = now_us + self._delay_us()
-        if at_us <= link.at_us[end]:
-            at_us = link.at_us[end] + 1
-        link.at_us[end] = at_us
+        if at_us <= link.arrives_at_us[end]:
+            at_us = link.arrives_at_us[end] + 1
+        link.arrives_at_us[end] = at_us
         return at_us - now_us
 
     def _delay_us(self) -> int:
-        if self.tail_share and self._chance() < self.tail_share:
-            return self._rng.randint(*TAIL_US)
+        if self.slow_message_share and self._chance() < self.slow_message_share:
+            return self._rng.randint(*SLOW_MESSAGE_US)
         roll = self._chance()
         if roll > 0.99:
-            return int(800 + (roll - 0.99) * 2_000_000) + self.slow_us
-        return int(50 + roll * 500) + self.slow_us
+            return int(800 + (roll - 0.99) * 2_000_000) + self.extra_delay_us
+        return int(50 + roll * 500) + self.extra_delay_us
 
     def _arrive(self, link: SimLink, end: int, message: Message) -> None:
         if link.is_open[end]:
@@ -167,16 +169,16 @@ class Network:
                 link.held.messages.append(message)
                 return
             receiver, incarnation = link.ends[end], link.incarnations[end]
-            if receiver.takes_at_once(incarnation):
-                link.handlers[end].message(link, message)
+            if receiver.can_process_now(incarnation):
+                link.handlers[end].on_message(link, message)
             else:
-                receiver.take(incarnation, partial(self._receive, link, end, message))
+                receiver.process_input(incarnation, partial(self._receive, link, end, message))
 
     def _receive(self, link: SimLink, end: int, message: Message) -> None:
         # The receiver may have been paused when the message arrived, and may have closed the link
         # since.
         if link.is_open[end]:
-            link.handlers[end].message(link, message)
+            link.handlers[end].on_message(link, message)
 
     # ---- ending
 
@@ -191,29 +193,33 @@ class Network:
             self.mute(link)
         elif not link.is_mute and link.is_open[1 - end]:
             receive_end = partial(self._receive_end, link, 1 - end, reason)
-            self._world.after(self._in_order(link, end), receive_end)
-        self._forget(link)
+            self._world.call_after_us(self._next_delay_us(link, end), receive_end)
+        self._remove_if_closed(link)
 
     def _receive_end(self, link: SimLink, end: int, reason: str) -> None:
         if link.held is None or end == NEAR:  # Otherwise it follows the held messages.
-            self._lose(link, end, reason)
+            self._end_link_at(link, end, reason)
 
     def break_link(self, link: SimLink, reason: str) -> None:
         """Break the link for both ends (rule 3)."""
         if link.is_mute:
             return
         if link.is_open[NEAR]:
-            self._world.after(self._delay_us(), lambda: self._lose(link, NEAR, reason))
+            self._world.call_after_us(
+                self._delay_us(), lambda: self._end_link_at(link, NEAR, reason)
+            )
         if link.is_open[FAR]:
-            delay_us = self._in_order(link, NEAR) if self._chance() < 0.5 else self._delay_us()
-            self._world.after(delay_us, lambda: self._lose(link, FAR, reason))
+            delay_us = self._next_delay_us(link, NEAR) if self._chance() < 0.5 else self._delay_us()
+            self._world.call_after_us(delay_us, lambda: self._end_link_at(link, FAR, reason))
 
-    def cut_within(self, link: SimLink, end: int, rng: "Random") -> None:
+    def break_in_transfer(self, link: SimLink, end: int, rng: "Random") -> None:
         """Break the link during a transfer; the receiver receives only the first messages."""
-        rest_us = link.at_us[1 - end] - self._world.now_us
+        rest_us = link.arrives_at_us[1 - end] - self._world.now_us
         assert rest_us > 0
-        self._world.after(rng.randrange(rest_us), lambda: self._lose(link, end, "cut"))
-        self._world.after(self._delay_us(), lambda: self._lose(link, 1 - end, "cut"))
+        self._world.call_after_us(
+            rng.randrange(rest_us), lambda: self._end_link_at(link, end, "cut")
+        )
+        self._world.call_after_us(self._delay_us(), lambda: self._end_link_at(link, 1 - end, "cut"))
 
     def mute(self, link: SimLink) -> None:
         """Drop all messages from now on; the ends detect it later (rule 4)."""
@@ -224,9 +230,11 @@ class Network:
         for end in (NEAR, FAR):
             if link.is_open[end]:
                 wait_us = self._rng.randint(*KEEP_ALIVE_US)
-                self._world.after(wait_us, partial(self._lose, link, end, "no answer to pings"))
+                self._world.call_after_us(
+                    wait_us, partial(self._end_link_at, link, end, "no answer to pings")
+                )
 
-    def died(self, process: Process, *, is_silent: bool) -> None:
+    def end_links(self, process: Process, *, is_silent: bool) -> None:
         """End the links of a dead process; if `is_silent`, its peers detect it only later."""
         for link in list(process.links.values()):
             end = NEAR if link.ends[NEAR] is process else FAR
@@ -237,16 +245,18 @@ class Network:
                 self.close(link, end, "reset")
         process.links.clear()
 
-    def _lose(self, link: SimLink, end: int, reason: str) -> None:
+    def _end_link_at(self, link: SimLink, end: int, reason: str) -> None:
         if not link.is_open[end]:
             return
         link.is_open[end] = False
         process = link.ends[end]
         process.links.pop(link.number, None)
-        self._forget(link)
-        process.take(link.incarnations[end], lambda: link.handlers[end].lost(link, reason))
+        self._remove_if_closed(link)
+        process.process_input(
+            link.incarnations[end], lambda: link.handlers[end].on_lost(link, reason)
+        )
 
-    def _forget(self, link: SimLink) -> None:
+    def _remove_if_closed(self, link: SimLink) -> None:
         if not link.is_open[NEAR] and not link.is_open[FAR]:
             self.links.pop(link.number, None)
 
@@ -254,12 +264,12 @@ class Network:
 
     def hold(self, link: SimLink, on_late: "Callable[[], None]") -> None:
         """Hold back messages to the far end until `release`."""
-        link.held = HeldBytes([], on_late)
+        link.held = HeldMessages([], on_late)
 
     def abandon(self, link: SimLink, reason: str) -> None:
         """End a held link for its near end only."""
         if link.held is not None:
-            self._lose(link, NEAR, reason)
+            self._end_link_at(link, NEAR, reason)
 
     def release(self, link: SimLink, reason: str, end_us: int = 0) -> None:
         """Deliver held messages to the far end, and the end of the link `end_us` later.
@@ -269,15 +279,15 @@ class Network:
         """
         if link.held is None:
             return
-        self._lose(link, NEAR, reason)
-        let_go = partial(self._let_go, link, reason, end_us)
-        rest_us = link.at_us[NEAR] - self._world.now_us
+        self._end_link_at(link, NEAR, reason)
+        deliver_held = partial(self._deliver_held, link, reason, end_us)
+        rest_us = link.arrives_at_us[NEAR] - self._world.now_us
         if rest_us < 0:
-            let_go()
+            deliver_held()
         else:
-            self._world.after(rest_us, let_go)
+            self._world.call_after_us(rest_us, deliver_held)
 
-    def _let_go(self, link: SimLink, reason: str, end_us: int) -> None:
+    def _deliver_held(self, link: SimLink, reason: str, end_us: int) -> None:
         held, link.held = link.held, None
         if held is None:
             return  # `repair` has released the link before
@@ -285,12 +295,12 @@ class Network:
             arrive = partial(self._arrive, link, FAR, message)
             if not number:
                 arrive = partial(self._arrive_late, arrive, link, held)
-            self._world.after(self._in_order(link, NEAR), arrive)
-        delay_us = self._in_order(link, NEAR) + end_us
-        self._world.after(delay_us, partial(self._lose, link, FAR, reason))
+            self._world.call_after_us(self._next_delay_us(link, NEAR), arrive)
+        delay_us = self._next_delay_us(link, NEAR) + end_us
+        self._world.call_after_us(delay_us, partial(self._end_link_at, link, FAR, reason))
 
     @staticmethod
-    def _arrive_late(arrive: "Callable[[], None]", link: SimLink, held: HeldBytes) -> None:
+    def _arrive_late(arrive: "Callable[[], None]", link: SimLink, held: HeldMessages) -> None:
         if link.is_open[FAR]:
             held.on_late()
         arrive()
@@ -301,14 +311,14 @@ class Network:
         """Drop all messages in one direction between two processes."""
         self.blocked.add((sender, receiver))
 
-    def unblock(self, ways: "Iterable[tuple[str, str]]") -> None:
+    def unblock(self, directions: "Iterable[tuple[str, str]]") -> None:
         """Unblock these directions."""
-        self.blocked.difference_update(ways)
+        self.blocked.difference_update(directions)
 
     def repair(self) -> None:
         """Unblock all directions, and release held messages; mute links stay mute."""
         self.blocked.clear()
-        self.slow_us, self.tail_share = 0, 0.0
+        self.extra_delay_us, self.slow_message_share = 0, 0.0
         for link in list(self.links.values()):
             self.release(link, "abandoned")
 
@@ -317,7 +327,7 @@ class Network:
         return (near.name, far.name) in blocked or (far.name, near.name) in blocked
 
 
-def through_bytes(message: Message) -> Message:
+def encode_and_decode(message: Message) -> Message:
     """Return a message after encoding and decoding it (rule 5)."""
     if isinstance(message, ClientMessage):
         protocol, version = WireProtocol.CLIENT, CLIENT_VERSION

@@ -15,14 +15,14 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING
 
-from waltz_sim.world.world import Action, Planned, World
+from waltz_sim.world.world import Action, PlannedAction, World
 
 if TYPE_CHECKING:
     from waltz_sim.world.network import SimLink
 
 
 class Process:
-    """A simulated process. A subclass implements `died`, `started` and `ring`."""
+    """A simulated process. A subclass implements `on_died`, `on_started` and `on_timer`."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -37,9 +37,9 @@ class Process:
         self.clock_rate = 1.0  # the speed of this process's monotonic clock
         self._rate_since_us = (0, 0)  # the world's time and this clock's time when the speed began
         self.links: dict[int, SimLink] = {}
-        self._held: deque[Action] = deque()  # waiting inputs of this incarnation
+        self._waiting_inputs: deque[Action] = deque()  # waiting inputs of this incarnation
         self._free_at_us = 0
-        self._timer: Planned | None = None
+        self._timer: PlannedAction | None = None
         self._timer_at_ms = 0
 
     @property
@@ -63,44 +63,46 @@ class Process:
         self._rate_since_us = max(1, self.world.now_us), self._now_us()
         self.clock_rate = clock_rate
 
-    def takes_at_once(self, incarnation: int) -> bool:
-        """Whether `take` would process an input now, without dropping or delaying it."""
+    def can_process_now(self, incarnation: int) -> bool:
+        """Whether `process_input` would process an input now, without dropping or delaying it."""
         return (
             incarnation == self.incarnation
             and self.is_up
-            and not (self.is_paused or self._held or self.slow_us)
+            and not (self.is_paused or self._waiting_inputs or self.slow_us)
         )
 
-    def take(self, incarnation: int, action: Action) -> None:
+    def process_input(self, incarnation: int, action: Action) -> None:
         """Process an input for one incarnation, now or later (rules 1 and 2)."""
         if incarnation != self.incarnation or not self.is_up:
             return
-        if self.is_paused or self._held:
-            self._held.append(action)
+        if self.is_paused or self._waiting_inputs:
+            self._waiting_inputs.append(action)
         elif self.slow_us and self.world.now_us < self._free_at_us:
-            self._held.append(action)
-            self._take_held_later()
+            self._waiting_inputs.append(action)
+            self._process_waiting_later()
         else:
             if self.slow_us:
                 self._free_at_us = self.world.now_us + self.slow_us
             action()
 
-    def _take_held_later(self) -> None:
+    def _process_waiting_later(self) -> None:
         delay_us, incarnation = max(0, self._free_at_us - self.world.now_us), self.incarnation
-        self.world.after(delay_us, lambda: self._take_held(incarnation))
+        self.world.call_after_us(delay_us, lambda: self._process_waiting(incarnation))
 
-    def _take_held(self, incarnation: int) -> None:
+    def _process_waiting(self, incarnation: int) -> None:
         """Process the waiting inputs; while the process is slow, only the first one."""
-        while incarnation == self.incarnation and self._held and not self.is_paused:
+        while incarnation == self.incarnation and self._waiting_inputs and not self.is_paused:
             if self.slow_us and self.world.now_us < self._free_at_us:
-                self._take_held_later()
+                self._process_waiting_later()
                 break
             self._free_at_us = self.world.now_us + self.slow_us
-            self._held.popleft()()
+            self._waiting_inputs.popleft()()
 
-    def after(self, delay_us: int, action: Action) -> Planned:
+    def call_after_us(self, delay_us: int, action: Action) -> PlannedAction:
         """Plan an action for this incarnation; it is dropped if the process dies before."""
-        return self.world.after(delay_us, partial(self.take, self.incarnation, action))
+        return self.world.call_after_us(
+            delay_us, partial(self.process_input, self.incarnation, action)
+        )
 
     def pause(self) -> None:
         """Pause the process, as SIGSTOP does."""
@@ -111,16 +113,16 @@ class Process:
         if not self.is_paused:
             return
         self.is_paused = False
-        self._take_held(self.incarnation)
+        self._process_waiting(self.incarnation)
 
     def die(self) -> None:
         """Kill the process; the messages that it has sent may still arrive."""
         self.is_up = self.is_paused = False
         self.incarnation += 1
-        self._held.clear()
+        self._waiting_inputs.clear()
         self._timer = None
         self._free_at_us = 0
-        self.died()
+        self.on_died()
 
     def start(self) -> None:
         """Start the process again; do nothing if it is running."""
@@ -128,10 +130,10 @@ class Process:
             return
         self.is_up = True
         self.incarnation += 1
-        self.started()
+        self.on_started()
 
     def set_timer(self, at_ms: int | None) -> None:
-        """Call `ring` at a time of this process's clock, or at an earlier set time (rule 3)."""
+        """Call `on_timer` at a time of this process's clock, or at an earlier set time (rule 3)."""
         if at_ms is None:
             return
         timer = self._timer
@@ -143,19 +145,19 @@ class Process:
         delay_us = at_ms * 1000 - self.world.now_us
         if self._rate_since_us[0]:
             delay_us = int((at_ms * 1000 - self._now_us()) / self.clock_rate) + 1
-        self._timer = self.after(delay_us if delay_us > 0 else 1, self._ring)
+        self._timer = self.call_after_us(delay_us if delay_us > 0 else 1, self._on_world_timer)
 
-    def _ring(self) -> None:
+    def _on_world_timer(self) -> None:
         self._timer = None
-        self.ring()
+        self.on_timer()
 
     # ---- implemented by subclasses
 
-    def died(self) -> None:
+    def on_died(self) -> None:
         """Drop the state in memory, after the process has died."""
 
-    def started(self) -> None:
+    def on_started(self) -> None:
         """Create the state in memory, after the process has started."""
 
-    def ring(self) -> None:
+    def on_timer(self) -> None:
         """Handle the timer: wake the machine if it is due, and set the next timer."""

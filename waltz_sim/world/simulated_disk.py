@@ -56,7 +56,7 @@ class DiskFault(Enum):
     """A fault that occurs once, at a planned step."""
 
     POWER_LOSS = auto()
-    FAILS = auto()
+    IO_ERROR = auto()
     DISK_FULL = auto()
 
 
@@ -69,7 +69,7 @@ class Contents(NamedTuple):
 
 class _PlannedFault(NamedTuple):
     fault: DiskFault | None
-    injected: OnInjected | None
+    on_injected: OnInjected | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +118,13 @@ class SimFile:
         disk = self._disk
         disk.read_count += 1
         if disk.read_plans:
-            disk.reading(self._path)
-        unreadable = self._inode.unreadable
+            disk.check_read(self._path)
+        unreadable = self._inode.unreadable_sectors
         if unreadable and size:
             sectors = range(offset // SECTOR_BYTES, (offset + size - 1) // SECTOR_BYTES + 1)
             if not unreadable.isdisjoint(sectors):
                 raise ReadFailed(f"cannot read {self._path}: a sector cannot be read")
-        return bytes(self._inode.seen[offset : offset + size])
+        return bytes(self._inode.visible[offset : offset + size])
 
     def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
         """Write the concatenated parts; a fault leaves the first bytes written."""
@@ -134,23 +134,23 @@ class SimFile:
         size = len(data)
         fault = disk.step("write", self._path)
         if fault is not None:
-            has_grown = offset + size > len(inode.seen)
+            has_grown = offset + size > len(inode.visible)
             data = data[: _written_bytes(fault, offset, size, has_grown=has_grown)]
         elif disk.capacity_bytes is not None:
-            space = disk.space_for(inode, offset + size)
+            space = disk.space_after(inode, offset + size)
             if space < 0:
                 data = data[: max(0, size + space)]
                 fault = DiskFault.DISK_FULL
-        whole, data = data, inode.up_to_lost(offset, data) if inode.unreadable else data
+        whole, data = data, inode.writable_part(offset, data) if inode.unreadable_sectors else data
         if data:
-            if len(inode.seen) < offset:
+            if len(inode.visible) < offset:
                 inode.resize(offset)
             end = offset + len(data)
-            inode.seen[offset:end] = data
-            inode.touch(offset, end)
+            inode.visible[offset:end] = data
+            inode.mark_written(offset, end)
         if fault is None and len(data) < len(whole):
-            fault = DiskFault.FAILS  # rule 7
-        disk.inject(fault, "write", self._path)
+            fault = DiskFault.IO_ERROR  # rule 7
+        disk.raise_fault(fault, "write", self._path)
 
     def drop_cached(self, offset: int, size: int) -> None:
         """Drop the clean sectors in the blocks of a range from the cache (rule 8)."""
@@ -161,12 +161,15 @@ class SimFile:
         """Zero unreadable sectors at a range's ends; return whether there were any (rule 7)."""
         self._check()
         inode = self._inode
-        ends = {offset // SECTOR_BYTES, (offset + size - 1) // SECTOR_BYTES} & inode.unreadable
+        ends = {
+            offset // SECTOR_BYTES,
+            (offset + size - 1) // SECTOR_BYTES,
+        } & inode.unreadable_sectors
         for start in sorted(sector * SECTOR_BYTES for sector in ends):
-            self._disk.inject(self._disk.step("punch", self._path), "punch", self._path)
+            self._disk.raise_fault(self._disk.step("punch", self._path), "punch", self._path)
             lost = slice(start, start + SECTOR_BYTES)
-            inode.seen[lost] = bytes(len(inode.seen[lost]))
-            inode.touch(lost.start, lost.stop)
+            inode.visible[lost] = bytes(len(inode.visible[lost]))
+            inode.mark_written(lost.start, lost.stop)
         return bool(ends)
 
     def sync(self) -> None:
@@ -177,14 +180,14 @@ class SimFile:
         fault = self._disk.step("sync", self._path)
         if fault is None:
             if not self._disk.is_lying:
-                inode.carry_over(inode.dirty, len(inode.seen))
-                inode.dirty.clear()
+                inode.make_durable(inode.dirty_sectors, len(inode.visible))
+                inode.dirty_sectors.clear()
             return
         if fault is not DiskFault.POWER_LOSS and not self._disk.is_lying:
-            inode.dirty.clear()
+            inode.dirty_sectors.clear()
         if fault is DiskFault.DISK_FULL:
-            fault = DiskFault.FAILS  # The cause of a failed sync does not matter to the storage.
-        self._disk.inject(fault, "sync", self._path)
+            fault = DiskFault.IO_ERROR  # The cause of a failed sync does not matter to the storage.
+        self._disk.raise_fault(fault, "sync", self._path)
 
     def truncate(self, size: int) -> None:
         """Cut the file to `size` bytes."""
@@ -192,12 +195,12 @@ class SimFile:
         fault = self._disk.step("truncate", self._path)
         if fault is None:
             self._inode.resize(size)
-        self._disk.inject(fault, "truncate", self._path)
+        self._disk.raise_fault(fault, "truncate", self._path)
 
     def size(self) -> int:
         """Return the visible size in bytes."""
         self._check()
-        return len(self._inode.seen)
+        return len(self._inode.visible)
 
     def lock_range(self, first: int, count: int) -> bool:
         """Acquire a POSIX lock, which is always free, because there is only one process."""
@@ -218,11 +221,11 @@ class SimFile:
         """Reserve space for the first `size` bytes."""
         self._check()
         fault = self._disk.step("allocate", self._path)
-        if fault is None and self._disk.space_for(self._inode, size) < 0:
+        if fault is None and self._disk.space_after(self._inode, size) < 0:
             fault = DiskFault.DISK_FULL
-        if fault is None and size > len(self._inode.seen):
+        if fault is None and size > len(self._inode.visible):
             self._inode.resize(size)
-        self._disk.inject(fault, "allocate", self._path)
+        self._disk.raise_fault(fault, "allocate", self._path)
 
     def close(self) -> None:
         """Close the file, and release its exclusive lock."""
@@ -251,7 +254,7 @@ class SimDisk:
         self.read_plans: dict[int, OnInjected | None] = {}  # by the number of the read
         self.is_off = False
         self._names: dict[Path, Inode] = {}
-        self._kept_names: dict[Path, Inode] = {}
+        self._durable_names: dict[Path, Inode] = {}
         self._journal: list[_NameChange] = []  # changes of names that are not durable, oldest first
         self._directories: set[Path] = set()
 
@@ -264,7 +267,7 @@ class SimDisk:
         if inode is None:
             if not create:
                 raise DiskFailed(f"cannot open {path}: no such file")
-            self.inject(self.step("create", path), "create", path)
+            self.raise_fault(self.step("create", path), "create", path)
             inode = Inode()
             self._change(_NameChange(path, inode))
         return SimFile(self, path, inode, is_best_effort=is_best_effort)
@@ -298,7 +301,7 @@ class SimDisk:
         self.check_power()
         if directory in self._directories:
             return
-        self.inject(self.step("mkdir", directory), "mkdir", directory)
+        self.raise_fault(self.step("mkdir", directory), "mkdir", directory)
         self._directories.update((directory, *directory.parents))
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
@@ -309,7 +312,7 @@ class SimDisk:
     def rename(self, source: Path, target: Path) -> None:
         """Rename a file; replace the target if it exists."""
         self.check_power()
-        self.inject(self.step("rename", target), "rename", target)
+        self.raise_fault(self.step("rename", target), "rename", target)
         self._change(_NameChange(target, self._names[source], source))
 
     def unlink(self, path: Path) -> None:
@@ -317,7 +320,7 @@ class SimDisk:
         self.check_power()
         if path not in self._names:
             return
-        self.inject(self.step("unlink", path), "unlink", path)
+        self.raise_fault(self.step("unlink", path), "unlink", path)
         self._change(_NameChange(path))
 
     def sync_directory(self, directory: Path) -> None:
@@ -328,16 +331,16 @@ class SimDisk:
             left: list[_NameChange] = []
             for change in self._journal:
                 if change.target.parent == directory:
-                    change.apply(self._kept_names)
+                    change.apply(self._durable_names)
                 else:
                     left.append(change)
             self._journal = left
-        self.inject(fault, "syncdir", directory)
+        self.raise_fault(fault, "syncdir", directory)
 
     def free_bytes(self, directory: Path) -> int:
         """Return the free space of the disk in bytes."""
         self.check_power()
-        used = sum(len(inode.seen) for inode in self._names.values())
+        used = sum(len(inode.visible) for inode in self._names.values())
         return FREE_BYTES if self.capacity_bytes is None else max(0, self.capacity_bytes - used)
 
     def size_bytes(self, directory: Path) -> int:
@@ -350,24 +353,26 @@ class SimDisk:
 
     # ---- faults
 
-    def plan(self, step: int, fault: DiskFault, injected: OnInjected | None = None) -> None:
+    def plan_fault(
+        self, step: int, fault: DiskFault, on_injected: OnInjected | None = None
+    ) -> None:
         """Plan a fault at a step (rule 5); steps are counted from 1 since the disk was created."""
         assert step > self.step_count
-        self._plans[step] = _PlannedFault(fault, injected)
+        self._plans[step] = _PlannedFault(fault, on_injected)
 
-    def plan_call(
-        self, names: Collection[str], fault: DiskFault | None, injected: OnInjected | None = None
+    def plan_fault_at_call(
+        self, names: Collection[str], fault: DiskFault | None, on_injected: OnInjected | None = None
     ) -> None:
         """Plan a fault at the next step of one of these kinds, as named in the trace.
 
-        If `fault` is None, only `injected` is called at that step.
+        If `fault` is None, only `on_injected` is called at that step.
         """
-        self._call_plans.append((names, _PlannedFault(fault, injected)))
+        self._call_plans.append((names, _PlannedFault(fault, on_injected)))
 
-    def plan_read(self, count: int, injected: OnInjected | None = None) -> None:
+    def plan_read_failure(self, count: int, on_injected: OnInjected | None = None) -> None:
         """Plan that the `count`th read from now on fails, once."""
         assert count > 0
-        self.read_plans[self.read_count + count] = injected
+        self.read_plans[self.read_count + count] = on_injected
 
     @property
     def has_fault(self) -> bool:
@@ -375,16 +380,16 @@ class SimDisk:
         plans = (self._plans, self._call_plans, self.read_plans)
         return self.is_lying or self.capacity_bytes is not None or any(plans)
 
-    def forget_plans(self) -> None:
+    def cancel_plans(self) -> None:
         """Cancel all planned faults."""
         self._plans.clear()
         self._call_plans.clear()
         self.read_plans.clear()
 
-    def power_loss(self, survival: Survival, rng: "Random") -> None:
+    def lose_power(self, survival: Survival, rng: "Random") -> None:
         """Lose power and start again; all open files become invalid (rule 2)."""
-        for inode in (*self._names.values(), *self._kept_names.values()):
-            _lose(inode, survival, rng)
+        for inode in (*self._names.values(), *self._durable_names.values()):
+            _apply_power_loss(inode, survival, rng)
         count = {
             Survival.NOTHING: 0,
             Survival.EVERYTHING: len(self._journal),
@@ -392,91 +397,93 @@ class SimDisk:
             Survival.ENDS: len(self._journal),
         }[survival]
         for change in self._journal[:count]:
-            change.apply(self._kept_names)
+            change.apply(self._durable_names)
         self._journal.clear()
-        self._names = dict(self._kept_names)
-        self.forget_plans()
+        self._names = dict(self._durable_names)
+        self.cancel_plans()
         self.is_off = False
         self.boot_count += 1
         self.open_count = 0
 
-    def flip(self, path: Path, offset: int, mask: int = 1) -> None:
+    def flip_bits(self, path: Path, offset: int, mask: int = 1) -> None:
         """Flip bits both on the disk and in the cache."""
         inode = self._names[path]
-        for content in (inode.seen, inode.kept):
+        for content in (inode.visible, inode.durable):
             if offset < len(content):
                 content[offset] ^= mask
 
-    def rot_unseen(self, path: Path, offset: int, mask: int = 1) -> None:
+    def flip_bits_unseen(self, path: Path, offset: int, mask: int = 1) -> None:
         """Flip bits on the disk, while the cache still has the correct content (rule 8)."""
-        kept = self._names[path].kept
+        kept = self._names[path].durable
         if offset < len(kept):
             kept[offset] ^= mask
 
     def drop_all_cached(self) -> None:
         """Drop all clean sectors from the cache (rule 8)."""
         for inode in self._names.values():
-            inode.drop_cached(0, len(inode.seen))
+            inode.drop_cached(0, len(inode.visible))
 
     def stop_lying(self) -> None:
         """Stop lying, and make all data durable that was reported as synced."""
         self.is_lying = False
         for inode in self._names.values():
-            inode.carry_over(inode.dirty, len(inode.seen))
-            inode.dirty.clear()
+            inode.make_durable(inode.dirty_sectors, len(inode.visible))
+            inode.dirty_sectors.clear()
 
     def overwrite(self, path: Path, offset: int, content: bytes) -> None:
         """Replace bytes of a file on the disk and in the cache, without an error; no file grows."""
         inode = self._names[path]
-        for each in (inode.seen, inode.kept):
+        for each in (inode.visible, inode.durable):
             part = content[: max(0, len(each) - offset)]
             each[offset : offset + len(part)] = part
 
     def make_unreadable(self, path: Path, first: int, last: int) -> None:
         """Make the sectors of the bytes first..last unreadable (rule 7)."""
-        self._names[path].unreadable.update(range(first // SECTOR_BYTES, last // SECTOR_BYTES + 1))
+        self._names[path].unreadable_sectors.update(
+            range(first // SECTOR_BYTES, last // SECTOR_BYTES + 1)
+        )
 
-    def cut(self, path: Path, size: int) -> None:
+    def shorten_file(self, path: Path, size: int) -> None:
         """Shorten a file on the disk and in the cache, without an error."""
         inode = self._names[path]
-        del inode.seen[size:], inode.kept[size:]
+        del inode.visible[size:], inode.durable[size:]
 
     def remove(self, path: Path) -> None:
         """Remove a file from the disk and from the cache, without an error."""
         self._names.pop(path, None)
-        self._kept_names.pop(path, None)
+        self._durable_names.pop(path, None)
 
-    def contents(self) -> Contents:
+    def durable_contents(self) -> Contents:
         """Return a copy of the durable contents of the disk."""
-        files = {path: bytes(inode.kept) for path, inode in self._kept_names.items()}
+        files = {path: bytes(inode.durable) for path, inode in self._durable_names.items()}
         return Contents(files, frozenset(self._directories))
 
-    def become(self, contents: Contents) -> None:
+    def replace_contents(self, contents: Contents) -> None:
         """Replace all contents by those of a backup; the caller has closed all files."""
         self._names = {
             path: Inode(bytearray(s), bytearray(s)) for path, s in contents.files.items()
         }
-        self._kept_names = dict(self._names)
+        self._durable_names = dict(self._names)
         self._directories = set(contents.directories)
         self._journal.clear()
-        self.forget_plans()
+        self.cancel_plans()
         self.is_off = self.is_lying = False
         self.boot_count += 1
         self.open_count = 0
 
-    def content(self, path: Path) -> bytes:
+    def visible_content(self, path: Path) -> bytes:
         """Return the content of a file that a program would read."""
-        return bytes(self._names[path].seen)
+        return bytes(self._names[path].visible)
 
-    def put(self, path: Path, content: bytes) -> None:
+    def write_durably(self, path: Path, content: bytes) -> None:
         """Write a whole file durably, as if it had always been there."""
         self._directories.update(path.parents)
         inode = Inode(bytearray(content), bytearray(content))
-        self._names[path] = self._kept_names[path] = inode
+        self._names[path] = self._durable_names[path] = inode
 
     def files(self) -> dict[Path, bytes]:
         """Return the visible content of all files."""
-        return {path: bytes(inode.seen) for path, inode in self._names.items()}
+        return {path: bytes(inode.visible) for path, inode in self._names.items()}
 
     # ---- for SimFile
 
@@ -494,29 +501,29 @@ class SimDisk:
             return None
         plan = self._plans.pop(self.step_count, None)
         if plan is None and self._call_plans:
-            plan = self._next_call_plan(what)
+            plan = self._take_call_plan(what)
         if plan is None:
             return None
-        if plan.injected is not None:
-            plan.injected()
+        if plan.on_injected is not None:
+            plan.on_injected()
         return plan.fault
 
-    def _next_call_plan(self, what: str) -> _PlannedFault | None:
+    def _take_call_plan(self, what: str) -> _PlannedFault | None:
         for position, (names, plan) in enumerate(self._call_plans):
             if what in names:
                 del self._call_plans[position]
                 return plan
         return None
 
-    def reading(self, path: Path) -> None:
+    def check_read(self, path: Path) -> None:
         """Raise ReadFailed if the failure of this read is planned."""
         if self.read_count in self.read_plans:
-            injected = self.read_plans.pop(self.read_count)
-            if injected is not None:
-                injected()
+            on_injected = self.read_plans.pop(self.read_count)
+            if on_injected is not None:
+                on_injected()
             raise ReadFailed(f"cannot read {path}: input/output error")
 
-    def inject(self, fault: DiskFault | None, what: str, path: Path) -> None:
+    def raise_fault(self, fault: DiskFault | None, what: str, path: Path) -> None:
         """Raise the error for a fault; do nothing for None."""
         if fault is None:
             return
@@ -527,18 +534,18 @@ class SimDisk:
             if self.on_full is not None:
                 self.on_full()
             raise NoSpace(f"{what} {path}: no space left on device")
-        if fault is DiskFault.FAILS:
+        if fault is DiskFault.IO_ERROR:
             raise DiskFailed(f"{what} {path}: input/output error")
 
-    def space_for(self, inode: Inode, size: int) -> int:
+    def space_after(self, inode: Inode, size: int) -> int:
         """Return the free bytes if a file had `size` bytes; negative if they are too few.
 
         Returns 0 for a disk without a limit, and for a file that does not grow.
         """
-        growth = size - len(inode.seen)
+        growth = size - len(inode.visible)
         if self.capacity_bytes is None or growth <= 0:
             return 0
-        used = sum(len(each.seen) for each in self._names.values())
+        used = sum(len(each.visible) for each in self._names.values())
         return self.capacity_bytes - used - growth
 
 
@@ -558,19 +565,19 @@ def _sector_floor(offset: int) -> int:
     return offset // SECTOR_BYTES * SECTOR_BYTES
 
 
-def _lose(inode: Inode, survival: Survival, rng: "Random") -> None:
+def _apply_power_loss(inode: Inode, survival: Survival, rng: "Random") -> None:
     """Choose the durable content of a file after a power loss, and make it the visible content."""
-    sectors = sorted(inode.dirty)
-    sizes = sorted((len(inode.kept), len(inode.seen)))
+    sectors = sorted(inode.dirty_sectors)
+    sizes = sorted((len(inode.durable), len(inode.visible)))
     if survival is Survival.EVERYTHING:
-        inode.carry_over(sectors, len(inode.seen))
+        inode.make_durable(sectors, len(inode.visible))
     elif survival is Survival.ANY_SECTORS:
         share = rng.choice((0.1, 0.5, 0.9))
         size = rng.choice((*sizes, rng.randint(*sizes)))
-        inode.carry_over([sector for sector in sectors if rng.random() < share], size)
+        inode.make_durable([sector for sector in sectors if rng.random() < share], size)
     elif survival is Survival.ENDS:
-        ends = [sector for sector in sectors if not {sector - 1, sector + 1} <= inode.dirty]
-        inode.carry_over(ends, len(inode.seen))
-    inode.seen = bytearray(inode.kept)
-    inode.dirty.clear()
+        ends = [sector for sector in sectors if not {sector - 1, sector + 1} <= inode.dirty_sectors]
+        inode.make_durable(ends, len(inode.visible))
+    inode.visible = bytearray(inode.durable)
+    inode.dirty_sectors.clear()
     inode.locked_by = None

@@ -30,7 +30,7 @@ _T = TypeVar("_T")
 _MASK: Final = (1 << 64) - 1
 
 
-def chance_of(number: int) -> Random:
+def stream_of_number(number: int) -> Random:
     """Return a random stream that depends only on a number."""
     return Random(number)  # noqa: S311 - it must be repeatable
 
@@ -52,7 +52,7 @@ class MiddleRandom(Random):
         return seq[len(seq) // 2]
 
 
-class Planned:
+class PlannedAction:
     """A planned action, which can be cancelled before it runs."""
 
     __slots__ = ("action",)
@@ -76,12 +76,12 @@ class World:
     ) -> None:
         self.seed = seed
         self.is_calm = is_calm
-        self.rng = chance_of(seed)
+        self.rng = stream_of_number(seed)
         self.now_us = 0
         self.step_count = 0
         self.is_traced = is_traced
         self.notes: deque[str] = deque(maxlen=notes_max)
-        self._heap: list[tuple[int, int, Planned]] = []
+        self._heap: list[tuple[int, int, PlannedAction]] = []
         self._planned_count = 0
         self._trace = hashlib.blake2b(digest_size=16)
         self._fingerprint = seed & _MASK
@@ -105,7 +105,7 @@ class World:
         """Return a new random stream that depends only on the seed and the name (rule 3)."""
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "big")
-        return MiddleRandom(number) if self.is_calm else chance_of(number)
+        return MiddleRandom(number) if self.is_calm else stream_of_number(number)
 
     def note(self, text: str) -> None:
         """Add a line to the trace; do nothing if the world is not traced."""
@@ -115,10 +115,10 @@ class World:
         self._trace.update(line.encode())
         self.notes.append(line)
 
-    def after(self, delay_us: int, action: Action) -> Planned:
+    def call_after_us(self, delay_us: int, action: Action) -> PlannedAction:
         """Plan an action `delay_us` from now."""
         assert delay_us >= 0
-        planned = Planned()
+        planned = PlannedAction()
         planned.action = action
         self._planned_count += 1
         heapq.heappush(self._heap, (self.now_us + delay_us, self._planned_count, planned))

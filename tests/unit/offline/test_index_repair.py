@@ -21,35 +21,39 @@ def disk():
     """The disk of a log that was closed; segments 0..10, 11..23 and 24..35."""
     world = sample_log()
     world.close()
-    world.disk.power_loss(Survival.EVERYTHING, Random(1))
+    world.disk.lose_power(Survival.EVERYTHING, Random(1))
     return world.disk
 
 
 DAMAGES = {
-    "an entry": lambda disk: disk.flip(INDEX, 128 + 8 * 4 + 7),
-    "the first entry": lambda disk: disk.flip(INDEX, 128),
-    "entries missing": lambda disk: disk.cut(INDEX, 150),
-    "an entry too many": lambda disk: disk.put(INDEX, disk.content(INDEX) + bytes(8)),
-    "half an entry too many": lambda disk: disk.put(INDEX, disk.content(INDEX) + bytes(4)),
-    "nothing but a name": lambda disk: disk.cut(INDEX, 0),
-    "another partition's header": lambda disk: disk.flip(INDEX, 31),
+    "an entry": lambda disk: disk.flip_bits(INDEX, 128 + 8 * 4 + 7),
+    "the first entry": lambda disk: disk.flip_bits(INDEX, 128),
+    "entries missing": lambda disk: disk.shorten_file(INDEX, 150),
+    "an entry too many": lambda disk: disk.write_durably(
+        INDEX, disk.visible_content(INDEX) + bytes(8)
+    ),
+    "half an entry too many": lambda disk: disk.write_durably(
+        INDEX, disk.visible_content(INDEX) + bytes(4)
+    ),
+    "nothing but a name": lambda disk: disk.shorten_file(INDEX, 0),
+    "another partition's header": lambda disk: disk.flip_bits(INDEX, 31),
     "No index": lambda disk: disk.remove(INDEX),
 }
 
 
 @pytest.mark.parametrize("hurt", DAMAGES.values(), ids=DAMAGES)
 def test_a_wrong_index_becomes_the_one_that_the_storage_wrote(disk, hurt):
-    good = disk.content(INDEX)
+    good = disk.visible_content(INDEX)
     hurt(disk)
     before = disk.files()
     dry = repair_index(disk, SEGMENT, dry_run=True)
     assert not dry.is_valid
     assert disk.files() == before
     assert repair_index(disk, SEGMENT, dry_run=False) == dry
-    assert disk.content(INDEX) == good
+    assert disk.visible_content(INDEX) == good
     assert disk.open_count == 0
-    disk.power_loss(Survival.NOTHING, Random(1))
-    assert disk.content(INDEX) == good, "it was durable"
+    disk.lose_power(Survival.NOTHING, Random(1))
+    assert disk.visible_content(INDEX) == good, "it was durable"
     assert repair_index(disk, SEGMENT, dry_run=False).is_valid
 
 
@@ -62,57 +66,59 @@ def test_a_correct_index_is_unchanged(disk):
 
 @pytest.mark.parametrize("survival", list(Survival))
 def test_a_crash_at_any_step_leaves_the_old_index_or_the_new_one(disk, survival):
-    good = disk.content(INDEX)
-    contents = disk.contents()
+    good = disk.visible_content(INDEX)
+    contents = disk.durable_contents()
     seen = set()
     is_done, step = False, 0
     while not is_done:
         step += 1
-        disk.become(contents)
-        disk.flip(INDEX, 140)
-        bad = disk.content(INDEX)
-        disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)
+        disk.replace_contents(contents)
+        disk.flip_bits(INDEX, 140)
+        bad = disk.visible_content(INDEX)
+        disk.plan_fault(disk.step_count + step, DiskFault.POWER_LOSS)
         with suppress(PowerLoss):
             repair_index(disk, SEGMENT, dry_run=False)
             is_done = True
-        disk.power_loss(survival, Random(step))
-        assert disk.content(INDEX) in (good, bad)
-        seen.add(disk.content(INDEX))
+        disk.lose_power(survival, Random(step))
+        assert disk.visible_content(INDEX) in (good, bad)
+        seen.add(disk.visible_content(INDEX))
     assert step > 6
     assert seen == {good, bad}
 
 
-@pytest.mark.parametrize("fault", [DiskFault.FAILS, DiskFault.DISK_FULL])
+@pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])
 def test_an_error_leaves_the_old_index(disk, fault):
-    disk.flip(INDEX, 140)
-    bad = disk.content(INDEX)
+    disk.flip_bits(INDEX, 140)
+    bad = disk.visible_content(INDEX)
     for step in range(1, 6):
-        disk.plan(disk.step_count + step, fault)
+        disk.plan_fault(disk.step_count + step, fault)
         with pytest.raises(Exception, match="idx"):
             repair_index(disk, SEGMENT, dry_run=False)
-        assert disk.content(INDEX) == bad
+        assert disk.visible_content(INDEX) == bad
         assert disk.open_count == 0
 
 
 @pytest.mark.parametrize(("lost", "wrong_entry"), [((200, 150), 12), ((700, 1000), 0)])
 def test_entries_of_records_that_cannot_be_read_are_kept(disk, lost, wrong_entry):
-    good = disk.content(INDEX)
+    good = disk.visible_content(INDEX)
     start, size = lost
     disk.overwrite(SEGMENT, start, bytes(size))
-    disk.flip(INDEX, 128 + 8 * wrong_entry + 7)
+    disk.flip_bits(INDEX, 128 + 8 * wrong_entry + 7)
     found = repair_index(disk, SEGMENT, dry_run=False)
     assert (found.entries, found.difference_count) == (13, 1)
     assert found.kept > 1
-    assert disk.content(INDEX) == good
+    assert disk.visible_content(INDEX) == good
 
 
 def test_impossible_entries_become_the_beginning_of_the_damage(disk):
-    good = disk.content(INDEX)
+    good = disk.visible_content(INDEX)
     disk.overwrite(SEGMENT, 200, bytes(150))
     kept = repair_index(disk, SEGMENT, dry_run=True).kept
     disk.remove(INDEX)
     assert repair_index(disk, SEGMENT, dry_run=False).kept == kept
-    made = [int.from_bytes(disk.content(INDEX)[at : at + 8], "big") for at in range(128, 232, 8)]
+    made = [
+        int.from_bytes(disk.visible_content(INDEX)[at : at + 8], "big") for at in range(128, 232, 8)
+    ]
     old = [int.from_bytes(good[at : at + 8], "big") for at in range(128, 232, 8)]
     differ = [position for position in range(13) if made[position] != old[position]]
     assert len(differ) == kept - 1
@@ -120,7 +126,7 @@ def test_impossible_entries_become_the_beginning_of_the_damage(disk):
 
 
 def test_a_segment_with_a_wrong_header_gets_no_index(disk):
-    disk.flip(SEGMENT, 39)
+    disk.flip_bits(SEGMENT, 39)
     with pytest.raises(
         BadFormat, match=r"expected first transaction ID 11, found 10. No index is built"
     ):

@@ -445,7 +445,7 @@ def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
         world.append([1])
         world.sync()
     world.append([1])
-    world.disk.plan(world.disk.step_count + 1, DiskFault.FAILS)
+    world.disk.plan_fault(world.disk.step_count + 1, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed):
         world.sync()
     world.log.prepare(world.session + 1, bytes(16))
@@ -485,7 +485,7 @@ def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
     """It makes them of entries that it cannot read any more; their chains are of nothing."""
     world = sample_log(segment_bytes_max=100_000)
     for position in (1, 2):
-        world.disk.flip(ROOT / "2" / f"{'0' * 19}.chn", 64 + 64 * position + 8)
+        world.disk.flip_bits(ROOT / "2" / f"{'0' * 19}.chn", 64 + 64 * position + 8)
     world.log.lineage(0, world.max_id)
     world.close()
     directory = write_to_directory(world.disk, tmp_path)

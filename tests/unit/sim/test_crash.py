@@ -12,9 +12,9 @@ from waltz_core.storage.disk.file_system import create_durably
 from waltz_sim.world.crash import (
     DirectoryEntry,
     DiskState,
-    Keep,
     KeepAll,
     KeepAllBut,
+    KeepNone,
     KeepOnly,
     KeepRandom,
     MakeDirectory,
@@ -22,10 +22,10 @@ from waltz_sim.world.crash import (
     Sector,
     Size,
     SyncDirectory,
-    delayed,
-    survivals,
-    sync_places,
-    without,
+    keep_choices,
+    sync_positions,
+    with_delayed_sync,
+    without_change,
 )
 from waltz_sim.world.inode import SECTOR_BYTES
 from waltz_sim.world.simulated_disk import DiskFault
@@ -44,28 +44,28 @@ def made(content=b"a" * 4 * SECTOR_BYTES):
 def disk_state_of(disk):
     disk_state = DiskState()
     for change in disk.changes:
-        disk_state.add(change)
+        disk_state.apply_change(change)
     return disk_state
 
 
 def left(disk, keep):
-    return disk_state_of(disk).image(keep).files
+    return disk_state_of(disk).contents_after_crash(keep).files
 
 
 def test_synced_data_stays_in_every_crash():
     disk = made()
     disk.open(PATH).pwrite([b"b"], 0)
-    assert left(disk, Keep()) == {PATH: b"a" * 4 * SECTOR_BYTES}
+    assert left(disk, KeepNone()) == {PATH: b"a" * 4 * SECTOR_BYTES}
     assert left(disk, KeepAll())[PATH][:2] == b"ba"
     disk.open(PATH).sync()
-    assert left(disk, Keep())[PATH][:2] == b"ba"
+    assert left(disk, KeepNone())[PATH][:2] == b"ba"
     assert disk_state_of(disk).units() == []
 
 
 def test_each_whole_sector_is_kept_or_lost_independently():
     disk = made()
     disk.open(PATH).pwrite([b"b" * 3 * SECTOR_BYTES], 100)
-    number = disk.number_of(PATH)
+    number = disk.file_id_of(PATH)
     kept = left(disk, KeepOnly([Sector(number, 1)]))[PATH]
     assert kept == b"a" * SECTOR_BYTES + b"b" * SECTOR_BYTES + b"a" * 2 * SECTOR_BYTES
     lost = left(disk, KeepAllBut([Sector(number, 1)]))[PATH]
@@ -76,7 +76,7 @@ def test_each_whole_sector_is_kept_or_lost_independently():
 def test_a_file_may_have_grown_without_its_data():
     disk = made(b"a")
     disk.open(PATH).pwrite([b"b" * SECTOR_BYTES], SECTOR_BYTES)
-    number = disk.number_of(PATH)
+    number = disk.file_id_of(PATH)
     assert left(disk, KeepOnly([Size(number)]))[PATH] == b"a".ljust(2 * SECTOR_BYTES, b"\0")
     only = left(disk, KeepOnly([Sector(number, 1)]))[PATH]
     assert only == b"a".ljust(SECTOR_BYTES, b"\0") + b"b" * SECTOR_BYTES
@@ -87,11 +87,11 @@ def test_a_sync_of_a_file_and_of_its_name_are_independent():
     file = disk.open(ROOT / "g", create=True)
     file.pwrite([b"g"], 0)
     file.sync()
-    assert ROOT / "g" not in left(disk, Keep())
+    assert ROOT / "g" not in left(disk, KeepNone())
     assert left(disk, KeepOnly([DirectoryEntry(ROOT / "g")]))[ROOT / "g"] == b"g"
     file.pwrite([b"h"], 1)
     disk.sync_directory(ROOT)
-    assert left(disk, Keep())[ROOT / "g"] == b"g"
+    assert left(disk, KeepNone())[ROOT / "g"] == b"g"
 
 
 def test_a_rename_may_leave_both_names_or_none():
@@ -107,7 +107,7 @@ def test_a_lost_directory_loses_its_content():
     disk.inner.make_directory(ROOT / "e")
     disk.changes.append(MakeDirectory(ROOT / "e"))
     create_durably(disk, ROOT / "e", [("f", b"x")])
-    assert left(disk, Keep()) == {PATH: b"a"}
+    assert left(disk, KeepNone()) == {PATH: b"a"}
     assert left(disk, KeepAll())[ROOT / "e" / "f"] == b"x"
 
 
@@ -115,15 +115,15 @@ def test_after_a_failed_sync_only_a_rewrite_makes_data_durable():
     disk = made()
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
-    disk.inner.plan_call(("sync",), DiskFault.FAILS)
+    disk.inner.plan_fault_at_call(("sync",), DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed):
         file.sync()
     file.sync()
-    assert left(disk, Keep())[PATH][:1] == b"a"
+    assert left(disk, KeepNone())[PATH][:1] == b"a"
     assert left(disk, KeepAll())[PATH][:1] == b"b"
     file.pwrite([b"b"], 0)
     file.sync()
-    assert left(disk, Keep())[PATH][:1] == b"b"
+    assert left(disk, KeepNone())[PATH][:1] == b"b"
 
 
 def test_a_kill_keeps_all_data_and_makes_none_durable():
@@ -133,20 +133,20 @@ def test_a_kill_keeps_all_data_and_makes_none_durable():
     again = RecordingDisk(disk.changes)
     assert again.list(ROOT) == ["f", "g"]
     assert again.open(PATH).pread(2, 0) == b"ba"
-    assert left(again, Keep())[PATH][:1] == b"a"
+    assert left(again, KeepNone())[PATH][:1] == b"a"
     again.open(PATH).sync()
-    assert left(again, Keep())[PATH][:1] == b"b"
-    assert ROOT / "g" not in left(again, Keep())
+    assert left(again, KeepNone())[PATH][:1] == b"b"
+    assert ROOT / "g" not in left(again, KeepNone())
 
 
 def test_a_sync_can_be_omitted_or_delayed():
     disk = made()
-    places = sync_places(disk.changes)[2:]  # none is created twice
+    places = sync_positions(disk.changes)[2:]  # none is created twice
     last = places[-1]
     assert isinstance(disk.changes[last], SyncDirectory)
-    assert len(without(disk.changes, last)) == len(disk.changes) - 1
-    assert delayed(disk.changes, last) is None
-    late = delayed(disk.changes, places[0])
+    assert len(without_change(disk.changes, last)) == len(disk.changes) - 1
+    assert with_delayed_sync(disk.changes, last) is None
+    late = with_delayed_sync(disk.changes, places[0])
     assert sorted(map(repr, late)) == sorted(map(repr, disk.changes))
     assert late.index(disk.changes[places[0]]) == places[1]
 
@@ -163,5 +163,5 @@ def test_after_a_crash_any_one_of_several_values_is_left(seed):
     assert len(content) <= 2 * SECTOR_BYTES
     for at in (0, SECTOR_BYTES):
         assert len(set(content[at : at + 7])) <= 1
-    kept = list(survivals(disk_state_of(disk), Random(seed), random_count=3))
+    kept = list(keep_choices(disk_state_of(disk), Random(seed), random_count=3))
     assert len(kept) >= 2 + 2 * 3 + 3

@@ -28,8 +28,8 @@ def test_synced_data_stays_and_the_rest_is_lost(disk):
     file.sync()
     file.pwrite([b"d"], 0)
     file.truncate(5)
-    disk.power_loss(Survival.NOTHING, Random(1))
-    left = disk.content(PATH)
+    disk.lose_power(Survival.NOTHING, Random(1))
+    left = disk.visible_content(PATH)
     assert len(left) == 3 * SECTOR_BYTES
     assert left[SECTOR_BYTES : SECTOR_BYTES + 11] == b"b" * 10 + b"c"
     assert left[:SECTOR_BYTES] == b"a" * SECTOR_BYTES
@@ -37,8 +37,8 @@ def test_synced_data_stays_and_the_rest_is_lost(disk):
 
 def test_a_killed_process_loses_nothing(disk):
     disk.open(PATH).pwrite([b"z" * 2000], 1000)
-    disk.power_loss(Survival.EVERYTHING, Random(1))
-    assert disk.content(PATH) == b"a" * 1000 + b"z" * 2000
+    disk.lose_power(Survival.EVERYTHING, Random(1))
+    assert disk.visible_content(PATH) == b"a" * 1000 + b"z" * 2000
 
 
 def test_a_long_write_may_leave_both_ends_without_the_middle():
@@ -47,9 +47,9 @@ def test_a_long_write_may_leave_both_ends_without_the_middle():
     file = disk.open(Path("/d/f"), create=True)
     disk.sync_directory(Path("/d"))
     file.pwrite([b"x" * (4 * SECTOR_BYTES)], 0)
-    disk.power_loss(Survival.ENDS, Random(1))
+    disk.lose_power(Survival.ENDS, Random(1))
     end, lost = b"x" * SECTOR_BYTES, bytes(2 * SECTOR_BYTES)
-    assert disk.content(Path("/d/f")) == end + lost + end
+    assert disk.visible_content(Path("/d/f")) == end + lost + end
 
 
 def test_any_subset_of_whole_sectors_can_remain():
@@ -58,8 +58,8 @@ def test_any_subset_of_whole_sectors_can_remain():
         disk = SimDisk()
         create_durably(disk, ROOT, [("f", b"a" * 4 * SECTOR_BYTES)])
         disk.open(PATH).pwrite([b"b" * 4 * SECTOR_BYTES], 0)
-        disk.power_loss(Survival.ANY_SECTORS, Random(seed))
-        left = disk.content(PATH)
+        disk.lose_power(Survival.ANY_SECTORS, Random(seed))
+        left = disk.visible_content(PATH)
         pieces = [left[at : at + SECTOR_BYTES] for at in range(0, len(left), SECTOR_BYTES)]
         assert all(piece in {b"a" * SECTOR_BYTES, b"b" * SECTOR_BYTES} for piece in pieces)
         patterns.add(b"".join(piece[:1] for piece in pieces))
@@ -72,8 +72,8 @@ def test_growth_without_its_sectors_reads_as_zeros():
         disk = SimDisk()
         create_durably(disk, ROOT, [("f", b"a")])
         disk.open(PATH).pwrite([b"b" * 2 * SECTOR_BYTES], 1)
-        disk.power_loss(Survival.ANY_SECTORS, Random(seed))
-        left = disk.content(PATH)
+        disk.lose_power(Survival.ANY_SECTORS, Random(seed))
+        left = disk.visible_content(PATH)
         assert left[:1] == b"a"
         assert set(left[1:]) <= {0, ord("b")}
         seen.add((len(left), left[-1:]))
@@ -85,36 +85,36 @@ def test_names_are_durable_only_after_a_sync_of_their_directory(disk):
     disk.unlink(PATH)
     disk.rename(ROOT / "new", ROOT / "newer")
     disk.open(ROOT / "g", create=True).pwrite([b"x"], 0)
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     assert disk.list(ROOT) == ["f", "new"]
     disk.unlink(PATH)
     disk.rename(ROOT / "new", ROOT / "newer")
     disk.sync_directory(ROOT)
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     assert disk.list(ROOT) == ["newer"]
 
 
 def test_after_a_failed_sync_the_next_one_reports_a_false_success(disk):
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
-    disk.plan(disk.step_count + 1, DiskFault.FAILS)
+    disk.plan_fault(disk.step_count + 1, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed):
         file.sync()
     file.sync()
     assert file.pread(1, 0) == b"b"
-    disk.power_loss(Survival.EVERYTHING, Random(1))
-    assert disk.content(PATH)[:1] == b"a"
+    disk.lose_power(Survival.EVERYTHING, Random(1))
+    assert disk.visible_content(PATH)[:1] == b"a"
 
 
 def test_a_failed_write_leaves_its_first_half_and_no_partial_sector(disk):
-    disk.plan(disk.step_count + 1, DiskFault.FAILS)
+    disk.plan_fault(disk.step_count + 1, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed):
         disk.open(PATH).pwrite([b"bbbb"], SECTOR_BYTES - 2)
-    assert disk.content(PATH)[SECTOR_BYTES - 3 : SECTOR_BYTES + 2] == b"abbaa"
-    disk.plan(disk.step_count + 1, DiskFault.FAILS)
+    assert disk.visible_content(PATH)[SECTOR_BYTES - 3 : SECTOR_BYTES + 2] == b"abbaa"
+    disk.plan_fault(disk.step_count + 1, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed):
         disk.open(PATH).pwrite([b"cccc"], 0)
-    assert disk.content(PATH)[:4] == b"aaaa"
+    assert disk.visible_content(PATH)[:4] == b"aaaa"
 
 
 def test_a_full_disk_takes_what_fits_and_reads_continue():
@@ -133,14 +133,14 @@ def test_a_full_disk_takes_what_fits_and_reads_continue():
 
 def test_calls_fail_while_the_power_is_off(disk):
     file = disk.open(PATH)
-    disk.plan(disk.step_count + 1, DiskFault.POWER_LOSS)
+    disk.plan_fault(disk.step_count + 1, DiskFault.POWER_LOSS)
     with pytest.raises(PowerLoss):
         file.pwrite([b"bb"], 0)
     for call in (file.size, file.sync, lambda: disk.list(ROOT), lambda: disk.open(PATH)):
         with pytest.raises(PowerLoss):
             call()
-    disk.power_loss(Survival.NOTHING, Random(1))
-    assert disk.content(PATH)[:2] == b"aa"
+    disk.lose_power(Survival.NOTHING, Random(1))
+    assert disk.visible_content(PATH)[:2] == b"aa"
     with pytest.raises(AssertionError):
         file.size()
 
@@ -151,23 +151,23 @@ def test_one_opener_has_the_lock(disk):
     assert not other.lock_whole()
     one.close()
     assert other.lock_whole()
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     assert disk.open(PATH).lock_whole()
 
 
 def test_corruption_on_the_disk_is_not_counted_as_a_step(disk):
     steps = disk.step_count
-    disk.flip(PATH, 3, 0x80)
-    assert disk.content(PATH)[3] == ord("a") ^ 0x80
-    disk.power_loss(Survival.NOTHING, Random(1))
-    assert disk.content(PATH)[3] == ord("a") ^ 0x80
+    disk.flip_bits(PATH, 3, 0x80)
+    assert disk.visible_content(PATH)[3] == ord("a") ^ 0x80
+    disk.lose_power(Survival.NOTHING, Random(1))
+    assert disk.visible_content(PATH)[3] == ord("a") ^ 0x80
     assert disk.step_count == steps
 
 
 def test_a_fault_can_be_planned_for_calls_or_reads_and_reports_its_time(disk):
     struck = []
-    disk.plan_call({"rename", "sync"}, DiskFault.FAILS, lambda: struck.append("call"))
-    disk.plan_read(2, lambda: struck.append("read"))
+    disk.plan_fault_at_call({"rename", "sync"}, DiskFault.IO_ERROR, lambda: struck.append("call"))
+    disk.plan_read_failure(2, lambda: struck.append("read"))
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
     assert file.pread(1, 0) == b"b"
@@ -186,32 +186,32 @@ def test_a_disk_with_false_syncs_has_synced_nothing(disk):
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
     file.sync()
-    assert disk.content(PATH)[:1] == b"b"
-    disk.power_loss(Survival.NOTHING, Random(1))
-    assert disk.content(PATH)[:1] == b"a"
+    assert disk.visible_content(PATH)[:1] == b"b"
+    disk.lose_power(Survival.NOTHING, Random(1))
+    assert disk.visible_content(PATH)[:1] == b"a"
 
 
 def test_a_backup_has_the_durable_bytes(disk):
     file = disk.open(PATH)
     file.pwrite([b"b"], 0)
-    backup = disk.contents()
+    backup = disk.durable_contents()
     file.sync()
     other = ROOT / "other"
-    disk.put(other, b"new")
-    disk.become(backup)
-    assert disk.content(PATH)[:1] == b"a"
+    disk.write_durably(other, b"new")
+    disk.replace_contents(backup)
+    assert disk.visible_content(PATH)[:1] == b"a"
     assert not disk.exists(other)
     with pytest.raises(AssertionError, match="before the power loss"):
         file.size()
 
 
 def test_changed_pages_and_shrunk_files_do_not_count_as_steps(disk):
-    steps, size = disk.step_count, len(disk.content(PATH))
+    steps, size = disk.step_count, len(disk.visible_content(PATH))
     disk.overwrite(PATH, size - 2, b"xyz")
-    assert disk.content(PATH)[-3:] == b"axy"
-    disk.cut(PATH, 5)
-    disk.power_loss(Survival.NOTHING, Random(1))
-    assert disk.content(PATH) == b"aaaaa"
+    assert disk.visible_content(PATH)[-3:] == b"axy"
+    disk.shorten_file(PATH, 5)
+    disk.lose_power(Survival.NOTHING, Random(1))
+    assert disk.visible_content(PATH) == b"aaaaa"
     disk.remove(PATH)
     assert not disk.exists(PATH)
     assert disk.step_count == steps
@@ -219,7 +219,7 @@ def test_changed_pages_and_shrunk_files_do_not_count_as_steps(disk):
 
 def with_unreadable_sectors(content, first, last):
     disk, path = SimDisk(), Path("/d/f")
-    disk.put(path, content)
+    disk.write_durably(path, content)
     disk.make_unreadable(path, first, last)
     return disk, path, disk.open(path)
 
@@ -236,7 +236,7 @@ def test_unreadable_sectors_are_readable_after_a_complete_rewrite():
     assert file.pread(512, 512) == b"x" * 512
     with pytest.raises(ReadFailed):
         file.pread(1, 1_024)
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     with pytest.raises(ReadFailed):
         disk.open(path).pread(1, 1_024)
 
@@ -249,7 +249,9 @@ def test_a_part_of_a_sector_that_cannot_be_read_cannot_be_written(offset, size, 
     disk, path, file = with_unreadable_sectors(bytes(2_000), 600, 1_100)
     with pytest.raises(DiskFailed, match="write /d/f"):
         file.pwrite([b"x" * size], offset)
-    assert disk.content(path) == bytes(offset) + b"x" * written + bytes(2_000 - offset - written)
+    assert disk.visible_content(path) == bytes(offset) + b"x" * written + bytes(
+        2_000 - offset - written
+    )
 
 
 def test_unreadable_sectors_are_zeros_when_they_are_released_or_cut():
@@ -272,7 +274,7 @@ def test_unreadable_sectors_are_zeros_when_they_are_released_or_cut():
 
 def test_free_space_is_the_rest_of_the_capacity():
     disk = SimDisk(capacity_bytes=100)
-    disk.put(Path("/d/f"), bytes(70))
+    disk.write_durably(Path("/d/f"), bytes(70))
     assert disk.free_bytes(Path("/d")) == 30
     disk.capacity_bytes = 60
     assert disk.free_bytes(Path("/d")) == 0

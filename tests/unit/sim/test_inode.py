@@ -13,18 +13,18 @@ def written(content):
 
 def test_unsynced_data_is_never_dropped():
     inode = written(b"a" * 2 * SECTOR_BYTES)
-    inode.seen[3:5] = b"bb"
-    inode.touch(3, 5)
+    inode.visible[3:5] = b"bb"
+    inode.mark_written(3, 5)
     inode.drop_cached(0, 2 * SECTOR_BYTES)
-    assert inode.seen[3:5] == b"bb"
+    assert inode.visible[3:5] == b"bb"
 
 
 def test_after_a_failed_sync_reads_are_unchanged_and_growth_is_zeros():
     inode = written(b"a" * 10)
-    inode.seen[:] = b"b" * 700
-    inode.dirty.clear()
+    inode.visible[:] = b"b" * 700
+    inode.dirty_sectors.clear()
     inode.drop_cached(0, 10_000)
-    assert inode.seen == b"a" * 10 + bytes(690)
+    assert inode.visible == b"a" * 10 + bytes(690)
 
 
 @given(
@@ -36,9 +36,9 @@ def test_after_a_failed_sync_reads_are_unchanged_and_growth_is_zeros():
 def test_a_drop_shows_the_synced_bytes_of_exactly_the_dropped_sectors(old, new, offset, size):
     inode = Inode(bytearray(new), bytearray(old))
     inode.drop_cached(offset, size)
-    assert len(inode.seen) == len(new)
+    assert len(inode.visible) == len(new)
     durable = old[: len(new)].ljust(len(new), b"\0")
     end = min(offset + size, len(new))
     met = set(range(offset // SECTOR_BYTES, -(-end // SECTOR_BYTES))) if end > offset else set()
-    for at, found in enumerate(inode.seen):
+    for at, found in enumerate(inode.visible):
         assert found == (durable if at // SECTOR_BYTES in met else new)[at]

@@ -182,7 +182,7 @@ def test_a_copy_without_space_does_not_use_the_reserve(is_found):
     copy, size = copy_of(Owner(5, 1)), 3 * 44 + 3 * 8 + 64
     disk.capacity_bytes += size - is_found
     if not is_found:
-        disk.plan_call(("write",), DiskFault.DISK_FULL)
+        disk.plan_fault_at_call(("write",), DiskFault.DISK_FULL)
     error = f"full: an append and the reserve need {size} bytes" if is_found else "."
     with pytest.raises(NoSpace, match=error):
         carry_out(engine, admin_tasks.PutCopy(copy))

@@ -93,7 +93,7 @@ def test_damage_found_during_a_repair_waits_for_its_own_repair(is_unreadable):
     if is_unreadable:
         disk.make_unreadable(path, position, position)
     else:
-        disk.flip(path, position)
+        disk.flip_bits(path, position)
     found = check_repaired(segments, IdRange(3, 4), ())
     assert IdRange(36, 36) in found
     assert all(30 < one.first == one.last < 43 for one in found)
@@ -107,5 +107,5 @@ def test_the_batch_before_an_id_ends_there():
     assert entry_before(segments, 5) == entries[1]
     assert entry_before(segments, 4) is None, "no batch that ends theres at 3"
     position = LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES
-    disk.flip(ROOT / segment_name(0, ".chn"), position)
+    disk.flip_bits(ROOT / segment_name(0, ".chn"), position)
     assert entry_before(segments, 5) is None, "it cannot be read"

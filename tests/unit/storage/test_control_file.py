@@ -42,7 +42,7 @@ def test_control_data_survives_a_power_loss():
     before = control.info(1)
     control.set_flags(0, 3)
     set_to = control.set_marks(0, 7, 41)
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     control = open_control(disk)
     assert control.info(0) == set_to
     assert (set_to.flags, set_to.session_id, set_to.low_water_mark) == (3, 7, 41)
@@ -57,10 +57,10 @@ def test_a_crash_in_the_middle_of_a_write_leaves_the_old_or_the_new(survival):
         disk = new_disk()
         control = open_control(disk)
         old = control.set_marks(0, 7, 41)
-        disk.plan(disk.step_count + 1 + seed % 2, DiskFault.POWER_LOSS)
+        disk.plan_fault(disk.step_count + 1 + seed % 2, DiskFault.POWER_LOSS)
         with pytest.raises(PowerLoss):
             control.set_marks(0, 8, 50)
-        disk.power_loss(survival, Random(seed))
+        disk.lose_power(survival, Random(seed))
         found = open_control(disk).info(0)
         new = old._replace(
             session_id=8, low_water_mark=50, local_low_water_mark=50, sequence=old.sequence + 1
@@ -72,7 +72,7 @@ def test_a_failed_write_changes_nothing_that_counts():
     disk = new_disk()
     control = open_control(disk)
     old = control.set_flags(2, 1)
-    disk.plan(disk.step_count + 1, DiskFault.FAILS)
+    disk.plan_fault(disk.step_count + 1, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed):
         control.set_flags(2, 3)
     assert control.info(2) == old
@@ -84,7 +84,7 @@ def test_a_failed_sync_fails_every_partition_of_the_file_until_it_is_opened_agai
     disk = new_disk()
     control = open_control(disk)
     before = control.set_marks(0, 7, 41)
-    disk.plan(disk.step_count + 2, DiskFault.FAILS)
+    disk.plan_fault(disk.step_count + 2, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed, match="sync "):
         control.set_marks(1, 7, 41)
     assert control.has_failed
@@ -102,7 +102,7 @@ def test_a_failed_sync_fails_every_partition_of_the_file_until_it_is_opened_agai
     assert not again.has_failed
     trusted = again.info(1)
     again.close()
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     assert open_control(disk).info(1) == trusted, "what is trusted is durable"
 
 
@@ -140,10 +140,10 @@ def test_the_other_structure_counts_when_one_is_damaged():
     (newest,) = [
         at for at, slot in zip(offsets, (0, 1), strict=True) if slot == control._current[1]
     ]
-    disk.flip(PATH, newest + 9)
+    disk.flip_bits(PATH, newest + 9)
     assert open_control(disk).info(1) == older
     (other,) = set(offsets) - {newest}
-    disk.flip(PATH, other + 9)
+    disk.flip_bits(PATH, other + 9)
     with pytest.raises(BadFormat, match="both copies of the state of partition 1 are"):
         open_control(disk)
 
@@ -151,13 +151,13 @@ def test_the_other_structure_counts_when_one_is_damaged():
 def test_a_structure_in_the_place_of_another_is_rejected():
     disk = new_disk()
     open_control(disk)
-    content = disk.content(PATH)
+    content = disk.visible_content(PATH)
     first, second = (partition_info_offset(0, slot) for slot in (0, 1))
     disk.overwrite(PATH, second, content[first:second])
     with pytest.raises(BadFormat, match="both copies of the state of partition"):
         open_control(disk)
-    disk.put(PATH, content)
-    disk.flip(PATH, partition_entry_offset(1) + 3, 2)
+    disk.write_durably(PATH, content)
+    disk.flip_bits(PATH, partition_entry_offset(1) + 3, 2)
     with pytest.raises(BadFormat, match="expected partition 1 in entry 1, found 3"):
         open_control(disk)
 
@@ -198,11 +198,11 @@ def test_a_missing_or_truncated_file_with_partitions_is_rejected(tmp_path, size)
 def test_a_crash_during_its_creation_leaves_no_file_or_a_complete_one():
     for steps in range(1, 10):
         disk = new_disk()
-        disk.plan(disk.step_count + steps, DiskFault.POWER_LOSS)
+        disk.plan_fault(disk.step_count + steps, DiskFault.POWER_LOSS)
         try:
             open_control(disk)
         except PowerLoss:
-            disk.power_loss(Survival.ANY_SECTORS, Random(steps))
+            disk.lose_power(Survival.ANY_SECTORS, Random(steps))
             assert open_control(disk).header.cluster_key == KEY
         else:
             assert steps > 4
@@ -224,7 +224,7 @@ def test_slots_take_turns_and_the_newest_counts():
         sequence = slots.slot.sequence
         slots.write(Slot(2, promised=promised, damaged=(IdRange(3, 4),)))
         assert slots.slot.sequence == sequence + 1
-        disk.power_loss(Survival.NOTHING, Random(1))
+        disk.lose_power(Survival.NOTHING, Random(1))
         slots = SlotFile.open(disk, ROOT, 2)
         assert (slots.slot.promised, slots.slot.damaged) == (promised, (IdRange(3, 4),))
         assert not slots.fell_back
@@ -235,10 +235,10 @@ def test_a_damaged_slot_falls_back_to_the_older_one_and_is_reported():
     slots = new_slots(disk)
     slots.write(Slot(2, promised=6))
     slots.write(Slot(2, promised=9))
-    disk.flip(SLOTS, SLOT_BLOCK_BYTES * slots._position + 20)
+    disk.flip_bits(SLOTS, SLOT_BLOCK_BYTES * slots._position + 20)
     slots = SlotFile.open(disk, ROOT, 2)
     assert (slots.slot.promised, slots.fell_back) == (6, True)
-    disk.flip(SLOTS, SLOT_BLOCK_BYTES * slots._position + 20)
+    disk.flip_bits(SLOTS, SLOT_BLOCK_BYTES * slots._position + 20)
     with pytest.raises(BadFormat, match="neither control slot is valid"):
         SlotFile.open(disk, ROOT, 2)
 
@@ -250,7 +250,7 @@ def test_a_slot_in_the_place_of_the_other_is_invalid(spoiled):
     slots = new_slots(disk)
     slots.write(Slot(2, promised=6))
     slots.write(Slot(2, promised=9))
-    content, newest = disk.content(SLOTS), slots._position
+    content, newest = disk.visible_content(SLOTS), slots._position
     victim = newest if spoiled == "newest" else 1 - newest
     other = SLOT_BLOCK_BYTES * (1 - victim)
     disk.overwrite(SLOTS, SLOT_BLOCK_BYTES * victim, content[other : other + SLOT_BLOCK_BYTES])
@@ -258,7 +258,7 @@ def test_a_slot_in_the_place_of_the_other_is_invalid(spoiled):
     assert (again.slot.promised, again.fell_back) == (6 if spoiled == "newest" else 9, True)
     # The next one goes where the other one should be: the slot that counts stays.
     again.write(Slot(2, promised=12))
-    kept = disk.content(SLOTS)[other : other + SLOT_BLOCK_BYTES]
+    kept = disk.visible_content(SLOTS)[other : other + SLOT_BLOCK_BYTES]
     assert kept == content[other : other + SLOT_BLOCK_BYTES]
     assert SlotFile.open(disk, ROOT, 2).slot.promised == 12
 
@@ -274,11 +274,11 @@ def test_a_slot_that_could_not_be_written_is_ignored():
     disk = new_disk()
     slots = new_slots(disk, promised=3)
     for step in (1, 2):
-        disk.plan(disk.step_count + step, DiskFault.FAILS)
+        disk.plan_fault(disk.step_count + step, DiskFault.IO_ERROR)
         with pytest.raises(DiskFailed):
             slots.write(Slot(2, promised=8))
         assert slots.slot.promised == 3
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     assert SlotFile.open(disk, ROOT, 2).slot.promised == 3
 
 
@@ -287,7 +287,7 @@ def test_slots_that_cannot_be_read_leave_no_file_open():
     SlotFile.create(disk, ROOT, Slot(2)).close()
     before = disk.open_count
     for read in (1, 2):
-        disk.plan_read(read)
+        disk.plan_read_failure(read)
         with pytest.raises(ReadFailed):
             SlotFile.open(disk, ROOT, 2)
         assert disk.open_count == before
@@ -302,14 +302,14 @@ def test_a_slot_write_releases_lost_sectors_of_its_own_block_only(monkeypatch):
         SimFile, "discard_lost", lambda _, *position: not abandoned.append(position)
     )
     for _ in range(2):
-        disk.plan_call({"write"}, DiskFault.FAILS)
+        disk.plan_fault_at_call({"write"}, DiskFault.IO_ERROR)
         slots.write(Slot(2))
         position = SLOT_BLOCK_BYTES * (slots.slot.sequence % 2 == 0)
-        assert disk.content(SLOTS)[position : position + SLOT_BYTES] == slots.slot.encode()
+        assert disk.visible_content(SLOTS)[position : position + SLOT_BYTES] == slots.slot.encode()
         assert abandoned.pop() == (position, SLOT_BYTES)
     slots.write(Slot(2))
     assert abandoned == [], "the write went through"
     monkeypatch.setattr(SimFile, "discard_lost", lambda *_: False)
-    disk.plan_call({"write"}, DiskFault.FAILS)
+    disk.plan_fault_at_call({"write"}, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed, match="write"):
         slots.write(Slot(2))

@@ -27,7 +27,7 @@ class Log:
         self.segments, self.records, self.entries = make_segments(self.disk, [3, 5, 2])
         for transaction_id in (1, 4, 5, 6):
             offset = SEGMENT_HEADER_BYTES + RECORD_BYTES * transaction_id + 44
-            self.disk.flip(ROOT / segment_name(0, ".seg"), offset)
+            self.disk.flip_bits(ROOT / segment_name(0, ".seg"), offset)
 
     def fill(self, first, last, *, slot=HOLE):
         run = self.records[first * RECORD_BYTES : (last + 1) * RECORD_BYTES]
@@ -47,7 +47,7 @@ def test_a_hole_is_filled_bit_by_bit_from_its_beginning(log):
 
 
 def test_damage_found_during_a_repair_is_recorded(log):
-    log.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 7 + 44)
+    log.disk.flip_bits(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 7 + 44)
     assert log.fill(4, 6) == (IdRange(1, 1), IdRange(7, 7))
     assert log.fill(7, 7, slot=Slot(2, damaged=(IdRange(7, 7),))) == ()
 
@@ -89,7 +89,7 @@ def test_records_of_another_length_do_not_fit(log):
 
 def spoil_batch(log, position):
     path = ROOT / segment_name(0, ".chn")
-    log.disk.flip(path, LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * position + 8)
+    log.disk.flip_bits(path, LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES * position + 8)
 
 
 def test_a_batch_that_rotted_with_its_records_is_rebuilt_from_them(log):
@@ -126,10 +126,10 @@ def test_records_of_another_history_prove_no_batch(log, spoiled):
     spoil_batch(log, spoiled)
     slot = Slot(2, damaged=(IdRange(4, 6),))
     log.fill(1, 1, slot=Slot(2, damaged=(IdRange(1, 1), IdRange(4, 6))))
-    before = log.disk.content(ROOT / segment_name(0, ".chn"))
+    before = log.disk.visible_content(ROOT / segment_name(0, ".chn"))
     with pytest.raises(ChecksumMismatch, match=r"4\.\.6 do not match the chain hash after"):
         damage.fill_damage(slot, log.segments, *foreign(4, 6))
-    assert log.disk.content(ROOT / segment_name(0, ".chn")) == before
+    assert log.disk.visible_content(ROOT / segment_name(0, ".chn")) == before
     assert log.fill(4, 6, slot=slot) == ()
     assert log.segments.read(0, 9)[0] == log.records
 
@@ -152,7 +152,7 @@ def test_a_repair_does_not_wait_for_a_rotten_adjacent_batch(log):
 def test_several_lost_batches_or_the_last_one_cannot_be_proved(log, spoiled):
     for position in spoiled:
         spoil_batch(log, position)
-    log.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 8 + 44)
+    log.disk.flip_bits(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + RECORD_BYTES * 8 + 44)
     first, last = (8, 8) if spoiled == (2,) else (4, 5)
     with pytest.raises(
         ChecksumMismatch, match="do not match the chain hash after the unreadable batch entry"
@@ -193,10 +193,10 @@ def test_lost_blocks_are_written_over_in_pieces(pieces):
 
 def test_the_block_in_which_an_older_segment_ends_is_written_over():
     log = Lost()
-    end = len(log.disk.content(log.path))
+    end = len(log.disk.visible_content(log.path))
     log.disk.make_unreadable(log.path, end - 1, end - 1)
     left = log.fill(58, 59, slot=Slot(2, damaged=(IdRange(58, 59),)))
-    assert len(log.disk.content(log.path)) == end
+    assert len(log.disk.visible_content(log.path)) == end
     for one in left:
         log.fill(*one, slot=Slot(2, damaged=(one,)))
     assert log.segments.read(0, 59)[0] == log.records[: 60 * RECORD_BYTES]
@@ -206,7 +206,7 @@ def test_the_block_in_which_an_older_segment_ends_is_written_over():
 def test_lost_blocks_of_an_index_are_rebuilt(position):
     log = Lost()
     path = log.path.with_suffix(".idx")
-    content = log.disk.content(path)
+    content = log.disk.visible_content(path)
     log.segments.close()
     log.disk.make_unreadable(path, position, position)
     assert log.segments.repair(0, 59) == ()
@@ -220,10 +220,10 @@ def test_lost_blocks_of_batches_are_rebuilt(position):
     disk = new_disk()
     segments, _, entries = make_segments(disk, [1] * 40, [1])
     path = ROOT / segment_name(0, ".chn")
-    before = disk.content(path)[:LINEAGE_HEADER_BYTES]
+    before = disk.visible_content(path)[:LINEAGE_HEADER_BYTES]
     disk.make_unreadable(path, position, position)
     segments.repair(0, 39)
-    assert disk.content(path)[:LINEAGE_HEADER_BYTES] == before
+    assert disk.visible_content(path)[:LINEAGE_HEADER_BYTES] == before
     found = list(segments.entries_from(0))
     is_lost = [one != other for one, other in zip(found, entries, strict=True)]
     assert 1 < sum(is_lost) <= 512 // LINEAGE_ENTRY_BYTES + 1
@@ -232,10 +232,10 @@ def test_lost_blocks_of_batches_are_rebuilt(position):
 
 def test_a_segments_header_is_kept_when_its_block_is_released():
     log = Lost()
-    before = log.disk.content(log.path)
+    before = log.disk.visible_content(log.path)
     log.disk.make_unreadable(log.path, 0, 0)
     damaged = log.fill(0, 6, slot=Slot(2, damaged=(IdRange(0, 6),)))
-    assert log.disk.content(log.path)[: SEGMENT_HEADER_BYTES + 360] == before[: 128 + 360]
+    assert log.disk.visible_content(log.path)[: SEGMENT_HEADER_BYTES + 360] == before[: 128 + 360]
     assert damaged == (), "record 6 ends in the next block"
 
 

@@ -19,7 +19,7 @@ from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.storage.disk import file_system as disk_module
 from waltz_core.storage.disk.file_system import RealDisk, create_durably, remove_temporary
 from waltz_core.storage.disk.page_cache import STEP_BYTES
-from waltz_sim.world.crash import DiskState, RecordingDisk, survivals
+from waltz_sim.world.crash import DiskState, RecordingDisk, keep_choices
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
 
@@ -166,11 +166,11 @@ def test_a_file_gets_its_name_after_its_content():
     for step in range(1, 20):
         disk = new_disk()
         create_durably(disk, ROOT, [("a", b"old"), ("b", b"old")])
-        disk.plan(disk.step_count + step, DiskFault.FAILS)
+        disk.plan_fault(disk.step_count + step, DiskFault.IO_ERROR)
         try:
             create_durably(disk, ROOT, [("a", b"new a"), ("b", b"new b")])
         except DiskFailed:
-            found = disk.content(ROOT / "a"), disk.content(ROOT / "b")
+            found = disk.visible_content(ROOT / "a"), disk.visible_content(ROOT / "b")
             assert found in [(b"old", b"old"), (b"new a", b"old"), (b"new a", b"new b")]
         else:
             assert step > 8
@@ -511,9 +511,9 @@ def test_the_last_file_is_named_only_after_the_others_are_durable():
     create_durably(disk, ROOT, [("a", b"1"), ("b", b"2"), ("c", b"3")])
     disk_state, seen = DiskState(), set()
     for change in disk.changes:
-        disk_state.add(change)
-        for keep in survivals(disk_state, Random(1), random_count=30):
-            names = {path.name for path in disk_state.image(keep).files}
+        disk_state.apply_change(change)
+        for keep in keep_choices(disk_state, Random(1), random_count=30):
+            names = {path.name for path in disk_state.contents_after_crash(keep).files}
             seen.add(frozenset(names & {"a", "b", "c"}))
             assert "c" not in names or {"a", "b"} <= names
     assert {frozenset("a"), frozenset("b"), frozenset("abc")} <= seen

@@ -45,11 +45,11 @@ def test_appends_are_rejected_before_they_touch_the_reserve():
 def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
     disk, space = made(capacity=4_500)
     space.check(500)
-    disk.put(ROOT / "other", bytes(400))
+    disk.write_durably(ROOT / "other", bytes(400))
     space.release()
     assert not disk.exists(RESERVE)
     assert (space.is_short, space.reserved_bytes) == (True, 0)
-    disk.put(ROOT / "repair", bytes(300))
+    disk.write_durably(ROOT / "repair", bytes(300))
     with pytest.raises(NoSpace):
         space.check(1)
     space.recheck()
@@ -67,13 +67,13 @@ def test_the_next_check_requires_the_space_that_was_missing(note_shortage):
         space.check(100)
         space.note_shortage(2_000)
     else:
-        disk.put(ROOT / "other", bytes(5_000))
+        disk.write_durably(ROOT / "other", bytes(5_000))
         with pytest.raises(NoSpace):
             space.check(2_000)
-    disk.put(ROOT / "other", bytes(4_500))
+    disk.write_durably(ROOT / "other", bytes(4_500))
     space.recheck()
     assert space.is_short
-    disk.put(ROOT / "other", bytes(4_000))
+    disk.write_durably(ROOT / "other", bytes(4_000))
     space.recheck()
     assert not space.is_short
 
@@ -81,7 +81,7 @@ def test_the_next_check_requires_the_space_that_was_missing(note_shortage):
 def test_a_disk_that_is_full_at_the_start_is_reported():
     disk, space = made(capacity=3_999)
     assert (space.is_short, space.reserved_bytes) == (True, 0)
-    assert disk.content(RESERVE) == b""
+    assert disk.visible_content(RESERVE) == b""
 
 
 def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
@@ -95,11 +95,11 @@ def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
 
 def test_a_reserve_that_cannot_be_released_or_filled_ends_nothing():
     disk, space = made()
-    for fault in (DiskFault.FAILS, DiskFault.DISK_FULL):
-        disk.plan(disk.step_count + 1, fault)
+    for fault in (DiskFault.IO_ERROR, DiskFault.DISK_FULL):
+        disk.plan_fault(disk.step_count + 1, fault)
         space.release()
     space.release()
-    disk.plan_call(("allocate",), DiskFault.FAILS)
+    disk.plan_fault_at_call(("allocate",), DiskFault.IO_ERROR)
     space.recheck()
     assert space.reserved_bytes == 0
     space.recheck()

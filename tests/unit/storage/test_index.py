@@ -36,7 +36,7 @@ def test_a_rewrite_over_lost_sectors_keeps_the_header_and_readable_entries():
     index.overwrite(130, np.arange(130, 140))  # in the third sector; the first stays lost
     assert index.read(130, 170).tolist() == [*range(130, 140), *[0] * 36, *range(176, 300)]
     index.overwrite(3, np.arange(3, 5))
-    assert disk.content(IDX)[:SEGMENT_HEADER_BYTES] == BLANK.encode()
+    assert disk.visible_content(IDX)[:SEGMENT_HEADER_BYTES] == BLANK.encode()
     assert index.read(0, 60).tolist() == [0, 0, 0, 3, 4, *[0] * 43, *range(48, 60)]
     index.overwrite(0, np.arange(300))
     assert index.read(0, 300).tolist() == list(range(300))
@@ -85,12 +85,12 @@ def test_only_the_synced_part_of_an_index_is_left():
     index.sync()
     index.write(2, np.array([260]))
     index.truncate(1)
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     index = OffsetIndex(disk.open(IDX), BLANK)
     assert index.read(0, 9).tolist() == [128, 170]
     index.truncate(1)
     index.sync()
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     assert OffsetIndex(disk.open(IDX), BLANK).count == 1
 
 
@@ -118,7 +118,7 @@ def test_the_place_of_an_id_is_that_of_the_batch_that_ends_at_or_after_it():
 def test_the_place_is_found_around_an_entry_that_cannot_be_read(damaged):
     disk = new_disk()
     lineage, entries = filled(disk, (2,) * 6)
-    disk.flip(CHN, entry_offset(damaged) + 4)
+    disk.flip_bits(CHN, entry_offset(damaged) + 4)
     with pytest.raises(ChecksumMismatch):
         lineage.entry(damaged)
     with pytest.raises(ChecksumMismatch):
@@ -133,12 +133,12 @@ def test_the_place_is_found_around_an_entry_that_cannot_be_read(damaged):
 def test_a_torn_end_is_trimmed_and_earlier_damage_stays():
     disk = new_disk()
     lineage, entries = filled(disk, (2,) * 5)
-    disk.flip(CHN, entry_offset(1))
-    disk.flip(CHN, entry_offset(3))
-    disk.flip(CHN, entry_offset(4))
+    disk.flip_bits(CHN, entry_offset(1))
+    disk.flip_bits(CHN, entry_offset(3))
+    disk.flip_bits(CHN, entry_offset(4))
     lineage.trim_invalid()
     assert lineage.count == 3
-    assert len(disk.content(CHN)) == entry_offset(3)
+    assert len(disk.visible_content(CHN)) == entry_offset(3)
     assert lineage.entry(2) == entries[2]
     lineage.append(entries[3:4], BEFORE_FIRST)
     assert lineage.entry(3) == entries[3]
@@ -151,8 +151,8 @@ def test_the_newest_synced_id_of_the_entries_counts():
     for entry, synced in zip(entries, (BEFORE_FIRST, 1, 3, 3), strict=True):
         lineage.append([entry], synced)
     assert [lineage.durable_before(position) for position in range(5)] == [3, 3, 3, 3, BEFORE_FIRST]
-    disk.flip(CHN, entry_offset(2))
-    disk.flip(CHN, entry_offset(3))
+    disk.flip_bits(CHN, entry_offset(2))
+    disk.flip_bits(CHN, entry_offset(3))
     assert lineage.durable_before(0) == 1
     assert lineage.durable_before(2) == BEFORE_FIRST
 
@@ -161,8 +161,8 @@ def test_a_header_is_rewritten_durably_and_the_entries_stay():
     disk = new_disk()
     lineage, entries = filled(disk)
     lineage.rewrite_header(KEY)
-    disk.power_loss(Survival.NOTHING, Random(1))
-    header = LineageHeader.decode(disk.content(CHN)[:LINEAGE_HEADER_BYTES])
+    disk.lose_power(Survival.NOTHING, Random(1))
+    header = LineageHeader.decode(disk.visible_content(CHN)[:LINEAGE_HEADER_BYTES])
     assert header.chain_before == KEY
     again = LineageFile(disk.open(CHN), header)
     assert again.chain_at(0) == KEY
@@ -173,7 +173,7 @@ def test_a_header_is_rewritten_durably_and_the_entries_stay():
 def test_an_entry_at_the_place_of_another_is_invalid(source, target):
     disk = new_disk()
     lineage, _ = filled(disk)
-    data = disk.content(CHN)[entry_offset(source) :][:LINEAGE_ENTRY_BYTES]
+    data = disk.visible_content(CHN)[entry_offset(source) :][:LINEAGE_ENTRY_BYTES]
     disk.open(CHN).pwrite([data], entry_offset(target))
     with pytest.raises(ChecksumMismatch):
         lineage.entry(target)

@@ -28,8 +28,8 @@ def test_a_full_file_takes_the_place_of_the_other():
         locks.append([b"%d...." % number])
     kept = locks.newest(1_000)
     assert kept == b"".join(b"%d...." % number for number in range(4, 7))
-    assert disk.content(ROOT / OLDER_LOCKS_NAME) == b"4....5...."
-    assert disk.content(ROOT / LOCKS_NAME) == b"6...."
+    assert disk.visible_content(ROOT / OLDER_LOCKS_NAME) == b"4....5...."
+    assert disk.visible_content(ROOT / LOCKS_NAME) == b"6...."
     assert locks.newest(7) == b"..6...."
 
 
@@ -63,13 +63,13 @@ def test_after_an_error_a_lock_file_returns_no_blocks():
     locks.append([])
     assert disk.files() == {}
     locks.append([b"one"])
-    disk.plan(disk.step_count + 1, DiskFault.FAILS)
+    disk.plan_fault(disk.step_count + 1, DiskFault.IO_ERROR)
     locks.append([b"two"])
     locks.append([b"three"])
     assert locks.newest(100) == b""
     assert new_file(disk).newest(100).startswith(b"one")
     assert b"three" not in new_file(disk).newest(100)
-    disk.plan_read(1)
+    disk.plan_read_failure(1)
     assert new_file(disk).newest(100) == b""
     full = new_disk()
     full.capacity_bytes = 0

@@ -35,12 +35,12 @@ class Log:
     def rot(self, transaction_id, at=44):
         first = max(one for one in FIRSTS if one <= transaction_id)
         offset = SEGMENT_HEADER_BYTES + RECORD_BYTES * (transaction_id - first) + at
-        self.disk.flip(ROOT / segment_name(first, ".seg"), offset)
+        self.disk.flip_bits(ROOT / segment_name(first, ".seg"), offset)
 
     def rot_index(self, transaction_id, at=7, mask=8):
         first = max(one for one in FIRSTS if one <= transaction_id)
         offset = SEGMENT_HEADER_BYTES + 8 * (transaction_id - first) + at
-        self.disk.flip(ROOT / segment_name(first, ".idx"), offset, mask)
+        self.disk.flip_bits(ROOT / segment_name(first, ".idx"), offset, mask)
 
     def read(self, first, last, bytes_max=1 << 20, *, whole_batches=False):
         """Read, check the result, and return its last ID."""
@@ -109,12 +109,12 @@ def test_a_read_of_whole_batches_stops_before_the_batch_with_the_damage(log):
 @pytest.mark.parametrize(("at", "mask"), [(7, 8), (0, 1)])
 def test_a_wrong_index_is_repaired_and_nothing_is_damaged(log, at, mask):
     path = ROOT / segment_name(5, ".idx")
-    before = log.disk.content(path)
+    before = log.disk.visible_content(path)
     log.rot_index(6, at, mask)
-    assert log.disk.content(path) != before
+    assert log.disk.visible_content(path) != before
     assert log.read(0, 11) == 11
     assert log.slots.slot.damaged == ()
-    assert log.disk.content(path) == before
+    assert log.disk.visible_content(path) == before
 
 
 def test_headers_are_those_of_the_records_and_stop_before_damage(log):
@@ -165,7 +165,7 @@ def large():
 
 def test_a_read_that_fails_once_is_reported_and_nothing_is_damaged(large):
     for count in range(1, 9):
-        large.disk.plan_read(count)
+        large.disk.plan_read_failure(count)
         assert large.read(20, 60) == 60
         assert len(large.reader.take_errors()) == 1
         assert large.reader.take_errors() == []
@@ -198,18 +198,18 @@ def test_a_long_run_of_lost_records_is_noted_in_parts(large, monkeypatch):
 
 def test_an_index_that_cannot_be_read_is_rebuilt(large):
     path = ROOT / segment_name(0, ".idx")
-    before = large.disk.content(path)
+    before = large.disk.visible_content(path)
     large.lose(".idx", 600, 600)
     assert large.read(0, 99) == 99
     assert large.slots.slot.damaged == ()
-    assert large.disk.content(path) == before
+    assert large.disk.visible_content(path) == before
     assert large.read(0, 99) == 99
 
 
 def test_batches_are_reconstructed_even_if_records_cannot_be_read(large):
     large.lose(".chn", 600, 600)
     for damaged in range(0, 100, 10):
-        large.disk.flip(
+        large.disk.flip_bits(
             ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + damaged * RECORD_BYTES
         )
     for first in range(1, 100, 10):
@@ -224,7 +224,9 @@ def test_batches_are_reconstructed_even_if_records_cannot_be_read(large):
 def test_checked_records_are_counted(large):
     assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
     assert large.reader.checked_bytes == 10 * RECORD_BYTES
-    large.disk.flip(ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + 11 * RECORD_BYTES + 44)
+    large.disk.flip_bits(
+        ROOT / segment_name(0, ".seg"), SEGMENT_HEADER_BYTES + 11 * RECORD_BYTES + 44
+    )
     assert large.reader.verify(10, 10 * RECORD_BYTES) == 11
     assert large.reader.verify(11, 10 * RECORD_BYTES) == 12
     assert large.reader.checked_bytes == 11 * RECORD_BYTES
@@ -236,7 +238,7 @@ def test_verifying_skips_only_the_damage_at_its_position(log):
     log.rot(10)
     assert log.reader.verify(8, 1 << 20) == 10
     lineage = ROOT / segment_name(0, ".chn")
-    log.disk.overwrite(lineage, len(log.disk.content(lineage)) - 10, bytes(10))
+    log.disk.overwrite(lineage, len(log.disk.visible_content(lineage)) - 10, bytes(10))
     with pytest.raises(ChecksumMismatch, match="the last 1 of 2 batch"):
         log.reader.verify(0, 1 << 20)
 
@@ -246,7 +248,7 @@ def placed(log, first, last, bytes_max=1 << 20):
     read = log.reader.locations(first, last, bytes_max)
     found = b""
     for position in read.locations:
-        content = log.disk.content(ROOT / segment_name(position.segment, ".seg"))
+        content = log.disk.visible_content(ROOT / segment_name(position.segment, ".seg"))
         found += content[position.offset : position.offset + position.size]
     end = first + read.lengths.size - 1
     assert read.first == first
@@ -292,7 +294,7 @@ def test_places_never_have_more_records_than_their_batches_describe(log, monkeyp
 def test_verifying_finds_damage_on_disk_that_the_page_cache_hides(large):
     path = ROOT / segment_name(0, ".seg")
     for number in (11, 60):
-        large.disk.rot_unseen(path, SEGMENT_HEADER_BYTES + number * RECORD_BYTES + 44)
+        large.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + number * RECORD_BYTES + 44)
     assert large.read(0, 99) == 99  # readers are given what is in memory
     assert large.slots.slot.damaged == ()
     at = 0
@@ -303,7 +305,7 @@ def test_verifying_finds_damage_on_disk_that_the_page_cache_hides(large):
 
 def test_verifying_drops_no_block_before_it_has_reached_it(large):
     path = ROOT / segment_name(0, ".seg")
-    large.disk.rot_unseen(path, SEGMENT_HEADER_BYTES + 60 * RECORD_BYTES + 44)
+    large.disk.flip_bits_unseen(path, SEGMENT_HEADER_BYTES + 60 * RECORD_BYTES + 44)
     assert large.reader.verify(0, 10 * RECORD_BYTES) == 10
     assert large.read(0, 99) == 99
 

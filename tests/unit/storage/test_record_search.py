@@ -34,8 +34,8 @@ def offset_of(transaction_id):
 def test_a_scan_stops_at_a_wrong_record_and_a_search_finds_the_next_good_one():
     disk = new_disk()
     fill_segment(new_segment(disk, chain=GENESIS_CHAIN), [6])
-    disk.flip(SEG, offset_of(2) + 50)
-    file, size = disk.open(SEG), len(disk.content(SEG))
+    disk.flip_bits(SEG, offset_of(2) + 50)
+    file, size = disk.open(SEG), len(disk.visible_content(SEG))
     starts, end = scan(file, SEGMENT_HEADER_BYTES, 0, size=size, stop_id=None)
     assert (starts.tolist(), end) == ([offset_of(0), offset_of(1)], offset_of(2))
     starts, end = scan(file, offset_of(3), 3, size=size, stop_id=5)
@@ -52,7 +52,7 @@ def test_a_scan_stops_at_a_wrong_record_and_a_search_finds_the_next_good_one():
 def test_a_record_ends_at_its_length_if_that_is_in_the_file():
     disk = new_disk()
     fill_segment(new_segment(disk), [3])
-    file, size = disk.open(SEG), len(disk.content(SEG))
+    file, size = disk.open(SEG), len(disk.visible_content(SEG))
     assert record_end(file, offset_of(2), 2, size) == offset_of(3) == size
     assert record_end(file, offset_of(2), 1, size) is None
     assert record_end(file, offset_of(2), 2, size - 1) is None
@@ -65,17 +65,17 @@ def test_a_record_ends_at_its_length_if_that_is_in_the_file():
 def search_of(disk, *, last=19):
     index = OffsetIndex(disk.open(IDX), BLANK)
     search = HoleSearch(disk.open(SEG), index, 0, last=last)
-    return lambda hole: search.record_after(hole, offset_of(hole), len(disk.content(SEG)))
+    return lambda hole: search.record_after(hole, offset_of(hole), len(disk.visible_content(SEG)))
 
 
 def with_later_records(there):
     """Twenty records, of which 2 is damaged; those from 10 on are at another position as well."""
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
-    disk.flip(SEG, offset_of(2) + 40)
-    disk.overwrite(SEG, there, disk.content(SEG)[offset_of(10) : offset_of(13) + 20])
+    disk.flip_bits(SEG, offset_of(2) + 40)
+    disk.overwrite(SEG, there, disk.visible_content(SEG)[offset_of(10) : offset_of(13) + 20])
     for transaction_id in range(3, (there - SEGMENT_HEADER_BYTES) // RECORD_BYTES):
-        disk.flip(SEG, offset_of(transaction_id) + 40)
+        disk.flip_bits(SEG, offset_of(transaction_id) + 40)
     return disk
 
 
@@ -87,14 +87,14 @@ def test_a_hole_ends_where_the_index_and_a_record_agree():
 def test_records_missing_in_the_index_are_found():
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
-    disk.flip(SEG, offset_of(3) + 40)
+    disk.flip_bits(SEG, offset_of(3) + 40)
     for transaction_id in (4, 5):  # that of 6 is right, and 4 leads there
-        disk.flip(IDX, SEGMENT_HEADER_BYTES + 8 * transaction_id + 7)
+        disk.flip_bits(IDX, SEGMENT_HEADER_BYTES + 8 * transaction_id + 7)
     assert search_of(disk)(3) == (4, offset_of(4))
-    disk.flip(SEG, offset_of(5) + 40)
+    disk.flip_bits(SEG, offset_of(5) + 40)
     assert search_of(disk)(3) == (6, offset_of(6))
-    disk.flip(SEG, offset_of(5) + 40)
-    disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES])
+    disk.flip_bits(SEG, offset_of(5) + 40)
+    disk.write_durably(IDX, disk.visible_content(IDX)[:SEGMENT_HEADER_BYTES])
     assert search_of(disk)(3) == (4, offset_of(4))
 
 
@@ -104,7 +104,7 @@ def test_an_index_with_lost_offsets_does_not_end_a_hole():
     disk.make_unreadable(SEG, offset_of(3) + 40, offset_of(3) + 40)
     file = PartlyReadableFile(disk.open(SEG))
     file.pread(60, offset_of(3))
-    size = len(disk.content(SEG))
+    size = len(disk.visible_content(SEG))
     behind = HoleSearch(file, OffsetIndex(disk.open(IDX), BLANK), 0, last=199).record_after
     assert behind(3, offset_of(3), size) is not None
     disk.overwrite(IDX, SEGMENT_HEADER_BYTES + 8 * 150, bytes(8))
@@ -115,14 +115,14 @@ def test_an_index_with_lost_offsets_does_not_end_a_hole():
 
 def test_without_an_index_a_record_with_no_space_before_it_ends_no_hole():
     disk = with_later_records(offset_of(2) + 30)
-    disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES])
+    disk.write_durably(IDX, disk.visible_content(IDX)[:SEGMENT_HEADER_BYTES])
     # Eight records before the tenth need 320 bytes.
     assert search_of(disk)(2) == (6, offset_of(6))
 
 
 def test_a_record_above_the_last_hides_none_after_it():
     disk = with_later_records(offset_of(8) + 30)
-    disk.put(IDX, disk.content(IDX)[:SEGMENT_HEADER_BYTES])
+    disk.write_durably(IDX, disk.visible_content(IDX)[:SEGMENT_HEADER_BYTES])
     assert search_of(disk, last=9)(2) is None
     disk.overwrite(SEG, offset_of(14), make_run(7, [20])[0])
     assert search_of(disk, last=9)(2) == (7, offset_of(14))
@@ -131,7 +131,7 @@ def test_a_record_above_the_last_hides_none_after_it():
 def test_a_record_above_the_last_that_was_confirmed_ends_no_hole():
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
-    disk.flip(SEG, offset_of(6) + 40)
+    disk.flip_bits(SEG, offset_of(6) + 40)
     assert search_of(disk, last=7)(6) == (7, offset_of(7))
     assert search_of(disk, last=6)(6) is None
 
@@ -139,8 +139,8 @@ def test_a_record_above_the_last_that_was_confirmed_ends_no_hole():
 def test_an_empty_index_is_searched_for_once(monkeypatch):
     disk = new_disk()
     fill_segment(new_segment(disk), [20])
-    known = disk.content(IDX)
-    disk.put(IDX, known[:SEGMENT_HEADER_BYTES] + bytes(8 * 20))
+    known = disk.visible_content(IDX)
+    disk.write_durably(IDX, known[:SEGMENT_HEADER_BYTES] + bytes(8 * 20))
     asked = []
     search = record_search.find_record
 
@@ -153,7 +153,7 @@ def test_an_empty_index_is_searched_for_once(monkeypatch):
     assert [behind(hole) for hole in (2, 5, 7)] == [(each, offset_of(each)) for each in (3, 6, 8)]
     assert asked == [17, 0, 0]
     # The same search, which has the positions that were found, is used again.
-    disk.put(
+    disk.write_durably(
         IDX,
         known[: SEGMENT_HEADER_BYTES + 8 * 3] + bytes(8) + known[SEGMENT_HEADER_BYTES + 8 * 4 :],
     )
@@ -231,7 +231,7 @@ def test_data_that_looks_like_many_long_records_takes_no_time():
 def test_unreadable_blocks_are_zeros_and_are_read_once():
     disk = new_disk()
     content = Random(3).randbytes(20_000)
-    disk.put(SEG, content)
+    disk.write_durably(SEG, content)
     disk.make_unreadable(SEG, 5_000, 5_000)
     file = PartlyReadableFile(disk.open(SEG))
     assert file.pread(4_096, 0) == content[:4_096]

@@ -73,7 +73,7 @@ def path_of(first, suffix):
 
 def rot_record(disk, first, transaction_id):
     offset = SEGMENT_HEADER_BYTES + RECORD_BYTES * (transaction_id - first) + 44
-    disk.flip(path_of(first, ".seg"), offset)
+    disk.flip_bits(path_of(first, ".seg"), offset)
 
 
 def content(segments):
@@ -109,7 +109,7 @@ def test_records_without_an_entry_do_not_belong_to_the_log():
     disk = new_disk()
     _, records, _ = written(disk, [3, 2], acked=1)
     chn = path_of(0, ".chn")
-    disk.put(chn, disk.content(chn)[: LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES])
+    disk.write_durably(chn, disk.visible_content(chn)[: LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES])
     segments, slots = opened(disk)
     assert (content(segments), segments.last_id) == (records[: 3 * RECORD_BYTES], 2)
     assert not slots.slot.suspect
@@ -119,7 +119,7 @@ def test_a_log_that_ends_below_the_marker_is_suspect():
     disk = new_disk()
     written(disk, [3, 2, 4], acked=3)
     seg = path_of(0, ".seg")
-    disk.put(seg, disk.content(seg)[: SEGMENT_HEADER_BYTES + 5 * RECORD_BYTES])
+    disk.write_durably(seg, disk.visible_content(seg)[: SEGMENT_HEADER_BYTES + 5 * RECORD_BYTES])
     segments, slots = opened(disk)
     assert segments.last_id == 4
     assert slots.slot.suspect
@@ -138,8 +138,8 @@ def test_another_history_below_the_marker_is_suspect():
 def test_a_mark_above_batches_that_were_lost_protects_nothing_any_more():
     disk = new_disk()
     _, records, entries = written(disk, [3, 2, 4], low_water_mark=8)
-    disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 2 * LINEAGE_ENTRY_BYTES)
-    before = disk.content(ROOT / SLOTS_NAME)
+    disk.flip_bits(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 2 * LINEAGE_ENTRY_BYTES)
+    before = disk.visible_content(ROOT / SLOTS_NAME)
     for _ in range(2):
         segments, slots = opened(disk)
         assert content(segments) == records
@@ -150,7 +150,9 @@ def test_a_mark_above_batches_that_were_lost_protects_nothing_any_more():
         # Damage in reconstructed batches can be repaired.
         check_repaired(segments, IdRange(6, 6), ())
         check_repaired(segments, IdRange(1, 1), ())
-        disk.put(ROOT / SLOTS_NAME, before)  # a crash: the batches are durable, their slot is not
+        disk.write_durably(
+            ROOT / SLOTS_NAME, before
+        )  # a crash: the batches are durable, their slot is not
 
 
 @pytest.mark.parametrize("trust_fsync", [True, False])
@@ -174,9 +176,9 @@ def test_falling_back_to_the_older_slot_rejects_all_sessions_so_far():
     assert slot.promised == 5
     assert slot.nonce not in {b"", bytes(16)}
     # Once more, before any session has come: no owner can have been promised a later one.
-    content = disk.content(ROOT / SLOTS_NAME)
+    content = disk.visible_content(ROOT / SLOTS_NAME)
     older = min((0, 1), key=lambda position: Slot.decode(_block(content, position)).sequence)
-    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * (1 - older) + 20)
+    disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * (1 - older) + 20)
     assert opened(disk, info=INFO._replace(session_id=4))[1].slot.promised == 5
 
 
@@ -186,7 +188,7 @@ def with_lost_newer_slot(disk, lost_promise, **older):
     slots = SlotFile.open(disk, ROOT, 2)
     lost = Slot(2, promised=lost_promise, acked=slots.slot.acked, old_sequence=INFO.sequence)
     slots.write(lost)
-    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
+    disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
 
 
 def test_a_session_that_only_the_log_contains_was_promised_too():
@@ -284,9 +286,9 @@ def test_a_log_without_its_beginning_is_rejected():
 def test_files_without_their_segment_are_removed():
     disk = new_disk()
     _, records, _ = written(disk, [3])
-    disk.put(path_of(3, ".idx"), b"x")
-    disk.put(path_of(3, ".chn"), b"x")
-    disk.put(ROOT / "anything.tmp", b"x")
+    disk.write_durably(path_of(3, ".idx"), b"x")
+    disk.write_durably(path_of(3, ".chn"), b"x")
+    disk.write_durably(ROOT / "anything.tmp", b"x")
     assert content(opened(disk)[0]) == records
     assert disk.list(ROOT) == sorted(
         [SLOTS_NAME, *(segment_name(0, suffix) for suffix in (".seg", ".idx", ".chn"))]
@@ -348,7 +350,7 @@ def adopted(spoil=lambda _disk: None):
     ("spoil", "damaged"),
     [
         (lambda disk: rot_record(disk, 0, 3), (IdRange(3, 3),)),
-        (lambda disk: disk.flip(path_of(0, ".idx"), SEGMENT_HEADER_BYTES + 30), ()),
+        (lambda disk: disk.flip_bits(path_of(0, ".idx"), SEGMENT_HEADER_BYTES + 30), ()),
     ],
     ids=["record", "index"],
 )
@@ -365,7 +367,7 @@ def test_a_record_without_a_checksum_makes_an_adopted_log_suspect(is_zero):
         if is_zero:
             disk.overwrite(path_of(0, ".seg"), end - 10, bytes(10))
         else:
-            disk.flip(path_of(0, ".seg"), end - 1)
+            disk.flip_bits(path_of(0, ".seg"), end - 1)
 
     entries, slot = adopted(spoil)
     assert (slot.damaged, slot.suspect) == ((IdRange(3, 3),), True)
@@ -394,7 +396,9 @@ def test_a_rotten_record_above_a_0_13_mark_is_not_a_torn_tail():
     _, records, _ = make_segments(disk, [12])
     disk.unlink(path_of(0, ".chn"))
     rot_record(disk, 0, 7)
-    disk.put(path_of(0, ".seg"), disk.content(path_of(0, ".seg"))[:-1])  # this one was torn
+    disk.write_durably(
+        path_of(0, ".seg"), disk.visible_content(path_of(0, ".seg"))[:-1]
+    )  # this one was torn
     info = INFO._replace(session_id=5, low_water_mark=4, local_low_water_mark=4, sequence=9)
     segments, slots = opened(disk, info=info)
     assert (segments.last_id, slots.slot.damaged) == (10, (IdRange(7, 7),))
@@ -440,14 +444,14 @@ def cut_openings(prepare, survival, info=INFO):
     for step in range(1, 80):
         disk = new_disk()
         prepare(disk)
-        disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)
+        disk.plan_fault(disk.step_count + step, DiskFault.POWER_LOSS)
         try:
             opened(disk, info=info)
         except PowerLoss:
             is_cut = True
         else:
             is_cut = False
-        disk.power_loss(survival if is_cut else Survival.NOTHING, Random(step))
+        disk.lose_power(survival if is_cut else Survival.NOTHING, Random(step))
         yield opened(disk, info=info)
         if not is_cut:
             assert step > 5
@@ -497,7 +501,7 @@ def test_all_files_are_announced_before_the_first_is_read():
     disk = ReadAheadDisk()
     disk.make_directory(ROOT)
     written(disk, [3], [2], [4])
-    disk.put(ROOT / "left.tmp", b"")
+    disk.write_durably(ROOT / "left.tmp", b"")
     before = disk.read_count
     opened(disk)
     suffixes = (".seg", ".idx", ".chn")
@@ -535,9 +539,9 @@ def test_unconfirmed_and_repaired_records_are_synced():
     written(disk, [3, 2], acked=1)
     assert syncs(disk) == [".chn", ".idx", ".seg", SLOTS_NAME, "names"]
     seg, idx = path_of(0, ".seg"), path_of(0, ".idx")
-    disk.put(seg, disk.content(seg) + b"torn")
+    disk.write_durably(seg, disk.visible_content(seg) + b"torn")
     assert syncs(disk) == [".chn", ".seg", SLOTS_NAME, "names"]
-    disk.put(idx, disk.content(idx)[:-8] + bytes(8))
+    disk.write_durably(idx, disk.visible_content(idx)[:-8] + bytes(8))
     assert ".idx" in syncs(disk)
 
 
@@ -611,7 +615,7 @@ def test_a_replica_that_lost_its_batches_is_suspect_however_its_opening_ends(ack
 
     def without_batches(disk):
         written(disk, [3, 2], [4], acked=acked)
-        disk.flip(path_of(5, ".chn"), 9)
+        disk.flip_bits(path_of(5, ".chn"), 9)
 
     for _, slots in cut_openings(without_batches, Survival.EVERYTHING):
         assert slots.slot.suspect
@@ -623,8 +627,8 @@ def test_batches_made_after_a_fall_back_are_marked():
     written(disk, [3, 2], [4], old_sequence=3)
     _, slots = opened(disk, info=INFO._replace(sequence=3))
     slots.write(dataclasses.replace(slots.slot, old_sequence=9))
-    disk.flip(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
-    disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 3)
+    disk.flip_bits(ROOT / SLOTS_NAME, SLOT_BLOCK_BYTES * slots._position + 20)
+    disk.flip_bits(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + 3)
     segments, slots = opened(disk, info=INFO._replace(sequence=9))
     assert slots.slot.suspect
     sessions = {one.session_id for one in segments.entries_from(0)}
@@ -638,8 +642,8 @@ def test_an_opening_that_fails_anywhere_leaves_no_file_open():
         segments, _, _ = written(disk, [2, 1], [2], acked=2)
         segments.close()
         open_count = disk.open_count
-        disk.flip(path_of(3, ".chn"), LINEAGE_HEADER_BYTES + 3)
-        disk.plan(disk.step_count + step, DiskFault.FAILS)
+        disk.flip_bits(path_of(3, ".chn"), LINEAGE_HEADER_BYTES + 3)
+        disk.plan_fault(disk.step_count + step, DiskFault.IO_ERROR)
         try:
             segments, slots = opened(disk)
         except DiskFailed:
@@ -677,7 +681,7 @@ def test_sectors_that_cannot_be_read_in_an_older_segment_are_damage(lost, acked)
         assert damage.first <= first
         assert last <= damage.last
         assert damage.last - damage.first <= last - first + 2 * (4096 // RECORD_BYTES + 1)
-        assert len(disk.content(path)) == SEGMENT_HEADER_BYTES + 200 * RECORD_BYTES
+        assert len(disk.visible_content(path)) == SEGMENT_HEADER_BYTES + 200 * RECORD_BYTES
         around = ((0, damage.first - 1), (damage.last + 1, 203))
         for low, high in around:
             found = segments.read(low, high)[0] if low <= high else b""
@@ -691,7 +695,7 @@ def test_without_an_index_an_older_segment_is_scanned():
     disk = new_disk()
     _, records, _ = written(disk, [100, 100], [4])
     path = path_of(0, ".idx")
-    size = len(disk.content(path))
+    size = len(disk.visible_content(path))
     disk.make_unreadable(path, size - 1, size - 1)
     segments, slots = opened(disk)
     assert content(segments) == records
@@ -703,14 +707,14 @@ def test_lost_sectors_of_records_and_of_their_index_keep_a_log_closed():
     disk = new_disk()
     written(disk, [200, 200], [4], acked=1)
     path = path_of(0, ".seg")
-    before = disk.content(path)
+    before = disk.visible_content(path)
     start = SEGMENT_HEADER_BYTES + 250 * RECORD_BYTES
     disk.make_unreadable(path, start, start)
-    end = len(disk.content(path_of(0, ".idx"))) - 1
+    end = len(disk.visible_content(path_of(0, ".idx"))) - 1
     disk.make_unreadable(path_of(0, ".idx"), end, end)
     with pytest.raises(ReadFailed, match=r"\.idx: a sector cannot be read"):
         opened(disk)
-    assert disk.content(path) == before
+    assert disk.visible_content(path) == before
 
 
 def test_sectors_that_cannot_be_read_at_the_end_of_the_log_keep_it_closed():
@@ -718,19 +722,19 @@ def test_sectors_that_cannot_be_read_at_the_end_of_the_log_keep_it_closed():
     disk = new_disk()
     written(disk, [3], [20, 20], acked=2)
     path = path_of(3, ".seg")
-    before = disk.content(path)
+    before = disk.visible_content(path)
     start = SEGMENT_HEADER_BYTES + 25 * RECORD_BYTES
     disk.make_unreadable(path, start, start)
     with pytest.raises(ReadFailed, match="a sector cannot be read"):
         opened(disk)
-    assert disk.content(path) == before
+    assert disk.visible_content(path) == before
 
 
 def test_lost_batches_at_the_end_of_an_older_segment_are_reconstructed():
     disk = new_disk()
     _, records, entries = written(disk, [3, 2], [4], [1])
     chn = path_of(0, ".chn")
-    disk.put(chn, disk.content(chn)[: LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES])
+    disk.write_durably(chn, disk.visible_content(chn)[: LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES])
     for _ in range(2):
         segments, slots = opened(disk)
         assert slots.slot.suspect
@@ -743,7 +747,7 @@ def test_batches_after_the_last_record_are_truncated():
     disk = new_disk()
     _, records, entries = written(disk, [3], [4])
     seg = path_of(3, ".seg")
-    disk.put(seg, disk.content(seg)[:SEGMENT_HEADER_BYTES])
+    disk.write_durably(seg, disk.visible_content(seg)[:SEGMENT_HEADER_BYTES])
     segments, slots = opened(disk)
     assert slots.slot.suspect
     assert (segments.last_id, segments.chain) == (2, entries[0].chain)
@@ -755,7 +759,7 @@ def test_a_rotten_batch_before_a_continued_file_is_not_torn():
     disk = new_disk()
     segments, records, entries = written(disk, [3, 2, 1], acked=1)
     segments.add(5, entries[-1].chain)
-    disk.flip(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES + 5)
+    disk.flip_bits(path_of(0, ".chn"), LINEAGE_HEADER_BYTES + LINEAGE_ENTRY_BYTES + 5)
     segments, slots = opened(disk)
     assert slots.slot.suspect
     assert (content(segments), segments.last_id) == (records, 5)

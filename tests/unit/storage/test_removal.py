@@ -54,7 +54,7 @@ def test_a_removed_partition_leaves_no_file(disk, control):
     assert names_in(disk) == ["notes.txt"]
     assert control.info(2) == (-1, -1, -1, FLAG_AVAILABLE, sequence + 1)
     assert control.info(1).flags == FLAG_AVAILABLE
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     assert ControlFile.open(disk, ROOT, KEY, 4, 5).info(2).sequence == sequence + 1
 
 
@@ -97,7 +97,7 @@ def test_without_an_intent_nothing_is_finished(disk, control):
 
 def test_a_full_disk_that_takes_no_intent_changes_nothing(disk, control):
     before = names_in(disk)
-    disk.plan(disk.step_count + 2, DiskFault.DISK_FULL)
+    disk.plan_fault(disk.step_count + 2, DiskFault.DISK_FULL)
     with pytest.raises(NoSpace):
         removal.wipe(disk, HOME, control, REMOVED_WIPE)
     assert {name for name in names_in(disk) if not name.startswith(WIPE_NAME)} == set(before)

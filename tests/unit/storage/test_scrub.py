@@ -188,12 +188,12 @@ def test_a_corrupt_file_of_scrub_positions_is_ignored():
     assert read_positions(disk, ROOT) == {}
     write_positions(disk, ROOT, {3: 70, 11: 5})
     path = ROOT / PLACES_NAME
-    for offset in range(len(disk.content(path))):
-        disk.flip(path, offset, 4)
+    for offset in range(len(disk.visible_content(path))):
+        disk.flip_bits(path, offset, 4)
         assert read_positions(disk, ROOT) == {}
-        disk.flip(path, offset, 4)
-    for size in range(len(disk.content(path)) - 1, -1, -1):
-        disk.cut(path, size)
+        disk.flip_bits(path, offset, 4)
+    for size in range(len(disk.visible_content(path)) - 1, -1, -1):
+        disk.shorten_file(path, size)
         assert read_positions(disk, ROOT) == {}
     write_positions(disk, ROOT, {3: 71})
     assert read_positions(disk, ROOT) == {3: 71}

@@ -38,11 +38,11 @@ def offset_of(transaction_id):
 def test_a_segment_gets_its_name_only_when_it_is_complete():
     for step in range(1, 20):
         disk = new_disk()
-        disk.plan(disk.step_count + step, DiskFault.POWER_LOSS)
+        disk.plan_fault(disk.step_count + step, DiskFault.POWER_LOSS)
         try:
             new_segment(disk)
         except PowerLoss:
-            disk.power_loss(Survival.ANY_SECTORS, Random(step))
+            disk.lose_power(Survival.ANY_SECTORS, Random(step))
             remove_temporary(disk, ROOT)
             names = disk.list(ROOT)
             assert SEG.name not in names or names == sorted([SEG.name, IDX.name, CHN.name])
@@ -60,9 +60,9 @@ def test_synced_records_are_read_back_after_a_power_loss():
     assert (segment.last, segment.is_dirty) == (BEFORE_FIRST, False)
     records, entries = fill_segment(segment, [3, 2])
     assert not segment.is_dirty
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     segment = open_segment(disk)
-    assert (segment.last, segment.size_bytes) == (4, len(disk.content(SEG)))
+    assert (segment.last, segment.size_bytes) == (4, len(disk.visible_content(SEG)))
     assert segment.is_plausible()
     found, lengths = segment.read(0, 4)
     assert found == records
@@ -95,7 +95,7 @@ def test_a_segment_of_something_else_is_rejected():
     with pytest.raises(BadFormat, match="from transaction 7"):
         open_segment(disk, 7)
     disk.rename(ROOT / segment_name(7, ".seg"), SEG)
-    disk.flip(SEG, 60)
+    disk.flip_bits(SEG, 60)
     with pytest.raises(BadFormat, match=rf"{SEG.name}: segment header: expected zero"):
         open_segment(disk)
 
@@ -104,7 +104,7 @@ def test_batches_of_another_segment_are_rejected():
     disk = new_disk()
     new_segment(disk).close()
     new_segment(disk, 7).close()
-    disk.put(CHN, disk.content(ROOT / segment_name(7, ".chn")))
+    disk.write_durably(CHN, disk.visible_content(ROOT / segment_name(7, ".chn")))
     with pytest.raises(BadFormat, match="belongs to another segment"):
         open_segment(disk)
 
@@ -136,7 +136,7 @@ def test_damage_at_the_end_is_repaired_with_a_record_of_another_size():
     run, lengths = make_run(3, [500])
     segment.fill(lengths, run, IdRange(3, 3))
     assert segment.read(0, 3)[0] == records[: 3 * RECORD_BYTES] + run
-    assert segment.size_bytes == len(disk.content(SEG))
+    assert segment.size_bytes == len(disk.visible_content(SEG))
 
 
 # ---- after a crash
@@ -147,28 +147,28 @@ def test_an_unconfirmed_torn_tail_is_truncated(cut):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [5])
     if cut:
-        disk.put(SEG, disk.content(SEG)[:-cut])
+        disk.write_durably(SEG, disk.visible_content(SEG)[:-cut])
     else:
-        disk.flip(SEG, offset_of(4) + 40)
+        disk.flip_bits(SEG, offset_of(4) + 40)
     segment = open_segment(disk)
     assert segment.is_plausible() == (not cut)
     assert segment.recover(0, 3, is_last=True) == ((), False)
     assert segment.last == 3
     assert segment.read(0, 3)[0] == records[: 4 * RECORD_BYTES]
-    assert len(disk.content(SEG)) == segment.size_bytes == offset_of(4)
+    assert len(disk.visible_content(SEG)) == segment.size_bytes == offset_of(4)
 
 
 @pytest.mark.parametrize("bad", [0, 2, 4])
 def test_confirmed_damage_keeps_its_place_and_is_repaired_durably(bad):
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [6])
-    disk.flip(SEG, offset_of(bad) + 40)
+    disk.flip_bits(SEG, offset_of(bad) + 40)
     segment = open_segment(disk)
     assert segment.recover(0, 5, is_last=True) == ((IdRange(bad, bad),), False)
     assert segment.last == 5
     good = records[bad * RECORD_BYTES : (bad + 1) * RECORD_BYTES]
     segment.fill(np.array([RECORD_BYTES]), good, IdRange(bad, bad))
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     assert open_segment(disk).read(0, 5)[0] == records
 
 
@@ -178,7 +178,7 @@ def test_good_records_in_the_wrong_place_do_not_end_a_hole():
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [30])
     there = offset_of(0) + 17  # as wherever the page begins
-    disk.overwrite(SEG, there, disk.content(SEG)[offset_of(12) : offset_of(18) + 30])
+    disk.overwrite(SEG, there, disk.visible_content(SEG)[offset_of(12) : offset_of(18) + 30])
     segment = open_segment(disk)
     assert segment.recover(0, 29, is_last=True) == ((IdRange(0, 6),), False)
     good = records[: 7 * RECORD_BYTES]
@@ -191,7 +191,7 @@ def test_missing_records_of_an_older_segment_are_damage(piece, monkeypatch):
     monkeypatch.setattr(segment_file, "_PIECE_IDS", piece)
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
-    disk.put(SEG, disk.content(SEG)[: offset_of(4) + 7])
+    disk.write_durably(SEG, disk.visible_content(SEG)[: offset_of(4) + 7])
     segment = open_segment(disk)
     assert segment.recover(0, 5, is_last=False) == ((IdRange(4, 5),), False)
     assert segment.last == 5
@@ -204,27 +204,27 @@ def test_a_distance_of_ids_that_no_file_can_have_takes_no_memory():
     segment = open_segment(disk)
     with pytest.raises(MissingSegment, match="to 4611686018427387904: expected at most"):
         segment.recover(0, 1 << 62, is_last=False)
-    assert len(disk.content(IDX)) < 1_000
+    assert len(disk.visible_content(IDX)) < 1_000
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_bytes_after_an_older_segment_are_truncated_only_where_all_of_it_was_found(is_damaged):
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
-    disk.put(SEG, disk.content(SEG) + b"more")
+    disk.write_durably(SEG, disk.visible_content(SEG) + b"more")
     if is_damaged:
-        disk.flip(SEG, offset_of(2) + 40)
+        disk.flip_bits(SEG, offset_of(2) + 40)
     damaged = (IdRange(2, 2),) if is_damaged else ()
     assert open_segment(disk).recover(0, 5, is_last=False) == (damaged, False)
-    assert disk.content(SEG).endswith(b"more") == is_damaged
+    assert disk.visible_content(SEG).endswith(b"more") == is_damaged
 
 
 def test_a_wrong_index_is_detected_and_repaired():
     disk = new_disk()
     records, _ = fill_segment(new_segment(disk), [6])
-    disk.flip(IDX, SEGMENT_HEADER_BYTES + 8 * 3 + 7, 4)
+    disk.flip_bits(IDX, SEGMENT_HEADER_BYTES + 8 * 3 + 7, 4)
     segment = open_segment(disk)
-    disk.flip(IDX, SEGMENT_HEADER_BYTES + 8 * 3)
+    disk.flip_bits(IDX, SEGMENT_HEADER_BYTES + 8 * 3)
     with pytest.raises(ChecksumMismatch, match="wrong from record 2 on"):
         segment.bounds(2, 4)
     assert segment.recover(3, 5, is_last=True) == ((), False)
@@ -236,7 +236,7 @@ def test_an_index_that_leads_out_of_the_file_allocates_no_memory(position):
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
     # The first offset becomes 0, or the last one grows by 2**62.
-    disk.overwrite(IDX, SEGMENT_HEADER_BYTES, bytes(8)) if position == 0 else disk.flip(
+    disk.overwrite(IDX, SEGMENT_HEADER_BYTES, bytes(8)) if position == 0 else disk.flip_bits(
         IDX, SEGMENT_HEADER_BYTES + 8 * position, 0x40
     )
     segment = open_segment(disk)
@@ -247,10 +247,10 @@ def test_an_index_that_leads_out_of_the_file_allocates_no_memory(position):
 def test_offsets_with_too_large_differences_do_not_count_as_ascending():
     disk = new_disk()
     fill_segment(new_segment(disk), [6])
-    disk.put(SEG, disk.content(SEG)[: offset_of(4) + 30])
+    disk.write_durably(SEG, disk.visible_content(SEG)[: offset_of(4) + 30])
     wrong = b"".join(one.to_bytes(8, "big", signed=True) for one in (1 << 62, -(1 << 63) + 1))
     disk.overwrite(IDX, SEGMENT_HEADER_BYTES + 8 * 5, wrong[:8])
-    disk.put(IDX, disk.content(IDX) + wrong[8:])
+    disk.write_durably(IDX, disk.visible_content(IDX) + wrong[8:])
     segment = open_segment(disk)
     found = segment.recover(0, 6, is_last=True)
     assert found.damaged == (IdRange(4, 6),)
@@ -268,13 +268,13 @@ def test_rewritten_pages_are_durable_even_if_the_cache_calls_them_clean():
     segment.append(lengths, records)
     segment.append_entries(entries, 1)
     for _ in range(2):  # both files
-        disk.plan_call(("sync",), DiskFault.FAILS)
+        disk.plan_fault_at_call(("sync",), DiskFault.IO_ERROR)
         with pytest.raises(DiskFailed):
             segment.sync()
         segment._records_dirty = False
     segment.write_again(2)
     assert not segment.is_dirty
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     segment = open_segment(disk)
     assert (segment.last, segment.read(2, 4)[0]) == (4, records)
     assert list(segment.lineage.entries(1)) == entries
@@ -289,12 +289,12 @@ def test_index_entries_lost_in_a_failed_sync_are_rebuilt_from_records(synced):
     segment.sync_index()
     segment.append(lengths[2:], records[int(lengths[:2].sum()) :])
     segment.sync()
-    disk.plan_call(("sync",), DiskFault.FAILS)
+    disk.plan_fault_at_call(("sync",), DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed):
         segment.sync_index()
     disk.drop_all_cached()
     segment.copy_index(synced)
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     assert open_segment(disk).read(0, 2)[0] == records
 
 
@@ -315,15 +315,15 @@ def test_an_index_header_in_a_lost_block_is_rewritten_and_a_wrong_one_is_not_tru
     disk = new_disk()
     fill_segment(new_segment(disk), [100])
     path = ROOT / segment_name(0, ".idx")
-    before = disk.content(path)
+    before = disk.visible_content(path)
     disk.make_unreadable(path, 0, 0)
     assert open_segment(disk).next_id == 100
-    for content in (disk.content(path), bytes(128) + before[128:]):
-        disk.put(path, content)
+    for content in (disk.visible_content(path), bytes(128) + before[128:]):
+        disk.write_durably(path, content)
         open_segment(disk)
-        assert disk.content(path)[:128] == before[:128]
-        assert len(disk.content(path)) == len(before)
-    disk.put(path, BLANK._replace(first=999).encode() + before[128:])
-    disk.plan_read(2)  # the first of the two reads of its header
+        assert disk.visible_content(path)[:128] == before[:128]
+        assert len(disk.visible_content(path)) == len(before)
+    disk.write_durably(path, BLANK._replace(first=999).encode() + before[128:])
+    disk.plan_read_failure(2)  # the first of the two reads of its header
     assert open_segment(disk).next_id == 0
-    assert disk.content(path) == before[:128]
+    assert disk.visible_content(path) == before[:128]

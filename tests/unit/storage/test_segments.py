@@ -102,7 +102,7 @@ def test_a_truncation_may_cross_segments_and_be_repeated(last_to_keep):
         assert segments.last_id == last_to_keep
     segments.sync()
     segments.sync_index()
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     firsts = [first for first in (0, 3, 5) if not first or first <= last_to_keep]
     names = [name for name in disk.list(ROOT) if name.endswith(".seg")]
     assert names == [segment_name(first, ".seg") for first in firsts]
@@ -137,14 +137,14 @@ def test_a_hole_across_two_segments_is_filled():
     segments, records, _ = make_segments(disk, [3], [1, 1], [4])
     for first, position in ((0, 2), (3, 0)):
         path = ROOT / segment_name(first, ".seg")
-        disk.flip(path, 128 + position * RECORD_BYTES + 44)
+        disk.flip_bits(path, 128 + position * RECORD_BYTES + 44)
     assert segments.record_crcs(0, 1) is not None
     assert segments.record_crcs(0, 8) is None
     assert segments.diagnose(2) == (IdRange(2, 2),)
     segments.fill(
         2, np.array([RECORD_BYTES] * 2), memoryview(bytes_of(records, 2, 3)), IdRange(2, 3)
     )
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     assert reopened(disk, 0, 3, 5).read(0, 8)[0] == records
     run, lengths = make_run(1, [21])
     with pytest.raises(BadFormat, match="expected 60 bytes, found 61"):
@@ -197,9 +197,9 @@ def test_the_last_batches_of_a_running_log_are_not_reconstructed():
     disk = new_disk()
     segments, _, entries = make_segments(disk, [2, 1, 3])
     path = ROOT / segment_name(0, ".chn")
-    disk.flip(path, len(disk.content(path)) - 20)
+    disk.flip_bits(path, len(disk.visible_content(path)) - 20)
     with pytest.raises(ChecksumMismatch, match="the last 1 of 3 batch"):
         segments.repair(0, 5)
-    disk.flip(path, len(disk.content(path)) - 20)
+    disk.flip_bits(path, len(disk.visible_content(path)) - 20)
     assert segments.repair(0, 5) == ()
     assert list(segments.entries(0, 5, 9)[1]) == entries

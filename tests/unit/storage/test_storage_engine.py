@@ -75,7 +75,7 @@ def test_assigning_partitions_takes_one_sync_of_names_and_one_of_flags():
     for partition_id in (2, 7):
         engine.assign(partition_id)
     engine.abandon()
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     engine = open_engine(Path("/waltz"), disk=disk, partition_count=9)
     assert (sorted(engine.logs), engine.failed) == ([2, 4, 7], {})
     with pytest.raises(UnknownPartition):
@@ -276,7 +276,7 @@ def test_errors_name_the_file(tmp_path, name):
 def test_files_of_a_killed_process_are_synced_before_they_are_trusted():
     disk = SimDisk()
     engine = open_engine(Path("/waltz"), disk=disk)
-    disk.plan_call(("sync",), DiskFault.FAILS)
+    disk.plan_fault_at_call(("sync",), DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed):
         engine.assign(1)
     engine.abandon()
@@ -285,7 +285,7 @@ def test_files_of_a_killed_process_are_synced_before_they_are_trusted():
     file.close()
     engine = open_engine(Path("/waltz"), disk=disk)
     assert engine.assigned_partitions() == [1]
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     engine = open_engine(Path("/waltz"), disk=disk)
     assert engine.assigned_partitions() == [1]
 

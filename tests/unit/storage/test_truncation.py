@@ -43,7 +43,7 @@ def test_entries_above_a_truncation_are_removed_with_the_intent():
 def test_a_batch_that_cannot_be_read_is_not_truncated_in_its_middle():
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 5])
-    disk.flip(ROOT / segment_name(0, ".seg"), 128 + 4 * RECORD_BYTES + 44)
+    disk.flip_bits(ROOT / segment_name(0, ".seg"), 128 + 4 * RECORD_BYTES + 44)
     with pytest.raises(ChecksumMismatch, match=r"records 3\.\.5: cannot shorten their batch"):
         truncation.with_intent(Slot(2), segments, 5)
     assert truncation.with_intent(Slot(2), segments, 2).truncate == TruncateIntent(2, None)
@@ -53,11 +53,11 @@ def test_a_segment_whose_removal_could_not_be_synced_does_not_return():
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 5], [2])
     slot = truncation.with_intent(Slot(2), segments, 5)
-    disk.plan_call({"syncdir"}, DiskFault.DISK_FULL)
+    disk.plan_fault_at_call({"syncdir"}, DiskFault.DISK_FULL)
     with pytest.raises(NoSpace):
         truncation.carry_out(segments, slot.truncate)
     truncation.carry_out(segments, slot.truncate)
-    disk.power_loss(Survival.NOTHING, Random(1))
+    disk.lose_power(Survival.NOTHING, Random(1))
     found = [name for name in disk.list(ROOT) if name.endswith(".seg")]
     assert found == [segment_name(0, ".seg")]
 
@@ -68,7 +68,7 @@ def test_a_truncation_without_space_is_carried_out_again_from_any_step():
         disk = new_disk()
         segments, records, entries = make_segments(disk, [3, 5], [2], [4])
         slot = truncation.with_intent(Slot(2, damaged=(IdRange(4, 9),)), segments, 5)
-        disk.plan(disk.step_count + step, DiskFault.DISK_FULL)
+        disk.plan_fault(disk.step_count + step, DiskFault.DISK_FULL)
         try:
             truncation.carry_out(segments, slot.truncate)
         except NoSpace:

@@ -276,7 +276,7 @@ def test_a_truncation_without_space_is_repeated_with_the_reserve():
     assert appended.synced_max == 3
     truncate = LaneRequest(1, owner.make(Truncate, 1, BEFORE_FIRST, GENESIS_CHAIN))
     cuts = disk.step_count + 4  # after the intent: the log is truncated, and then its index
-    disk.plan(cuts, DiskFault.DISK_FULL)
+    disk.plan_fault(cuts, DiskFault.DISK_FULL)
     result = Work(log, (truncate,), STORAGE_ID, space=engine.space).run()
     assert isinstance(result.outcomes[0], ReplicaEnd), result.outcomes
     assert (result.outcomes[0].synced_max, result.failure) == (1, None)

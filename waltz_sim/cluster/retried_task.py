@@ -38,47 +38,47 @@ if TYPE_CHECKING:
 
     from waltz_sim.cluster.simulated_cluster import SimCluster
 
-ROWS: Final = 3
+ROW_COUNT: Final = 3
 POLL_INTERVAL_US: Final = 10_000
 POLLS_MAX: Final = 300
 RETRY_US: Final = 50_000
 ATTEMPTS_MAX: Final = 100
 # The errors that end an attempt: it is fenced, or its generation has ended.
-FINAL: Final = (ConnectionSuperseded.code, GenerationMismatch.code)
+FENCING_ERROR_CODES: Final = (ConnectionSuperseded.code, GenerationMismatch.code)
 _NO_LOCKS: Final[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = ((), (), ())
 
 
 class RetriedTask(Process):
-    """One task; `written` is called when the log contains all rows of its second attempt."""
+    """One task; `on_rows_written` is called when all rows of its second attempt are in the log."""
 
-    def __init__(self, cluster: "SimCluster", written: "Callable[[], None]") -> None:
+    def __init__(self, cluster: "SimCluster", on_rows_written: "Callable[[], None]") -> None:
         super().__init__(cluster.world, "task")
         self._cluster = cluster
-        self._written = written
+        self._on_rows_written = on_rows_written
         self._client_id = ClientId(cluster.coordinator.next_client_id())
         self._generation = cluster.coordinator.assignment.generation
-        self._rows = cluster.workload.rows_of(self.name, [_NO_LOCKS] * ROWS)
+        self._rows = cluster.workload.record_rows(self.name, [_NO_LOCKS] * ROW_COUNT)
         owner = cluster.owner
         assert owner is not None
         self._owner, self._incarnation = owner, owner.incarnation
         self._is_over = False
         self._attempt(2)
-        self._poll(POLLS_MAX)
+        self._poll_rows(POLLS_MAX)
 
-    def continue_attempts(self) -> None:
+    def continue_first_attempt(self) -> None:
         """Let the first attempt continue."""
         self._is_over = False
         self._attempt(1)
 
-    def _poll(self, left: int) -> None:
+    def _poll_rows(self, left: int) -> None:
         """End the second attempt when the log contains all of its rows (rule 2)."""
         if all(row.transaction_id != BEFORE_FIRST for row in self._rows):
             self._is_over = True  # ends the second attempt
             for link in list(self.links.values()):
                 self._cluster.network.close(link, NEAR)
-            self._written()
+            self._on_rows_written()
         elif left:
-            self.after(POLL_INTERVAL_US, lambda: self._poll(left - 1))
+            self.call_after_us(POLL_INTERVAL_US, lambda: self._poll_rows(left - 1))
 
     def _attempt(self, sequence: int, left: int = ATTEMPTS_MAX) -> None:
         """Mount with a connection sequence, and append all rows; retry as a client does."""
@@ -88,27 +88,27 @@ class RetriedTask(Process):
         if has_restarted and not cluster.setup.has_new_owner_ids:  # rule 3
             return
 
-        def again() -> None:
+        def retry() -> None:
             if left and not self._is_over:
-                self.after(RETRY_US, lambda: self._attempt(sequence, left - 1))
+                self.call_after_us(RETRY_US, lambda: self._attempt(sequence, left - 1))
 
         def mount(link: SimLink) -> None:
             request = MountWriter(self._req_id(0), sequence, LATEST_MARK, wants_feed=False)
             cluster.network.send(link, NEAR, request)
 
         if owner is None:
-            again()
+            retry()
             return
         cluster.network.dial(
             self,
             owner,
-            Handlers(partial(self._received, again), lambda _link, _reason: again()),
-            opened=mount,
-            failed=lambda _reason: again(),
+            Handlers(partial(self._on_message, retry), lambda _link, _reason: retry()),
+            on_opened=mount,
+            on_failed=lambda _reason: retry(),
             accept=owner.accept,
         )
 
-    def _received(self, again: "Callable[[], None]", link: SimLink, message: Message) -> None:
+    def _on_message(self, retry: "Callable[[], None]", link: SimLink, message: Message) -> None:
         network = self._cluster.network
         if isinstance(message, Mounted):
             self._is_over = (
@@ -119,9 +119,9 @@ class RetriedTask(Process):
                 network.send(link, NEAR, AppendRequest(self._req_id(number), *request))
         elif isinstance(message, ErrorResponse):
             network.close(link, NEAR)
-            if message.error_code in FINAL:
+            if message.error_code in FENCING_ERROR_CODES:
                 self._is_over = True
-            again()
+            retry()
 
     def _req_id(self, sequence: int) -> ReqId:
         return ReqId(self._client_id, self._generation, self._cluster.partition_id, sequence)

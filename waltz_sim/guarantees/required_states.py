@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Final
 
 # These are names of counters of checkers, of the simulated ZooKeeper, or of reports by machines.
-SOMETIMES: Final = (
+REQUIRED_STATES: Final = (
     "recovery waited for more trusted replicas",
     "recovery decided without some replicas",
     "torn record at the end of a log",
@@ -65,11 +65,11 @@ SOMETIMES: Final = (
     "read below the first available ID",
 )
 # Reports of machines -> the states above that they show.
-REPORTED: Final[Mapping[str, str]] = {
+STATES_OF_REPORTS: Final[Mapping[str, str]] = {
     "recovery.waiting": "recovery waited for more trusted replicas"
 }
 
 
-def never(counts: Mapping[str, int]) -> list[str]:
-    """Return the states that the counted runs never reached, in the order of `SOMETIMES`."""
-    return [each for each in SOMETIMES if not counts.get(each)]
+def missing_states(counts: Mapping[str, int]) -> list[str]:
+    """Return the required states that no run has reached, in the order of `REQUIRED_STATES`."""
+    return [each for each in REQUIRED_STATES if not counts.get(each)]

@@ -66,7 +66,7 @@ PIECE_BYTES: Final = 150
 _NO_CLIENT_ID: Final = -1
 
 
-class SmallPieces(LargeBatchThrottle):
+class SmallPieceThrottle(LargeBatchThrottle):
     """A throttle for large batches whose pieces are small, like all batches in the simulator."""
 
     def piece_bytes(self, now_ms: int) -> int | None:
@@ -120,10 +120,10 @@ class ObservedStore:
     def step(self, event: session_events.Event, now_ms: int) -> Sequence[session_events.Effect]:
         """Step the store, and check the event, its invariants and its effects."""
         if type(event) is session_events.Submit:
-            self._checks.submitted(self._server, event)
+            self._checks.on_batch_submitted(self._server, event)
         effects = self.store.step(event, now_ms)
         check(self.store)
-        self._checks.stepped(self._server, self.store, effects)
+        self._checks.on_store_stepped(self._server, self.store, effects)
         return effects
 
 
@@ -144,7 +144,7 @@ class SimServer(Process):
         self._fetch_count = 0
         # Where the server has to die: the name of an event or effect, whether after it, and a
         # callback.
-        self.dies_at: tuple[str, bool, Callable[[], None]] | None = None
+        self.planned_death: tuple[str, bool, Callable[[], None]] | None = None
         # Whether its event loop hangs while its other threads run.
         self.is_hanging = False
         self.hang_count = 0
@@ -156,7 +156,7 @@ class SimServer(Process):
 
     # ---- life
 
-    def started(self) -> None:
+    def on_started(self) -> None:
         """Start without state, and register the server in ZooKeeper."""
         self.cluster.coordinator.register_server(self)
 
@@ -172,7 +172,7 @@ class SimServer(Process):
         self.is_hanging = False
         super().resume()
 
-    def died(self) -> None:
+    def on_died(self) -> None:
         """Drop all state except the name."""
         self.is_hanging = False
         self.partition = self.store = None
@@ -187,32 +187,32 @@ class SimServer(Process):
             return
         self.world.note(f"{self.name} is killed")
         self.die()
-        self.cluster.network.died(self, is_silent=is_silent)
+        self.cluster.network.end_links(self, is_silent=is_silent)
         self.cluster.coordinator.watch_server(self)
 
-    def _dies(self, thing: object, *, is_after: bool) -> bool:
+    def _kill_if_planned(self, thing: object, *, is_after: bool) -> bool:
         """Kill this server if a fault plans it at this event or effect; return whether it did."""
-        if self.dies_at is None:
+        if self.planned_death is None:
             return False
-        point, is_wanted_after, struck = self.dies_at
+        point, is_wanted_after, on_death = self.planned_death
         if isinstance(thing, session_events.SendToReplica | session_events.ReplicaResponded):
             thing = thing.message
         if type(thing).__name__ != point or is_after != is_wanted_after:
             return False
-        self.dies_at = None
-        struck()
+        self.planned_death = None
+        on_death()
         self.kill()
         self.cluster.restart_later(self)
         return True
 
-    def assigned(self, assignment: "Assignment") -> None:
+    def on_assigned(self, assignment: "Assignment") -> None:
         """Apply the current assignment, which this server has just read."""
         if assignment.owner != self.name:
             self.release_ownership()
             return
         replicas = assignment.replicas
         if self.partition is None:
-            self._new_partition()
+            self._create_partition()
         assert self.partition is not None
         is_new = assignment.generation != self.partition.generation or not self._replicas
         has_changed = replicas != self._replicas
@@ -228,12 +228,12 @@ class SimServer(Process):
             return
         self.step(session_events.ReleaseOwnership())
         for key in list(self._sessions):
-            self._close_session(*key)
+            self._close_session_link(*key)
         self.partition = self.store = None
         self._replicas = ()
         self._fetches.clear()
 
-    def _new_partition(self) -> None:
+    def _create_partition(self) -> None:
         cluster = self.cluster
         store = PartitionStore(
             cluster.partition_id,
@@ -251,9 +251,9 @@ class SimServer(Process):
             cluster.limits,
             TransactionCache(CacheBudget(64 * 1024)),
             FeedCache(64 * 1024),
-            SmallPieces(),
+            SmallPieceThrottle(),
         )
-        cluster.checks.partition_made(self)
+        cluster.checks.on_partition_created(self)
 
     # ---- the machine
 
@@ -263,22 +263,22 @@ class SimServer(Process):
         if machine is None:
             return
         if self.world.is_traced:
-            self.world.note(f"{self.name} < {describe(event)}")
-        if self.dies_at is not None and self._dies(event, is_after=False):
+            self.world.note(f"{self.name} < {describe_event(event)}")
+        if self.planned_death is not None and self._kill_if_planned(event, is_after=False):
             return
         for effect in machine.step(event, self.now_ms):
-            if self.dies_at is not None and self._dies(effect, is_after=False):
+            if self.planned_death is not None and self._kill_if_planned(effect, is_after=False):
                 return
             self._perform(effect)
-            if self.dies_at is not None and self._dies(effect, is_after=True):
+            if self.planned_death is not None and self._kill_if_planned(effect, is_after=True):
                 return
-        self.cluster.checks.server_stepped(self)
-        if self.dies_at is not None and self._dies(event, is_after=True):
+        self.cluster.checks.on_server_stepped(self)
+        if self.planned_death is not None and self._kill_if_planned(event, is_after=True):
             return
         if self.partition is machine:
             self.set_timer(machine.wake_at_ms)
 
-    def ring(self) -> None:
+    def on_timer(self) -> None:
         """Wake the partition machine."""
         if self.partition is not None:
             self.step(Wakeup())
@@ -286,16 +286,16 @@ class SimServer(Process):
     def _perform(self, effect: Effect) -> None:  # noqa: C901 - a case for each effect
         match effect:
             case SendToClient():
-                self._answer(effect)
+                self._send_to_client(effect)
             case session_events.SendToReplica():
                 link = self._sessions.get((effect.session_id, effect.replica))
                 if link is not None:
-                    self.cluster.checks.sent_to_replica(self, effect)
+                    self.cluster.checks.on_sent_to_replica(self, effect)
                     self.cluster.network.send(link, NEAR, effect.message)
             case session_events.OpenReplica():
-                self._open_session(effect.session_id, effect.replica)
+                self._open_session_link(effect.session_id, effect.replica)
             case session_events.CloseReplica():
-                self._close_session(effect.session_id, effect.replica)
+                self._close_session_link(effect.session_id, effect.replica)
             case Fetch():
                 self._fetch(effect)
             case session_events.ReadMetadata():
@@ -306,9 +306,9 @@ class SimServer(Process):
                 self.cluster.checks.count("partition released")
                 self.world.note(f"{self.name} releases the partition: {effect.reason}")
                 ownership = self._ownership
-                self.after(RELEASED_PAUSE_US, lambda: self._retake_ownership(ownership))
+                self.call_after_us(RELEASED_PAUSE_US, lambda: self._retake_ownership(ownership))
             case Report():
-                self.cluster.checks.reported(self.name, effect)
+                self.cluster.checks.on_report(self.name, effect)
                 if effect.name == "replica.rejected":
                     self.cluster.coordinator.read_storage_ids(self)
             case _:
@@ -324,9 +324,9 @@ class SimServer(Process):
 
     def accept(self, link: SimLink) -> Handlers:
         """Accept the connection of a client."""
-        return Handlers(self._client_sent, self._client_lost)
+        return Handlers(self._on_client_message, self._on_client_lost)
 
-    def _client_sent(self, link: SimLink, message: Message) -> None:
+    def _on_client_message(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, ClientMessage)
         connection = ConnectionId(link.number)
         cost_bytes = 512
@@ -337,21 +337,21 @@ class SimServer(Process):
         elif isinstance(message, AppendRequest):
             cost_bytes += len(message.data)
         if self.partition is None:
-            self._client_nowhere(link, message)
+            self._reject_unserved(link, message)
             return
         self.step(RequestReceived(connection, message, cost_bytes, self.wall_ms))
 
-    def _client_nowhere(self, link: SimLink, message: ClientMessage) -> None:
+    def _reject_unserved(self, link: SimLink, message: ClientMessage) -> None:
         """Answer a request as the daemon does for a partition that it does not serve."""
         error = NotOwned(f"{self.name} does not own the partition")
         answer = error_answer(ConnectionId(link.number), message.req_id, 0, error)
         self.cluster.network.send(link, FAR, answer.message)
 
-    def _client_lost(self, link: SimLink, reason: str) -> None:
+    def _on_client_lost(self, link: SimLink, reason: str) -> None:
         self.step(ConnectionClosed(ConnectionId(link.number)))
 
-    def _answer(self, effect: SendToClient) -> None:
-        self.cluster.checks.answered(self, effect)
+    def _send_to_client(self, effect: SendToClient) -> None:
+        self.cluster.checks.on_sent_to_client(self, effect)
         link = self.links.get(effect.connection)
         if link is not None:
             self.cluster.network.send(link, FAR, effect.message)
@@ -360,50 +360,50 @@ class SimServer(Process):
         """Simulate a client that stops reading for a while."""
         connection = ConnectionId(link.number)
         self.step(ConnectionCongested(connection))
-        self.after(
+        self.call_after_us(
             self.rng.randrange(1_000, 200_000), lambda: self.step(ConnectionDrained(connection))
         )
 
     # ---- storages
 
-    def _open_session(self, session_id: SessionId, replica: ReplicaId) -> None:
+    def _open_session_link(self, session_id: SessionId, replica: ReplicaId) -> None:
         key = session_id, replica
         assert key not in self._sessions
         self._sessions[key] = None
-        self.cluster.checks.dialed(self.name, replica)
+        self.cluster.checks.on_dial(self.name, replica)
         storage = self.cluster.storages.get(replica)
         if storage is None:
-            self.after(500, lambda: self._session_lost(key, "no such host"))
+            self.call_after_us(500, lambda: self._on_session_link_lost(key, "no such host"))
             return
 
-        def opened(link: SimLink) -> None:
+        def on_opened(link: SimLink) -> None:
             if key not in self._sessions:
                 self.cluster.network.close(link, NEAR)
                 return
             self._sessions[key] = link
             self.step(session_events.ReplicaOpened(session_id, replica))
 
-        def answered(link: SimLink, message: Message) -> None:
+        def on_answer(link: SimLink, message: Message) -> None:
             if self._sessions.get(key) is link:
                 assert isinstance(message, StorageMessage)
-                self.cluster.checks.replica_answered(session_id, replica, message)
+                self.cluster.checks.on_replica_response(session_id, replica, message)
                 self.step(session_events.ReplicaResponded(session_id, replica, message))
 
         self.cluster.network.dial(
             self,
             storage,
-            Handlers(answered, lambda link, reason: self._session_lost(key, reason)),
-            opened=opened,
-            failed=lambda reason: self._session_lost(key, reason),
+            Handlers(on_answer, lambda link, reason: self._on_session_link_lost(key, reason)),
+            on_opened=on_opened,
+            on_failed=lambda reason: self._on_session_link_lost(key, reason),
             accept=storage.accept,
         )
 
-    def _session_lost(self, key: tuple[SessionId, ReplicaId], reason: str) -> None:
+    def _on_session_link_lost(self, key: tuple[SessionId, ReplicaId], reason: str) -> None:
         if key in self._sessions:
             del self._sessions[key]
             self.step(session_events.ReplicaLost(*key, reason))
 
-    def _close_session(self, session_id: SessionId, replica: ReplicaId) -> None:
+    def _close_session_link(self, session_id: SessionId, replica: ReplicaId) -> None:
         link = self._sessions.pop((session_id, replica), None)
         if link is not None:
             self.cluster.network.close(link, NEAR)
@@ -415,7 +415,9 @@ class SimServer(Process):
         sequence = effect.message.sequence
         self._fetches[sequence] = (effect.replica, self._fetch_count, effect)
         number = self._fetch_count
-        self.after(READ_TIMEOUT_US, lambda: self._fetch_failed(sequence, number, "no answer"))
+        self.call_after_us(
+            READ_TIMEOUT_US, lambda: self._on_fetch_failed(sequence, number, "no answer")
+        )
         if effect.replica not in self._readers:
             self._open_reader(effect.replica)
         link = self._readers.get(effect.replica)
@@ -426,10 +428,10 @@ class SimServer(Process):
         self._readers[replica] = None
         storage = self.cluster.storages.get(replica)
         if storage is None:
-            self.after(500, lambda: self._reader_lost(replica, "no such host"))
+            self.call_after_us(500, lambda: self._on_reader_lost(replica, "no such host"))
             return
 
-        def opened(link: SimLink) -> None:
+        def on_opened(link: SimLink) -> None:
             self._readers[replica] = link
             opening = OpenRequest(_NO_CLIENT_ID, _NO_CLIENT_ID, _NO_CLIENT_ID, self.cluster.key, 1)
             self.cluster.network.send(link, NEAR, opening)
@@ -440,13 +442,15 @@ class SimServer(Process):
         self.cluster.network.dial(
             self,
             storage,
-            Handlers(self._reader_sent, lambda link, reason: self._reader_lost(replica, reason)),
-            opened=opened,
-            failed=partial(self._reader_lost, replica),
+            Handlers(
+                self._on_reader_response, lambda link, reason: self._on_reader_lost(replica, reason)
+            ),
+            on_opened=on_opened,
+            on_failed=partial(self._on_reader_lost, replica),
             accept=storage.accept,
         )
 
-    def _reader_sent(self, link: SimLink, message: Message) -> None:
+    def _on_reader_response(self, link: SimLink, message: Message) -> None:
         assert isinstance(message, StorageMessage)
         if isinstance(message, SuccessResponse):
             return
@@ -463,38 +467,40 @@ class SimServer(Process):
             code = message.error_code if is_damage else 0
             self.step(FetchFailed(token, message.message, first, code))
 
-    def _reader_lost(self, replica: ReplicaId, reason: str) -> None:
+    def _on_reader_lost(self, replica: ReplicaId, reason: str) -> None:
         self._readers.pop(replica, None)
         for sequence, (at, number, _) in list(self._fetches.items()):
             if at == replica:
-                self._fetch_failed(sequence, number, reason)
+                self._on_fetch_failed(sequence, number, reason)
 
-    def _fetch_failed(self, sequence: int, number: int, reason: str) -> None:
+    def _on_fetch_failed(self, sequence: int, number: int, reason: str) -> None:
         found = self._fetches.get(sequence)
         if found is not None and found[1] == number:
             del self._fetches[sequence]
             self.step(FetchFailed(found[2].token, reason))
 
 
-def describe(event: Event) -> str:
+def describe_event(event: Event) -> str:
     """Describe an event in a short text for the trace."""
     match event:
         case session_events.ReplicaResponded():
-            return f"{event.replica} {message_in_words(event.message)}"
+            return f"{event.replica} {describe_message(event.message)}"
         case RequestReceived():
-            return f"client {event.connection} {message_in_words(event.message)}"
+            return f"client {event.connection} {describe_message(event.message)}"
         case session_events.MetadataRead():
             return f"MetadataRead session {event.metadata and event.metadata.session_id}"
         case FetchAnswered():
-            return f"Fetched {event.token} {message_in_words(event.message)}"
+            return f"Fetched {event.token} {describe_message(event.message)}"
         case _:
             return str(event)
 
 
-_WORDS = ("session_id", "first", "mark", "last_to_keep", "synced_max", "req_id", "message")
+_TRACED_FIELDS = ("session_id", "first", "mark", "last_to_keep", "synced_max", "req_id", "message")
 
 
-def message_in_words(message: Message) -> str:
+def describe_message(message: Message) -> str:
     """Describe a message in a short text for the trace."""
-    found = [f"{name}={getattr(message, name)}" for name in _WORDS if hasattr(message, name)]
+    found = [
+        f"{name}={getattr(message, name)}" for name in _TRACED_FIELDS if hasattr(message, name)
+    ]
     return " ".join((type(message).__name__, *found))
