@@ -71,6 +71,14 @@ OPTIONS: tuple[Option, ...] = (
         "reason.",
     ),
     Option(
+        "traces",
+        Purpose.BOTH,
+        "none",
+        "Record an OpenTelemetry span for each task. The value is a function of yours, "
+        "`module:function`, without arguments. Each Python worker calls it once: it sets the "
+        "tracer provider with the exporter. The workers need `waltz-spark[traces]`.",
+    ),
+    Option(
         "startingHighWaterMarks",
         Purpose.READ,
         "earliest (batch), latest (stream)",

@@ -117,6 +117,7 @@ class ReadOptions:
     encryption_keys: str | None = None
     encryption_required: bool = False
     feed: ChangeRules | None = None
+    traces: str | None = None
 
     @property
     def log_columns(self) -> tuple[str, ...]:
@@ -157,6 +158,7 @@ class WriteOptions:
     encryption_keys: str | None = None
     encryption_key_id: str | None = None
     encryption_key_column: str | None = None
+    traces: str | None = None
 
     @property
     def returns_rejected_rows(self) -> bool:
@@ -254,6 +256,7 @@ def parse_read(options: Mapping[str, str], use: Purpose = Purpose.READ) -> ReadO
         encryption_keys=parser.text("encryptionKeys"),
         encryption_required=encryption_required,
         feed=parser.feed(),
+        traces=parser.function_name("traces", "shop.tracing:start"),
     )
 
 
@@ -299,6 +302,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         encryption_keys=parser.text("encryptionKeys"),
         encryption_key_id=encryption_key_id,
         encryption_key_column=key_column,
+        traces=parser.function_name("traces", "shop.tracing:start"),
     )
 
 
@@ -381,10 +385,14 @@ class _OptionParser:
         for name in ("maxRetries", "retryBackoff"):
             if value is None and self.text(name) is not None:
                 raise BadConfig(f"option {name!r} needs option 'recompute'")
+        return self.function_name("recompute", "shop.stock:again")
+
+    def function_name(self, name: str, example: str) -> str | None:
+        """Return the value of an option that names a function, after a check."""
+        value = self.text(name)
         if value is not None and not is_function_name(value):
             raise BadConfig(
-                "option 'recompute': expected 'module:function', such as "
-                f"'shop.stock:again', found {value!r}"
+                f"option {name!r}: expected 'module:function', such as {example!r}, found {value!r}"
             )
         return value
 

@@ -757,6 +757,12 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         minimum=100,
     )
     mount_timeout_ms: int = _ms(10_000, "Time that one attempt to mount a partition may take.")
+    traces: bool = setting(
+        False,  # noqa: FBT003 - see `setting`
+        "Whether the client records an OpenTelemetry span for each append, and for each group of "
+        "transactions that it passes to callbacks. This needs `waltz-spark[traces]` and a tracer "
+        "provider of the application.",
+    )
     retry_interval_ms_min: int = _ms(
         50, "The first pause before the client tries to connect to a server again."
     )

@@ -21,6 +21,7 @@ from waltz_spark.datasource.fetch import BatchColumns, ReadSource, fetch, log_ba
 from waltz_spark.datasource.start_offsets import ends, from_first_available, starts
 from waltz_spark.options import ReadOptions
 from waltz_spark.shared_clients import client_at, sources_of
+from waltz_spark.task_spans import with_read_span
 from waltz_spark.worker_errors import without_stack, without_stack_each
 
 
@@ -138,6 +139,12 @@ def read_task(
     """
     if not isinstance(task, ReadTask):
         return iter(())  # Spark passes another object if there is nothing to read
+    return with_read_span(_read_task(task, options, schema, query), options.traces, task.partition)
+
+
+def _read_task(
+    task: ReadTask, options: ReadOptions, schema: StructType, query: str | None
+) -> Iterator[pa.RecordBatch]:
     source = ReadSource(client_at(task.layout), task.replicas, task.archived)
     if task.begin is None:
         span = planning.TransactionRange(task.partition, task.first, task.last)

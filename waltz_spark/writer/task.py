@@ -27,6 +27,7 @@ from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.payload_encryption import decryption_of
 from waltz_spark.planning import parts_text
 from waltz_spark.shared_clients import client_at, freeze_long_lived
+from waltz_spark.task_spans import write_span
 from waltz_spark.writer.appender import Appender, FinalRows
 from waltz_spark.writer.columns import RowShaper, ShapedRows
 from waltz_spark.writer.earlier_rows import EarlierRows, read_back
@@ -119,7 +120,9 @@ class WriteJob:
 
     def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
         """Write the rows of a task; return their outcomes."""
-        written = self._write_task(batches, task, attempt)
+        with write_span(self.options.traces) as counts:
+            written = self._write_task(batches, task, attempt)
+            counts |= {"waltz.committed": written.committed, "waltz.rejected": written.rejected}
         freeze_long_lived("write")
         return written
 

@@ -67,6 +67,7 @@ from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import PartitionId, TransactionId
+from waltz_core.spans import WaltzTracer
 from waltz_core.transport import tls
 from waltz_core.transport.token_source import ForwardedToken
 from waltz_core.wire.messages import RangeForm
@@ -101,6 +102,7 @@ class AsyncWaltzClient(OpenedByConnect):
     ) -> None:
         self.config = config
         self.directory = directory
+        self.tracer = WaltzTracer() if config.traces else None
         self.random = Random()  # noqa: S311 - spreads retries, keeps no secret
         self._ssl = tls.dial_context(config, connect, token)
         self.links = ServerLinks(

@@ -54,7 +54,9 @@ class CatchUp:
         self._config = config
         self._header_values = recipient.header_values
         self._data = data
-        self._applier = Applier(partition.partition_id, recipient.consumer, self._on_applied)
+        self._applier = Applier(
+            partition.partition_id, recipient.consumer, self._on_applied, partition.tracer
+        )
         self._outage = OutageLog(partition.partition_id, "range")
         partition.applier = self._applier
         partition.fetch = self._fetch_all

@@ -27,6 +27,7 @@ from waltz_core.client.model.callbacks import AsyncCallbacks, PoisonPolicy, poli
 from waltz_core.client.model.transaction import AsyncTransaction, DataSource, check_mark
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
+from waltz_core.spans import WaltzTracer
 from waltz_core.wire.messages import Buffer
 
 _log = logging.getLogger(__name__)
@@ -182,7 +183,9 @@ class Applier:
         partition_id: PartitionId,
         consumer: Consumer,
         applied: Callable[[TransactionId], None],
+        tracer: WaltzTracer | None = None,
     ) -> None:
+        self._tracer = tracer
         self._partition_id = partition_id
         self._consumer = consumer
         self._on_applied = applied
@@ -295,7 +298,7 @@ class Applier:
         """Pass transactions and the mark to the consumer; return False if the feed has ended."""
         pause_s = RETRY_S_MIN
         while self._applied != last and self.stopped is None:
-            verdict = await self._consumer.apply(self._partition_id, run, last, self._is_running)
+            verdict = await self._apply_once(run, last)
             if verdict.applied_count:
                 self._advance(TransactionId(run[verdict.applied_count - 1][0]))
                 run = run[verdict.applied_count :]
@@ -318,6 +321,16 @@ class Applier:
                 await self._pause(pause_s, self._ended)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
         return self.stopped is None
+
+    async def _apply_once(self, run: DeliveryRun, last: TransactionId) -> DeliveryProgress:
+        apply = self._consumer.apply(self._partition_id, run, last, self._is_running)
+        if self._tracer is None or not run:
+            return await apply
+        with self._tracer.apply_span(self._partition_id, run[0][0], len(run)) as fail:
+            progress = await apply
+            if progress.error is not None:
+                fail(progress.error)
+        return progress
 
     def _is_running(self) -> bool:
         return self.stopped is None

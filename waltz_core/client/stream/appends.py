@@ -38,6 +38,7 @@ from waltz_core.records.record import (
     PartitionId,
     TransactionId,
 )
+from waltz_core.spans import WaltzTracer
 from waltz_core.wire.messages import RowOutcomeCode
 
 # Up to this number, rows are sent as single appends; more rows are cheaper as one Arrow batch.
@@ -273,8 +274,10 @@ class Appends:
         *,
         batch_rows: int,
         batch_bytes: int,
+        tracer: WaltzTracer | None = None,
     ) -> None:
         self._partition_id = partition_id
+        self._tracer = tracer
         self.window = window
         self.counts = AppendCounts()
         self._post = post
@@ -312,6 +315,8 @@ class Appends:
         row.number = self._added
         row.added_s = self._loop.time()
         row.flush_group = self._enter()
+        if self._tracer is not None:
+            self._tracer.follow_append(row.future, self._partition_id, 1)
         self._gathered.append(row)
         self._gathered_bytes += row.size_bytes
         if len(self._gathered) >= self._batch_rows or self._gathered_bytes >= self._batch_bytes:
@@ -334,6 +339,8 @@ class Appends:
         # batch.
         processed_count = 0 if order is None else order.processed_count
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
+        if self._tracer is not None:
+            self._tracer.follow_append(future, self._partition_id, row_count)
         batch = _BatchSubmission(
             future,
             row_count,

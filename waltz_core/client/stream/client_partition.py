@@ -36,6 +36,7 @@ from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.legacy import legacy_server_stream
 from waltz_core.machine import Report
 from waltz_core.records.record import Generation, PartitionId, TransactionId
+from waltz_core.spans import WaltzTracer
 from waltz_core.wire.append_ids import committed_ids_text
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, ClientMessage
 
@@ -59,6 +60,7 @@ class ClientServices(Protocol):
     ids: ClientIdentities
     links: ServerLinks
     random: Random
+    tracer: WaltzTracer | None
     claim: TaskClaim | None
 
     def spawn(self, task: Coroutine[Any, Any, None], name: str) -> None:
@@ -90,6 +92,7 @@ class ClientPartition:
             on_failure=self._on_machine_failed,
             name=f"stream-{partition_id}",
         )
+        self.tracer = services.tracer
         self.window = AppendWindow(
             rows_max=config.in_flight_count_max, bytes_max=config.in_flight_bytes_max
         )
@@ -99,6 +102,7 @@ class ClientPartition:
             self._send,
             batch_rows=min(SUBMISSION_ROWS, config.batch_rows_max),
             batch_bytes=min(SUBMISSION_BYTES, config.batch_bytes_max),
+            tracer=self.tracer,
         )
         self._applier: Applier | None = None
         self._consumed: TransactionId | None = None

@@ -1,0 +1,74 @@
+"""OpenTelemetry spans of the tasks of a read or write, with the option `traces`.
+
+The option names a function of the user, which sets the tracer provider of a Python worker. Spark
+uses a worker for many tasks, so the function is called once in each process.
+"""
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyarrow as pa
+from pyspark import TaskContext
+
+from waltz_core.spans import ROW_COUNT, WaltzTracer
+from waltz_core.user_functions import load_function
+
+_HINT = "Hint: install the module on all workers, or distribute it with spark.addArtifacts."
+
+
+@functools.cache
+def _tracer_of(name: str) -> WaltzTracer:
+    load_function(name, "option 'traces'", _HINT)()
+    return WaltzTracer()
+
+
+def with_read_span(
+    batches: Iterator[pa.RecordBatch], name: str | None, partition: int
+) -> Iterator[pa.RecordBatch]:
+    """Return the batches of a read task; record a span of the task if `name` is not None.
+
+    Raises:
+        BadConfig: the function with this name, or OpenTelemetry, is not installed.
+    """
+    return batches if name is None else _traced(batches, _tracer_of(name), partition)
+
+
+def _traced(
+    batches: Iterator[pa.RecordBatch], tracer: WaltzTracer, partition: int
+) -> Iterator[pa.RecordBatch]:
+    row_count = 0
+    attributes = {**_spark_attributes(), "waltz.partition": partition}
+    with tracer.task_span("waltz read task", attributes) as span:
+        for batch in batches:
+            row_count += batch.num_rows
+            yield batch
+        span.set_attribute(ROW_COUNT, row_count)
+
+
+@contextmanager
+def write_span(name: str | None) -> Iterator[dict[str, int]]:
+    """Record a span of a write task if `name` is not None; set its attributes in the yielded dict.
+
+    Raises:
+        BadConfig: the function with this name, or OpenTelemetry, is not installed.
+    """
+    counts: dict[str, int] = {}
+    if name is None:
+        yield counts
+        return
+    with _tracer_of(name).task_span("waltz write task", _spark_attributes()) as span:
+        yield counts
+        span.set_attributes(counts)
+
+
+def _spark_attributes() -> dict[str, int]:
+    """Return the IDs by which the Spark UI identifies the task; empty outside of a task."""
+    task = TaskContext.get()
+    if task is None:
+        return {}
+    return {
+        "spark.stage_id": task.stageId(),
+        "spark.task_attempt_id": task.taskAttemptId(),
+        "spark.partition_id": task.partitionId(),
+    }
