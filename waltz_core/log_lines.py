@@ -27,7 +27,8 @@ TIME_FORMAT: Final = "%Y-%m-%dT%H:%M:%S"
 EVENT_NAME: Final = re.compile(r"[a-z]+\.[a-z]+(?:_[a-z]+)*")
 # The value of a field is a conversion (`count=%d`), a text in quotes, or a word.
 FIELD: Final = re.compile(
-    r" (?P<name>\w+)=(?:(?P<conversion>%(?:\.\d)?[dfrs])|'(?P<text>[^'%]*)'|(?P<word>[\w./-]+))"
+    r" (?P<name>\w+)=(?:%(?:\((?P<key>\w+)\))?(?P<conversion>(?:\.\d)?[dfrs])"
+    r"|'(?P<text>[^'%]*)'|(?P<word>[\w./-]+))"
 )
 _JSON_TYPES: Final = (str, int, float, bool, NoneType, list, tuple, dict)
 
@@ -74,6 +75,7 @@ def _fields_of(record: logging.LogRecord) -> Mapping[str, object] | None:
     event = EVENT_NAME.match(template)
     if event is None:
         return None
+    named = record.args if isinstance(record.args, Mapping) else {}
     values = list(record.args) if isinstance(record.args, tuple) else []
     fields: dict[str, object] = {"event": event[0]}
     at = event.end()
@@ -81,6 +83,8 @@ def _fields_of(record: logging.LogRecord) -> Mapping[str, object] | None:
         conversion = field["conversion"]
         if conversion is None:
             fields[field["name"]] = field["text"] if field["word"] is None else field["word"]
+        elif field["key"] in named:
+            fields[field["name"]] = _json_value(conversion, named[field["key"]])
         elif values:
             fields[field["name"]] = _json_value(conversion, values.pop(0))
         else:
@@ -91,6 +95,6 @@ def _fields_of(record: logging.LogRecord) -> Mapping[str, object] | None:
 
 def _json_value(conversion: str, value: object) -> object:
     if conversion.endswith("f"):
-        return float(conversion % value)  # as many decimals as in the text format
+        return float(f"%{conversion}" % value)  # as many decimals as in the text format
     # NB: not `isinstance`: json would write a NamedTuple, such as a request ID, as a list.
     return value if type(value) in _JSON_TYPES else str(value)

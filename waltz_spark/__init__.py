@@ -12,21 +12,21 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from waltz_spark.api import Snapshot, WriteResult, append, register, session, snapshot
-    from waltz_spark.lag import LagListener, lag_of
-    from waltz_spark.query_metrics import export_metrics
+    from waltz_spark.monitoring.lag import LagListener, lag_of
+    from waltz_spark.monitoring.query_metrics import export_metrics
     from waltz_spark.tables.following import Table, follow, upsert
     from waltz_spark.worker_errors import error_of
 
 _MODULE_OF = {
-    "LagListener": "lag",
+    "LagListener": "monitoring.lag",
     "Snapshot": "api",
     "Table": "tables.following",
     "WriteResult": "api",
     "append": "api",
     "error_of": "worker_errors",
-    "export_metrics": "query_metrics",
+    "export_metrics": "monitoring.query_metrics",
     "follow": "tables.following",
-    "lag_of": "lag",
+    "lag_of": "monitoring.lag",
     "register": "api",
     "session": "api",
     "snapshot": "api",

@@ -98,7 +98,9 @@ def test_the_snippets_of_the_spark_page_work(
     own: SparkSession, connect: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The last one needs a server of Spark Connect; test_connect.py opens such sessions.
-    first, recompute, error, stream, lag, write, export, feed, _remote = snippets("docs/spark.md")
+    first, recompute, error, stream, lag, write, export, traces, feed, _remote = snippets(
+        "docs/spark.md"
+    )
     reader = Reader(own, connect, "docs/spark.md")
     assert reader.run(first)["spark"].version == own.version
     marks = waltz_spark.snapshot(own, connect).high_water_marks
@@ -134,6 +136,7 @@ def test_the_snippets_of_the_spark_page_work(
     assert own.read.format("waltz").load(connect).where("data = 'changed'").count() == 1
 
     reader.run(export)
+    assert callable(reader.run(traces)["start"])  # test_task_spans.py calls such a function
     # tests/spark/test_change_feed.py reads feeds; the payloads of this log are no changes of rows.
     assert "_change_type" in reader.run(feed)["changes"].columns
 

@@ -12,8 +12,8 @@ import waltz_spark
 from tests.fault.load import wait_until
 from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
-from waltz_spark import query_metrics
 from waltz_spark.functions import lock
+from waltz_spark.monitoring import query_metrics
 
 pytestmark = pytest.mark.spark
 

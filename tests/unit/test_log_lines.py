@@ -49,6 +49,11 @@ def test_values_keep_their_types_and_texts_have_no_quotes_of_the_text_format():
     }  # fmt: skip
 
 
+def test_a_template_may_name_the_keys_of_a_dictionary():
+    found = fields_of("x.y rows=%(row_count)d took_s=%(seconds).1f", {"row_count": 3, "seconds": 2})
+    assert found == {"event": "x.y", "rows": 3, "took_s": 2.0}
+
+
 def test_constants_in_a_template_are_fields():
     found = fields_of("x.y server=%s reason='nothing listens' operation=feed", 7)
     assert found == {

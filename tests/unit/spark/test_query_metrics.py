@@ -21,7 +21,8 @@ from tests.patience import HANG_S
 from waltz_core.client import RowOutcomeCode, WaltzClient
 from waltz_core.errors import BadConfig, Unreachable
 from waltz_core.memory_waltz import MemoryWaltz
-from waltz_spark import export_metrics, query_metrics
+from waltz_spark import export_metrics
+from waltz_spark.monitoring import query_metrics
 from waltz_spark.offsets import encode
 from waltz_spark.options import parse_write
 from waltz_spark.writer import stream_write

@@ -31,7 +31,7 @@ from waltz_core.client import WaltzClient
 from waltz_core.client.read.start_times import UNSTAMPED, stamp_ms_of
 from waltz_core.errors import WaltzError
 from waltz_core.exported_metrics import MetricValues, export
-from waltz_spark.lag import offset_of
+from waltz_spark.monitoring.lag import offset_of
 from waltz_spark.offsets import StreamOffset
 from waltz_spark.shared_clients import with_client
 from waltz_spark.writer.write_counts import (
