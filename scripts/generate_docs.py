@@ -209,7 +209,7 @@ def protocols() -> str:
         (
             f"`{chr(each.magic)}`",
             each.name.lower(),
-            ", ".join(map(str, each.versions_taken)),
+            ", ".join(map(str, each.versions_accepted)),
             ", ".join(map(str, each.versions_offered)),
             each.listener_text,
             each.dialler_text,

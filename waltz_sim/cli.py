@@ -141,7 +141,7 @@ def _one(schedule: Schedule, arguments: argparse.Namespace) -> int:
     if arguments.trace and not arguments.json:
         for line in verdict.notes:
             print_result(line)
-    on_progress: dict[str, object] = {
+    result: dict[str, object] = {
         "seed": schedule.seed,
         "rule": verdict.rule,
         "text": verdict.text,
@@ -154,9 +154,7 @@ def _one(schedule: Schedule, arguments: argparse.Namespace) -> int:
         "counts": dict(sorted(verdict.counts.items())),
     }
     if arguments.json:
-        print_json(
-            {**on_progress, "lines": list(verdict.notes)} if arguments.trace else on_progress
-        )
+        print_json({**result, "lines": list(verdict.notes)} if arguments.trace else result)
     else:
         print_result(
             f"seed {schedule.seed}: {verdict.rule or 'good'}, {verdict.steps} steps in "

@@ -294,10 +294,10 @@ class MilestoneRecorder(Checks):
 
     def _add_settled(self, store: "PartitionStore", effect: session_events.SessionSettled) -> None:
         assert store.session is not None
-        mark_suspect = store.session.claim.in_doubt
-        if mark_suspect is None:
+        in_doubt = store.session.claim.in_doubt
+        if in_doubt is None:
             return
-        first, last = mark_suspect.committed + 1, mark_suspect.last
+        first, last = in_doubt.committed + 1, in_doubt.last
         kept = self.span(first, min(effect.committed_last, last))
         self.add(f"in doubt: {self.span(first, last)}; in the log: {kept}")
 

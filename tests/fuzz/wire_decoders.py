@@ -119,14 +119,14 @@ def client_hellos() -> list[bytes]:
 def check_client_hello(data: bytes) -> None:
     """Do what a port does with the first bytes of a peer."""
     if data and client_hello.bytes_needed(data) <= len(data):
-        client_hello.failure_of(data)
+        client_hello.reject_reason(data)
 
 
 def streams() -> list[bytes]:
     """Return what the far end sends on a connection, after two bytes that choose the near end."""
     made = []
     for number, protocol in enumerate(PROTOCOLS):
-        version = max(protocol.versions_taken)
+        version = max(protocol.versions_accepted)
         frames = [each for each in frames_of(protocol) if each[1:3] == version.to_bytes(2, "big")]
         for is_listener in (False, True):
             hello = Connection(protocol, is_listener=not is_listener).first_bytes()

@@ -17,7 +17,7 @@ from waltz_core.transport import descriptor_passing
 from waltz_core.wire.messages import DamageFound, RangeForm
 
 pytestmark = pytest.mark.skipif(
-    not descriptor_passing.IS_POSSIBLE, reason="abstract names are Linux's"
+    not descriptor_passing.IS_SUPPORTED, reason="abstract names are Linux's"
 )
 
 COUNT = 60

@@ -54,7 +54,7 @@ from waltz_core.wire.messages import (
 from waltz_core.wire.record_locations import TICKET_BYTES, encode_segment, socket_name_of
 
 IS_LINUX = pytest.mark.skipif(
-    not descriptor_passing.IS_POSSIBLE, reason="abstract names are Linux's"
+    not descriptor_passing.IS_SUPPORTED, reason="abstract names are Linux's"
 )
 
 

@@ -690,7 +690,7 @@ def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
             assert await asyncio.to_thread(opening.wait, HANG_S)
             async with session(f"127.0.0.1:{port}", 5) as owner:
                 asked = tasks.create_task(owner.prepare())
-                await until(lambda: storage._early)
+                await until(lambda: storage._early_links)
                 assert not asked.done()
                 may_open.set()
                 assert isinstance(await asked, Prepared)

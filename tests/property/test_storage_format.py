@@ -23,7 +23,7 @@ from waltz_core.storage.files.format import (
     decode_storage_id,
     encode_entry,
     encode_storage_id,
-    first_of_name,
+    first_id_in_name,
     segment_name,
 )
 from waltz_core.storage.log.removal import WipeIntent
@@ -108,12 +108,12 @@ def test_storage_ids_round_trip(storage_id):
 def test_segment_names_round_trip(first, suffix):
     name = segment_name(first, suffix)
     assert len(name) == 23
-    assert first_of_name(name) == (first if suffix == ".seg" else None)
+    assert first_id_in_name(name) == (first if suffix == ".seg" else None)
 
 
 @given(st.text(max_size=30))
 def test_any_other_name_names_no_segment(name):
-    found = first_of_name(name)
+    found = first_id_in_name(name)
     assert found is None or segment_name(found, ".seg") == name
 
 

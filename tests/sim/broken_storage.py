@@ -43,7 +43,7 @@ def truncate_without_intent() -> Patches:
     """A storage truncates a log without recording this first, and without a sync."""
 
     def truncate(self, last_to_keep):
-        cut, _ = truncation.truncation_of(self.segments, last_to_keep)
+        cut, _ = truncation.plan_truncation(self.segments, last_to_keep)
         self.segments.truncate(last_to_keep, cut)
         self.synced_max = self.last_id
         self.chain = self.synced_chain = self.segments.chain
@@ -74,7 +74,7 @@ def answer_before_fsync() -> Patches:
     """An append is answered before it is durable."""
 
     def sync(self):
-        self.check_working()
+        self.check_usable()
         self.synced_max, self.synced_chain = self.last_id, self.chain
         return self.synced_max
 
@@ -258,16 +258,16 @@ def damage_cut_as_torn_tail() -> Patches:
         records(self, segments)
         self.slot = replace(self.slot, suspect=slot.suspect)
 
-    def settle_lineage(self, segments):
+    def recover_batches(self, segments):
         slot = self.slot
         self._durable = self._marker = BEFORE_FIRST
         lineage(self, segments)
         self.slot = replace(self.slot, suspect=slot.suspect)
 
-    records, lineage = _Opening.recover_records, _Opening.settle_lineage
+    records, lineage = _Opening.recover_records, _Opening.recover_batches
     yield replaced(Segment, "recover", recover)
     yield replaced(_Opening, "recover_records", recover_records)
-    yield replaced(_Opening, "settle_lineage", settle_lineage)
+    yield replaced(_Opening, "recover_batches", recover_batches)
 
 
 @switch

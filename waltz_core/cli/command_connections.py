@@ -34,7 +34,7 @@ def begin(*, tls: str | None = None, connect: str | None = None) -> None:
 
 def use_scheme_of(connect: str) -> None:
     """Select the settings of a connect string, when the command knows it."""
-    _PLACE.set((tls_settings.place_in(connect), token_source_in(connect)))
+    _PLACE.set((tls_settings.tls_value_in(connect), token_source_in(connect)))
 
 
 def ssl() -> SSLContext | None:
@@ -50,4 +50,4 @@ async def dial(protocol: WireProtocol, address: str, *, timeout_s: float = 5.0) 
 
 @functools.cache
 def _context(place: str, token: TokenSource | None) -> SSLContext | None:
-    return tls_settings.named_dial_context(place, token)
+    return tls_settings.dial_context_for(place, token)

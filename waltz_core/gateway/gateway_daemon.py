@@ -91,7 +91,7 @@ async def serve(
                 routes.app(),
                 host=config.listen_host,
                 port=config.port,
-                kept_connections_max=config.connections_max,
+                keep_alive_connections_max=config.connections_max,
                 ssl=context,
             )
             port = await ports.enter_async_context(served)

@@ -99,7 +99,7 @@ def locked_exclusively(disk: Disk, path: Path) -> Iterator[None]:
             file = disk.open(directory / name)
             held.callback(file.close)
             is_old = name == CONTROL_NAME
-            if not (file.lock_range(0, CONTROL_HEADER_BYTES) if is_old else file.lock_whole()):
+            if not (file.lock_range(0, CONTROL_HEADER_BYTES) if is_old else file.lock_whole_file()):
                 raise DiskFailed(
                     f"{directory}: another process, such as a storage, uses the directory "
                     f"and holds the lock on {name}. Hint: stop that process first."

@@ -35,7 +35,7 @@ def bytes_needed(first: bytes) -> int:
     return min(BYTES_MAX, _RECORD_HEADER_BYTES + _number(first[3:_RECORD_HEADER_BYTES]))
 
 
-def failure_of(first: bytes) -> str:
+def reject_reason(first: bytes) -> str:
     """Return why OpenSSL must not receive a peer's first record; "" if it may.
 
     A damaged record is permitted, because OpenSSL rejects it.

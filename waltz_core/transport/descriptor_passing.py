@@ -28,10 +28,10 @@ from waltz_core.errors import Unreachable, WaltzError
 
 _log = logging.getLogger(__name__)
 
-IS_POSSIBLE: Final = sys.platform == "linux"
+IS_SUPPORTED: Final = sys.platform == "linux"
 REQUEST_TIMEOUT_S: Final = 5.0
 CALLERS_MAX: Final = 64
-PAUSE_S: Final = 1.0
+ACCEPT_PAUSE_S: Final = 1.0
 _NAME_BYTES_MAX: Final = 107
 _DESCRIPTOR_MESSAGE: Final = b"\x01"
 _CREDENTIALS: Final = struct.Struct("3i")  # process, user, group
@@ -48,14 +48,14 @@ async def serve_descriptors(name: str, request_bytes: int, open_requested: Open)
     Return if the system does not support abstract names or the name is taken: readers then use the
     storage's connection.
     """
-    if not IS_POSSIBLE:
+    if not IS_SUPPORTED:
         return
     permits = asyncio.Semaphore(CALLERS_MAX)
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listening:
         listening.setblocking(False)  # noqa: FBT003 - its only parameter
         async with asyncio.TaskGroup() as callers:
             try:
-                listening.bind(_abstract(name))
+                listening.bind(_abstract_address(name))
                 listening.listen(2 * CALLERS_MAX)
             except OSError as error:  # the name is taken
                 _log.warning("segment.sharing_unavailable name=%s error=%s", name, error)
@@ -67,7 +67,7 @@ async def serve_descriptors(name: str, request_bytes: int, open_requested: Open)
                 except OSError as error:  # too many open files, or the caller has disconnected
                     permits.release()
                     _log.warning("segment.sharing_accept_failed name=%s error=%s", name, error)
-                    await asyncio.sleep(PAUSE_S)
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 answering = callers.create_task(_answer(caller, request_bytes, open_requested))
                 answering.add_done_callback(lambda _: permits.release())
@@ -82,12 +82,12 @@ def is_offered(name: str) -> bool:
 
     Does not block.
     """
-    if not IS_POSSIBLE:
+    if not IS_SUPPORTED:
         return False
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
         made.setblocking(False)  # noqa: FBT003 - its only parameter
         try:
-            made.connect(_abstract(name))
+            made.connect(_abstract_address(name))
             return _user_of(made) in _trusted_users()
         except OSError:
             return False
@@ -101,12 +101,12 @@ def request_descriptor(name: str, request: bytes, *, timeout_s: float) -> int:
     Raises:
         Unreachable: no trusted process on this machine has the name, or it does not have the file.
     """
-    if not IS_POSSIBLE:
+    if not IS_SUPPORTED:
         raise Unreachable(f"{name}: this operating system does not support abstract Unix sockets")
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as made:
         made.settimeout(timeout_s)
         try:
-            made.connect(_abstract(name))
+            made.connect(_abstract_address(name))
             user = _user_of(made)  # the user of the listening process
             if user not in _trusted_users():
                 raise Unreachable(f"{name}: untrusted user {user} listens at this socket")
@@ -161,11 +161,11 @@ def _trusted_users() -> tuple[int, int]:
 
 
 def _user_of(other: socket.socket) -> int:
-    failure_text = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(failure_text)[1])
+    credentials = other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
-def _abstract(name: str) -> str:
+def _abstract_address(name: str) -> str:
     encoded = f"\0{name}"
     assert len(encoded.encode()) <= _NAME_BYTES_MAX, name
     return encoded

@@ -99,5 +99,5 @@ def log_rejection(address: str, error: BaseException) -> None:
         tls.log_failure(address, reason)
         return
     is_rejection = isinstance(error, AuthenticationFailed | Overloaded)
-    if is_rejection and tls.is_new_failure(address, tls.kind_of(reason)):
+    if is_rejection and tls.is_new_failure(address, tls.error_kind(reason)):
         _log.warning("access.rejected_by_peer peer=%s error=%s", address, reason)

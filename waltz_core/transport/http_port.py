@@ -12,9 +12,9 @@ Rules:
        KiB.
     4. uvicorn logs nothing: a peer could fill the log with its warnings of bad requests, or with
        the exceptions that a bad request causes after its response.
-    5. With `kept_connections_max` there are that many connections, and a connection has any number
-       of requests, of any duration. It is closed if the head or the body of a request does not
-       arrive within `RECEIVE_S_MAX`, if there is no request for `IDLE_S_MAX`, or if the client
+    5. With `keep_alive_connections_max` there are that many connections, and a connection has any
+       number of requests, of any duration. It is closed if the head or the body of a request does
+       not arrive within `RECEIVE_S_MAX`, if there is no request for `IDLE_S_MAX`, or if the client
        takes no byte of a response for `STALLED_S_MAX`. A TLS handshake takes `RECEIVE_S_MAX` at
        most. A connection to a dead host is closed while it has bytes to send.
     6. If a response is sent before the whole request has arrived, the rest is dropped: a client
@@ -51,7 +51,7 @@ IDLE_S_MAX: Final = 75
 STALLED_S_MAX: Final = 30.0
 CHECK_INTERVAL_S: Final = 1.0
 CLOSE_S_MAX: Final = 1.0
-_SILENT: Final = logging.Logger("uvicorn", logging.CRITICAL + 1)  # noqa: LOG001 - rule 4; no logger of the process
+_SILENT_LOGGER: Final = logging.Logger("uvicorn", logging.CRITICAL + 1)  # noqa: LOG001 - rule 4
 
 
 @contextlib.asynccontextmanager
@@ -60,7 +60,7 @@ async def serve_http(
     *,
     host: str,
     port: int,
-    kept_connections_max: int | None = None,
+    keep_alive_connections_max: int | None = None,
     ssl: SSLContext | None = None,
 ) -> AsyncIterator[int]:
     """Serve the pages of `app` while the block runs, and yield the port; 0 selects a free port.
@@ -85,11 +85,11 @@ async def serve_http(
     loop = asyncio.get_running_loop()
 
     def make_connection() -> H11Protocol:
-        if kept_connections_max is None:
+        if keep_alive_connections_max is None:
             return _Connection(config, state, {}, loop)
-        return _KeptConnection(config, state, loop, kept_connections_max)
+        return _KeepAliveConnection(config, state, loop, keep_alive_connections_max)
 
-    if kept_connections_max is None:
+    if keep_alive_connections_max is None:
         state.default_headers = [(b"connection", b"close")]  # rule 1
     try:
         server = await loop.create_server(
@@ -100,7 +100,7 @@ async def serve_http(
             ssl_handshake_timeout=None if ssl is None else RECEIVE_S_MAX,
         )
     except OSError as error:
-        name = "http_port" if kept_connections_max is None else "port"
+        name = "http_port" if keep_alive_connections_max is None else "port"
         raise BadConfig(
             f"setting {name}: the daemon cannot listen at {host}:{port}: {error.strerror}"
         ) from None
@@ -123,7 +123,7 @@ class _SilentConnection(H11Protocol):
     """A connection with rule 4."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as there
-        self.logger, self.access_log = _SILENT, False
+        self.logger, self.access_log = _SILENT_LOGGER, False
         super().connection_made(transport)
 
     def send_400_response(self, msg: str) -> None:
@@ -151,7 +151,7 @@ class _Connection(_SilentConnection):
         super().connection_lost(exc)
 
 
-class _KeptConnection(_SilentConnection):
+class _KeepAliveConnection(_SilentConnection):
     """A connection with rule 5."""
 
     _check_timer: asyncio.TimerHandle | None = None

@@ -9,7 +9,7 @@ from waltz_core.errors import BadConfig
 from waltz_core.transport import tls
 from waltz_core.transport.admission.port_limits import LinkLimits
 from waltz_core.transport.net import WRITE_BACKLOG_BYTES_MAX, Link, LinkOwner
-from waltz_core.transport.tls_port import BACKLOG, TlsPort
+from waltz_core.transport.tls_port import LISTEN_BACKLOG, TlsPort
 from waltz_core.wire.messages import WireProtocol
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Listener:
         self._owner = LinkOwner(
             on_ready=on_connection,
             on_lost=self._on_link_lost,
-            on_made=self._on_link_opened,
+            on_opened=self._on_link_opened,
             limits=limits,
         )
         self._links: dict[Link, None] = {}
@@ -86,7 +86,9 @@ class Listener:
             self.port = self._tls_port.port
             return
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._make_protocol, host, port, backlog=BACKLOG)
+        self._server = await loop.create_server(
+            self._make_protocol, host, port, backlog=LISTEN_BACKLOG
+        )
         self.port = self._server.sockets[0].getsockname()[1]
 
     def _make_protocol(self) -> asyncio.BufferedProtocol:

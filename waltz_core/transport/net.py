@@ -181,7 +181,7 @@ class LinkOwner:
 
     on_ready: "Callable[[Link], None]"
     on_lost: "Callable[[Link], None]"
-    on_made: "Callable[[Link], None]" = lambda _link: None
+    on_opened: "Callable[[Link], None]" = lambda _link: None
     access: "PortAccess | None" = None
     limits: LinkLimits | None = None
 
@@ -284,7 +284,7 @@ class Link:
         return not self._drained.is_set()
 
     @property
-    def pauses_feeds(self) -> bool:
+    def must_pause_feeds(self) -> bool:
         """Whether feeds must pause: the link is congested, or feed bytes are not yet paid for."""
         return self.is_congested or (self._throttle is not None and self._throttle.is_pausing_feeds)
 
@@ -461,8 +461,8 @@ class Link:
         if self._owner.access is not None:
             certificate = transport.get_extra_info("peercert")
             self.access = self._owner.access.add_connection(certificate, self.address, self.abort)
-            self._connection.bytes_max_of_peer = self._frame_bytes_max
-        self._owner.on_made(self)
+            self._connection.peer_frame_bytes_max = self._frame_bytes_max
+        self._owner.on_opened(self)
         if self.is_closed:  # rejected, or the dial was cancelled meanwhile
             transport.abort()
             return
@@ -512,7 +512,7 @@ class Link:
             del events[-1]
         messages = cast("list[Message]", events)  # hello and failure were removed
         if messages and not self._has_messages:
-            messages = self._without_token(messages)
+            messages = self._process_token(messages)
         if messages and not self.is_closed:
             self._pass_on(messages, count)
         if failed is not None:
@@ -521,7 +521,7 @@ class Link:
     def _fail(self, failed: RemoteProtocolError) -> None:
         """Close the link after a protocol error of the peer, and log the error."""
         if str(failed) != FOUND_TLS:
-            if tls.is_new_failure(self.host, tls.kind_of(str(failed))):
+            if tls.is_new_failure(self.host, tls.error_kind(str(failed))):
                 _log.warning("net.protocol_error peer=%s error=%s", self.address, failed)
         elif self._is_listener:  # a dialer raises an exception
             tls.log_failure(self.host, FOUND_TLS)
@@ -530,7 +530,7 @@ class Link:
     def _frame_bytes_max(self) -> int:
         return SMALL_FRAME_BYTES_MAX if self.is_unauthorized else FRAME_BYTES_MAX
 
-    def _without_token(self, messages: list[Message]) -> list[Message]:
+    def _process_token(self, messages: list[Message]) -> list[Message]:
         """Process the token, if a peer's first message is one (rule 7); return the other messages.
 
         From now on, the connection counts for its principal.

@@ -6,7 +6,7 @@ from typing import Final
 from waltz_core.metrics import Metrics
 from waltz_core.transport.tls import ListenContext
 
-INTERVAL_S: Final = 1.0
+PUBLISH_INTERVAL_S: Final = 1.0
 
 
 async def publish_quotas(metrics: Metrics, area: str, port: ListenContext | None) -> None:
@@ -33,4 +33,4 @@ async def publish_quotas(metrics: Metrics, area: str, port: ListenContext | None
             metrics.set(f"{prefix}_connections", connections, principal=label)
             if area == "server":
                 metrics.set(f"{prefix}_feeds", feeds, principal=label)
-        await asyncio.sleep(INTERVAL_S)
+        await asyncio.sleep(PUBLISH_INTERVAL_S)

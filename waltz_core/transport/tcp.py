@@ -42,12 +42,12 @@ def silence_ms(sock: Socket) -> int | None:
     if option is None:
         return None
     try:
-        return silence_of(sock.getsockopt(socket.IPPROTO_TCP, option, _BYTES))
+        return silence_in(sock.getsockopt(socket.IPPROTO_TCP, option, _BYTES))
     except OSError:
         return None
 
 
-def silence_of(info: bytes) -> int | None:
+def silence_in(info: bytes) -> int | None:
     """Return the result of `silence_ms` for a `tcp_info` structure."""
     if len(info) < _BYTES:
         return None
@@ -58,7 +58,7 @@ def silence_of(info: bytes) -> int | None:
     return last_ms if is_unanswered and last_ms >= SILENCE_MS_MAX else None
 
 
-def has_closed(sock: Socket) -> bool:
+def has_peer_closed(sock: Socket) -> bool:
     """Whether the peer has closed its side, even if not all of its bytes were read yet.
 
     Return False if the system does not report it.

@@ -151,12 +151,12 @@ def dial_context(
     if isinstance(config, ServerConfig) and config.tls_transition == "accept":
         return None
     source = token or token_source_in(connect)
-    return _client_context(_effective_settings(config, place_in(connect)), source)
+    return _client_context(_effective_settings(config, tls_value_in(connect)), source)
 
 
 def has_certificate(config: TlsConfig, connect: str) -> bool:
     """Whether this process presents a certificate to the peers that it connects to."""
-    chosen = _effective_settings(config, place_in(connect))
+    chosen = _effective_settings(config, tls_value_in(connect))
     return chosen is not None and bool(chosen.tls_certificate)
 
 
@@ -167,7 +167,7 @@ def reload_files(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext
     """
     try:
         listen_context(config)  # into a new context first: half of a pair of files must not be used
-        chosen = _effective_settings(config, place_in(config.connect))
+        chosen = _effective_settings(config, tls_value_in(config.connect))
     except BadConfig as error:
         _log.error("tls.reload_failed error=%s", error)
         return
@@ -184,7 +184,7 @@ def reload_files(config: ServerConfig | StorageConfig, *contexts: ssl.SSLContext
     _log.info("tls.reloaded certificate=%s", chosen.tls_certificate)
 
 
-def named_dial_context(place: str, token: TokenSource | None = None) -> DialContext | None:
+def dial_context_for(place: str, token: TokenSource | None = None) -> DialContext | None:
     """Return the context for a value of ?tls= and a token, for callers without a connect string.
 
     Raises:
@@ -199,7 +199,7 @@ def listen_context(config: ServerConfig | StorageConfig) -> ListenContext | None
     Raises:
         BadConfig: as for `dial_context`; or there is no certificate, or no authority for peers.
     """
-    chosen = _effective_settings(config, place_in(config.connect))
+    chosen = _effective_settings(config, tls_value_in(config.connect))
     if chosen is None:
         _check_without_tls(config)
         return None
@@ -252,7 +252,7 @@ def check_network(config: ServerConfig | StorageConfig) -> None:
         )
     if is_loopback(config.listen_host):
         return
-    has_tls = _effective_settings(config, place_in(config.connect)) is not None
+    has_tls = _effective_settings(config, tls_value_in(config.connect)) is not None
     required = {
         'tls = "on"': has_tls,
         'access = "on"': config.access == "on",
@@ -304,7 +304,7 @@ def log_plain_peer(peer: str) -> None:
         _log.warning("tls.plain_tcp_accepted peer=%s", peer)
 
 
-def kind_of(error: str) -> str:
+def error_kind(error: str) -> str:
     """Return the beginning of an error without its values, as the key for `is_new_failure`.
 
     Otherwise a peer could make each error a new one.
@@ -332,7 +332,7 @@ def alert_of(error: Exception) -> bytes:
     return bytes.fromhex(notes[-1]) if isinstance(error, ssl.SSLError) and notes else b""
 
 
-def place_in(connect: str) -> str:
+def tls_value_in(connect: str) -> str:
     """Return the value of ?tls= in a connect string; empty if it has none.
 
     A connect string without ?tls= is not checked: a storage without ZooKeeper may have any text,

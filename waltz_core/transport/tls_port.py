@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 HANDSHAKE_S_MAX: Final = 5.0
 HANDSHAKES_MAX: Final = 4_096
-BACKLOG: Final = 1_024
+LISTEN_BACKLOG: Final = 1_024
 
 # The pause after a lack of descriptors or memory; an immediate retry would fail, too.
 _ACCEPT_PAUSE_S: Final = 0.5
@@ -183,7 +183,7 @@ class TlsPort:
             if not turn.done():  # it has not timed out
                 readable_s = self._loop.time()
                 deadline.reschedule(None)
-                self._queue.add(host, turn, lambda: tcp.has_closed(accepted))
+                self._queue.add(host, turn, lambda: tcp.has_peer_closed(accepted))
 
         self._loop.add_reader(accepted, is_readable)
         try:
@@ -197,14 +197,14 @@ class TlsPort:
         if not first:
             return False
         if first[0] == tls.HANDSHAKE:
-            failure = client_hello.failure_of(first)
+            failure = client_hello.reject_reason(first)
             if failure:
                 tls.log_failure(host, failure)
                 accepted.recv(
                     client_hello.BYTES_MAX
                 )  # with unread bytes the system would drop the alert
                 accepted.send(tls.HANDSHAKE_FAILURE)
-            elif tcp.has_closed(accepted):
+            elif tcp.has_peer_closed(accepted):
                 failure = "the peer closed the connection while its handshake waited for others"
                 tls.log_failure(host, failure)
             return not failure
@@ -225,7 +225,7 @@ def _listening_socket(family: int, address: tuple[object, ...]) -> socket.socket
         if family == socket.AF_INET6:
             made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
         made.bind(address)
-        made.listen(BACKLOG)
+        made.listen(LISTEN_BACKLOG)
         made.settimeout(0)
     except OSError:
         made.close()

@@ -58,7 +58,7 @@ class ForwardedToken:
 def token_source_in(connect: str) -> TokenSource | None:
     """Return the token source that a connect string names; None if it names none.
 
-    A string without a token source is not checked, as in `tls.place_in`.
+    A string without a token source is not checked, as in `tls.tls_value_in`.
     """
     if "token_" not in connect:
         return None

@@ -12,7 +12,7 @@ Rules:
     2. After a failure, the connection receives and sends nothing.
     3. Messages that were received before a failure are returned before the failure.
     4. A frame over the limit is rejected before memory is allocated for it. The limit of a listener
-       depends on its peer (`bytes_max_of_peer`). Before the hello, the limit is that of a hello.
+       depends on its peer (`peer_frame_bytes_max`). Before the hello, the limit is that of a hello.
     5. An empty frame of the correct protocol and version is a keep-alive.
     6. Each frame's payload has its own memory. A view of the payload stays valid as long as the
        view exists.
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 HELLO_BYTES_MAX: Final = 4 * 1024
-# Frames up to this size are accepted from each peer, whatever `bytes_max_of_peer` returns.
+# Frames up to this size are accepted from each peer, whatever `peer_frame_bytes_max` returns.
 SMALL_FRAME_BYTES_MAX: Final = 64 * 1024
 # The size of a read buffer. After the first read of a large frame, the next reads use the frame's
 # own memory.
-_SCRATCH_BYTES: Final = 64 * 1024
-_SCRATCHES_KEPT_MAX: Final = 16
+_READ_BUFFER_BYTES: Final = 64 * 1024
+_READ_BUFFERS_KEPT_MAX: Final = 16
 # The first bytes of a TLS peer: the record type (alert or handshake), and the major version 3.
 _TLS_RECORDS: Final = ((0x15, 3), (0x16, 3))
 FOUND_TLS: Final = "expected plain TCP, found TLS"
-assert FRAME_HEADER.size < HELLO_BYTES_MAX < _SCRATCH_BYTES
-_TOO_OLD: Final = {
+assert FRAME_HEADER.size < HELLO_BYTES_MAX < _READ_BUFFER_BYTES
+_OLD_PEER_HINTS: Final = {
     WireProtocol.CLIENT: "servers before version 2 do not support append locks, and servers "
     "before version 3 cannot report that a client is ahead of the log. Hint: upgrade the "
     "server.",
@@ -76,7 +76,7 @@ ConnectionEvent: TypeAlias = HelloReceived | Message | ProtocolFailed
 class Connection:
     """One end of a connection: the agreed version, and the frame that is being received."""
 
-    _scratches: ClassVar[list[memoryview]] = []
+    _read_buffers: ClassVar[list[memoryview]] = []
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class Connection:
         self.version: int | None = None
         self.peer: Hello | None = None
         self.failure: RemoteProtocolError | None = None
-        own = protocol.versions_taken if is_listener else protocol.versions_offered
+        own = protocol.versions_accepted if is_listener else protocol.versions_offered
         self._versions = own if versions is None else versions
         self._text = protocol.listener_text if is_listener else protocol.dialler_text
         self._frame_bytes_max = frame_bytes_max
         # Returns the size limit for received frames of more than `SMALL_FRAME_BYTES_MAX` bytes.
-        self.bytes_max_of_peer: Callable[[], int] | None = None
-        self._scratch: memoryview | None = None
-        self._scratch_end = 0
+        self.peer_frame_bytes_max: Callable[[], int] | None = None
+        self._read_buffer: memoryview | None = None
+        self._read_buffer_end = 0
         self._header_part = b""  # the received part of a frame header
         # A frame that one read did not complete: its header, its memory, and the number of bytes
         # received.
@@ -146,7 +146,7 @@ class Connection:
     @property
     def is_inside_frame(self) -> bool:
         """Whether the peer has sent only a part of a frame so far."""
-        return self._header is not None or self._scratch_end > 0 or bool(self._header_part)
+        return self._header is not None or self._read_buffer_end > 0 or bool(self._header_part)
 
     @property
     def incomplete_bytes(self) -> int:
@@ -168,10 +168,10 @@ class Connection:
     def get_buffer(self) -> memoryview:
         """Return the buffer into which the next bytes must be read; it is never empty."""
         if self._header is None:
-            if self._scratch is None:
+            if self._read_buffer is None:
                 self._take_scratch()
-                assert self._scratch is not None
-            return self._scratch[self._scratch_end :]
+                assert self._read_buffer is not None
+            return self._read_buffer[self._read_buffer_end :]
         return self._frame[self._frame_end :]
 
     def buffer_updated(self, count: int) -> list[ConnectionEvent]:
@@ -182,7 +182,7 @@ class Connection:
         events: list[ConnectionEvent] = []
         try:
             if self._header is None:
-                self._scratch_end += count
+                self._read_buffer_end += count
                 self._read_scratch(events)
                 self._return_scratch()
             else:
@@ -192,32 +192,32 @@ class Connection:
         except RemoteProtocolError as error:
             self.failure = error
             self._header, self._frame, self._frame_end = None, memoryview(b""), 0
-            self._scratch, self._scratch_end = None, 0
+            self._read_buffer, self._read_buffer_end = None, 0
             events.append(ProtocolFailed(error))
         return events
 
     def _take_scratch(self) -> None:
         """Get a read buffer, and copy the received part of a frame header into it (rule 7)."""
         if self.version is None:
-            self._scratch = memoryview(bytearray(HELLO_BYTES_MAX))
-        elif self._scratches:
-            self._scratch = self._scratches.pop()
+            self._read_buffer = memoryview(bytearray(HELLO_BYTES_MAX))
+        elif self._read_buffers:
+            self._read_buffer = self._read_buffers.pop()
         else:
-            self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
-        self._scratch_end = len(self._header_part)
-        self._scratch[: self._scratch_end] = self._header_part
+            self._read_buffer = memoryview(bytearray(_READ_BUFFER_BYTES))
+        self._read_buffer_end = len(self._header_part)
+        self._read_buffer[: self._read_buffer_end] = self._header_part
         self._header_part = b""
 
     def _return_scratch(self) -> None:
-        scratch, self._scratch = self._scratch, None
+        scratch, self._read_buffer = self._read_buffer, None
         assert scratch is not None
-        self._header_part, self._scratch_end = bytes(scratch[: self._scratch_end]), 0
-        if len(scratch) == _SCRATCH_BYTES and len(self._scratches) < _SCRATCHES_KEPT_MAX:
-            self._scratches.append(scratch)
+        self._header_part, self._read_buffer_end = bytes(scratch[: self._read_buffer_end]), 0
+        if len(scratch) == _READ_BUFFER_BYTES and len(self._read_buffers) < _READ_BUFFERS_KEPT_MAX:
+            self._read_buffers.append(scratch)
 
     def _read_scratch(self, events: list[ConnectionEvent]) -> None:
         """Process the complete frames in the read buffer; move an incomplete one elsewhere."""
-        scratch, end, at = self._scratch, self._scratch_end, 0
+        scratch, end, at = self._read_buffer, self._read_buffer_end, 0
         assert scratch is not None, "buffer_updated without get_buffer"
         while end - at >= FRAME_HEADER.size:
             header = codec.decode_frame_header(scratch, at)
@@ -237,7 +237,7 @@ class Connection:
                 self._take(memoryview(payload), events)
         if at:
             scratch[: end - at] = bytes(scratch[at:end])
-        self._scratch_end = end - at
+        self._read_buffer_end = end - at
 
     def _end_frame(self, events: list[ConnectionEvent]) -> None:
         payload = self._frame
@@ -258,18 +258,19 @@ class Connection:
                 f"expected a frame of protocol {chr(protocol.magic)!r} version {version}, "
                 f"found {chr(header.magic)!r} version {header.version}"
             )
-        if header.payload_bytes > SMALL_FRAME_BYTES_MAX and self.bytes_max_of_peer is not None:
-            limit = min(limit, self.bytes_max_of_peer())
+        if header.payload_bytes > SMALL_FRAME_BYTES_MAX and self.peer_frame_bytes_max is not None:
+            limit = min(limit, self.peer_frame_bytes_max())
         if not 0 <= header.payload_bytes <= limit - FRAME_HEADER.size:
             raise RemoteProtocolError(
                 f"expected a frame with a payload of at most {limit - FRAME_HEADER.size} "
                 f"bytes, found {header.payload_bytes} as its length"
             )
 
-    def _transport_hint(self, peer: Hello) -> str:
+    def _version_hint(self, peer: Hello) -> str:
         """Return a hint if all versions of the peer are older than those of this side."""
         is_older = bool(peer.versions) and max(peer.versions) < min(self._versions)
-        return f"; {_TOO_OLD[self.protocol]}" if is_older and self.protocol in _TOO_OLD else ""
+        hint = _OLD_PEER_HINTS.get(self.protocol)
+        return f"; {hint}" if is_older and hint else ""
 
     def _take(self, payload: memoryview, events: list[ConnectionEvent]) -> None:
         if self.version is not None:
@@ -282,7 +283,7 @@ class Connection:
                 "the two sides support no common version of protocol "
                 f"{chr(self.protocol.magic)!r}: this side supports {list(self._versions)}, "
                 f"{peer.text[:80]!r} supports "
-                f"{list(peer.versions[:32])}{self._transport_hint(peer)}"
+                f"{list(peer.versions[:32])}{self._version_hint(peer)}"
             )
         self.peer = peer
         self.version = max(common)

@@ -112,7 +112,7 @@ class WireProtocol(Enum):
         dialler_text: str,
     ) -> None:
         self.magic = ord(magic)
-        self.versions_taken = taken
+        self.versions_accepted = taken
         self.versions_offered = offered
         self.listener_text = listener_text
         self.dialler_text = dialler_text
@@ -120,7 +120,7 @@ class WireProtocol(Enum):
     @property
     def versions(self) -> tuple[int, ...]:
         """All versions that either side supports, in ascending order."""
-        return tuple(sorted({*self.versions_taken, *self.versions_offered}))
+        return tuple(sorted({*self.versions_accepted, *self.versions_offered}))
 
 
 class RowOutcomeCode(IntEnum):

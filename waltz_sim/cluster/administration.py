@@ -96,7 +96,7 @@ class Operator:
             case admin_tasks.InspectReplica():
                 service = self._storage.service
                 is_served = service is not None and task.partition_id in service.partitions
-                return admin_execution.facts_of(
+                return admin_execution.replica_status_of(
                     self._engine, task.partition_id, is_served=is_served
                 )
             case admin_tasks.FindZooKeeperState():

@@ -263,7 +263,7 @@ class SimStorage(Process):
     def _open_log(self, engine: StorageEngine) -> PartitionLog:
         """Open the log as the daemon does: even a full disk has a reserve for opening."""
         partition_id = PartitionId(self._cluster.partition_id)
-        return engine.space.with_reserve(partial(engine.assign, partition_id))
+        return engine.space.call_with_reserve(partial(engine.assign, partition_id))
 
     def on_died(self) -> None:
         """Drop the process's state; the files keep the contents of the page cache."""
@@ -328,7 +328,7 @@ class SimStorage(Process):
 
     def scrub_now(self) -> None:
         """Start a scrub pass, as at an operator's request."""
-        self._step(service.ScrubNow())
+        self._step(service.ScrubRequested())
 
     @property
     def is_scrubbing(self) -> bool:

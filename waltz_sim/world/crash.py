@@ -137,10 +137,10 @@ class RecordingFile:
         self._path = path
         self.pread = file.pread
         self.drop_cached = file.drop_cached
-        self.discard_lost = file.discard_lost
+        self.discard_unreadable = file.discard_unreadable
         self.size = file.size
         self.lock_range = file.lock_range
-        self.lock_whole = file.lock_whole
+        self.lock_whole_file = file.lock_whole_file
         self.close = file.close
 
     def pwrite(self, parts: Sequence["Buffer"], offset: int) -> None:
@@ -224,9 +224,9 @@ class RecordingDisk:
         """Return the names in a directory, sorted."""
         return self.inner.list(directory)
 
-    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+    def prefetch(self, directory: Path, names: Sequence[str]) -> None:
         """Announce that files will be read soon."""
-        self.inner.will_read(directory, names)
+        self.inner.prefetch(directory, names)
 
     def make_directory(self, directory: Path) -> None:
         """Create a directory and its parents, durably."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
-from waltz_core.storage.disk.page_cache import blocks_begun
+from waltz_core.storage.disk.page_cache import blocks_beginning_in
 from waltz_sim.world.inode import SECTOR_BYTES, Inode
 
 if TYPE_CHECKING:
@@ -155,9 +155,9 @@ class SimFile:
     def drop_cached(self, offset: int, size: int) -> None:
         """Drop the clean sectors in the blocks of a range from the cache (rule 8)."""
         self._check()
-        self._inode.drop_cached(*blocks_begun(offset, size, _FOLIO_BYTES))
+        self._inode.drop_cached(*blocks_beginning_in(offset, size, _FOLIO_BYTES))
 
-    def discard_lost(self, offset: int, size: int) -> bool:
+    def discard_unreadable(self, offset: int, size: int) -> bool:
         """Zero unreadable sectors at a range's ends; return whether there were any (rule 7)."""
         self._check()
         inode = self._inode
@@ -209,7 +209,7 @@ class SimFile:
         assert count > 0
         return True
 
-    def lock_whole(self) -> bool:
+    def lock_whole_file(self) -> bool:
         """Acquire an exclusive lock; return False if another open file has it."""
         self._check()
         if self._inode.locked_by not in {None, self}:
@@ -292,7 +292,7 @@ class SimDisk:
             if path.parts[:-1] == inside
         )
 
-    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+    def prefetch(self, directory: Path, names: Sequence[str]) -> None:
         """Do nothing, because all data is in memory."""
         self.check_power()
 

@@ -132,7 +132,7 @@ async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
     assert frozen.asked == 1
 
 
-@pytest.mark.parametrize("side", ["versions_offered", "versions_taken"])
+@pytest.mark.parametrize("side", ["versions_offered", "versions_accepted"])
 @on_virtual_loop
 async def test_if_client_or_server_is_older_the_id_is_one_of_zookeeper(side, monkeypatch):
     """L 7: the ID is one of ZooKeeper, and rows in doubt are read back by all headers."""

@@ -145,7 +145,9 @@ class GatewayWorld:
     @contextlib.asynccontextmanager
     async def gateway(self, **settings: Any) -> AsyncIterator[MemoryGateway]:
         made = MemoryGateway(self, settings)
-        served = serve_http(made.routes.app(), host="127.0.0.1", port=0, kept_connections_max=32)
+        served = serve_http(
+            made.routes.app(), host="127.0.0.1", port=0, keep_alive_connections_max=32
+        )
         try:
             async with served as port:
                 made.url = f"http://127.0.0.1:{port}"

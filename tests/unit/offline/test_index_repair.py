@@ -140,8 +140,8 @@ def test_a_repair_locks_the_storage_directory(tmp_path):
     (tmp_path / "2").mkdir()
     with locked_exclusively(disk, tmp_path / "2"):
         file = disk.open(tmp_path / "waltz-x.id")
-        assert not file.lock_whole()
-    assert file.lock_whole()
+        assert not file.lock_whole_file()
+    assert file.lock_whole_file()
     with (
         pytest.raises(DiskFailed, match=r"holds the lock on waltz-x.id"),
         locked_exclusively(disk, tmp_path),

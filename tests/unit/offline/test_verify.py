@@ -419,8 +419,8 @@ def test_a_directory_without_a_storage_is_rejected(storage, name):
 def test_a_directory_cannot_be_inspected_and_opened_at_the_same_time(storage):
     file = RealDisk().open(storage / "waltz-x.id")
     with locked_shared(storage), locked_shared(storage / "2"):
-        assert not file.lock_whole()
-    assert file.lock_whole()
+        assert not file.lock_whole_file()
+    assert file.lock_whole_file()
     with pytest.raises(DiskFailed, match="a running storage uses this directory"):
         verified(storage)
     file.close()

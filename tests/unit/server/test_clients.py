@@ -42,14 +42,14 @@ class Link:
     """A connection whose client reads nothing from the first answer on."""
 
     def __init__(self) -> None:
-        self.version, self.address = max(WireProtocol.CLIENT.versions_taken), "a:1"
+        self.version, self.address = max(WireProtocol.CLIENT.versions_accepted), "a:1"
         self.is_closed = False
         self.is_congested, self.write_backlog_bytes, self.is_read = False, 0, True
         self.is_over_limit, self.access = False, None
         self.sent, self.denied, self.ended_feeds = [], {}, []
 
     @property
-    def pauses_feeds(self) -> bool:
+    def must_pause_feeds(self) -> bool:
         return self.is_congested or self.is_over_limit
 
     def denial(self, request):
@@ -151,7 +151,7 @@ async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next
 @on_loop
 async def test_a_principal_with_too_many_client_ids_gets_no_further_one():
     class Access:
-        def take_client_id(self):
+        def charge_client_id(self):
             raise Overloaded("no ID", 10)
 
     class Issuing(Backend):

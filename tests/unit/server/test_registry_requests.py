@@ -65,7 +65,7 @@ class Requester:
         self.denied.append(str(error))
         return not self.is_enforced
 
-    def take_client_id(self):
+    def charge_client_id(self):
         if self.ids_left == 0:
             raise errors.Overloaded("no ID is left")
         self.ids_left -= 1

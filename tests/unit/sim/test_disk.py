@@ -147,12 +147,12 @@ def test_calls_fail_while_the_power_is_off(disk):
 
 def test_one_opener_has_the_lock(disk):
     one, other = disk.open(PATH), disk.open(PATH)
-    assert one.lock_whole()
-    assert not other.lock_whole()
+    assert one.lock_whole_file()
+    assert not other.lock_whole_file()
     one.close()
-    assert other.lock_whole()
+    assert other.lock_whole_file()
     disk.lose_power(Survival.NOTHING, Random(1))
-    assert disk.open(PATH).lock_whole()
+    assert disk.open(PATH).lock_whole_file()
 
 
 def test_corruption_on_the_disk_is_not_counted_as_a_step(disk):
@@ -256,7 +256,7 @@ def test_a_part_of_a_sector_that_cannot_be_read_cannot_be_written(offset, size, 
 
 def test_unreadable_sectors_are_zeros_when_they_are_released_or_cut():
     disk, path, file = with_unreadable_sectors(b"a" * 2_000, 512, 1_999)
-    file.discard_lost(600, 1_000)  # that between them is to be written whole
+    file.discard_unreadable(600, 1_000)  # that between them is to be written whole
     assert file.pread(512, 512) == bytes(512)
     assert file.pread(512, 1_536) == bytes(2_000 - 1_536)
     assert file.size() == 2_000
@@ -264,7 +264,7 @@ def test_unreadable_sectors_are_zeros_when_they_are_released_or_cut():
         file.pread(1, 1_024)
     file.pwrite([b"b" * 1_000], 600)
     assert file.pread(2_000, 0) == b"a" * 512 + bytes(88) + b"b" * 1_000 + bytes(400)
-    file.discard_lost(0, 2_000)
+    file.discard_unreadable(0, 2_000)
     assert file.pread(512, 0) == b"a" * 512
     disk.make_unreadable(path, 1_024, 1_999)
     file.truncate(1_024)

@@ -34,7 +34,7 @@ from waltz_core.storage.service.admin_tasks import (
     FindZooKeeperState,
     HeldPartition,
     InspectReplica,
-    LogFacts,
+    LogStatus,
     PutCopy,
     ReadRange,
     ReplicaStatus,
@@ -47,7 +47,7 @@ from waltz_core.wire.messages import RangeBytes, RangeForm
 
 KEY = b"the cluster key."
 INFO = PartitionInfo(6, 40, 39, FLAG_ASSIGNED | FLAG_AVAILABLE, 9)
-LOG = LogFacts(
+LOG = LogStatus(
     is_suspect=False,
     promised=7,
     last_session=6,

@@ -16,9 +16,14 @@ from waltz_core.errors import (
 )
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
-from waltz_core.storage.files.disk_space import SAMPLE_MS
+from waltz_core.storage.files.disk_space import SAMPLE_INTERVAL_MS
 from waltz_core.storage.service import admin_execution, admin_tasks
-from waltz_core.storage.service.admin_execution import carry_out, disk_status_of, facts_of, held_by
+from waltz_core.storage.service.admin_execution import (
+    carry_out,
+    disk_status_of,
+    held_partitions_of,
+    replica_status_of,
+)
 from waltz_core.wire.admin_messages import Copy
 from waltz_sim.world.simulated_disk import DiskFault, SimDisk
 
@@ -46,16 +51,16 @@ def copy_of(owner, count=3, **changed):
 
 
 def test_held_replicas_and_their_states_are_reported(engine):
-    assert held_by(engine) == ()
-    absent = facts_of(engine, 1, is_served=False)
+    assert held_partitions_of(engine) == ()
+    absent = replica_status_of(engine, 1, is_served=False)
     assert (absent.is_held, absent.is_available, absent.log) == (False, True, None)
     assert absent.reason == "the storage has not opened its log"
     with pytest.raises(UnknownPartition):
-        facts_of(engine, 3, is_served=False)
+        replica_status_of(engine, 3, is_served=False)
     assert carry_out(engine, admin_tasks.Assign(1)) is None
-    ((partition, info, synced_max, is_available),) = held_by(engine)
+    ((partition, info, synced_max, is_available),) = held_partitions_of(engine)
     assert (partition, info.flags, synced_max, is_available) == (1, 5, BEFORE_FIRST, True)
-    found = facts_of(engine, 1, is_served=True)
+    found = replica_status_of(engine, 1, is_served=True)
     assert (found.is_held, found.is_served, found.reason) == (True, True, "")
     assert (found.log.promised, found.log.chain) == (NO_SESSION, GENESIS_CHAIN)
 
@@ -65,7 +70,7 @@ def test_the_disk_is_reported_with_the_time(engine):
     assert (room.reserved_bytes, room.is_full, room.clock_ms) == (0, False, 1_234)
     assert room.free_bytes > 0
     assert room.filling_bytes_per_day is None
-    engine.space.note_free_bytes(1_234 - SAMPLE_MS)
+    engine.space.note_free_bytes(1_234 - SAMPLE_INTERVAL_MS)
     assert disk_status_of(engine, 1_234).filling_bytes_per_day is not None
     engine.space.note_shortage(1)
     assert disk_status_of(engine, 1_234).is_full
@@ -101,7 +106,7 @@ def test_the_log_is_open_again_after_a_change(engine, change):
     before = engine.log(1)
     carry_out(engine, change)
     assert engine.log(1) is not before
-    found = facts_of(engine, 1, is_served=False)
+    found = replica_status_of(engine, 1, is_served=False)
     assert found.is_available == (not isinstance(change, admin_tasks.SetAvailableTask))
     assert found.log.is_suspect == (not isinstance(change, admin_tasks.SetAvailableTask))
 
@@ -109,7 +114,7 @@ def test_the_log_is_open_again_after_a_change(engine, change):
 def test_an_abandoned_partition_stays_closed(engine):
     carry_out(engine, admin_tasks.Assign(1))
     carry_out(engine, admin_tasks.Unassign(1, deletes_files=True))
-    assert held_by(engine) == ()
+    assert held_partitions_of(engine) == ()
     with pytest.raises(UnknownPartition):
         engine.log(1)
 
@@ -122,7 +127,7 @@ def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monke
 
     monkeypatch.setattr("waltz_core.storage.service.storage_engine.PartitionLog.open", broken)
     carry_out(engine, admin_tasks.MarkSuspectTask(1))  # is done all the same
-    assert facts_of(engine, 1, is_served=False).reason == "rotten"
+    assert replica_status_of(engine, 1, is_served=False).reason == "rotten"
 
 
 def test_copied_records_are_appended_and_set_no_mark(engine):
@@ -170,7 +175,7 @@ def test_the_state_of_a_replica_is_reported_without_reading_its_files():
     owner = Owner(5, 1)
     carry_out(engine, admin_tasks.PutCopy(copy_of(owner)))
     reads_count = disk.read_count
-    found = facts_of(engine, 1, is_served=False)
+    found = replica_status_of(engine, 1, is_served=False)
     assert (found.log.synced_max, found.log.chain) == (2, owner.chain)
     assert disk.read_count == reads_count
 

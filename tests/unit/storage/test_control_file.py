@@ -299,7 +299,7 @@ def test_a_slot_write_releases_lost_sectors_of_its_own_block_only(monkeypatch):
     slots = SlotFile.create(disk, ROOT, Slot(2))
     abandoned = []
     monkeypatch.setattr(
-        SimFile, "discard_lost", lambda _, *position: not abandoned.append(position)
+        SimFile, "discard_unreadable", lambda _, *position: not abandoned.append(position)
     )
     for _ in range(2):
         disk.plan_fault_at_call({"write"}, DiskFault.IO_ERROR)
@@ -309,7 +309,7 @@ def test_a_slot_write_releases_lost_sectors_of_its_own_block_only(monkeypatch):
         assert abandoned.pop() == (position, SLOT_BYTES)
     slots.write(Slot(2))
     assert abandoned == [], "the write went through"
-    monkeypatch.setattr(SimFile, "discard_lost", lambda *_: False)
+    monkeypatch.setattr(SimFile, "discard_unreadable", lambda *_: False)
     disk.plan_fault_at_call({"write"}, DiskFault.IO_ERROR)
     with pytest.raises(DiskFailed, match="write"):
         slots.write(Slot(2))

@@ -28,7 +28,7 @@ def test_early_connections_are_admitted_in_order_and_closed_ones_never():
     admitted = []
     daemon = StorageDaemon.__new__(StorageDaemon)
     daemon._is_assigned = asyncio.Event()
-    daemon._early, daemon._links, daemon._numbers = [], {}, itertools.count(1)
+    daemon._early_links, daemon._links, daemon._numbers = [], {}, itertools.count(1)
     first, dead, second = (
         Link("first", admitted),
         Link("dead", admitted, is_closed=True),
@@ -37,7 +37,7 @@ def test_early_connections_are_admitted_in_order_and_closed_ones_never():
     for link in (first, dead, second):
         daemon._accept(link)
     assert admitted == []
-    daemon._checked_assignment()
+    daemon._on_assignment_checked()
     assert admitted == ["first", "second"]
     assert list(daemon._links.values()) == [first, second]
 

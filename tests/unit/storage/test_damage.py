@@ -32,7 +32,7 @@ class Log:
     def fill(self, first, last, *, slot=HOLE):
         run = self.records[first * RECORD_BYTES : (last + 1) * RECORD_BYTES]
         lengths = np.array([RECORD_BYTES] * (last - first + 1), dtype=np.int64)
-        return damage.fill_damage(slot, self.segments, first, lengths, run)
+        return damage.repair_damage(slot, self.segments, first, lengths, run)
 
 
 @pytest.fixture
@@ -66,17 +66,17 @@ def test_records_that_are_wrong_by_themselves_are_not_written(log):
     with pytest.raises(
         ChecksumMismatch, match="2: the copy of record 4 is damaged or has another transaction ID"
     ):
-        damage.fill_damage(HOLE, log.segments, 4, lengths, run[:-1] + bytes([run[-1] ^ 1]))
+        damage.repair_damage(HOLE, log.segments, 4, lengths, run[:-1] + bytes([run[-1] ^ 1]))
     other, lengths = make_run(5, [20])
     with pytest.raises(ChecksumMismatch, match="record 4"):
-        damage.fill_damage(HOLE, log.segments, 4, lengths, other)
+        damage.repair_damage(HOLE, log.segments, 4, lengths, other)
     assert log.disk.files() == before
 
 
 def test_records_of_another_history_leave_the_damage_known(log):
     run, lengths, _ = make_batches(1, [1], seed=8)
     with pytest.raises(ChecksumMismatch, match=r"do not match the chain hash of batch 0\.\.2"):
-        damage.fill_damage(HOLE, log.segments, 1, lengths, run)
+        damage.repair_damage(HOLE, log.segments, 1, lengths, run)
     assert log.fill(1, 1) == (IdRange(4, 6),)
     assert log.segments.read(0, 2)[0] == log.records[: 3 * RECORD_BYTES]
 
@@ -84,7 +84,7 @@ def test_records_of_another_history_leave_the_damage_known(log):
 def test_records_of_another_length_do_not_fit(log):
     run, lengths = make_run(1, [21])
     with pytest.raises(BadFormat, match="expected 60 bytes, found 61"):
-        damage.fill_damage(HOLE, log.segments, 1, lengths, run)
+        damage.repair_damage(HOLE, log.segments, 1, lengths, run)
 
 
 def spoil_batch(log, position):
@@ -128,7 +128,7 @@ def test_records_of_another_history_prove_no_batch(log, spoiled):
     log.fill(1, 1, slot=Slot(2, damaged=(IdRange(1, 1), IdRange(4, 6))))
     before = log.disk.visible_content(ROOT / segment_name(0, ".chn"))
     with pytest.raises(ChecksumMismatch, match=r"4\.\.6 do not match the chain hash after"):
-        damage.fill_damage(slot, log.segments, *foreign(4, 6))
+        damage.repair_damage(slot, log.segments, *foreign(4, 6))
     assert log.disk.visible_content(ROOT / segment_name(0, ".chn")) == before
     assert log.fill(4, 6, slot=slot) == ()
     assert log.segments.read(0, 9)[0] == log.records
@@ -138,7 +138,7 @@ def test_a_whole_batch_is_compared_with_its_records_next_to_a_lost_one(log):
     spoil_batch(log, 1)
     slot = Slot(2, damaged=(IdRange(1, 6),))
     with pytest.raises(ChecksumMismatch, match=r"do not match the chain hash of batch 0\.\.2"):
-        damage.fill_damage(slot, log.segments, *foreign(1, 4))
+        damage.repair_damage(slot, log.segments, *foreign(1, 4))
 
 
 def test_a_repair_does_not_wait_for_a_rotten_adjacent_batch(log):
@@ -245,6 +245,6 @@ def test_records_that_do_not_fit_release_no_sector():
     log.disk.make_unreadable(log.path, position, position)
     run, lengths = make_run(20, [500])
     with pytest.raises(BadFormat):
-        damage.fill_damage(Slot(2, damaged=(IdRange(20, 20),)), log.segments, 20, lengths, run)
+        damage.repair_damage(Slot(2, damaged=(IdRange(20, 20),)), log.segments, 20, lengths, run)
     with pytest.raises(ReadFailed):
         log.segments.read(20, 20)

@@ -83,13 +83,13 @@ def test_unreadable_blocks_are_released_from_a_real_file(tmp_path, lost):
     path.write_bytes(b"a" * 20_000)
     file = RealDisk().open(path)
     lost.blocks |= {1, 3}
-    file.discard_lost(0, 8_192)  # blocks 0 and 1
-    file.discard_lost(16_384, 100)  # block 4
+    file.discard_unreadable(0, 8_192)  # blocks 0 and 1
+    file.discard_unreadable(16_384, 100)  # block 4
     zeros = bytes(4_096)
     assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * (20_000 - 8_192)
     lost.blocks |= {2, 4}
-    file.discard_lost(3 * 4_096 + 1, 4_096)  # blocks 3 and 4, where the file ends
-    file.discard_lost(2 * 4_096 - 1, 1)  # block 1
+    file.discard_unreadable(3 * 4_096 + 1, 4_096)  # blocks 3 and 4, where the file ends
+    file.discard_unreadable(2 * 4_096 - 1, 1)  # block 1
     assert path.read_bytes() == b"a" * 4_096 + zeros + b"a" * 4_096 + bytes(20_000 - 12_288)
     assert file.size() == 20_000
 
@@ -106,13 +106,13 @@ def whole_file(lost, tmp_path):
 @pytest.mark.parametrize("number", [errno.ENOMEM, errno.ESTALE, errno.EINTR])
 def test_an_error_without_a_byte_range_releases_nothing(lost, whole_file, number):
     lost.number = number
-    RealDisk().open(whole_file).discard_lost(0, 10)
+    RealDisk().open(whole_file).discard_unreadable(0, 10)
     assert whole_file.read_bytes() == b"a" * 100
 
 
 def test_a_block_that_is_read_at_the_second_attempt_is_kept(lost, whole_file):
     lost.is_once = True
-    RealDisk().open(whole_file).discard_lost(0, 10)
+    RealDisk().open(whole_file).discard_unreadable(0, 10)
     assert not lost.blocks
     assert whole_file.read_bytes() == b"a" * 100
 
@@ -120,7 +120,7 @@ def test_a_block_that_is_read_at_the_second_attempt_is_kept(lost, whole_file):
 def test_a_system_that_cannot_release_blocks_keeps_them(lost, whole_file, monkeypatch):
     file = RealDisk().open(whole_file)
     monkeypatch.setattr(disk_module.ctypes, "CDLL", lambda _: object())
-    file.discard_lost(0, 10)
+    file.discard_unreadable(0, 10)
     assert whole_file.read_bytes() == b"a" * 100
 
 
@@ -182,11 +182,11 @@ def test_only_one_opener_can_lock_a_whole_file(place):
     disk, directory = place
     one = disk.open(directory / "f", create=True)
     two = disk.open(directory / "f")
-    assert one.lock_whole()
-    assert one.lock_whole()
-    assert not two.lock_whole()
+    assert one.lock_whole_file()
+    assert one.lock_whole_file()
+    assert not two.lock_whole_file()
     one.close()
-    assert two.lock_whole()
+    assert two.lock_whole_file()
     two.close()
 
 
@@ -382,7 +382,7 @@ def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "posix_fadvise", advised)
-        disk.will_read(tmp_path, ["empty", "none", "small", "large"])
+        disk.prefetch(tmp_path, ["empty", "none", "small", "large"])
     assert asked == [
         ("empty", 0, 0),
         ("small", 0, 0),
@@ -390,7 +390,7 @@ def test_read_ahead_uses_one_descriptor_and_is_only_a_hint(tmp_path, monkeypatch
         ("large", 1_000_000 - 16_384, 16_384),
     ]
     assert open_names(tmp_path) == {"kept"}
-    disk.will_read(tmp_path, list(sizes))
+    disk.prefetch(tmp_path, list(sizes))
     assert open_names(tmp_path) == {"kept"}
     kept.close()
     assert disk.descriptors._count == 0
@@ -416,12 +416,12 @@ def test_an_error_while_closing_a_file_to_make_room_is_ignored(tmp_path, monkeyp
 
 def test_a_file_that_is_locked_stays_open(tmp_path):
     disk = RealDisk(2)
-    assert disk.open(tmp_path / "whole", create=True).lock_whole()
+    assert disk.open(tmp_path / "whole", create=True).lock_whole_file()
     assert disk.open(tmp_path / "range", create=True).lock_range(0, 9)
     for place in range(6):
         disk.open(tmp_path / str(place), create=True).size()
     assert open_names(tmp_path) == {"whole", "range"}
-    assert not RealDisk().open(tmp_path / "whole").lock_whole()
+    assert not RealDisk().open(tmp_path / "whole").lock_whole_file()
 
 
 @pytest.mark.usefixtures("no_syncs")

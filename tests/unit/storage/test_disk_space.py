@@ -11,7 +11,7 @@ from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.files.disk_space import (
     DAY_MS,
     RESERVE_NAME,
-    SAMPLE_MS,
+    SAMPLE_INTERVAL_MS,
     SPARE_BYTES_MAX,
     DiskSpace,
     append_bytes,
@@ -165,14 +165,14 @@ def test_a_call_without_room_is_repeated_with_the_reserve():
             raise NoSpace("no")
         return "done"
 
-    assert space.with_reserve(wants_room) == "done"
+    assert space.call_with_reserve(wants_room) == "done"
     assert calls == [4_000, 0]
 
     def wants_more():
         raise NoSpace("never enough")
 
     with pytest.raises(NoSpace, match="never"):
-        space.with_reserve(wants_more)
+        space.call_with_reserve(wants_more)
 
 
 def test_the_space_of_an_append_includes_its_index_and_batches():
@@ -204,7 +204,7 @@ def test_the_rate_at_which_a_disk_fills_is_that_of_the_last_day():
 
     def rate_at(hour, used):
         disk.capacity_bytes = 10_000 - used
-        now_ms = hour * SAMPLE_MS
+        now_ms = hour * SAMPLE_INTERVAL_MS
         space.note_free_bytes(now_ms)
         return space.filling_bytes_per_day(space.free_bytes(), now_ms)
 
@@ -214,7 +214,7 @@ def test_the_rate_at_which_a_disk_fills_is_that_of_the_last_day():
     assert rate_at(2, 10) == 120
     assert rate_at(3, 0) == 0
     # What the first hours have written is forgotten after a day, also that nothing was removed.
-    last = DAY_MS // SAMPLE_MS + 5
+    last = DAY_MS // SAMPLE_INTERVAL_MS + 5
     rates = [rate_at(hour, 5_000) for hour in range(4, last)]
     assert rates[0] == 30_000
     assert rates[-1] == 0

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from waltz_core.storage.files.format import DAMAGED_MAX, IdRange, Slot
 from waltz_core.storage.files.id_ranges import (
     add_damage,
-    count_of,
-    damage_until,
+    count_ids,
+    damage_up_to,
     ranges_text,
     remove_damage,
 )
@@ -41,12 +41,12 @@ def test_too_many_damaged_ranges_are_merged_without_losing_an_id():
 
 def test_ranges_are_counted_and_reported():
     ranges = (IdRange(3, 3), IdRange(7, 11))
-    assert (count_of(ranges), count_of(())) == (6, 0)
+    assert (count_ids(ranges), count_ids(())) == (6, 0)
     assert (ranges_text(ranges), ranges_text(())) == ("3..3,7..11", "")
 
 
 def test_a_shorter_log_has_no_damage_after_its_end():
     ranges = (IdRange(3, 3), IdRange(7, 11))
-    assert damage_until(ranges, 8) == (IdRange(3, 3), IdRange(7, 8))
-    assert damage_until(ranges, 6) == (IdRange(3, 3),)
-    assert damage_until(ranges, 2) == ()
+    assert damage_up_to(ranges, 8) == (IdRange(3, 3), IdRange(7, 8))
+    assert damage_up_to(ranges, 6) == (IdRange(3, 3),)
+    assert damage_up_to(ranges, 2) == ()

@@ -7,11 +7,11 @@ from waltz_core.storage.disk.page_cache import (
     FOLIO_BYTES_MAX,
     STEP_BYTES,
     RecentPages,
-    blocks_begun,
+    blocks_beginning_in,
 )
 
 MIB = 1024 * 1024
-KEPT_BYTES = 4 * MIB
+PAGE_CACHE_BYTES_MAX = 4 * MIB
 
 
 def given_back(tail, *writes):
@@ -19,8 +19,8 @@ def given_back(tail, *writes):
     found = []
     for at, size in writes:
         tail.note_write(at, size)
-        found.append(tail.take_old())
-    assert tail.take_old() is None, "once"
+        found.append(tail.take_droppable())
+    assert tail.take_droppable() is None, "once"
     return [each for each in found if each is not None]
 
 
@@ -29,9 +29,9 @@ def pieces(size, *, start=0, step=MIB):
 
 
 def test_the_newest_pages_stay_and_older_ones_are_released_step_by_step():
-    tail = RecentPages(KEPT_BYTES)
-    assert tail.take_old() is None
-    newest = KEPT_BYTES + STEP_BYTES - MIB
+    tail = RecentPages(PAGE_CACHE_BYTES_MAX)
+    assert tail.take_droppable() is None
+    newest = PAGE_CACHE_BYTES_MAX + STEP_BYTES - MIB
     assert given_back(tail, *pieces(newest)) == []
     assert given_back(tail, (0, MIB)) == [], "overwriting does not move the end"
     dropped = given_back(tail, *pieces(5 * STEP_BYTES, start=newest))
@@ -40,9 +40,14 @@ def test_the_newest_pages_stay_and_older_ones_are_released_step_by_step():
     expected = [max(0, n * STEP_BYTES - FOLIO_BYTES_MAX) for n in range(5)]
     assert [start for start, _ in dropped] == expected
     tail.truncate(2 * MIB)
-    assert given_back(tail, *pieces(KEPT_BYTES + MIB, start=2 * MIB)) == [(0, 3 * MIB)]
+    assert given_back(tail, *pieces(PAGE_CACHE_BYTES_MAX + MIB, start=2 * MIB)) == [(0, 3 * MIB)]
     assert (
-        len(given_back(RecentPages(KEPT_BYTES), *pieces(KEPT_BYTES + 2 * STEP_BYTES, step=4096)))
+        len(
+            given_back(
+                RecentPages(PAGE_CACHE_BYTES_MAX),
+                *pieces(PAGE_CACHE_BYTES_MAX + 2 * STEP_BYTES, step=4096),
+            )
+        )
         == 2
     )
 
@@ -59,7 +64,7 @@ def test_only_sequentially_written_pages_are_released():
 def test_sequential_pieces_begin_each_block_exactly_once(sizes, header):
     done, at = 0, 0
     for size in [header + sizes[0], *sizes[1:]]:
-        start, begun = blocks_begun(at, size)
+        start, begun = blocks_beginning_in(at, size)
         at += size
         if begun:
             assert start == done

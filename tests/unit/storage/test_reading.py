@@ -167,8 +167,8 @@ def test_a_read_that_fails_once_is_reported_and_nothing_is_damaged(large):
     for count in range(1, 9):
         large.disk.plan_read_failure(count)
         assert large.read(20, 60) == 60
-        assert len(large.reader.take_errors()) == 1
-        assert large.reader.take_errors() == []
+        assert len(large.reader.take_disk_errors()) == 1
+        assert large.reader.take_disk_errors() == []
     assert large.slots.slot.damaged == ()
 
 
@@ -178,7 +178,7 @@ def test_records_in_a_sector_that_cannot_be_read_are_damaged_and_no_others(large
     assert large.read(0, 99) == 13
     assert large.slots.slot.damaged == (IdRange(14, 23),)
     assert len(large.written) == 1
-    assert "a sector cannot be read" in large.reader.take_errors()[0]
+    assert "a sector cannot be read" in large.reader.take_disk_errors()[0]
     with pytest.raises(ChecksumMismatch, match=r"14\.\.23 are damaged"):
         large.read(14, 99)
     assert large.read(24, 99) == 99

@@ -35,7 +35,7 @@ def test_new_batches_replace_dropped_ones_and_the_headers_follow():
     bounds = made(segments, [(0, 1), (2, 5), (6, 8)])
     rebatching.add_batches(segments, bounds[:1])
     rebatching.add_batches(segments, bounds[1:])
-    rebatching.relink(segments)
+    rebatching.rewrite_chain_headers(segments)
     assert entries_of(segments) == bounds
     assert content(segments) == records
     earlier = [rebatching.chain_before(segments, position, within=False) for position in range(3)]

@@ -235,10 +235,10 @@ def test_unreadable_blocks_are_zeros_and_are_read_once():
     disk.make_unreadable(SEG, 5_000, 5_000)
     file = PartlyReadableFile(disk.open(SEG))
     assert file.pread(4_096, 0) == content[:4_096]
-    assert not file.has_lost
+    assert not file.has_unreadable
     expected = content[:4_096] + bytes(4_096) + content[8_192:]
     assert file.pread(30_000, 0) == expected
-    assert file.has_lost
+    assert file.has_unreadable
     before = disk.read_count
     assert file.pread(100, 4_100) == bytes(100)
     assert disk.read_count == before

@@ -43,7 +43,7 @@ from waltz_core.storage.files.record_search import SCAN_BYTES
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.log import log_recovery
 from waltz_core.storage.log.log_recovery import open_log
-from waltz_core.storage.log.truncation import truncation_of
+from waltz_core.storage.log.truncation import plan_truncation
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk, Survival
 
 RECORD_BYTES = 60
@@ -221,7 +221,7 @@ def test_an_error_while_files_are_closed_does_not_take_the_place_of_the_first(mo
         patches.setattr(Segment, "close", close_and_fail)
 
     with monkeypatch.context() as patches:
-        patches.setattr(log_recovery._Opening, "settle_lineage", broken("the first"))
+        patches.setattr(log_recovery._Opening, "recover_batches", broken("the first"))
         patches.setattr(log_recovery._Opening, "recover_records", closes_fail)
         with pytest.raises(DiskFailed, match="the first") as caught:
             opened(disk)
@@ -236,7 +236,7 @@ def test_an_error_while_files_are_closed_does_not_take_the_place_of_the_first(mo
 def test_the_intent_of_a_truncation_is_carried_out(last_to_keep):
     disk = new_disk()
     segments, records, entries = written(disk, [3], [2], [4])
-    cut, end = truncation_of(segments, last_to_keep)
+    cut, end = plan_truncation(segments, last_to_keep)
     slots = SlotFile.open(disk, ROOT, 2)
     acked = min(slots.slot.acked, end, key=lambda one: one.transaction_id)
     slots.write(
@@ -495,7 +495,7 @@ def test_all_files_are_announced_before_the_first_is_read():
     class ReadAheadDisk(SimDisk):
         announced = None
 
-        def will_read(self, directory, names):
+        def prefetch(self, directory, names):
             self.announced = (self.read_count, directory, set(names))
 
     disk = ReadAheadDisk()

@@ -8,7 +8,7 @@ from tests.unit.storage.logs import ROOT, new_disk
 from waltz_core.storage.log.scrub import (
     PASS_PAUSE_MS,
     PIECE_BYTES_MAX,
-    PLACES_NAME,
+    PROGRESS_NAME,
     REQUESTED_BYTES_PER_S,
     Scrub,
     ScrubPiece,
@@ -187,7 +187,7 @@ def test_a_corrupt_file_of_scrub_positions_is_ignored():
     disk = new_disk()
     assert read_positions(disk, ROOT) == {}
     write_positions(disk, ROOT, {3: 70, 11: 5})
-    path = ROOT / PLACES_NAME
+    path = ROOT / PROGRESS_NAME
     for offset in range(len(disk.visible_content(path))):
         disk.flip_bits(path, offset, 4)
         assert read_positions(disk, ROOT) == {}

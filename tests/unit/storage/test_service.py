@@ -754,7 +754,7 @@ def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
     bench.ask(1, owner.append(6))
     bench.step(service.Disconnected(1))
     with flipped(bench.engine.directory / "0", 2):
-        bench.step(service.ScrubNow())
+        bench.step(service.ScrubRequested())
         bench.finish()
     assert reported_damage(bench) == []
     assert reports(bench, "storage.damage_found") == [{"partition": 0, "ids": "2..2"}]
@@ -767,7 +767,7 @@ def test_unrepaired_damage_is_reported_again_after_each_pass(bench):
     bench.ask(1, owner.append(6))
     with flipped(bench.engine.directory / "0", 3):
         for passes_count in (1, 2, 3):
-            bench.step(service.ScrubNow())
+            bench.step(service.ScrubRequested())
             bench.finish()
             while bench.service.scrub_states(bench.now_ms)[0].passes_count < passes_count:
                 tick(bench)
@@ -820,10 +820,10 @@ def test_a_piece_waits_for_current_work_and_runs_before_queued_work(make):
     bench = make(scrub=Scrub(bytes_per_s=0))
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
-    bench.step(service.ScrubNow(3))
+    bench.step(service.ScrubRequested(3))
     assert bench.works == [], "that partition is not served"
     bench.send(1, owner.append())
-    bench.step(service.ScrubNow(0))
+    bench.step(service.ScrubRequested(0))
     assert [work.piece for work in bench.works] == [None]
     bench.send(1, owner.append())
     bench.step(service.WorkDone(bench.works[0], bench.works.pop(0).run()))
@@ -836,7 +836,7 @@ def test_a_piece_waits_for_current_work_and_runs_before_queued_work(make):
 def test_the_marker_moves_also_when_the_scrub_came_in_between(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(2))
-    bench.step(service.ScrubNow())
+    bench.step(service.ScrubRequested())
     bench.finish()
     assert bench.log.slot.acked.transaction_id == -1
     bench.now_ms += 1_000
@@ -850,7 +850,7 @@ def test_a_scrub_that_fails_at_a_slot_is_a_failed_write_and_continues_elsewhere(
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     with flipped(bench.engine.directory / "0", 3):
-        bench.step(service.ScrubNow())
+        bench.step(service.ScrubRequested())
         bench.disk.next_errors["pwrite"] = DiskFailed("writing waltz-x.ctl: Input/output error")
         bench.finish()
     assert len(reports(bench, "storage.disk_failed")) == 1
@@ -912,7 +912,7 @@ def test_a_failed_scrub_of_a_full_disk_ends_nothing(make):
     bench = make(reserve_bytes=4_096)
     bench.ask(1, bench.owned(5).append(6))
     bench.disk.free = 0
-    bench.step(service.ScrubNow())
+    bench.step(service.ScrubRequested())
     bench.finish()
     assert reports(bench, "storage.scrub_finished")
 
@@ -952,7 +952,7 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
         case "prepare":
             bench.send(2, prepare(Owner(2)))
         case "scrub":
-            bench.step(service.ScrubNow(0))
+            bench.step(service.ScrubRequested(0))
         case "append":  # its file is not open any more, and not to be found
             bench.disk.next_errors["pwrite"] = DiskFailed("opening: no such file")
             bench.send(1, owner.append())

@@ -17,7 +17,7 @@ from waltz_core.storage.files.format import (
     segment_name,
 )
 from waltz_core.storage.log import truncation
-from waltz_core.storage.log.truncation import truncation_of
+from waltz_core.storage.log.truncation import plan_truncation
 from waltz_sim.world.simulated_disk import DiskFault, Survival
 
 RECORD_BYTES = 60
@@ -27,15 +27,18 @@ def test_entries_above_a_truncation_are_removed_with_the_intent():
     segments, _, entries = make_segments(new_disk(), [3, 5], [2])
     ends = [AckedMarker(one.last, one.chain) for one in entries]
     slot = Slot(2, acked=ends[2], provisional=ProvisionalMark(4, 9), damaged=(IdRange(1, 6),))
-    cut, _ = truncation_of(segments, 5)
-    found = truncation.with_intent(slot, segments, 5)
+    cut, _ = plan_truncation(segments, 5)
+    found = truncation.slot_with_intent(slot, segments, 5)
     assert found.truncate == TruncateIntent(5, cut)
     assert (found.acked, found.provisional, found.damaged) == (ends[0], None, slot.damaged)
     assert (cut.first, cut.last, cut.session_id) == (3, 5, entries[1].session_id)
     assert check_chain([cut], 3, entries[0].chain, segments.record_crcs(3, 5)) is None
-    assert truncation_of(segments, BEFORE_FIRST) == (None, AckedMarker(BEFORE_FIRST, GENESIS_CHAIN))
+    assert plan_truncation(segments, BEFORE_FIRST) == (
+        None,
+        AckedMarker(BEFORE_FIRST, GENESIS_CHAIN),
+    )
     kept = Slot(2, acked=ends[0], provisional=ProvisionalMark(4, 5))
-    found = truncation.with_intent(kept, segments, 7)
+    found = truncation.slot_with_intent(kept, segments, 7)
     assert (found.truncate, found.acked) == (TruncateIntent(7, None), ends[0])
     assert found.provisional == ProvisionalMark(4, 5)
 
@@ -45,14 +48,14 @@ def test_a_batch_that_cannot_be_read_is_not_truncated_in_its_middle():
     segments, _, _ = make_segments(disk, [3, 5])
     disk.flip_bits(ROOT / segment_name(0, ".seg"), 128 + 4 * RECORD_BYTES + 44)
     with pytest.raises(ChecksumMismatch, match=r"records 3\.\.5: cannot shorten their batch"):
-        truncation.with_intent(Slot(2), segments, 5)
-    assert truncation.with_intent(Slot(2), segments, 2).truncate == TruncateIntent(2, None)
+        truncation.slot_with_intent(Slot(2), segments, 5)
+    assert truncation.slot_with_intent(Slot(2), segments, 2).truncate == TruncateIntent(2, None)
 
 
 def test_a_segment_whose_removal_could_not_be_synced_does_not_return():
     disk = new_disk()
     segments, _, _ = make_segments(disk, [3, 5], [2])
-    slot = truncation.with_intent(Slot(2), segments, 5)
+    slot = truncation.slot_with_intent(Slot(2), segments, 5)
     disk.plan_fault_at_call({"syncdir"}, DiskFault.DISK_FULL)
     with pytest.raises(NoSpace):
         truncation.carry_out(segments, slot.truncate)
@@ -67,7 +70,7 @@ def test_a_truncation_without_space_is_carried_out_again_from_any_step():
     for step in range(1, 40):
         disk = new_disk()
         segments, records, entries = make_segments(disk, [3, 5], [2], [4])
-        slot = truncation.with_intent(Slot(2, damaged=(IdRange(4, 9),)), segments, 5)
+        slot = truncation.slot_with_intent(Slot(2, damaged=(IdRange(4, 9),)), segments, 5)
         disk.plan_fault(disk.step_count + step, DiskFault.DISK_FULL)
         try:
             truncation.carry_out(segments, slot.truncate)

@@ -12,7 +12,7 @@ from waltz_core.errors import BadRequest, ChecksumMismatch, NoSpace, ReadFailed
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
 from waltz_core.storage.disk.file_system import RealDisk, RealFile
-from waltz_core.storage.files.disk_space import FILES_BYTES, DiskSpace
+from waltz_core.storage.files.disk_space import NEW_FILES_BYTES, DiskSpace
 from waltz_core.storage.files.format import SEGMENT_HEADER_BYTES
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import ScrubPiece, ScrubResult
@@ -285,7 +285,7 @@ def test_a_truncation_without_space_is_repeated_with_the_reserve():
     engine.close()
 
 
-@pytest.mark.parametrize("reserve_bytes", [2 * FILES_BYTES, 0])
+@pytest.mark.parametrize("reserve_bytes", [2 * NEW_FILES_BYTES, 0])
 def test_a_reset_on_a_full_disk_uses_the_reserve_or_changes_nothing(reserve_bytes):
     """It may not fail on the way: the log could not be used before it is opened again."""
     disk = SimDisk()

@@ -16,7 +16,7 @@ from waltz_core import errors
 from waltz_core.transport import descriptor_passing, net
 
 pytestmark = pytest.mark.skipif(
-    not descriptor_passing.IS_POSSIBLE, reason="abstract names are Linux's"
+    not descriptor_passing.IS_SUPPORTED, reason="abstract names are Linux's"
 )
 
 
@@ -219,7 +219,7 @@ def test_a_name_in_use_is_left_to_its_owner(tmp_path, path, name):
 
 
 def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
-    monkeypatch.setattr(descriptor_passing, "IS_POSSIBLE", False)
+    monkeypatch.setattr(descriptor_passing, "IS_SUPPORTED", False)
     net.run(descriptor_passing.serve_descriptors(name, 4, None))
     assert not descriptor_passing.is_offered(name)
     with pytest.raises(errors.Unreachable, match="does not support abstract Unix sockets"):
@@ -227,7 +227,7 @@ def test_without_abstract_names_nothing_is_offered(name, monkeypatch):
 
 
 def test_a_connection_that_is_rejected_once_is_accepted_later(path, name, monkeypatch):
-    monkeypatch.setattr(descriptor_passing, "PAUSE_S", 0.01)
+    monkeypatch.setattr(descriptor_passing, "ACCEPT_PAUSE_S", 0.01)
     failures = [OSError(24, "Too many open files")]
 
     async def main():

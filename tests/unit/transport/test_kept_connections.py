@@ -60,7 +60,7 @@ def served(scenario, **more):
         async with (
             asyncio.timeout(HANG_S),
             serve_http(
-                app, host="127.0.0.1", port=0, kept_connections_max=KEPT_MAX, **more
+                app, host="127.0.0.1", port=0, keep_alive_connections_max=KEPT_MAX, **more
             ) as port,
         ):
             return await scenario(port, app)
@@ -194,7 +194,7 @@ def clocked():
     transport.get_extra_info.side_effect = lambda name: ours if name == "socket" else None
     transport.is_closing.return_value = False
     transport.get_write_buffer_size.return_value = 100_000
-    connection = http_port._KeptConnection(Config(App()), ServerState(), clock, KEPT_MAX)
+    connection = http_port._KeepAliveConnection(Config(App()), ServerState(), clock, KEPT_MAX)
     connection.connection_made(transport)
     connection.timeout_keep_alive_task = Mock()  # a request has arrived
     yield clock, transport, connection
@@ -257,7 +257,7 @@ def test_a_tls_handshake_has_a_time_limit(monkeypatch, tmp_path):
 def test_an_address_in_use_is_named():
     async def scenario(port, app):
         with pytest.raises(BadConfig, match=f"setting port: .* cannot listen at 127.0.0.1:{port}:"):
-            async with serve_http(app, host="127.0.0.1", port=port, kept_connections_max=1):
+            async with serve_http(app, host="127.0.0.1", port=port, keep_alive_connections_max=1):
                 pass
         return True
 

@@ -139,7 +139,7 @@ async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files
 @on_loop
 async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monkeypatch):
     monkeypatch.setattr(
-        WireProtocol.CLIENT, "versions_offered", WireProtocol.CLIENT.versions_taken[:1]
+        WireProtocol.CLIENT, "versions_offered", WireProtocol.CLIENT.versions_accepted[:1]
     )
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         limits = {"*": PrincipalLimits(connections=1)}
@@ -206,20 +206,20 @@ async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision
         peer._on_drained = resumed.set
         frame = FeedBatch(ReqId(1, 0, 3, -1), 0, 4_096, b"", 1, -1, bytes(16))
         peer.send(frame)
-        assert not peer.pauses_feeds
+        assert not peer.must_pause_feeds
         port.apply(limited(revision=8, bytes_per_s=75_000))
         for send in (lambda: peer.send(frame), lambda: peer.send_frames(bytes(4))):
             send()
-            assert peer.pauses_feeds
+            assert peer.must_pause_feeds
             assert not peer.is_congested
             await resumed.wait()
-            assert not peer.pauses_feeds
+            assert not peer.must_pause_feeds
             resumed.clear()
             peer.access.quota.charge_sent(75_000, peer.access.now_ns)
         peer.send(frame)
         link.abort("done")
         await until(lambda: peer.is_closed)
-        assert not peer.pauses_feeds
+        assert not peer.must_pause_feeds
 
 
 @pytest.mark.parametrize("access", ["report", "on"])

@@ -343,7 +343,7 @@ def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
     access.apply(PERMISSIONS)
     access.apply(None)
     access.apply(Permissions(4, "ops", 0, bytes(32)))
-    assert access.known_token(hash_of(SECRET)).principal == "spark-etl"
+    assert access.valid_token(hash_of(SECRET)).principal == "spark-etl"
     assert logged().splitlines() == [
         "access.permissions_missing revision=0",
         "access.revision_applied revision=5",
@@ -352,7 +352,7 @@ def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
     ]
     access.apply(Permissions(6, "ops", 0, bytes(32)))
     with pytest.raises(AuthenticationFailed):
-        access.known_token(hash_of(SECRET))
+        access.valid_token(hash_of(SECRET))
 
 
 @on_loop
@@ -393,8 +393,8 @@ def test_a_message_does_not_show_its_token(protocol):
 async def test_no_token_is_sent_to_a_peer_of_an_older_version(
     files, token_file, protocol, monkeypatch
 ):
-    older = protocol.versions_taken[:-1]
-    monkeypatch.setattr(protocol, "versions_taken", older)
+    older = protocol.versions_accepted[:-1]
+    monkeypatch.setattr(protocol, "versions_accepted", older)
     async with open_port(files, protocol) as port:
         link = await dialed(port.address, trusting(files, f"&token_file={token_file}"), protocol)
         assert link.version == older[-1]
@@ -659,9 +659,9 @@ async def test_a_report_permits_mounts_without_a_proof(logged):
 async def test_the_client_ids_of_a_principal_are_limited_and_not_with_a_report(monkeypatch, logged):
     monkeypatch.setattr(IssuedIdLimit, "take", _reject)
     with pytest.raises(Overloaded):
-        AccessOfConnection().access.take_client_id()
+        AccessOfConnection().access.charge_client_id()
     assert "access.limit_exceeded peer=a:1 error=no ID" in logged()
-    AccessOfConnection(is_enforced=False).access.take_client_id()
+    AccessOfConnection(is_enforced=False).access.charge_client_id()
 
 
 def _reject(_limit, _principal, _now_ns):

@@ -34,7 +34,7 @@ def info(*, retransmits=0, probes=0, unacked=0, last_ack_ms=0):
     ],
 )
 def test_a_host_that_acknowledges_nothing_for_long_is_considered_dead(found, silence_ms):
-    assert tcp.silence_of(found) == silence_ms
+    assert tcp.silence_in(found) == silence_ms
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="this system has no TCP_INFO")

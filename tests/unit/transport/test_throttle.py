@@ -46,7 +46,7 @@ class Connection:
     def mark_over_limit(self, message, error):
         self.rejected[id(message)] = error
 
-    def end_excess(self):
+    def end_over_limit(self):
         self.is_ended = True
 
     def fail(self, error):

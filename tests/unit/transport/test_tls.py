@@ -72,7 +72,7 @@ def test_the_connect_string_contains_a_tls_file_or_a_mode(files):
     ):
         for context in (
             tls.dial_context(PLAIN, f"{CONNECT}?tls={place}"),
-            tls.named_dial_context(place),
+            tls.dial_context_for(place),
         ):
             assert context is not None
             assert context.verify_mode is mode
@@ -89,7 +89,7 @@ def test_a_settings_file_names_files_in_its_own_directory(tmp_path: Path):
     }
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", names))
-    context = tls.named_dial_context(str(file))
+    context = tls.dial_context_for(str(file))
     assert context is not None
     assert not context.check_hostname
     assert len(context.get_ca_certs()) == 1
@@ -99,10 +99,10 @@ def test_a_settings_file_names_files_in_its_own_directory(tmp_path: Path):
     assert listening.verify_mode is ssl.CERT_REQUIRED
     assert tls.dial_context(server(connect=connect), connect) is not None
     file.write_text('tls = "off"\n')
-    assert tls.named_dial_context(str(file)) is None
+    assert tls.dial_context_for(str(file)) is None
     file.write_text('tls_authority = "ca.pem"\n')
     with pytest.raises(BadConfig, match=r"tls\.toml: unknown setting 'tls_authority'"):
-        tls.named_dial_context(str(file))
+        tls.dial_context_for(str(file))
 
 
 def test_settings_win_over_the_connect_string(files, tmp_path):

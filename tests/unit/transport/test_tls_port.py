@@ -180,10 +180,10 @@ async def original(protocol, directory):
 async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
     async with original(protocol, tmp_path) as (address, hellos):
         with pytest.raises(TlsFailed, match="the certificate of the peer is not valid"):
-            await net.dial(protocol, address, ssl=tls.named_dial_context("on"))
+            await net.dial(protocol, address, ssl=tls.dial_context_for("on"))
         # Which versions both speak is another question.
         with contextlib.suppress(RemoteProtocolError):
-            async with linked(address, tls.named_dial_context("unverified"), protocol):
+            async with linked(address, tls.dial_context_for("unverified"), protocol):
                 pass
         await until(lambda: hellos)
     assert hellos[0][:3] == b"H\0\0"
@@ -579,14 +579,14 @@ async def test_a_client_hello_in_two_records_is_rejected(files, logged, first_si
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
 def test_only_a_fast_key_exchange_is_accepted(files, version):
     for group in (None, *filter(can_select, ("X25519",)), "prime256v1"):
-        assert client_hello.failure_of(hello_of_client(files, group, version)) == ""
+        assert client_hello.reject_reason(hello_of_client(files, group, version)) == ""
     slow = ["secp384r1", "secp521r1", *filter(can_select, ("X448",))]
     if version == ssl.TLSVersion.TLSv1_3:
         slow += filter(can_select, ("ffdhe2048", "ffdhe8192"))
     for group in slow:
         hello = hello_of_client(files, group, version)
         assert (
-            client_hello.failure_of(hello)
+            client_hello.reject_reason(hello)
             == "expected a client that offers a key exchange with X25519 or P-256, found none"
         )
     assert listening(files).options & ssl.OP_CIPHER_SERVER_PREFERENCE  # with TLS 1.2
@@ -616,9 +616,9 @@ def test_the_first_key_share_that_openssl_knows_decides():
     accepted = [(x25519,), (p_256,), (unknown, x25519), (p_256, p_384), (x25519, ffdhe8192)]
     rejected = [(), (unknown,), (p_384, p_256), (unknown, ffdhe8192, x25519)]
     for each in accepted:
-        assert client_hello.failure_of(hello_of_tls_1_3(each)) == ""
+        assert client_hello.reject_reason(hello_of_tls_1_3(each)) == ""
     for each in rejected:  # without one, OpenSSL requests a second ClientHello
-        assert "X25519 or P-256" in client_hello.failure_of(hello_of_tls_1_3(each))
+        assert "X25519 or P-256" in client_hello.reject_reason(hello_of_tls_1_3(each))
 
 
 @on_loop

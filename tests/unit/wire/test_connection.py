@@ -161,25 +161,25 @@ def test_a_connection_without_a_part_of_a_payload_has_no_buffer():
     fresh = storage(is_listener=True)
     assert len(fresh.get_buffer()) == HELLO_BYTES_MAX
     assert fresh.receive(hello[:5]) == []
-    assert fresh._scratch is None
+    assert fresh._read_buffer is None
     assert fresh.is_inside_frame
     assert len(fresh.receive(hello[5:])) == 1
     frame = sent(dialler, Appended(1, 2, 3, 4))
     for end in range(1, 7):
         assert listener.receive(frame[:end]) == []
-        assert listener._scratch is None
+        assert listener._read_buffer is None
         assert listener.incomplete_bytes == 0
         assert listener.is_inside_frame
         assert listener.receive(frame[end:]) == [Appended(1, 2, 3, 4)]
         assert not listener.is_inside_frame
     assert listener.receive(frame[:10]) == []
-    assert (listener._scratch, listener.incomplete_bytes) == (None, 3)
+    assert (listener._read_buffer, listener.incomplete_bytes) == (None, 3)
 
 
 def test_the_limit_of_a_peer_holds_for_received_frames_only():
     dialler, listener = pair()
     limit = 16 * 1024 * 1024
-    listener.bytes_max_of_peer = lambda: limit
+    listener.peer_frame_bytes_max = lambda: limit
     assert len(listener.receive(sent(dialler, raw(bytes(100_000))))) == 1
     limit = SMALL_FRAME_BYTES_MAX
     small, large = sent(dialler, raw(bytes(60_000))), sent(dialler, raw(bytes(70_000)))

@@ -266,7 +266,7 @@ class ClientConnections:
         if client is None:
             return
         self._note_backlog(connection, client)
-        if client.is_feed_paused and not client.link.pauses_feeds:
+        if client.is_feed_paused and not client.link.must_pause_feeds:
             client.is_feed_paused = False
             for host in list(client.hosts.values()):
                 host.post(ConnectionDrained(connection))
@@ -376,7 +376,7 @@ class ClientConnections:
         self._balance()
 
     def _note_sent(self, connection: ConnectionId, client: _ClientConnection) -> None:
-        if client.link.pauses_feeds and not client.is_feed_paused:
+        if client.link.must_pause_feeds and not client.is_feed_paused:
             client.is_feed_paused = True
             # Notify at once: a partition may take a turn of its feeds before the loop's next turn.
             for host in list(client.hosts.values()):
@@ -579,7 +579,7 @@ class ClientConnections:
             return
         try:
             if client.link.access is not None:
-                client.link.access.take_client_id()
+                client.link.access.charge_client_id()
             client_id = await self._backend.next_client_id()
         except errors.WaltzError as error:
             self.answer(error_answer(connection, message.req_id, cost_bytes, error, message))

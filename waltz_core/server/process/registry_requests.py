@@ -173,7 +173,7 @@ class RegistryRequests:
 
     async def _issue_client_id(self, access: ConnectionAccess | None) -> ClientId:
         if access is not None:
-            access.take_client_id()
+            access.charge_client_id()
         return await self._next_client_id()
 
     def _marks(self, request: RegistryRequest) -> dict[int, int]:

@@ -19,11 +19,11 @@ Rules:
     6. If a file is closed while another thread uses it, its descriptor number stays in use until
        that call has ended. Otherwise the system would give the number to the next file that is
        opened.
-    7. `will_read` is a hint: the system reads the named bytes from the disk ahead of time, many at
+    7. `prefetch` is a hint: the system reads the named bytes from the disk ahead of time, many at
        a time. Correctness does not depend on it.
     8. A part of an unreadable block cannot be written either, because the system would have to read
-       the rest of the block. `discard_lost` is the only call that discards the rest; `overwrite`
-       calls it when a write has failed for this reason.
+       the rest of the block. `discard_unreadable` is the only call that discards the rest;
+       `overwrite` calls it when a write has failed for this reason.
     9. The page cache keeps only the newest part of the synced bytes of a real file
        (`page_cache.py`).
    10. While the system has the right bytes in its page cache, a read does not show an error that is
@@ -43,19 +43,24 @@ from typing import Final, Protocol
 
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, WaltzError
 from waltz_core.storage.disk.descriptors import Descriptors
-from waltz_core.storage.disk.page_cache import KEPT_BYTES, RecentPages, blocks_begun
+from waltz_core.storage.disk.page_cache import (
+    PAGE_CACHE_BYTES_MAX,
+    RecentPages,
+    blocks_beginning_in,
+)
 
 Buffer = bytes | memoryview
 TEMPORARY_SUFFIX: Final = ".tmp"
 _VECTOR_MAX: Final = 512  # POSIX guarantees 16, Linux has 1024
-# The unit of `discard_lost`: the block of nearly all file systems. Larger blocks are not punched.
+# The unit of `discard_unreadable`: the block of nearly all file systems. Larger blocks are not
+# punched.
 _BLOCK_BYTES: Final = 4096
 _PUNCH_HOLE: Final = 0x03  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 # The errors that a disk, or a file system with checksums, reports for bytes that it has lost.
 _LOST: Final = {errno.EIO, errno.EBADMSG, errno.ENODATA, getattr(errno, "EUCLEAN", errno.EIO)}
 _SECOND_TRY_S: Final = 0.5
 OPEN_FILES_MAX: Final = 64
-# `will_read` requests files up to this size completely. Of larger files, it requests the following
+# `prefetch` requests files up to this size completely. Of larger files, it requests the following
 # bytes at the beginning and at the end.
 _SMALL_FILE_BYTES: Final = 64 * 1024
 _BEGINNING_BYTES: Final = 4 * 1024
@@ -74,7 +79,7 @@ class File(Protocol):
     def drop_cached(self, offset: int, size: int) -> None:
         """Drop synced bytes from the page cache, in complete blocks (rule 10)."""
 
-    def discard_lost(self, offset: int, size: int) -> bool:
+    def discard_unreadable(self, offset: int, size: int) -> bool:
         """Replace unreadable blocks at the ends of a range by zeros (rule 8).
 
         Return whether there were unreadable blocks.
@@ -92,7 +97,7 @@ class File(Protocol):
     def lock_range(self, first: int, count: int) -> bool:
         """Acquire an exclusive POSIX lock on bytes; return False if another process holds it."""
 
-    def lock_whole(self) -> bool:
+    def lock_whole_file(self) -> bool:
         """Acquire an exclusive lock on the file; return False if the file is locked already.
 
         The lock also excludes other openings of the file in the same process.
@@ -126,7 +131,7 @@ class Disk(Protocol):
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
         """Create directories in a durable directory, unless they exist, with one sync for all."""
 
-    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+    def prefetch(self, directory: Path, names: Sequence[str]) -> None:
         """Hint that the beginnings and the ends of files will be read soon (rule 7)."""
 
     def rename(self, source: Path, target: Path) -> None:
@@ -149,18 +154,18 @@ def make_with_parents(
     disk: Disk,
     directory: Path,
     make_one: Callable[[Path], None],
-    sync_found: Callable[[Path], None],
+    sync_existing: Callable[[Path], None],
 ) -> None:
     """Create a directory and its parents; make the name of each durable in its parent.
 
     `make_one` creates a single directory. If a directory exists, the process that created it may
-    have been killed before the name was durable. So `sync_found` syncs the parent of an existing
+    have been killed before the name was durable. So `sync_existing` syncs the parent of an existing
     directory.
     """
     if disk.exists(directory):
-        sync_found(directory.parent)
+        sync_existing(directory.parent)
         return
-    make_with_parents(disk, directory.parent, make_one, sync_found)
+    make_with_parents(disk, directory.parent, make_one, sync_existing)
     make_one(directory)
     disk.sync_directory(directory.parent)
 
@@ -192,7 +197,7 @@ def overwrite(file: File, data: Buffer, offset: int) -> None:
     try:
         file.pwrite([data], offset)
     except DiskFailed:
-        if not file.discard_lost(offset, len(data)):
+        if not file.discard_unreadable(offset, len(data)):
             raise
         file.pwrite([data], offset)
 
@@ -260,7 +265,7 @@ class RealFile:
         create: bool,
         descriptors: Descriptors,
         is_best_effort: bool = False,
-        page_cache_bytes_max: int = KEPT_BYTES,
+        page_cache_bytes_max: int = PAGE_CACHE_BYTES_MAX,
     ) -> None:
         self._path = path
         self._descriptors = descriptors
@@ -325,7 +330,7 @@ class RealFile:
 
     def drop_cached(self, offset: int, size: int) -> None:
         """Drop pages from the page cache; unsynced bytes stay (rule 10)."""
-        start, size = blocks_begun(offset, size)
+        start, size = blocks_beginning_in(offset, size)
         if not size:
             return
         fd = self._begin_use()
@@ -334,7 +339,7 @@ class RealFile:
         finally:
             self._end_use()
 
-    def discard_lost(self, offset: int, size: int) -> bool:
+    def discard_unreadable(self, offset: int, size: int) -> bool:
         """Punch out unreadable blocks at the ends of a range; leave other blocks unchanged.
 
         If the file system does not support this, the blocks stay and the next write fails.
@@ -356,7 +361,7 @@ class RealFile:
         try:
             os.fdatasync(fd)
             self._is_unsynced = False
-            old = self._tail.take_old()
+            old = self._tail.take_droppable()
             if old is not None:
                 _drop_cached(fd, *old)
         except OSError as error:
@@ -403,7 +408,7 @@ class RealFile:
             self._end_use()
         return True
 
-    def lock_whole(self) -> bool:
+    def lock_whole_file(self) -> bool:
         """Acquire a BSD lock, which belongs to the open file and not to the process."""
         fd = self._begin_use()
         try:
@@ -526,7 +531,10 @@ class RealDisk:
     """The file system of this machine, with a limit of open files (rule 5)."""
 
     def __init__(
-        self, open_files_max: int = OPEN_FILES_MAX, *, page_cache_bytes_max: int = KEPT_BYTES
+        self,
+        open_files_max: int = OPEN_FILES_MAX,
+        *,
+        page_cache_bytes_max: int = PAGE_CACHE_BYTES_MAX,
     ) -> None:
         self.descriptors = Descriptors(open_files_max)
         self._page_cache_bytes_max = page_cache_bytes_max
@@ -560,7 +568,7 @@ class RealDisk:
         with _typed_errors("list", directory):
             return sorted(os.listdir(directory))
 
-    def will_read(self, directory: Path, names: Sequence[str]) -> None:
+    def prefetch(self, directory: Path, names: Sequence[str]) -> None:
         """Request that the system reads the bytes into its page cache; do not wait for it."""
         with self.descriptors.reserve_one():
             for name in names:

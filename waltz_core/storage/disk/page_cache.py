@@ -19,12 +19,14 @@ Rules:
 
 from typing import Final
 
-KEPT_BYTES: Final = 16 * 1024 * 1024
+PAGE_CACHE_BYTES_MAX: Final = 16 * 1024 * 1024
 STEP_BYTES: Final = 1024 * 1024
 FOLIO_BYTES_MAX: Final = 2 * 1024 * 1024
 
 
-def blocks_begun(offset: int, size: int, block_bytes: int = FOLIO_BYTES_MAX) -> tuple[int, int]:
+def blocks_beginning_in(
+    offset: int, size: int, block_bytes: int = FOLIO_BYTES_MAX
+) -> tuple[int, int]:
     """Return the blocks that begin within a range, as an offset and a size in bytes (rule 4)."""
     start = -(-offset // block_bytes) * block_bytes
     return start, -(-(offset + size) // block_bytes) * block_bytes - start
@@ -51,7 +53,7 @@ class RecentPages:
         self._first, self._start = min(self._first, size), min(self._start, size)
         self._end = min(self._end, size)
 
-    def take_old(self) -> tuple[int, int] | None:
+    def take_droppable(self) -> tuple[int, int] | None:
         """Return offset and size of the bytes to drop from the page cache (rule 1).
 
         The caller must have synced all written bytes, and drops the returned range. Return None if

@@ -34,9 +34,9 @@ from waltz_core.storage.files.format import LINEAGE_ENTRY_BYTES, OFFSET_BYTES
 RESERVE_NAME: Final = "waltz-x.reserve"
 SPARE_BYTES_MAX: Final = 1024 * 1024
 # The size of a new segment without records: three files of one block, their names, and a margin.
-FILES_BYTES: Final = 64 * 1024
-SAMPLE_MS: Final = 3_600_000
-DAY_MS: Final = 24 * SAMPLE_MS
+NEW_FILES_BYTES: Final = 64 * 1024
+SAMPLE_INTERVAL_MS: Final = 3_600_000
+DAY_MS: Final = 24 * SAMPLE_INTERVAL_MS
 ResultT = TypeVar("ResultT")
 
 
@@ -58,7 +58,7 @@ class DiskSpace:
         self._wanted_bytes = 0  # the size of the append that was rejected last
         self._spare_bytes = 0  # bytes that may be written before the next query (rule 4)
         # Pairs of time in ms and free bytes (rule 6).
-        self._samples: deque[tuple[int, int]] = deque(maxlen=DAY_MS // SAMPLE_MS)
+        self._samples: deque[tuple[int, int]] = deque(maxlen=DAY_MS // SAMPLE_INTERVAL_MS)
 
     @property
     def reserved_bytes(self) -> int:
@@ -96,9 +96,9 @@ class DiskSpace:
             NoSpace: there is no space for the files; nothing was written.
         """
         free = self.free_bytes()
-        if free < FILES_BYTES:
+        if free < NEW_FILES_BYTES:
             raise NoSpace(
-                f"{self._directory}: the disk is full: new files need {FILES_BYTES} bytes, "
+                f"{self._directory}: the disk is full: new files need {NEW_FILES_BYTES} bytes, "
                 f"and {free} are free"
             )
 
@@ -107,7 +107,7 @@ class DiskSpace:
         with self._lock:
             self.is_short, self._wanted_bytes, self._spare_bytes = True, size, 0
 
-    def with_reserve(self, call: Callable[[], ResultT]) -> ResultT:
+    def call_with_reserve(self, call: Callable[[], ResultT]) -> ResultT:
         """Call a function; if it finds no space, release the reserve and call it again."""
         try:
             return call()
@@ -160,7 +160,7 @@ class DiskSpace:
         return self._disk.free_bytes(self._directory)
 
     def note_free_bytes(self, now_ms: int) -> None:
-        """Record a sample for `filling_bytes_per_day`; the caller calls this every `SAMPLE_MS`."""
+        """Record a sample for `filling_bytes_per_day`; called every `SAMPLE_INTERVAL_MS`."""
         with suppress(DiskFailed):
             self._samples.append((now_ms, self.free_bytes()))
 
@@ -171,7 +171,7 @@ class DiskSpace:
         """
         began_ms, began_bytes = self._samples[0] if self._samples else (now_ms, free_bytes)
         took_ms = now_ms - began_ms
-        if took_ms < SAMPLE_MS:
+        if took_ms < SAMPLE_INTERVAL_MS:
             return None
         return max(0, (began_bytes - free_bytes) * DAY_MS // took_ms)
 

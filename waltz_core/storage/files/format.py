@@ -255,7 +255,7 @@ def segment_name(first: TransactionId, suffix: str) -> str:
     return f"{first:019d}{suffix}"
 
 
-def first_of_name(name: str) -> TransactionId | None:
+def first_id_in_name(name: str) -> TransactionId | None:
     """Return the first ID in the name of a ".seg" file; None for any other name."""
     stem, dot, suffix = name.partition(".")
     if dot and suffix == "seg" and len(stem) == 19 and stem.isascii() and stem.isdigit():

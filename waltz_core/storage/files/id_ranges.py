@@ -40,7 +40,7 @@ def remove_damage(damaged: tuple[IdRange, ...], removed: IdRange) -> tuple[IdRan
     return tuple(left[:DAMAGED_MAX]) if len(left) <= DAMAGED_MAX else damaged
 
 
-def damage_until(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:
+def damage_up_to(damaged: tuple[IdRange, ...], last: TransactionId) -> tuple[IdRange, ...]:
     """Return the ranges without the IDs above the last ID of a log."""
     return tuple(IdRange(ids.first, min(ids.last, last)) for ids in damaged if ids.first <= last)
 
@@ -51,7 +51,7 @@ def damage_after(damaged: tuple[IdRange, ...], start: TransactionId) -> tuple[Id
     return tuple(IdRange(max(ids.first, first), ids.last) for ids in damaged if ids.last >= first)
 
 
-def count_of(ranges: tuple[IdRange, ...]) -> int:
+def count_ids(ranges: tuple[IdRange, ...]) -> int:
     """Return the number of IDs in ranges that do not overlap."""
     return sum(last - first + 1 for first, last in ranges)
 

@@ -59,7 +59,7 @@ class OffsetIndex:
         """Return up to `count` offsets, from the record at `position` in the segment on."""
         assert position >= 0
         count = max(0, min(count, self.count - position))
-        data = self._file.pread(OFFSET_BYTES * count, _offset_offset(position))
+        data = self._file.pread(OFFSET_BYTES * count, _index_offset(position))
         return np.frombuffer(data[: len(data) // 8 * 8], dtype=">i8").astype(np.int64)
 
     def write(self, position: int, offsets: I64) -> None:
@@ -67,7 +67,7 @@ class OffsetIndex:
         assert 0 <= position <= self.count
         if offsets.size:
             self.is_dirty = True
-            self._file.pwrite([offsets.astype(">i8").tobytes()], _offset_offset(position))
+            self._file.pwrite([offsets.astype(">i8").tobytes()], _index_offset(position))
             self.count = max(self.count, position + int(offsets.size))
 
     def overwrite(self, position: int, offsets: I64) -> None:
@@ -76,7 +76,7 @@ class OffsetIndex:
         if not offsets.size:
             return
         self.is_dirty = True
-        overwrite(self._file, offsets.astype(">i8").tobytes(), _offset_offset(position))
+        overwrite(self._file, offsets.astype(">i8").tobytes(), _index_offset(position))
         self.count = max(self.count, position + int(offsets.size))
         with suppress(ReadFailed):
             if not any(self._file.pread(SEGMENT_HEADER_BYTES, 0)):  # its block was abandoned
@@ -85,7 +85,7 @@ class OffsetIndex:
     def add(self, offset: int) -> None:
         """Write the offset of one more record, without the cost of arrays."""
         self.is_dirty = True
-        self._file.pwrite([_OFFSET.pack(offset)], _offset_offset(self.count))
+        self._file.pwrite([_OFFSET.pack(offset)], _index_offset(self.count))
         self.count += 1
 
     def try_read(self, position: int, count: int) -> I64:
@@ -110,7 +110,7 @@ class OffsetIndex:
     def truncate(self, count: int) -> None:
         """Keep the first `count` offsets, and remove the others."""
         self.is_dirty = self.is_dirty or count != self.count
-        self._file.truncate(_offset_offset(count))
+        self._file.truncate(_index_offset(count))
         self.count = count
 
     def sync(self) -> None:
@@ -123,7 +123,7 @@ class OffsetIndex:
         self._file.close()
 
 
-def _offset_offset(position: int) -> int:
+def _index_offset(position: int) -> int:
     return SEGMENT_HEADER_BYTES + OFFSET_BYTES * position
 
 

@@ -35,7 +35,7 @@ from waltz_core.storage.files.index import OffsetIndex
 
 I64 = npt.NDArray[np.int64]
 _ID_MAX: Final = TransactionId((1 << 63) - 1)
-_NONE: Final = np.zeros(0, dtype=np.int64)
+_NO_OFFSETS: Final = np.zeros(0, dtype=np.int64)
 SCAN_BYTES: Final = 8 * 1024 * 1024
 _STEP_BYTES: Final = 64 * 1024
 _STATED_PLACE: Final = 28  # the offset in a record of the length of its data
@@ -59,7 +59,7 @@ class PartlyReadableFile:
         self._lost: set[int] = set()  # numbers of unreadable pieces
 
     @property
-    def has_lost(self) -> bool:
+    def has_unreadable(self) -> bool:
         """Whether any bytes were unreadable."""
         return bool(self._lost)
 
@@ -186,7 +186,7 @@ class HoleSearch:
         if self._starts is None:
             # Use the index as it was: records found after a hole are written into the index.
             self._from = TransactionId(hole + 1)
-            is_hurt = isinstance(self._file, PartlyReadableFile) and self._file.has_lost
+            is_hurt = isinstance(self._file, PartlyReadableFile) and self._file.has_unreadable
             read = self._index.read if is_hurt else self._index.try_read  # rule 3
             self._starts = read(self._from - self._first, self._last - hole)
             if is_hurt and (self._starts < SEGMENT_HEADER_BYTES).any():
@@ -200,7 +200,8 @@ class HoleSearch:
         if found is None:
             return None
         if not found.is_confirmed:
-            self._starts = _NONE  # the search of the whole file confirmed none: do not repeat it
+            # The search of the whole file has confirmed none. It is not repeated.
+            self._starts = _NO_OFFSETS
         return found.transaction_id, found.offset
 
 

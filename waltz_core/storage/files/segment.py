@@ -193,7 +193,7 @@ class Segment:
         try:
             found = file.pread(SEGMENT_HEADER_BYTES, 0)
         except ReadFailed:
-            file.discard_lost(0, SEGMENT_HEADER_BYTES)
+            file.discard_unreadable(0, SEGMENT_HEADER_BYTES)
             found = file.pread(SEGMENT_HEADER_BYTES, 0)
         if len(found) == SEGMENT_HEADER_BYTES and not any(found):
             file.pwrite([self._header.encode()], 0)

@@ -42,7 +42,7 @@ from waltz_core.storage.files.format import (
     AckedMarker,
     IdRange,
     SegmentHeader,
-    first_of_name,
+    first_id_in_name,
 )
 from waltz_core.storage.files.lock_file import LockFile
 from waltz_core.storage.files.segment import Segment
@@ -56,13 +56,13 @@ class LostBatches(NamedTuple):
     """Unreadable entries in a segment, from a position on.
 
     `ids` are the IDs of these entries and of the next one. A single entry may be rebuilt if another
-    entry follows it (`may_be_proven`).
+    entry follows it (`is_provable`).
     """
 
     segment_index: int
     position: int
     ids: IdRange
-    may_be_proven: bool
+    is_provable: bool
 
 
 class Segments:
@@ -215,7 +215,7 @@ class Segments:
         """
         names = self._disk.list(self.directory)
         unknown = [
-            first for first in map(first_of_name, names) if first not in {None, *self._firsts}
+            first for first in map(first_id_in_name, names) if first not in {None, *self._firsts}
         ]
         for first in unknown:
             assert first is not None
@@ -279,8 +279,8 @@ class Segments:
                 begin = TransactionId(self._entry_before(index, low).last + 1)
                 is_end = high == segment.lineage.count
                 end = segment.last if is_end else segment.lineage.entry(high).last
-                may_be_proven = high == low + 1 and not is_end
-                found.append(LostBatches(index, low, IdRange(begin, end), may_be_proven))
+                is_provable = high == low + 1 and not is_end
+                found.append(LostBatches(index, low, IdRange(begin, end), is_provable))
         return found
 
     def rebuild_lost_batch(self, lost: LostBatches) -> bool:
@@ -289,9 +289,7 @@ class Segments:
         Return whether it was rebuilt.
         """
         made = (
-            self._reconstruct_batch(lost.segment_index, lost.position)
-            if lost.may_be_proven
-            else None
+            self._reconstruct_batch(lost.segment_index, lost.position) if lost.is_provable else None
         )
         if made is None:
             return False
@@ -512,7 +510,7 @@ class Segments:
             high = min(lineage.position_of(last) + 1, lineage.count)
             low = max(low, high - left)
             if low < high:
-                slices.append(_run_of(lineage.slice(low, high)))
+                slices.append(_checked_run(lineage.slice(low, high)))
                 chain_before = lineage.chain_at(low)
                 left -= high - low
             if left == 0 or self.all[index].first <= first:
@@ -530,7 +528,7 @@ class Segments:
         return index
 
 
-def _run_of(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
+def _checked_run(entries: Sequence[LineageEntry]) -> Sequence[LineageEntry]:
     """Return entries of one file, after a check that each continues the previous one."""
     for before, after in pairwise(entries):
         if after.first != before.last + 1:

@@ -45,7 +45,7 @@ class ArchivePiece(NamedTuple):
     age_ms_min: int = 0
 
 
-class Unarchived(NamedTuple):
+class UnarchivedAmount(NamedTuple):
     """The amount of records that are not archived yet, from the first ID of an attempt to `last`.
 
     `age_ms` is the age of the oldest batch, -1 if it has no commit stamp.
@@ -56,7 +56,7 @@ class Unarchived(NamedTuple):
     age_ms: int = -1
 
 
-UNARCHIVED_UNKNOWN: Final = Unarchived()
+UNARCHIVED_UNKNOWN: Final = UnarchivedAmount()
 
 
 class ArchiveRead(NamedTuple):
@@ -70,7 +70,7 @@ class ArchiveRead(NamedTuple):
     is_last: bool = True
     error: str = ""
     chain_before: Chain = GENESIS_CHAIN
-    unarchived: Unarchived = UNARCHIVED_UNKNOWN
+    unarchived: UnarchivedAmount = UNARCHIVED_UNKNOWN
 
 
 class RetentionPiece(NamedTuple):
@@ -126,7 +126,7 @@ def read_for_archive(log: PartitionLog, piece: ArchivePiece) -> ArchiveRead:
     age_ms, unarchived = log.clock_ms() - stamp_ms, UNARCHIVED_UNKNOWN
     if piece.bytes_min:
         byte_count = log.reader.byte_count(piece.first, last)
-        unarchived = Unarchived(last, byte_count, max(0, age_ms) if stamp_ms else -1)
+        unarchived = UnarchivedAmount(last, byte_count, max(0, age_ms) if stamp_ms else -1)
         if age_ms < piece.age_ms_min and byte_count <= piece.bytes_min:
             return ArchiveRead(unarchived=unarchived)
     if end > last:

@@ -68,7 +68,7 @@ class CoveredRecords:
             return end is not None and end.session_id == NO_SESSION
         return False
 
-    def may_cover(self) -> bool:
+    def must_cover_records(self) -> bool:
         """Return whether a truncation must cover records instead of removing them (rule 1)."""
         provisional = self._files.slot.provisional
         is_mark_0_13 = provisional is not None and provisional.session_id == NO_SESSION
@@ -77,7 +77,7 @@ class CoveredRecords:
     def make_batches(self) -> None:
         """Create batches for records without a batch: open the files again, in place (rule 2)."""
         files = self._files
-        files.count_all()
+        files.stop_covering()
         if files.has_failed:
             files.continue_in_new_segment()
         files.sync()
@@ -95,7 +95,7 @@ class CoveredRecords:
     def cover(self, last: TransactionId) -> None:
         """Report `last` as the log's end, cover the records after it, and drop later batches."""
         files = self._files
-        shortened, end = truncation.truncation_of(files.segments, last)
+        shortened, end = truncation.plan_truncation(files.segments, last)
         files.sync()
         files.sync_index()
         files.write_slot(replace(files.slot, acked=AckedMarker(files.synced_max, UNBATCHED)))
@@ -129,7 +129,7 @@ class CoveredRecords:
             rebatching.add_batches(files.segments, entries)
         files.covered_end, files.chain = entries[-1].last, entries[-1].chain
         if files.covered_end == files.segments.last_id:
-            self.settle_batches()
+            self.complete_batches()
         return True
 
     def _differ_in_damage(
@@ -147,7 +147,7 @@ class CoveredRecords:
                 at = int(offsets[high])
         return found[at:] == records[at : len(found)]
 
-    def truncate_rest(self) -> None:
+    def truncate_covered(self) -> None:
         """Truncate the covered records (rule 3).
 
         Raises DataLoss if they are below the confirmed mark.
@@ -166,13 +166,13 @@ class CoveredRecords:
         if end < files.segments.last_id:
             files.truncate(end)
         files.chain = chain
-        self.settle_batches()
+        self.complete_batches()
 
-    def settle_batches(self) -> None:
+    def complete_batches(self) -> None:
         """Sync the batches, and state durably that all records have their batches (rule 4)."""
         files = self._files
         with files.fail_on_disk_error():  # still covering, so that no synced record is truncated
-            rebatching.relink(files.segments)
+            rebatching.rewrite_chain_headers(files.segments)
             files.sync_count += files.segments.sync()
             files.segments.sync_index()
         files.covered_end = None

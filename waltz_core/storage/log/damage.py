@@ -32,7 +32,7 @@ from waltz_core.storage.files.segments import Segments, first_invalid_record
 I64 = npt.NDArray[np.int64]
 
 
-def fill_damage(
+def repair_damage(
     slot: Slot,
     segments: Segments,
     first: TransactionId,
@@ -83,7 +83,7 @@ def _prove_lost_batches(segments: Segments, filled: IdRange, damaged: Sequence[I
         is_touched = filled.first <= lost.ids.last and lost.ids.first <= filled.last
         if (
             is_touched
-            and not (waits and lost.may_be_proven)
+            and not (waits and lost.is_provable)
             and not segments.rebuild_lost_batch(lost)
         ):
             raise ChecksumMismatch(

@@ -165,7 +165,7 @@ class LogFiles:
             DiskFailed: the sync failed; everything after the last successful sync is truncated
                 (rule 3).
         """
-        self.check_working()
+        self.check_usable()
         try:
             self.sync_count += self.segments.sync()
         except (DiskFailed, NoSpace) as error:
@@ -225,7 +225,7 @@ class LogFiles:
         """
         was_half_truncated = self.is_half_truncated
         if not was_half_truncated:
-            intended = truncation.with_intent(self.slot, self.segments, last_to_keep)
+            intended = truncation.slot_with_intent(self.slot, self.segments, last_to_keep)
             self.write_slot(intended, may_be_full=True)
         intent = self.slot.truncate
         assert intent is not None
@@ -276,7 +276,7 @@ class LogFiles:
 
     # ---- failing (rules 3 and 5)
 
-    def check_working(self) -> None:
+    def check_usable(self) -> None:
         """Raise DiskFailed after a failure, until a session continues in a new segment."""
         if self.has_failed:
             raise DiskFailed(
@@ -304,7 +304,7 @@ class LogFiles:
 
     def _truncate_back(self, last: TransactionId, chain: Chain) -> None:
         if self.covered_end is not None:
-            self.count_all()
+            self.stop_covering()
             last, chain = min(self.slot.acked.transaction_id, self.synced_max), UNBATCHED
             self.synced_max = last
         try:
@@ -328,7 +328,7 @@ class LogFiles:
         )
         self.has_failed = False
 
-    def count_all(self) -> None:
+    def stop_covering(self) -> None:
         """Stop covering records: they belong to the log again, without batches."""
         if self.covered_end is not None:
             self.covered_end = None
@@ -363,7 +363,7 @@ class LogFiles:
 
     def close(self) -> None:
         """Sync, move the marker to the end, clear the dirty bit, all durably; close the files."""
-        self.count_all()
+        self.stop_covering()
         try:
             if not self.has_failed:
                 self.sync()

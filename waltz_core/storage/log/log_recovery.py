@@ -86,14 +86,14 @@ from waltz_core.storage.files.format import (
     Promise,
     SegmentHeader,
     Slot,
-    first_of_name,
+    first_id_in_name,
     segment_name,
 )
-from waltz_core.storage.files.id_ranges import add_damage, damage_until
+from waltz_core.storage.files.id_ranges import add_damage, damage_up_to
 from waltz_core.storage.files.index import LineageFile
 from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.files.segments import Segments
-from waltz_core.storage.log.rebatching import chain_before, drop_batches, relink
+from waltz_core.storage.log.rebatching import chain_before, drop_batches, rewrite_chain_headers
 
 ADOPTED_BATCH_IDS: Final = 1024
 _TORN_RECORDS_MAX: Final = 4096  # the maximum that is read one by one at the end of a 0.13 log
@@ -122,19 +122,19 @@ def open_log(
     firsts = _first_ids(disk, directory)
     if not firsts and not disk.exists(directory / SLOTS_NAME):
         return _create_log(disk, directory, blank, info, trust_fsync=trust_fsync)
-    disk.will_read(directory, disk.list(directory))
+    disk.prefetch(directory, disk.list(directory))
     disk.sync_directory(directory)  # rule 7
     slots = _open_slots(disk, directory, blank, info)
     opening = _Opening(disk, directory, blank, info, slots)
     try:
         opening.slot = _slot_at_open(slots, info, trust_fsync=trust_fsync)
-        if not opening.may_fall_back():
+        if not opening.may_return_to_older_slot():
             slots.write(opening.slot)
         segments = opening.open_segments(firsts)
         opening.recover_records(segments)
-        opening.settle_lineage(segments)
+        opening.recover_batches(segments)
         opening.write_again(segments)
-        slots.write(opening.settled_slot(segments))
+        slots.write(opening.final_slot(segments))
         for segment in segments.all[:-1]:
             segment.close()
     except BaseException as error:
@@ -208,7 +208,7 @@ def _without_promise(slot: Slot, seen: SessionId) -> Slot:
 
 def _first_ids(disk: Disk, directory: Path) -> list[TransactionId]:
     names = disk.list(directory)
-    firsts = sorted(first for name in names if (first := first_of_name(name)) is not None)
+    firsts = sorted(first for name in names if (first := first_id_in_name(name)) is not None)
     known = frozenset(names)
     for name in names:
         if name.endswith((".idx", ".chn")) and f"{name[:-4]}.seg" not in known:
@@ -252,7 +252,7 @@ class _Opening:
         self._durable = self._marker
         self._passed = BEFORE_FIRST  # the end of the last batch in an older segment
 
-    def may_fall_back(self) -> bool:
+    def may_return_to_older_slot(self) -> bool:
         """Return whether a crash during this opening may make the older slot valid again.
 
         The newer slot can be read but may not be durable (rule 7). If this method returns True,
@@ -434,7 +434,7 @@ class _Opening:
 
     # ---- batches
 
-    def settle_lineage(self, segments: Segments) -> None:
+    def recover_batches(self, segments: Segments) -> None:
         """Check the batches above the marker.
 
         Truncate or adopt records without a valid batch (rules 3, 4).
@@ -555,7 +555,7 @@ class _Opening:
             segment.append_entries([made], BEFORE_FIRST)
             segment.sync()
             first = TransactionId(end + 1)
-        relink(segments)
+        rewrite_chain_headers(segments)
 
     def _origin_of_made(self, segments: Segments, first: TransactionId) -> tuple[SessionId, int]:
         """Return the session and commit stamp of a batch that this opening creates.
@@ -645,7 +645,7 @@ class _Opening:
             syncs_all=self._adopting or segments.last_id > self._marker,
         )
 
-    def settled_slot(self, segments: Segments) -> Slot:
+    def final_slot(self, segments: Segments) -> Slot:
         """Return the slot of the opened log, after all recovery (rule 5)."""
         end = segments.lineage_end()
         marker = AckedMarker(end.last, end.chain) if end is not None else segments.start
@@ -664,7 +664,7 @@ class _Opening:
             slot,
             acked=marker,
             truncate=None,
-            damaged=damage_until(slot.damaged, segments.last_id),
+            damaged=damage_up_to(slot.damaged, segments.last_id),
             old_sequence=max(self._info.sequence, self.slot.old_sequence),
         )
 

@@ -311,11 +311,11 @@ class PartitionLog:
         if intent is not None and (session, mark) == (self.promised, intent.last_to_keep):
             files.truncate(mark)
             files.chain = files.segments.chain
-            self._cover.settle_batches()
+            self._cover.complete_batches()
         if files.covered_end is not None:
             self._check_session(session)
             if (files.covered_end, files.chain) == (mark, chain):
-                self._cover.truncate_rest()
+                self._cover.truncate_covered()
 
     def _write_mark(self, slot: Slot, session: SessionId, mark: TransactionId) -> None:
         """Write session and provisional mark to the slot, and then to the 0.13 control file."""
@@ -352,7 +352,7 @@ class PartitionLog:
             self._files.write_slot(slot)
 
     def _check_session(self, session: SessionId) -> None:
-        self._files.check_working()
+        self._files.check_usable()
         if session != self.slot.promised:
             raise SessionFenced(
                 f"partition {self.partition_id}: expected the promised store session "
@@ -408,7 +408,7 @@ class PartitionLog:
         if self._files.covered_end is not None:
             if self._cover.uncover(lengths, new, entries):
                 return
-            self._cover.truncate_rest()
+            self._cover.truncate_covered()
         self._confirm(session)
         self._files.append(lengths, new, entries)
         self.appended_bytes += len(records)
@@ -451,7 +451,7 @@ class PartitionLog:
                 "session, found another one"
             )
         self._check_session(session)
-        covers = last_to_keep < self.max_id and self._cover.may_cover()
+        covers = last_to_keep < self.max_id and self._cover.must_cover_records()
         if last_to_keep < self.start.transaction_id or (
             last_to_keep < self.slot.low_water_mark and not covers
         ):
@@ -492,7 +492,7 @@ class PartitionLog:
             DiskFailed: a write failed (`log_files.py`, rule 3).
         """
         files = self._files
-        files.check_working()
+        files.check_usable()
         found = self.chain_at(archived.transaction_id)
         if found != archived.chain:
             raise BadRequest(
@@ -560,7 +560,7 @@ class PartitionLog:
                 f"partition {self.partition_id}: cannot reset the log to begin after transaction "
                 f"{start.transaction_id}, because it has transactions up to {self.max_id}"
             )
-        self._files.count_all()
+        self._files.stop_covering()
         mark = max(slot.low_water_mark, start.transaction_id)
         slot = replace(slot, suspect=True, acked=start, low_water_mark=mark, provisional=None)
         self._files.begin_after(start, slot)
@@ -608,7 +608,7 @@ class PartitionLog:
     # ---- damage
 
     def repair(self, first: TransactionId, lengths: I64, records: Buffer) -> None:
-        """Replace damaged records by valid copies, durably; raises like `damage.fill_damage`."""
+        """Replace damaged records by valid copies, durably; raises like `damage.repair_damage`."""
         if self._files.has_failed:  # The marker of a failed log may not move.
             raise BadRequest(
                 f"partition {self.partition_id}: cannot repair records now, because a write has "
@@ -617,7 +617,7 @@ class PartitionLog:
         # Blocks may be abandoned (file_system.py, rule 8). The caller then needs the rest of each
         # block, which was synced.
         self._files.mark_acked()
-        left = damage.fill_damage(self.slot, self._files.segments, first, lengths, records)
+        left = damage.repair_damage(self.slot, self._files.segments, first, lengths, records)
         self._files.write_slot(replace(self.slot, damaged=left))
 
     def verify(self, first: TransactionId, bytes_max: int) -> TransactionId:

@@ -7,7 +7,7 @@ Rules:
     2. Damage that a read finds is noted durably in the slot before the read continues.
     3. A wrong index or batch entry is repaired from its neighbors, once per read.
     4. A failed read of the disk is retried once. If it fails again, the bytes count as wrong, and
-       rules 1 to 3 apply. Each error is kept until `take_errors` is called.
+       rules 1 to 3 apply. Each error is kept until `take_disk_errors` is called.
     5. A reader on this machine may receive file positions instead of records. Such a reader does
        the checks of rule 1 itself, and requests wrong records again through the storage
        (`client/read/local_reader.py`).
@@ -90,7 +90,7 @@ class LogReader:
         self._errors: list[str] = []  # errors of the disk (rule 4)
         self.checked_bytes = 0  # bytes of records that were read and verified
 
-    def take_errors(self) -> list[str]:
+    def take_disk_errors(self) -> list[str]:
         """Return the disk errors since the last call, and forget them."""
         errors, self._errors = self._errors, []
         return errors

@@ -51,7 +51,7 @@ def add_batches(segments: Segments, entries: Sequence[LineageEntry]) -> None:
             segment.sync()
 
 
-def relink(segments: Segments) -> None:
+def rewrite_chain_headers(segments: Segments) -> None:
     """Rewrite `.chn` headers whose chain hash changed with the batches of earlier segments."""
     for position, segment in enumerate(segments.all):
         chain = chain_before(segments, position, within=False)

@@ -31,7 +31,7 @@ PIECE_BYTES_MAX: Final = 256 * 1024
 REQUESTED_BYTES_PER_S: Final = 32 * MIB
 # The interval before the next attempt, for a partition that has no records or is busy.
 PASS_PAUSE_MS: Final = 1_000
-PLACES_NAME: Final = "waltz-x.scrub"
+PROGRESS_NAME: Final = "waltz-x.scrub"
 _PLACES_BYTES_MAX: Final = 1024 * 1024
 _FIRST: Final = TransactionId(0)
 
@@ -242,7 +242,7 @@ def write_positions(
     """Write the next ID of each pass to the progress file; raises DiskFailed or NoSpace."""
     lines = "".join(f"{partition} {next_id}\n" for partition, next_id in sorted(positions.items()))
     body = lines.encode()
-    create_durably(disk, directory, [(PLACES_NAME, f"{crc32(body):08x}\n".encode() + body)])
+    create_durably(disk, directory, [(PROGRESS_NAME, f"{crc32(body):08x}\n".encode() + body)])
 
 
 def read_positions(disk: Disk, directory: Path) -> dict[PartitionId, TransactionId]:
@@ -250,9 +250,9 @@ def read_positions(disk: Disk, directory: Path) -> dict[PartitionId, Transaction
 
     Return an empty dictionary if the file is missing or damaged.
     """
-    if not disk.exists(directory / PLACES_NAME):
+    if not disk.exists(directory / PROGRESS_NAME):
         return {}
-    file = disk.open(directory / PLACES_NAME)
+    file = disk.open(directory / PROGRESS_NAME)
     try:
         head, _, body = file.pread(_PLACES_BYTES_MAX, 0).partition(b"\n")
     finally:

@@ -18,17 +18,17 @@ from dataclasses import replace
 from waltz_core.errors import ChecksumMismatch
 from waltz_core.records.record import GENESIS_CHAIN, Chain, LineageEntry, TransactionId, next_chain
 from waltz_core.storage.files.format import UNBATCHED, AckedMarker, Slot, TruncateIntent
-from waltz_core.storage.files.id_ranges import damage_until
+from waltz_core.storage.files.id_ranges import damage_up_to
 from waltz_core.storage.files.segments import Segments
 
 
-def with_intent(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slot:
+def slot_with_intent(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> Slot:
     """Return the slot with the intent, without state that the truncation makes invalid (rule 1).
 
     Raises:
         ChecksumMismatch: the batch that the truncation shortens cannot be read.
     """
-    shortened, end = truncation_of(segments, last_to_keep)
+    shortened, end = plan_truncation(segments, last_to_keep)
     provisional = slot.provisional
     if provisional is not None and last_to_keep < provisional.low_water_mark <= segments.last_id:
         provisional = None  # the log will not reach it, so it must not be confirmed
@@ -42,7 +42,7 @@ def with_intent(slot: Slot, segments: Segments, last_to_keep: TransactionId) -> 
     )
 
 
-def truncation_of(
+def plan_truncation(
     segments: Segments, last_to_keep: TransactionId
 ) -> tuple[LineageEntry | None, AckedMarker]:
     """Return the entry of the batch that the truncation shortens, and the batch end before it."""
@@ -77,7 +77,7 @@ def slot_after_truncation(slot: Slot, segments: Segments) -> Slot:
         slot,
         truncate=None,
         acked=_marker(slot, segments.last_id, segments.chain),
-        damaged=damage_until(slot.damaged, segments.last_id),
+        damaged=damage_up_to(slot.damaged, segments.last_id),
     )
 
 

@@ -230,18 +230,20 @@ class AdminPort:
         | admin_tasks.InspectReplica,
     ) -> object:
         if isinstance(task, admin_tasks.FindHeldPartitions):
-            return admin_execution.held_by(self._engine)
+            return admin_execution.held_partitions_of(self._engine)
         if isinstance(task, admin_tasks.FindDiskStatus):
             clock_ms = time.time_ns() // 1_000_000
             return await self._in_thread(
                 partial(admin_execution.disk_status_of, self._engine, clock_ms)
             )
         is_served = task.partition_id in self._serving.logs
-        return admin_execution.facts_of(self._engine, task.partition_id, is_served=is_served)
+        return admin_execution.replica_status_of(
+            self._engine, task.partition_id, is_served=is_served
+        )
 
     def _scrub(self, task: admin_tasks.FindScrubState) -> ScrubState | None:
         if task.begins:
-            self._post(service.ScrubNow(task.partition_id))
+            self._post(service.ScrubRequested(task.partition_id))
         found = (state for state in self._scrub_states() if state.partition_id == task.partition_id)
         return next(found, None)
 

@@ -228,13 +228,13 @@ class ServedReplicas:
                 continue
             try:
                 metadata = (await self._coordinator.read_partition(partition_id)).metadata
-                is_name_durable = metadata is not None and self.address in metadata.states
+                is_in_metadata = metadata is not None and self.address in metadata.states
             except errors.WaltzError as error:
                 _log.warning(
                     "storage.metadata_read_failed partition=%s error=%s", partition_id, error
                 )
-                is_name_durable = partition_id in self.logs
-            if is_name_durable:
+                is_in_metadata = partition_id in self.logs
+            if is_in_metadata:
                 leaving.append(partition_id)
         return leaving
 
@@ -246,7 +246,7 @@ class ServedReplicas:
             try:
                 # The reserve has enough space for the files of a new log.
                 assign = partial(self._engine.assign, partition_id)
-                found[partition_id] = self._engine.space.with_reserve(assign)
+                found[partition_id] = self._engine.space.call_with_reserve(assign)
             except errors.WaltzError as error:
                 found[partition_id] = error
 

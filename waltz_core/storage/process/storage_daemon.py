@@ -55,7 +55,7 @@ from waltz_core.machine import Report
 from waltz_core.metrics import Metrics
 from waltz_core.records.record import FRAME_BYTES_MAX, PartitionId, ReplicaId, TransactionId
 from waltz_core.storage.disk.file_system import RealDisk
-from waltz_core.storage.files.disk_space import SAMPLE_MS, DiskSpace
+from waltz_core.storage.files.disk_space import SAMPLE_INTERVAL_MS, DiskSpace
 from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.scrub import Scrub, ScrubState, read_positions, write_positions
 from waltz_core.storage.process.admin_port import AdminPort
@@ -90,7 +90,7 @@ _log = logging.getLogger(__name__)
 CLOSE_S_MAX: Final = 10.0
 # The close of a thousand logs needs three syncs for each.
 CLOSE_LOGS_S_MAX: Final = 300.0
-PLACES_S: Final = 60.0
+SCRUB_PROGRESS_INTERVAL_S: Final = 60.0
 # The limit of unsent answers of one connection; above it, the connection is closed.
 ANSWERS_BYTES_MAX: Final = 2 * FRAME_BYTES_MAX
 ARCHIVE_READ_THREADS: Final = 4
@@ -207,9 +207,9 @@ class StorageDaemon:
         )
         self._numbers = count(1)
         self._is_assigned = asyncio.Event()
-        self._early: list[Link] = []
+        self._early_links: list[Link] = []
         self._works_count = 0
-        self._is_left = False  # work did not end during shutdown, and may still run
+        self._has_pending_work = False  # work did not end during shutdown, and may still run
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         # Receives the error that stops the process (service.py, rule 6; or a bug).
@@ -248,9 +248,9 @@ class StorageDaemon:
                 raise
             raise errors.first_in(known) from group
         finally:
-            if not self._is_left:
+            if not self._has_pending_work:
                 await self._drain()  # for work that began before the driver stopped
-            if not self._is_left and (is_clean or not self._pool.is_busy):
+            if not self._has_pending_work and (is_clean or not self._pool.is_busy):
                 close = engine.close if is_clean else engine.abandon
                 await self._with_timeout("the logs", close, CLOSE_LOGS_S_MAX)
 
@@ -279,9 +279,9 @@ class StorageDaemon:
         identity = StorageIdentity(
             self._cluster.cluster_key.bytes, self._cluster.partition_count, engine.storage_id
         )
-        machine = await self._machine_of(engine, identity)
+        machine = await self._create_service(engine, identity)
         self._engine, self._machine = engine, machine
-        serving = self._serving = self._make_serving(engine)
+        serving = self._serving = self._create_served_replicas(engine)
         self._health = StorageHealth(engine, serving, self._coordinator, self._pool, self._failure)
         self._storage_metrics.register(
             machine, engine.space, links_count=lambda: len(self._links), logs=serving.logs
@@ -317,7 +317,7 @@ class StorageDaemon:
                         config.listen_host, config.admin_port, self._ssl
                     )
                     stack.push_async_callback(admin.close)
-                    tasks.create_task(serving.follow(self._checked_assignment))
+                    tasks.create_task(serving.follow(self._on_assignment_checked))
                     tasks.create_task(self._work_in_background(engine, machine, serving))
                     if self._coordinator is None:
                         serving.recheck()
@@ -328,7 +328,7 @@ class StorageDaemon:
                     await self._serve_until(stop, on_ready, tasks)
                     await self._end(serving)
             except* _StorageStopped:
-                if not self._is_left:  # otherwise no thread may be free
+                if not self._has_pending_work:  # otherwise no thread may be free
                     write = partial(self._write_positions, machine.scrub_positions)
                     await self._with_timeout("the scrub's progress", write, CLOSE_S_MAX)
                 _log.info("storage.stopped address=%s", self.address)
@@ -344,7 +344,9 @@ class StorageDaemon:
             tasks.create_task(quota_metrics.publish_quotas(self.metrics, "storage", self._ssl))
             tasks.create_task(recheck_forever(self._archive, machine, self._archive_reads))
 
-    async def _machine_of(self, engine: StorageEngine, identity: StorageIdentity) -> StorageService:
+    async def _create_service(
+        self, engine: StorageEngine, identity: StorageIdentity
+    ) -> StorageService:
         config = self._config
         if config.archive_url:
             await self._in_thread(self._archive.open)
@@ -379,10 +381,10 @@ class StorageDaemon:
             _log.warning("storage.scrub_progress_save_failed error=%s", error)
 
     async def _keep_positions(self, machine: StorageService) -> None:
-        """Write the scrub's progress every `PLACES_S`, so that a restart continues from it."""
+        """Write the progress of the scrub at intervals, so that a restart continues from it."""
         kept: Mapping[PartitionId, TransactionId] = {}
         while True:
-            await asyncio.sleep(PLACES_S)
+            await asyncio.sleep(SCRUB_PROGRESS_INTERVAL_S)
             positions = machine.scrub_positions
             if positions != kept:
                 await self._in_thread(partial(self._write_positions, positions))
@@ -392,9 +394,9 @@ class StorageDaemon:
         """Sample the free bytes, from which the doctor predicts when the disk will be full."""
         while True:
             await self._in_thread(lambda: space.note_free_bytes(_wall_clock_ms()))
-            await asyncio.sleep(SAMPLE_MS / 1000)
+            await asyncio.sleep(SAMPLE_INTERVAL_MS / 1000)
 
-    def _make_serving(self, engine: StorageEngine) -> ServedReplicas:
+    def _create_served_replicas(self, engine: StorageEngine) -> ServedReplicas:
         return ServedReplicas(
             engine,
             self._coordinator,
@@ -500,7 +502,7 @@ class StorageDaemon:
                     await serving.pause_changes()
                 await self._is_idle.wait()
         except TimeoutError:
-            self._is_left = True
+            self._has_pending_work = True
             _log.warning("storage.shutdown_pending_work count=%d", self._works_count)
 
     def _fail(self, error: BaseException) -> None:
@@ -511,18 +513,18 @@ class StorageDaemon:
     # ---------------------------------------------------------------------------------------------
     # connections
 
-    def _checked_assignment(self) -> None:
+    def _on_assignment_checked(self) -> None:
         """Accept the connections that wait, because all wanted partitions are served (rule 4)."""
         self._is_assigned.set()
-        early, self._early = self._early, []
+        early, self._early_links = self._early_links, []
         for link in early:  # in order: of two links of one server, the later counts
             if not link.is_closed:
                 self._accept(link)
 
     def _accept(self, link: Link) -> None:
         if not self._is_assigned.is_set():
-            self._early = [each for each in self._early if not each.is_closed]
-            self._early.append(link)  # rule 4
+            self._early_links = [each for each in self._early_links if not each.is_closed]
+            self._early_links.append(link)  # rule 4
             return
         connection = ConnectionId(next(self._numbers))
         link.write_backlog_bytes_max = ANSWERS_BYTES_MAX
@@ -745,7 +747,7 @@ class StorageDaemon:
 
         A partition that is not served is skipped. `scrub_status` reports the progress.
         """
-        self._post(service.ScrubNow(partition_id))
+        self._post(service.ScrubRequested(partition_id))
 
     def scrub_status(self) -> list[ScrubState]:
         """Return the progress of the scrub in each served partition."""

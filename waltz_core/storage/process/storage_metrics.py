@@ -20,7 +20,7 @@ from waltz_core.errors import DiskFailed, WaltzError
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId
 from waltz_core.storage.files.disk_space import DiskSpace
-from waltz_core.storage.files.id_ranges import count_of
+from waltz_core.storage.files.id_ranges import count_ids
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service.service import StorageService
 from waltz_core.storage.service.work import Work, WorkOutcome, WorkResult
@@ -68,7 +68,7 @@ class StorageMetrics:
         set_source = self._metrics.set_source
         set_source("waltz_storage_last_transaction", lambda: log.synced_max, **where)
         set_source("waltz_storage_low_water_mark", lambda: log.low_water_mark, **where)
-        set_source("waltz_storage_damaged_transactions", lambda: count_of(log.damaged), **where)
+        set_source("waltz_storage_damaged_transactions", lambda: count_ids(log.damaged), **where)
 
     def count(self, work: Work, result: WorkResult) -> None:
         """Count the results of a piece of work."""
@@ -132,8 +132,8 @@ class StorageMetrics:
         repaired = () if result.repaired is None else (result.repaired,)
         for name, amount in (
             ("failed_reads_total", len(result.failed_reads)),
-            ("damage_found_transactions_total", count_of(result.found)),
-            ("repaired_transactions_total", count_of(repaired)),
+            ("damage_found_transactions_total", count_ids(result.found)),
+            ("repaired_transactions_total", count_ids(repaired)),
             ("scrubbed_bytes_total", result.scrubbed.read_bytes if result.scrubbed else 0),
         ):
             if amount:

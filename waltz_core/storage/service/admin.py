@@ -60,7 +60,7 @@ from waltz_core.storage.service.admin_tasks import (
     FindZooKeeperState,
     HeldPartition,
     InspectReplica,
-    LogFacts,
+    LogStatus,
     PutCopy,
     ReadRange,
     ReplicaStatus,
@@ -545,7 +545,7 @@ def _inspect(
     return facts
 
 
-def _log_of(partition_id: PartitionId) -> Generator[AdminTask, object, LogFacts]:
+def _log_of(partition_id: PartitionId) -> Generator[AdminTask, object, LogStatus]:
     facts = yield from _inspect(partition_id)
     if facts.log is None:
         raise BadRequest(f"the log of partition {partition_id} cannot be read: {facts.reason}")

@@ -16,7 +16,7 @@ from waltz_core.storage.service import admin_tasks
 from waltz_core.storage.service.admin_tasks import (
     DiskStatus,
     HeldPartition,
-    LogFacts,
+    LogStatus,
     ReplicaChange,
     ReplicaStatus,
 )
@@ -37,12 +37,12 @@ def carry_out(engine: StorageEngine, change: ReplicaChange) -> object:
     the engine; the change may have begun in this case.
     """
     if isinstance(change, admin_tasks.PutCopy):
-        return engine.put_copy(change.batches)
-    engine.space.with_reserve(partial(_carry_out, engine, change))
+        return engine.append_copy(change.batches)
+    engine.space.call_with_reserve(partial(_carry_out, engine, change))
     if change.partition_id in engine.assigned_partitions():
         # The change is durable; if the log does not open, `failed` has the reason.
         with suppress(WaltzError):
-            engine.space.with_reserve(partial(engine.assign, change.partition_id))
+            engine.space.call_with_reserve(partial(engine.assign, change.partition_id))
     return None
 
 
@@ -69,7 +69,7 @@ def _carry_out(
             assert_never(change)
 
 
-def held_by(engine: StorageEngine) -> tuple[HeldPartition, ...]:
+def held_partitions_of(engine: StorageEngine) -> tuple[HeldPartition, ...]:
     """Return all partitions that the storage holds."""
     found = []
     for partition_id in engine.assigned_partitions():
@@ -97,7 +97,9 @@ def disk_status_of(engine: StorageEngine, clock_ms: int) -> DiskStatus:
         return facts._replace(disk_error=str(error))
 
 
-def facts_of(engine: StorageEngine, partition_id: PartitionId, *, is_served: bool) -> ReplicaStatus:
+def replica_status_of(
+    engine: StorageEngine, partition_id: PartitionId, *, is_served: bool
+) -> ReplicaStatus:
     """Return the state of a replica; raises UnknownPartition if the partition does not exist."""
     info = engine.info(partition_id)
     log, error = engine.logs.get(partition_id), engine.failed.get(partition_id)
@@ -112,11 +114,11 @@ def facts_of(engine: StorageEngine, partition_id: PartitionId, *, is_served: boo
     )
 
 
-def _facts_of(log: PartitionLog) -> LogFacts:
+def _facts_of(log: PartitionLog) -> LogStatus:
     # NB: another thread may append at the same time. So the facts of a served log are a snapshot,
     # and this code must not read the files of the log.
     synced_max, chain = log.synced_end
-    return LogFacts(
+    return LogStatus(
         is_suspect=log.suspect,
         promised=log.promised,
         last_session=log.last_session,

@@ -174,7 +174,7 @@ class ArchiveState(NamedTuple):
     read_damage: str
 
 
-class LogFacts(NamedTuple):
+class LogStatus(NamedTuple):
     """The state of a log; `low_water_mark` is the confirmed one."""
 
     is_suspect: bool
@@ -186,7 +186,7 @@ class LogFacts(NamedTuple):
     damaged: tuple[IdRange, ...]
 
 
-NO_LOG: Final = LogFacts(
+NO_LOG: Final = LogStatus(
     is_suspect=False,
     promised=NO_SESSION,
     last_session=NO_SESSION,
@@ -204,7 +204,7 @@ class ReplicaStatus(NamedTuple):
     is_available: bool
     is_served: bool
     info: PartitionInfo
-    log: LogFacts | None
+    log: LogStatus | None
     reason: str = ""
 
 

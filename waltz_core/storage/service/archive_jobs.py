@@ -44,7 +44,7 @@ from waltz_core.storage.log.archive_pieces import (
     UNARCHIVED_UNKNOWN,
     ArchivePiece,
     ArchiveRead,
-    Unarchived,
+    UnarchivedAmount,
 )
 from waltz_core.storage.service.service_effects import (
     CollectFiles,
@@ -99,7 +99,7 @@ class _ArchiveJob:
     runs: list[BatchRun] = field(default_factory=list)
     chain_before: Chain = GENESIS_CHAIN  # before the first batch
     piece: ArchivePiece | None = None  # the piece that is being read
-    unarchived: Unarchived = UNARCHIVED_UNKNOWN
+    unarchived: UnarchivedAmount = UNARCHIVED_UNKNOWN
 
     @property
     def partition_id(self) -> PartitionId:

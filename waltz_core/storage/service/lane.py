@@ -56,10 +56,10 @@ class Lane:
     piece: ScrubPiece | None = None  # the next piece of the scrub
     archive_piece: ArchivePiece | None = None
     retention_piece: RetentionPiece | None = None
-    was_piece: bool = False  # whether the last work was a piece of the archive or the retention
+    was_background_piece: bool = False  # the last work was of the archive or the retention
     work: Work | None = None
     was_read: bool = False
-    is_unmarked: bool = False
+    has_unmarked_appends: bool = False
     prepared_max: TransactionId = BEFORE_FIRST  # the end of the log when it was prepared
     has_lost_files: bool = False  # its files were deleted or replaced; it will be dropped
 
@@ -70,7 +70,7 @@ class Lane:
         if piece is not None:
             return (), piece
         older = self._next_background_piece()
-        self.was_piece = older is not None
+        self.was_background_piece = older is not None
         if older is not None:
             return (), older
         if self.reads and not (self.writes and self.was_read):
@@ -83,7 +83,7 @@ class Lane:
 
     def _next_background_piece(self) -> ArchivePiece | RetentionPiece | None:
         """Return the next piece of the archive or the retention, if it is its turn (rule 3)."""
-        if self.was_piece and (self.reads or self.writes):
+        if self.was_background_piece and (self.reads or self.writes):
             return None
         older: ArchivePiece | RetentionPiece | None
         if self.archive_piece is not None:

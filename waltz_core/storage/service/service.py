@@ -173,7 +173,7 @@ class WorkDone:
 
 
 @value(frozen=True, slots=True)
-class ScrubNow:
+class ScrubRequested:
     """Request a scrub of a partition from its beginning, or of all partitions (None)."""
 
     partition_id: PartitionId | None = None
@@ -198,7 +198,7 @@ Event: TypeAlias = (
     | PartitionOpened
     | PartitionDropped
     | WorkDone
-    | ScrubNow
+    | ScrubRequested
     | SpaceChecked
     | UploadDone
     | FilesCollected
@@ -298,7 +298,7 @@ class StorageService:
                 self._on_partition_opened(event.log, now_ms)
             case PartitionDropped():
                 self._on_partition_dropped(event.partition_id)
-            case ScrubNow(partition_id):
+            case ScrubRequested(partition_id):
                 wanted = self._lanes if partition_id is None else {partition_id} & {*self._lanes}
                 self._scrub.request(sorted(wanted), now_ms)
                 self._queue_scrub_piece(now_ms)
@@ -575,8 +575,10 @@ class StorageService:
             self._report("storage.scrub_finished", partition=work.partition_id)
             self._notify_owner(lane)  # Again: unrepaired damage may be repairable now.
         is_marked = not work.requests and work.piece is None
-        lane.is_unmarked = result.appended_count > 0 or (lane.is_unmarked and not is_marked)
-        if lane.is_unmarked and self._mark_at_ms is None:
+        lane.has_unmarked_appends = result.appended_count > 0 or (
+            lane.has_unmarked_appends and not is_marked
+        )
+        if lane.has_unmarked_appends and self._mark_at_ms is None:
             self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
         self._start_work(lane)
 
@@ -592,7 +594,7 @@ class StorageService:
             return
         self._mark_at_ms = None
         for lane in self._lanes.values():
-            if lane.is_unmarked and lane.work is None:
+            if lane.has_unmarked_appends and lane.work is None:
                 # A busy log moves its marker with a sync, and is checked again later.
                 self._run(lane, ())
 

@@ -107,7 +107,8 @@ class StorageEngine:
         self._settings = settings
         self._id_file = id_file
         self._lost_logs: dict[PartitionId, PartitionLog] = {}  # rule 8
-        self._named: set[PartitionId] = set()  # partitions with durable directory names (rule 7)
+        # Partitions whose directories have durable names (rule 7).
+        self._durable_names: set[PartitionId] = set()
         self._control_identity = disk.identity(directory / CONTROL_NAME)
 
     @classmethod
@@ -147,7 +148,7 @@ class StorageEngine:
             found = disk.list(directory)
             disk.sync_directory(directory)  # rule 7
             engine = cls(disk, directory, control, settings, id_file, reserve_bytes)
-            engine._named |= {PartitionId(int(name)) for name in found if name.isdecimal()}
+            engine._durable_names |= {PartitionId(int(name)) for name in found if name.isdecimal()}
             engine.space.fill()
             engine._finish_removals()
             engine._open_assigned(for_each)
@@ -227,7 +228,7 @@ class StorageEngine:
                 new.append(partition_id)
         if new:
             self._disk.make_directories(self.directory, [str(each) for each in new])
-            self._named.update(new)
+            self._durable_names.update(new)
             self._control.set_flags_of(new, FLAG_ASSIGNED | FLAG_AVAILABLE)
 
     def log(self, partition_id: PartitionId) -> PartitionLog:
@@ -300,12 +301,12 @@ class StorageEngine:
                 partition_id,
                 self._control,
                 self._settings,
-                is_name_durable=partition_id in self._named,
+                is_name_durable=partition_id in self._durable_names,
             )
         except WaltzError as error:
             self.failed[partition_id] = error
             raise
-        self._named.add(partition_id)
+        self._durable_names.add(partition_id)
         self.logs[partition_id] = log
         self.failed.pop(partition_id, None)
         return log
@@ -375,7 +376,7 @@ class StorageEngine:
         )
         self.failed.pop(partition_id, None)
 
-    def put_copy(self, copy: Copy) -> TransactionId:
+    def append_copy(self, copy: Copy) -> TransactionId:
         """Append complete batches of another replica to an unserved log; return the last ID.
 
         The method truncates nothing and sets no mark: it does not change the replica's evidence of
@@ -387,7 +388,7 @@ class StorageEngine:
             ChecksumMismatch: the received records differ from those that were sent.
         """
         assign = partial(self.assign, PartitionId(copy.partition_id))
-        log = self.space.with_reserve(assign)
+        log = self.space.call_with_reserve(assign)
         provisional = log.slot.provisional
         if provisional is not None and provisional.session_id == log.promised:
             raise BadRequest(  # An append would confirm a mark that may be wrong.
@@ -552,5 +553,5 @@ class StorageEngine:
 
 
 def _lock(id_file: File, path: Path) -> None:
-    if not id_file.lock_whole():
+    if not id_file.lock_whole_file():
         raise DiskFailed(f"{path}: another process uses this storage directory")

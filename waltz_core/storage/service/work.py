@@ -225,7 +225,7 @@ class Work:
         result.files_error = self.log.files_error
         if self.log.damaged is not known:
             result.found = _without_known(self.log.damaged, known)
-        result.failed_reads += self.log.reader.take_errors()
+        result.failed_reads += self.log.reader.take_disk_errors()
         return result
 
     def _run_piece(self, piece: LanePiece, result: WorkResult) -> None:

@@ -58,7 +58,7 @@ _PARTITIONS_MAX: Final = 20_000  # the maximum number of partitions that a line 
 _COMPARED_MAX: Final = 16  # partitions by which denials are compared, in addition to their number
 _FILE_MODE: Final = 0o640
 # Fields of messages that "object" contains already, or that mean nothing to a reader.
-_FIELDS_LEFT_OUT: Final = {"req_id", "session_id", "sequence", "partition_id", "partitions"}
+_OMITTED_FIELDS: Final = {"req_id", "session_id", "sequence", "partition_id", "partitions"}
 
 BegunCallback: TypeAlias = Callable[[WaltzError | None], None]
 
@@ -146,7 +146,7 @@ class AuditFile:
             return
         fields = _fields_of(peer, requirement, message)
         fields["outcome"] = "denied" if is_enforced else "would_be_denied"
-        self._denials.taken[kind] = _TakenDenial(fields)
+        self._denials.taken[kind] = _RecordedDenial(fields)
         omitted = self._denials.take_omitted()
         more = {"omitted": omitted} if omitted else {}
         self._put(_Line(self._encoded({**fields, **more}, error=error)))
@@ -326,7 +326,7 @@ class _DenialKind(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class _TakenDenial:
+class _RecordedDenial:
     """A denial that has a line: the fields of the line, and the number of repetitions."""
 
     fields: dict[str, object]
@@ -339,7 +339,7 @@ class _Denials:
     def __init__(self) -> None:
         self.omitted_count = 0
         self.minute = 0
-        self.taken: dict[_DenialKind, _TakenDenial] = {}
+        self.taken: dict[_DenialKind, _RecordedDenial] = {}
         self._counts: Counter[tuple[str, str]] = Counter()
 
     def should_write(self, kind: _DenialKind, *, has_room: bool) -> bool:
@@ -359,7 +359,7 @@ class _Denials:
         self._counts.update(keys)
         return True
 
-    def take_all(self) -> list[_TakenDenial]:
+    def take_all(self) -> list[_RecordedDenial]:
         taken, self.taken = list(self.taken.values()), {}
         self._counts.clear()
         return taken
@@ -438,7 +438,7 @@ def _message_text(message: Message) -> str:
     words = [type(message).__name__]
     assert dataclasses.is_dataclass(message)
     for each in dataclasses.fields(message):
-        if each.name in _FIELDS_LEFT_OUT or not each.repr:  # a token has no repr
+        if each.name in _OMITTED_FIELDS or not each.repr:  # a token has no repr
             continue
         found = getattr(message, each.name)
         words.append(f"{each.name}={_value_text(found)}")

@@ -98,7 +98,7 @@ class ConnectionAccess:
     def take_token(self, secret: bytes) -> None:
         """Set the principal from a token; raises AuthenticationFailed."""
         token_hash = hash_of(secret)
-        known = self._port.known_token(token_hash)
+        known = self._port.valid_token(token_hash)
         self.principal, self.expires_ms = known.principal, known.expires_ms
         self._token_hash = token_hash
         self._granted = self._grants()
@@ -135,7 +135,7 @@ class ConnectionAccess:
             self.quota.remove_connection(self)
             self.quota = None
 
-    def end_excess(self) -> None:
+    def end_over_limit(self) -> None:
         """End the connection, because a revision has lowered a limit (rule 8)."""
         self._end(f"the limits of {self.principal} were changed")
 
@@ -165,14 +165,14 @@ class ConnectionAccess:
         """End the connection if its credential has expired."""
         if self.expires_ms is not None and now_ms >= self.expires_ms:
             token_hash, reason = self._token_hash, "the certificate of the peer has expired"
-            self._end(reason if token_hash is None else self._port.reason_invalid(token_hash))
+            self._end(reason if token_hash is None else self._port.invalid_token_reason(token_hash))
 
-    def check_again(self, *, is_first: bool = False) -> None:
+    def apply_revision(self, *, is_first: bool = False) -> None:
         """Apply a new revision of the permissions; end the connection by rules 3, 4 and 7."""
         principal = self.principal
         if self._token_hash is not None:
             try:
-                known = self._port.known_token(self._token_hash)
+                known = self._port.valid_token(self._token_hash)
             except AuthenticationFailed as error:
                 self._end(str(error))
                 return
@@ -198,7 +198,7 @@ class ConnectionAccess:
             quota.connections[self] = None
             self.quota = quota
             if quota.limits.feeds is not None:
-                self.end_excess()
+                self.end_over_limit()
 
     def denial(self, message: Message, version: int | None) -> WaltzError | None:
         """Return the error for a request that is denied or over a limit; None if it is permitted.
@@ -242,7 +242,7 @@ class ConnectionAccess:
         """Whether denied requests are rejected; otherwise they are only reported (rule 6)."""
         return self._port.is_enforced
 
-    def take_client_id(self) -> None:
+    def charge_client_id(self) -> None:
         """Charge the issue of a client ID to the principal; raises Overloaded."""
         if not self.is_enforced:
             return
@@ -292,7 +292,7 @@ class ConnectionAccess:
 
         The line names the token if the port knows it: a peer that sends the token has its secret.
         """
-        named = self._port.named_token(hash_of(message.token))
+        named = self._port.find_token(hash_of(message.token))
         peer, name = Peer(self.principal, self.peer), "unknown token"
         if named is not None:
             peer, name = Peer(named.principal, self.peer), f"token {named.token_id}"

@@ -110,10 +110,10 @@ class PortAccess:
         if self.is_enforced:  # rule 6
             self.quotas.apply(permissions, self.grants)
         for connection in list(self._connections):
-            connection.check_again(is_first=known is None)
+            connection.apply_revision(is_first=known is None)
         for excess in self.quotas.excess():
             assert isinstance(excess, ConnectionAccess)
-            excess.end_excess()
+            excess.end_over_limit()
         _log.info("access.revision_applied revision=%d", permissions.revision)
         if self.audit is not None and (known is None or known.revision < permissions.revision):
             self.audit.log_revision(permissions)
@@ -143,7 +143,7 @@ class PortAccess:
         """Whether client IDs that ZooKeeper issued need no proof (rule 7)."""
         return self.permissions is not None and self.permissions.accepts_0_13
 
-    def known_token(self, token_hash: str) -> KnownToken:
+    def valid_token(self, token_hash: str) -> KnownToken:
         """Return a token that is valid now; raises AuthenticationFailed."""
         if self.permissions is None:
             raise AuthenticationFailed(
@@ -151,7 +151,7 @@ class PortAccess:
             )
         known = self.permissions.valid_token(token_hash, self._clock_ms())
         if known is None:
-            raise AuthenticationFailed(self.reason_invalid(token_hash))
+            raise AuthenticationFailed(self.invalid_token_reason(token_hash))
         return known
 
     def _note_revoked(self, permissions: Permissions) -> None:
@@ -161,17 +161,17 @@ class PortAccess:
         while len(self._revoked) > _REVOKED_MAX:
             del self._revoked[next(iter(self._revoked))]
 
-    def named_token(self, token_hash: str) -> KnownToken | None:
+    def find_token(self, token_hash: str) -> KnownToken | None:
         """Return a token, even if it has expired, or was revoked while the port was open."""
         listed = self.permissions.tokens.get(token_hash) if self.permissions else None
         return listed or self._revoked.get(token_hash)
 
-    def reason_invalid(self, token_hash: str) -> str:
+    def invalid_token_reason(self, token_hash: str) -> str:
         """Return why a token is not valid.
 
         The text may contain the token's ID, because only a peer that has the token receives it.
         """
-        named = self.named_token(token_hash)
+        named = self.find_token(token_hash)
         if named is None:
             return "the token is unknown, or was revoked"
         is_listed = self.permissions is not None and token_hash in self.permissions.tokens

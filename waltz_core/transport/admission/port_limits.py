@@ -201,7 +201,7 @@ class LinkLimits:
         if link.is_unauthorized:
             host = network_of(link.host)
             if self._is_full(host):
-                self._recount()
+                self._update_counts()
                 if self._is_full(host):
                     return "the limit of connections of principals without permissions is reached"
             self._unauthorized.setdefault(host, {})[link] = None
@@ -249,7 +249,7 @@ class LinkLimits:
         of_host = len(self._unauthorized.get(host, ()))
         return of_host >= count_max // 2 or sum(map(len, self._unauthorized.values())) >= count_max
 
-    def _recount(self) -> None:
+    def _update_counts(self) -> None:
         """Stop counting a link as unauthorized if its principal has a permission by now."""
         for host, links in list(self._unauthorized.items()):
             self._unauthorized[host] = {each: None for each in links if each.is_unauthorized}
@@ -263,7 +263,7 @@ class LinkLimits:
         self._incomplete_bytes += link.incomplete_bytes - self._links[link]
         self._links[link] = link.incomplete_bytes
         if self._incomplete_bytes > self._incomplete_bytes_max:
-            largest = self._largest()
+            largest = self._find_largest()
             self._incomplete_bytes -= self._links[largest]
             self._links[largest] = 0
             largest.abort(
@@ -272,7 +272,7 @@ class LinkLimits:
                 "part among those of its principal"
             )
 
-    def _largest(self) -> LimitedLink:
+    def _find_largest(self) -> LimitedLink:
         of_principals: Counter[str] = Counter()
         for link, size_bytes in self._links.items():
             of_principals[link.principal] += size_bytes

@@ -218,14 +218,14 @@ class Throttle:
                     return excess
             self._mounts.setdefault(message.req_id, mount)
         if len(self._mounts) > MOUNTS_MAX:  # mounts that a 0.13 client replaces have no answer
-            self._access.end_excess()
+            self._access.end_over_limit()
         return None
 
     def _on_mounted(self, key: CountedFeed, mount: "_MountKind | None", quota: Quota) -> None:
         if mount is _MountKind.WITHOUT_FEED:
             quota.end_feed(key, self._access)
         elif quota.begin_feed(key, self._access) is not None:
-            self._access.end_excess()  # the peer relies on errors of other requests
+            self._access.end_over_limit()  # the peer relies on errors of other requests
 
     def _limit_range(self, message: Message) -> Message:
         """Return the request; if it asks for a range, limit the size of the range (rule 5)."""
