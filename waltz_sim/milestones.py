@@ -287,7 +287,7 @@ class MilestoneRecorder(Checks):
                     self.add(f"session {session} ends: {reason}")
                 case session_events.SessionSettled():
                     self._add_settled(store, effect)
-                case session_events.Released(reason=reason):
+                case session_events.OwnershipReleased(reason=reason):
                     self.add(f"{server.name} gives the partition up: {reason}")
                 case _:
                     pass

@@ -182,8 +182,8 @@ class World:
             self.append_to_log(batch, self.rng.randint(0, batch.last - batch.first))
         self.in_flight.clear()
         settled = len(self.log) - 1
-        unbroken = self.rng.random() < 0.6
-        if not unbroken:
+        follows_own_session = self.rng.random() < 0.6
+        if not follows_own_session:
             for _ in range(self.rng.randrange(4)):
                 foreign = ReqId(FOREIGN, GENERATION, PartitionId(0), self.sequence)
                 self.sequence += 1
@@ -197,11 +197,13 @@ class World:
             GENERATION,
             TransactionId(len(self.log) - 1),
             GENESIS_CHAIN,
-            unbroken,
+            follows_own_session,
         )
         self.is_open = True
         self.take(
-            self.pipeline.on_session_settled(opened, TransactionId(settled), unbroken=unbroken)
+            self.pipeline.on_session_settled(
+                opened, TransactionId(settled), follows_own_session=follows_own_session
+            )
         )
         for client, connection in list(self.connections.items()):
             if not self.mounts.is_ready(client, connection) and self.rng.random() < 0.7:

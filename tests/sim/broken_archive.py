@@ -28,22 +28,22 @@ from waltz_sim.cluster.simulated_archive import SimArchive
 
 
 def _without_comparison(self, attempt, found, engaged, now_ms):
-    self._attempt, self.wanted = None, found
+    self._attempt, self.mark_to_write = None, found
 
 
 @switch
 def announced_before_zookeeper() -> Patches:
     """A server sends an archived mark to replicas before it is in ZooKeeper."""
-    original = SessionArchiver._announce
+    original = SessionArchiver._announce_mark
 
-    def _announce(self, engaged, now_ms):
-        recorded, self.recorded = self.recorded, self.wanted or self.recorded
+    def _announce_mark(self, engaged, now_ms):
+        recorded, self.recorded = self.recorded, self.mark_to_write or self.recorded
         try:
             original(self, engaged, now_ms)
         finally:
             self.recorded = recorded
 
-    yield replaced(SessionArchiver, "_announce", _announce)
+    yield replaced(SessionArchiver, "_announce_mark", _announce_mark)
 
 
 @switch
@@ -104,7 +104,7 @@ def reconstructed_batches_are_archived() -> Patches:
     """A replica archives batches that it has reconstructed, and no other replica is compared."""
 
     yield replaced(archive_pieces, "RECONSTRUCTED", object())
-    yield replaced(SessionArchiver, "_compare", _without_comparison)
+    yield replaced(SessionArchiver, "_compare_chain", _without_comparison)
 
 
 @switch
@@ -196,8 +196,8 @@ def unknown_write_of_the_mark_is_a_success() -> Patches:
 
     def _on_coordinator_unavailable(self, waiting, reason):
         is_mark = waiting is _PendingRequest.STATES and self._session.window is not None
-        if is_mark and self._writing.archived != self._session._archiving.recorded:
-            self._on_metadata_written(as_written(self._writing))
+        if is_mark and self._nodes_being_written.archived_mark != self._session._archiver.recorded:
+            self._on_metadata_written(as_written(self._nodes_being_written))
         else:
             original(self, waiting, reason)
 
@@ -215,18 +215,18 @@ def mark_is_not_fenced() -> Patches:
 
     def _end_session(self, reason, error_code=0):
         if self._session is not None:
-            archiving = self._session._archiving
+            archiving = self._session._archiver
             attempt = archiving._attempt
-            self.left_mark = archiving.wanted or (attempt and attempt.found)
+            self.left_mark = archiving.mark_to_write or (attempt and attempt.reported_mark)
         end(self, reason, error_code)
 
     def _start_session(self, view):
         start(self, view)
-        self._session._archiving.left_mark = getattr(self, "left_mark", None)
+        self._session._archiver.left_mark = getattr(self, "left_mark", None)
 
     def _begin(self, engaged, mark, now_ms):
         begin(self, engaged, mark, now_ms)
-        self.wanted = self.left_mark
+        self.mark_to_write = self.left_mark
 
     yield replaced(PartitionStore, "_end_session", _end_session)
     yield replaced(PartitionStore, "_start_session", _start_session)
@@ -253,9 +253,9 @@ def archived_before_settled() -> Patches:
     def _advance(self, now_ms):
         original(self, now_ms)
         if self.window is not None and self.ended is None and not self.is_settled:
-            self._archiving._next_at_ms = 0
+            self._archiver._next_attempt_at_ms = 0
             replicas, committed = self.replicas.values(), self.window.committed
-            self._archiving.advance(self.engaged, replicas, committed, now_ms)
+            self._archiver.advance(self.engaged, replicas, committed, now_ms)
 
     yield replaced(StoreSession, "_advance", _advance)
 
@@ -274,7 +274,7 @@ def uncommitted_batches_are_archived() -> Patches:
         original(self, engaged, replicas, max(lasts, default=committed), now_ms)
 
     yield replaced(SessionArchiver, "advance", advance)
-    yield replaced(SessionArchiver, "_compare", _without_comparison)
+    yield replaced(SessionArchiver, "_compare_chain", _without_comparison)
 
 
 @switch
@@ -283,7 +283,7 @@ def archived_stamp_is_ignored() -> Patches:
     original = Settlement.begin
 
     def begin(self, now_ms):
-        archived = self._claim.archived
+        archived = self._claim.archived_mark
         if archived is not None and archived.last == self._mark:
             self._stamp_ms = 0
         original(self, now_ms)
@@ -309,17 +309,17 @@ def reset_log_is_trusted() -> Patches:
 @switch
 def log_may_end_below_the_archived_mark() -> Patches:
     """A session opens although its log ends below the archived mark."""
-    original = StoreSession._is_decided
+    original = StoreSession._decide_mark
 
-    def _is_decided(self):
-        archiving = self._archiving
+    def _decide_mark(self):
+        archiving = self._archiver
         recorded, archiving.recorded = archiving.recorded, None
         try:
             return original(self)
         finally:
             archiving.recorded = recorded
 
-    yield replaced(StoreSession, "_is_decided", _is_decided)
+    yield replaced(StoreSession, "_decide_mark", _decide_mark)
 
 
 # ---- collection (AR 16)
@@ -352,9 +352,11 @@ def collection_while_a_mark_is_written() -> Patches:
 
     def advance(self, engaged, replicas, committed, now_ms):
         original(self, engaged, replicas, committed, now_ms)
-        is_due = self._collect_at_ms is not None and now_ms >= self._collect_at_ms
-        if is_due and self.wanted is not None and self._attempt is None:
-            self._collect([each for each in engaged if each.supports_archiving], replicas, now_ms)
+        is_due = self._next_collection_at_ms is not None and now_ms >= self._next_collection_at_ms
+        if is_due and self.mark_to_write is not None and self._attempt is None:
+            self._collect_garbage(
+                [each for each in engaged if each.supports_archiving], replicas, now_ms
+            )
 
     yield replaced(SessionArchiver, "advance", advance)
 
@@ -362,9 +364,9 @@ def collection_while_a_mark_is_written() -> Patches:
 @switch
 def collection_ignores_the_starts_of_logs() -> Patches:
     """A session collects garbage by a mark that ZooKeeper had lost, and which a log has passed."""
-    original = SessionArchiver._collect
+    original = SessionArchiver._collect_garbage
 
-    def _collect(self, capable, replicas, now_ms):
+    def _collect_garbage(self, capable, replicas, now_ms):
         starts = {each: each.repair.start for each in replicas if each.repair is not None}
         for each in starts:
             each.repair.start = BEFORE_FIRST
@@ -374,7 +376,7 @@ def collection_ignores_the_starts_of_logs() -> Patches:
             for each, start in starts.items():
                 each.repair.start = start
 
-    yield replaced(SessionArchiver, "_collect", _collect)
+    yield replaced(SessionArchiver, "_collect_garbage", _collect_garbage)
 
 
 # ---- replacement of an object (AR 5)
@@ -398,8 +400,8 @@ def replacement_without_the_newest_object() -> Patches:
 
     def _advance(self, engaged, replicas, committed, now_ms):
         advance(self, engaged, replicas, committed, now_ms)
-        if self.wanted is not None and self._attempt is None:
-            self._replace_next([each for each in engaged if each.supports_archiving], now_ms)
+        if self.mark_to_write is not None and self._attempt is None:
+            self._replace_object([each for each in engaged if each.supports_archiving], now_ms)
 
     def _on_object_written(self, attempt, notice, now_ms):
         last, chain = self.recorded[:2]
@@ -463,9 +465,9 @@ def expired_rows_are_lost() -> Patches:
 @switch
 def expired_batches_are_lost() -> Patches:
     """A session treats batches in doubt that have expired as not in the log."""
-    original = Settlement._settle
+    original = Settlement._set_outcome
 
-    def _settle(self, committed_last, *, has_expired=False):
+    def _set_outcome(self, committed_last, *, has_unknown_outcomes=False):
         original(self, committed_last)
 
-    yield replaced(Settlement, "_settle", _settle)
+    yield replaced(Settlement, "_set_outcome", _set_outcome)

@@ -15,7 +15,7 @@ from waltz_core.replication.quorum import Tally, VoteResult, quorum_mark, quorum
 from waltz_core.replication.repair_runner import RepairRunner
 from waltz_core.replication.replica_repair import ReplicaRepair, SetMark
 from waltz_core.replication.replica_session import NO_CORRELATION_ID, ReplicaSession, ReplicaStage
-from waltz_core.replication.session_events import Committed
+from waltz_core.replication.session_events import TransactionsCommitted
 from waltz_core.replication.session_recovery import HistoryOrigin, Recovery
 from waltz_core.replication.settlement import Settlement
 from waltz_core.replication.store_session import StoreSession
@@ -45,24 +45,24 @@ def older_replica_votes() -> Patches:
 @switch
 def unknown_counts_as_no() -> Patches:
     """A suspect replica counts as one that has no records."""
-    original = Recovery.on_answered
+    original = Recovery.on_prepared
 
     def answered(self, replica, answer, registered_id):
         original(self, replica, answer, registered_id)
-        if replica in self.engaged and self._max[replica] is None:
-            self._max[replica] = -1
+        if replica in self.engaged and self._synced_last[replica] is None:
+            self._synced_last[replica] = -1
 
-    yield replaced(Recovery, "on_answered", answered)
+    yield replaced(Recovery, "on_prepared", answered)
 
 
 @switch
 def absent_counts_as_no() -> Patches:
     """A replica that does not answer counts as one that has no records."""
 
-    def decide(maxes, *, unknown_count, quorum):
-        return quorum_mark([*maxes, *[-1] * unknown_count], quorum)
+    def decided_mark(synced_lasts, *, unknown_count, quorum):
+        return quorum_mark([*synced_lasts, *[-1] * unknown_count], quorum)
 
-    yield replaced(session_recovery, "decide", decide)
+    yield replaced(session_recovery, "decided_mark", decided_mark)
 
 
 @switch
@@ -83,9 +83,9 @@ def damage_is_not_suspect() -> Patches:
     def is_credible(answer, state, registered_id):
         return answer.last_session >= state.session_id and not answer.suspect
 
-    def _complete(self, mark, chain, *, can_fill):
+    def _complete(self, mark, chain, *, has_source):
         self.damaged = []
-        return original(self, mark, chain, can_fill=can_fill)
+        return original(self, mark, chain, has_source=has_source)
 
     yield replaced(session_recovery, "is_credible", is_credible)
     yield replaced(ReplicaRepair, "_complete_step", _complete)
@@ -100,12 +100,12 @@ def any_storage_id() -> Patches:
         return is_credible(answer, state, session_recovery.NO_STORAGE_ID)
 
     def _prepared(self, each, answer, now_ms):
-        facts = self._facts
-        self._facts = facts._replace(storage_ids={})
+        facts = self._constants
+        self._constants = facts._replace(storage_ids={})
         try:
             prepared(self, each, answer, now_ms)
         finally:
-            self._facts = facts
+            self._constants = facts
 
     prepared = StoreSession._on_replica_prepared
     yield replaced(session_recovery, "is_credible", of_any)
@@ -126,10 +126,10 @@ def lowest_mark() -> Patches:
 def decided_by_answering_replicas() -> Patches:
     """A majority of the replicas that answer decides, even if they are not a quorum."""
 
-    def decide(maxes, *, unknown_count, quorum):
-        return quorum_mark(maxes, quorum_size(len(maxes))) if maxes else None
+    def decided_mark(synced_lasts, *, unknown_count, quorum):
+        return quorum_mark(synced_lasts, quorum_size(len(synced_lasts))) if synced_lasts else None
 
-    yield replaced(session_recovery, "decide", decide)
+    yield replaced(session_recovery, "decided_mark", decided_mark)
 
 
 @switch
@@ -143,7 +143,7 @@ def cut_before_decision() -> Patches:
         if each.repair is not None and self.window is None and answer.synced_max > mark:
             each.repair._floor = mark
             each.repair.last = answer.synced_max
-            self.recovery._max[each.replica] = mark
+            self.recovery._synced_last[each.replica] = mark
 
     yield replaced(StoreSession, "_on_replica_prepared", _prepared)
 
@@ -157,8 +157,8 @@ def mark_on_a_short_log() -> Patches:
         PartitionLog.set_low_water_mark,
     )
 
-    def _next_step(self, goal, *, can_fill):
-        step = next_step(self, goal, can_fill=can_fill)
+    def _next_step(self, goal, *, has_source):
+        step = next_step(self, goal, has_source=has_source)
         if step is not None and goal.chain is not None and self.last < goal.mark:
             return SetMark(goal.mark, goal.chain)
         return step
@@ -193,7 +193,7 @@ def open_before_second_cas() -> Patches:
     def _write(self, view, waiting):
         original(self, view, waiting)
         if waiting is _PendingRequest.STATES and self._session.window is None:
-            self._waiting = _PendingRequest.NOTHING
+            self._pending_request = _PendingRequest.NO_REQUEST
             self._on_metadata_written(as_written(view))
 
     yield replaced(PartitionStore, "_write_metadata", _write)
@@ -213,7 +213,7 @@ def unknown_cas_taken_as_success() -> Patches:
 
     def _on_coordinator_unavailable(self, waiting, reason):
         if waiting in (_PendingRequest.STATES, _PendingRequest.CLAIM):
-            self._on_metadata_written(as_written(self._writing))
+            self._on_metadata_written(as_written(self._nodes_being_written))
         else:
             original(self, waiting, reason)
 
@@ -227,7 +227,7 @@ def conflict_taken_as_success() -> Patches:
 
     def _on_metadata_read(self, waiting, view):
         if waiting is _PendingRequest.STATES_CHECK:
-            self._on_metadata_written(self._writing)
+            self._on_metadata_written(self._nodes_being_written)
         else:
             original(self, waiting, view)
 
@@ -251,7 +251,9 @@ def late_replica_counts_at_once() -> Patches:
         if self.window.commit(min(quorum_mark(marks, self.quorum), self.window.last)):
             self._progress_ms = now_ms
             chain = self.window.committed_chain
-            self._outbox.append(Committed(self.claim.session_id, self.window.committed, chain))
+            self._outbox.append(
+                TransactionsCommitted(self.claim.session_id, self.window.committed, chain)
+            )
 
     def submit(self, batch, now_ms):
         self.window.add(batch, self.claim.session_id, now_ms)
@@ -268,18 +270,18 @@ def late_replica_counts_at_once() -> Patches:
 @switch
 def lost_replica_rejoins() -> Patches:
     """An engaged replica whose connection broke continues in the same session."""
-    original = StoreSession._drop
+    original = StoreSession._drop_replica
 
-    def _drop(self, each, reason, now_ms, **why):
+    def _drop_replica(self, each, reason, now_ms, **why):
         if each.stage is not ReplicaStage.ENGAGED or len(self.engaged) <= self.quorum:
             original(self, each, reason, now_ms, **why)
             return
         self.repairs.on_connection_lost(each)
         each.close()
-        each.on_lost(now_ms, self._rng)
-        each.is_excluded = False
+        each.on_connection_lost(now_ms, self._rng)
+        each.cannot_rejoin = False
 
-    yield replaced(StoreSession, "_drop", _drop)
+    yield replaced(StoreSession, "_drop_replica", _drop_replica)
 
 
 @switch
@@ -291,18 +293,20 @@ def connections_are_replaced() -> Patches:
     a storage was engaged in a session that ZooKeeper does not know; otherwise the partition halts.
     """
 
-    def _forget(self):
+    def _reset_connection_state(self):
         self.stage, self.repair, self.correlation_id = ReplicaStage.ABSENT, None, NO_CORRELATION_ID
         self.unanswered_bytes = 0
         self._requests.clear()
 
-    def _next_step(self, goal, *, can_fill):
-        return None if self.is_set else self._step(goal, can_fill=can_fill)
+    def _next_step(self, goal, *, has_source):
+        return None if self.is_mark_set else self._choose_step(goal, has_source=has_source)
 
     def exclusion_reason(self, answer):
-        return "has records of an unrecorded partition" if self.is_foreign(answer) else None
+        return (
+            "has records of an unrecorded partition" if self.has_foreign_records(answer) else None
+        )
 
-    yield replaced(ReplicaSession, "_forget", _forget)
+    yield replaced(ReplicaSession, "_reset_connection_state", _reset_connection_state)
     yield replaced(ReplicaRepair, "next_step", _next_step)
     yield replaced(Recovery, "exclusion_reason", exclusion_reason)
 
@@ -310,13 +314,13 @@ def connections_are_replaced() -> Patches:
 @switch
 def settled_by_id() -> Patches:
     """An append of the previous session counts as committed if its ID is below the new mark."""
-    original = Settlement._settle
+    original = Settlement._set_outcome
 
-    def _settle(self, committed_last):
+    def _set_outcome(self, committed_last):
         doubt = self._claim.in_doubt
         original(self, committed_last if doubt is None else min(doubt.last, self._mark))
 
-    yield replaced(Settlement, "_settle", _settle)
+    yield replaced(Settlement, "_set_outcome", _set_outcome)
 
 
 @switch
@@ -332,7 +336,7 @@ def empty_metadata_taken_as_new() -> Patches:
 
     for module in (partition_store, session_claim, session_recovery):
         yield replaced(module, "history_origin_of", history_origin_of)
-    yield replaced(partition_store, "rejection", do_nothing)
+    yield replaced(partition_store, "claim_rejection", do_nothing)
     yield replaced(Recovery, "exclusion_reason", do_nothing)
 
 
@@ -340,24 +344,24 @@ def empty_metadata_taken_as_new() -> Patches:
 def older_generation_claims() -> Patches:
     """A server claims a session for a generation that is over."""
 
-    def is_newer(one, other):
+    def is_later_generation(one, other):
         return False
 
-    yield replaced(partition_store, "is_newer", is_newer)
-    yield replaced(session_claim, "is_newer", is_newer)
+    yield replaced(partition_store, "is_later_generation", is_later_generation)
+    yield replaced(session_claim, "is_later_generation", is_later_generation)
 
 
 @switch
 def unbroken_without_a_check() -> Patches:
     """A server assumes that no other server has written between two of its sessions."""
-    original = PartitionStore._claim
+    original = PartitionStore._claim_session
 
-    def _claim(self, view):
-        had_one = bool(self._our_names)
+    def _claim_session(self, view):
+        had_one = bool(self._own_claims)
         original(self, view)
-        self._is_unbroken = had_one
+        self._follows_own_session = had_one
 
-    yield replaced(PartitionStore, "_claim", _claim)
+    yield replaced(PartitionStore, "_claim_session", _claim_session)
 
 
 @switch
@@ -411,14 +415,14 @@ def sent_counts_as_synced() -> Patches:
 def lineage_not_compared() -> Patches:
     """A log that is shorter than the decided one is filled up without a look at its history."""
 
-    def _align(self):
+    def _check_aligned(self):
         self._is_aligned = True
         return True
 
     def verify_batches(answer, chain):
         return answer.lineage[-1].chain
 
-    yield replaced(ReplicaRepair, "_align", _align)
+    yield replaced(ReplicaRepair, "_check_aligned", _check_aligned)
     yield replaced(replica_repair, "verify_batches", verify_batches)
 
 
@@ -426,10 +430,10 @@ def lineage_not_compared() -> Patches:
 def mark_answered_without_a_session() -> Patches:
     """The answer of one storage, not of a quorum, confirms that a mark is current."""
 
-    def verdict(self):
+    def result(self):
         return VoteResult.COMMITTED if self._voted else VoteResult.OPEN
 
-    yield replaced(Tally, "verdict", property(verdict))
+    yield replaced(Tally, "result", property(result))
 
 
 @switch
@@ -442,7 +446,7 @@ def doubt_is_forgotten() -> Patches:
         if doubt is None or self._stamp_ms is None:
             original(self, now_ms)
         else:
-            self._settle(doubt.committed)
+            self._set_outcome(doubt.committed)
 
     yield replaced(Settlement, "begin", begin)
 

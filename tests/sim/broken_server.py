@@ -310,9 +310,11 @@ def appends_taken_after_the_session() -> Patches:
         self._is_open = True
         return outcome
 
-    def settled_again(self, opened, last, *, unbroken, stamp_ms=0):
+    def settled_again(self, opened, last, *, follows_own_session, stamp_ms=0):
         self._is_open = False
-        return settled(self, opened, last, unbroken=unbroken, stamp_ms=stamp_ms)
+        return settled(
+            self, opened, last, follows_own_session=follows_own_session, stamp_ms=stamp_ms
+        )
 
     yield replaced(AppendPipeline, "on_session_closed", closed_but_open)
     yield replaced(AppendPipeline, "on_session_settled", settled_again)
@@ -359,10 +361,12 @@ def doubtful_batches_are_committed() -> Patches:
     """Appends in flight are reported as committed when their session is lost."""
     original = AppendPipeline.on_session_settled
 
-    def settled(self, opened, last, *, unbroken, stamp_ms=0):
+    def settled(self, opened, last, *, follows_own_session, stamp_ms=0):
         for sent in self._in_flight:
             last = max(last, min(sent.entry.last, opened.high_water_mark))
-        return original(self, opened, last, unbroken=unbroken, stamp_ms=stamp_ms)
+        return original(
+            self, opened, last, follows_own_session=follows_own_session, stamp_ms=stamp_ms
+        )
 
     yield replaced(AppendPipeline, "on_session_settled", settled)
 

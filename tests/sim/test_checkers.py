@@ -160,7 +160,7 @@ def test_stamp_mono_detects_a_commit_stamp_that_decreases(world):
 def committed(world):
     """A commit that has happened already, reported once more."""
     last = world.history.last
-    return session_events.Committed(world.session, last, world.history.chains[last])
+    return session_events.TransactionsCommitted(world.session, last, world.history.chains[last])
 
 
 def test_ack_quorum_detects_a_commit_without_a_quorum(world):
@@ -338,14 +338,16 @@ def test_gate_no_append_is_sent(world):
 
 def test_gate_no_session_is_opened(world):
     session = world.claim()
-    opened = session_events.SessionOpened(session, 1, 1_000, bytes(16), unbroken=False)
+    opened = session_events.SessionOpened(session, 1, 1_000, bytes(16), follows_own_session=False)
     with fails("GateCAS2"):
         world.performs(opened)
 
 
 def test_gate_nothing_is_submitted(world):
     with fails("GateCAS2"):
-        world.checks.on_batch_submitted(world.owner, session_events.Submit(world.session + 1, None))
+        world.checks.on_batch_submitted(
+            world.owner, session_events.SubmitToSession(world.session + 1, None)
+        )
 
 
 def outcome(reason=m.RowOutcomeCode.LOST, *, conflict=-1, transaction_id=-1):

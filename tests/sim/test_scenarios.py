@@ -82,7 +82,9 @@ def test_a_scenario_with_other_milestones_fails():
 
 def test_checkers_run_during_a_scenario(monkeypatch):
     """A broken promise within a scenario does not depend on how the scenario is written."""
-    monkeypatch.setattr(session_recovery, "decide", lambda maxes, **_: min(maxes, default=None))
+    monkeypatch.setattr(
+        session_recovery, "decided_mark", lambda maxes, **_: min(maxes, default=None)
+    )
     with pytest.raises(Violation, match="DecisionCovers"):
         outcome(
             "> begin with A B C; append 5\n"

@@ -15,7 +15,7 @@ Rules (decision 047):
        replica.
     5. The archived mark is sent to a replica when ZooKeeper has it, and the replica's own synced
        log has reached it (AR 9).
-    6. If a replica reports no progress for `PROGRESS_MS_MAX`, its attempt has failed: its object
+    6. If a replica reports no progress for `NO_PROGRESS_MS_MAX`, its attempt has failed: its object
        store may hang, or the storage may be stopped. A later result of this attempt is not used.
     7. When this session has recorded a mark, and then at intervals, an engaged replica collects
        garbage (AR 16). At that time no attempt of this session may be in progress, and no write of
@@ -52,7 +52,7 @@ from waltz_core.replication.session_events import (
     Batch,
     CheckpointDue,
     Effect,
-    ReplaceInArchive,
+    ReplaceArchivedObject,
     ReplacementOutcome,
 )
 from waltz_core.wire.messages import (
@@ -75,7 +75,7 @@ ARCHIVE_CORRELATION_ID: Final = -3
 ArchiveNotice: TypeAlias = RangeArchived | GarbageCollected | ObjectsExpired | ArchiveProgress
 ARCHIVE_NOTICES: Final = (RangeArchived, GarbageCollected, ObjectsExpired, ArchiveProgress)
 # A single call of an object store may take this long; during the call there is no progress.
-PROGRESS_MS_MAX: Final = 300_000
+NO_PROGRESS_MS_MAX: Final = 300_000
 EXPIRY_INTERVAL_MS: Final = 3_600_000
 EXPIRY_RETRY_MS: Final = 10_000
 _DOUBLINGS_MAX: Final = 6
@@ -94,30 +94,30 @@ class ExpiryBounds(NamedTuple):
     before_ms: int
 
 
-_NOTHING: Final = ExpiryBounds(TransactionId(0), 0)
+_NO_EXPIRY: Final = ExpiryBounds(TransactionId(0), 0)
 
 
 @dataclass(slots=True)
 class _Attempt:
     """One attempt of a replica: to archive a range, collect garbage, expire or replace objects.
 
-    `progress_ms` is when the replica last reported progress. `found` is the mark that the replica
-    has reported after it archived a range, and that must be compared with another replica.
+    `progress_ms` is when the replica last reported progress. `reported_mark` is the mark that the
+    replica has reported after it archived a range, and that must be compared with another replica.
     """
 
     number: int
     replica: ReplicaId
     first: TransactionId
     progress_ms: int
-    is_collection: bool = False
+    is_garbage_collection: bool = False
     expiry: ExpiryBounds | None = None
     is_replacement: bool = False
-    found: ArchivedMark | None = None
+    reported_mark: ArchivedMark | None = None
     is_comparing: bool = False
 
     @property
-    def is_range(self) -> bool:
-        return not self.is_collection and self.expiry is None and not self.is_replacement
+    def archives_range(self) -> bool:
+        return not self.is_garbage_collection and self.expiry is None and not self.is_replacement
 
 
 @dataclass(slots=True)
@@ -127,18 +127,18 @@ class _Replacement:
     `written_by` is the replica that has written the manifest, while ZooKeeper must still record it.
     """
 
-    request: ReplaceInArchive
+    request: ReplaceArchivedObject
     failures: dict[ReplicaId, str] = field(default_factory=dict)
     written_by: ReplicaId | None = None
     outcome: ReplacementOutcome | None = None
 
     @property
-    def reasons(self) -> tuple[str, ...]:
+    def failure_reasons(self) -> tuple[str, ...]:
         return tuple(f"{replica}: {why}" for replica, why in self.failures.items())
 
 
-class _Lag:
-    """Estimates how much is committed but not archived (rule 11)."""
+class _BacklogEstimate:
+    """Estimates the backlog: the committed records that are not archived (rule 11)."""
 
     def __init__(self, archived: TransactionId) -> None:
         self.count = 0
@@ -147,7 +147,7 @@ class _Lag:
         self._reported = (archived, archived, 0)  # (first, last, bytes) of IDs first + 1..last
 
     def update(self, archived: TransactionId, committed: TransactionId, now_ms: int) -> None:
-        """Update the estimate with the present marks."""
+        """Update the estimate with the current marks."""
         self.count = max(0, committed - archived)
         if self.count == 0:
             self.since_ms = None
@@ -155,22 +155,22 @@ class _Lag:
             self.since_ms = now_ms
         self._archived = archived
 
-    def report(self, notice: RangeArchived, now_ms: int) -> None:
-        """Update the estimate with a replica's report about the records before its attempt."""
+    def on_backlog_reported(self, notice: RangeArchived, now_ms: int) -> None:
+        """Update the estimate: a replica has reported the records that it found not archived."""
         last = TransactionId(notice.unarchived_last)
         if last > self._archived:
             self._reported = (self._archived, last, notice.unarchived_bytes)
             if notice.unarchived_age_ms >= 0:
                 self.since_ms = now_ms - notice.unarchived_age_ms
 
-    def byte_count(self, bytes_since: Callable[[TransactionId], int | None]) -> int | None:
+    def byte_count(self, bytes_after: Callable[[TransactionId], int | None]) -> int | None:
         """Return the approximate size of the records that are not archived, in bytes.
 
-        `bytes_since` returns the size of the records after an ID; None if it is not known.
+        `bytes_after` returns the size of the records after an ID; None if it is not known.
         """
         before, last, reported_bytes = self._reported
         waiting = max(0, last - self._archived)
-        newer = bytes_since(max(last, self._archived)) if self.count > waiting else 0
+        newer = bytes_after(max(last, self._archived)) if self.count > waiting else 0
         if newer is None:
             return None
         return newer + (reported_bytes * waiting // (last - before) if waiting else 0)
@@ -179,33 +179,33 @@ class _Lag:
 class SessionArchiver:
     """Archives the log during one session.
 
-    `wanted` is the archived mark that must be written to ZooKeeper, if any.
+    `mark_to_write` is the archived mark that must be written to ZooKeeper, if any.
     """
 
     def __init__(self, claim: SessionClaim, *, outbox: list[Effect], limits: SessionLimits) -> None:
-        self.recorded = claim.archived
-        self.wanted: ArchivedMark | None = None
-        self.is_checked = claim.archived is None  # rule 2
+        self.recorded = claim.archived_mark
+        self.mark_to_write: ArchivedMark | None = None
+        self.is_checked = claim.archived_mark is None  # rule 2
         self.contradiction: str | None = None
         # Each step of a session reads this attribute.
-        self.is_used = limits.archive_interval_ms > 0 or claim.archived is not None
-        self._lag = _Lag(self.last)
+        self.is_used = limits.archive_interval_ms > 0 or claim.archived_mark is not None
+        self._backlog_estimate = _BacklogEstimate(self.last)
         self._session_id = claim.session_id
         self._outbox = outbox
         self._limits = limits
-        self._unchecked: list[ReplicaSession] = []
+        self._replicas_to_compare: list[ReplicaSession] = []
         self._attempt: _Attempt | None = None
         self._attempt_count = 0
         self._failure_count = 0
-        self._next_at_ms = 0
-        self._collect_at_ms: int | None = None  # None until a mark is recorded (rule 7)
-        self._learned: dict[ReplicaId, ArchivedMark] = {}
+        self._next_attempt_at_ms = 0
+        self._next_collection_at_ms: int | None = None  # None until a mark is recorded (rule 7)
+        self._announced_marks: dict[ReplicaId, ArchivedMark] = {}
         # The expiry that clients have requested, the one in progress, and the last one that was
         # carried out, with the archived mark at that time.
-        self._requested = _NOTHING
-        self._expiring = _NOTHING
-        self._expired = (_NOTHING, BEFORE_FIRST)
-        self._expire_at_ms: int | None = None  # rule 9
+        self._requested_expiry = _NO_EXPIRY
+        self._running_expiry = _NO_EXPIRY
+        self._finished_expiry = (_NO_EXPIRY, BEFORE_FIRST)
+        self._next_expiry_at_ms: int | None = None  # rule 9
         self._replacement: _Replacement | None = None  # the last requested replacement
         # The appends of this session, after its mark (rule 8).
         self._mark = BEFORE_FIRST
@@ -221,40 +221,44 @@ class SessionArchiver:
     @property
     def is_busy(self) -> bool:
         """Whether an attempt is in progress, which the end of the session would waste."""
-        return self._attempt is not None or self.wanted is not None
+        return self._attempt is not None or self.mark_to_write is not None
 
     @property
     def wake_at_ms(self) -> int | None:
-        """When to begin the next attempt or collection, or to abandon the present attempt."""
+        """When to begin the next attempt or collection, or to abandon the attempt in progress."""
         if self._attempt is not None:
-            return self._attempt.progress_ms + PROGRESS_MS_MAX
-        if self.wanted is not None:
+            return self._attempt.progress_ms + NO_PROGRESS_MS_MAX
+        if self.mark_to_write is not None:
             return None
-        expire_at_ms = None if self.recorded is None else self._expire_at_ms
+        expire_at_ms = None if self.recorded is None else self._next_expiry_at_ms
         if self._limits.archive_interval_ms == 0:
             return expire_at_ms
-        return earliest(expire_at_ms, earliest(self._next_at_ms, self._collect_at_ms))
+        return earliest(
+            expire_at_ms, earliest(self._next_attempt_at_ms, self._next_collection_at_ms)
+        )
 
     # ---- the recorded chain (rule 2)
 
     def begin(self, engaged: Sequence[ReplicaSession], mark: TransactionId, now_ms: int) -> None:
-        """Compare the recorded mark with an engaged replica's log, after the session has a mark.
+        """Compare the recorded archived mark with an engaged replica's log, when the session opens.
 
         The replicas are informed of the archived mark before this comparison: the batches of an
         earlier session, which must be settled, may exist only in the archive.
         """
         self._mark = mark
-        self._next_at_ms = now_ms + min(self._limits.archive_interval_ms, _FIRST_ATTEMPT_MS_MAX)
+        self._next_attempt_at_ms = now_ms + min(
+            self._limits.archive_interval_ms, _FIRST_ATTEMPT_MS_MAX
+        )
         if self._limits.archive_retention_ms:
-            self._expire_at_ms = now_ms
-        self._announce(engaged, now_ms)
+            self._next_expiry_at_ms = now_ms
+        self._announce_mark(engaged, now_ms)
         if not self.is_checked:
-            self._unchecked = list(engaged)
-            self._check_next(now_ms)
+            self._replicas_to_compare = list(engaged)
+            self._compare_next_replica(now_ms)
 
-    def _check_next(self, now_ms: int) -> None:
+    def _compare_next_replica(self, now_ms: int) -> None:
         first = TransactionId(self.last + 1)
-        self._unchecked[0].send_request(
+        self._replicas_to_compare[0].send_request(
             LineageRequest, first, first, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
@@ -264,17 +268,17 @@ class SessionArchiver:
         if begins and answer.chain_before == self.recorded.chain:
             self.is_checked = True
             return
-        self._on_chain_differs(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
+        self._on_mark_mismatch(f"has the chain hash {answer.chain_before.hex()} there", now_ms)
 
-    def on_log_begins_later(self, now_ms: int) -> None:
-        """The log of the replica being compared begins after the ID that follows the mark."""
-        self._on_chain_differs("begins later", now_ms)
+    def on_mark_before_log_start(self, now_ms: int) -> None:
+        """The compared replica's log begins after the recorded mark, so it has no chain there."""
+        self._on_mark_mismatch("begins later", now_ms)
 
-    def _on_chain_differs(self, found: str, now_ms: int) -> None:
+    def _on_mark_mismatch(self, found: str, now_ms: int) -> None:
         assert self.recorded is not None
-        replica = self._unchecked.pop(0).replica
-        if self._unchecked:
-            self._check_next(now_ms)
+        replica = self._replicas_to_compare.pop(0).replica
+        if self._replicas_to_compare:
+            self._compare_next_replica(now_ms)
             return
         self.contradiction = (
             f"the archive has transactions up to {self.last} with chain hash "
@@ -295,28 +299,28 @@ class SessionArchiver:
 
         `engaged` are the members of `replicas` that count for the quorum.
         """
-        self._lag.update(self.last, committed, now_ms)
-        self._announce(engaged, now_ms)
+        self._backlog_estimate.update(self.last, committed, now_ms)
+        self._announce_mark(engaged, now_ms)
         attempt = self._attempt
         if attempt is not None:
-            if now_ms - attempt.progress_ms >= PROGRESS_MS_MAX:
+            if now_ms - attempt.progress_ms >= NO_PROGRESS_MS_MAX:
                 self._on_attempt_failed(
-                    f"the storage has reported no progress for {PROGRESS_MS_MAX} ms", now_ms
+                    f"the storage has reported no progress for {NO_PROGRESS_MS_MAX} ms", now_ms
                 )
-            elif attempt.found is not None and not attempt.is_comparing:
-                self._compare(attempt, attempt.found, engaged, now_ms)
+            elif attempt.reported_mark is not None and not attempt.is_comparing:
+                self._compare_chain(attempt, attempt.reported_mark, engaged, now_ms)
             return
-        if self.wanted is not None:
+        if self.mark_to_write is not None:
             return
         capable = [each for each in engaged if each.supports_archiving]
-        self._replace_next(capable, now_ms)
-        is_due = self._expire_at_ms is not None and now_ms >= self._expire_at_ms
+        self._replace_object(capable, now_ms)
+        is_due = self._next_expiry_at_ms is not None and now_ms >= self._next_expiry_at_ms
         if is_due and self.recorded is not None and self._attempt is None:
-            self._expire(capable, self.recorded, now_ms)
+            self._expire_objects(capable, self.recorded, now_ms)
         if self._limits.archive_interval_ms and self._attempt is None:
-            self._begin_attempt(capable, replicas, committed, now_ms)
+            self._begin_due_attempt(capable, replicas, committed, now_ms)
 
-    def _begin_attempt(
+    def _begin_due_attempt(
         self,
         capable: Sequence[ReplicaSession],
         replicas: Collection[ReplicaSession],
@@ -324,20 +328,20 @@ class SessionArchiver:
         now_ms: int,
     ) -> None:
         """Begin a collection or an attempt that is due."""
-        if self._collect_at_ms is not None and now_ms >= self._collect_at_ms:
-            self._collect(capable, replicas, now_ms)
-        if self._attempt is None and now_ms >= self._next_at_ms:
+        if self._next_collection_at_ms is not None and now_ms >= self._next_collection_at_ms:
+            self._collect_garbage(capable, replicas, now_ms)
+        if self._attempt is None and now_ms >= self._next_attempt_at_ms:
             if capable and committed > self.last:
-                self._request(self._next_replica(capable), committed, now_ms)
+                self._archive_range(self._next_replica(capable), committed, now_ms)
             else:
-                self._next_at_ms = now_ms + self._limits.archive_interval_ms
+                self._next_attempt_at_ms = now_ms + self._limits.archive_interval_ms
 
     def _next_replica(self, capable: Sequence[ReplicaSession]) -> ReplicaSession:
         """Choose the replica for the next attempt, in turn, and count the attempt."""
         self._attempt_count += 1
         return capable[self._attempt_count % len(capable)]
 
-    def _request(self, each: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
+    def _archive_range(self, each: ReplicaSession, committed: TransactionId, now_ms: int) -> None:
         recorded = self.recorded
         first = TransactionId(self.last + 1)
         self._attempt = _Attempt(self._attempt_count, each.replica, first, now_ms)
@@ -348,7 +352,7 @@ class SessionArchiver:
             ArchiveRange, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
         )
 
-    def _collect(
+    def _collect_garbage(
         self,
         capable: Sequence[ReplicaSession],
         replicas: Collection[ReplicaSession],
@@ -359,7 +363,7 @@ class SessionArchiver:
         assert recorded is not None
         known = [each for each in replicas if each.supports_archiving and each.repair is not None]
         if len(known) < len(replicas) or not capable:
-            self._collect_at_ms = now_ms + self._limits.archive_interval_ms
+            self._next_collection_at_ms = now_ms + self._limits.archive_interval_ms
             return
         for each in known:
             assert each.repair is not None
@@ -373,7 +377,7 @@ class SessionArchiver:
                 return
         each = self._next_replica(capable)
         number, first = self._attempt_count, TransactionId(self.last + 1)
-        self._attempt = _Attempt(number, each.replica, first, now_ms, is_collection=True)
+        self._attempt = _Attempt(number, each.replica, first, now_ms, is_garbage_collection=True)
         fields = (number, recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
         each.send_request(
             CollectGarbage, *fields, now_ms=now_ms, correlation_id=ARCHIVE_CORRELATION_ID
@@ -387,37 +391,41 @@ class SessionArchiver:
         pause_ms = self._limits.collection_interval_ms
         if notice.has_more:
             pause_ms = self._limits.archive_interval_ms
-        self._collect_at_ms = now_ms + pause_ms
+        self._next_collection_at_ms = now_ms + pause_ms
 
     def _on_collection_failed(self, replica: ReplicaId, reason: str, now_ms: int) -> None:
-        self._collect_at_ms = now_ms + self._limits.collection_interval_ms
+        self._next_collection_at_ms = now_ms + self._limits.collection_interval_ms
         self._report("archive.garbage_collection_failed", replica=replica, reason=reason)
 
     # ---- expiry (rule 9)
 
-    def expire(self, bounds: ExpiryBounds, now_ms: int) -> None:
-        """A client requests an expiry, perhaps again."""
-        if not self.has_expired(bounds):
+    def request_expiry(self, bounds: ExpiryBounds, now_ms: int) -> None:
+        """Schedule an expiry that a client requests; a repeated request changes nothing."""
+        if not self.is_expiry_done(bounds):
             wanted = ExpiryBounds(
-                max(self._requested.before, bounds.before),
-                max(self._requested.before_ms, bounds.before_ms),
+                max(self._requested_expiry.before, bounds.before),
+                max(self._requested_expiry.before_ms, bounds.before_ms),
             )
-            if wanted != self._requested:
-                self._requested, self._expire_at_ms = wanted, now_ms
+            if wanted != self._requested_expiry:
+                self._requested_expiry, self._next_expiry_at_ms = wanted, now_ms
 
-    def has_expired(self, bounds: ExpiryBounds) -> bool:
+    def is_expiry_done(self, bounds: ExpiryBounds) -> bool:
         """Whether an expiry with at least these limits was carried out on the whole archive."""
-        expired, last = self._expired
+        expired, last = self._finished_expiry
         return last == self.last and all(map(le, bounds, expired))
 
-    def _expire(
+    def _expire_objects(
         self, capable: Sequence[ReplicaSession], recorded: ArchivedMark, now_ms: int
     ) -> None:
         if not capable:
-            self._expire_at_ms = now_ms + EXPIRY_RETRY_MS
+            self._next_expiry_at_ms = now_ms + EXPIRY_RETRY_MS
             return
         each = self._next_replica(capable)
-        number, first, bounds = self._attempt_count, TransactionId(self.last + 1), self._requested
+        number, first, bounds = (
+            self._attempt_count,
+            TransactionId(self.last + 1),
+            self._requested_expiry,
+        )
         self._attempt = _Attempt(number, each.replica, first, now_ms, expiry=bounds)
         mark = (recorded.last, recorded.chain, recorded.manifest, recorded.manifest_crc)
         fields = (number, *mark, *bounds, self._limits.archive_retention_ms)
@@ -434,7 +442,7 @@ class SessionArchiver:
         if notice.error:
             self._on_attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
-            self._attempt, self._expiring = None, bounds
+            self._attempt, self._running_expiry = None, bounds
             self._on_expiry_ended(now_ms)
         elif not recorded.first <= notice.first <= recorded.last + 1:
             limits = f"{recorded.first}..{recorded.last + 1}"
@@ -442,27 +450,27 @@ class SessionArchiver:
                 f"expected a first available ID in {limits}, found {notice.first}", now_ms
             )
         else:
-            self._attempt, self._expiring = None, bounds
-            self.wanted = recorded._replace(
+            self._attempt, self._running_expiry = None, bounds
+            self.mark_to_write = recorded._replace(
                 first=TransactionId(notice.first),
                 manifest=notice.manifest,
                 manifest_crc=notice.manifest_crc,
             )
 
     def _on_expiry_ended(self, now_ms: int) -> None:
-        self._expired = (self._expiring, self.last)
-        self._expire_at_ms = None
+        self._finished_expiry = (self._running_expiry, self.last)
+        self._next_expiry_at_ms = None
         if self._limits.archive_retention_ms:
-            self._expire_at_ms = now_ms + EXPIRY_INTERVAL_MS
-        if self._requested == self._expiring:
-            self._requested = _NOTHING
+            self._next_expiry_at_ms = now_ms + EXPIRY_INTERVAL_MS
+        if self._requested_expiry == self._running_expiry:
+            self._requested_expiry = _NO_EXPIRY
         else:
-            self._expire_at_ms = now_ms
+            self._next_expiry_at_ms = now_ms
 
     # ---- replacement of an object (rule 10)
 
-    def replace(self, request: ReplaceInArchive) -> None:
-        """A client requests a replacement, perhaps again.
+    def request_replacement(self, request: ReplaceArchivedObject) -> None:
+        """Schedule a replacement that a client requests; a repeated request changes nothing.
 
         While a replacement is in progress, a different request is ignored; it must be repeated.
         """
@@ -470,19 +478,21 @@ class SessionArchiver:
         if current is None or (current.outcome is not None and current.request != request):
             self._replacement = _Replacement(request)
 
-    def replacement(self, request: ReplaceInArchive) -> ReplacementOutcome | None:
+    def replacement_outcome(self, request: ReplaceArchivedObject) -> ReplacementOutcome | None:
         """Return the outcome of a replacement request; None if there is none yet."""
         current = self._replacement
         return None if current is None or current.request != request else current.outcome
 
-    def _replace_next(self, capable: Sequence[ReplicaSession], now_ms: int) -> None:
+    def _replace_object(self, capable: Sequence[ReplicaSession], now_ms: int) -> None:
         """Request the replacement from a replica that has not failed."""
         current, recorded = self._replacement, self.recorded
         if current is None or current.outcome is not None:
             return
         untried = [each for each in capable if each.replica not in current.failures]
         if not untried or recorded is None:
-            reasons = current.reasons or ("no storage whose replica is in sync can archive",)
+            reasons = current.failure_reasons or (
+                "no storage whose replica is in sync can archive",
+            )
             current.outcome = ReplacementOutcome(is_replaced=False, replica=None, failures=reasons)
             return
         each, request = self._next_replica(untried), current.request
@@ -515,14 +525,14 @@ class SessionArchiver:
             )
         else:
             self._attempt, current.written_by = None, attempt.replica
-            self.wanted = recorded._replace(
+            self.mark_to_write = recorded._replace(
                 manifest=notice.manifest, manifest_crc=notice.manifest_crc
             )
 
     def _on_object_replaced(self, current: _Replacement, recorded: ArchivedMark) -> None:
         """ZooKeeper has recorded the manifest with the new object."""
         replica, current.written_by = current.written_by, None
-        reasons = current.reasons
+        reasons = current.failure_reasons
         current.outcome = ReplacementOutcome(is_replaced=True, replica=replica, failures=reasons)
         name, manifest = current.request.name, recorded.manifest
         self._report("archive.object_replaced", object=name, replica=replica, manifest=manifest)
@@ -539,11 +549,13 @@ class SessionArchiver:
             case RangeArchived():
                 if attempt.is_replacement:
                     self._on_object_written(attempt, notice, now_ms)
-                elif attempt.is_range and attempt.found is None:  # only the first result
-                    self._lag.report(notice, now_ms)
+                elif (
+                    attempt.archives_range and attempt.reported_mark is None
+                ):  # only the first result
+                    self._backlog_estimate.on_backlog_reported(notice, now_ms)
                     self._on_range_archived(attempt, notice, now_ms)
             case GarbageCollected():
-                if attempt.is_collection:
+                if attempt.is_garbage_collection:
                     self._on_garbage_collected(notice, now_ms)
             case ObjectsExpired():
                 if attempt.expiry is not None:
@@ -556,7 +568,7 @@ class SessionArchiver:
             self._on_attempt_failed(notice.error, now_ms)
         elif not notice.manifest:
             self._attempt, self._failure_count = None, 0
-            self._next_at_ms = now_ms + self._limits.archive_interval_ms
+            self._next_attempt_at_ms = now_ms + self._limits.archive_interval_ms
         elif notice.last < attempt.first:
             self._on_attempt_failed(
                 f"expected that the archived range ends at transaction {attempt.first} or later, "
@@ -565,7 +577,7 @@ class SessionArchiver:
             )
         else:
             first = TransactionId(0) if self.recorded is None else self.recorded.first
-            attempt.found = ArchivedMark(
+            attempt.reported_mark = ArchivedMark(
                 TransactionId(notice.last),
                 Chain(bytes(notice.chain)),
                 notice.stamp_ms,
@@ -574,7 +586,7 @@ class SessionArchiver:
                 notice.manifest,
             )
 
-    def _compare(
+    def _compare_chain(
         self,
         attempt: _Attempt,
         found: ArchivedMark,
@@ -588,7 +600,7 @@ class SessionArchiver:
         turn = attempt.number % max(1, len(others))
         others = others[turn:] + others[:turn]
         if not others:
-            self._attempt, self.wanted = None, found
+            self._attempt, self.mark_to_write = None, found
             return
         for each in others:
             if each.synced_last >= found.last:
@@ -602,7 +614,7 @@ class SessionArchiver:
                 )
                 return
 
-    def on_answered(
+    def on_lineage_received(
         self,
         each: ReplicaSession,
         message: StorageMessage,
@@ -614,12 +626,12 @@ class SessionArchiver:
             self._on_mark_checked(answer, now_ms)
             return
         attempt = self._attempt
-        if attempt is None or attempt.found is None or not self._is_current(each, message):
+        if attempt is None or attempt.reported_mark is None or not self._is_current(each, message):
             return
-        found = attempt.found
+        found = attempt.reported_mark
         end = answer.lineage[-1] if answer.lineage else None
         if end is not None and (end.last, end.chain) == (found.last, found.chain):
-            self._attempt, self.wanted = None, found
+            self._attempt, self.mark_to_write = None, found
             return
         shown = (
             ("no batch that ends there")
@@ -632,7 +644,7 @@ class SessionArchiver:
             now_ms,
         )
 
-    def on_rejected(
+    def on_request_rejected(
         self, each: ReplicaSession, message: StorageMessage, reason: str, now_ms: int
     ) -> None:
         """A replica has rejected an archive request: the attempt has failed (rule 4)."""
@@ -642,13 +654,13 @@ class SessionArchiver:
             self._on_attempt_failed(reason, now_ms)
 
     def _is_current(self, each: ReplicaSession, message: StorageMessage) -> bool:
-        """Whether a request belongs to the present attempt, and not to an abandoned one."""
+        """Whether a request belongs to the attempt in progress, and not to an abandoned one."""
         attempt = self._attempt
         if attempt is None:
             return False
         if isinstance(message, ArchiveRange | CollectGarbage | ExpireObjects | ReplaceObject):
             return (attempt.replica, attempt.number) == (each.replica, message.attempt)
-        found = attempt.found if attempt.is_comparing else None
+        found = attempt.reported_mark if attempt.is_comparing else None
         return (
             isinstance(message, LineageRequest) and found is not None and message.last == found.last
         )
@@ -656,11 +668,11 @@ class SessionArchiver:
     def _on_attempt_failed(self, reason: str, now_ms: int) -> None:
         assert self._attempt is not None
         attempt, self._attempt = self._attempt, None
-        if attempt.is_collection:
+        if attempt.is_garbage_collection:
             self._on_collection_failed(attempt.replica, reason, now_ms)
             return
         if attempt.expiry is not None:
-            self._expire_at_ms = now_ms + EXPIRY_RETRY_MS
+            self._next_expiry_at_ms = now_ms + EXPIRY_RETRY_MS
             self._report("archive.expiry_failed", replica=attempt.replica, reason=reason)
             return
         if attempt.is_replacement:
@@ -672,7 +684,7 @@ class SessionArchiver:
             return
         doublings = min(self._failure_count, _DOUBLINGS_MAX)
         self._failure_count += 1
-        self._next_at_ms = now_ms + (self._limits.archive_interval_ms << doublings)
+        self._next_attempt_at_ms = now_ms + (self._limits.archive_interval_ms << doublings)
         self._report("archive.failed", replica=attempt.replica, reason=reason)
 
     # ---- the recorded mark
@@ -693,13 +705,13 @@ class SessionArchiver:
                 self._report(
                     "archive.manifest_recorded", last=recorded.last, manifest=recorded.manifest
                 )
-                self._failure_count, self._next_at_ms = 0, now_ms
-            if self._collect_at_ms is None:
-                self._collect_at_ms = now_ms
+                self._failure_count, self._next_attempt_at_ms = 0, now_ms
+            if self._next_collection_at_ms is None:
+                self._next_collection_at_ms = now_ms
         self.recorded = recorded
-        if recorded == self.wanted:
-            self.wanted = None
-        self._consider_checkpoint()
+        if recorded == self.mark_to_write:
+            self.mark_to_write = None
+        self._report_due_checkpoint()
 
     def on_batch_submitted(self, batch: Batch) -> None:
         """A batch is appended in this session."""
@@ -709,10 +721,10 @@ class SessionArchiver:
     @property
     def backlog(self) -> ArchiveBacklog:
         """The backlog of committed transactions that are not archived (rule 11)."""
-        lag = self._lag
-        return ArchiveBacklog(lag.count, lag.byte_count(self._submitted_after), lag.since_ms)
+        lag = self._backlog_estimate
+        return ArchiveBacklog(lag.count, lag.byte_count(self._submitted_bytes_after), lag.since_ms)
 
-    def _submitted_after(self, last: TransactionId) -> int | None:
+    def _submitted_bytes_after(self, last: TransactionId) -> int | None:
         """Return the approximate size of the session's records after ID `last`, in bytes.
 
         Return None if `last` is before the session's mark.
@@ -722,7 +734,7 @@ class SessionArchiver:
             return None
         return self._submitted_bytes * max(0, self._submitted_last - last) // count
 
-    def _consider_checkpoint(self) -> None:
+    def _report_due_checkpoint(self) -> None:
         """Report that a checkpoint is due if the limit of rule 8 is exceeded."""
         archived_count = min(self.last, self._submitted_last) - self._mark
         if self._is_checkpoint_due or archived_count <= 0:
@@ -733,15 +745,15 @@ class SessionArchiver:
             self._is_checkpoint_due = True
             self._outbox.append(CheckpointDue(self._session_id))
 
-    def _announce(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
+    def _announce_mark(self, engaged: Sequence[ReplicaSession], now_ms: int) -> None:
         """Send the recorded mark to the replicas that have reached it (rule 5)."""
         recorded = self.recorded
         if recorded is None:
             return
         for each in engaged:
-            is_known = self._learned.get(each.replica) == recorded
+            is_known = self._announced_marks.get(each.replica) == recorded
             if each.supports_archiving and not is_known and each.synced_last >= recorded.last:
-                self._learned[each.replica] = recorded
+                self._announced_marks[each.replica] = recorded
                 last, chain, _, *others = recorded
                 fields = (last, chain, *others)
                 each.send_request(

@@ -21,29 +21,29 @@ def check(store: PartitionStore) -> None:
     """Assert every invariant of one partition's machine."""
     session = store.session
     if session is None:
-        assert store.open_session is None
+        assert store.open_session_id is None
         assert store.readable_replicas == []
         return
     assert session.ended is None, "an ended session is dropped in the step that ends it"
-    _check_touch(session)
+    _check_untouched(session)
     engaged = session.engaged
-    _check_engaged(session, engaged)
-    _check_marks(store, session, engaged)
+    _check_engaged_only(session, engaged)
+    _check_commit_quorum(store, session, engaged)
 
 
-def _check_touch(session: StoreSession) -> None:
-    """Check the invariant Untouched: before the decision no replica is changed."""
+def _check_untouched(session: StoreSession) -> None:
+    """Check the invariant Untouched: no replica is changed before the mark is decided."""
     if session.repairs.goal is None:
         assert session.window is None
         assert session.writing is None
         for each in session.replicas.values():
             assert each.stage not in MARKED
     for each in session.replicas.values():
-        if each.is_excluded:
-            assert not each.is_connected, "a tainted replica is connected"
+        if each.cannot_rejoin:
+            assert not each.is_connected, "a replica that cannot rejoin is connected"
 
 
-def _check_engaged(session: StoreSession, engaged: list[ReplicaSession]) -> None:
+def _check_engaged_only(session: StoreSession, engaged: list[ReplicaSession]) -> None:
     """Check the invariant EngagedOnly: only replicas that ZooKeeper records as engaged count.
 
     In an open session, these are a quorum.
@@ -58,7 +58,7 @@ def _check_engaged(session: StoreSession, engaged: list[ReplicaSession]) -> None
         assert len(engaged) >= quorum_size(len(claim.assigned))
 
 
-def _check_marks(
+def _check_commit_quorum(
     store: PartitionStore, session: StoreSession, engaged: list[ReplicaSession]
 ) -> None:
     """Check the invariant CommitQuorum: a quorum has synced up to the mark, the end of a batch."""

@@ -11,9 +11,9 @@ Rules:
 from dataclasses import dataclass, fields
 
 MIB = 1024 * 1024
-_MAY_BE_ZERO = (
+_ZERO_ALLOWED_FIELDS = (
     "quorum_ms_max",
-    "grace_ms",
+    "opening_grace_ms",
     "slow_append_ms",
     "archive_interval_ms",
     "archive_retention_ms",
@@ -28,19 +28,20 @@ class SessionLimits:
     start at `retry_ms_min` and double up to `retry_ms_max`. So do the pauses between requests to an
     unavailable coordinator. `redial_ms_...`: pauses between dials of an absent storage.
     `rejected_retry_ms`: pause after a storage or the metadata was rejected, when an operator may
-    have to act. `grace_ms`: how long a session that could open waits for replicas that are nearly
-    ready.
+    have to act. `opening_grace_ms`: how long a session that could open waits for replicas that are
+    nearly ready.
 
     `answer_ms_max`: answer timeout of a replica. After this time, the session drops the replica if
     the session is not settled yet; later, another source replaces a slow one. `quorum_ms_max`: how
     long a partition without a quorum is kept before it is released; 0 for no limit. `proof_ms_max`:
     timeout of a proof of the high-water mark (a confirmation by a quorum).
 
-    `stable_ms`: if a session lasted this long, its end does not count as a failure. `useful_ms`:
-    the same holds if a session accepted appends for this time and then lost a storage, as in a
-    rolling restart. `rejoin_ms_min`: minimum age of an open session before a returning replica
-    starts a new session. `hold_ms_...`: how long a replica that rejected appends is left out.
-    `lost_races_max`: number of sessions lost to other servers before the partition is released.
+    `stable_session_ms`: if a session lasted this long, its end does not count as a failure.
+    `useful_session_ms`: the same holds if a session accepted appends for this time and then lost a
+    storage, as in a rolling restart. `rejoin_session_age_ms_min`: minimum age of an open session
+    before a returning replica starts a new session. `exclusion_ms_...`: how long a replica that
+    rejected appends is left out. `lost_races_max`: number of sessions lost to other servers before
+    the partition is released.
 
     `lag_bytes_max`: limit of unanswered appends to one replica, and of batches kept in memory for
     slow replicas. `lag_count_max`: limit of the number of these requests and batches, because each
@@ -60,15 +61,15 @@ class SessionLimits:
     redial_ms_min: int = 100
     redial_ms_max: int = 2_000
     rejected_retry_ms: int = 10_000
-    grace_ms: int = 20
+    opening_grace_ms: int = 20
     answer_ms_max: int = 5_000
     quorum_ms_max: int = 12_000
     proof_ms_max: int = 2_000
-    stable_ms: int = 5_000
-    useful_ms: int = 1_000
-    rejoin_ms_min: int = 2_000
-    hold_ms_min: int = 1_000
-    hold_ms_max: int = 60_000
+    stable_session_ms: int = 5_000
+    useful_session_ms: int = 1_000
+    rejoin_session_age_ms_min: int = 2_000
+    exclusion_ms_min: int = 1_000
+    exclusion_ms_max: int = 60_000
     lost_races_max: int = 8
     lag_bytes_max: int = 16 * MIB
     lag_count_max: int = 16_384
@@ -81,8 +82,8 @@ class SessionLimits:
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
-            least = 0 if name in _MAY_BE_ZERO else 1
+            least = 0 if name in _ZERO_ALLOWED_FIELDS else 1
             assert getattr(self, name) >= least, name
         assert self.retry_ms_min <= self.retry_ms_max
         assert self.redial_ms_min <= self.redial_ms_max
-        assert self.hold_ms_min <= self.hold_ms_max
+        assert self.exclusion_ms_min <= self.exclusion_ms_max

@@ -29,7 +29,7 @@ class _Proof:
 
 
 class MarkProofs:
-    """The proofs in progress in one session; their tokens are the correlation IDs of heartbeats."""
+    """The proofs in progress in one session; the token of a proof is its correlation ID."""
 
     def __init__(
         self, assigned: Sequence[ReplicaId], *, outbox: list[Effect], limits: SessionLimits
@@ -52,13 +52,13 @@ class MarkProofs:
             ):  # A hanging replica confirms nothing.
                 each.send_request(messages.Heartbeat, now_ms=now_ms, correlation_id=token)
 
-    def vote(self, token: int, replica: ReplicaId) -> None:
+    def on_confirmed(self, token: int, replica: ReplicaId) -> None:
         """Count the confirmation of a replica that knows of no later session."""
         proof = self._proofs.get(token)
         if proof is None:
             return
-        proof.tally.vote(replica)
-        if proof.tally.verdict is VoteResult.COMMITTED:
+        proof.tally.count_vote(replica)
+        if proof.tally.result is VoteResult.COMMITTED:
             del self._proofs[token]
             self._outbox.append(MarkProved(token, proof.mark))
 
@@ -66,14 +66,14 @@ class MarkProofs:
         """Yield the times at which the proofs time out."""
         return (proof.deadline_ms for proof in self._proofs.values())
 
-    def expire(self, now_ms: int) -> None:
+    def fail_overdue(self, now_ms: int) -> None:
         """Answer the proofs that have timed out, as failed."""
         for token, proof in list(self._proofs.items()):
             if proof.deadline_ms <= now_ms:
                 del self._proofs[token]
                 self._outbox.append(MarkProofFailed(token))
 
-    def end(self) -> None:
+    def fail_all(self) -> None:
         """The session has ended: answer all proofs as failed."""
         for token in self._proofs:
             self._outbox.append(MarkProofFailed(token))

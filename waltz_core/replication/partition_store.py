@@ -1,4 +1,4 @@
-"""Opens the store sessions of one partition, one after the other: claim, open, lose, claim again.
+"""Opens the store sessions of one partition, one after the other.
 
 This module has the state that outlives a session: the committed mark, the batches in doubt, and the
 misbehaving replicas. It also makes all requests to ZooKeeper, so that every compare-and-set of the
@@ -38,10 +38,10 @@ from waltz_core.replication.session_claim import (
     InDoubtIds,
     PartitionNodes,
     SessionClaim,
+    claim_rejection,
     claimed_nodes,
-    is_newer,
+    is_later_generation,
     nodes_with_states,
-    rejection,
 )
 from waltz_core.replication.session_events import (
     ArchiveBacklog,
@@ -51,21 +51,21 @@ from waltz_core.replication.session_events import (
     ExpireArchive,
     MarkProofFailed,
     MetadataConflict,
+    MetadataOutcomeUnknown,
     MetadataRead,
-    MetadataUnknown,
     MetadataWritten,
+    OwnershipReleased,
     ProveMark,
     ReadMetadata,
-    Reassign,
-    Released,
+    ReassignReplicas,
     ReleaseOwnership,
-    ReplaceInArchive,
+    ReplaceArchivedObject,
     ReplacementOutcome,
     ReplicaLost,
     ReplicaOpened,
     ReplicaResponded,
     SessionClosed,
-    Submit,
+    SubmitToSession,
     TakeOwnership,
     WriteMetadata,
 )
@@ -81,13 +81,13 @@ if TYPE_CHECKING:
     from random import Random
 
 _NONCE_BYTES: Final = 16
-_NAMES_MAX: Final = 16  # how many own sessions are remembered, to recognize them
+_OWN_SESSIONS_MAX: Final = 16  # how many own sessions are remembered, to recognize them
 
 
 class _PendingRequest(Enum):
-    """The request to the coordinator that is in progress."""
+    """The kind of the request to the coordinator that is in progress."""
 
-    NOTHING = auto()
+    NO_REQUEST = auto()
     READ = auto()  # before a claim
     CLAIM = auto()  # CAS#1
     CLAIM_CHECK = auto()  # reading: CAS#1 has an unknown outcome
@@ -112,7 +112,9 @@ class PartitionStore:
         limits: SessionLimits,
     ) -> None:
         assert len(cluster_key) == 16
-        self._facts = PartitionConstants(partition_id, cluster_key, partition_count, storage_ids)
+        self._constants = PartitionConstants(
+            partition_id, cluster_key, partition_count, storage_ids
+        )
         self._rng = rng
         self._limits = limits
         self._outbox: list[Effect] = []
@@ -124,30 +126,32 @@ class PartitionStore:
         # The session, and the coordinator.
         self._session: StoreSession | None = None
         self._nodes: PartitionNodes | None = None  # the nodes in ZooKeeper, if known
-        self._writing: PartitionNodes | None = None  # the nodes if the write in progress succeeds
-        self._waiting = _PendingRequest.NOTHING
+        self._nodes_being_written: PartitionNodes | None = (
+            None  # the nodes if the write in progress succeeds
+        )
+        self._pending_request = _PendingRequest.NO_REQUEST
         self._attempt = 0
         self._retry_at_ms: int | None = None  # when to send the next request to the coordinator
         # The state that outlives sessions.
-        self._our_names: list[tuple[SessionId, bytes]] = []
-        self._is_unbroken = False
+        self._own_claims: list[tuple[SessionId, bytes]] = []
+        self._follows_own_session = False
         self._high_water_mark = BEFORE_FIRST
         self._in_doubt: InDoubtIds | None = None
         self._failure_count = 0
         self._unavailable_count = 0
         self._lost_race_count = 0
-        self._lost_to: tuple[SessionId, bytes] | None = None
+        self._winning_claim: tuple[SessionId, bytes] | None = None
         self._no_quorum_since_ms: int | None = None
-        self._held_until_ms: dict[ReplicaId, int] = {}
-        self._hold_ms: dict[ReplicaId, int] = {}
-        self._promised: dict[ReplicaId, SessionId] = {}
+        self._excluded_until_ms: dict[ReplicaId, int] = {}
+        self._exclusion_ms: dict[ReplicaId, int] = {}
+        self._promised_sessions: dict[ReplicaId, SessionId] = {}
         self._final_rejection: str | None = None
 
     # -----------------------------------------------------------------------------------------
     # state between steps
 
     @property
-    def open_session(self) -> SessionId | None:
+    def open_session_id(self) -> SessionId | None:
         """The session that is open and accepts appends (earlier ones are settled), or None."""
         session = self._session
         if session is None or not session.is_open or not session.is_settled:
@@ -175,9 +179,9 @@ class PartitionStore:
         return session.readable_replicas() if session is not None and session.is_open else []
 
     @property
-    def archived(self) -> ArchivedMark | None:
+    def archived_mark(self) -> ArchivedMark | None:
         """The archived mark of the partition that ZooKeeper is known to record."""
-        return None if self._session is None else self._session.archived
+        return None if self._session is None else self._session.archived_mark
 
     @property
     def is_archiving(self) -> bool:
@@ -190,14 +194,14 @@ class PartitionStore:
         session = self._session
         return session.archive_backlog if session is not None and session.is_settled else None
 
-    def has_expired(self, before: TransactionId, before_ms: int) -> bool:
+    def is_expiry_done(self, before: TransactionId, before_ms: int) -> bool:
         """Whether an `ExpireArchive` with these limits was carried out on the whole archive."""
         session = self._session
-        return session is not None and session.has_expired(ExpiryBounds(before, before_ms))
+        return session is not None and session.is_expiry_done(ExpiryBounds(before, before_ms))
 
-    def replacement(self, request: ReplaceInArchive) -> ReplacementOutcome | None:
+    def replacement_outcome(self, request: ReplaceArchivedObject) -> ReplacementOutcome | None:
         """Return the outcome of a replacement in this session; None if there is none yet."""
-        return None if self._session is None else self._session.replacement(request)
+        return None if self._session is None else self._session.replacement_outcome(request)
 
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
         """Return the age of the oldest unanswered request to each replica, in ms."""
@@ -245,18 +249,21 @@ class PartitionStore:
         match event:
             case ReplicaResponded() | ReplicaOpened() | ReplicaLost():
                 self._on_replica_event(event)
-            case Submit() | ProveMark() | ExpireArchive() | ReplaceInArchive():
-                self._use_session(event)
-            case MetadataRead() | MetadataWritten() | MetadataConflict() | MetadataUnknown():
-                if event.attempt == self._attempt and self._waiting is not _PendingRequest.NOTHING:
+            case SubmitToSession() | ProveMark() | ExpireArchive() | ReplaceArchivedObject():
+                self._pass_to_session(event)
+            case MetadataRead() | MetadataWritten() | MetadataConflict() | MetadataOutcomeUnknown():
+                if (
+                    event.attempt == self._attempt
+                    and self._pending_request is not _PendingRequest.NO_REQUEST
+                ):
                     self._on_coordinator_event(event)
-            case TakeOwnership() | Reassign() | ReleaseOwnership() | Checkpoint():
+            case TakeOwnership() | ReassignReplicas() | ReleaseOwnership() | Checkpoint():
                 self._on_owner_command(event)
             case Wakeup():
-                self._wake_up()
+                self._on_wakeup()
             case _:
                 assert_never(event)
-        self._follow_session()
+        self._process_session_state()
         self._wake_at_ms = min(self._wake_times(), default=None)
         effects = self._outbox[:]
         self._outbox.clear()
@@ -268,18 +275,20 @@ class PartitionStore:
             return
         match event:
             case ReplicaResponded():
-                session.on_answered(event.replica, event.message, self._now_ms)
+                session.on_message_received(event.replica, event.message, self._now_ms)
             case ReplicaOpened():
-                session.on_opened(event.replica, self._now_ms)
+                session.on_connection_opened(event.replica, self._now_ms)
             case ReplicaLost():
                 session.on_replica_lost(event.replica, event.reason, self._now_ms)
 
-    def _use_session(self, event: Submit | ProveMark | ExpireArchive | ReplaceInArchive) -> None:
+    def _pass_to_session(
+        self, event: SubmitToSession | ProveMark | ExpireArchive | ReplaceArchivedObject
+    ) -> None:
         session = self._session
         is_open = session is not None and session.is_open
         match event:
-            case Submit():
-                if session is not None and self.open_session == event.session_id:
+            case SubmitToSession():
+                if session is not None and self.open_session_id == event.session_id:
                     session.submit(event.batch, self._now_ms)
             case ProveMark():
                 if session is not None and is_open:
@@ -288,20 +297,22 @@ class PartitionStore:
                     self._outbox.append(MarkProofFailed(event.token))
             case ExpireArchive():
                 if session is not None and is_open:
-                    session.expire(ExpiryBounds(event.before, event.before_ms), self._now_ms)
-            case ReplaceInArchive():
+                    session.request_expiry(
+                        ExpiryBounds(event.before, event.before_ms), self._now_ms
+                    )
+            case ReplaceArchivedObject():
                 if session is not None and is_open:
-                    session.replace(event, self._now_ms)
+                    session.request_replacement(event, self._now_ms)
 
     def _on_owner_command(
-        self, event: TakeOwnership | Reassign | ReleaseOwnership | Checkpoint
+        self, event: TakeOwnership | ReassignReplicas | ReleaseOwnership | Checkpoint
     ) -> None:
         match event:
             case ReleaseOwnership():
                 self._drop_ownership("disowned")
             case TakeOwnership():
                 self._take_ownership(event.generation, event.replicas)
-            case Reassign():
+            case ReassignReplicas():
                 if self._generation is not None and event.replicas != self._replicas:
                     self._take_ownership(self._generation, event.replicas)
             case Checkpoint():
@@ -329,23 +340,25 @@ class PartitionStore:
         self._no_quorum_since_ms = None
         self._forget_request()
 
-    def _release(self, reason: str, *, for_others: bool = False) -> None:
+    def _release_partition(self, reason: str, *, should_hand_over: bool = False) -> None:
         """Release the partition until it is assigned again."""
         self._drop_ownership(reason)
-        self._outbox.append(Released(reason, for_others))
+        self._outbox.append(OwnershipReleased(reason, should_hand_over))
 
-    def _wake_up(self) -> None:
+    def _on_wakeup(self) -> None:
         now_ms = self._now_ms
         release_at_ms = self._release_at_ms()
         if release_at_ms is not None and release_at_ms <= now_ms:
             limit_ms = self._limits.quorum_ms_max
-            self._release(f"there was no quorum of replicas for {limit_ms} ms", for_others=True)
+            self._release_partition(
+                f"there was no quorum of replicas for {limit_ms} ms", should_hand_over=True
+            )
             return
         if self._session is not None:
-            self._session.wake_up(now_ms)
+            self._session.on_wakeup(now_ms)
         if self._retry_at_ms is not None and self._retry_at_ms <= now_ms:
             self._retry_at_ms = None
-            self._repeat_request()
+            self._send_next_request()
 
     def _release_at_ms(self) -> int | None:
         """Return when to release the partition: another server may reach a quorum (row 18)."""
@@ -356,7 +369,7 @@ class PartitionStore:
     # -----------------------------------------------------------------------------------------
     # the session, after each step
 
-    def _follow_session(self) -> None:
+    def _process_session_state(self) -> None:
         session = self._session
         if session is None:
             return
@@ -365,45 +378,48 @@ class PartitionStore:
         if session.ended is not None:
             self._on_session_ended(session, session.ended)
             return
-        if self._waiting is not _PendingRequest.NOTHING or self._retry_at_ms is not None:
+        if self._pending_request is not _PendingRequest.NO_REQUEST or self._retry_at_ms is not None:
             return
-        states, archived = session.wanted_states(self._now_ms), session.wanted_archived
+        states, archived = session.states_to_write(self._now_ms), session.archived_mark_to_write
         if states is not None or archived is not None:
             self._write_states(session, states, archived)
 
     def _on_session_ended(self, session: StoreSession, ending: SessionEnd) -> None:
         replica = ending.replica
         if ending.promised is not None and replica is not None:
-            self._promised[replica] = ending.promised
-        if ending.rejected_append and replica is not None:
-            hold_ms = self._hold_ms.get(replica, self._limits.hold_ms_min)
-            self._held_until_ms[replica] = self._now_ms + hold_ms
-            self._hold_ms[replica] = min(2 * hold_ms, self._limits.hold_ms_max)
+            self._promised_sessions[replica] = ending.promised
+        if ending.has_rejected_append and replica is not None:
+            exclusion_ms = self._exclusion_ms.get(replica, self._limits.exclusion_ms_min)
+            self._excluded_until_ms[replica] = self._now_ms + exclusion_ms
+            self._exclusion_ms[replica] = min(2 * exclusion_ms, self._limits.exclusion_ms_max)
         is_useful = session.is_useful(self._now_ms)
         self._end_session(ending.reason, ending.error_code)
         match ending.cause:
             case EndCause.STALLED:
-                self._release(ending.reason, for_others=True)
+                self._release_partition(ending.reason, should_hand_over=True)
             case EndCause.REJECTED:
                 self._final_rejection = ending.reason if ending.is_final else None
                 self._on_claim_rejected(ending.reason)
             case EndCause.FENCED:
                 self._nodes = None
-                self._claim_after(self._pause_ms())
-            case EndCause.LEFT | EndCause.RETURNED:
+                self._claim_after(self._count_failure())
+            case EndCause.REPLICA_LOST | EndCause.REPLICA_RETURNED:
                 if is_useful:
                     self._failure_count = 0
-                self._claim_after(self._pause_ms())
+                self._claim_after(self._count_failure())
 
     def _end_session(self, reason: str, error_code: int = 0) -> None:
         """Close the session and keep the state that outlives it (rule 5)."""
         session = self._session
         if session is None:
             return
-        session.end(SessionEnd(EndCause.LEFT, reason))
+        session.end(SessionEnd(EndCause.REPLICA_LOST, reason))
         self._session = None
         # A write in progress may or may not succeed, so the nodes must be read again.
-        if self._waiting is not _PendingRequest.NOTHING or self._writing is not None:
+        if (
+            self._pending_request is not _PendingRequest.NO_REQUEST
+            or self._nodes_being_written is not None
+        ):
             self._nodes = None
         self._forget_request()
         window = session.window
@@ -412,17 +428,17 @@ class PartitionStore:
             return
         if session.is_settled:
             # Not after a session that only opened, because the owner does not know its log.
-            self._is_unbroken = True
+            self._follows_own_session = True
             in_doubt = InDoubtIds(session.claim.session_id, window.committed, window.last)
             self._in_doubt = in_doubt if window.last > window.committed else None
         assert session.opened_ms is not None
-        if self._now_ms - session.opened_ms >= self._limits.stable_ms:
+        if self._now_ms - session.opened_ms >= self._limits.stable_session_ms:
             self._failure_count = self._lost_race_count = 0
-            self._hold_ms.clear()
+            self._exclusion_ms.clear()
         self._no_quorum_since_ms = self._now_ms
         self._outbox.append(SessionClosed(session.claim.session_id, reason, error_code))
 
-    def _pause_ms(self) -> int:
+    def _count_failure(self) -> int:
         """Count one more failure of a session, and return the pause after it in ms (rule 6)."""
         self._failure_count += 1
         if self._failure_count == 1:
@@ -441,35 +457,35 @@ class PartitionStore:
         assert self._session is None
         self._forget_request()
         if wait_ms == 0:
-            self._repeat_request()
+            self._send_next_request()
         else:
             self._retry_at_ms = self._now_ms + wait_ms
 
     def _forget_request(self) -> None:
-        self._waiting = _PendingRequest.NOTHING
-        self._writing = None
+        self._pending_request = _PendingRequest.NO_REQUEST
+        self._nodes_being_written = None
         self._retry_at_ms = None
 
-    def _repeat_request(self) -> None:
-        """Send the next request, after the pause."""
+    def _send_next_request(self) -> None:
+        """Send the next request to the coordinator, after the pause."""
         if self._generation is None:
             return
-        if self._waiting in (_PendingRequest.CLAIM_CHECK, _PendingRequest.STATES_CHECK):
-            self._read_metadata(self._waiting)
+        if self._pending_request in (_PendingRequest.CLAIM_CHECK, _PendingRequest.STATES_CHECK):
+            self._read_metadata(self._pending_request)
         elif self._session is None and self._nodes is not None:
-            self._claim(self._nodes)
+            self._claim_session(self._nodes)
         elif self._session is None:
             self._read_metadata(_PendingRequest.READ)
 
     def _read_metadata(self, waiting: _PendingRequest) -> None:
-        self._waiting = waiting
+        self._pending_request = waiting
         self._attempt += 1
         self._outbox.append(ReadMetadata(self._attempt))
 
     def _write_metadata(self, nodes: PartitionNodes, waiting: _PendingRequest) -> None:
         """Compare-and-set both nodes; `nodes` has the new values and the versions to replace."""
         assert nodes.marker is not None
-        self._waiting, self._writing = waiting, nodes
+        self._pending_request, self._nodes_being_written = waiting, nodes
         self._attempt += 1
         self._outbox.append(
             WriteMetadata(
@@ -482,10 +498,10 @@ class PartitionStore:
         )
 
     def _on_coordinator_event(
-        self, event: MetadataRead | MetadataWritten | MetadataConflict | MetadataUnknown
+        self, event: MetadataRead | MetadataWritten | MetadataConflict | MetadataOutcomeUnknown
     ) -> None:
-        waiting, self._waiting = self._waiting, _PendingRequest.NOTHING
-        if not isinstance(event, MetadataUnknown):
+        waiting, self._pending_request = self._pending_request, _PendingRequest.NO_REQUEST
+        if not isinstance(event, MetadataOutcomeUnknown):
             self._unavailable_count = 0
         match event:
             case MetadataRead():
@@ -494,8 +510,8 @@ class PartitionStore:
                 nodes = PartitionNodes(metadata, versions[0], event.marker, versions[1])
                 self._on_metadata_read(waiting, nodes)
             case MetadataWritten():
-                assert self._writing is not None
-                nodes = self._writing._replace(
+                assert self._nodes_being_written is not None
+                nodes = self._nodes_being_written._replace(
                     metadata_version=event.metadata_version, marker_version=event.marker_version
                 )
                 self._on_metadata_written(nodes)
@@ -505,7 +521,7 @@ class PartitionStore:
                 self._read_metadata(
                     _PendingRequest.STATES_CHECK if check else _PendingRequest.CLAIM_CHECK
                 )
-            case MetadataUnknown():
+            case MetadataOutcomeUnknown():
                 self._on_coordinator_unavailable(waiting, event.reason)
 
     def _on_coordinator_unavailable(self, waiting: _PendingRequest, reason: str) -> None:
@@ -513,11 +529,11 @@ class PartitionStore:
         self._report("coordinator.unavailable", waiting=waiting.name, reason=reason)
         self._nodes = None
         if waiting is _PendingRequest.CLAIM:
-            self._waiting = _PendingRequest.CLAIM_CHECK
+            self._pending_request = _PendingRequest.CLAIM_CHECK
         elif waiting is _PendingRequest.STATES:
-            self._waiting = _PendingRequest.STATES_CHECK
+            self._pending_request = _PendingRequest.STATES_CHECK
         elif waiting is not _PendingRequest.READ:
-            self._waiting = waiting
+            self._pending_request = waiting
         self._attempt += 1  # a late answer is dropped
         self._retry_at_ms = self._now_ms + self._backoff_ms(self._unavailable_count)
         self._unavailable_count += 1
@@ -527,20 +543,20 @@ class PartitionStore:
 
     def _on_metadata_read(self, waiting: _PendingRequest, nodes: PartitionNodes) -> None:
         self._nodes = nodes
-        wrote = self._writing
+        wrote = self._nodes_being_written
         if waiting is _PendingRequest.READ:
-            self._claim(nodes)
+            self._claim_session(nodes)
             return
         assert wrote is not None
         if (nodes.metadata, nodes.marker) == (wrote.metadata, wrote.marker):
             self._on_metadata_written(nodes)
         elif waiting is _PendingRequest.CLAIM_CHECK:
-            self._writing = None
-            self._claim(nodes)
+            self._nodes_being_written = None
+            self._claim_session(nodes)
         elif nodes.versions == wrote.versions:
             self._write_metadata(wrote, _PendingRequest.STATES)
         else:
-            self._writing = None
+            self._nodes_being_written = None
             assert self._session is not None
             self._session.end(
                 SessionEnd(EndCause.FENCED, "another server has begun a store session")
@@ -548,67 +564,71 @@ class PartitionStore:
 
     def _on_metadata_written(self, nodes: PartitionNodes) -> None:
         """A compare-and-set is known to have succeeded."""
-        self._nodes, self._writing = nodes, None
+        self._nodes, self._nodes_being_written = nodes, None
         if self._session is None:
             self._start_session(nodes)
             return
         if self._session.window is None:
             self._no_quorum_since_ms = None
-        self._session.on_metadata_written(nodes.metadata.states, nodes.archived, self._now_ms)
+        self._session.on_metadata_written(nodes.metadata.states, nodes.archived_mark, self._now_ms)
 
     # -----------------------------------------------------------------------------------------
     # CAS#1: the claim (A, B)
 
-    def _claim(self, nodes: PartitionNodes) -> None:
+    def _claim_session(self, nodes: PartitionNodes) -> None:
         assert self._generation is not None
         assert self._session is None
         if self._no_quorum_since_ms is None:
             self._no_quorum_since_ms = self._now_ms
-        if is_newer(nodes.metadata.generation, self._generation):
-            self._release(
+        if is_later_generation(nodes.metadata.generation, self._generation):
+            self._release_partition(
                 f"the generation of the partition is {nodes.metadata.generation}, but this "
                 f"server owns it in generation {self._generation}"
             )
             return
-        if self._is_race_lost(nodes):
+        if self._yield_to_other_server(nodes):
             return
-        reason = self._final_rejection or rejection(nodes, self._replicas, self._promised)
+        reason = self._final_rejection or claim_rejection(
+            nodes, self._replicas, self._promised_sessions
+        )
         if reason is not None:
             self._on_claim_rejected(reason)
             return
         nonce = self._rng.randbytes(_NONCE_BYTES)
         claimed = claimed_nodes(nodes, self._generation, self._replicas, nonce)
         # Only this machine knows whether another owner had a session since this machine's last one.
-        self._is_unbroken = self._is_unbroken and nodes.name in self._our_names
-        assert claimed.name is not None
-        self._our_names = [*self._our_names, claimed.name][-_NAMES_MAX:]
+        self._follows_own_session = (
+            self._follows_own_session and nodes.last_claim in self._own_claims
+        )
+        assert claimed.last_claim is not None
+        self._own_claims = [*self._own_claims, claimed.last_claim][-_OWN_SESSIONS_MAX:]
         self._write_metadata(claimed, _PendingRequest.CLAIM)
 
-    def _is_race_lost(self, nodes: PartitionNodes) -> bool:
+    def _yield_to_other_server(self, nodes: PartitionNodes) -> bool:
         """Count the sessions that other servers have claimed since this server's last session.
 
         After more than one, pause or release the partition, and return True (row 17).
         """
-        if not self._our_names or nodes.name in self._our_names:
+        if not self._own_claims or nodes.last_claim in self._own_claims:
             return False
-        if self._lost_to == nodes.name:
+        if self._winning_claim == nodes.last_claim:
             return False
-        self._lost_to = nodes.name
+        self._winning_claim = nodes.last_claim
         self._lost_race_count += 1
         if self._lost_race_count > self._limits.lost_races_max:
-            self._release(
+            self._release_partition(
                 f"other servers have begun store sessions in all {self._lost_race_count} "
                 "attempts of this server"
             )
             return True
         if self._lost_race_count > 1:
             self._nodes = None
-            self._retry_at_ms = self._now_ms + self._pause_ms()
+            self._retry_at_ms = self._now_ms + self._count_failure()
             return True
         return False
 
     def _on_claim_rejected(self, reason: str) -> None:
-        """A claim is rejected, and an operator must act.
+        """Report a rejected claim, and try again later: an operator must act.
 
         The partition is not released, because other servers would find the same condition.
         """
@@ -621,8 +641,10 @@ class PartitionStore:
         assert self._generation is not None
         assert nodes.marker is not None
         session_id = nodes.metadata.session_id
-        bound_later = {
-            name: promised for name, promised in self._promised.items() if promised > session_id
+        later_promises = {
+            name: promised
+            for name, promised in self._promised_sessions.items()
+            if promised > session_id
         }
         claim = SessionClaim(
             session_id=session_id,
@@ -631,16 +653,16 @@ class PartitionStore:
             origin=history_origin_of(nodes.metadata, nodes.marker),
             states=nodes.metadata.states,
             assigned=self._replicas,
-            unbroken=self._is_unbroken,
-            known_last=self._high_water_mark,
+            follows_own_session=self._follows_own_session,
+            highest_committed=self._high_water_mark,
             in_doubt=self._in_doubt,
-            excluded=dict(self._held_until_ms),
-            bound_later=bound_later,
-            archived=nodes.archived,
+            excluded_until_ms=dict(self._excluded_until_ms),
+            later_promises=later_promises,
+            archived_mark=nodes.archived_mark,
         )
         self._report("session.claimed", session=session_id, origin=claim.origin.name)
         self._session = StoreSession(
-            claim, self._facts, outbox=self._outbox, rng=self._rng, limits=self._limits
+            claim, self._constants, outbox=self._outbox, rng=self._rng, limits=self._limits
         )
         self._session.start(self._now_ms)
 
@@ -659,7 +681,7 @@ class PartitionStore:
         assert nodes.marker is not None
         assert nodes.metadata.session_id == session.claim.session_id
         session.writing = session.states if states is None else states
-        written = nodes_with_states(nodes, session.writing, archived or nodes.archived)
+        written = nodes_with_states(nodes, session.writing, archived or nodes.archived_mark)
         self._write_metadata(written, _PendingRequest.STATES)
 
     def _report(self, name: str, **fields: object) -> None:

@@ -49,21 +49,21 @@ class Tally:
         self._lost: set[ReplicaId] = set()
 
     @property
-    def verdict(self) -> VoteResult:
-        """The present result; OPEN until there are enough votes or losses."""
+    def result(self) -> VoteResult:
+        """The result so far; OPEN until there are enough votes or losses."""
         if len(self._voted) >= self._quorum:
             return VoteResult.COMMITTED
         if len(self._replicas) - len(self._lost) < self._quorum:
             return VoteResult.LOST
         return VoteResult.OPEN
 
-    def vote(self, replica: ReplicaId) -> None:
+    def count_vote(self, replica: ReplicaId) -> None:
         """Count the vote of a replica that has confirmed."""
         assert replica in self._replicas
         assert replica not in self._lost
         self._voted.add(replica)
 
-    def lose(self, replica: ReplicaId) -> None:
+    def count_lost(self, replica: ReplicaId) -> None:
         """Count a replica that can no longer answer as lost."""
         assert replica in self._replicas
         if replica in self._voted:

@@ -1,4 +1,4 @@
-"""Carries out the repairs of a session's replicas, and sends batches to replicas that are behind.
+"""Carries out the repairs of a session's replicas, and copies batches to replicas that lag.
 
 A repair needs two replicas: the replica that lacks records, and a source that has them. This module
 chooses the source and handles its failures. There are two uses: before a replica is marked
@@ -42,11 +42,11 @@ from waltz_core.replication.replica_repair import (
     FetchCopy,
     FetchOwnLineage,
     FetchSourceLineage,
-    FillDamage,
+    OverwriteDamage,
     RepairGoal,
     RepairStep,
     ReplicaRepair,
-    Reset,
+    ReplicaReset,
     SetMark,
     Truncation,
     decode_damaged_ranges,
@@ -64,7 +64,7 @@ from waltz_core.replication.session_recovery import HistoryOrigin, Recovery
 from waltz_core.wire import messages
 from waltz_core.wire.messages import RangeForm, StorageMessage
 
-_WHOLE: Final = int(RangeForm.WHOLE)
+_WHOLE_RECORDS: Final = int(RangeForm.WHOLE)
 
 
 class RunningStep(NamedTuple):
@@ -97,7 +97,7 @@ class RepairRunner:
         self._outbox = outbox
         self._limits = limits
         self._running: dict[int, RunningStep] = {}
-        self._fills_from: dict[ReplicaId, ReplicaId] = {}  # the last source of each replica
+        self._damage_sources: dict[ReplicaId, ReplicaId] = {}  # the last source of each replica
         self._correlation_id = 0
         self._avoided_until_ms: dict[tuple[ReplicaId, ReplicaId], int] = {}
 
@@ -112,21 +112,21 @@ class RepairRunner:
     def advance(self, now_ms: int) -> None:
         """Take the next step of every replica that has no step in progress."""
         assert self.goal is not None
-        self._find_chain()
+        self._update_goal_chain()
         for each in self._replicas.values():
             if each.repair is None or each.correlation_id != NO_CORRELATION_ID:
                 continue
             if each.stage is ReplicaStage.REPAIRING:
-                self._next_step(each, each.repair, now_ms)
+                self._start_next_step(each, each.repair, now_ms)
             elif each.repair.damaged:
-                self._next_fill(each, each.repair, now_ms)
+                self._repair_next_damage(each, each.repair, now_ms)
 
-    def take_failed(self) -> list[tuple[ReplicaId, str]]:
+    def take_failed_replicas(self) -> list[tuple[ReplicaId, str]]:
         """Remove and return the replicas that cannot be repaired, with the reasons."""
         failed, self._failed = self._failed, []
         return failed
 
-    def _find_chain(self) -> None:
+    def _update_goal_chain(self) -> None:
         """Set the goal's chain; clear it if no replica has it any longer (rule 5)."""
         assert self.goal is not None
         goal = self.goal
@@ -145,18 +145,18 @@ class RepairRunner:
                 return
         self.goal = RepairGoal(goal.mark, None)
 
-    def _next_step(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
+    def _start_next_step(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
         assert self.goal is not None
 
-        def can_fill(first: TransactionId, last: TransactionId) -> bool:
+        def has_source(first: TransactionId, last: TransactionId) -> bool:
             return self._choose_source(each, first, last, now_ms) is not None
 
         try:
-            step = repair.next_step(self._goal_of(each, self.goal, now_ms), can_fill=can_fill)
+            step = repair.next_step(self._goal_of(each, self.goal, now_ms), has_source=has_source)
         except WaltzError as error:
             self._failed.append((each.replica, str(error)))
             return
-        if isinstance(step, Truncation | Reset) and self._contradicts(repair):
+        if isinstance(step, Truncation | ReplicaReset) and self._contradicts_zookeeper(repair):
             self.contradiction = (
                 f"replica {each.replica} has batches of store session {repair.newest}, but "
                 f"in ZooKeeper the last opened session is {self._recovery.newest_session}: "
@@ -188,37 +188,39 @@ class RepairRunner:
             for other in self._possible_sources(each, now_ms)
             if other.repair is not None and (other.is_marked or other.repair.reaches(goal))
         ]
-        return goal._replace(archived=archived, lowest_start=min(starts, default=BEFORE_FIRST))
+        return goal._replace(
+            archived_mark=archived, lowest_source_start=min(starts, default=BEFORE_FIRST)
+        )
 
-    def _next_fill(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
+    def _repair_next_damage(self, each: ReplicaSession, repair: ReplicaRepair, now_ms: int) -> None:
         """Repair the first damaged range of a marked replica for which there is a source."""
         assert each.is_marked
         for damaged in repair.damaged:
-            if self._fill_source(each, *damaged, now_ms) is not None:
-                self._start_step(each, repair.fill_step(damaged), now_ms)
+            if self._choose_damage_source(each, *damaged, now_ms) is not None:
+                self._start_step(each, repair.overwrite_step(damaged), now_ms)
                 return
 
-    def _contradicts(self, repair: ReplicaRepair) -> bool:
+    def _contradicts_zookeeper(self, repair: ReplicaRepair) -> bool:
         newest = NO_SESSION if repair.newest is None else repair.newest
         is_recorded = self._recovery.origin is HistoryOrigin.RECORDED
         return is_recorded and newest > self._recovery.newest_session
 
     def _start_step(self, each: ReplicaSession, step: RepairStep, now_ms: int) -> None:
         if isinstance(step, FetchSourceLineage | FetchCopy):
-            is_fill = isinstance(step, FetchCopy) and not step.whole_batches
-            find = self._fill_source if is_fill else self._choose_source
+            is_fill = isinstance(step, FetchCopy) and not step.needs_whole_batches
+            find = self._choose_damage_source if is_fill else self._choose_source
             source = find(each, step.first, step.last, now_ms)
             if source is None:
                 return
             if isinstance(step, FetchCopy):
-                self._fetch(each, source, step, now_ms)
+                self._fetch_range(each, source, step, now_ms)
             else:
                 self._send_step(each, source, step, messages.LineageRequest, tuple(step), now_ms)
             return
-        kind, fields = _request_of(step)
+        kind, fields = _request_for_step(step)
         self._send_step(each, each, step, kind, fields, now_ms)
 
-    def supply(self, each: ReplicaSession, last: TransactionId, now_ms: int) -> None:
+    def copy_next_batches(self, each: ReplicaSession, last: TransactionId, now_ms: int) -> None:
         """Copy the next committed batches, up to ID `last`, to a marked replica."""
         assert each.is_marked
         assert each.next_id <= last
@@ -229,15 +231,22 @@ class RepairRunner:
             return
         for source in self._possible_sources(each, now_ms):
             if source.stage is ReplicaStage.ENGAGED and source.synced_last >= last:
-                step = FetchCopy(each.next_id, last, whole_batches=True)
-                self._fetch(each, source, step, now_ms)
+                step = FetchCopy(each.next_id, last, needs_whole_batches=True)
+                self._fetch_range(each, source, step, now_ms)
                 return
 
-    def _fetch(
+    def _fetch_range(
         self, each: ReplicaSession, source: ReplicaSession, step: FetchCopy, now_ms: int
     ) -> None:
         bytes_max, is_reader = self._limits.range_bytes_max, False
-        fields = (step.first, step.last, bytes_max, _WHOLE, step.whole_batches, is_reader)
+        fields = (
+            step.first,
+            step.last,
+            bytes_max,
+            _WHOLE_RECORDS,
+            step.needs_whole_batches,
+            is_reader,
+        )
         self._send_step(each, source, step, messages.RangeRaw, fields, now_ms)
 
     def _send_step(
@@ -285,7 +294,7 @@ class RepairRunner:
                 return other
         return None
 
-    def _fill_source(
+    def _choose_damage_source(
         self, each: ReplicaSession, first: int, last: int, now_ms: int
     ) -> ReplicaSession | None:
         """Return a source for damaged records, or None.
@@ -306,25 +315,25 @@ class RepairRunner:
             return []
         times = [at_ms for at_ms in self._avoided_until_ms.values() if at_ms > now_ms]
         for running in self._running.values():
-            oldest_ms = running.source.oldest_ms
-            if running.source is not running.target and oldest_ms is not None:
-                times.append(oldest_ms + self._limits.answer_ms_max)
+            oldest_sent_ms = running.source.oldest_sent_ms
+            if running.source is not running.target and oldest_sent_ms is not None:
+                times.append(oldest_sent_ms + self._limits.answer_ms_max)
         return times
 
     def expire_slow_sources(self, now_ms: int) -> None:
         """Abandon the steps whose source has timed out (rule 3)."""
         for correlation_id, running in list(self._running.items()):
-            oldest_ms = running.source.oldest_ms
-            if running.source is running.target or oldest_ms is None:
+            oldest_sent_ms = running.source.oldest_sent_ms
+            if running.source is running.target or oldest_sent_ms is None:
                 continue
-            if oldest_ms + self._limits.answer_ms_max <= now_ms:
+            if oldest_sent_ms + self._limits.answer_ms_max <= now_ms:
                 self._avoid_source(correlation_id, running.source.replica, "no answer", now_ms)
 
     def on_connection_lost(self, each: ReplicaSession) -> None:
         """A connection was lost: drop the steps that need it (rule 1)."""
         for correlation_id, running in list(self._running.items()):
             if running.source is each or running.target is each:
-                self._drop(correlation_id)
+                self._drop_step(correlation_id)
 
     def on_source_rejected(
         self, correlation_id: int, each: ReplicaSession, error: WaltzError, reason: str, now_ms: int
@@ -343,12 +352,12 @@ class RepairRunner:
         ):
             # The source has removed archived segments meanwhile; how many is not known.
             each.repair.start = self.archived.last
-            self._drop(correlation_id)
+            self._drop_step(correlation_id)
             return True
         self._avoid_source(correlation_id, each.replica, reason, now_ms)
         return True
 
-    def on_fill_rejected(
+    def on_overwrite_rejected(
         self, correlation_id: int, each: ReplicaSession, reason: str, now_ms: int
     ) -> bool:
         """A replica has rejected the repair of damage, and continues (rule 6).
@@ -356,14 +365,14 @@ class RepairRunner:
         Return False if the rejected request was not such a repair.
         """
         running = self._running.get(correlation_id)
-        if running is None or not isinstance(running.step, FillDamage):
+        if running is None or not isinstance(running.step, OverwriteDamage):
             return False
         assert each.repair is not None
-        if each.repair.on_fill_rejected(running.step):
+        if each.repair.on_overwrite_rejected(running.step):
             # The records may be wrong; another source may have the right ones.
-            self._avoid_source(correlation_id, self._fills_from[each.replica], reason, now_ms)
+            self._avoid_source(correlation_id, self._damage_sources[each.replica], reason, now_ms)
         else:
-            self._drop(correlation_id)
+            self._drop_step(correlation_id)
         return True
 
     def on_damage_found(self, each: ReplicaSession, notice: messages.DamageFound) -> None:
@@ -390,9 +399,9 @@ class RepairRunner:
         )
         until_ms = now_ms + self._limits.answer_ms_max
         self._avoided_until_ms[target.replica, source] = until_ms
-        self._drop(correlation_id)
+        self._drop_step(correlation_id)
 
-    def _drop(self, correlation_id: int) -> None:
+    def _drop_step(self, correlation_id: int) -> None:
         target, _, _ = self._running.pop(correlation_id)
         if target.correlation_id == correlation_id:
             target.correlation_id = NO_CORRELATION_ID
@@ -402,7 +411,7 @@ class RepairRunner:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def on_answered(
+    def on_step_answered(
         self, each: ReplicaSession, correlation_id: int, answer: StorageMessage, now_ms: int
     ) -> None:
         """Process the answer to a step.
@@ -435,7 +444,7 @@ class RepairRunner:
         answer: StorageMessage,
         now_ms: int,
     ) -> None:
-        if target.is_marked and isinstance(step, FetchCopy) and step.whole_batches:
+        if target.is_marked and isinstance(step, FetchCopy) and step.needs_whole_batches:
             assert isinstance(answer, messages.RangeBytes)
             verify_records(answer, first=step.first, last=step.last)
             chain = verify_batches(answer, target.next_chain)
@@ -446,7 +455,7 @@ class RepairRunner:
         if isinstance(step, FetchCopy):
             assert isinstance(answer, messages.RangeBytes)
             repair.on_copy_fetched(answer, step)
-            self._fills_from[target.replica] = source
+            self._damage_sources[target.replica] = source
         else:
             assert isinstance(answer, messages.LineageResponse)
             repair.on_source_lineage(answer, first=step.first, last=step.last)
@@ -459,7 +468,7 @@ class RepairRunner:
             repair.on_own_lineage(answer, first=step.first, last=step.last)
         elif isinstance(answer, messages.Appended):
             assert isinstance(step, AppendCopy)
-            expected = step.answer.first + step.answer.count - 1
+            expected = step.fetched_range.first + step.fetched_range.count - 1
             if answer.synced_max != expected:
                 raise RemoteProtocolError(
                     "copy to a replica: expected that it is synced up to transaction "
@@ -487,7 +496,7 @@ class RepairRunner:
         last, chain = TransactionId(answer.synced_max), Chain(bytes(answer.chain))
         if isinstance(step, Truncation):
             repair.on_log_truncated(last, chain, step)
-        elif isinstance(step, Reset):
+        elif isinstance(step, ReplicaReset):
             if (last, chain) != step:
                 raise RemoteProtocolError(
                     "reset of a replica: expected that its log ends at transaction "
@@ -497,9 +506,9 @@ class RepairRunner:
             self._outbox.append(
                 Report("replica.reset", (("replica", each.replica), ("last", step.last)))
             )
-        elif isinstance(step, FillDamage):
-            repair.on_damage_filled(step)
-            first, count = TransactionId(step.answer.first), step.answer.count
+        elif isinstance(step, OverwriteDamage):
+            repair.on_damage_overwritten(step)
+            first, count = TransactionId(step.fetched_range.first), step.fetched_range.count
             self._report("replica.repaired", each, [(first, TransactionId(first + count - 1))])
         else:
             assert isinstance(step, SetMark)
@@ -513,8 +522,8 @@ class RepairRunner:
             each.on_mark_written(step.mark, step.chain)
 
 
-def _request_of(
-    step: FetchOwnLineage | Truncation | Reset | AppendCopy | FillDamage | SetMark,
+def _request_for_step(
+    step: FetchOwnLineage | Truncation | ReplicaReset | AppendCopy | OverwriteDamage | SetMark,
 ) -> tuple[type[StorageMessage], tuple[object, ...]]:
     """Return the type and the fields of the request for a step at the replica itself."""
     match step:
@@ -522,11 +531,11 @@ def _request_of(
             return messages.LineageRequest, tuple(step)
         case Truncation():
             return messages.Truncate, tuple(step)
-        case Reset():
+        case ReplicaReset():
             return messages.ResetLog, tuple(step)
         case AppendCopy(answer, _):
-            return messages.AppendRaw, (*_record_fields(answer), *_lineage(answer))
-        case FillDamage(answer):
+            return messages.AppendRaw, (*_record_fields(answer), *_lineage_fields(answer))
+        case OverwriteDamage(answer):
             return messages.Repair, _record_fields(answer)
         case SetMark():
             return messages.SetLowWaterMark, tuple(step)
@@ -538,5 +547,5 @@ def _record_fields(answer: messages.RangeBytes) -> tuple[object, ...]:
     return answer.first, answer.lengths, answer.records, answer.records_crc
 
 
-def _lineage(answer: messages.RangeBytes) -> tuple[object, ...]:
+def _lineage_fields(answer: messages.RangeBytes) -> tuple[object, ...]:
     return answer.chain_before, answer.lineage

@@ -51,20 +51,20 @@ from waltz_core.records.record import (
 )
 from waltz_core.wire.messages import LineageResponse, Prepared, RangeBytes
 
-_LOST = "the source replica has lost the batches of transactions {}..{}"
+_LOST_BATCHES_TEXT = "the source replica has lost the batches of transactions {}..{}"
 
 
 class RepairGoal(NamedTuple):
     """The decided mark, and the log's hash chain there.
 
-    `chain` is None until a log ends at the mark. `archived` is the archived mark. `lowest_start` is
-    the lowest ID after which a source's log begins.
+    `chain` is None until a log ends at the mark. `archived_mark` is the archived mark.
+    `lowest_source_start` is the lowest ID after which a source's log begins.
     """
 
     mark: TransactionId
     chain: Chain | None
-    archived: ArchivedMark | None = None
-    lowest_start: TransactionId = BEFORE_FIRST
+    archived_mark: ArchivedMark | None = None
+    lowest_source_start: TransactionId = BEFORE_FIRST
 
 
 class FetchOwnLineage(NamedTuple):
@@ -92,7 +92,7 @@ class Truncation(NamedTuple):
     base_chain: Chain
 
 
-class Reset(NamedTuple):
+class ReplicaReset(NamedTuple):
     """Delete the records of this replica: its log begins again after an archived ID."""
 
     last: TransactionId
@@ -104,20 +104,20 @@ class FetchCopy(NamedTuple):
 
     first: TransactionId
     last: TransactionId
-    whole_batches: bool
+    needs_whole_batches: bool
 
 
 class AppendCopy(NamedTuple):
     """Append the fetched batches; `chain` is the hash chain of the log after them."""
 
-    answer: RangeBytes
+    fetched_range: RangeBytes
     chain: Chain
 
 
-class FillDamage(NamedTuple):
+class OverwriteDamage(NamedTuple):
     """Overwrite damaged records with the fetched records."""
 
-    answer: RangeBytes
+    fetched_range: RangeBytes
 
 
 class SetMark(NamedTuple):
@@ -128,15 +128,15 @@ class SetMark(NamedTuple):
 
 
 # Returns whether another replica has the records of a damaged range.
-CanFill: TypeAlias = Callable[[TransactionId, TransactionId], bool]
+HasSource: TypeAlias = Callable[[TransactionId, TransactionId], bool]
 RepairStep: TypeAlias = (
     FetchOwnLineage
     | FetchSourceLineage
     | Truncation
-    | Reset
+    | ReplicaReset
     | FetchCopy
     | AppendCopy
-    | FillDamage
+    | OverwriteDamage
     | SetMark
 )
 
@@ -151,7 +151,7 @@ class ReplicaRepair:
     def __init__(self, answer: Prepared) -> None:
         self.last = TransactionId(answer.synced_max)
         self.chain = Chain(bytes(answer.chain))
-        self.is_set = False
+        self.is_mark_set = False
         self.start = TransactionId(max(answer.start, BEFORE_FIRST))
         self._start_chain = Chain(bytes(answer.start_chain))
         # An unconfirmed mark protects nothing, and the answer does not contain an older one.
@@ -165,11 +165,11 @@ class ReplicaRepair:
         # The session of the newest batch of this log, once known, and whether it must be requested
         # now.
         self.newest: SessionId | None = None
-        self._wants_newest = False
-        self._own: LineageResponse | None = None
-        self._source: LineageResponse | None = None
+        self._needs_newest_session = False
+        self._own_lineage: LineageResponse | None = None
+        self._source_lineage: LineageResponse | None = None
         self._ceiling: TransactionId | None = None
-        self._fetched: RangeBytes | None = None
+        self._fetched_range: RangeBytes | None = None
         self._fetched_chain = self.chain
 
     def reaches(self, goal: RepairGoal) -> bool:
@@ -179,50 +179,50 @@ class ReplicaRepair:
     # -----------------------------------------------------------------------------------------
     # the next step
 
-    def next_step(self, goal: RepairGoal, *, can_fill: CanFill) -> RepairStep | None:
+    def next_step(self, goal: RepairGoal, *, has_source: HasSource) -> RepairStep | None:
         """Return the next step; None if the repair is done or must wait.
 
         It waits for the goal's chain, or for a replica that has the damaged records.
         """
-        if self.is_set:
+        if self.is_mark_set:
             return None
-        step = self._step(goal, can_fill=can_fill)
-        is_destructive = isinstance(step, Truncation | Reset) and self.last > self.start
-        self._wants_newest = is_destructive and self.newest is None
-        return FetchOwnLineage(self.last, self.last) if self._wants_newest else step
+        step = self._choose_step(goal, has_source=has_source)
+        is_destructive = isinstance(step, Truncation | ReplicaReset) and self.last > self.start
+        self._needs_newest_session = is_destructive and self.newest is None
+        return FetchOwnLineage(self.last, self.last) if self._needs_newest_session else step
 
-    def _step(self, goal: RepairGoal, *, can_fill: CanFill) -> RepairStep | None:
+    def _choose_step(self, goal: RepairGoal, *, has_source: HasSource) -> RepairStep | None:
         if self.last > goal.mark:
-            return self._shorten(goal.mark)
-        archived = goal.archived
-        if archived is not None and self._must_reset(archived, goal.lowest_start):
-            return Reset(archived.last, archived.chain)
+            return self._truncation_step(goal.mark)
+        archived = goal.archived_mark
+        if archived is not None and self._must_reset(archived, goal.lowest_source_start):
+            return ReplicaReset(archived.last, archived.chain)
         if goal.chain is None:
             return None
         if goal.chain != self._goal_chain:
-            self._forget()
+            self._discard_answers()
             self._goal_chain, self._is_aligned = goal.chain, False
         if self.reaches(goal) or self.last == BEFORE_FIRST:
             self._is_aligned = True
-        if not self._is_aligned and not self._align():
-            return self._align_step(goal.lowest_start)
-        return self._complete_step(goal.mark, goal.chain, can_fill=can_fill)
+        if not self._is_aligned and not self._check_aligned():
+            return self._align_step(goal.lowest_source_start)
+        return self._complete_step(goal.mark, goal.chain, has_source=has_source)
 
-    def _must_reset(self, archived: ArchivedMark, lowest_start: TransactionId) -> bool:
-        """Whether no source has the batches after this log, or the log is empty (rule 7)."""
+    def _must_reset(self, archived: ArchivedMark, lowest_source_start: TransactionId) -> bool:
+        """Whether to reset the log: no source has the next batches, or it is empty (rule 7)."""
         is_empty = self.last == self.start
-        return self.last < archived.last and (is_empty or self.last < lowest_start)
+        return self.last < archived.last and (is_empty or self.last < lowest_source_start)
 
-    def fill_step(self, damaged: tuple[TransactionId, TransactionId]) -> RepairStep:
+    def overwrite_step(self, damaged: tuple[TransactionId, TransactionId]) -> RepairStep:
         """Return the step that repairs damage of a marked replica, possibly above the mark.
 
         The range is one of `damaged`, and another replica has the records.
         """
         assert damaged in self.damaged
-        return self._fill(*damaged)
+        return self._overwrite_step(*damaged)
 
     def _complete_step(
-        self, mark: TransactionId, chain: Chain, *, can_fill: CanFill
+        self, mark: TransactionId, chain: Chain, *, has_source: HasSource
     ) -> RepairStep | None:
         """The log is a prefix of the goal's log: repair damage, complete the log, set its mark."""
         assert self.last <= mark
@@ -231,109 +231,111 @@ class ReplicaRepair:
             (first, min(last, self.last)) for first, last in self.damaged if first <= self.last
         ]
         for first, last in self.damaged:
-            if can_fill(first, last):
-                return self._fill(first, last)
-        if any(self._must_fill(last) for _, last in self.damaged):
+            if has_source(first, last):
+                return self._overwrite_step(first, last)
+        if any(self._blocks_marking(last) for _, last in self.damaged):
             return None
         if self.last < mark:
-            return self._copy(mark)
+            return self._copy_step(mark)
         assert self.chain == chain, "rule 5"
         return SetMark(mark, chain)
 
-    def _must_fill(self, last: TransactionId) -> bool:
+    def _blocks_marking(self, last: TransactionId) -> bool:
         # Records up to the previous mark are on other replicas, too, so they block no session.
-        return not self.is_set and last > self._old_mark
+        return not self.is_mark_set and last > self._old_mark
 
-    def _shorten(self, mark: TransactionId) -> RepairStep:
+    def _truncation_step(self, mark: TransactionId) -> RepairStep:
         if mark == self.start:
             return Truncation(mark, mark, self._start_chain)
-        if self._own is None:
+        if self._own_lineage is None:
             return FetchOwnLineage(mark, mark)
-        entry = self._own.lineage[-1]
+        entry = self._own_lineage.lineage[-1]
         if entry.last == mark:
             return Truncation(mark, mark, entry.chain)
         return Truncation(
-            mark, TransactionId(entry.first - 1), Chain(bytes(self._own.chain_before))
+            mark, TransactionId(entry.first - 1), Chain(bytes(self._own_lineage.chain_before))
         )
 
-    def _align(self) -> bool:
+    def _check_aligned(self) -> bool:
         """Return whether the log's end is known to be a batch end of the source's log."""
-        if self._source is not None:
+        if self._source_lineage is not None:
             # This also holds if another point was requested first, and the source did not have it.
-            if (self.last, self.chain) in _batch_ends(self._source):
-                self._forget()
+            if (self.last, self.chain) in _batch_ends(self._source_lineage):
+                self._discard_answers()
                 self._is_aligned = True
             elif self._ceiling is None:
-                self._ceiling, self._source = self.last, None
+                self._ceiling, self._source_lineage = self.last, None
         return self._is_aligned
 
-    def _align_step(self, lowest_start: TransactionId) -> RepairStep:
+    def _align_step(self, lowest_source_start: TransactionId) -> RepairStep:
         """Find the last batch end that both logs have, and return the truncation to it (rule 3)."""
         if self._ceiling is None:
             # Usually the log is a prefix of the source's log: its end is a batch end there. If it
             # ends where the source's log starts, the chain there is the chain before the source's
             # first batch.
-            at = TransactionId(self.last + (self.last == lowest_start))
+            at = TransactionId(self.last + (self.last == lowest_source_start))
             return FetchSourceLineage(at, at)
         lowest = TransactionId(self._floor + 1)
         if lowest > self._ceiling:
             raise self._divergence_error()
-        if self._own is None:
+        if self._own_lineage is None:
             return FetchOwnLineage(lowest, self._ceiling)
-        if self._ceiling <= lowest_start:
+        if self._ceiling <= lowest_source_start:
             # No source has batches there: truncate to the point that no session may lose, and then
             # reset.
-            before, chain = _batch_ends(self._own)[0]
+            before, chain = _batch_ends(self._own_lineage)[0]
             if before < self._floor:
                 raise self._divergence_error()
             return Truncation(before, before, chain)
-        if self._source is None:
-            return FetchSourceLineage(TransactionId(self._own.lineage[0].first), self._ceiling)
-        source_chains = dict(_batch_ends(self._source))
-        for last, chain in reversed(_batch_ends(self._own)):
+        if self._source_lineage is None:
+            return FetchSourceLineage(
+                TransactionId(self._own_lineage.lineage[0].first), self._ceiling
+            )
+        source_chains = dict(_batch_ends(self._source_lineage))
+        for last, chain in reversed(_batch_ends(self._own_lineage)):
             if source_chains.get(last) == chain and last < self.last:
                 if last < self._floor:
-                    raise self._lost_batches_error(self._own)
+                    raise self._lost_batches_error(self._own_lineage)
                 return Truncation(last, last, chain)
         # The last common batch end is before both answers: continue further down.
-        seen = max(self._own.lineage[0].first, self._source.lineage[0].first)
+        seen = max(self._own_lineage.lineage[0].first, self._source_lineage.lineage[0].first)
         self._ceiling = TransactionId(seen - 1)
-        self._own = self._source = None
-        return self._align_step(lowest_start)
+        self._own_lineage = self._source_lineage = None
+        return self._align_step(lowest_source_start)
 
-    def _fill(self, first: TransactionId, last: TransactionId) -> RepairStep:
-        if self._fetched is None or self._fetched.first != first:
-            return FetchCopy(first, last, whole_batches=False)
-        return FillDamage(self._fetched)
+    def _overwrite_step(self, first: TransactionId, last: TransactionId) -> RepairStep:
+        if self._fetched_range is None or self._fetched_range.first != first:
+            return FetchCopy(first, last, needs_whole_batches=False)
+        return OverwriteDamage(self._fetched_range)
 
-    def _copy(self, mark: TransactionId) -> RepairStep:
+    def _copy_step(self, mark: TransactionId) -> RepairStep:
         first = TransactionId(self.last + 1)
-        if self._fetched is None or self._fetched.first != first:
-            return FetchCopy(first, mark, whole_batches=True)
-        return AppendCopy(self._fetched, self._fetched_chain)
+        if self._fetched_range is None or self._fetched_range.first != first:
+            return FetchCopy(first, mark, needs_whole_batches=True)
+        return AppendCopy(self._fetched_range, self._fetched_chain)
 
     # -----------------------------------------------------------------------------------------
     # answers
 
     def on_own_lineage(self, answer: LineageResponse, *, first: int, last: int) -> None:
-        """The replica has returned its lineage."""
+        """The replica under repair has returned its lineage."""
         _check_lineage(answer, first, last)
         if last == self.last and self.newest is None:
             self.newest = SessionId(answer.lineage[-1].session_id)
-        if not self._wants_newest:
-            self._own = answer
+        if not self._needs_newest_session:
+            self._own_lineage = answer
 
     def on_source_lineage(self, answer: LineageResponse, *, first: int, last: int) -> None:
         """The source has returned its lineage."""
         _check_lineage(answer, first, last)
-        if self._own is not None:
-            _check_not_reconstructed(answer, self._own)
-        self._source = answer
+        if self._own_lineage is not None:
+            _check_not_reconstructed(answer, self._own_lineage)
+        self._source_lineage = answer
 
     def on_copy_fetched(self, answer: RangeBytes, request: FetchCopy) -> None:
         """The source has returned records; verify these before they are kept."""
         verify_records(answer, first=request.first, last=request.last)
-        if request.whole_batches:
+        if request.needs_whole_batches:
             chain = verify_batches(answer, self.chain)
             if answer.first + answer.count - 1 == request.last and chain != self._goal_chain:
                 raise ChecksumMismatch(
@@ -341,7 +343,7 @@ class ReplicaRepair:
                     "decided chain hash"
                 )
             self._fetched_chain = chain
-        self._fetched = answer
+        self._fetched_range = answer
 
     def on_log_truncated(self, last: TransactionId, chain: Chain, step: Truncation) -> None:
         """The replica has truncated its log."""
@@ -353,13 +355,13 @@ class ReplicaRepair:
         # The known lineages are those of the longer log. The truncation may be inside a batch.
         is_point = step.base == last and step.base_chain == chain
         was_aligning = self._ceiling is not None
-        self._forget()
+        self._discard_answers()
         self.last, self.chain = last, chain
         self._is_aligned = is_point and was_aligning
 
-    def on_log_reset(self, step: Reset) -> None:
+    def on_log_reset(self, step: ReplicaReset) -> None:
         """The replica has deleted its records; its log begins after the archived mark."""
-        self._forget()
+        self._discard_answers()
         self.last, self.chain = step
         self.start = self._floor = step.last
         self._start_chain = step.chain
@@ -368,55 +370,54 @@ class ReplicaRepair:
 
     def on_copy_appended(self, step: AppendCopy) -> None:
         """The replica has the copied batches on disk."""
-        assert step.answer.first == self.last + 1
-        self.last = TransactionId(self.last + step.answer.count)
+        assert step.fetched_range.first == self.last + 1
+        self.last = TransactionId(self.last + step.fetched_range.count)
         self.chain = step.chain
-        self._fetched = None
+        self._fetched_range = None
 
     def on_damage_found(self, damaged: list[tuple[TransactionId, TransactionId]]) -> None:
         """The replica has reported all known damage; a step in progress continues."""
         self.damaged = damaged
 
-    def on_damage_filled(self, step: FillDamage) -> None:
+    def on_damage_overwritten(self, step: OverwriteDamage) -> None:
         """The replica has overwritten damaged records."""
-        filled_first, filled_last = step.answer.first, step.answer.first + step.answer.count - 1
+        filled_first, filled_last = (
+            step.fetched_range.first,
+            step.fetched_range.first + step.fetched_range.count - 1,
+        )
         left: list[tuple[TransactionId, TransactionId]] = []
         for first, last in self.damaged:
             if first < filled_first:
                 left.append((first, TransactionId(min(last, filled_first - 1))))
             if filled_last < last:
                 left.append((TransactionId(max(first, filled_last + 1)), last))
-        self.damaged, self._fetched = left, None
+        self.damaged, self._fetched_range = left, None
 
-    def on_fill_rejected(self, step: FillDamage) -> bool:
+    def on_overwrite_rejected(self, step: OverwriteDamage) -> bool:
         """The replica has rejected these records; return whether it needs them before its mark.
 
         The replica may have reported other damage since. If the range can wait, it is ignored until
         the replica reports it again.
         """
-        rejected = [damage for damage in self.damaged if damage[0] == step.answer.first]
-        is_needed = any(self._must_fill(last) for _, last in rejected)
+        rejected = [damage for damage in self.damaged if damage[0] == step.fetched_range.first]
+        is_needed = any(self._blocks_marking(last) for _, last in rejected)
         if not is_needed:
             self.damaged = [damage for damage in self.damaged if damage not in rejected]
-        self._fetched = None
+        self._fetched_range = None
         return is_needed
 
     def on_mark_written(self) -> None:
         """The session and the low-water mark are durable: the replica is ready."""
-        self.is_set = True
+        self.is_mark_set = True
 
     def restart(self) -> None:
-        """The source was lost: discard its answers, and the finding that both logs agree."""
-        self._forget()
+        """Discard the source's answers, because its connection or the step was lost."""
+        self._discard_answers()
         self._is_aligned = False
 
-    def _on_logs_aligned(self) -> None:
-        self._forget()
-        self._is_aligned = True
-
-    def _forget(self) -> None:
-        self._own = self._source = self._ceiling = None
-        self._fetched = None
+    def _discard_answers(self) -> None:
+        self._own_lineage = self._source_lineage = self._ceiling = None
+        self._fetched_range = None
 
     def _lost_batches_error(self, own: LineageResponse) -> DataLoss:
         if all(entry.session_id != RECONSTRUCTED for entry in own.lineage):
@@ -486,7 +487,7 @@ def verify_batches(answer: RangeBytes, chain_before: Chain) -> Chain:
     chain, next_id, end = chain_before, answer.first, answer.first + answer.count
     for entry in answer.lineage:
         if entry.session_id == RECONSTRUCTED:
-            raise ChecksumMismatch(_LOST.format(entry.first, entry.last))
+            raise ChecksumMismatch(_LOST_BATCHES_TEXT.format(entry.first, entry.last))
         if not next_id == entry.first <= entry.last < end:
             raise BadFormat(
                 f"copied records from {answer.first}: expected a batch that begins at "
@@ -550,4 +551,4 @@ def _check_not_reconstructed(source: LineageResponse, own: LineageResponse) -> N
         if entry.session_id == RECONSTRUCTED and (
             entry.first <= real[-1].last and real[0].first <= entry.last
         ):
-            raise ChecksumMismatch(_LOST.format(entry.first, entry.last))
+            raise ChecksumMismatch(_LOST_BATCHES_TEXT.format(entry.first, entry.last))

@@ -44,7 +44,7 @@ NO_CORRELATION_ID: Final = -1
 # The maximum number of append latencies kept for the metrics, which remove them every second.
 LATENCIES_MAX: Final = 4_096
 
-_ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
+_ANSWER_TYPES: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.Prepare: messages.Prepared,
     messages.LineageRequest: messages.LineageResponse,
     messages.Truncate: messages.ReplicaEnd,
@@ -61,7 +61,7 @@ _ANSWERS: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.ExpireObjects: messages.SuccessResponse,
     messages.ReplaceObject: messages.SuccessResponse,
 }
-_CHANGING: Final = (
+_LOG_CHANGING_REQUESTS: Final = (
     messages.Truncate,
     messages.ResetLog,
     messages.AppendRaw,
@@ -83,7 +83,7 @@ class ReplicaStage(Enum):
 
 
 MARKED: Final = (ReplicaStage.READY, ReplicaStage.ENGAGED)
-_UNCONNECTED: Final = (ReplicaStage.ABSENT, ReplicaStage.DIALING)
+_UNCONNECTED_STAGES: Final = (ReplicaStage.ABSENT, ReplicaStage.DIALING)
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class ReplicaSession:
         self.repair: ReplicaRepair | None = None
         self.correlation_id = NO_CORRELATION_ID  # the one repair or copy step in progress
         self.is_broken = False  # The connection is known to be lost.
-        self.is_excluded = False  # rule 3
+        self.cannot_rejoin = False  # rule 3
         self.supports_archiving = False  # as PREPARED shows
         self.redial_at_ms = 0
         # The live log at this replica: the last synced ID, and the next ID to send.
@@ -135,7 +135,7 @@ class ReplicaSession:
     @property
     def is_connected(self) -> bool:
         """Whether requests can be sent."""
-        return self.stage not in _UNCONNECTED
+        return self.stage not in _UNCONNECTED_STAGES
 
     @property
     def is_marked(self) -> bool:
@@ -155,7 +155,7 @@ class ReplicaSession:
         return is_over or len(self._requests) >= limits.lag_count_max
 
     @property
-    def oldest_ms(self) -> int | None:
+    def oldest_sent_ms(self) -> int | None:
         """When the oldest request without an answer was sent; None without such a request."""
         first = next(iter(self._requests.values()), None)
         return None if first is None else first.sent_ms
@@ -164,7 +164,7 @@ class ReplicaSession:
     # the connection
 
     def dial(self) -> None:
-        """Request a connection."""
+        """Request a connection to the storage."""
         assert self.stage is ReplicaStage.ABSENT
         self.stage, self.is_broken = ReplicaStage.DIALING, False
         self._outbox.append(OpenReplica(self._session_id, self.replica))
@@ -174,19 +174,19 @@ class ReplicaSession:
         if self.stage is not ReplicaStage.ABSENT:
             if not self.is_broken:
                 self._outbox.append(CloseReplica(self._session_id, self.replica))
-            self._forget()
+            self._reset_connection_state()
 
-    def on_lost(self, now_ms: int, rng: "Random", *, wait_ms: int = 0) -> None:
+    def on_connection_lost(self, now_ms: int, rng: "Random", *, wait_ms: int = 0) -> None:
         """The connection was lost: dial again after a random pause of at least `wait_ms` / 2."""
-        self._forget()
+        self._reset_connection_state()
         wait_ms = max(wait_ms, self._redial_ms)
         self.redial_at_ms = now_ms + rng.randint(wait_ms // 2, wait_ms)
         self._redial_ms = min(2 * self._redial_ms, self._limits.redial_ms_max)
 
-    def _forget(self) -> None:
+    def _reset_connection_state(self) -> None:
         unanswered = (type(request.message) for request in self._requests.values())
-        may_change = any(kind in _CHANGING for kind in unanswered)
-        self.is_excluded = self.is_excluded or self.is_marked or may_change
+        may_change = any(kind in _LOG_CHANGING_REQUESTS for kind in unanswered)
+        self.cannot_rejoin = self.cannot_rejoin or self.is_marked or may_change
         self.stage = ReplicaStage.ABSENT
         self.repair = None
         self.correlation_id = NO_CORRELATION_ID
@@ -207,7 +207,7 @@ class ReplicaSession:
         assert self.is_connected
         self._sequence += 1
         message = kind(self._session_id, self._sequence, self._partition_id, *fields)
-        assert type(message) in _ANSWERS
+        assert type(message) in _ANSWER_TYPES
         if isinstance(message, messages.AppendRaw):
             self.unanswered_bytes += len(message.records) + len(message.locks)
         self._requests[self._sequence] = SessionRequest(message, now_ms, correlation_id)
@@ -226,7 +226,7 @@ class ReplicaSession:
                 f"storage {self.replica}: {type(answer).__name__} answers request "
                 f"{answer.sequence}, which was not sent"
             )
-        expected = _ANSWERS[type(request.message)]
+        expected = _ANSWER_TYPES[type(request.message)]
         if not isinstance(answer, expected | messages.Nack):
             raise RemoteProtocolError(
                 f"storage {self.replica}: expected {expected.__name__}, "
@@ -252,9 +252,9 @@ class ReplicaSession:
         """Send a batch from memory."""
         assert window_batch.chain_before == self.next_chain
         batch = window_batch.batch
-        self._append(
+        self._send_append(
             (batch.first, batch.lengths, batch.records, batch.records_crc),
-            (window_batch.chain_before, (window_batch.entry,), window_batch.locks),
+            (window_batch.chain_before, (window_batch.entry,), window_batch.lock_block),
             now_ms,
         )
         self.next_id = TransactionId(batch.last + 1)
@@ -263,7 +263,7 @@ class ReplicaSession:
     def append_range(self, answer: messages.RangeBytes, chain: Chain, now_ms: int) -> None:
         """Send copied batches; `chain` is the hash chain of the log after them."""
         assert answer.first == self.next_id
-        self._append(
+        self._send_append(
             (answer.first, answer.lengths, answer.records, answer.records_crc),
             (answer.chain_before, answer.lineage),
             now_ms,
@@ -271,7 +271,7 @@ class ReplicaSession:
         self.next_id = TransactionId(answer.first + answer.count)
         self.next_chain = chain
 
-    def _append(
+    def _send_append(
         self, records: tuple[object, ...], lineage: tuple[object, ...], now_ms: int
     ) -> None:
         assert self.is_marked

@@ -34,7 +34,7 @@ from waltz_core.replication.session_recovery import (
 
 
 class PartitionNodes(NamedTuple):
-    """Both ZooKeeper nodes of a partition, with their versions or those that they replace."""
+    """Both ZooKeeper nodes of a partition, with their versions; to write: those to replace."""
 
     metadata: PartitionMetadata
     metadata_version: int
@@ -47,12 +47,12 @@ class PartitionNodes(NamedTuple):
         return self.metadata_version, self.marker_version
 
     @property
-    def archived(self) -> ArchivedMark | None:
+    def archived_mark(self) -> ArchivedMark | None:
         """The archived mark of the partition."""
         return None if self.marker is None else self.marker.archived
 
     @property
-    def name(self) -> tuple[SessionId, bytes] | None:
+    def last_claim(self) -> tuple[SessionId, bytes] | None:
         """Session and nonce of the last claim; None if a 0.13 server has made this claim."""
         marker = self.marker
         if marker is None or marker.session_id != self.metadata.session_id:
@@ -72,10 +72,10 @@ class InDoubtIds(NamedTuple):
 class SessionClaim:
     """A successful claim: the values of the first compare-and-set, and the state of the owner.
 
-    `known_last` is the highest ID that this owner ever saw committed. `excluded` are the replicas
-    that rejected appends recently, each with the time until which it is left out. `bound_later` are
-    the replicas that have promised a session that ZooKeeper does not know. `archived` is the
-    archived mark.
+    `highest_committed` is the highest ID that this owner ever saw committed. `excluded` are the
+    replicas that rejected appends recently, each with the time until which it is excluded.
+    `later_promises` are the replicas that have promised a session that ZooKeeper does not know.
+    `archived_mark` is the archived mark.
     """
 
     session_id: SessionId
@@ -84,20 +84,20 @@ class SessionClaim:
     origin: HistoryOrigin
     states: Mapping[ReplicaId, ReplicaState]
     assigned: tuple[ReplicaId, ...]
-    unbroken: bool
-    known_last: TransactionId
+    follows_own_session: bool
+    highest_committed: TransactionId
     in_doubt: InDoubtIds | None
-    excluded: Mapping[ReplicaId, int]
-    bound_later: Mapping[ReplicaId, SessionId]
-    archived: ArchivedMark | None = None
+    excluded_until_ms: Mapping[ReplicaId, int]
+    later_promises: Mapping[ReplicaId, SessionId]
+    archived_mark: ArchivedMark | None = None
 
 
-def is_newer(generation: Generation, other: Generation) -> bool:
+def is_later_generation(generation: Generation, other: Generation) -> bool:
     """Return whether a generation is later than another. Both are int32 and may wrap around."""
     return 0 < ((generation - other) & 0xFFFFFFFF) < 1 << 31
 
 
-def rejection(
+def claim_rejection(
     nodes: PartitionNodes, replicas: Sequence[ReplicaId], promised: Mapping[ReplicaId, SessionId]
 ) -> str | None:
     """Return why no session may be claimed (rules 2 and 3); None if it may.
@@ -131,7 +131,7 @@ def claimed_nodes(
     nodes: PartitionNodes, generation: Generation, replicas: Sequence[ReplicaId], nonce: bytes
 ) -> PartitionNodes:
     """Return the values of CAS#1: the next session ID, the nonce, everything else unchanged."""
-    assert not is_newer(nodes.metadata.generation, generation), "rule 1"
+    assert not is_later_generation(nodes.metadata.generation, generation), "rule 1"
     origin = history_origin_of(nodes.metadata, nodes.marker)
     assert origin is not HistoryOrigin.LOST, "rule 2"
     session_id = SessionId(nodes.metadata.session_id + 1)
@@ -139,7 +139,7 @@ def claimed_nodes(
     state = MarkerState.NEW if nodes.marker is None else nodes.marker.state
     return nodes._replace(
         metadata=PartitionMetadata(generation, session_id, states),
-        marker=PartitionMarker(state, session_id, nonce, nodes.archived),
+        marker=PartitionMarker(state, session_id, nonce, nodes.archived_mark),
     )
 
 

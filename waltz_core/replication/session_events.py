@@ -9,8 +9,8 @@ Rules:
     2. `OpenReplica` has one outcome: `ReplicaOpened` or `ReplicaLost`. An opened replica ends once:
        by `ReplicaLost`, or by `CloseReplica`, after which none of its events follows.
     3. An effect for ZooKeeper has an attempt number, and has one outcome with the same number.
-    4. `SessionOpened`, `SessionSettled` and `Committed` of a session are sent only when its second
-       compare-and-set is known to have succeeded (invariant GateCAS2).
+    4. `SessionOpened`, `SessionSettled` and `TransactionsCommitted` of a session are sent only when
+       its second compare-and-set is known to have succeeded (invariant GateCAS2).
     5. `SessionSettled` follows once after each `SessionOpened`, before anything is appended in the
        session. It means that all batches of earlier sessions are final.
 """
@@ -71,7 +71,7 @@ class TakeOwnership:
 
 
 @value(frozen=True, slots=True)
-class Reassign:
+class ReassignReplicas:
     """The replica assignment has changed: start a new session with these replicas."""
 
     replicas: tuple[ReplicaId, ...]
@@ -83,7 +83,7 @@ class ReleaseOwnership:
 
 
 @value(frozen=True, slots=True)
-class Submit:
+class SubmitToSession:
     """Append a batch to the open session; its first ID follows the last submitted ID."""
 
     session_id: SessionId
@@ -138,7 +138,7 @@ class MetadataConflict:
 
 
 @value(frozen=True, slots=True)
-class MetadataUnknown:
+class MetadataOutcomeUnknown:
     """A read has failed, or the outcome of a compare-and-set is unknown."""
 
     attempt: int
@@ -187,7 +187,7 @@ class ExpireArchive:
 
 
 @value(frozen=True, slots=True)
-class ReplaceInArchive:
+class ReplaceArchivedObject:
     """Replace an archived object that is corrupt or missing; the manifest lists it with these IDs.
 
     `token` identifies the attempt: the event may be repeated with it.
@@ -201,7 +201,7 @@ class ReplaceInArchive:
 
 @value(frozen=True, slots=True)
 class ReplacementOutcome:
-    """The end of a `ReplaceInArchive`.
+    """The outcome of a `ReplaceArchivedObject`.
 
     `failures` has the reason for each replica that could not write the object. `replica` has
     written the new object; it is None if the object had already been replaced.
@@ -214,17 +214,17 @@ class ReplacementOutcome:
 
 Event: TypeAlias = (
     TakeOwnership
-    | Reassign
+    | ReassignReplicas
     | ReleaseOwnership
-    | Submit
+    | SubmitToSession
     | ProveMark
     | Checkpoint
     | ExpireArchive
-    | ReplaceInArchive
+    | ReplaceArchivedObject
     | MetadataRead
     | MetadataWritten
     | MetadataConflict
-    | MetadataUnknown
+    | MetadataOutcomeUnknown
     | ReplicaOpened
     | ReplicaLost
     | ReplicaResponded
@@ -290,15 +290,15 @@ class CloseReplica:
 class SessionOpened:
     """The session accepts appends from `high_water_mark + 1` on (H).
 
-    `unbroken`: the previous session also belonged to this machine, so no other owner can have
-    written in between. The owner's state of the log up to its mark is still valid.
+    `follows_own_session`: the previous session also belonged to this machine, so no other owner can
+    have written in between. The owner's state of the log up to its mark is still valid.
     """
 
     session_id: SessionId
     generation: Generation
     high_water_mark: TransactionId
     chain: Chain
-    unbroken: bool
+    follows_own_session: bool
 
 
 @value(frozen=True, slots=True)
@@ -306,18 +306,18 @@ class SessionSettled:
     """Of the IDs submitted to earlier sessions, those up to `committed_last` are in the log.
 
     All later IDs are lost: they are not in the log and never will be. `stamp_ms` is the last commit
-    stamp of the log if another owner may have written it; otherwise 0. `has_expired`: later IDs may
-    be in the log, in a part of it that no longer exists or cannot be read now.
+    stamp of the log if another owner may have written it; otherwise 0. `has_unknown_outcomes`:
+    later IDs may be in the log, in a part of it that no longer exists or cannot be read now.
     """
 
     session_id: SessionId
     committed_last: TransactionId
     stamp_ms: int = 0
-    has_expired: bool = False
+    has_unknown_outcomes: bool = False
 
 
 @value(frozen=True, slots=True)
-class Committed:
+class TransactionsCommitted:
     """The high-water mark is now `last` (J); `chain` is the log's hash chain there."""
 
     session_id: SessionId
@@ -340,7 +340,7 @@ class SessionClosed:
 
 @value(frozen=True, slots=True)
 class CheckpointDue:
-    """The records archived above the marks that the session has confirmed exceed a limit.
+    """A checkpoint is due: too many records are archived above the confirmed low-water marks.
 
     Storages remove archived segments only up to these marks (AR 11 of decision 047). Sent once in a
     session.
@@ -351,7 +351,7 @@ class CheckpointDue:
 
 @value(frozen=True, slots=True)
 class MarkProved:
-    """At the time of the answer no later session existed; `high_water_mark` is that of the log."""
+    """A quorum has confirmed that no later session exists; `high_water_mark` is current."""
 
     token: int
     high_water_mark: TransactionId
@@ -365,14 +365,14 @@ class MarkProofFailed:
 
 
 @value(frozen=True, slots=True)
-class Released:
+class OwnershipReleased:
     """The machine releases the partition; the owner should stop serving it.
 
-    `for_others`: this server reaches no quorum of the replicas, but another server may.
+    `should_hand_over`: this server reaches no quorum of the replicas, but another server may.
     """
 
     reason: str
-    for_others: bool = False
+    should_hand_over: bool = False
 
 
 Effect: TypeAlias = (
@@ -383,11 +383,11 @@ Effect: TypeAlias = (
     | CloseReplica
     | SessionOpened
     | SessionSettled
-    | Committed
+    | TransactionsCommitted
     | SessionClosed
     | CheckpointDue
     | MarkProved
     | MarkProofFailed
-    | Released
+    | OwnershipReleased
     | Report
 )

@@ -94,19 +94,20 @@ def is_credible(answer: Prepared, state: ReplicaState, registered_id: bytes) -> 
     return all(last <= answer.low_water_mark for last in lasts)
 
 
-def decide(
-    maxes: Sequence[TransactionId], *, unknown_count: int, quorum: int
+def decided_mark(
+    synced_lasts: Sequence[TransactionId], *, unknown_count: int, quorum: int
 ) -> TransactionId | None:
     """Return the highest ID that could have been acknowledged; None while it cannot be known.
 
-    `maxes` are the last synced IDs of the credible replicas. `unknown_count` is the number of the
-    other engaged replicas. An unknown replica may have had any ID, so it counts for every ID.
+    `synced_lasts` are the last synced IDs of the credible replicas. `unknown_count` is the number
+    of the other engaged replicas. An unknown replica may have had any ID, so it counts for every
+    ID.
     """
     assert unknown_count >= 0
-    assert len(maxes) + unknown_count >= quorum, "fewer engaged replicas than a quorum"
+    assert len(synced_lasts) + unknown_count >= quorum, "fewer engaged replicas than a quorum"
     if unknown_count >= quorum:
         return None
-    return quorum_mark(maxes, quorum - unknown_count)
+    return quorum_mark(synced_lasts, quorum - unknown_count)
 
 
 class Recovery:
@@ -121,9 +122,9 @@ class Recovery:
         assert origin is not HistoryOrigin.LOST
         self.origin = origin
         # Where a new log begins (rule 4).
-        self._begin: tuple[TransactionId, Chain] = BEFORE_FIRST, GENESIS_CHAIN
+        self._log_begin: tuple[TransactionId, Chain] = BEFORE_FIRST, GENESIS_CHAIN
         if origin is HistoryOrigin.NEW and archived is not None:
-            self._begin = archived.last, archived.chain
+            self._log_begin = archived.last, archived.chain
         self.states = dict(states)
         self.engaged = [
             replica
@@ -131,7 +132,7 @@ class Recovery:
             if state.closing_high_water_mark == UNRESOLVED
         ]
         # None is final (rule 1).
-        self._max: dict[ReplicaId, TransactionId | None] = {}
+        self._synced_last: dict[ReplicaId, TransactionId | None] = {}
         self.mark: TransactionId | None = None
 
     @property
@@ -147,37 +148,37 @@ class Recovery:
     @property
     def known_chain(self) -> Chain | None:
         """The chain at the decided mark if a log begins there; otherwise replicas report it."""
-        last, chain = self._begin
+        last, chain = self._log_begin
         return chain if self.mark == last else None
 
     @property
-    def unknown(self) -> list[ReplicaId]:
+    def unknown_replicas(self) -> list[ReplicaId]:
         """The engaged replicas that have not answered credibly (yet)."""
-        return [replica for replica in self.engaged if self._max.get(replica) is None]
+        return [replica for replica in self.engaged if self._synced_last.get(replica) is None]
 
     @property
     def is_complete(self) -> bool:
         """Whether every engaged replica has answered, credibly or not."""
-        return all(replica in self._max for replica in self.engaged)
+        return all(replica in self._synced_last for replica in self.engaged)
 
     def is_credible(self, replica: ReplicaId) -> bool:
         """Whether the replica was engaged in the last session and is trusted."""
-        return self._max.get(replica) is not None
+        return self._synced_last.get(replica) is not None
 
-    def is_foreign(self, answer: Prepared) -> bool:
+    def has_foreign_records(self, answer: Prepared) -> bool:
         """Whether a replica has records although the partition can have none (rule 4)."""
         if self.origin is HistoryOrigin.RECORDED or answer.synced_max == BEFORE_FIRST:
             return False
         # Only after a reset, a log without records can end above its begin.
         end = answer.synced_max, bytes(answer.chain)
-        return answer.start != answer.synced_max or end != self._begin
+        return answer.start != answer.synced_max or end != self._log_begin
 
     def exclusion_reason(self, answer: Prepared) -> str | None:
         """Return why no session can include a replica with this answer; None if a session can.
 
         Rules 4 and 5 define the reasons.
         """
-        if self.is_foreign(answer):
+        if self.has_foreign_records(answer):
             return (
                 "expected a replica without records, because ZooKeeper has no replica states for "
                 f"the partition, found records up to transaction {answer.synced_max}. Hint: run "
@@ -201,35 +202,37 @@ class Recovery:
         """
         return self.origin is not HistoryOrigin.RECORDED or replica in self.engaged
 
-    def on_answered(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
+    def on_prepared(self, replica: ReplicaId, answer: Prepared, registered_id: bytes) -> None:
         """Process a replica's answer to PREPARE."""
         if replica not in self.engaged:
             return  # The replica was not in the last session: nothing above its closing mark.
         credible = is_credible(answer, self.states[replica], registered_id)
         synced_max = TransactionId(answer.synced_max)
-        if replica in self._max:
-            before = self._max[replica]
+        if replica in self._synced_last:
+            before = self._synced_last[replica]
             # No log is truncated before the decision, so a shorter log has lost records.
             shrunk = before is not None and self.mark is None and synced_max < before
             credible = credible and before is not None and not shrunk
-        self._max[replica] = synced_max if credible else None
+        self._synced_last[replica] = synced_max if credible else None
 
-    def decide(self) -> TransactionId | None:
+    def decide_mark(self) -> TransactionId | None:
         """Decide the high-water mark if this is possible; the decision never changes."""
         if self.mark is None:
-            self.mark = self._decide()
+            self.mark = self._compute_mark()
         return self.mark
 
-    def _decide(self) -> TransactionId | None:
+    def _compute_mark(self) -> TransactionId | None:
         if self.origin is HistoryOrigin.NEW:
-            return self._begin[0]
-        if self.origin is HistoryOrigin.ADOPTED and self.unknown:
+            return self._log_begin[0]
+        if self.origin is HistoryOrigin.ADOPTED and self.unknown_replicas:
             return None
-        maxes = [known for known in map(self._max.get, self.engaged) if known is not None]
-        unknown_count = len(self.engaged) - len(maxes)
+        synced_lasts = [
+            known for known in map(self._synced_last.get, self.engaged) if known is not None
+        ]
+        unknown_count = len(self.engaged) - len(synced_lasts)
         if len(self.engaged) < self.old_quorum:
             return None  # No session leaves such states, so an operator must intervene.
-        return decide(maxes, unknown_count=unknown_count, quorum=self.old_quorum)
+        return decided_mark(synced_lasts, unknown_count=unknown_count, quorum=self.old_quorum)
 
     def opening_states(
         self,

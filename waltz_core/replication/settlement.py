@@ -37,7 +37,10 @@ SETTLEMENT_CORRELATION_ID: Final = -2
 
 
 class Settlement:
-    """The queries of one session, one at a time; `outcome` is set when all are answered."""
+    """Queries engaged replicas, one at a time, for the outcome of batches in doubt.
+
+    `outcome` is set when all queries are answered.
+    """
 
     def __init__(
         self, claim: SessionClaim, mark: TransactionId, engaged: Sequence[ReplicaSession]
@@ -47,13 +50,19 @@ class Settlement:
         self.outcome: SessionSettled | None = None
         self._claim = claim
         self._mark = mark
-        self._stamp_ms: int | None = 0 if claim.unbroken or mark == BEFORE_FIRST else None
-        if self._stamp_ms is None and claim.archived is not None and claim.archived.last == mark:
-            self._stamp_ms = claim.archived.stamp_ms  # a log may begin after this mark
-        self._doubtful: list[LineageEntry] = []
+        self._stamp_ms: int | None = (
+            0 if claim.follows_own_session or mark == BEFORE_FIRST else None
+        )
+        if (
+            self._stamp_ms is None
+            and claim.archived_mark is not None
+            and claim.archived_mark.last == mark
+        ):
+            self._stamp_ms = claim.archived_mark.stamp_ms  # a log may begin after this mark
+        self._entries_in_doubt: list[LineageEntry] = []
 
     def begin(self, now_ms: int) -> None:
-        """Query a replica, or set the outcome at once if no query is necessary."""
+        """Send the first or next query; set the outcome at once if no query is necessary."""
         if self._stamp_ms is None:
             self._replicas[0].send_request(
                 LineageRequest,
@@ -65,13 +74,15 @@ class Settlement:
             return
         in_doubt = self._claim.in_doubt
         if in_doubt is None:
-            self._settle(self._mark)
+            self._set_outcome(self._mark)
         elif min(in_doubt.last, self._mark) <= in_doubt.committed:
-            self._settle(in_doubt.committed)
+            self._set_outcome(in_doubt.committed)
         else:
-            self._request_unresolved(min(in_doubt.last, self._mark), now_ms)
+            self._request_batches_in_doubt(min(in_doubt.last, self._mark), now_ms)
 
-    def on_answered(self, each: ReplicaSession, answer: LineageResponse, now_ms: int) -> None:
+    def on_lineage_received(
+        self, each: ReplicaSession, answer: LineageResponse, now_ms: int
+    ) -> None:
         """Process an answer; the next query or the outcome follows.
 
         Raises:
@@ -83,7 +94,7 @@ class Settlement:
                 f"storage {each.replica}: expected a lineage with at least one batch, found none"
             )
         if any(entry.session_id == RECONSTRUCTED for entry in answer.lineage):
-            self._request_next(each, now_ms)
+            self._query_next_replica(each, now_ms)
             return
         if self._stamp_ms is None:
             self._stamp_ms = answer.lineage[-1].stamp_ms
@@ -91,20 +102,20 @@ class Settlement:
             return
         in_doubt = self._claim.in_doubt
         assert in_doubt is not None
-        self._doubtful[:0] = answer.lineage
-        first = self._doubtful[0].first
+        self._entries_in_doubt[:0] = answer.lineage
+        first = self._entries_in_doubt[0].first
         if first > in_doubt.committed + 1:
-            self._request_unresolved(TransactionId(first - 1), now_ms)
+            self._request_batches_in_doubt(TransactionId(first - 1), now_ms)
             return
         last = in_doubt.committed
-        for entry in self._doubtful:
+        for entry in self._entries_in_doubt:
             if entry.session_id != in_doubt.session_id:
                 break
             last = TransactionId(max(last, entry.last))
-        self._settle(min(last, in_doubt.last, self._mark))
+        self._set_outcome(min(last, in_doubt.last, self._mark))
 
     def on_batches_unreadable(self, error: WaltzError, now_ms: int) -> bool:
-        """A replica cannot return the batches in doubt (rule 4); return False if that is an error.
+        """A replica cannot return the batches in doubt (rule 4); return False for other errors.
 
         Expired batches are lost for all replicas. Other batches are first requested from the next
         replica.
@@ -117,16 +128,16 @@ class Settlement:
         elif not isinstance(error, ArchiveUnavailable | ObjectMissing):
             return False
         del self._replicas[:1]
-        self._doubtful.clear()
+        self._entries_in_doubt.clear()
         if self._replicas:
             self.begin(now_ms)
         else:
-            self._settle(in_doubt.committed, has_expired=True)
+            self._set_outcome(in_doubt.committed, has_unknown_outcomes=True)
         return True
 
-    def _request_next(self, each: ReplicaSession, now_ms: int) -> None:
+    def _query_next_replica(self, each: ReplicaSession, now_ms: int) -> None:
         del self._replicas[0]
-        self._doubtful.clear()
+        self._entries_in_doubt.clear()
         if not self._replicas:
             raise RemoteProtocolError(
                 f"storage {each.replica} has lost the batches that show how the previous "
@@ -134,15 +145,20 @@ class Settlement:
             )
         self.begin(now_ms)
 
-    def _request_unresolved(self, last: TransactionId, now_ms: int) -> None:
+    def _request_batches_in_doubt(self, last: TransactionId, now_ms: int) -> None:
         assert self._claim.in_doubt is not None
         first = self._claim.in_doubt.committed + 1
         self._replicas[0].send_request(
             LineageRequest, first, last, now_ms=now_ms, correlation_id=SETTLEMENT_CORRELATION_ID
         )
 
-    def _settle(self, committed_last: TransactionId, *, has_expired: bool = False) -> None:
+    def _set_outcome(
+        self, committed_last: TransactionId, *, has_unknown_outcomes: bool = False
+    ) -> None:
         assert self._stamp_ms is not None
         self.outcome = SessionSettled(
-            self._claim.session_id, committed_last, self._stamp_ms, has_expired=has_expired
+            self._claim.session_id,
+            committed_last,
+            self._stamp_ms,
+            has_unknown_outcomes=has_unknown_outcomes,
         )

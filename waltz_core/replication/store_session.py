@@ -57,11 +57,11 @@ from waltz_core.replication.session_claim import SessionClaim
 from waltz_core.replication.session_events import (
     ArchiveBacklog,
     Batch,
-    Committed,
     Effect,
-    ReplaceInArchive,
+    ReplaceArchivedObject,
     ReplacementOutcome,
     SessionOpened,
+    TransactionsCommitted,
 )
 from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
 from waltz_core.replication.settlement import SETTLEMENT_CORRELATION_ID, Settlement
@@ -77,15 +77,15 @@ if TYPE_CHECKING:
 # the proof) and of the settlement and the archive.
 
 # A stalled replica answers hundreds of late appends at once; one report per second is enough.
-SLOW_REPORT_MS: Final = 1_000
+SLOW_APPEND_REPORT_INTERVAL_MS: Final = 1_000
 # These are constants because each step compares with them many times, and enum members are slow to
 # look up.
 _ABSENT: Final = ReplicaStage.ABSENT
 _ENGAGED: Final = ReplicaStage.ENGAGED
 _READY: Final = ReplicaStage.READY
 _SYNCED_LAST: Final = attrgetter("synced_last")
-_PREPARED: Final = (ReplicaStage.REPAIRING, ReplicaStage.READY, ReplicaStage.ENGAGED)
-_CATCHING_UP: Final = (ReplicaStage.PREPARING, ReplicaStage.REPAIRING)
+_PREPARED_STAGES: Final = (ReplicaStage.REPAIRING, ReplicaStage.READY, ReplicaStage.ENGAGED)
+_CATCHING_UP_STAGES: Final = (ReplicaStage.PREPARING, ReplicaStage.REPAIRING)
 
 
 class PartitionConstants(NamedTuple):
@@ -98,11 +98,11 @@ class PartitionConstants(NamedTuple):
 
 
 class EndCause(Enum):
-    """Why a session ended, as far as it matters to the next session."""
+    """The kind of cause for which a session ended; it decides when the next session begins."""
 
-    LEFT = auto()  # an engaged replica was lost, or rejected a request
+    REPLICA_LOST = auto()  # an engaged replica was lost, or rejected a request
     FENCED = auto()  # a storage is bound to a later session
-    RETURNED = auto()  # a replica has returned that cannot join this session again
+    REPLICA_RETURNED = auto()  # a replica has returned that cannot join this session again
     STALLED = auto()  # no quorum within the time limit
     REJECTED = auto()  # To continue would be unsafe.
 
@@ -116,7 +116,7 @@ class SessionEnd(NamedTuple):
     cause: EndCause
     reason: str
     replica: ReplicaId | None = None
-    rejected_append: bool = False
+    has_rejected_append: bool = False
     promised: SessionId | None = None
     is_final: bool = False
     error_code: int = 0  # the code (`errors.py`) of the replica's rejection; 0 without one
@@ -135,7 +135,7 @@ class StoreSession:
         limits: SessionLimits,
     ) -> None:
         self.claim = claim
-        self.recovery = Recovery(claim.origin, claim.states, claim.archived)
+        self.recovery = Recovery(claim.origin, claim.states, claim.archived_mark)
         self.quorum = quorum_size(len(claim.assigned))
         self.window: SessionWindow | None = None  # None until the session opens
         self.opened_ms: int | None = None
@@ -153,9 +153,9 @@ class StoreSession:
             for replica in (*claim.assigned, *former)
         }
         self.repairs = RepairRunner(
-            self.replicas, self.recovery, claim.archived, outbox=outbox, limits=limits
+            self.replicas, self.recovery, claim.archived_mark, outbox=outbox, limits=limits
         )
-        self._facts = facts
+        self._constants = facts
         self._outbox = outbox
         self._rng = rng
         self._limits = limits
@@ -165,7 +165,7 @@ class StoreSession:
         self._is_waiting_reported = False
         self._proofs = MarkProofs(claim.assigned, outbox=outbox, limits=limits)
         self._settlement: Settlement | None = None
-        self._archiving = SessionArchiver(claim, outbox=outbox, limits=limits)
+        self._archiver = SessionArchiver(claim, outbox=outbox, limits=limits)
         self._rivals: list[ReplicaId] = []
 
     # -----------------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ class StoreSession:
         return self.window is not None and self.ended is None
 
     def is_useful(self, now_ms: int) -> bool:
-        """Whether the session has accepted appends for `useful_ms`, so its end is not a failure."""
+        """Whether the session has accepted appends for long enough that its end is no failure."""
         opened_ms = self.opened_ms if self.is_settled else None
-        return opened_ms is not None and now_ms - opened_ms >= self._limits.useful_ms
+        return opened_ms is not None and now_ms - opened_ms >= self._limits.useful_session_ms
 
     @property
     def engaged(self) -> list[ReplicaSession]:
@@ -195,9 +195,9 @@ class StoreSession:
     def replica_waits_ms(self, now_ms: int) -> dict[ReplicaId, int]:
         """Return the age of each replica's oldest unanswered request; it may exceed the timeout."""
         return {
-            each.replica: now_ms - each.oldest_ms
+            each.replica: now_ms - each.oldest_sent_ms
             for each in self.replicas.values()
-            if each.oldest_ms is not None
+            if each.oldest_sent_ms is not None
         }
 
     def take_append_times(self) -> dict[ReplicaId, list[int]]:
@@ -215,18 +215,21 @@ class StoreSession:
         for each in self.replicas.values():
             if each.stage is _ABSENT:
                 times.append(each.redial_at_ms)
-            elif not self._has_no_timeout(each) and (oldest_ms := each.oldest_ms) is not None:
-                times.append(oldest_ms + self._limits.answer_ms_max)
+            elif (
+                not self._has_no_timeout(each)
+                and (oldest_sent_ms := each.oldest_sent_ms) is not None
+            ):
+                times.append(oldest_sent_ms + self._limits.answer_ms_max)
         times += self._proofs.deadlines()
-        if self._archiving.is_used and self.is_settled:
-            archive_at_ms = self._archiving.wake_at_ms
+        if self._archiver.is_used and self.is_settled:
+            archive_at_ms = self._archiver.wake_at_ms
             if archive_at_ms is not None:
                 times.append(archive_at_ms)
-        # These times affect only `wanted_states`, which every step evaluates, so past ones are
+        # These times affect only `states_to_write`, which every step evaluates, so past ones are
         # skipped.
-        gates = [*self.claim.excluded.values()]
+        gates = [*self.claim.excluded_until_ms.values()]
         if self._quorum_since_ms is not None and self.window is None:
-            gates.append(self._quorum_since_ms + self._limits.grace_ms)
+            gates.append(self._quorum_since_ms + self._limits.opening_grace_ms)
         times += [at_ms for at_ms in gates if at_ms > now_ms]
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None:
@@ -242,16 +245,16 @@ class StoreSession:
             each.dial()
         self._advance(now_ms)
 
-    def on_opened(self, replica: ReplicaId, now_ms: int) -> None:
+    def on_connection_opened(self, replica: ReplicaId, now_ms: int) -> None:
         """A connection is open: fence the replica."""
         each = self.replicas.get(replica)
         if each is None or each.stage is not ReplicaStage.DIALING:
             return
-        if each.is_excluded:
-            self._on_tainted_replica_returned(each, now_ms)
+        if each.cannot_rejoin:
+            self._on_excluded_replica_returned(each, now_ms)
             return
         each.stage = ReplicaStage.PREPARING
-        facts = self._facts
+        facts = self._constants
         storage_id = facts.storage_ids.get(replica, NO_STORAGE_ID)
         identity = (storage_id, facts.cluster_key, facts.partition_count)
         each.send_request(messages.Prepare, self.claim.nonce, *identity, now_ms=now_ms)
@@ -261,10 +264,10 @@ class StoreSession:
         each = self.replicas.get(replica)
         if each is not None and each.stage is not ReplicaStage.ABSENT:
             each.is_broken = True
-            self._lose(each, reason, now_ms)
+            self._on_connection_lost(each, reason, now_ms)
             self._advance(now_ms)
 
-    def on_answered(self, replica: ReplicaId, answer: StorageMessage, now_ms: int) -> None:
+    def on_message_received(self, replica: ReplicaId, answer: StorageMessage, now_ms: int) -> None:
         """A storage has sent an answer, or has reported damage."""
         each = self.replicas.get(replica)
         if each is None or not each.is_connected:
@@ -273,25 +276,25 @@ class StoreSession:
             if isinstance(answer, messages.DamageFound):
                 self.repairs.on_damage_found(each, answer)
             elif isinstance(answer, ARCHIVE_NOTICES):
-                self._archiving.on_attempt_notified(each, answer, now_ms)
+                self._archiver.on_attempt_notified(each, answer, now_ms)
             else:
                 self._on_request_answered(each, each.take_request(answer), answer, now_ms)
         except (RemoteProtocolError, Damaged) as error:
-            self._reject(each, str(error), now_ms)
+            self._reject_replica(each, str(error), now_ms)
         self._advance(now_ms)
 
-    def wake_up(self, now_ms: int) -> None:
+    def on_wakeup(self, now_ms: int) -> None:
         """Handle timeouts and redials."""
         self.repairs.expire_slow_sources(now_ms)
         for each in list(self.replicas.values()):
-            oldest_ms = each.oldest_ms
+            oldest_sent_ms = each.oldest_sent_ms
             if each.stage is ReplicaStage.ABSENT and each.redial_at_ms <= now_ms:
                 each.dial()
-            elif self._has_no_timeout(each) or oldest_ms is None:
+            elif self._has_no_timeout(each) or oldest_sent_ms is None:
                 continue
-            elif oldest_ms + self._limits.answer_ms_max <= now_ms:
-                self._lose(each, "no answer", now_ms)
-        self._proofs.expire(now_ms)
+            elif oldest_sent_ms + self._limits.answer_ms_max <= now_ms:
+                self._on_connection_lost(each, "no answer", now_ms)
+        self._proofs.fail_overdue(now_ms)
         stalled_at_ms = self._stalled_at_ms()
         if stalled_at_ms is not None and stalled_at_ms <= now_ms:
             self.end(SessionEnd(EndCause.STALLED, "no quorum of replicas acknowledges appends"))
@@ -302,8 +305,8 @@ class StoreSession:
         assert self.window is not None
         assert self.is_settled, "nothing is appended before earlier sessions are settled"
         self.window.add(batch, self.claim.session_id, now_ms)
-        if self._archiving.is_used:
-            self._archiving.on_batch_submitted(batch)
+        if self._archiver.is_used:
+            self._archiver.on_batch_submitted(batch)
         for each in self.replicas.values():
             if each.stage is _ENGAGED:
                 self._send_from_window(each, now_ms)
@@ -313,23 +316,23 @@ class StoreSession:
         assert self.window is not None
         self._proofs.begin(token, self.window.committed, self.engaged, now_ms)
 
-    def expire(self, bounds: ExpiryBounds, now_ms: int) -> None:
-        """A client requests an expiry of the archive."""
-        self._archiving.expire(bounds, now_ms)
+    def request_expiry(self, bounds: ExpiryBounds, now_ms: int) -> None:
+        """Schedule an expiry of the archive that a client requests."""
+        self._archiver.request_expiry(bounds, now_ms)
         self._advance(now_ms)
 
-    def has_expired(self, bounds: ExpiryBounds) -> bool:
+    def is_expiry_done(self, bounds: ExpiryBounds) -> bool:
         """Whether an expiry with these limits was carried out on the whole archive."""
-        return self._archiving.has_expired(bounds)
+        return self._archiver.is_expiry_done(bounds)
 
-    def replace(self, request: ReplaceInArchive, now_ms: int) -> None:
-        """A client requests the replacement of an archived object."""
-        self._archiving.replace(request)
+    def request_replacement(self, request: ReplaceArchivedObject, now_ms: int) -> None:
+        """Schedule the replacement of an archived object that a client requests."""
+        self._archiver.request_replacement(request)
         self._advance(now_ms)
 
-    def replacement(self, request: ReplaceInArchive) -> ReplacementOutcome | None:
+    def replacement_outcome(self, request: ReplaceArchivedObject) -> ReplacementOutcome | None:
         """Return the outcome of a replacement request; None if there is none yet."""
-        return self._archiving.replacement(request)
+        return self._archiver.replacement_outcome(request)
 
     def on_metadata_written(
         self, states: Mapping[ReplicaId, ReplicaState], archived: ArchivedMark | None, now_ms: int
@@ -340,7 +343,7 @@ class StoreSession:
         assert goal is not None
         assert goal.chain is not None
         self.states, self.writing = dict(states), None
-        self._archiving.on_metadata_written(archived, now_ms)
+        self._archiver.on_metadata_written(archived, now_ms)
         self.repairs.archived, self.repairs.is_open = archived, True
         for replica, each in self.replicas.items():
             if states.get(replica) != self._engaged_state or each.stage is ReplicaStage.ENGAGED:
@@ -351,7 +354,7 @@ class StoreSession:
         if self.window is None:
             self.window = SessionWindow(goal.mark, goal.chain)
             self.opened_ms = self._progress_ms = now_ms
-            self._open(now_ms)
+            self._open_session(now_ms)
         self._advance(now_ms)
 
     def end(self, ending: SessionEnd) -> None:
@@ -361,12 +364,12 @@ class StoreSession:
         self.ended = ending
         for each in self.replicas.values():
             each.close()
-        self._proofs.end()
+        self._proofs.fail_all()
 
     # -----------------------------------------------------------------------------------------
     # states in ZooKeeper
 
-    def wanted_states(self, now_ms: int) -> dict[ReplicaId, ReplicaState] | None:
+    def states_to_write(self, now_ms: int) -> dict[ReplicaId, ReplicaState] | None:
         """Return the states to write next (G, I); None if there is nothing to write."""
         if self.ended is not None or self.writing is not None or self.repairs.goal is None:
             return None
@@ -380,36 +383,38 @@ class StoreSession:
             return None
         if self._quorum_since_ms is None:
             self._quorum_since_ms = now_ms
-        is_hurried = now_ms >= self._quorum_since_ms + self._limits.grace_ms
-        if not is_hurried and any(each.stage in _CATCHING_UP for each in self.replicas.values()):
+        is_hurried = now_ms >= self._quorum_since_ms + self._limits.opening_grace_ms
+        if not is_hurried and any(
+            each.stage in _CATCHING_UP_STAGES for each in self.replicas.values()
+        ):
             return None
         claim = self.claim
         return self.recovery.opening_states(claim.session_id, claim.assigned, ready)
 
     @property
-    def archived(self) -> ArchivedMark | None:
+    def archived_mark(self) -> ArchivedMark | None:
         """The archived mark that ZooKeeper is known to have."""
-        return self._archiving.recorded
+        return self._archiver.recorded
 
     @property
     def is_archiving(self) -> bool:
         """Whether an archive attempt is in progress."""
-        return self._archiving.is_busy
+        return self._archiver.is_busy
 
     @property
     def archive_backlog(self) -> ArchiveBacklog | None:
         """The committed transactions that are not archived; None if no archive is used."""
-        return self._archiving.backlog if self._archiving.is_used else None
+        return self._archiver.backlog if self._archiver.is_used else None
 
     @property
-    def wanted_archived(self) -> ArchivedMark | None:
+    def archived_mark_to_write(self) -> ArchivedMark | None:
         """The archived mark to write next; None if there is nothing to write."""
         is_writing = self.writing is not None
-        return None if is_writing or self.ended is not None else self._archiving.wanted
+        return None if is_writing or self.ended is not None else self._archiver.mark_to_write
 
     def _marked_replicas(self, now_ms: int | None) -> list[ReplicaId]:
         """Return the marked replicas; with `now_ms`, omit those that are left out at this time."""
-        held = self.claim.excluded
+        held = self.claim.excluded_until_ms
         return [
             each.replica
             for each in self.replicas.values()
@@ -440,13 +445,13 @@ class StoreSession:
     # -----------------------------------------------------------------------------------------
     # loss and return of replicas
 
-    def _lose(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
+    def _on_connection_lost(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
         """A connection was lost, or has timed out."""
         if each.is_connected:
             self._report("replica.disconnected", replica=each.replica, reason=reason)
-        self._drop(each, reason, now_ms)
+        self._drop_replica(each, reason, now_ms)
 
-    def _reject(
+    def _reject_replica(
         self, each: ReplicaSession, reason: str, now_ms: int, *, error_code: int = 0
     ) -> None:
         """Reject a replica: drop it, and leave it out for `rejected_retry_ms`."""
@@ -454,9 +459,9 @@ class StoreSession:
         wait_ms = self._limits.rejected_retry_ms
         if error_code in (UnknownPartition.code, PermissionsNotLoaded.code):
             wait_ms = self._limits.redial_ms_max  # just started, reads ZooKeeper
-        self._drop(each, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
+        self._drop_replica(each, reason, now_ms, wait_ms=wait_ms, error_code=error_code)
 
-    def _drop(
+    def _drop_replica(
         self,
         each: ReplicaSession,
         reason: str,
@@ -472,10 +477,12 @@ class StoreSession:
         is_counted = self._is_counted(each)
         self.repairs.on_connection_lost(each)
         each.close()
-        each.on_lost(now_ms, self._rng, wait_ms=wait_ms)
+        each.on_connection_lost(now_ms, self._rng, wait_ms=wait_ms)
         if is_counted:
             reason = f"replica {each.replica}: {reason}"
-            ending = SessionEnd(EndCause.LEFT, reason, each.replica, rejected_append=wait_ms > 0)
+            ending = SessionEnd(
+                EndCause.REPLICA_LOST, reason, each.replica, has_rejected_append=wait_ms > 0
+            )
             self.end(ending._replace(error_code=error_code))
 
     def _is_counted(self, each: ReplicaSession) -> bool:
@@ -485,30 +492,33 @@ class StoreSession:
         return self.writing is not None and self.writing.get(each.replica) == self._engaged_state
 
     def _has_no_timeout(self, each: ReplicaSession) -> bool:
-        """Whether a replica has no answer timeout.
+        """Whether a replica may take any time to answer.
 
         Until the session is settled, every replica has one. If a slow replica were dropped later,
         each of its returns would end the session again.
         """
-        return self.is_settled and each.stage in _PREPARED
+        return self.is_settled and each.stage in _PREPARED_STAGES
 
-    def _on_tainted_replica_returned(self, each: ReplicaSession, now_ms: int) -> None:
-        """An excluded replica has returned: it needs a new session (replica_session.py, rule 3).
+    def _on_excluded_replica_returned(self, each: ReplicaSession, now_ms: int) -> None:
+        """A replica that cannot rejoin has connected: it needs a new session.
 
-        The present session ends when it is old enough; until then, the replica waits.
+        The current session ends when it is old enough; until then, the replica waits (rule 3 of
+        `replica_session.py`).
         """
         each.close()
         earliest_ms = now_ms
         if self.opened_ms is not None:
-            earliest_ms = self.opened_ms + self._limits.rejoin_ms_min
+            earliest_ms = self.opened_ms + self._limits.rejoin_session_age_ms_min
         if earliest_ms <= now_ms:
             self.end(
                 SessionEnd(
-                    EndCause.RETURNED, f"replica {each.replica} has connected again", each.replica
+                    EndCause.REPLICA_RETURNED,
+                    f"replica {each.replica} has connected again",
+                    each.replica,
                 )
             )
             return
-        each.on_lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
+        each.on_connection_lost(now_ms, self._rng, wait_ms=2 * (earliest_ms - now_ms))
 
     # -----------------------------------------------------------------------------------------
     # answers
@@ -521,31 +531,33 @@ class StoreSession:
                 assert isinstance(request.message, messages.AppendRaw)
                 each.on_append_synced(request.message, answer)
                 if each.stage is _ENGAGED:
-                    self._measure(each, request.message, now_ms - request.sent_ms, now_ms)
+                    self._record_append_latency(
+                        each, request.message, now_ms - request.sent_ms, now_ms
+                    )
                     self._commit(now_ms)
             case messages.Nack():
                 self._on_request_nacked(each, request, answer, now_ms)
             case messages.Prepared():
                 self._on_replica_prepared(each, answer, now_ms)
             case messages.HeartbeatResponse():
-                self._proofs.vote(request.correlation_id, each.replica)
+                self._proofs.on_confirmed(request.correlation_id, each.replica)
             case messages.LineageResponse() if request.correlation_id == SETTLEMENT_CORRELATION_ID:
                 assert self._settlement is not None
-                self._settlement.on_answered(each, answer, now_ms)
-                self._note_settled()
+                self._settlement.on_lineage_received(each, answer, now_ms)
+                self._settle_if_done()
             case _ if request.correlation_id == ARCHIVE_CORRELATION_ID:
                 self._on_archive_answered(each, request.message, answer, now_ms)
             case messages.ReplicaEnd() if isinstance(request.message, messages.Engage):
                 pass
             case _:
-                self.repairs.on_answered(each, request.correlation_id, answer, now_ms)
+                self.repairs.on_step_answered(each, request.correlation_id, answer, now_ms)
 
     def _on_archive_answered(
         self, each: ReplicaSession, message: StorageMessage, answer: StorageMessage, now_ms: int
     ) -> None:
         if isinstance(answer, messages.LineageResponse):
-            self._archiving.on_answered(each, message, answer, now_ms)
-            self._note_checked()
+            self._archiver.on_lineage_received(each, message, answer, now_ms)
+            self._on_mark_checked()
 
     def _on_archive_rejected(
         self,
@@ -561,21 +573,21 @@ class StoreSession:
         """
         if request.correlation_id != ARCHIVE_CORRELATION_ID:
             return False
-        if self._archiving.is_checked or isinstance(request.message, messages.SetArchived):
-            self._archiving.on_rejected(each, request.message, reason, now_ms)
+        if self._archiver.is_checked or isinstance(request.message, messages.SetArchived):
+            self._archiver.on_request_rejected(each, request.message, reason, now_ms)
         elif isinstance(error, BeforeLogStart):
-            self._archiving.on_log_begins_later(now_ms)
-            self._note_checked()
+            self._archiver.on_mark_before_log_start(now_ms)
+            self._on_mark_checked()
         else:
             return False
         return True
 
-    def _note_checked(self) -> None:
-        """Process a comparison of the log with the recorded mark; others may follow."""
-        if self._archiving.contradiction is not None:
-            self.end(SessionEnd(EndCause.REJECTED, self._archiving.contradiction))
+    def _on_mark_checked(self) -> None:
+        """A replica's log was compared with the recorded archived mark; others may follow."""
+        if self._archiver.contradiction is not None:
+            self.end(SessionEnd(EndCause.REJECTED, self._archiver.contradiction))
         else:
-            self._note_settled()
+            self._settle_if_done()
 
     def _on_request_nacked(
         self, each: ReplicaSession, request: SessionRequest, nack: messages.Nack, now_ms: int
@@ -586,7 +598,7 @@ class StoreSession:
         is_bound = isinstance(error, SessionFenced)
         is_fenced = is_bound and promised > self.claim.session_id
         is_same = is_bound and promised == self.claim.session_id
-        if is_fenced and self.claim.bound_later.get(each.replica) != promised:
+        if is_fenced and self.claim.later_promises.get(each.replica) != promised:
             self.end(SessionEnd(EndCause.FENCED, reason, each.replica, promised=promised))
         elif isinstance(error, ReplicaSuspect) and isinstance(request.message, messages.Prepare):
             # The storage has lost the nonce of its promise, but will accept the next session.
@@ -595,25 +607,27 @@ class StoreSession:
             self._on_rival_found(each, reason, now_ms)
         elif self._on_archive_rejected(each, request, error, reason, now_ms):
             pass
-        elif self._is_unreadable_doubt(request, error, now_ms):
-            self._note_settled()
-        elif self.repairs.on_fill_rejected(request.correlation_id, each, reason, now_ms):
+        elif self._continue_without_batches(request, error, now_ms):
+            self._settle_if_done()
+        elif self.repairs.on_overwrite_rejected(request.correlation_id, each, reason, now_ms):
             self._report("replica.repair_rejected", replica=each.replica, reason=reason)
         elif not self.repairs.on_source_rejected(
             request.correlation_id, each, error, reason, now_ms
         ):
-            self._reject(each, reason, now_ms, error_code=nack.error_code)
+            self._reject_replica(each, reason, now_ms, error_code=nack.error_code)
 
-    def _is_unreadable_doubt(self, request: SessionRequest, error: WaltzError, now_ms: int) -> bool:
-        """Whether the settlement continues without a replica that cannot return its batches."""
+    def _continue_without_batches(
+        self, request: SessionRequest, error: WaltzError, now_ms: int
+    ) -> bool:
+        """Settle without a replica that cannot return batches; return False if impossible."""
         if request.correlation_id != SETTLEMENT_CORRELATION_ID or self._settlement is None:
             return False
         return self._settlement.on_batches_unreadable(error, now_ms)
 
     def _on_rival_found(self, each: ReplicaSession, reason: str, now_ms: int) -> None:
-        """Another owner has used this session's ID: ZooKeeper has issued the ID twice (row 15)."""
+        """Another owner has claimed this session's ID: ZooKeeper has issued it twice (row 15)."""
         self._rivals.append(each.replica)
-        self._reject(each, reason, now_ms)
+        self._reject_replica(each, reason, now_ms)
         rivals = [name for name in self.claim.assigned if name in self._rivals]
         if self.window is None and len(rivals) > len(self.claim.assigned) - self.quorum:
             reason = (
@@ -626,11 +640,11 @@ class StoreSession:
     def _on_replica_prepared(
         self, each: ReplicaSession, answer: messages.Prepared, now_ms: int
     ) -> None:
-        registered = self._facts.storage_ids.get(each.replica, NO_STORAGE_ID)
+        registered = self._constants.storage_ids.get(each.replica, NO_STORAGE_ID)
         if registered not in (NO_STORAGE_ID, bytes(answer.storage_id)):
             found, expected = bytes(answer.storage_id).hex(), registered.hex()
             fault = f"expected the storage with ID {expected} at this address, found {found}"
-            self._reject(each, fault, now_ms)
+            self._reject_replica(each, fault, now_ms)
             return
         reason = self.recovery.exclusion_reason(answer)
         if reason is not None:
@@ -639,10 +653,10 @@ class StoreSession:
                     SessionEnd(EndCause.REJECTED, f"replica {each.replica}: {reason}", each.replica)
                 )
             else:
-                self._reject(each, reason, now_ms)
+                self._reject_replica(each, reason, now_ms)
             return
-        self.recovery.on_answered(each.replica, answer, registered)
-        if each.replica in self.recovery.unknown:
+        self.recovery.on_prepared(each.replica, answer, registered)
+        if each.replica in self.recovery.unknown_replicas:
             self._report("replica.untrusted", replica=each.replica, last=answer.synced_max)
         each.stage = ReplicaStage.REPAIRING
         each.repair = ReplicaRepair(answer)
@@ -653,50 +667,50 @@ class StoreSession:
 
     def _advance(self, now_ms: int) -> None:
         """Take all steps that have become possible."""
-        if self.ended is not None or not self._is_decided():
+        if self.ended is not None or not self._decide_mark():
             return
         self.repairs.advance(now_ms)
         if self.repairs.contradiction is not None and self.window is None:
             self.end(SessionEnd(EndCause.REJECTED, self.repairs.contradiction, is_final=True))
-        for replica, reason in self.repairs.take_failed():
-            self._reject(self.replicas[replica], reason, now_ms)
+        for replica, reason in self.repairs.take_failed_replicas():
+            self._reject_replica(self.replicas[replica], reason, now_ms)
         if self.window is not None and self.ended is None:
             for each in self.replicas.values():
                 if each.stage in MARKED:
                     self._send_from_window(each, now_ms)
-        if self._archiving.is_used and self.is_settled and self.ended is None:
+        if self._archiver.is_used and self.is_settled and self.ended is None:
             assert self.window is not None
             replicas = self.replicas.values()
-            self._archiving.advance(self.engaged, replicas, self.window.committed, now_ms)
+            self._archiver.advance(self.engaged, replicas, self.window.committed, now_ms)
 
-    def _is_decided(self) -> bool:
+    def _decide_mark(self) -> bool:
         if self.repairs.goal is not None:
             return True
-        mark = self.recovery.decide()
+        mark = self.recovery.decide_mark()
         if mark is None:
             if self.recovery.is_complete and not self._is_waiting_reported:
                 self._is_waiting_reported = True
-                self._report("recovery.waiting", untrusted=tuple(self.recovery.unknown))
+                self._report("recovery.waiting", untrusted=tuple(self.recovery.unknown_replicas))
             return False
-        if mark < self.claim.known_last:
+        if mark < self.claim.highest_committed:
             reason = (
                 f"the log of the replicas ends at transaction {mark}, but "
-                f"{self.claim.known_last} was committed"
+                f"{self.claim.highest_committed} was committed"
             )
             self.end(SessionEnd(EndCause.REJECTED, reason))
             return False
-        if mark < self._archiving.last:
+        if mark < self._archiver.last:
             reason = (
-                f"the log of the replicas ends at transaction {mark}, but {self._archiving.last} "
+                f"the log of the replicas ends at transaction {mark}, but {self._archiver.last} "
                 "is archived"
             )
             self.end(SessionEnd(EndCause.REJECTED, reason))
             return False
-        self._report("recovery.decided", mark=mark, untrusted=tuple(self.recovery.unknown))
+        self._report("recovery.decided", mark=mark, untrusted=tuple(self.recovery.unknown_replicas))
         self.repairs.on_mark_decided(mark)
         return True
 
-    def _open(self, now_ms: int) -> None:
+    def _open_session(self, now_ms: int) -> None:
         """ZooKeeper has the states: open the session (H)."""
         assert self.window is not None
         claim, mark = self.claim, self.window.committed
@@ -706,18 +720,22 @@ class StoreSession:
         assert len(self.engaged) >= self.quorum
         self._outbox.append(
             SessionOpened(
-                claim.session_id, claim.generation, mark, self.window.chain, claim.unbroken
+                claim.session_id,
+                claim.generation,
+                mark,
+                self.window.chain,
+                claim.follows_own_session,
             )
         )
         self._settlement = Settlement(claim, mark, self.engaged)
-        self._archiving.begin(self.engaged, mark, now_ms)
+        self._archiver.begin(self.engaged, mark, now_ms)
         self._settlement.begin(now_ms)
-        self._note_settled()
+        self._settle_if_done()
 
-    def _note_settled(self) -> None:
+    def _settle_if_done(self) -> None:
         """Settle the session if earlier ones are settled and the log is the archived one."""
         assert self._settlement is not None
-        is_done = self._settlement.outcome is not None and self._archiving.is_checked
+        is_done = self._settlement.outcome is not None and self._archiver.is_checked
         if is_done and not self.is_settled:
             assert self._settlement.outcome is not None
             self.is_settled = True
@@ -735,7 +753,7 @@ class StoreSession:
             window_batch = window.batch_at(each.next_id)
             if window_batch is None:
                 copied_last = min(window.committed, window.first - 1)
-                self.repairs.supply(each, TransactionId(copied_last), now_ms)
+                self.repairs.copy_next_batches(each, TransactionId(copied_last), now_ms)
                 return
             if window_batch.entry.last > last:
                 return
@@ -750,16 +768,18 @@ class StoreSession:
         if not window.commit(mark):
             return
         self._progress_ms = now_ms
-        committed = Committed(self.claim.session_id, window.committed, window.committed_chain)
+        committed = TransactionsCommitted(
+            self.claim.session_id, window.committed, window.committed_chain
+        )
         self._outbox.append(committed)
         needed = [each.next_id for each in self.replicas.values() if each.stage in MARKED]
         limits = self._limits
         window.trim(min(needed), limits.lag_bytes_max, limits.lag_count_max)
 
-    def _measure(
+    def _record_append_latency(
         self, each: ReplicaSession, append: messages.AppendRaw, took_ms: int, now_ms: int
     ) -> None:
-        """Record an append's latency; report slow appends, at most once in `SLOW_REPORT_MS`."""
+        """Record an append's latency; report slow appends, but only once in an interval."""
         each.took_ms.append(took_ms)
         if not 0 < self._limits.slow_append_ms <= took_ms:
             return
@@ -774,15 +794,15 @@ class StoreSession:
                 last=append.lineage[-1].last,
                 requests=request_ids_text(append),
             )
-            each.slow_count, each.slow_report_at_ms = 0, now_ms + SLOW_REPORT_MS
+            each.slow_count, each.slow_report_at_ms = 0, now_ms + SLOW_APPEND_REPORT_INTERVAL_MS
 
     def _stalled_at_ms(self) -> int | None:
         if self.window is None or self._limits.quorum_ms_max == 0:
             return None
-        oldest_ms = self.window.oldest_ms
-        if oldest_ms is None:
+        oldest_sent_ms = self.window.oldest_submitted_ms
+        if oldest_sent_ms is None:
             return None
-        return max(oldest_ms, self._progress_ms) + self._limits.quorum_ms_max
+        return max(oldest_sent_ms, self._progress_ms) + self._limits.quorum_ms_max
 
     def _report(self, name: str, **fields: object) -> None:
         session = ("session", self.claim.session_id)

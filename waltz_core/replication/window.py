@@ -31,7 +31,7 @@ class WindowBatch(NamedTuple):
     batch: Batch
     chain_before: Chain
     submitted_ms: int
-    locks: bytes = b""  # the lock block of the batch
+    lock_block: bytes = b""  # the lock block of the batch
 
     @property
     def size_bytes(self) -> int:
@@ -75,7 +75,7 @@ class SessionWindow:
         return [window_batch.batch for window_batch in self._uncommitted]
 
     @property
-    def oldest_ms(self) -> int | None:
+    def oldest_submitted_ms(self) -> int | None:
         """When the oldest batch in flight was submitted; None if no batch is in flight."""
         return self._uncommitted[0].submitted_ms if self._uncommitted else None
 
@@ -105,7 +105,7 @@ class SessionWindow:
         return window_batch
 
     def commit(self, mark: TransactionId) -> bool:
-        """A quorum has synced up to `mark`: return whether more batches are committed now."""
+        """Commit the batches up to `mark`, which a quorum has synced; False if there are none."""
         assert mark <= self.last, "a replica has more than was ever submitted"
         before = self.committed
         while self._uncommitted and self._uncommitted[0].entry.last <= mark:
@@ -126,4 +126,4 @@ class SessionWindow:
             if window_batch.entry.last >= needed_first and is_kept:
                 return
             del self._batches[first]
-            self._size_bytes -= window_batch.size_bytes + len(window_batch.locks)
+            self._size_bytes -= window_batch.size_bytes + len(window_batch.lock_block)

@@ -30,9 +30,9 @@ Life of an append
        that transaction is final.
     5. The accepted rows become records, with the same bytes as on disk (`batches`,
        `single_records`), and go to the store as one batch.
-    6. `Committed`: a quorum has the batch on disk. The server caches the batch (`cache`) and
-       answers its requests. It also answers the rejections, flushes and mounts that waited for the
-       batch.
+    6. `TransactionsCommitted`: a quorum has the batch on disk. The server caches the batch
+       (`cache`) and answers its requests. It also answers the rejections, flushes and mounts that
+       waited for the batch.
     7. If the session breaks before the commit, the server answers nothing until the next session
        reports `SessionSettled`. Everything up to the settled mark is then committed, and everything
        else is LOST. A lost row is never validated again. It also ends the mount of its client, so

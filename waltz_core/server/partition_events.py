@@ -112,7 +112,7 @@ class Store(Protocol):
         """The replicas that readers may query in the open session."""
 
     @property
-    def archived(self) -> ArchivedMark | None:
+    def archived_mark(self) -> ArchivedMark | None:
         """The archived mark of the partition, as ZooKeeper records it."""
 
     @property
@@ -123,11 +123,11 @@ class Store(Protocol):
     def archive_backlog(self) -> replication.ArchiveBacklog | None:
         """The backlog of unarchived transactions; None if unknown, or without an archive."""
 
-    def has_expired(self, before: TransactionId, before_ms: int) -> bool:
+    def is_expiry_done(self, before: TransactionId, before_ms: int) -> bool:
         """Whether an `ExpireArchive` with these limits was carried out on the whole archive."""
 
-    def replacement(
-        self, request: replication.ReplaceInArchive
+    def replacement_outcome(
+        self, request: replication.ReplaceArchivedObject
     ) -> replication.ReplacementOutcome | None:
         """Return the outcome of such a request; None if there is none yet."""
 
@@ -219,13 +219,13 @@ Event: TypeAlias = (
     | FetchFailed
     | Wakeup
     | replication.TakeOwnership
-    | replication.Reassign
+    | replication.ReassignReplicas
     | replication.ReleaseOwnership
     | replication.Checkpoint
     | replication.MetadataRead
     | replication.MetadataWritten
     | replication.MetadataConflict
-    | replication.MetadataUnknown
+    | replication.MetadataOutcomeUnknown
     | replication.ReplicaOpened
     | replication.ReplicaLost
     | replication.ReplicaResponded

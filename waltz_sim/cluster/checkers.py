@@ -173,7 +173,9 @@ class Checks(CheckerState):
         """Called when a server has created a partition machine, which has reported no outcomes."""
         self.responses.on_partition_created(server.name)
 
-    def on_batch_submitted(self, server: "SimServer", event: session_events.Submit) -> None:
+    def on_batch_submitted(
+        self, server: "SimServer", event: session_events.SubmitToSession
+    ) -> None:
         """Called when the pipeline of a server submits a batch to the store."""
         key = server.name, event.session_id
         self.sessions.on_batch_submitted(server, event.session_id)
@@ -198,7 +200,7 @@ class Checks(CheckerState):
             if isinstance(effect, session_events.SessionOpened):
                 self.outcomes.on_log_exposed(effect.high_water_mark, effect.chain)
                 self._last_chains[name, effect.session_id] = effect.chain
-            elif isinstance(effect, session_events.Committed):
+            elif isinstance(effect, session_events.TransactionsCommitted):
                 self.outcomes.on_log_exposed(effect.last, effect.chain)
             elif isinstance(effect, session_events.SessionClosed):
                 self.count("session closed")

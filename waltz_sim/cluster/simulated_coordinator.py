@@ -38,7 +38,7 @@ CoordinatorAnswer: TypeAlias = (
     session_events.MetadataRead
     | session_events.MetadataWritten
     | session_events.MetadataConflict
-    | session_events.MetadataUnknown
+    | session_events.MetadataOutcomeUnknown
 )
 SESSION_MS: Final = 1_000
 HEARTBEAT_US: Final = SESSION_MS * 1000 // 3
@@ -99,7 +99,9 @@ class SimCoordinator:
 
         def check() -> None:
             if self._is_unreachable(server):
-                self._answer(server, session_events.MetadataUnknown(effect.attempt, "no answer"))
+                self._answer(
+                    server, session_events.MetadataOutcomeUnknown(effect.attempt, "no answer")
+                )
                 return
             server.storage_ids.update(self.storage_ids)
             answer = session_events.MetadataRead(
@@ -128,7 +130,7 @@ class SimCoordinator:
         is_lost = self._chance() < self.lost_answer_share
         if is_lost:
             self._cluster.checks.count("reply to a compare-and-set lost")
-            unknown = session_events.MetadataUnknown(effect.attempt, "connection loss")
+            unknown = session_events.MetadataOutcomeUnknown(effect.attempt, "connection loss")
             self._world.call_after_us(delay_us, lambda: self._answer(server, unknown))
             roll = self._chance()
             if roll < 0.3:
@@ -150,7 +152,7 @@ class SimCoordinator:
         self, server: "SimServer", effect: session_events.WriteMetadata
     ) -> CoordinatorAnswer:
         if self._is_unreachable(server):
-            return session_events.MetadataUnknown(effect.attempt, "connection loss")
+            return session_events.MetadataOutcomeUnknown(effect.attempt, "connection loss")
         versions = self.metadata_version, self.marker_version
         if (effect.metadata_version, effect.marker_version) != versions:
             self._cluster.checks.count("CAS conflict")

@@ -93,9 +93,9 @@ class ObservedStore:
         return self.store.readable_replicas
 
     @property
-    def archived(self) -> ArchivedMark | None:
+    def archived_mark(self) -> ArchivedMark | None:
         """The archived mark of the store."""
-        return self.store.archived
+        return self.store.archived_mark
 
     @property
     def is_archiving(self) -> bool:
@@ -107,19 +107,19 @@ class ObservedStore:
         """How much of the log is not archived yet."""
         return self.store.archive_backlog
 
-    def has_expired(self, before: TransactionId, before_ms: int) -> bool:
+    def is_expiry_done(self, before: TransactionId, before_ms: int) -> bool:
         """Forward the call to the store."""
-        return self.store.has_expired(before, before_ms)
+        return self.store.is_expiry_done(before, before_ms)
 
-    def replacement(
-        self, request: session_events.ReplaceInArchive
+    def replacement_outcome(
+        self, request: session_events.ReplaceArchivedObject
     ) -> session_events.ReplacementOutcome | None:
         """Forward the call to the store."""
-        return self.store.replacement(request)
+        return self.store.replacement_outcome(request)
 
     def step(self, event: session_events.Event, now_ms: int) -> Sequence[session_events.Effect]:
         """Step the store, and check the event, its invariants and its effects."""
-        if type(event) is session_events.Submit:
+        if type(event) is session_events.SubmitToSession:
             self._checks.on_batch_submitted(self._server, event)
         effects = self.store.step(event, now_ms)
         check(self.store)
@@ -220,7 +220,7 @@ class SimServer(Process):
         if is_new or not self.partition.is_owned:
             self.step(session_events.TakeOwnership(assignment.generation, replicas))
         elif has_changed:
-            self.step(session_events.Reassign(replicas))
+            self.step(session_events.ReassignReplicas(replicas))
 
     def release_ownership(self) -> None:
         """Release the partition, because another server owns it."""
@@ -302,7 +302,7 @@ class SimServer(Process):
                 self.cluster.coordinator.read(self, effect)
             case session_events.WriteMetadata():
                 self.cluster.coordinator.write(self, effect)
-            case session_events.Released():
+            case session_events.OwnershipReleased():
                 self.cluster.checks.count("partition released")
                 self.world.note(f"{self.name} releases the partition: {effect.reason}")
                 ownership = self._ownership

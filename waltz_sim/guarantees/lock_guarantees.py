@@ -53,7 +53,7 @@ class LockGuarantees:
         match effect:
             case session_events.SessionOpened():
                 self._committed_last[server] = self._submitted_last[server] = effect.high_water_mark
-            case session_events.Committed():
+            case session_events.TransactionsCommitted():
                 self._committed_last[server] = effect.last
             case _:
                 pass

@@ -115,7 +115,7 @@ class ResponseGuarantees:
                 self._sessions_in_step.setdefault(server, {})[effect.session_id] = None
             case session_events.SessionOpened():
                 self._committed_last[server] = effect.high_water_mark
-            case session_events.Committed():
+            case session_events.TransactionsCommitted():
                 self._committed_last[server] = effect.last
             case session_events.SessionClosed():
                 self._open_session.pop(server, None)

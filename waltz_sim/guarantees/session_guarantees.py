@@ -431,7 +431,7 @@ class SessionGuarantees:
                 self._check_session_opened(server, effect)
             case session_events.SessionSettled():
                 self._check_open(effect.session_id, "SessionSettled")
-            case session_events.Committed():
+            case session_events.TransactionsCommitted():
                 self._check_commit(effect)
             case session_events.MarkProofFailed():
                 self._state.count("mark not confirmed by a quorum")
@@ -467,7 +467,7 @@ class SessionGuarantees:
         if effect.high_water_mark > self._state.history.last:
             self._state.count("unacknowledged rows kept by a recovery")
 
-    def _check_commit(self, effect: session_events.Committed) -> None:
+    def _check_commit(self, effect: session_events.TransactionsCommitted) -> None:
         """Check a commit: 2. AckQuorum by the disks, 8. EngagedOnly by the owner's answers."""
         session, last = effect.session_id, effect.last
         self._check_open(session, "Committed")

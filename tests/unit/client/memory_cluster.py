@@ -221,7 +221,7 @@ class MemoryServer:
         effects: list = []
         for batch in held:
             log.write(batch, log.session)
-            effects.append(replication.Committed(log.session, log.mark, log.chain))
+            effects.append(replication.TransactionsCommitted(log.session, log.mark, log.chain))
         real, store.step = store.step, lambda event, now_ms: effects
         try:
             driver.post(replication.Checkpoint())

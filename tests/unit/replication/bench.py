@@ -116,7 +116,7 @@ class Bench:
         """Answer the oldest question: "ok", "lost" (done, without an answer), "away" (not done)."""
         effect = self.questions.popleft()
         if outcome == "away":
-            self.step(session_events.MetadataUnknown(effect.attempt, "away"))
+            self.step(session_events.MetadataOutcomeUnknown(effect.attempt, "away"))
             return effect
         if isinstance(effect, session_events.ReadMetadata):
             view = (self.metadata, self.metadata_version, self.marker, self.marker_version)
@@ -132,7 +132,7 @@ class Bench:
         self.metadata_version += 1
         self.marker_version += 1
         if outcome == "lost":
-            self.step(session_events.MetadataUnknown(effect.attempt, "connection loss"))
+            self.step(session_events.MetadataOutcomeUnknown(effect.attempt, "connection loss"))
         else:
             versions = self.metadata_version, self.marker_version
             self.step(session_events.MetadataWritten(effect.attempt, *versions))
@@ -164,8 +164,8 @@ class Bench:
     def open(self, generation=1, replicas=None):
         """Own the partition and let the session open."""
         self.own(generation, replicas)
-        self.run_for(self.limits.grace_ms)
-        assert self.store.open_session is not None
+        self.run_for(self.limits.opening_grace_ms)
+        assert self.store.open_session_id is not None
 
     def decide(self):
         """Own the partition, up to the write of the decided states to ZooKeeper."""
@@ -189,7 +189,7 @@ class Bench:
         """Let the next session open after one was lost."""
         for _ in range(20):
             self.run()
-            if self.store.open_session is not None:
+            if self.store.open_session_id is not None:
                 return
             self.wait(50)
         raise AssertionError("no session opens")
@@ -199,7 +199,7 @@ class Bench:
         payloads = list(range(self.numbers, self.numbers + count))
         self.numbers += count
         batch = make_batch(self.store.next_transaction_id, payloads, self.now_ms)
-        self.step(session_events.Submit(self.store.open_session, batch))
+        self.step(session_events.SubmitToSession(self.store.open_session_id, batch))
         return batch.last
 
     def append(self, count=1, *, batches=1):

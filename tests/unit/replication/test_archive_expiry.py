@@ -17,7 +17,7 @@ from tests.unit.replication.archiving_bench import (
     next_owner_of,
 )
 from tests.unit.replication.bench import A, B, C, wire
-from waltz_core.replication.archiving import EXPIRY_INTERVAL_MS, EXPIRY_RETRY_MS, PROGRESS_MS_MAX
+from waltz_core.replication.archiving import EXPIRY_INTERVAL_MS, EXPIRY_RETRY_MS, NO_PROGRESS_MS_MAX
 from waltz_core.replication.session_events import ExpireArchive, ReplicaResponded
 
 
@@ -56,11 +56,11 @@ def test_an_expiry_is_recorded_and_then_announced(bench):
     replica, expiry = request(bench, before=2, before_ms=77)
     assert (expiry.last, expiry.chain, expiry.manifest) == (3, mark.chain, mark.manifest)
     assert (expiry.before, expiry.before_ms, expiry.retention_ms) == (2, 77, 0)
-    assert not bench.store.has_expired(2, 77)
+    assert not bench.store.is_expiry_done(2, 77)
     finish(bench, replica, expiry)
     bench.run(questions=False)
     assert bench.marker.archived == mark
-    assert not bench.store.has_expired(2, 77)
+    assert not bench.store.is_expiry_done(2, 77)
     bench.run()
     assert bench.marker.archived == mark._replace(first=2, manifest="e1", manifest_crc=8)
     assert bench.reports("archive.transactions_expired") == [
@@ -70,19 +70,19 @@ def test_an_expiry_is_recorded_and_then_announced(bench):
         (name, each.first) for name, each in bench.sent if isinstance(each, wire.SetArchived)
     ]
     assert sorted(learned[-3:]) == [(A, 2), (B, 2), (C, 2)]
-    assert bench.store.has_expired(2, 77)
-    assert bench.store.has_expired(1, 0)
-    assert not bench.store.has_expired(3, 0)
+    assert bench.store.is_expiry_done(2, 77)
+    assert bench.store.is_expiry_done(1, 0)
+    assert not bench.store.is_expiry_done(3, 0)
 
 
 def test_objects_that_are_archived_later_are_a_new_expiry(bench):
     replica, expiry = request(bench, before=100)
     finish(bench, replica, expiry, first=4)
     bench.run()
-    assert bench.store.has_expired(100, 0)
+    assert bench.store.is_expiry_done(100, 0)
     archive(bench)
     assert first_of(bench) == 4, "an attempt keeps the first available ID"
-    assert not bench.store.has_expired(100, 0)
+    assert not bench.store.is_expiry_done(100, 0)
 
 
 @pytest.mark.parametrize(("first", "is_used"), [(0, True), (4, True), (5, False), (-1, False)])
@@ -115,7 +115,7 @@ def test_nothing_is_recorded_if_nothing_expires(bench):
     finish(bench, replica, expiry, first=0, manifest="")
     bench.run()
     assert bench.marker.archived == mark
-    assert bench.store.has_expired(2, 0)
+    assert bench.store.is_expiry_done(2, 0)
     assert not bench.questions
 
 
@@ -125,10 +125,10 @@ def test_an_expiry_is_recorded_once_although_zookeeper_does_not_answer(bench, ou
     finish(bench, replica, expiry)
     bench.run(questions=False)
     bench.ask_zookeeper(outcome)
-    assert not bench.store.has_expired(2, 0)
+    assert not bench.store.is_expiry_done(2, 0)
     bench.run_for(5_000)
     assert first_of(bench) == 2
-    assert bench.store.has_expired(2, 0)
+    assert bench.store.is_expiry_done(2, 0)
     assert len(bench.reports("archive.transactions_expired")) == 1
 
 
@@ -140,7 +140,7 @@ def test_another_session_in_zookeeper_ends_this_one_before_the_expiry_is_recorde
     kept = bench.marker = replace(bench.marker, archived=None)
     bench.run()
     assert bench.marker.archived == kept.archived
-    assert bench.store.open_session != 0
+    assert bench.store.open_session_id != 0
 
 
 def test_an_expiry_ends_with_its_session(bench):
@@ -150,7 +150,7 @@ def test_an_expiry_ends_with_its_session(bench):
     finish(bench, replica, expiry)
     bench.run()
     assert first_of(bench) == 0
-    assert not bench.store.has_expired(2, 0)
+    assert not bench.store.is_expiry_done(2, 0)
 
 
 @pytest.mark.parametrize("kind", ["error", "silence", "rejection"])
@@ -161,7 +161,7 @@ def test_a_failed_expiry_is_repeated_by_another_replica(bench, kind):
     if kind == "error":
         finish(bench, replica, expiry, error="cannot read m1", manifest="")
     elif kind == "silence":
-        bench.run_for(PROGRESS_MS_MAX)
+        bench.run_for(NO_PROGRESS_MS_MAX)
         end_attempt(bench)  # which has begun meanwhile
     assert len(bench.reports("archive.expiry_failed")) == 1
     bench.rejected = ()
@@ -184,7 +184,7 @@ def test_the_last_of_several_requests_is_carried_out_after_the_first(bench):
     assert (expiry.before, expiry.before_ms) == (3, 9)
     finish(bench, replica, expiry, first=2)
     bench.run()
-    assert bench.store.has_expired(3, 9)
+    assert bench.store.is_expiry_done(3, 9)
     assert len(expiries(bench)) == 2
 
 
@@ -240,4 +240,4 @@ def test_an_owner_that_archives_nothing_carries_out_a_request(bench):
     finish(other, replica, expiry)
     other.run()
     assert first_of(other) == 2
-    assert other.store.has_expired(2, 0)
+    assert other.store.is_expiry_done(2, 0)

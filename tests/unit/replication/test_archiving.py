@@ -27,7 +27,7 @@ from waltz_core.cluster.znodes.model import (
 )
 from waltz_core.errors import ArchiveUnavailable
 from waltz_core.records.record import GENESIS_CHAIN
-from waltz_core.replication.archiving import PROGRESS_MS_MAX
+from waltz_core.replication.archiving import NO_PROGRESS_MS_MAX
 from waltz_core.replication.session_events import CheckpointDue, SessionOpened, SessionSettled
 
 COLLECTION_INTERVAL_MS = ARCHIVING.collection_interval_ms
@@ -75,7 +75,7 @@ def test_the_next_range_follows_the_recorded_one_at_once_and_uses_its_manifest(b
 @pytest.mark.parametrize("is_archived", [False, True])
 def test_an_attempt_without_progress_is_abandoned_and_another_replica_tries(bench, is_archived):
     replica, request = begin(bench)
-    bench.run_for(PROGRESS_MS_MAX - 2 * INTERVAL_MS)
+    bench.run_for(NO_PROGRESS_MS_MAX - 2 * INTERVAL_MS)
     bench.silent = {A, B, C}
     if is_archived:
         finish(bench, replica, request)  # and no other replica returns its chain
@@ -85,7 +85,7 @@ def test_an_attempt_without_progress_is_abandoned_and_another_replica_tries(benc
         bench.wait(2 * INTERVAL_MS - 1_000)
         assert not bench.reports("archive.failed"), "the other reports are of no attempt"
         progress(bench, replica, request)
-    bench.wait(PROGRESS_MS_MAX - 1)
+    bench.wait(NO_PROGRESS_MS_MAX - 1)
     assert not bench.reports("archive.failed")
     bench.wait(1)
     (report,) = bench.reports("archive.failed")
@@ -109,7 +109,7 @@ def test_a_late_rejection_of_an_abandoned_attempt_ends_no_other(bench):
     bench.wait(INTERVAL_MS)
     ((replica, _),) = attempts(bench)
     bench.silent = {replica}
-    bench.run_for(PROGRESS_MS_MAX)
+    bench.run_for(NO_PROGRESS_MS_MAX)
     assert begin(bench)[0] != replica
     bench.silent, bench.rejected = set(), wire.ArchiveRange
     bench.run()
@@ -157,7 +157,7 @@ def test_a_failure_is_reported_and_another_replica_tries_later_and_later(bench):
         pause = 1
     assert len(set(replicas)) > 1
     assert bench.reports("archive.failed")[0]["reason"] == "store: 503"
-    assert bench.store.open_session == 0, "the session continues"
+    assert bench.store.open_session_id == 0, "the session continues"
     assert bench.marker.archived is None
 
 
@@ -174,7 +174,7 @@ def test_a_rejected_request_is_a_failure_of_the_attempt_only(bench):
     bench.run_for(INTERVAL_MS)
     (report,) = bench.reports("archive.failed")
     assert report["reason"] == "BadRequest: no archive"
-    assert bench.store.open_session == 0
+    assert bench.store.open_session_id == 0
 
 
 def test_a_replica_that_rejects_the_mark_is_reported_and_ends_no_attempt(bench):
@@ -236,7 +236,7 @@ def test_a_mark_is_recorded_once_although_zookeeper_does_not_answer(bench, outco
     bench.append(1)
     bench.run_for(5_000)
     assert bench.marker.archived.last == 5
-    assert bench.store.open_session == 0
+    assert bench.store.open_session_id == 0
     assert sorted(learned(bench)) == [(A, 5), (B, 5), (C, 5)]
 
 
@@ -247,7 +247,7 @@ def test_another_session_in_zookeeper_ends_this_one_before_the_mark_is_recorded(
     bench.claim_elsewhere(5)
     bench.run()
     assert bench.marker.archived is None
-    assert bench.store.open_session != 0
+    assert bench.store.open_session_id != 0
 
 
 def test_a_later_session_keeps_the_mark_and_continues_after_it(bench):
@@ -281,7 +281,7 @@ def test_a_log_with_another_chain_at_the_archived_mark_is_not_appended_to(bench)
     (report, *_) = bench.reports("partition.open_failed")
     assert "the archive has transactions up to 3 with chain hash 7878" in report["reason"]
     assert len(bench.all_reported(SessionSettled)) == settled
-    assert bench.store.open_session is None
+    assert bench.store.open_session_id is None
 
 
 def test_a_log_that_ends_below_the_archived_mark_is_rejected(bench):
@@ -420,10 +420,10 @@ def test_a_failed_collection_is_reported_and_archiving_continues(bench, fault):
     if fault == "error":
         end_collection(bench, replica, request, error="listed files are missing")
     elif fault == "silence":
-        bench.wait(PROGRESS_MS_MAX)
+        bench.wait(NO_PROGRESS_MS_MAX)
     (report,) = bench.reports("archive.garbage_collection_failed")
     assert report["replica"] == replica
-    assert bench.store.open_session == 0
+    assert bench.store.open_session_id == 0
     bench.run_for(INTERVAL_MS)
     finish(bench, *attempts(bench)[-1])
     bench.run()
@@ -499,7 +499,7 @@ def test_only_the_archived_part_above_the_mark_counts_for_a_checkpoint():
     # All of it is below the mark of the next session.
     bench.lose(A)
     bench.reopen()
-    assert bench.store.open_session == 1
+    assert bench.store.open_session_id == 1
     archive(bench)
     assert bench.marker.archived.last == 9
     assert len(bench.all_reported(CheckpointDue)) == 1
@@ -587,8 +587,8 @@ def test_a_trusted_replica_without_a_source_is_reset_when_the_session_is_open_wi
     bench.wait(2_000)
     bench.step_until(lambda: bench.all_sent(wire.RangeRaw))
     bench.silent = {C}
-    bench.run_for(LIMITS.grace_ms)
-    assert bench.store.open_session == 1
+    bench.run_for(LIMITS.opening_grace_ms)
+    assert bench.store.open_session_id == 1
     assert bench.storages[C].last < 39
     remove_archived(bench, 39)
     bench.silent = set()
@@ -673,7 +673,7 @@ def test_a_new_partition_with_an_archived_mark_rejects_a_replica_with_records():
     other.marker = PartitionMarker(MarkerState.NEW, archived=ORIGIN)
     other.own()
     other.run_for(3_000)
-    assert other.store.open_session is None
+    assert other.store.open_session_id is None
     assert (
         "found records up to transaction 1" in other.reports("partition.open_failed")[0]["reason"]
     )
@@ -779,7 +779,7 @@ def test_a_mark_below_the_start_of_the_logs_is_reported_as_a_rollback_of_zookeep
     for _ in range(20):
         bench.run()
         bench.wait(50)
-    assert bench.store.open_session is None
+    assert bench.store.open_session_id is None
     reasons = [each["reason"] for each in bench.reports("partition.open_failed")]
     assert reasons
     assert (
@@ -827,7 +827,9 @@ def test_without_the_object_store_archived_batches_in_doubt_have_an_unknown_outc
         storage.handle = fail
     bench.reopen()
     settled = bench.all_reported(SessionSettled)[-1]
-    assert (settled.committed_last, settled.has_expired) == ((7, False) if readable else (5, True))
+    assert (settled.committed_last, settled.has_unknown_outcomes) == (
+        (7, False) if readable else (5, True)
+    )
 
 
 def lag(bench):

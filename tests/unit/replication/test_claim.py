@@ -10,7 +10,11 @@ from waltz_core.cluster.znodes.model import (
     PartitionMetadata,
     ReplicaState,
 )
-from waltz_core.replication.session_claim import PartitionNodes, is_newer, rejection
+from waltz_core.replication.session_claim import (
+    PartitionNodes,
+    claim_rejection,
+    is_later_generation,
+)
 
 A, B, C, D, E = (f"storage{n}:1" for n in range(5))
 NONCE = b"n" * 16
@@ -35,15 +39,15 @@ def view(states=STATES, *, session=5, state=MarkerState.OPEN, marker_session=5):
     ],
 )
 def test_generations_wrap(one, other, newer):
-    assert is_newer(one, other) is newer
+    assert is_later_generation(one, other) is newer
 
 
 def test_a_claim_by_a_0_13_program_server_has_no_name():
-    assert view().name == (5, NONCE)
-    assert view(session=6).name is None
-    assert view(state=None).name is None
+    assert view().last_claim == (5, NONCE)
+    assert view(session=6).last_claim is None
+    assert view(state=None).last_claim is None
 
 
 def test_an_open_partition_without_states_is_rejected():
-    assert "lost or rolled back" in rejection(view({}), [A, B, C], {})
-    assert rejection(view({}, state=MarkerState.NEW), [A, B, C], {}) is None
+    assert "lost or rolled back" in claim_rejection(view({}), [A, B, C], {})
+    assert claim_rejection(view({}, state=MarkerState.NEW), [A, B, C], {}) is None

@@ -56,8 +56,8 @@ def test_a_late_replica_with_uncommitted_batches_is_detected(bench):
 
 
 def test_a_connected_replica_that_may_not_be_used_is_detected(bench):
-    bench.store.session.replicas[C].is_excluded = True
-    with pytest.raises(AssertionError, match="tainted"):
+    bench.store.session.replicas[C].cannot_rejoin = True
+    with pytest.raises(AssertionError, match="cannot rejoin"):
         check(bench.store)
 
 

@@ -29,12 +29,12 @@ def test_a_quorum_proves_the_mark_that_was_committed_when_the_proof_was_requeste
     engaged = [Replica(), Replica()]
     proofs.begin(7, 40, engaged, 1_000)
     assert [each.requests for each in engaged] == [[(messages.Heartbeat, 1_000, 7)]] * 2
-    proofs.vote(7, "a:1")
-    proofs.vote(7, "a:1")
+    proofs.on_confirmed(7, "a:1")
+    proofs.on_confirmed(7, "a:1")
     assert outbox == []
-    proofs.vote(7, "c:1")
+    proofs.on_confirmed(7, "c:1")
     assert outbox == [MarkProved(7, 40)]
-    proofs.vote(7, "b:1")
+    proofs.on_confirmed(7, "b:1")
     assert outbox == [MarkProved(7, 40)]
 
 
@@ -53,11 +53,11 @@ def test_a_proof_that_times_out_is_reported_once():
     proofs.begin(7, 40, [], 1_000)
     proofs.begin(8, 41, [], 1_050)
     assert list(proofs.deadlines()) == [1_100, 1_150]
-    proofs.expire(1_099)
+    proofs.fail_overdue(1_099)
     assert outbox == []
-    proofs.expire(1_100)
+    proofs.fail_overdue(1_100)
     assert outbox == [MarkProofFailed(7)]
-    proofs.end()
-    proofs.end()
+    proofs.fail_all()
+    proofs.fail_all()
     assert outbox == [MarkProofFailed(7), MarkProofFailed(8)]
     assert list(proofs.deadlines()) == []

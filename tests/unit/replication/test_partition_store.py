@@ -12,13 +12,13 @@ from waltz_core.replication import session_events
 from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.replica_session import ReplicaStage
 from waltz_core.replication.session_events import (
-    Committed,
     MarkProofFailed,
     MarkProved,
-    Released,
+    OwnershipReleased,
     SessionClosed,
     SessionOpened,
     SessionSettled,
+    TransactionsCommitted,
 )
 
 
@@ -39,7 +39,7 @@ def test_nothing_is_reported_before_the_second_compare_and_set_is_known():
     bench.decide()
     assert not bench.all_reported(SessionOpened)
     assert not bench.all_sent(wire.Engage)
-    assert bench.store.open_session is None
+    assert bench.store.open_session_id is None
     bench.ask_zookeeper()
     assert len(bench.all_reported(SessionOpened)) == 1
     assert len(bench.all_sent(wire.Engage)) == 3
@@ -54,7 +54,7 @@ def test_a_claim_of_unknown_outcome_is_read_again(outcome):
     bench.wait(100)
     assert isinstance(bench.ask_zookeeper(), session_events.ReadMetadata)
     bench.run_for(20)
-    assert bench.store.open_session == 0
+    assert bench.store.open_session_id == 0
     # What did not happen is claimed again, what did is not claimed twice.
     assert bench.metadata.session_id == 0
 
@@ -68,7 +68,7 @@ def test_states_with_an_unknown_outcome_are_read_again_before_anything_is_report
     bench.wait(3000)
     assert not bench.all_reported(SessionOpened)
     bench.run()
-    assert bench.store.open_session == 0
+    assert bench.store.open_session_id == 0
     assert bench.metadata.session_id == 0
 
 
@@ -94,7 +94,7 @@ def test_a_lost_claim_is_repeated_with_another_session_id():
     bench.ask_zookeeper()
     bench.claim_elsewhere(7)
     bench.reopen()
-    assert bench.store.open_session == 8
+    assert bench.store.open_session_id == 8
 
 
 def test_states_are_not_written_over_the_claim_of_another_process():
@@ -108,7 +108,7 @@ def test_states_are_not_written_over_the_claim_of_another_process():
     assert bench.store.session is None
     assert not bench.all_reported(SessionOpened)
     bench.reopen()
-    assert bench.store.open_session == 8
+    assert bench.store.open_session_id == 8
 
 
 def test_a_later_generation_is_not_touched():
@@ -116,7 +116,7 @@ def test_a_later_generation_is_not_touched():
     bench.metadata = PartitionMetadata(5, 7, {})
     bench.own(generation=4)
     bench.run()
-    assert "generation of the partition is 5" in bench.all_reported(Released)[0].reason
+    assert "generation of the partition is 5" in bench.all_reported(OwnershipReleased)[0].reason
     assert bench.metadata.session_id == 7
     assert bench.store.wake_at_ms is None
 
@@ -130,7 +130,7 @@ def test_an_open_partition_without_states_is_rejected_and_checked_again():
     bench.metadata = PartitionMetadata(1, 3, dict.fromkeys([A, B, C], ReplicaState(-1, UNRESOLVED)))
     bench.wait(11_000)
     bench.run_for(100)
-    assert bench.store.open_session is not None
+    assert bench.store.open_session_id is not None
 
 
 def test_a_new_partition_with_records_somewhere_is_rejected():
@@ -141,7 +141,7 @@ def test_a_new_partition_with_records_somewhere_is_rejected():
     bench.storages[A].disk.entries = donor.storages[A].disk.entries
     bench.own()
     bench.run()
-    assert bench.store.open_session is None
+    assert bench.store.open_session_id is None
     reason = bench.reports("partition.open_failed")[0]["reason"]
     assert "because ZooKeeper has no replica states" in reason
     assert bench.storages[A].last == 0
@@ -152,7 +152,7 @@ def test_a_partition_of_waltz_0_13_is_adopted_only_when_all_are_empty():
     bench.down = {C}
     bench.own()
     bench.run_for(1000)
-    assert bench.store.open_session is None
+    assert bench.store.open_session_id is None
     assert not bench.all_sent(wire.SetLowWaterMark)
     bench.down = set()
     bench.wait(3000)
@@ -164,11 +164,11 @@ def test_commits_need_a_quorum_and_come_in_order(bench):
     last = bench.submit(2)
     bench.submit()
     bench.deliver(A)
-    assert not bench.all_reported(Committed)
+    assert not bench.all_reported(TransactionsCommitted)
     bench.deliver(B)
-    assert [one.last for one in bench.all_reported(Committed)] == [last]
+    assert [one.last for one in bench.all_reported(TransactionsCommitted)] == [last]
     bench.run()
-    committed = bench.all_reported(Committed)
+    committed = bench.all_reported(TransactionsCommitted)
     assert [one.last for one in committed] == [1, 2]
     assert committed[-1].chain == bench.storages[A].chain == bench.storages[C].chain
     assert bench.store.high_water_mark == 2
@@ -182,7 +182,7 @@ def test_nothing_is_committed_by_fewer_than_a_majority(count, quorum):
     bench.submit()
     for synced, name in enumerate(bench.names, 1):
         bench.deliver(name)
-        assert bool(bench.all_reported(Committed)) == (synced >= quorum)
+        assert bool(bench.all_reported(TransactionsCommitted)) == (synced >= quorum)
 
 
 @pytest.mark.parametrize(("count", "quorum"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
@@ -193,9 +193,9 @@ def test_no_session_opens_with_fewer_than_a_majority(count, quorum):
     bench.own()
     for _ in range(3):
         bench.run()
-        bench.wait(LIMITS.grace_ms)
+        bench.wait(LIMITS.opening_grace_ms)
     assert bench.store.session is not None
-    assert bench.store.open_session is None
+    assert bench.store.open_session_id is None
     bench.down = set(names[quorum:])
     bench.wait(LIMITS.redial_ms_max)
     bench.reopen()
@@ -211,12 +211,12 @@ def test_a_lost_engaged_replica_ends_the_session_and_the_next_one_continues_with
     bench.lose(C)
     assert bench.all_reported(SessionClosed)[0].session_id == 0
     start_ms = bench.now_ms
-    while bench.store.open_session is None:
+    while bench.store.open_session_id is None:
         bench.run()
         bench.wait(5)
     assert bench.now_ms - start_ms <= 60
     opened = bench.all_reported(SessionOpened)[-1]
-    assert (opened.session_id, opened.high_water_mark, opened.unbroken) == (1, 1, True)
+    assert (opened.session_id, opened.high_water_mark, opened.follows_own_session) == (1, 1, True)
     assert bench.metadata.states[C] == ReplicaState(0, 1)
     assert bench.all_reported(SessionSettled)[-1].committed_last == 1
 
@@ -226,8 +226,8 @@ def test_a_session_of_another_owner_in_between_clears_unbroken(bench):
     bench.step(session_events.Checkpoint())
     assert isinstance(bench.questions[0], session_events.WriteMetadata), "it reads after a conflict"
     bench.reopen()
-    assert bench.store.open_session == 2
-    assert not bench.all_reported(SessionOpened)[-1].unbroken
+    assert bench.store.open_session_id == 2
+    assert not bench.all_reported(SessionOpened)[-1].follows_own_session
 
 
 def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroken(bench):
@@ -242,7 +242,7 @@ def test_a_claim_of_the_same_server_after_another_servers_session_is_not_unbroke
     bench.reopen()
     opened = bench.all_reported(SessionOpened)[-1]
     assert opened.session_id == 3
-    assert not opened.unbroken
+    assert not opened.follows_own_session
 
 
 def with_foreign_ids_in_doubt():
@@ -268,7 +268,7 @@ def until_settlement_reads(bench):
         if bench.questions:
             bench.ask_zookeeper()
         else:
-            bench.wait(bench.limits.grace_ms)
+            bench.wait(bench.limits.opening_grace_ms)
     supplier, message = bench.sent[-1]
     assert isinstance(message, wire.LineageRequest)
     return supplier
@@ -279,7 +279,7 @@ def test_unknown_outcomes_are_settled_by_session_and_not_by_id():
     bench.reopen()
     opened = bench.all_reported(SessionOpened)[-1]
     assert opened.high_water_mark == 1
-    assert not opened.unbroken
+    assert not opened.follows_own_session
     assert bench.all_reported(SessionSettled)[-1].committed_last == -1
     assert bench.logs()[A] == [100, 101]
 
@@ -292,7 +292,7 @@ def test_unknown_outcomes_survive_a_session_lost_before_they_are_settled():
     bench.reopen()
     assert bench.all_reported(SessionSettled)[-1].committed_last == -1
     # This server has not read yet what others wrote before that session.
-    assert not bench.all_reported(SessionOpened)[-1].unbroken
+    assert not bench.all_reported(SessionOpened)[-1].follows_own_session
 
 
 def test_unknown_outcomes_that_have_expired_stay_unknown():
@@ -305,7 +305,7 @@ def test_unknown_outcomes_that_have_expired_stay_unknown():
     answer = wire.Nack(asked.session_id, asked.sequence, asked.partition_id, *begins)
     bench.step(session_events.ReplicaResponded(asked.session_id, supplier, answer))
     outcome = bench.all_reported(SessionSettled)[-1]
-    assert (outcome.session_id, outcome.has_expired) == (asked.session_id, True)
+    assert (outcome.session_id, outcome.has_unknown_outcomes) == (asked.session_id, True)
     assert bench.store.session.ended is None, "the replica is not at fault"
 
 
@@ -327,7 +327,7 @@ def test_a_replica_that_never_settles_the_past_is_abandoned(bench):
     supplier = until_settlement_reads(other)
     other.silent.add(supplier)
     other.run()
-    assert other.store.open_session is None
+    assert other.store.open_session_id is None
     other.wait(other.limits.answer_ms_max)
     other.reopen()
     assert other.store.session.replicas[supplier].stage is not ReplicaStage.ENGAGED
@@ -342,25 +342,25 @@ def test_appends_on_a_quorum_are_settled_as_committed(bench):
     bench.reopen()
     assert bench.all_reported(SessionOpened)[-1].high_water_mark == 1
     assert bench.all_reported(SessionSettled)[-1].committed_last == 1
-    assert not bench.all_reported(Committed)
+    assert not bench.all_reported(TransactionsCommitted)
 
 
 def test_an_owner_that_is_fenced_again_and_again_releases_the_partition():
     bench = Bench(limits=SessionLimits(lost_races_max=2))
     bench.open()
     for _ in range(40):
-        if bench.all_reported(Released):
+        if bench.all_reported(OwnershipReleased):
             break
         session = bench.metadata.session_id + 5
         bench.claim_elsewhere(session)
         for storage in bench.storages.values():
             storage.disk.promised = session
-        if bench.store.open_session is not None:
+        if bench.store.open_session_id is not None:
             bench.submit()
         for _ in range(8):
             bench.run()
             bench.wait(300)
-    assert "other servers have begun" in bench.all_reported(Released)[0].reason
+    assert "other servers have begun" in bench.all_reported(OwnershipReleased)[0].reason
 
 
 def test_storages_ahead_of_zookeeper_stop_a_claim(bench):
@@ -369,8 +369,8 @@ def test_storages_ahead_of_zookeeper_stop_a_claim(bench):
     bench.step(session_events.Checkpoint())
     for _ in range(10):
         bench.run()
-        bench.wait(bench.limits.useful_ms)
-    assert bench.store.open_session is None
+        bench.wait(bench.limits.useful_session_ms)
+    assert bench.store.open_session_id is None
     assert any(
         "99" not in one["reason"] and "have store sessions after" in one["reason"]
         for one in bench.reports("partition.open_failed")
@@ -391,12 +391,12 @@ def test_no_quorum_for_long_releases_the_partition():
     bench.down = {A, B}
     begun_ms = bench.now_ms
     bench.own()
-    while not bench.all_reported(Released):
+    while not bench.all_reported(OwnershipReleased):
         bench.run()
         bench.now_ms = bench.store.wake_at_ms
         bench.step(session_events.Wakeup())
     assert bench.now_ms - begun_ms == bench.limits.quorum_ms_max
-    assert "no quorum" in bench.all_reported(Released)[0].reason
+    assert "no quorum" in bench.all_reported(OwnershipReleased)[0].reason
     assert bench.store.wake_at_ms is None
 
 
@@ -404,20 +404,20 @@ def test_a_queued_zookeeper_request_does_not_release_the_partition():
     bench = Bench()
     bench.own()
     bench.wait(60_000)
-    assert not bench.all_reported(Released)
+    assert not bench.all_reported(OwnershipReleased)
     bench.run()
-    assert bench.store.open_session == 0
+    assert bench.store.open_session_id == 0
     # From then on time counts as ever.
     bench.down = {A, B}
     bench.own(2)
     for _ in range(11):
         bench.run()
-        bench.wait(bench.limits.useful_ms)
-    assert not bench.all_reported(Released)
+        bench.wait(bench.limits.useful_session_ms)
+    assert not bench.all_reported(OwnershipReleased)
     for _ in range(3):
         bench.run()
-        bench.wait(bench.limits.useful_ms)
-    assert "no quorum" in bench.all_reported(Released)[0].reason
+        bench.wait(bench.limits.useful_session_ms)
+    assert "no quorum" in bench.all_reported(OwnershipReleased)[0].reason
 
 
 def test_appends_that_cannot_be_sent_release_the_partition(bench):
@@ -425,7 +425,7 @@ def test_appends_that_cannot_be_sent_release_the_partition(bench):
     bench.deliver(A)
     bench.wait(13_000)
     assert bench.all_reported(SessionClosed)
-    assert "no quorum" in bench.all_reported(Released)[0].reason
+    assert "no quorum" in bench.all_reported(OwnershipReleased)[0].reason
 
 
 def test_a_zookeeper_outage_neither_releases_the_partition_nor_stops_appends():
@@ -441,10 +441,10 @@ def test_a_zookeeper_outage_neither_releases_the_partition_nor_stops_appends():
             bench.ask_zookeeper("away")
         bench.submit()
         bench.run(questions=False)
-        bench.wait(bench.limits.useful_ms)
-    assert bench.store.open_session == 0
+        bench.wait(bench.limits.useful_session_ms)
+    assert bench.store.open_session_id == 0
     assert bench.store.high_water_mark == 29
-    assert not bench.all_reported(Released)
+    assert not bench.all_reported(OwnershipReleased)
     bench.wait(3000)
     bench.run()
     assert bench.store.readable_replicas == [A, B, C]
@@ -481,14 +481,14 @@ def test_marks_are_proved_by_a_quorum_and_not_by_less():
 
 
 def test_a_submit_to_a_session_that_is_over_is_dropped(bench):
-    session = bench.store.open_session
+    session = bench.store.open_session_id
     bench.lose(A)
     sent = len(bench.sent)
-    bench.step(session_events.Submit(session, make_batch(0, [1], 5)))
+    bench.step(session_events.SubmitToSession(session, make_batch(0, [1], 5)))
     assert len(bench.sent) == sent
     bench.reopen()
     sent = len(bench.sent)
-    bench.step(session_events.Submit(session, make_batch(0, [1], 5)))
+    bench.step(session_events.SubmitToSession(session, make_batch(0, [1], 5)))
     assert len(bench.sent) == sent
 
 
@@ -497,14 +497,14 @@ def test_earlier_zookeeper_requests_are_not_awaited():
     bench = Bench()
     bench.own()
     bench.ask_zookeeper()
-    bench.step(session_events.Reassign((C, B, A)))
+    bench.step(session_events.ReassignReplicas((C, B, A)))
     written, _ = bench.questions
     assert isinstance(written, session_events.WriteMetadata)
     bench.ask_zookeeper()
     assert len(bench.questions) == 1
     assert not bench.reports("session.claimed")
     bench.reopen()
-    assert bench.store.open_session == 1
+    assert bench.store.open_session_id == 1
     assert bench.store.readable_replicas == [C, B, A]
 
 
@@ -523,7 +523,7 @@ def test_late_answers_to_an_abandoned_write_are_ignored():
         assert bench.store.session is None
         assert not bench.questions
     bench.reopen()
-    assert bench.store.open_session == 0
+    assert bench.store.open_session_id == 0
 
 
 def test_a_partition_that_is_released_closes_its_session_and_connections(bench):
@@ -532,13 +532,13 @@ def test_a_partition_that_is_released_closes_its_session_and_connections(bench):
     assert bench.store.session is None
     assert bench.store.wake_at_ms is None
     assert len(bench.all_reported(SessionClosed)) == 1
-    assert not bench.all_reported(Released)
+    assert not bench.all_reported(OwnershipReleased)
 
 
 def test_the_same_assignment_again_changes_nothing(bench):
     bench.own()
-    bench.step(session_events.Reassign((A, B, C)))
-    assert bench.store.open_session == 0
+    bench.step(session_events.ReassignReplicas((A, B, C)))
+    assert bench.store.open_session_id == 0
     bench.own(generation=2)
     bench.reopen()
     assert bench.metadata.generation == 2
@@ -549,7 +549,7 @@ def test_a_replica_is_replaced_by_another():
     bench.add_storage(D)
     bench.open()
     bench.append(2, batches=5)
-    bench.step(session_events.Reassign((A, B, D)))
+    bench.step(session_events.ReassignReplicas((A, B, D)))
     bench.wait(30)
     bench.reopen()
     bench.run_for(100)
@@ -564,7 +564,7 @@ def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
     bench.open(replicas=(A, B, C))
     bench.append()
     bench.down = {B}
-    bench.step(session_events.Reassign((A, B, D)))
+    bench.step(session_events.ReassignReplicas((A, B, D)))
     while bench.questions:
         bench.ask_zookeeper()
     while bench.dials:
@@ -578,7 +578,7 @@ def test_a_session_opens_with_a_quorum_of_the_last_assignment_too():
         bench.run()
         bench.wait(50)
     assert bench.store.session.replicas[D].is_marked
-    assert bench.store.open_session is None
+    assert bench.store.open_session_id is None
     bench.down = {C}
     bench.wait(1_000)
     bench.reopen()
@@ -590,13 +590,13 @@ def test_too_many_new_replicas_at_once_are_rejected():
     bench.add_storage(D)
     bench.add_storage(E)
     bench.open()
-    bench.step(session_events.Reassign((A, D, E)))
+    bench.step(session_events.ReassignReplicas((A, D, E)))
     bench.run()
     bench.wait(100)
     assert "fewer than 2 new replicas" in bench.reports("partition.open_failed")[0]["reason"]
-    bench.step(session_events.Reassign((A, B, D)))
+    bench.step(session_events.ReassignReplicas((A, B, D)))
     bench.reopen()
-    assert bench.store.open_session == 1
+    assert bench.store.open_session_id == 1
 
 
 def test_a_mark_that_was_exposed_never_decreases(bench):
@@ -606,7 +606,7 @@ def test_a_mark_that_was_exposed_never_decreases(bench):
         storage.disk.entries = []
     bench.step(session_events.Checkpoint())
     bench.run_for(100)
-    assert bench.store.open_session is None
+    assert bench.store.open_session_id is None
     assert "0 was committed" in bench.reports("partition.open_failed")[0]["reason"]
 
 
@@ -616,7 +616,7 @@ def test_failures_are_followed_by_growing_pauses(bench):
         bench.wait(1)
         for _ in range(3000):
             bench.run()
-            if bench.store.open_session is not None:
+            if bench.store.open_session_id is not None:
                 break
             bench.wait(10)
         claimed_ms.append(bench.now_ms)
@@ -628,15 +628,18 @@ def test_failures_are_followed_by_growing_pauses(bench):
 
 def test_storages_restarted_one_after_the_other_are_not_failures(bench):
     for replica in (A, B, C) * 4:
-        bench.wait(bench.limits.useful_ms)
+        bench.wait(bench.limits.useful_session_ms)
         bench.run()
         assert replica in bench.store.readable_replicas
         bench.lose(replica)
         lost_ms = bench.now_ms
-        while bench.store.open_session is None:
+        while bench.store.open_session_id is None:
             bench.wait(1)
             bench.run()
-        assert bench.now_ms - lost_ms <= bench.limits.first_retry_ms_max + bench.limits.grace_ms
+        assert (
+            bench.now_ms - lost_ms
+            <= bench.limits.first_retry_ms_max + bench.limits.opening_grace_ms
+        )
 
 
 def test_a_session_id_that_was_assigned_twice_rejects_the_partition(bench):
@@ -645,13 +648,13 @@ def test_a_session_id_that_was_assigned_twice_rejects_the_partition(bench):
     bench.step(session_events.Checkpoint())
     bench.reopen()
     bench.append(batches=3)
-    assert bench.store.open_session == 1
+    assert bench.store.open_session_id == 1
     bench.metadata, bench.marker = old
     bench.store = bench._new_store(bench.limits)
     bench.requests.clear()
     bench.own(generation=2)
     bench.run_for(100)
-    assert bench.store.open_session is None
+    assert bench.store.open_session_id is None
     assert "rolled back" in bench.reports("partition.open_failed")[0]["reason"]
     claimed = bench.metadata.session_id
     for _ in range(5):
@@ -659,4 +662,4 @@ def test_a_session_id_that_was_assigned_twice_rejects_the_partition(bench):
         bench.run()
     assert bench.metadata.session_id == claimed
     assert len({tuple(log) for log in bench.logs().values()}) == 1
-    assert not bench.all_reported(Released)
+    assert not bench.all_reported(OwnershipReleased)

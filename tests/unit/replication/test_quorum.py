@@ -11,12 +11,12 @@ REPLICAS = [ReplicaId(f"storage-{n}:1") for n in range(5)]
 
 def test_a_vote_outlives_its_connection() -> None:
     tally = Tally(REPLICAS[:3])
-    tally.vote(REPLICAS[0])
-    tally.lose(REPLICAS[0])
-    tally.lose(REPLICAS[1])
-    assert tally.verdict is VoteResult.OPEN
-    tally.lose(REPLICAS[2])
-    assert tally.verdict is VoteResult.LOST
+    tally.count_vote(REPLICAS[0])
+    tally.count_lost(REPLICAS[0])
+    tally.count_lost(REPLICAS[1])
+    assert tally.result is VoteResult.OPEN
+    tally.count_lost(REPLICAS[2])
+    assert tally.result is VoteResult.LOST
 
 
 @given(count=st.integers(1, 5), steps=st.lists(st.tuples(st.booleans(), st.integers(0, 4))))
@@ -26,13 +26,13 @@ def test_a_final_verdict_never_changes(count: int, steps: list[tuple[bool, int]]
     for is_vote, number in steps:
         index = number % count
         if is_vote and index not in lost:
-            tally.vote(REPLICAS[index])
+            tally.count_vote(REPLICAS[index])
         elif not is_vote:
-            tally.lose(REPLICAS[index])
+            tally.count_lost(REPLICAS[index])
             lost.add(index)
         if first is VoteResult.OPEN:
-            first = tally.verdict
-        assert tally.verdict is first
+            first = tally.result
+        assert tally.result is first
 
 
 @given(st.integers(1, 99))

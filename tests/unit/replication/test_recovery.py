@@ -16,7 +16,7 @@ from waltz_core.replication.quorum import quorum_size
 from waltz_core.replication.session_recovery import (
     HistoryOrigin,
     Recovery,
-    decide,
+    decided_mark,
     history_origin_of,
     is_credible,
     states_to_claim,
@@ -47,7 +47,7 @@ def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_
             known_count = engaged_count - unknown_count
             for maxes in combinations_with_replacement(range(-1, 3), known_count):
                 cases += 1
-                found = decide(list(maxes), unknown_count=unknown_count, quorum=quorum)
+                found = decided_mark(list(maxes), unknown_count=unknown_count, quorum=quorum)
                 # An unknown replica may have had nothing, what others have, or more.
                 pasts = product((-1, 0, 1, 2, 99), repeat=unknown_count)
                 best = max(sorted((*maxes, *past), reverse=True)[quorum - 1] for past in pasts)
@@ -62,30 +62,30 @@ def test_the_decision_is_the_highest_id_that_can_have_been_acknowledged(replica_
 def test_replicas_that_were_not_engaged_do_not_count():
     states = {**engaged(A, B), C: ReplicaState(3, 7)}
     recovery = Recovery(HistoryOrigin.RECORDED, states)
-    recovery.on_answered(C, prepared(99), OWN_ID)
-    assert recovery.decide() is None
-    recovery.on_answered(A, prepared(4), OWN_ID)
-    assert recovery.decide() == 4
-    assert recovery.unknown == [B]
+    recovery.on_prepared(C, prepared(99), OWN_ID)
+    assert recovery.decide_mark() is None
+    recovery.on_prepared(A, prepared(4), OWN_ID)
+    assert recovery.decide_mark() == 4
+    assert recovery.unknown_replicas == [B]
 
 
 def test_recovery_keeps_a_record_that_the_vote_of_waltz_0_13_would_lose():
     """Id 0 is on B and C; B's disk is put back to an older one; C is away, A never had it."""
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, C))
-    recovery.on_answered(A, prepared(-1), OWN_ID)
-    recovery.on_answered(B, prepared(-1, session=4), OWN_ID)
-    assert recovery.decide() is None
-    recovery.on_answered(C, prepared(0), OWN_ID)
-    assert recovery.decide() == 0
+    recovery.on_prepared(A, prepared(-1), OWN_ID)
+    recovery.on_prepared(B, prepared(-1, session=4), OWN_ID)
+    assert recovery.decide_mark() is None
+    recovery.on_prepared(C, prepared(0), OWN_ID)
+    assert recovery.decide_mark() == 0
 
 
 def test_an_unknown_replica_stays_unknown_and_a_shorter_log_is_unknown():
     recovery = Recovery(HistoryOrigin.RECORDED, engaged(A, B, C))
-    recovery.on_answered(A, prepared(9, suspect=True), OWN_ID)
-    recovery.on_answered(A, prepared(9), OWN_ID)
-    recovery.on_answered(B, prepared(9), OWN_ID)
-    recovery.on_answered(B, prepared(8), OWN_ID)
-    assert recovery.unknown == [A, B, C]
+    recovery.on_prepared(A, prepared(9, suspect=True), OWN_ID)
+    recovery.on_prepared(A, prepared(9), OWN_ID)
+    recovery.on_prepared(B, prepared(9), OWN_ID)
+    recovery.on_prepared(B, prepared(8), OWN_ID)
+    assert recovery.unknown_replicas == [A, B, C]
 
 
 @pytest.mark.parametrize(
@@ -142,11 +142,11 @@ def test_an_adoption_is_remembered_until_it_is_done():
     metadata = PartitionMetadata(1, 1, states)
     assert history_origin_of(metadata, marker(MarkerState.NEW)) is HistoryOrigin.ADOPTED
     recovery = Recovery(HistoryOrigin.ADOPTED, states)
-    recovery.on_answered(A, prepared(-1, session=-1), OWN_ID)
-    recovery.on_answered(B, prepared(-1, session=-1), OWN_ID)
-    assert recovery.decide() is None
-    recovery.on_answered(C, prepared(-1, session=-1), OWN_ID)
-    assert recovery.decide() == -1
+    recovery.on_prepared(A, prepared(-1, session=-1), OWN_ID)
+    recovery.on_prepared(B, prepared(-1, session=-1), OWN_ID)
+    assert recovery.decide_mark() is None
+    recovery.on_prepared(C, prepared(-1, session=-1), OWN_ID)
+    assert recovery.decide_mark() == -1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ def test_an_adoption_is_remembered_until_it_is_done():
 def test_an_opening_records_the_state_of_each_replica():
     states = {**engaged(A, B), C: ReplicaState(3, 7)}
     recovery = Recovery(HistoryOrigin.RECORDED, states)
-    recovery.on_answered(A, prepared(9), OWN_ID)
-    assert recovery.decide() == 9
+    recovery.on_prepared(A, prepared(9), OWN_ID)
+    assert recovery.decide_mark() == 9
     assert recovery.opening_states(6, [A, B, C, D], [A]) == {
         A: ReplicaState(6, UNRESOLVED),
         B: ReplicaState(5, 9),

@@ -210,7 +210,7 @@ def test_the_goal_is_the_log_of_a_process_that_can_be_trusted(bench):
     bench.down = {A}
     bench.lose(A)
     bench.reopen()
-    bench.wait(bench.limits.grace_ms)
+    bench.wait(bench.limits.opening_grace_ms)
     bench.append()
     assert bench.logs() == {A: [0], B: [1], C: [1]}
     bench.down = set()
@@ -352,11 +352,11 @@ def running(*, batches=4):
 
 def test_damage_in_a_running_session_is_repaired_in_it():
     bench = running()
-    session = bench.store.open_session
+    session = bench.store.open_session_id
     reports_damage(bench, B, 0, 5)
     bench.run()
     assert not bench.storages[B].disk.damaged
-    assert bench.store.open_session == session
+    assert bench.store.open_session_id == session
     filled = [(each["replica"], each["ids"]) for each in bench.reports("replica.repaired")]
     assert filled == [(B, "0..0"), (B, "5..5")]
     assert bench.reports("replica.damaged")[0]["ids"] == "0..0,5..5"
@@ -404,12 +404,12 @@ def test_damage_that_all_replicas_have_hides_no_other():
     reports_damage(bench, C, 1, 4)
     bench.run()
     assert bench.storages[C].disk.damaged == {1}
-    assert bench.store.open_session is not None
+    assert bench.store.open_session_id is not None
 
 
 def test_a_replica_that_reports_half_a_range_is_abandoned():
     bench = running()
-    session = bench.store.open_session
+    session = bench.store.open_session_id
     bench.step(
         session_events.ReplicaResponded(session, B, wire.DamageFound(session, 0, 0, bytes(8)))
     )

@@ -14,10 +14,10 @@ from tests.unit.replication.archiving_bench import (
     next_owner_of,
 )
 from tests.unit.replication.bench import A, B, C, wire
-from waltz_core.replication.archiving import PROGRESS_MS_MAX
-from waltz_core.replication.session_events import ReplaceInArchive, ReplacementOutcome
+from waltz_core.replication.archiving import NO_PROGRESS_MS_MAX
+from waltz_core.replication.session_events import ReplaceArchivedObject, ReplacementOutcome
 
-OBJECT = ReplaceInArchive("o1", 0, 1, 77)
+OBJECT = ReplaceArchivedObject("o1", 0, 1, 77)
 
 
 @pytest.fixture
@@ -57,10 +57,10 @@ def test_the_new_manifest_is_recorded_and_the_mark_stays(bench):
     written(bench, replica, message)
     bench.run(questions=False)
     assert bench.marker.archived == mark
-    assert bench.store.replacement(OBJECT) is None, "ZooKeeper does not have it"
+    assert bench.store.replacement_outcome(OBJECT) is None, "ZooKeeper does not have it"
     bench.run()
     assert bench.marker.archived == mark._replace(manifest="r1", manifest_crc=8)
-    assert bench.store.replacement(OBJECT) == ReplacementOutcome(True, replica, ())
+    assert bench.store.replacement_outcome(OBJECT) == ReplacementOutcome(True, replica, ())
     assert bench.reports("archive.object_replaced") == [
         {"session": 0, "object": "o1", "replica": replica, "manifest": "r1"}
     ]
@@ -83,7 +83,7 @@ def test_another_replica_is_requested_if_one_does_not_have_the_records(bench):
     bench.run()
     assert bench.marker.archived.manifest == "r1"
     reasons = (f"{replica}: expected IDs from 4 on",)
-    assert bench.store.replacement(OBJECT) == ReplacementOutcome(True, other, reasons)
+    assert bench.store.replacement_outcome(OBJECT) == ReplacementOutcome(True, other, reasons)
 
 
 def test_each_replica_is_requested_once_and_the_outcome_has_all_reasons(bench):
@@ -95,7 +95,7 @@ def test_each_replica_is_requested_once_and_the_outcome_has_all_reasons(bench):
     asked = [replica for replica, _ in replacements(bench)]
     assert sorted(asked) == [A, B, C]
     reasons = tuple(f"{replica}: reason {number}" for number, replica in enumerate(asked))
-    assert bench.store.replacement(OBJECT) == ReplacementOutcome(False, None, reasons)
+    assert bench.store.replacement_outcome(OBJECT) == ReplacementOutcome(False, None, reasons)
     assert len(bench.reports("archive.object_replacement_failed")) == 3
     assert bench.marker.archived == mark
 
@@ -105,15 +105,15 @@ def test_a_later_request_for_the_same_object_begins_again(bench):
     for _ in range(3):
         refused(bench, *replacements(bench)[-1])
         bench.run()
-    outcome = bench.store.replacement(OBJECT)
+    outcome = bench.store.replacement_outcome(OBJECT)
     bench.step(OBJECT)
     bench.run()
-    assert bench.store.replacement(OBJECT) == outcome, "an answer may have been lost"
+    assert bench.store.replacement_outcome(OBJECT) == outcome, "an answer may have been lost"
     later = replace(OBJECT, token=78)
-    assert bench.store.replacement(later) is None
+    assert bench.store.replacement_outcome(later) is None
     written(bench, *request(bench, later))
     bench.run()
-    assert bench.store.replacement(later).is_replaced
+    assert bench.store.replacement_outcome(later).is_replaced
 
 
 @pytest.mark.parametrize("kind", ["silence", "rejection", "another end"])
@@ -124,20 +124,20 @@ def test_a_replica_that_fails_is_not_requested_again(bench, kind):
     bench.run()
     first, message = replacements(bench)[0]
     if kind == "silence":
-        bench.run_for(PROGRESS_MS_MAX)
+        bench.run_for(NO_PROGRESS_MS_MAX)
     elif kind == "another end":
         written(bench, first, message, chain=bytes(16))
         bench.run()
     else:
         assert len(replacements(bench)) == 3
-        assert not bench.store.replacement(OBJECT).is_replaced
+        assert not bench.store.replacement_outcome(OBJECT).is_replaced
         return
     second, later = replacements(bench)[1]
     assert second != first
     written(bench, second, later)
     bench.run()
     assert bench.marker.archived.manifest == "r1"
-    (reason,) = bench.store.replacement(OBJECT).failures
+    (reason,) = bench.store.replacement_outcome(OBJECT).failures
     expected = (
         "the storage has reported no progress for"
         if kind == "silence"
@@ -151,7 +151,7 @@ def test_a_request_for_an_object_that_is_already_replaced_changes_nothing(bench)
     written(bench, *request(bench), manifest="")
     bench.run()
     assert bench.marker.archived == mark
-    assert bench.store.replacement(OBJECT) == ReplacementOutcome(True, None, ())
+    assert bench.store.replacement_outcome(OBJECT) == ReplacementOutcome(True, None, ())
 
 
 def test_a_replacement_and_an_attempt_exclude_each_other(bench):
@@ -172,11 +172,11 @@ def test_a_replacement_and_an_attempt_exclude_each_other(bench):
 
 def test_one_replacement_is_under_way_and_another_one_follows(bench):
     replica, message = request(bench)
-    other = ReplaceInArchive("o2", 2, 3, 78)
+    other = ReplaceArchivedObject("o2", 2, 3, 78)
     bench.step(other)
     written(bench, replica, message)
     bench.run()
-    assert bench.store.replacement(OBJECT).is_replaced
+    assert bench.store.replacement_outcome(OBJECT).is_replaced
     assert len(replacements(bench)) == 1
     _, message = request(bench, other)
     assert (message.object, message.manifest) == ("o2", "r1")
@@ -187,7 +187,7 @@ def test_a_replacement_is_recorded_once_although_zookeeper_does_not_answer(bench
     written(bench, *request(bench))
     bench.run(questions=False)
     bench.ask_zookeeper(outcome)
-    assert bench.store.replacement(OBJECT) is None
+    assert bench.store.replacement_outcome(OBJECT) is None
     bench.run_for(5_000)
     assert bench.marker.archived.manifest == "r1"
     assert len(bench.reports("archive.object_replaced")) == 1
@@ -201,7 +201,7 @@ def test_a_replacement_ends_with_its_session(bench):
     written(bench, replica, message)
     bench.run()
     assert bench.marker.archived == mark
-    assert bench.store.replacement(OBJECT) is None
+    assert bench.store.replacement_outcome(OBJECT) is None
 
 
 def test_an_owner_that_archives_nothing_replaces_an_object(bench):

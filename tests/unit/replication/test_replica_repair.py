@@ -14,10 +14,10 @@ from waltz_core.replication.replica_repair import (
     FetchCopy,
     FetchOwnLineage,
     FetchSourceLineage,
-    FillDamage,
+    OverwriteDamage,
     RepairGoal,
     ReplicaRepair,
-    Reset,
+    ReplicaReset,
     SetMark,
     Truncation,
     verify_batches,
@@ -56,10 +56,10 @@ def unavailable(_first, _last):
     return False
 
 
-def walk(repair, one, source, goal, *, can_fill=available):
+def walk(repair, one, source, goal, *, has_source=available):
     """Carry the steps out until nothing is left to do; return them."""
     steps = []
-    while (step := repair.next_step(goal, can_fill=can_fill)) is not None:
+    while (step := repair.next_step(goal, has_source=has_source)) is not None:
         steps.append(step)
         assert len(steps) < 100
         take(repair, one, source, step)
@@ -79,7 +79,7 @@ def take(repair, one, source, step):
         case Truncation():
             answer = ok(one.handle(wire.Truncate(*prefix, *step)))
             repair.on_log_truncated(answer.synced_max, answer.chain, step)
-        case Reset():
+        case ReplicaReset():
             ok(one.handle(wire.ResetLog(*prefix, *step)))
             repair.on_log_reset(step)
         case FetchCopy(first, last, whole):
@@ -89,10 +89,10 @@ def take(repair, one, source, step):
             fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
             ok(one.handle(wire.AppendRaw(*prefix, *fields, answer.chain_before, answer.lineage)))
             repair.on_copy_appended(step)
-        case FillDamage(answer):
+        case OverwriteDamage(answer):
             fields = (answer.first, answer.lengths, answer.records, answer.records_crc)
             ok(one.handle(wire.Repair(*prefix, *fields)))
-            repair.on_damage_filled(step)
+            repair.on_damage_overwritten(step)
         case SetMark():
             ok(one.handle(wire.SetLowWaterMark(*prefix, *step)))
             repair.on_mark_written()
@@ -145,7 +145,7 @@ def test_the_newest_batch_is_known_before_anything_is_truncated():
     one, source = storage(*OLD, (2, [7]), (8, [9])), storage(*OLD)
     repair = repair_of(one)
     goal = RepairGoal(5, source.chain)
-    while not isinstance(step := repair.next_step(goal, can_fill=available), Truncation):
+    while not isinstance(step := repair.next_step(goal, has_source=available), Truncation):
         assert step.last in (5, 7)
         take(repair, one, source, step)
     assert repair.newest == 8
@@ -226,7 +226,7 @@ def test_a_log_that_a_later_source_has_is_not_truncated():
     repair, goal = repair_of(one), RepairGoal(4, target.chain)
     steps = []
     for source in (first, one, target, target, target, target):
-        steps.append(repair.next_step(goal, can_fill=available))
+        steps.append(repair.next_step(goal, has_source=available))
         take(repair, one, source, steps[-1])
     assert kinds(steps) == [
         "FetchSourceLineage",
@@ -255,9 +255,11 @@ def test_a_log_without_common_batches_and_confirmed_mark_is_emptied():
 def test_a_new_goal_forgets_what_was_learned_for_the_old_one():
     one, source = storage(*OLD[:1]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(RepairGoal(5, source.chain), can_fill=available)
+    step = repair.next_step(RepairGoal(5, source.chain), has_source=available)
     take(repair, one, source, step)
-    assert isinstance(repair.next_step(RepairGoal(5, source.chain), can_fill=available), FetchCopy)
+    assert isinstance(
+        repair.next_step(RepairGoal(5, source.chain), has_source=available), FetchCopy
+    )
     other = storage((4, [1, 2]), (4, [60, 61, 62, 63]))
     walk(repair, one, other, RepairGoal(5, other.chain))
     assert one.payloads() == other.payloads()
@@ -271,7 +273,7 @@ def test_damage_is_repaired_before_the_mark():
     one, source = storage(*OLD), storage(*OLD)
     one.disk.damaged = {1, 2, 4}
     steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
-    assert kinds(steps) == ["FetchCopy", "FillDamage"] * 3 + ["SetMark"]
+    assert kinds(steps) == ["FetchCopy", "OverwriteDamage"] * 3 + ["SetMark"]
     assert not one.disk.damaged
 
 
@@ -279,9 +281,9 @@ def test_damage_above_the_old_mark_waits_for_a_replica_that_can_repair_it():
     one, source = storage(*OLD, mark=3), storage(*OLD)
     one.disk.damaged = {4}
     repair = repair_of(one)
-    assert repair.next_step(RepairGoal(5, source.chain), can_fill=unavailable) is None
-    step = repair.next_step(RepairGoal(5, source.chain), can_fill=available)
-    assert step == FetchCopy(4, 4, whole_batches=False)
+    assert repair.next_step(RepairGoal(5, source.chain), has_source=unavailable) is None
+    step = repair.next_step(RepairGoal(5, source.chain), has_source=available)
+    assert step == FetchCopy(4, 4, needs_whole_batches=False)
 
 
 def test_irreparable_damage_does_not_hold_up_other_repairs():
@@ -289,9 +291,9 @@ def test_irreparable_damage_does_not_hold_up_other_repairs():
     one.disk.damaged = {1, 4}
     repair = repair_of(one)
     steps = walk(
-        repair, one, source, RepairGoal(5, source.chain), can_fill=lambda first, _: first == 4
+        repair, one, source, RepairGoal(5, source.chain), has_source=lambda first, _: first == 4
     )
-    assert kinds(steps) == ["FetchCopy", "FillDamage", "SetMark"]
+    assert kinds(steps) == ["FetchCopy", "OverwriteDamage", "SetMark"]
     assert one.disk.damaged == {1}
 
 
@@ -299,27 +301,29 @@ def test_records_for_a_repair_that_has_become_needless_are_not_appended():
     one, source = storage(*OLD[:2], mark=2), storage(*OLD)
     one.disk.damaged = {1}
     repair, goal = repair_of(one), RepairGoal(5, source.chain)
-    while not isinstance(step := repair.next_step(goal, can_fill=available), FetchCopy):
+    while not isinstance(step := repair.next_step(goal, has_source=available), FetchCopy):
         take(repair, one, source, step)
     take(repair, one, source, step)
-    assert repair.next_step(goal, can_fill=unavailable) == FetchCopy(3, 5, whole_batches=True)
+    assert repair.next_step(goal, has_source=unavailable) == FetchCopy(
+        3, 5, needs_whole_batches=True
+    )
 
 
 def test_a_repair_reduces_the_damage_that_is_known_at_its_end():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
     repair.on_damage_found([(1, 4)])
-    fetch = repair.fill_step((1, 4))
+    fetch = repair.overwrite_step((1, 4))
     take(repair, one, source, fetch)
-    fill = repair.fill_step((1, 4))
-    assert (fill.answer.first, fill.answer.count) == (1, 2)
+    fill = repair.overwrite_step((1, 4))
+    assert (fill.fetched_range.first, fill.fetched_range.count) == (1, 2)
     repair.on_damage_found([(0, 0), (2, 7)])
     # What was fetched does not begin where the damage begins now, so it is fetched again.
-    assert repair.fill_step((2, 7)) == FetchCopy(2, 7, whole_batches=False)
-    repair.on_damage_filled(fill)
+    assert repair.overwrite_step((2, 7)) == FetchCopy(2, 7, needs_whole_batches=False)
+    repair.on_damage_overwritten(fill)
     assert repair.damaged == [(0, 0), (3, 7)]
     repair.on_damage_found([(0, 5)])
-    repair.on_damage_filled(fill)
+    repair.on_damage_overwritten(fill)
     assert repair.damaged == [(0, 0), (3, 5)]
 
 
@@ -327,12 +331,12 @@ def test_rejected_records_leave_the_damage_that_was_reported_since():
     one, source = storage(*OLD, mark=5), storage(*OLD)
     repair = repair_of(one)
     repair.on_damage_found([(1, 2), (4, 4)])
-    take(repair, one, source, repair.fill_step((1, 2)))
-    fill = repair.fill_step((1, 2))
-    repair.on_fill_rejected(fill)
+    take(repair, one, source, repair.overwrite_step((1, 2)))
+    fill = repair.overwrite_step((1, 2))
+    repair.on_overwrite_rejected(fill)
     assert repair.damaged == [(4, 4)]
     repair.on_damage_found([(0, 2), (4, 4)])
-    repair.on_fill_rejected(fill)
+    repair.on_overwrite_rejected(fill)
     assert repair.damaged == [(0, 2), (4, 4)]
 
 
@@ -340,7 +344,7 @@ def test_truncated_damage_is_forgotten():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     one.disk.damaged = {6}
     steps = walk(repair_of(one), one, source, RepairGoal(5, source.chain))
-    assert "FillDamage" not in kinds(steps)
+    assert "OverwriteDamage" not in kinds(steps)
 
 
 def test_only_the_rest_of_truncated_damage_is_requested():
@@ -349,9 +353,9 @@ def test_only_the_rest_of_truncated_damage_is_requested():
     repair = repair_of(one)
     repair.on_damage_found([(5, 6)])  # as a storage reports adjacent records
     steps = walk(
-        repair, one, source, RepairGoal(5, source.chain), can_fill=lambda _, last: last <= 5
+        repair, one, source, RepairGoal(5, source.chain), has_source=lambda _, last: last <= 5
     )
-    assert kinds(steps)[-3:] == ["FetchCopy", "FillDamage", "SetMark"]
+    assert kinds(steps)[-3:] == ["FetchCopy", "OverwriteDamage", "SetMark"]
     assert not one.disk.damaged
 
 
@@ -430,7 +434,7 @@ def test_a_batch_of_another_session_has_another_chain():
 def test_a_lineage_that_does_not_cover_the_requested_ids_is_rejected():
     one, source = storage(*OLD[:2]), storage(*OLD)
     repair = repair_of(one)
-    step = repair.next_step(RepairGoal(5, source.chain), can_fill=available)
+    step = repair.next_step(RepairGoal(5, source.chain), has_source=available)
     for lineage in ((), (LineageEntry(0, 1, 1, 0, bytes(16)),)):
         answer = wire.LineageResponse(9, 1, 0, bytes(16), lineage)
         with pytest.raises(RemoteProtocolError):
@@ -482,7 +486,7 @@ def test_a_truncation_that_ends_elsewhere_is_rejected():
     one, source = storage(*OLD, (3, [7])), storage(*OLD)
     repair = repair_of(one)
     while not isinstance(
-        step := repair.next_step(RepairGoal(5, source.chain), can_fill=available), Truncation
+        step := repair.next_step(RepairGoal(5, source.chain), has_source=available), Truncation
     ):
         take(repair, one, source, step)
     with pytest.raises(RemoteProtocolError, match="expected that the log ends at transaction 5"):
@@ -508,7 +512,7 @@ def test_an_empty_log_begins_after_the_archived_mark_and_copies_the_rest():
     source, goal = removed(2, *LONG, archived=5)
     one = storage()
     steps = walk(repair_of(one), one, source, goal)
-    assert steps[0] == Reset(5, goal.archived.chain)
+    assert steps[0] == ReplicaReset(5, goal.archived_mark.chain)
     assert kinds(steps[1:]) == ["FetchSourceLineage", "FetchCopy", "AppendCopy", "SetMark"]
     assert one.payloads() == [7, 8, 9]
     assert not one.disk.suspect
@@ -517,8 +521,8 @@ def test_an_empty_log_begins_after_the_archived_mark_and_copies_the_rest():
 def test_an_empty_log_is_reset_also_where_a_source_has_everything():
     source, goal = removed(2, *LONG, archived=5)
     one = storage()
-    steps = walk(repair_of(one), one, source, goal._replace(lowest_start=-1))
-    assert steps[0] == Reset(5, goal.archived.chain)
+    steps = walk(repair_of(one), one, source, goal._replace(lowest_source_start=-1))
+    assert steps[0] == ReplicaReset(5, goal.archived_mark.chain)
 
 
 def test_a_log_that_ends_before_all_sources_begin_is_reset_when_its_newest_batch_is_known():
@@ -526,7 +530,7 @@ def test_a_log_that_ends_before_all_sources_begin_is_reset_when_its_newest_batch
     one = storage(*OLD[:2], mark=2)
     repair = repair_of(one)
     steps = walk(repair, one, source, goal)
-    assert steps[:2] == [FetchOwnLineage(2, 2), Reset(5, goal.archived.chain)]
+    assert steps[:2] == [FetchOwnLineage(2, 2), ReplicaReset(5, goal.archived_mark.chain)]
     assert repair.newest == 1
     assert (one.payloads(), one.disk.start[0]) == ([7, 8, 9], 5)
 
@@ -543,7 +547,7 @@ def test_the_start_of_a_source_is_a_common_batch_end():
     source, goal = removed(5, *LONG)
     one = storage(*OLD, (2, [70]))
     steps = walk(repair_of(one), one, source, goal)
-    assert Truncation(5, 5, goal.archived.chain) in steps
+    assert Truncation(5, 5, goal.archived_mark.chain) in steps
     assert kinds(steps)[-3:] == ["FetchCopy", "AppendCopy", "SetMark"]
     assert one.payloads() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
@@ -553,7 +557,7 @@ def test_a_log_that_differs_below_all_starts_is_truncated_and_reset():
     one = storage(*OLD[:2], (2, [40, 50, 60]), (2, [70]), mark=2)
     steps = walk(repair_of(one), one, source, goal)
     found = kinds(steps)
-    assert found.index("Truncation") < found.index("Reset")
+    assert found.index("Truncation") < found.index("ReplicaReset")
     assert one.payloads() == [7, 8, 9]
 
 
@@ -568,7 +572,7 @@ def test_a_log_that_differs_below_its_own_mark_is_not_reset():
 def test_a_log_is_truncated_to_its_start():
     source, goal = removed(5, *LONG)
     one, _ = removed(5, *OLD, (4, [70, 80]))
-    goal = RepairGoal(5, goal.archived.chain, goal.archived)
+    goal = RepairGoal(5, goal.archived_mark.chain, goal.archived_mark)
     steps = walk(repair_of(one), one, source, goal)
     assert Truncation(5, 5, goal.chain) in steps
     assert kinds(steps)[-1] == "SetMark"

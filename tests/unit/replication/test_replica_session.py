@@ -38,12 +38,12 @@ def test_redials_wait_longer_and_longer_and_start_again_after_success(one):
     waits = []
     for _ in range(8):
         connected(one)
-        one.on_lost(1000, Random(1))
+        one.on_connection_lost(1000, Random(1))
         waits.append(one.redial_at_ms - 1000)
     assert waits[0] <= LIMITS.redial_ms_min
     assert LIMITS.redial_ms_max // 2 <= waits[-1] <= LIMITS.redial_ms_max
     marked(one)
-    one.on_lost(1000, Random(1))
+    one.on_connection_lost(1000, Random(1))
     assert one.redial_at_ms - 1000 <= LIMITS.redial_ms_min
 
 
@@ -62,8 +62,8 @@ def test_redials_wait_longer_and_longer_and_start_again_after_success(one):
 def test_a_connection_with_a_change_in_flight_is_not_replaced(one, kind, fields, tainted):
     connected(one)
     one.send_request(kind, *fields, now_ms=1)
-    one.on_lost(2, Random(1))
-    assert one.is_excluded is tainted
+    one.on_connection_lost(2, Random(1))
+    assert one.cannot_rejoin is tainted
 
 
 @pytest.mark.parametrize("limits", [{"lag_count_max": 2}, {"lag_bytes_max": 90}])

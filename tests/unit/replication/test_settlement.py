@@ -26,8 +26,10 @@ class Replica:
         self.supplier.append((first, last))
 
 
-def settlement_of(mark, *others, unbroken=True, in_doubt=None):
-    claim = SimpleNamespace(session_id=9, unbroken=unbroken, archived=None, in_doubt=in_doubt)
+def settlement_of(mark, *others, follows_own_session=True, in_doubt=None):
+    claim = SimpleNamespace(
+        session_id=9, follows_own_session=follows_own_session, archived_mark=None, in_doubt=in_doubt
+    )
     replica = Replica()
     return Settlement(claim, mark, [replica, *others]), replica
 
@@ -39,20 +41,20 @@ def lineage(*entries):
 
 
 def test_rows_in_doubt_are_read_back_window_by_window_after_the_stamp():
-    past, replica = settlement_of(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
+    past, replica = settlement_of(9, follows_own_session=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
-    past.on_answered(replica, lineage((9, 9, 8, 777)), 0)
-    past.on_answered(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
-    past.on_answered(replica, lineage((4, 5, 7, 700), (6, 6, 7, 710)), 0)
+    past.on_lineage_received(replica, lineage((9, 9, 8, 777)), 0)
+    past.on_lineage_received(replica, lineage((7, 7, 8, 770), (8, 8, 8, 775)), 0)
+    past.on_lineage_received(replica, lineage((4, 5, 7, 700), (6, 6, 7, 710)), 0)
     assert replica.supplier == [(9, 9), (4, 8), (4, 6)]
     assert past.outcome == SessionSettled(9, 6, 777)
 
 
 def test_an_answer_without_batches_is_rejected():
-    past, replica = settlement_of(5, unbroken=False)
+    past, replica = settlement_of(5, follows_own_session=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError):
-        past.on_answered(replica, lineage(), 0)
+        past.on_lineage_received(replica, lineage(), 0)
     assert past.outcome is None
 
 
@@ -60,19 +62,19 @@ def test_reconstructed_batches_do_not_prove_that_a_session_wrote_nothing():
     other = Replica()
     past, replica = settlement_of(9, other, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
-    past.on_answered(replica, lineage((6, 6, 7, 710), (7, 8, 7, 720)), 0)
-    past.on_answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
+    past.on_lineage_received(replica, lineage((6, 6, 7, 710), (7, 8, 7, 720)), 0)
+    past.on_lineage_received(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
     assert past.outcome is None
-    past.on_answered(other, lineage((4, 5, 7, 700), (6, 6, 7, 710), (7, 8, 7, 720)), 0)
+    past.on_lineage_received(other, lineage((4, 5, 7, 700), (6, 6, 7, 710), (7, 8, 7, 720)), 0)
     assert (replica.supplier, other.supplier) == ([(4, 8), (4, 5)], [(4, 8)])
     assert past.outcome == SessionSettled(9, 8, 0)
 
 
 def test_a_session_without_the_batches_at_any_replica_is_not_settled():
-    past, replica = settlement_of(5, unbroken=False)
+    past, replica = settlement_of(5, follows_own_session=False)
     past.begin(0)
     with pytest.raises(errors.RemoteProtocolError, match="has lost the batches"):
-        past.on_answered(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
+        past.on_lineage_received(replica, lineage((4, 5, RECONSTRUCTED, 0)), 0)
     assert past.outcome is None
 
 
@@ -81,11 +83,11 @@ def test_batches_that_have_expired_have_an_unknown_outcome():
     past.begin(0)
     assert replica.supplier == [(4, 8)]
     assert past.on_batches_unreadable(BeforeLogStart("gone"), 0)
-    assert past.outcome == SessionSettled(9, 3, 0, has_expired=True)
+    assert past.outcome == SessionSettled(9, 3, 0, has_unknown_outcomes=True)
 
 
 def test_a_stamp_below_the_start_of_a_log_causes_no_unknown_outcome():
-    past, _ = settlement_of(9, unbroken=False, in_doubt=InDoubtIds(7, 3, 8))
+    past, _ = settlement_of(9, follows_own_session=False, in_doubt=InDoubtIds(7, 3, 8))
     past.begin(0)
     assert not past.on_batches_unreadable(BeforeLogStart("gone"), 0)
     assert past.outcome is None

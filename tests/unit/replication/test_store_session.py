@@ -9,8 +9,12 @@ from waltz_core import errors
 from waltz_core.cluster.znodes.model import UNRESOLVED, ReplicaState
 from waltz_core.replication import session_events
 from waltz_core.replication.replica_session import ReplicaStage
-from waltz_core.replication.session_events import Committed, SessionClosed, SessionOpened
-from waltz_core.replication.store_session import SLOW_REPORT_MS
+from waltz_core.replication.session_events import (
+    SessionClosed,
+    SessionOpened,
+    TransactionsCommitted,
+)
+from waltz_core.replication.store_session import SLOW_APPEND_REPORT_INTERVAL_MS
 from waltz_core.wire.messages import Prepared
 
 CHANGES = (wire.Truncate, wire.AppendRaw, wire.SetLowWaterMark, wire.Repair, wire.Engage)
@@ -52,12 +56,12 @@ def test_an_undecidable_session_waits_and_changes_nothing(bench):
     restart(bench, down=[C])
     bench.run_for(500)
     assert not any(isinstance(message, CHANGES) for _, message in bench.sent)
-    assert bench.store.session.recovery.unknown == [B, C]
+    assert bench.store.session.recovery.unknown_replicas == [B, C]
     assert bench.storages[A].disk.promised == bench.storages[B].disk.promised == 1
     bench.down = set()
     bench.wait(3000)
     bench.run()
-    assert bench.store.open_session is not None
+    assert bench.store.open_session_id is not None
     assert bench.all_reported(SessionOpened)[-1].high_water_mark == 0
     assert not bench.storages[B].disk.suspect
 
@@ -78,7 +82,7 @@ def test_an_unacknowledged_tail_is_kept_when_a_voter_is_unknown_and_truncated_wh
         bench.deliver(A)
         restart(bench, down=down)
         bench.silent = set(down)
-        bench.wait(LIMITS.grace_ms)
+        bench.wait(LIMITS.opening_grace_ms)
         # All must have answered before the decision, so that there is only one possible.
         while bench.dials:
             bench.connect()
@@ -97,7 +101,7 @@ def test_a_rolled_back_replica_is_filled_up_and_counts_again(bench):
     old = bench.storages[A].disk
     bench.storages[A].disk = replace(old, entries=old.entries[:1], suspect=True)
     bench.step(session_events.Checkpoint())
-    bench.run_for(LIMITS.grace_ms)
+    bench.run_for(LIMITS.opening_grace_ms)
     assert bench.reports("replica.untrusted") == [{"session": 1, "replica": A, "last": 1}]
     bench.wait(1000)
     bench.run()
@@ -108,7 +112,7 @@ def test_a_rolled_back_replica_is_filled_up_and_counts_again(bench):
 def test_another_storage_at_the_address_is_not_used(bench):
     bench.storage_ids[A] = b"another-storage!"
     restart(bench)
-    bench.run_for(LIMITS.grace_ms)
+    bench.run_for(LIMITS.opening_grace_ms)
     assert bench.store.readable_replicas == [B, C]
     assert bench.reports("replica.rejected")[0]["replica"] == A
 
@@ -133,8 +137,8 @@ def test_a_zookeeper_without_the_session_of_a_batch_is_not_trusted(bench):
     bench.metadata_version += 1
     restart(bench, down=[A])
     bench.step(session_events.TakeOwnership(2, bench.names))
-    bench.run_for(LIMITS.grace_ms)
-    assert bench.store.open_session is None
+    bench.run_for(LIMITS.opening_grace_ms)
+    assert bench.store.open_session_id is None
     assert bench.logs() == before
     assert (
         "ZooKeeper's data was rolled back" in bench.reports("partition.open_failed")[-1]["reason"]
@@ -159,14 +163,14 @@ def test_a_replica_engaged_after_zookeepers_last_session_is_not_used(
 
     monkeypatch.setattr(bench.storages[C], "_prepare", prepare_with_later_session)
     bench.step(session_events.TakeOwnership(2, bench.names))
-    bench.run_for(LIMITS.grace_ms)
+    bench.run_for(LIMITS.opening_grace_ms)
     why = "the replica was in sync in store session 9, but in ZooKeeper the last opened session is"
     if is_left_out:
         assert bench.store.readable_replicas == [A, B]
         assert bench.reports("replica.rejected")[0]["replica"] == C
         assert why in bench.reports("replica.rejected")[0]["reason"]
     else:
-        assert bench.store.open_session is None
+        assert bench.store.open_session_id is None
         assert f"replica {C}: {why}" in bench.reports("partition.open_failed")[-1]["reason"]
 
 
@@ -231,7 +235,7 @@ def test_damage_in_a_running_log_is_repaired_at_the_next_session(bench):
 def test_a_silent_storage_times_out_and_is_dialed_again(bench):
     bench.silent = {C}
     restart(bench)
-    bench.run_for(LIMITS.grace_ms)
+    bench.run_for(LIMITS.opening_grace_ms)
     assert bench.store.readable_replicas == [A, B]
     assert stage(bench, C) is ReplicaStage.PREPARING
     bench.wait(LIMITS.answer_ms_max)
@@ -276,7 +280,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     bench.down = {C}
     bench.open()
     bench.append(2, batches=20)
-    session = bench.store.open_session
+    session = bench.store.open_session_id
     bench.down, bench.silent = set(), {C}
     bench.wait(3000)
     bench.run()
@@ -289,7 +293,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
         bench.wait(LIMITS.answer_ms_max)
         bench.append()
     # If it were abandoned, it could return only in another session. So it has to wait.
-    assert bench.store.open_session == session
+    assert bench.store.open_session_id == session
     (owing,) = bench.store.replica_waits_ms(bench.now_ms).items()
     assert owing == (C, 4 * LIMITS.answer_ms_max)
     assert not [
@@ -299,7 +303,7 @@ def test_a_late_replica_may_be_slow_while_it_catches_up(step):
     bench.silent = set()
     bench.run()
     assert bench.store.replica_waits_ms(bench.now_ms) == {}
-    assert bench.store.open_session == session
+    assert bench.store.open_session_id == session
     assert bench.store.readable_replicas == [A, B, C]
     assert bench.logs()[C] == bench.logs()[A]
 
@@ -315,11 +319,11 @@ def test_the_loss_of_a_late_replica_keeps_the_session_but_its_return_needs_a_new
     bench.questions.clear()
     bench.store.session.writing = None
     bench.lose(C)
-    assert bench.store.open_session == 0
-    bench.wait(LIMITS.rejoin_ms_min)
+    assert bench.store.open_session_id == 0
+    bench.wait(LIMITS.rejoin_session_age_ms_min)
     bench.reopen()
     bench.run_for(100)
-    assert bench.store.open_session == 1
+    assert bench.store.open_session_id == 1
     assert bench.store.readable_replicas == [A, B, C]
 
 
@@ -330,7 +334,7 @@ def test_the_loss_of_a_replica_that_may_be_engaged_ends_the_session():
     assert bench.reports("session.abandoned")
     assert not bench.all_reported(SessionOpened)
     bench.reopen()
-    assert bench.store.open_session == 1
+    assert bench.store.open_session_id == 1
 
 
 # ---------------------------------------------------------------------------------------------
@@ -371,10 +375,10 @@ def test_a_rejected_append_ends_the_session_and_keeps_the_replica_out_for_a_whil
     bench.reopen()
     bench.run_for(100)
     assert bench.store.readable_replicas == [A, B]
-    bench.wait(LIMITS.hold_ms_min)
+    bench.wait(LIMITS.exclusion_ms_min)
     bench.run()
     assert bench.store.readable_replicas == [A, B, C]
-    assert bench.store.open_session == 1
+    assert bench.store.open_session_id == 1
 
 
 def test_an_excluded_replica_is_used_if_there_is_no_other(bench):
@@ -395,7 +399,7 @@ def test_an_impossible_answer_ends_the_session(bench, synced_max):
     answer = wire.Appended(0, message.sequence, 0, synced_max)
     bench.step(session_events.ReplicaResponded(0, A, answer))
     assert "expected that it is synced up to a" in bench.all_reported(SessionClosed)[0].reason
-    assert not bench.all_reported(Committed)
+    assert not bench.all_reported(TransactionsCommitted)
 
 
 @pytest.mark.parametrize(
@@ -434,7 +438,7 @@ def test_answers_of_an_older_session_are_dropped(bench, late):
     running = len(bench.reported), len(bench.sent)
     bench.step(late)
     assert (len(bench.reported), len(bench.sent)) == running
-    assert bench.store.open_session == 1
+    assert bench.store.open_session_id == 1
     assert bench.store.readable_replicas == [A, B, C]
 
 
@@ -459,7 +463,7 @@ def test_a_replica_that_has_lost_its_promise_joins_the_next_session():
     assert bench.store.session is None
     bench.wait(1_000)
     bench.run()
-    assert bench.store.open_session == 1
+    assert bench.store.open_session_id == 1
 
 
 def test_a_disk_failure_in_the_fence_is_not_mistaken_for_another_owner():
@@ -477,7 +481,7 @@ def test_a_disk_failure_in_the_fence_is_not_mistaken_for_another_owner():
     for _ in range(20):
         bench.wait(1_000)
         bench.run()
-    assert bench.store.open_session is not None
+    assert bench.store.open_session_id is not None
 
 
 def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one(bench):
@@ -487,7 +491,7 @@ def test_a_replica_that_is_bound_to_a_still_later_session_ends_this_one(bench):
     bench.wait(100)
     bench.reopen()
     session_id = bench.store.session.claim.session_id
-    assert bench.store.session.claim.bound_later == {A: 99}
+    assert bench.store.session.claim.later_promises == {A: 99}
     for promised in (99, 100):
         while not bench.requests.get(A):
             bench.wait(100)
@@ -510,7 +514,7 @@ def test_a_storage_at_the_address_of_another_is_not_trusted():
     assert isinstance(answer, Prepared)
     bench.step(session_events.ReplicaResponded(0, A, answer))
     assert "expected the storage with ID" in bench.reports("replica.rejected")[0]["reason"]
-    bench.wait(LIMITS.grace_ms)
+    bench.wait(LIMITS.opening_grace_ms)
     bench.run()
     assert bench.store.readable_replicas == [B, C]
 
@@ -541,7 +545,7 @@ def test_slow_appends_are_reported_once_a_second_with_their_count():
     bench.now_ms += 900
     bench.run()  # three late answers of each replica
     bench.submit()
-    bench.now_ms += SLOW_REPORT_MS
+    bench.now_ms += SLOW_APPEND_REPORT_INTERVAL_MS
     bench.run()
     of_a = [each for each in bench.reports("append.slow") if each["replica"] == A]
     assert [(each["took_ms"], each["count"]) for each in of_a] == [(900, 1), (1_000, 3)]

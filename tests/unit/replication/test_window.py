@@ -15,10 +15,10 @@ def filled(*sizes, start=-1):
 
 def test_a_batch_whose_locks_are_known_has_a_block_of_them():
     window = filled(2)
-    assert window.batch_at(0).locks == b""
+    assert window.batch_at(0).lock_block == b""
     before = window.chain
     window_batch = window.add(make_batch(2, [1, 2], 7)._replace(locks=b"lock"), 3, 100)
-    block = LockBlockReader(window_batch.locks).block_ending_at(LogEnd(3, window.chain), 1)
+    block = LockBlockReader(window_batch.lock_block).block_ending_at(LogEnd(3, window.chain), 1)
     assert (block.first, block.chain_before, bytes(block.locks)) == (2, before, b"lock")
 
 
@@ -42,9 +42,9 @@ def test_batches_that_are_kept_count_with_their_locks_and_by_their_number():
     size_bytes = (
         window.batch_at(0).size_bytes + window.batch_at(1).size_bytes + window_batch.size_bytes
     )
-    window.trim(0, size_bytes + len(window_batch.locks), 3)
+    window.trim(0, size_bytes + len(window_batch.lock_block), 3)
     assert window.first == 0
-    window.trim(0, size_bytes + len(window_batch.locks) - 1, 3)
+    window.trim(0, size_bytes + len(window_batch.lock_block) - 1, 3)
     assert window.first == 1
     window = filled(*[1] * 10)
     window.commit(8)

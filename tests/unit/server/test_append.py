@@ -76,14 +76,20 @@ class World:
             self.open(-1)
 
     def open(
-        self, mark: int, *, settled: int | None = None, unbroken: bool = True
+        self, mark: int, *, settled: int | None = None, follows_own_session: bool = True
     ) -> list[AppendOutcome]:
         self.session += 1
         opened = SessionOpened(
-            SessionId(self.session), GENERATION, TransactionId(mark), GENESIS_CHAIN, unbroken
+            SessionId(self.session),
+            GENERATION,
+            TransactionId(mark),
+            GENESIS_CHAIN,
+            follows_own_session,
         )
         last = TransactionId(mark if settled is None else settled)
-        return self.pipeline.on_session_settled(opened, last, unbroken=unbroken)
+        return self.pipeline.on_session_settled(
+            opened, last, follows_own_session=follows_own_session
+        )
 
     def single(
         self,
@@ -264,7 +270,9 @@ def test_commit_stamps_never_decrease() -> None:
 def test_commit_stamps_continue_from_the_last_owners() -> None:
     world = World(is_open=False)
     opened = SessionOpened(SessionId(1), GENERATION, TransactionId(4), GENESIS_CHAIN, False)
-    world.pipeline.on_session_settled(opened, TransactionId(4), unbroken=False, stamp_ms=900)
+    world.pipeline.on_session_settled(
+        opened, TransactionId(4), follows_own_session=False, stamp_ms=900
+    )
     world.single()
     world.turn(wall_ms=400)
     world.single()
@@ -835,9 +843,9 @@ def test_outcomes_are_reported_when_settled_and_not_at_the_end_of_a_session() ->
     assert world.pipeline.in_flight_bytes == 0
 
 
-@pytest.mark.parametrize("unbroken", [True, False])
+@pytest.mark.parametrize("follows_own_session", [True, False])
 def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
-    unbroken,
+    follows_own_session,
 ) -> None:
     """Otherwise its chain may differ from the log's."""
     world = World()
@@ -845,9 +853,9 @@ def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
         world.single()
         world.turn()
     world.pipeline.on_session_closed()
-    out = world.open(1, unbroken=unbroken)
+    out = world.open(1, follows_own_session=follows_own_session)
     kept = [each.entry.last for each in out if isinstance(each, BatchCommitted)]
-    assert kept == ([0, 1] if unbroken else [])
+    assert kept == ([0, 1] if follows_own_session else [])
     assert list(results(out).values()) == [[(0, COMMITTED, -1)], [(1, COMMITTED, -1)]]
 
 
@@ -856,7 +864,7 @@ def test_locks_of_lost_transactions_are_free_again_when_no_other_process_wrote()
     world.single(write=[5])
     world.turn()
     world.pipeline.on_session_closed()
-    world.open(-1, settled=-1, unbroken=True)
+    world.open(-1, settled=-1, follows_own_session=True)
     world.submitted.clear()
     behind = world.single()
     assert results(world.turn()) == {behind: [(-1, RowOutcomeCode.NOT_MOUNTED, -1)]}
@@ -882,7 +890,7 @@ def test_a_lost_append_does_not_reject_its_retry_even_after_others() -> None:
 def test_after_a_foreign_session_every_lock_counts_as_written_at_the_mark() -> None:
     world = World()
     world.pipeline.on_session_closed()
-    world.open(7, settled=-1, unbroken=False)
+    world.open(7, settled=-1, follows_own_session=False)
     behind = world.single(write=[5], mark=6)
     assert results(world.turn()) == {behind: [(-1, LOCK, 7)]}
     level = world.single(write=[5], mark=7)
@@ -957,7 +965,7 @@ def test_a_batch_carries_the_locks_of_all_its_transactions() -> None:
 
 def test_no_append_is_validated_before_the_lock_table_is_filled() -> None:
     world = World(is_open=False)
-    world.open(5, unbroken=False)
+    world.open(5, follows_own_session=False)
     lock_loader = world.pipeline.lock_loader
     (fetch,) = lock_loader.query_locks(SessionId(1), (ReplicaId("s1:1"),), world.now_ms, holds=True)
     assert isinstance(fetch, Fetch)
@@ -974,7 +982,7 @@ def test_no_append_is_validated_before_the_lock_table_is_filled() -> None:
 
 def test_the_wait_for_the_lock_table_is_limited() -> None:
     world = World(is_open=False)
-    world.open(5, unbroken=False)
+    world.open(5, follows_own_session=False)
     world.pipeline.lock_loader.query_locks(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)
     world.single(write=[1], mark=3)
     world.single(write=[1], mark=5)

@@ -347,7 +347,7 @@ def test_gathered_appends_are_lost_with_their_session_even_after_foreign_writes(
     assert token == []
     assert world.pipeline.on_session_closed() == []
     assert not world.wants_turn
-    out = world.open(mark, settled=mark, unbroken=mark == 0)
+    out = world.open(mark, settled=mark, follows_own_session=mark == 0)
     assert results(out) == {winner: [(0, COMMITTED, -1)], behind: [(-1, LOST, -1)]}
     assert BarrierReached(1) in out
     assert world.submitted[-1].last == 0

@@ -72,7 +72,7 @@ async def test_the_lag_of_the_archive_is_shown_where_one_is_used() -> None:
     assert isnan(figures()[2]), "no storage has reported it"
     assert metrics.value("waltz_server_unarchived_seconds", partition=0) >= 5
     mark = ArchivedMark(TransactionId(9), GENESIS_CHAIN, 5, TransactionId(3), 77, "m")
-    world.store.archived, world.store.archive_backlog = mark, ArchiveBacklog(0, 0, None)
+    world.store.archived_mark, world.store.archive_backlog = mark, ArchiveBacklog(0, 0, None)
     assert figures() == [9, 0, 0]
     assert metrics.value("waltz_server_unarchived_seconds", partition=0) == 0
 

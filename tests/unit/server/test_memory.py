@@ -35,8 +35,8 @@ def opened() -> MemoryStore:
 
 def test_a_batch_is_committed_in_the_step_that_submits_it():
     store = opened()
-    (one,) = store.step(replication.Submit(SessionId(0), batch_of(0, b"a", b"b")), 0)
-    (two,) = store.step(replication.Submit(SessionId(0), batch_of(2, b"c")), 0)
+    (one,) = store.step(replication.SubmitToSession(SessionId(0), batch_of(0, b"a", b"b")), 0)
+    (two,) = store.step(replication.SubmitToSession(SessionId(0), batch_of(2, b"c")), 0)
     assert (one.last, two.last) == (1, 2)
     assert one.chain != two.chain == store.log.chain
     assert [each.data for each in store.log.transactions()] == [b"a", b"b", b"c"]
@@ -46,7 +46,7 @@ def test_a_batch_is_committed_in_the_step_that_submits_it():
 
 def test_a_later_owner_finds_what_an_earlier_one_has_committed():
     store = opened()
-    store.step(replication.Submit(SessionId(0), batch_of(0, b"a")), 0)
+    store.step(replication.SubmitToSession(SessionId(0), batch_of(0, b"a")), 0)
     session, _ = store.step(replication.TakeOwnership(Generation(2), (REPLICA,)), 0)
     assert (session.session_id, session.high_water_mark, session.generation) == (1, 0, 2)
     assert session.chain == store.log.chain

@@ -67,17 +67,17 @@ class FakeStore:
         self.effects: list[replication.Effect] = []
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
-        self.archived: ArchivedMark | None = None
+        self.archived_mark: ArchivedMark | None = None
         self.is_archiving = False
         self.archive_backlog: replication.ArchiveBacklog | None = None
         self.expired = (0, 0)
-        self.replaced: dict[replication.ReplaceInArchive, replication.ReplacementOutcome] = {}
+        self.replaced: dict[replication.ReplaceArchivedObject, replication.ReplacementOutcome] = {}
 
-    def has_expired(self, before: TransactionId, before_ms: int) -> bool:
+    def is_expiry_done(self, before: TransactionId, before_ms: int) -> bool:
         return before <= self.expired[0] and before_ms <= self.expired[1]
 
-    def replacement(
-        self, request: replication.ReplaceInArchive
+    def replacement_outcome(
+        self, request: replication.ReplaceArchivedObject
     ) -> replication.ReplacementOutcome | None:
         return self.replaced.get(request)
 
@@ -138,7 +138,7 @@ class World:
         mark: int = -1,
         *,
         settled: int | None = None,
-        unbroken: bool = True,
+        follows_own_session: bool = True,
         generation: int = 1,
     ) -> None:
         self.session += 1
@@ -147,7 +147,11 @@ class World:
         session_id = SessionId(self.session)
         self.say(
             replication.SessionOpened(
-                session_id, Generation(generation), TransactionId(mark), self.chain, unbroken
+                session_id,
+                Generation(generation),
+                TransactionId(mark),
+                self.chain,
+                follows_own_session,
             ),
             replication.SessionSettled(
                 session_id, TransactionId(mark if settled is None else settled)
@@ -163,14 +167,16 @@ class World:
         """Commit the given number of batches that were submitted in this session."""
         batches = [
             each.batch
-            for each in self.store.of(replication.Submit)
+            for each in self.store.of(replication.SubmitToSession)
             if each.session_id == self.session and each.batch.last > self.partition.high_water_mark
         ][:count]
         for batch in batches:
             self.chain = next_chain(
                 self.chain, batch.first, batch.last, SessionId(self.session), batch.record_crcs
             )
-        self.say(replication.Committed(SessionId(self.session), batches[-1].last, self.chain))
+        self.say(
+            replication.TransactionsCommitted(SessionId(self.session), batches[-1].last, self.chain)
+        )
 
     def prove(self) -> None:
         """A quorum answers the latest request for a proof."""
@@ -267,7 +273,7 @@ def test_nothing_is_answered_between_session_opened_and_settled() -> None:
     mark = world.send(A, messages.HighWaterMarkRequest(world.req_id(ALICE)))
     world.say(
         replication.SessionOpened(
-            SessionId(1), Generation(1), TransactionId(4), GENESIS_CHAIN, unbroken=False
+            SessionId(1), Generation(1), TransactionId(4), GENESIS_CHAIN, follows_own_session=False
         )
     )
     assert world.answers == []
@@ -308,7 +314,7 @@ def test_a_log_that_is_shorter_than_reported_is_not_served() -> None:
     world.open(1)
     assert not world.partition.is_owned
     assert world.error(waiting) == errors.NotOwned.code
-    assert any(isinstance(each, replication.Released) for each in world.rest)
+    assert any(isinstance(each, replication.OwnershipReleased) for each in world.rest)
     assert world.store.of(replication.ReleaseOwnership)
 
 
@@ -369,7 +375,7 @@ def test_a_checkpoint_waits_for_appends_in_flight_and_loses_none() -> None:
     assert len(world.store.of(replication.Checkpoint)) == checkpoints + 2
     held = world.append()
     world.run()
-    assert len(world.store.of(replication.Submit)) == 2
+    assert len(world.store.of(replication.SubmitToSession)) == 2
     world.close()
     world.open(14)
     world.run()
@@ -556,7 +562,7 @@ def test_a_new_generation_forgets_fences_and_all_that_was_remembered() -> None:
     world.fill(2)
     world.close()
     world.step(replication.TakeOwnership(Generation(2), REPLICAS))
-    world.open(1, settled=1, unbroken=True, generation=2)
+    world.open(1, settled=1, follows_own_session=True, generation=2)
     mount = world.mount(ALICE, B, sequence=1, generation=2)
     assert isinstance(world.answer(mount), messages.Mounted)
     world.send(B, messages.RangeRequest(world.req_id(ALICE), 0, 1, 1000, RangeForm.WHOLE, ()))
@@ -608,7 +614,7 @@ def test_a_mount_ahead_of_a_lost_session_is_mounted_by_the_next_one() -> None:
     mount = world.mount(BOB, B, mark=3)
     assert not world.is_answered(mount)
     world.close()
-    world.open(3, unbroken=False)  # Another server has written since.
+    world.open(3, follows_own_session=False)  # Another server has written since.
     assert isinstance(world.answer(mount), messages.Mounted)
 
 
@@ -1012,17 +1018,17 @@ def test_batches_in_doubt_that_have_expired_have_an_unknown_outcome() -> None:
     opened = (SessionId(2), Generation(1), TransactionId(4), GENESIS_CHAIN, True)
     world.say(
         replication.SessionOpened(*opened),
-        replication.SessionSettled(SessionId(2), TransactionId(-1), has_expired=True),
+        replication.SessionSettled(SessionId(2), TransactionId(-1), has_unknown_outcomes=True),
     )
     assert world.error(req_id) == errors.OutcomeUnknown.code
     assert not world.partition.is_owned
-    (released,) = [each for each in world.rest if isinstance(each, replication.Released)]
+    (released,) = [each for each in world.rest if isinstance(each, replication.OwnershipReleased)]
     assert "before the start of the log" in released.reason
 
 
 def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
     world = ready()
-    world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
+    world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
     asked = world.send(A, messages.ExpireRequest(world.req_id(ALICE), 5, 77))
     assert world.answer(asked) == messages.ExpireResponse(asked, 3, False)
     assert world.store.of(replication.ExpireArchive) == [replication.ExpireArchive(5, 77)]
@@ -1034,8 +1040,8 @@ def test_an_expiry_is_passed_to_the_store_until_it_is_done() -> None:
 
 def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() -> None:
     world = ready()
-    world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
-    wanted = replication.ReplaceInArchive("o", TransactionId(3), TransactionId(9), 5)
+    world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
+    wanted = replication.ReplaceArchivedObject("o", TransactionId(3), TransactionId(9), 5)
 
     def answer() -> tuple[object, ...]:
         asked = world.send(A, messages.ObjectReplacementRequest(world.req_id(ALICE), "o", 3, 9, 5))
@@ -1048,7 +1054,7 @@ def test_a_replacement_is_passed_to_the_store_until_its_outcome_is_reported() ->
     assert answer() == (True, True, REPLICAS[0], ("s2: no",))
     world.store.replaced[wanted] = replication.ReplacementOutcome(False, None, ("s2: no",))
     assert answer() == (True, False, "", ("s2: no",))
-    assert world.store.of(replication.ReplaceInArchive) == 3 * [wanted]
+    assert world.store.of(replication.ReplaceArchivedObject) == 3 * [wanted]
 
 
 @pytest.mark.parametrize(("first", "last"), [(-1, 3), (4, 3), (0, 10)])
@@ -1058,18 +1064,18 @@ def test_a_replacement_of_what_is_not_archived_is_rejected(
 ) -> None:
     world = ready()
     if is_archived:
-        world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
+        world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
     asked = world.send(
         A, messages.ObjectReplacementRequest(world.req_id(ALICE), "o", first, last, 5)
     )
     assert world.error(asked) == errors.BadRequest.code
-    assert not world.store.of(replication.ReplaceInArchive)
+    assert not world.store.of(replication.ReplaceArchivedObject)
 
 
 @pytest.mark.parametrize("bounds", [(-1, 0), (0, -1)])
 def test_a_wrong_bound_of_an_expiry_is_rejected(bounds: tuple[int, int]) -> None:
     world = ready()
-    world.store.archived = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
+    world.store.archived_mark = ArchivedMark(9, GENESIS_CHAIN, 0, 3, 7, "m")
     assert (
         world.error(world.send(A, messages.ExpireRequest(world.req_id(ALICE), *bounds)))
         == errors.BadRequest.code
@@ -1188,7 +1194,9 @@ def test_a_later_session_does_not_answer_a_batch_ahead_of_an_earlier_one() -> No
     batch = world.send(A, message)
     world.run()
     world.close()
-    world.open(3, settled=0, unbroken=False)  # Its first row was kept; others wrote after it.
+    world.open(
+        3, settled=0, follows_own_session=False
+    )  # Its first row was kept; others wrote after it.
     answer = world.answer(batch)
     assert bytes(answer.reasons) == bytes((RowOutcomeCode.COMMITTED, RowOutcomeCode.NOT_MOUNTED))
 
@@ -1265,7 +1273,7 @@ def test_replicas_are_reported_with_what_is_archived() -> None:
     world.open()
     world.mount()
     chain = GENESIS_CHAIN
-    world.store.archived = ArchivedMark(TransactionId(9), chain, 5, TransactionId(3), 77, "m")
+    world.store.archived_mark = ArchivedMark(TransactionId(9), chain, 5, TransactionId(3), 77, "m")
     answer = world.answer(world.send(A, messages.ReplicasRequest(world.req_id(ALICE), False)))
     assert answer.unarchived_bytes == -1, "not known"
     assert answer.archive_interval_ms == 7
@@ -1294,7 +1302,7 @@ def test_a_flush_is_answered_when_all_before_it_is_final() -> None:
     world.append()
     assert world.partition.wake_at_ms == world.now_ms
     world.run()
-    (submit,) = world.store.of(replication.Submit)
+    (submit,) = world.store.of(replication.SubmitToSession)
     assert (submit.session_id, submit.batch.first, submit.batch.stamp_ms) == (1, 0, 1_000)
     assert not world.is_answered(flush)
     world.commit()
@@ -1310,14 +1318,14 @@ def test_an_unexpected_message_is_reported() -> None:
 
 def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
     world = World(lock_load_count_max=100)
-    world.open(5, unbroken=False)
+    world.open(5, follows_own_session=False)
     (fetch,) = world.fetches
     assert fetch.replica == REPLICAS[0]
     assert isinstance(fetch.message, messages.LockBlocksRequest)
     world.mount()
     appended = world.append(mark=5)
     world.run()
-    assert not world.store.of(replication.Submit)
+    assert not world.store.of(replication.SubmitToSession)
     world.step(FetchFailed(fetch.token, "away"))
     assert [each.replica for each in world.fetches] == list(REPLICAS[:2])
     end = LogEnd(TransactionId(5), world.chain)
@@ -1325,7 +1333,7 @@ def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
     asked = world.fetches[-1]
     world.step(FetchAnswered(asked.token, messages.LockBlocks(1, asked.token, 0, block)))
     world.run()
-    assert world.store.of(replication.Submit)
+    assert world.store.of(replication.SubmitToSession)
     assert Report("locks.loaded", (("known_from", 0), ("mark", 5))) in world.rest
     world.commit()
     assert world.reason(appended) is RowOutcomeCode.COMMITTED
@@ -1333,7 +1341,7 @@ def test_a_new_owner_requests_the_locks_and_takes_what_it_is_sent() -> None:
 
 def test_an_owner_that_continues_alone_sends_no_requests() -> None:
     world = World(lock_load_count_max=100)
-    world.open(-1, unbroken=False)
+    world.open(-1, follows_own_session=False)
     world.mount()
     world.fill(3)
     world.close()
@@ -1343,7 +1351,7 @@ def test_an_owner_that_continues_alone_sends_no_requests() -> None:
 
 def test_an_abandoned_partition_forgets_the_replicas_with_open_requests() -> None:
     world = World(lock_load_count_max=100)
-    world.open(5, unbroken=False)
+    world.open(5, follows_own_session=False)
     (fetch,) = world.fetches
     world.step(replication.ReleaseOwnership())
     world.step(FetchFailed(fetch.token, "away"))

@@ -153,15 +153,20 @@ class AppendPipeline:
     # the store session
 
     def on_session_settled(
-        self, opened: SessionOpened, last: TransactionId, *, unbroken: bool, stamp_ms: int = 0
+        self,
+        opened: SessionOpened,
+        last: TransactionId,
+        *,
+        follows_own_session: bool,
+        stamp_ms: int = 0,
     ) -> list[AppendOutcome]:
         """A session has opened and earlier sessions are settled: accept appends from now on.
 
-        `last`: appends of earlier sessions are in the log up to this ID. `unbroken`: no other owner
-        can have written since the previous session. Otherwise the writers of all locks are only
-        known to be at or below the high-water mark, until `lock_loader` has queried the storages.
-        `stamp_ms` is the log's last commit stamp: the clock of this server may be slower than that
-        of the last owner.
+        `last`: appends of earlier sessions are in the log up to this ID. `follows_own_session`: no
+        other owner can have written since the previous session. Otherwise the writers of all locks
+        are only known to be at or below the high-water mark, until `lock_loader` has queried the
+        storages. `stamp_ms` is the log's last commit stamp: the clock of this server may be slower
+        than that of the last owner.
         """
         assert not self._is_open
         assert last <= opened.high_water_mark
@@ -171,7 +176,7 @@ class AppendPipeline:
         self._completions.session_id = opened.session_id
         self._completions.high_water_mark = opened.high_water_mark
         for settled in self._in_flight.pop_settled(last):
-            self._finish_batch(settled, out, now_ms=None, is_owner=unbroken)
+            self._finish_batch(settled, out, now_ms=None, is_owner=follows_own_session)
         lost, submitted = self._in_flight.pop_lost()
         for each in lost:
             for pending in each.appends:
@@ -182,11 +187,11 @@ class AppendPipeline:
         self._in_flight.begin(opened.high_water_mark, opened.chain, stamp_ms)
         if self._table is None:
             self._table = LockTable(self._limits.lock_slot_count, opened.high_water_mark)
-        elif unbroken:
+        elif follows_own_session:
             self._table.clamp(opened.high_water_mark)
         else:
             self._table.reset(opened.high_water_mark)
-        if not unbroken:
+        if not follows_own_session:
             self.lock_loader.begin(self._table, LogEnd(opened.high_water_mark, opened.chain))
         self._is_open = True
         self._is_held = False

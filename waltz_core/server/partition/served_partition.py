@@ -6,8 +6,8 @@ of each other. Only this module routes between them and tracks the store session
 Rules (docs/design/correctness.md 2.1 H and 2.4, rows 16, 21, 22, 28, 29, 39):
     1. A request is answered from a session only after `SessionOpened` and `SessionSettled`; until
        then the request waits.
-    2. If no other owner can have written between two sessions (`unbroken`, same generation), caches
-       and locks are kept up to the high-water mark. Otherwise both are reset.
+    2. If no other owner can have written between two sessions (`follows_own_session`, same
+       generation), caches and locks are kept up to the high-water mark. Otherwise both are reset.
     3. A mount is answered when (a) there is a settled session, (b) all appends of the client's
        older connections are final, and (c) the feed, if there is one, has reached the high-water
        mark of that moment.
@@ -138,13 +138,13 @@ class Partition:
     @property
     def first_available(self) -> TransactionId:
         """The first ID that has not expired from the archive."""
-        archived = self._store.archived
+        archived = self._store.archived_mark
         return TransactionId(0) if archived is None else archived.first
 
     @property
-    def archived(self) -> tuple[TransactionId, replication.ArchiveBacklog] | None:
+    def archive_progress(self) -> tuple[TransactionId, replication.ArchiveBacklog] | None:
         """The last archived ID, and the backlog that is not archived; None without an archive."""
-        recorded, backlog = self._store.archived, self._store.archive_backlog
+        recorded, backlog = self._store.archived_mark, self._store.archive_backlog
         if backlog is None:
             return None
         return (BEFORE_FIRST if recorded is None else recorded.last), backlog
@@ -417,7 +417,7 @@ class Partition:
         # Return the present mark, not the mark of the proof: the client may already know the
         # present one.
         mark, replicas = self._high_water_mark, self.reads.replicas
-        recorded = self._store.archived
+        recorded = self._store.archived_mark
         archived = None
         if recorded is not None:
             backlog, interval_ms = self._store.archive_backlog, self._limits.archive_interval_ms
@@ -435,21 +435,23 @@ class Partition:
             )
             self._out.append(answers.reject(event, errors.BadRequest(fault)))
             return
-        is_done = self._store.has_expired(before, message.before_ms)
-        self._out.append(answers.expiry_answer(event, self._store.archived, is_done=is_done))
+        is_done = self._store.is_expiry_done(before, message.before_ms)
+        self._out.append(answers.expiry_answer(event, self._store.archived_mark, is_done=is_done))
         if not is_done:
             self._step_store(replication.ExpireArchive(before, message.before_ms))
 
     def _replace(self, event: RequestReceived, message: messages.ObjectReplacementRequest) -> None:
         first, last = TransactionId(message.first), TransactionId(message.last)
-        archived = self._store.archived
+        archived = self._store.archived_mark
         end = -1 if archived is None else archived.last
         if not 0 <= first <= last <= end:
             fault = f"expected an object with transactions in 0..{end}, found {first}..{last}"
             self._out.append(answers.reject(event, errors.BadRequest(fault)))
             return
-        request = replication.ReplaceInArchive(message.object, first, last, message.token)
-        self._out.append(answers.replacement_answer(event, self._store.replacement(request)))
+        request = replication.ReplaceArchivedObject(message.object, first, last, message.token)
+        self._out.append(
+            answers.replacement_answer(event, self._store.replacement_outcome(request))
+        )
         self._step_store(request)
 
     # -----------------------------------------------------------------------------------------
@@ -463,7 +465,7 @@ class Partition:
                     self._opening = effect
                 case replication.SessionSettled():
                     self._on_session_settled(effect)
-                case replication.Committed():
+                case replication.TransactionsCommitted():
                     self._on_committed(effect)
                 case replication.SessionClosed():
                     self._on_session_closed(effect)
@@ -472,7 +474,7 @@ class Partition:
                     self._consider_checkpoint()
                 case replication.MarkProved() | replication.MarkProofFailed():
                     self._on_proof_ended(effect)
-                case replication.Released():
+                case replication.OwnershipReleased():
                     self._stop_serving(effect.reason)
                     self._out.append(effect)
                 case replication.WriteMetadata():
@@ -500,10 +502,12 @@ class Partition:
                 f"{self._high_water_mark} was reported as committed"
             )
             return
-        if event.has_expired:
+        if event.has_unknown_outcomes:
             self._abandon("batches of an earlier store session are before the start of the log")
             return
-        unbroken = opened.unbroken and opened.generation == self._settled_generation
+        follows_own_session = (
+            opened.follows_own_session and opened.generation == self._settled_generation
+        )
         self._settled_generation = opened.generation
         self._session_id, self._is_open = opened.session_id, True
         self._high_water_mark = mark
@@ -512,15 +516,18 @@ class Partition:
         self.session_changes += 1
         # Do not use the present time: a paused process may see the result of the write much later.
         self._linearizable.note_confirmation(self._written_ms)
-        if not unbroken:
+        if not follows_own_session:
             self.reads.forget_all()
         self.reads.replicas = self._store.readable_replicas
         settled = self.pipeline.on_session_settled(
-            opened, event.committed_last, unbroken=unbroken, stamp_ms=event.stamp_ms
+            opened,
+            event.committed_last,
+            follows_own_session=follows_own_session,
+            stamp_ms=event.stamp_ms,
         )
         replicas, lock_loader = self.reads.replicas, self.pipeline.lock_loader
         self._out += lock_loader.query_locks(
-            opened.session_id, replicas, self._now_ms, holds=not unbroken
+            opened.session_id, replicas, self._now_ms, holds=not follows_own_session
         )
         self.feed.on_mark_advanced(opened.session_id, mark)
         self._route_reads(self.reads.on_session_opened(opened.session_id, mark))
@@ -531,7 +538,7 @@ class Partition:
         for request in self._waiting.on_session_opened():
             self._receive(request)
 
-    def _on_committed(self, event: replication.Committed) -> None:
+    def _on_committed(self, event: replication.TransactionsCommitted) -> None:
         assert self._is_open
         assert event.session_id == self._session_id
         self._high_water_mark = event.last
@@ -621,7 +628,7 @@ class Partition:
         """Release the partition; the outcome of appends in flight is unknown."""
         self._stop_serving(reason)
         self._step_store(replication.ReleaseOwnership())
-        self._out.append(replication.Released(reason))
+        self._out.append(replication.OwnershipReleased(reason))
 
     def _stop_serving(self, reason: str) -> None:
         """Stop serving the partition: answer all waiting requests."""
@@ -650,7 +657,7 @@ class Partition:
                 case SendToClient() | Fetch() | Report():
                     self._out.append(outcome)
                 case outcomes.SubmitBatch():
-                    self._step_store(replication.Submit(self._session_id, outcome.batch))
+                    self._step_store(replication.SubmitToSession(self._session_id, outcome.batch))
                 case outcomes.BatchCommitted():
                     self.reads.cache_batch(outcome.entry, outcome.batch)
                 case outcomes.BarrierReached():

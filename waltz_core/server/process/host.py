@@ -184,7 +184,7 @@ class Host:
         if is_new or not self.partition.is_owned:
             self.post(replication.TakeOwnership(generation, replicas))
         elif changed:
-            self.post(replication.Reassign(replicas))
+            self.post(replication.ReassignReplicas(replicas))
 
     def stop(self) -> None:
         """Stop, because another server owns the partition: answer waiting requests."""
@@ -217,14 +217,14 @@ class Host:
                 self._services.tasks.create_task(self._read_metadata(effect))
             case replication.WriteMetadata():
                 self._services.tasks.create_task(self._write_metadata(effect))
-            case replication.Released():
+            case replication.OwnershipReleased():
                 self._on_ownership_released(effect)
             case _:  # The partition machine consumes the store's other effects.
                 raise AssertionError(f"unexpected effect: {effect!r}")
 
-    def _on_ownership_released(self, effect: replication.Released) -> None:
+    def _on_ownership_released(self, effect: replication.OwnershipReleased) -> None:
         _log.warning("partition.released partition=%s reason=%s", self.partition_id, effect.reason)
-        if effect.for_others:
+        if effect.should_hand_over:
             self._services.tasks.create_task(self._hand_over(self.partition.generation))
         loop = asyncio.get_running_loop()
         loop.call_later(REOPEN_PAUSE_S, self._retake_ownership)
@@ -257,7 +257,7 @@ class Host:
             await self._services.refresh_storage_ids()
             view = await coordinator.read_partition(self.partition_id)
         except WaltzError as error:
-            self.post(replication.MetadataUnknown(effect.attempt, str(error)))
+            self.post(replication.MetadataOutcomeUnknown(effect.attempt, str(error)))
             return
         self.post(
             replication.MetadataRead(
@@ -278,7 +278,7 @@ class Host:
         except CoordinatorConflict:
             self.post(replication.MetadataConflict(effect.attempt))
         except WaltzError as error:
-            self.post(replication.MetadataUnknown(effect.attempt, str(error)))
+            self.post(replication.MetadataOutcomeUnknown(effect.attempt, str(error)))
         else:
             self.post(replication.MetadataWritten(effect.attempt, written.metadata, written.marker))
 
@@ -477,9 +477,9 @@ class _PublishedCounters:
     def _publish_archive(
         self, partition_id: PartitionId, partition: Partition, metrics: Metrics
     ) -> None:
-        if partition.archived is None:
+        if partition.archive_progress is None:
             return
-        last, backlog = partition.archived
+        last, backlog = partition.archive_progress
         waited_ms = 0 if backlog.since_ms is None else loop_clock_ms() - backlog.since_ms
         figures: tuple[float, ...] = (
             last,

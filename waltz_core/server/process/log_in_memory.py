@@ -121,15 +121,15 @@ class MemoryStore:
         self.generation = Generation(-1)
         self.wake_at_ms: int | None = None
         self.readable_replicas: Sequence[ReplicaId] = ()
-        self.archived = None
+        self.archived_mark = None
         self.is_archiving = False
         self.archive_backlog = None
 
-    def has_expired(self, before: TransactionId, before_ms: int) -> bool:
+    def is_expiry_done(self, before: TransactionId, before_ms: int) -> bool:
         """Return False: there is no archive."""
         return False
 
-    def replacement(self, request: replication.ReplaceInArchive) -> None:
+    def replacement_outcome(self, request: replication.ReplaceArchivedObject) -> None:
         """Return None: there is no archive."""
 
     def step(self, event: replication.Event, now_ms: int) -> Sequence[replication.Effect]:
@@ -138,7 +138,7 @@ class MemoryStore:
             case replication.TakeOwnership():
                 self.generation = event.generation
                 return self.open()
-            case replication.Submit():
+            case replication.SubmitToSession():
                 return self.submit(event.batch)
             case replication.ProveMark():
                 return (replication.MarkProved(event.token, self.log.mark),)
@@ -152,7 +152,7 @@ class MemoryStore:
         self.readable_replicas = (REPLICA,)
         return (
             replication.SessionOpened(
-                log.session, self.generation, log.mark, log.chain, unbroken=False
+                log.session, self.generation, log.mark, log.chain, follows_own_session=False
             ),
             replication.SessionSettled(log.session, log.mark),
         )
@@ -160,4 +160,4 @@ class MemoryStore:
     def submit(self, batch: replication.Batch) -> Sequence[replication.Effect]:
         """Commit a batch."""
         self.log.write(batch, self.log.session)
-        return (replication.Committed(self.log.session, self.log.mark, self.log.chain),)
+        return (replication.TransactionsCommitted(self.log.session, self.log.mark, self.log.chain),)
