@@ -423,7 +423,7 @@ def test_the_shutdown_waits_for_work_that_starts_right_after_other_work(tmp_path
             owner.link.send(owner.owner.append())
             await until(lambda: storage._machine.queue_limits.owner_bytes > queued)
             stop.set()
-            await until(storage._serving._alone[0].locked)
+            await until(storage._serving._locks[0].locked)
             may_go_on.set()
             await until(lambda: early)
 

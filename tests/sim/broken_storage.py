@@ -12,7 +12,7 @@ from waltz_core.storage.files.segment import Segment
 from waltz_core.storage.files.segments import Segments
 from waltz_core.storage.log import damage, partition_log, reading, truncation
 from waltz_core.storage.log.log_files import LogFiles
-from waltz_core.storage.log.log_recovery import _Opening
+from waltz_core.storage.log.log_recovery import _LogOpening
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_core.storage.service import service, work
 from waltz_core.storage.service.service import StorageService
@@ -264,10 +264,10 @@ def damage_cut_as_torn_tail() -> Patches:
         lineage(self, segments)
         self.slot = replace(self.slot, suspect=slot.suspect)
 
-    records, lineage = _Opening.recover_records, _Opening.recover_batches
+    records, lineage = _LogOpening.recover_records, _LogOpening.recover_batches
     yield replaced(Segment, "recover", recover)
-    yield replaced(_Opening, "recover_records", recover_records)
-    yield replaced(_Opening, "recover_batches", recover_batches)
+    yield replaced(_LogOpening, "recover_records", recover_records)
+    yield replaced(_LogOpening, "recover_batches", recover_batches)
 
 
 @switch
@@ -290,7 +290,7 @@ def batches_trusted_after_crash() -> Patches:
     def _holds(self, segments, entry, end, chain):
         return entry.first == end + 1
 
-    yield replaced(_Opening, "_is_batch_valid", _holds)
+    yield replaced(_LogOpening, "_is_batch_valid", _holds)
 
 
 @switch
@@ -362,4 +362,4 @@ def appends_unchecked() -> Patches:
 @switch
 def suspect_is_forgotten() -> Patches:
     """A log that has lost records is not suspect after its opening."""
-    yield replaced(_Opening, "_mark_suspect", do_nothing)
+    yield replaced(_LogOpening, "_mark_suspect", do_nothing)

@@ -90,13 +90,13 @@ def test_a_rotten_batch_above_the_marker_is_not_truncated_if_the_log_continues(m
     """A failed sync had ended its file; with it went what two of three had acknowledged."""
     schedule = Schedule.from_json((SCHEDULES_FOLDER / "610000134.json").read_text(encoding="utf-8"))
     assert run(schedule).is_good
-    recover = log_recovery._Opening.recover_records
+    recover = log_recovery._LogOpening.recover_records
 
     def by_the_last_file_alone(self, segments):
         self._passed = BEFORE_FIRST
         recover(self, segments)
 
-    monkeypatch.setattr(log_recovery._Opening, "recover_records", by_the_last_file_alone)
+    monkeypatch.setattr(log_recovery._LogOpening, "recover_records", by_the_last_file_alone)
     assert run(schedule).rule == "DecisionCovers"
 
 

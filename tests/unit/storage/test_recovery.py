@@ -221,8 +221,8 @@ def test_an_error_while_files_are_closed_does_not_take_the_place_of_the_first(mo
         patches.setattr(Segment, "close", close_and_fail)
 
     with monkeypatch.context() as patches:
-        patches.setattr(log_recovery._Opening, "recover_batches", broken("the first"))
-        patches.setattr(log_recovery._Opening, "recover_records", closes_fail)
+        patches.setattr(log_recovery._LogOpening, "recover_batches", broken("the first"))
+        patches.setattr(log_recovery._LogOpening, "recover_records", closes_fail)
         with pytest.raises(DiskFailed, match="the first") as caught:
             opened(disk)
     assert caught.value.__notes__ == ["and then: closing 0", "and then: closing 3"]

@@ -272,7 +272,7 @@ async def test_changes_of_unknown_partitions_are_dropped():
             with pytest.raises(UnknownPartition):
                 await follower.serving.run_exclusively(partition_id, lambda: "done")
         assert await follower.serving.run_exclusively(3, lambda: "done") == "done"
-        assert set(follower.serving._alone) == {3}
+        assert set(follower.serving._locks) == {3}
 
 
 @on_loop

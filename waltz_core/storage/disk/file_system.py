@@ -350,7 +350,7 @@ class RealFile:
             for block in {offset // _BLOCK_BYTES, (offset + size - 1) // _BLOCK_BYTES}:
                 if not _is_readable(fd, block * _BLOCK_BYTES):
                     self._is_unsynced = found = True
-                    _punch(fd, block * _BLOCK_BYTES)
+                    _punch_hole(fd, block * _BLOCK_BYTES)
         finally:
             self._end_use()
         return found
@@ -501,7 +501,7 @@ def _is_readable(fd: int, offset: int) -> bool:
     return False
 
 
-def _punch(fd: int, offset: int) -> None:
+def _punch_hole(fd: int, offset: int) -> None:
     """Punch a block out of a file, whose size stays; do nothing if this is unsupported."""
     call = getattr(ctypes.CDLL(None), "fallocate", None)
     if call is not None and ctypes.sizeof(ctypes.c_long) == ctypes.sizeof(ctypes.c_int64):
@@ -514,7 +514,7 @@ def _drop_cached(fd: int, start: int, size: int) -> None:
         os.posix_fadvise(fd, start, size, os.POSIX_FADV_DONTNEED)
 
 
-def _advise(path: str) -> None:
+def _prefetch_file(path: str) -> None:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(fd).st_size
@@ -573,16 +573,16 @@ class RealDisk:
         with self.descriptors.reserve_one():
             for name in names:
                 with suppress(OSError):  # the later read reports the error
-                    _advise(f"{directory}/{name}")
+                    _prefetch_file(f"{directory}/{name}")
 
     def make_directory(self, directory: Path) -> None:
         """Create a directory and its parents; make the name of each durable in its parent."""
-        make_with_parents(self, directory, self._make_one, self._sync_found)
+        make_with_parents(self, directory, self._make_single_directory, self._sync_found)
 
     def make_directories(self, directory: Path, names: Sequence[str]) -> None:
         """Create directories in a durable directory, unless they exist, with one sync for all."""
         for name in names:
-            self._make_one(directory / name)
+            self._make_single_directory(directory / name)
         self.sync_directory(directory)
 
     def _sync_found(self, directory: Path) -> None:
@@ -590,7 +590,7 @@ class RealDisk:
         if os.access(directory, os.R_OK):
             self.sync_directory(directory)
 
-    def _make_one(self, directory: Path) -> None:
+    def _make_single_directory(self, directory: Path) -> None:
         with _typed_errors("make", directory):
             directory.mkdir(exist_ok=True)
 

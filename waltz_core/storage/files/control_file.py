@@ -69,8 +69,8 @@ class ControlFile:
         # For each partition, which of its two structures counts: 0 or 1.
         self._current = current
         self._infos = [_read_info(file, index, slot) for index, slot in enumerate(current)]
-        self._writing = threading.Lock()
-        self._syncing = threading.Lock()
+        self._write_lock = threading.Lock()
+        self._sync_lock = threading.Lock()
         self._written_count = self._synced_count = 0
         self._failure: WaltzError | None = None  # the error of a sync (rule 3)
 
@@ -108,7 +108,7 @@ class ControlFile:
             with errors_with_path(path):
                 header = ControlHeader.decode(file.pread(CONTROL_HEADER_BYTES, 0))
             _check_header(header, cluster_key, partition_count, path)
-            current = [_newer_index(file, index, path) for index in range(partition_count)]
+            current = [_newer_copy_index(file, index, path) for index in range(partition_count)]
             return cls(file, header, current)
         except BaseException:
             file.close()
@@ -164,7 +164,7 @@ class ControlFile:
             each: info._replace(sequence=self.info(each).sequence + 1)
             for each, info in infos.items()
         }
-        with self._writing:
+        with self._write_lock:
             for each, info in next_infos.items():
                 position = partition_info_offset(each, 1 - self._current[each])
                 self._file.pwrite([info.encode()], position)
@@ -177,7 +177,7 @@ class ControlFile:
 
     def _sync(self, number: int) -> None:
         """Make the first `number` writes durable, maybe by another thread's sync (rule 3)."""
-        with self._syncing:
+        with self._sync_lock:
             if self._failure is not None:
                 raise DiskFailed(
                     "the control file cannot be written, because a sync of it has failed "
@@ -185,7 +185,7 @@ class ControlFile:
                 )
             if self._synced_count >= number:
                 return
-            with self._writing:
+            with self._write_lock:
                 count = self._written_count
             try:
                 self._file.sync()
@@ -239,7 +239,7 @@ def _check_header(
         )
 
 
-def _newer_index(file: File, index: int, path: Path) -> int:
+def _newer_copy_index(file: File, index: int, path: Path) -> int:
     """Return which structure of a partition counts (docs/design/disk-format.md 2)."""
     stated = int.from_bytes(file.pread(4, partition_entry_offset(index)), "big", signed=True)
     if stated != index:
@@ -304,7 +304,7 @@ class SlotFile:
     @staticmethod
     def new_file(slot: Slot) -> tuple[str, bytes]:
         """Return the name and the content of a file with two valid slots."""
-        assert _block_of(slot.sequence) == 1, "rule 4"
+        assert _block_index(slot.sequence) == 1, "rule 4"
         older = replace(slot, sequence=slot.sequence - 1)
         blocks = [each.encode().ljust(SLOT_BLOCK_BYTES, b"\0") for each in (older, slot)]
         return SLOTS_NAME, b"".join(blocks)
@@ -327,7 +327,7 @@ class SlotFile:
         valid = [
             (slot.sequence, position, slot)
             for position, slot in found
-            if slot.partition_id == partition_id and position == _block_of(slot.sequence)
+            if slot.partition_id == partition_id and position == _block_index(slot.sequence)
         ]
         if not valid:
             file.close()
@@ -355,7 +355,7 @@ class SlotFile:
         """Write a slot durably; it counts from now on (rule 1)."""
         slot = replace(slot, sequence=self.slot.sequence + 1)
         position = 1 - self._position
-        assert position == _block_of(slot.sequence), "rule 4"
+        assert position == _block_index(slot.sequence), "rule 4"
         overwrite(self._file, slot.encode(), SLOT_BLOCK_BYTES * position)
         self._file.sync()
         self.slot, self.older, self._position = slot, self.slot, position
@@ -375,5 +375,5 @@ def _readable_slots(file: File) -> list[tuple[int, Slot]]:
     return found
 
 
-def _block_of(sequence: int) -> int:
+def _block_index(sequence: int) -> int:
     return (sequence + 1) % SLOT_COUNT

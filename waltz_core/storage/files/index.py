@@ -167,7 +167,7 @@ class LineageFile:
             BadFormat, ChecksumMismatch: its bytes are wrong.
         """
         assert 0 <= position < self.count
-        return self._decoded(
+        return self._decode(
             self._file.pread(LINEAGE_ENTRY_BYTES, _entry_offset(position)), position
         )[0]
 
@@ -183,7 +183,7 @@ class LineageFile:
                 self._file.pread(LINEAGE_ENTRY_BYTES * wanted, _entry_offset(position))
             )
             for number, start in enumerate(range(0, len(data), LINEAGE_ENTRY_BYTES), position):
-                yield self._decoded(data[start : start + LINEAGE_ENTRY_BYTES], number)[0]
+                yield self._decode(data[start : start + LINEAGE_ENTRY_BYTES], number)[0]
             position += wanted
 
     def position_of(self, transaction_id: TransactionId) -> int:
@@ -194,26 +194,26 @@ class LineageFile:
         low, high = 0, self.count
         while low < high:
             position = middle = (low + high) // 2
-            entry = self._readable(position)
+            entry = self._entry_or_none(position)
             while entry is None and (position := position + 1) < high:
-                entry = self._readable(position)
+                entry = self._entry_or_none(position)
             if entry is not None and entry.last < transaction_id:
                 low = position + 1
             else:
                 high = middle
         return low
 
-    def _readable(self, position: int) -> LineageEntry | None:
+    def _entry_or_none(self, position: int) -> LineageEntry | None:
         """Return the entry at a position; None if its bytes are wrong."""
         try:
             return self.entry(position)
         except (BadFormat, ChecksumMismatch):
             return None
 
-    def _decoded(self, data: Bytes, position: int) -> tuple[LineageEntry, TransactionId]:
+    def _decode(self, data: Bytes, position: int) -> tuple[LineageEntry, TransactionId]:
         return decode_entry(data, segment_crc=self._segment_crc, position=position)
 
-    def _encoded(
+    def _encode(
         self, entries: Sequence[LineageEntry], synced: TransactionId, position: int
     ) -> list[bytes]:
         return [
@@ -227,7 +227,7 @@ class LineageFile:
         Return the last valid entry; None if there is none.
         """
         position, end = self.count - 1, None
-        while position >= 0 and (end := self._readable(position)) is None:
+        while position >= 0 and (end := self._entry_or_none(position)) is None:
             position -= 1
         if position + 1 < self.count or self._has_partial_entry:
             self.truncate(position + 1)
@@ -254,7 +254,7 @@ class LineageFile:
     def rewrite(self, position: int, entries: Sequence[LineageEntry]) -> None:
         """Overwrite the entries from a position on, durably."""
         assert position + len(entries) <= self.count
-        parts = self._encoded(entries, BEFORE_FIRST, position)
+        parts = self._encode(entries, BEFORE_FIRST, position)
         if position:
             self._file.pwrite(parts, _entry_offset(position))
         else:  # with the header: a lost block can only be written as a whole
@@ -293,7 +293,7 @@ class LineageFile:
         for at in range(position, self.count):
             data = self._file.pread(LINEAGE_ENTRY_BYTES, _entry_offset(at))
             try:
-                durable_before = max(durable_before, self._decoded(data, at)[1])
+                durable_before = max(durable_before, self._decode(data, at)[1])
             except (BadFormat, ChecksumMismatch):
                 continue
         return durable_before
@@ -301,7 +301,7 @@ class LineageFile:
     def append(self, entries: Sequence[LineageEntry], synced: TransactionId) -> None:
         """Append entries without a sync; each stores `synced`, the last durable ID."""
         if entries:
-            parts = self._encoded(entries, synced, self.count)
+            parts = self._encode(entries, synced, self.count)
             self._file.pwrite(parts, _entry_offset(self.count))
             self.count += len(entries)
 

@@ -45,7 +45,7 @@ class LockFile:
         try:
             file = self._open()
             if self._size >= self.file_bytes_max:
-                file = self._renew(file)
+                file = self._rotate(file)
             file.pwrite(blocks, self._size)
         except (DiskFailed, NoSpace):
             self._has_failed = True
@@ -81,7 +81,7 @@ class LockFile:
             self._size = self._file.size()
         return self._file
 
-    def _renew(self, file: File) -> File:
+    def _rotate(self, file: File) -> File:
         self._file = None
         file.close()
         self._disk.rename(self._path, self._older_path)

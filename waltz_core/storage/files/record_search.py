@@ -38,7 +38,7 @@ _ID_MAX: Final = TransactionId((1 << 63) - 1)
 _NO_OFFSETS: Final = np.zeros(0, dtype=np.int64)
 SCAN_BYTES: Final = 8 * 1024 * 1024
 _STEP_BYTES: Final = 64 * 1024
-_STATED_PLACE: Final = 28  # the offset in a record of the length of its data
+_DATA_LENGTH_OFFSET: Final = 28  # the offset in a record of the length of its data
 # If a drive has lost a sector, the file is read in pieces of the drive's own unit.
 _PIECE_BYTES: Final = 4096
 assert SCAN_BYTES > RECORD_BYTES_MAX
@@ -114,7 +114,7 @@ def scan(
     next_id = int(first)
     while offset < size and next_id != stop_id:
         data = file.pread(min(SCAN_BYTES, size - offset), offset)
-        lengths = _walk(data, next_id, stop_id)
+        lengths = _candidate_lengths(data, next_id, stop_id)
         if not lengths.size:
             end = record_end(file, offset, next_id, size) or 0
             if end - offset <= len(data):
@@ -133,7 +133,7 @@ def scan(
     return starts, offset
 
 
-def _walk(data: bytes, next_id: int, stop_id: int | None) -> I64:
+def _candidate_lengths(data: bytes, next_id: int, stop_id: int | None) -> I64:
     """Return the lengths of complete candidates that have the expected IDs."""
     lengths = []
     at = 0
@@ -264,7 +264,7 @@ def _candidates(data: bytes, after: int, space: int) -> Iterator[int]:
         size = min(_STEP_BYTES, count - start)
         ids: I64 = np.ndarray((size,), dtype=">i8", buffer=data, offset=start, strides=(1,))
         stated: I64 = np.ndarray(
-            (size,), dtype=">i4", buffer=data, offset=start + _STATED_PLACE, strides=(1,)
+            (size,), dtype=">i4", buffer=data, offset=start + _DATA_LENGTH_OFFSET, strides=(1,)
         )
         (places,) = ((ids > after) & (ids <= id_max)).nonzero()
         lengths = stated[places].astype(np.int64)

@@ -506,13 +506,13 @@ class Segment:
             found = search.record_after(next_id, offset, file_size)
             if found is not None:
                 hole = IdRange(next_id, TransactionId(found[0] - 1))
-                damaged.append(self._hole(hole, offset, found[1]))
+                damaged.append(self._index_hole(hole, offset, found[1]))
                 next_id, offset = found
                 continue
             if is_last and (offset == file_size or not self._has_index_of(must_reach, file_size)):
                 lost = True
                 break
-            damaged.append(self._hole(IdRange(next_id, must_reach), offset, file_size))
+            damaged.append(self._index_hole(IdRange(next_id, must_reach), offset, file_size))
             next_id, offset = TransactionId(must_reach + 1), file_size
             break
         self.next_id, self.size_bytes = next_id, offset
@@ -531,7 +531,7 @@ class Segment:
     def _repair(self, first: TransactionId, starts: I64) -> None:
         self.index.rewrite(first - self.first, starts)
 
-    def _hole(self, hole: IdRange, offset: int, end: int) -> IdRange:
+    def _index_hole(self, hole: IdRange, offset: int, end: int) -> IdRange:
         """Write the IDs of a hole to the index, and return the hole.
 
         Each ID keeps its offset in the old index; if this is not plausible, all IDs point to the

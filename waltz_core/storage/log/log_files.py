@@ -107,7 +107,7 @@ class LogFiles:
         except NoSpace:
             # A truncation removes the part that did fit. The session ends, but the disk has not
             # failed.
-            self._truncate_back(*before)
+            self._truncate_to(*before)
             raise
         except DiskFailed as error:
             self.fail()
@@ -291,7 +291,7 @@ class LogFiles:
         """
         self.failure_count += 1
         self.has_failed = True
-        self._truncate_back(self.synced_max, self.synced_chain)
+        self._truncate_to(self.synced_max, self.synced_chain)
 
     @contextmanager
     def fail_on_disk_error(self) -> Iterator[None]:
@@ -302,7 +302,7 @@ class LogFiles:
             self.fail()
             raise DiskFailed(str(error)) from error
 
-    def _truncate_back(self, last: TransactionId, chain: Chain) -> None:
+    def _truncate_to(self, last: TransactionId, chain: Chain) -> None:
         if self.covered_end is not None:
             self.stop_covering()
             last, chain = min(self.slot.acked.transaction_id, self.synced_max), UNBATCHED

@@ -125,7 +125,7 @@ def open_log(
     disk.prefetch(directory, disk.list(directory))
     disk.sync_directory(directory)  # rule 7
     slots = _open_slots(disk, directory, blank, info)
-    opening = _Opening(disk, directory, blank, info, slots)
+    opening = _LogOpening(disk, directory, blank, info, slots)
     try:
         opening.slot = _slot_at_open(slots, info, trust_fsync=trust_fsync)
         if not opening.may_return_to_older_slot():
@@ -220,7 +220,7 @@ def _first_ids(disk: Disk, directory: Path) -> list[TransactionId]:
 # segments
 
 
-class _Opening:
+class _LogOpening:
     """The state of one opening; `slot` collects the changes that are written at its end."""
 
     def __init__(
@@ -424,11 +424,11 @@ class _Opening:
         self, segment: Segment, start: TransactionId, reach: TransactionId, *, is_last: bool
     ) -> None:
         found = segment.recover(start, reach, is_last=is_last)
-        self._note(found.damaged)
+        self._note_damage(found.damaged)
         if found.lost:
             self._mark_suspect()
 
-    def _note(self, damaged: tuple[IdRange, ...]) -> None:
+    def _note_damage(self, damaged: tuple[IdRange, ...]) -> None:
         for ids in damaged:
             self.slot = replace(self.slot, damaged=add_damage(self.slot.damaged, ids))
 
@@ -452,9 +452,9 @@ class _Opening:
         if self._adopting or end < self._durable:
             drop_batches(segments, end)
             # If an entry below that end is unreadable, it is truncated, with all entries after it.
-            end = min(end, self._end_of(segments))
+            end = min(end, self._lineage_end_id(segments))
             self._append_batches(segments, TransactionId(end + 1), segments.last_id)
-        elif end < segments.last_id or end < self._end_of(segments):
+        elif end < segments.last_id or end < self._lineage_end_id(segments):
             segments.truncate(end, None)
 
     def _is_marker_valid(self, segments: Segments) -> bool:
@@ -469,7 +469,9 @@ class _Opening:
         try:
             after = TransactionId(anchor + 1)
             chain, touching = segments.entries(after, after, 1)
-            end = TransactionId(touching[0].first - 1) if touching else self._end_of(segments)
+            end = (
+                TransactionId(touching[0].first - 1) if touching else self._lineage_end_id(segments)
+            )
             for entry in segments.entries_from(TransactionId(end + 1)):
                 if entry.last > segments.last_id or not self._is_batch_valid(
                     segments, entry, end, chain
@@ -500,7 +502,7 @@ class _Opening:
             first = TransactionId(entry.last + 1)
         return TransactionId(first - 1)
 
-    def _end_of(self, segments: Segments) -> TransactionId:
+    def _lineage_end_id(self, segments: Segments) -> TransactionId:
         end = segments.lineage_end()
         return end.last if end is not None else segments.start.transaction_id
 
@@ -547,7 +549,7 @@ class _Opening:
                 position += 1
             segment = segments.all[position]
             crcs = self._crcs_of(segments, first, end)
-            session_id, stamp_ms = self._origin_of_made(segments, first)
+            session_id, stamp_ms = self._origin_of_created_batch(segments, first)
             chain = next_chain(chain_before(segments, position), first, end, session_id, crcs)
             if end == last and last_chain is not None:
                 chain = last_chain
@@ -557,7 +559,9 @@ class _Opening:
             first = TransactionId(end + 1)
         rewrite_chain_headers(segments)
 
-    def _origin_of_made(self, segments: Segments, first: TransactionId) -> tuple[SessionId, int]:
+    def _origin_of_created_batch(
+        self, segments: Segments, first: TransactionId
+    ) -> tuple[SessionId, int]:
         """Return the session and commit stamp of a batch that this opening creates.
 
         Batches of 0.13 never had a session; other batches have lost theirs. Stamps never decrease,
@@ -590,11 +594,12 @@ class _Opening:
         try:
             crc = segments.record_crcs(transaction_id, transaction_id)
             if crc is None:
-                self._note(segments.diagnose(transaction_id))  # the index may be what is wrong
+                # The index may be what is wrong.
+                self._note_damage(segments.diagnose(transaction_id))
                 crc = segments.record_crcs(transaction_id, transaction_id)
             return crc or self._stated_crc(segments, transaction_id)
         except ReadFailed:
-            self._note((IdRange(transaction_id, transaction_id),))
+            self._note_damage((IdRange(transaction_id, transaction_id),))
             self._mark_suspect()
             return bytes(4)
 
@@ -626,7 +631,9 @@ class _Opening:
             return segments.last_fitting_id(first, end, ADOPTED_BATCH_BYTES)
         for segment in segments.all:  # a wrong index is rebuilt
             if segment.first <= end and first <= segment.last:
-                self._note(segment.recover(segment.first, segment.last, is_last=False).damaged)
+                self._note_damage(
+                    segment.recover(segment.first, segment.last, is_last=False).damaged
+                )
         return segments.last_fitting_id(first, end, ADOPTED_BATCH_BYTES)
 
     # ---- the end
@@ -654,7 +661,7 @@ class _Opening:
             # No owner can compare this end with its log. So an owner must be able to truncate it
             # and copy from there. The same holds after a crash between the creation of such batches
             # and this write of the slot.
-            true_end = _last_true_end(segments)
+            true_end = _last_intact_batch_end(segments)
             mark = min(slot.low_water_mark, true_end)
             provisional = slot.provisional if true_end >= slot.low_water_mark else None
             slot = replace(slot, suspect=True, low_water_mark=mark, provisional=provisional)
@@ -669,7 +676,7 @@ class _Opening:
         )
 
 
-def _last_true_end(segments: Segments) -> TransactionId:
+def _last_intact_batch_end(segments: Segments) -> TransactionId:
     """Return the end of the last batch that is readable and not reconstructed."""
     for segment in reversed(segments.all):
         for position in range(segment.lineage.count - 1, -1, -1):

@@ -89,7 +89,7 @@ class PartitionLog:
         self.appended_bytes = 0
         self.read_count = 0
         self._files = files
-        self._cover = cover
+        self._covered_records = cover
         self._control = control
         self._engaged = NO_SESSION
 
@@ -228,7 +228,7 @@ class PartitionLog:
         return ReplicaReport(
             NO_SESSION if is_short else slot.last_session,
             self.low_water_mark,
-            slot.provisional is None and not self._cover.ends_with_adopted_batch(),
+            slot.provisional is None and not self._covered_records.ends_with_adopted_batch(),
             synced_max,
             self._files.synced_chain,
             slot.suspect,
@@ -255,7 +255,7 @@ class PartitionLog:
                 "is opened again"
             )
         if session > self.promised and self.slot.is_unbatched:
-            self._cover.make_batches()
+            self._covered_records.make_batches()
         slot = self.slot
         promise = Promise(session, nonce)
         is_same = promise == slot.promise
@@ -311,11 +311,11 @@ class PartitionLog:
         if intent is not None and (session, mark) == (self.promised, intent.last_to_keep):
             files.truncate(mark)
             files.chain = files.segments.chain
-            self._cover.complete_batches()
+            self._covered_records.complete_batches()
         if files.covered_end is not None:
             self._check_session(session)
             if (files.covered_end, files.chain) == (mark, chain):
-                self._cover.truncate_covered()
+                self._covered_records.truncate_covered()
 
     def _write_mark(self, slot: Slot, session: SessionId, mark: TransactionId) -> None:
         """Write session and provisional mark to the slot, and then to the 0.13 control file."""
@@ -406,9 +406,9 @@ class PartitionLog:
         check_batches(first, lengths, records, chain_before, entries, records_crc)
         new = memoryview(records).cast("B")
         if self._files.covered_end is not None:
-            if self._cover.uncover(lengths, new, entries):
+            if self._covered_records.uncover(lengths, new, entries):
                 return
-            self._cover.truncate_covered()
+            self._covered_records.truncate_covered()
         self._confirm(session)
         self._files.append(lengths, new, entries)
         self.appended_bytes += len(records)
@@ -451,7 +451,7 @@ class PartitionLog:
                 "session, found another one"
             )
         self._check_session(session)
-        covers = last_to_keep < self.max_id and self._cover.must_cover_records()
+        covers = last_to_keep < self.max_id and self._covered_records.must_cover_records()
         if last_to_keep < self.start.transaction_id or (
             last_to_keep < self.slot.low_water_mark and not covers
         ):
@@ -467,7 +467,7 @@ class PartitionLog:
                 f"{found.hex() if found is not None else 'no batch end there'}"
             )
         if covers:
-            self._cover.cover(last_to_keep)
+            self._covered_records.cover(last_to_keep)
         else:
             files.sync()
             if last_to_keep < self.max_id:

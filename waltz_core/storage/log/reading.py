@@ -41,7 +41,7 @@ from waltz_core.storage.files.segments import Segments, first_invalid_record
 from waltz_core.wire.record_locations import FileLocation
 
 I64 = npt.NDArray[np.int64]
-_Read = TypeVar("_Read")
+_ReadT = TypeVar("_ReadT")
 READ_BYTES: Final = 8 * 1024 * 1024
 # The maximum number of bytes that are read for one answer of headers. Large records have few
 # headers in many bytes, and the partition does nothing else during the read.
@@ -51,7 +51,7 @@ LINEAGE_ENTRIES_MAX: Final = 1 << 16
 # continues.
 _UNREADABLE_RUN_MAX: Final = 128
 _ERRORS_KEPT_MAX: Final = 16
-_WRONG: Final = (BadFormat, ChecksumMismatch, ReadFailed)
+_REPAIRABLE_ERRORS: Final = (BadFormat, ChecksumMismatch, ReadFailed)
 
 
 class HeadersRead(NamedTuple):
@@ -115,7 +115,7 @@ class LogReader:
             read = self._read_with_repair(
                 first,
                 last,
-                lambda: self._read_once(first, last, bytes_max, whole_batches=whole_batches),
+                lambda: self._read_range(first, last, bytes_max, whole_batches=whole_batches),
             )
             if isinstance(read, RangeRead):
                 return read
@@ -130,21 +130,21 @@ class LogReader:
             wrong = read
 
     def _read_with_repair(
-        self, first: TransactionId, last: TransactionId, read: Callable[[], _Read]
-    ) -> _Read:
+        self, first: TransactionId, last: TransactionId, read: Callable[[], _ReadT]
+    ) -> _ReadT:
         """Call `read`; if index or batches are wrong, repair them and call it once more."""
         try:
             return read()
         except ReadFailed as error:
             self._keep_error(error)
-            with suppress(*_WRONG):
+            with suppress(*_REPAIRABLE_ERRORS):
                 return read()
         except (BadFormat, ChecksumMismatch):
             pass
         self._note_damage(self._segments.repair(first, last))
         return read()
 
-    def _read_once(
+    def _read_range(
         self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
     ) -> RangeRead | TransactionId | IdRange:
         """Read once.
@@ -208,7 +208,8 @@ class LogReader:
         last = self._segments.last_id
         if first > last:
             return first  # a log that has removed or dropped all records is empty
-        with suppress(DiskFailed, *_WRONG):  # only a hint: the read itself finds wrong bytes
+        # This is only a hint. The read itself finds wrong bytes.
+        with suppress(DiskFailed, *_REPAIRABLE_ERRORS):
             self._segments.drop_cached(
                 first, self._segments.last_fitting_id(first, last, bytes_max)
             )

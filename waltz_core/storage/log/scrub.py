@@ -99,7 +99,7 @@ class Scrub:
         assert bytes_per_s >= 0
         self._bytes_per_s = bytes_per_s
         self._interval_ms = interval_ms
-        self._turns: dict[PartitionId, _PartitionScrub] = {}
+        self._scrubs: dict[PartitionId, _PartitionScrub] = {}
         self._positions = dict(positions or {})
         self._reading: PartitionId | None = None  # rule 1
         self._free_at_ms = 0
@@ -110,34 +110,35 @@ class Scrub:
     def on_partition_opened(self, partition_id: PartitionId, now_ms: int) -> None:
         """Schedule a partition that is now served, from the position of its interrupted pass."""
         turn = _PartitionScrub(self._positions.pop(partition_id, _FIRST))
-        self._turns[partition_id] = turn
+        self._scrubs[partition_id] = turn
         if self._bytes_per_s:
             turn.due_ms = now_ms
-            if self._reading is None:  # Not `_set_wake`: there may be a thousand partitions.
+            # `_update_wake_time` is not called, because there may be a thousand partitions.
+            if self._reading is None:
                 self.wake_at_ms = earliest(self.wake_at_ms, max(self._free_at_ms, now_ms))
 
     def on_partition_dropped(self, partition_id: PartitionId) -> None:
         """Remove a partition that is not served any more."""
-        del self._turns[partition_id]
+        del self._scrubs[partition_id]
         if self._reading == partition_id:
             self._reading = None
-        self._set_wake()
+        self._update_wake_time()
 
     def request(self, partition_ids: Iterable[PartitionId], now_ms: int) -> None:
         """Request a pass over these partitions now, from the beginning of their logs (rule 3)."""
         for partition_id in partition_ids:
-            turn = self._turns[partition_id]
+            turn = self._scrubs[partition_id]
             turn.is_requested, turn.is_running, turn.due_ms = True, False, now_ms
             turn.next_id = _FIRST
         self._free_at_ms = min(self._free_at_ms, now_ms)
-        self._set_wake()
+        self._update_wake_time()
 
     # ---- when
 
-    def _set_wake(self) -> None:
+    def _update_wake_time(self) -> None:
         """Compute `wake_at_ms`, which is read far more often than it changes."""
         self.wake_at_ms = None
-        due = [turn.due_ms for turn in self._turns.values() if turn.due_ms is not None]
+        due = [turn.due_ms for turn in self._scrubs.values() if turn.due_ms is not None]
         if due and self._reading is None:
             self.wake_at_ms = max(self._free_at_ms, min(due))
 
@@ -150,7 +151,7 @@ class Scrub:
             return None
         ready = [
             (not turn.is_requested, not turn.is_running, turn.due_ms, partition_id)
-            for partition_id, turn in self._turns.items()
+            for partition_id, turn in self._scrubs.items()
             if turn.due_ms is not None and turn.due_ms <= now_ms
         ]
         return min(ready)[-1]
@@ -159,7 +160,7 @@ class Scrub:
         self, partition_id: PartitionId, last_id: TransactionId, now_ms: int
     ) -> ScrubPiece | None:
         """Return the next piece of a log that ends at `last_id`; None if the pass is finished."""
-        turn = self._turns[partition_id]
+        turn = self._scrubs[partition_id]
         if not turn.is_running:
             turn.is_running, turn.last_id, turn.error = True, last_id, None
             # The interval counts from the start, so that the duration of a pass does not shift the
@@ -170,14 +171,14 @@ class Scrub:
             self._finish(turn, now_ms)
             return None
         self._reading = partition_id
-        self._set_wake()
+        self._update_wake_time()
         return ScrubPiece(turn.next_id, min(PIECE_BYTES_MAX, self._rate(turn)))
 
     def on_piece_done(self, partition_id: PartitionId, scrubbed: ScrubResult, now_ms: int) -> bool:
         """Process the result of a piece; return whether the pass is finished."""
         assert self._reading == partition_id
         self._reading = None
-        turn = self._turns[partition_id]
+        turn = self._scrubs[partition_id]
         turn.read_bytes += scrubbed.read_bytes
         if scrubbed.error is not None:
             turn.error = scrubbed.error
@@ -189,7 +190,7 @@ class Scrub:
             is_finished = turn.next_id > turn.last_id
             if is_finished:
                 self._finish(turn, now_ms)
-        self._set_wake()
+        self._update_wake_time()
         return is_finished
 
     def _rate(self, turn: _PartitionScrub) -> int:
@@ -205,7 +206,7 @@ class Scrub:
         turn.due_ms = None
         if self._bytes_per_s:
             turn.due_ms = max(begun_ms + self._interval_ms, now_ms + PASS_PAUSE_MS)
-        self._set_wake()
+        self._update_wake_time()
 
     # ---- progress
 
@@ -223,13 +224,13 @@ class Scrub:
                 -1 if turn.finished_ms is None else now_ms - turn.finished_ms,
                 turn.error,
             )
-            for partition_id, turn in sorted(self._turns.items())
+            for partition_id, turn in sorted(self._scrubs.items())
         ]
 
     @property
     def positions(self) -> dict[PartitionId, TransactionId]:
         """The next ID of each unfinished pass, by partition (rule 4)."""
-        return {name: turn.next_id for name, turn in self._turns.items() if turn.next_id}
+        return {name: turn.next_id for name, turn in self._scrubs.items() if turn.next_id}
 
 
 # ---------------------------------------------------------------------------------------------

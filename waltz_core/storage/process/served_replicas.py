@@ -103,7 +103,7 @@ class ServedReplicas:
         self._on_dropped = on_dropped
         self._changed = asyncio.Event()
         self._dropping: dict[PartitionId, asyncio.Event] = {}
-        self._alone = defaultdict[PartitionId, asyncio.Lock](asyncio.Lock)  # rule 3
+        self._locks = defaultdict[PartitionId, asyncio.Lock](asyncio.Lock)  # rule 3
 
     @property
     def offline(self) -> tuple[PartitionId, ...]:
@@ -188,12 +188,12 @@ class ServedReplicas:
 
     def _unlocked_partitions(self, partition_ids: Collection[PartitionId]) -> list[PartitionId]:
         """Return the partitions that are not locked; a lock holder calls `recheck` afterwards."""
-        return sorted(each for each in partition_ids if not self._alone[each].locked())
+        return sorted(each for each in partition_ids if not self._locks[each].locked())
 
     async def _drop_exclusively(self, partition_id: PartitionId) -> None:
-        async with self._alone[partition_id]:
+        async with self._locks[partition_id]:
             if partition_id in self.logs:
-                await self._drop(partition_id)
+                await self._drop_partition(partition_id)
         self.recheck()
 
     async def _open_exclusively(
@@ -201,8 +201,8 @@ class ServedReplicas:
     ) -> None:
         async with AsyncExitStack() as stack:
             for partition_id in partition_ids:
-                await stack.enter_async_context(self._alone[partition_id])
-            await self._open(
+                await stack.enter_async_context(self._locks[partition_id])
+            await self._open_partitions(
                 [
                     each
                     for each in partition_ids
@@ -238,7 +238,7 @@ class ServedReplicas:
                 leaving.append(partition_id)
         return leaving
 
-    async def _open(self, partition_ids: Sequence[PartitionId]) -> None:
+    async def _open_partitions(self, partition_ids: Sequence[PartitionId]) -> None:
         """Open logs in parallel; a log that cannot be opened does not affect other logs."""
         found: dict[PartitionId, PartitionLog | errors.WaltzError] = {}
 
@@ -276,7 +276,7 @@ class ServedReplicas:
         if partition_ids:
             _log.info("storage.partitions_opened count=%d", len(partition_ids))
 
-    async def _drop(self, partition_id: PartitionId) -> None:
+    async def _drop_partition(self, partition_id: PartitionId) -> None:
         """Stop serving a partition; its files stay open until administration changes them."""
         idle = self._dropping[partition_id] = asyncio.Event()
         self._post(service.PartitionDropped(partition_id))
@@ -307,12 +307,12 @@ class ServedReplicas:
             Unavailable: the partition is served, and `ends_session` is False.
         """
         self._engine.check_exists(partition_id)
-        async with self._alone[partition_id]:
+        async with self._locks[partition_id]:
             try:
                 if partition_id in self.logs:
                     if not ends_session:
                         raise errors.Unavailable(f"partition {partition_id} is online now")
-                    await self._drop(partition_id)
+                    await self._drop_partition(partition_id)
                 return await self._in_thread(call)
             finally:
                 if ends_session:
@@ -321,7 +321,7 @@ class ServedReplicas:
     async def pause_changes(self) -> None:
         """Stop opening, dropping and changing partitions; wait for running operations."""
         for partition_id in range(self._engine.partition_count):
-            await self._alone[PartitionId(partition_id)].acquire()
+            await self._locks[PartitionId(partition_id)].acquire()
 
     async def zookeeper_state(self, partition_id: PartitionId) -> ZooKeeperState:
         """Return the state of this replica in ZooKeeper; without ZooKeeper, in the static cluster.

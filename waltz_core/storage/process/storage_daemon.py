@@ -68,7 +68,11 @@ from waltz_core.storage.process.storage_metrics import StorageMetrics
 from waltz_core.storage.service import archive_jobs, service, service_effects
 from waltz_core.storage.service.admin_tasks import ArchiveState
 from waltz_core.storage.service.archive_jobs import ERROR_CHARACTERS_MAX
-from waltz_core.storage.service.archive_reads import ArchiveQuery, answer_from_archive, failure_in
+from waltz_core.storage.service.archive_reads import (
+    ArchiveQuery,
+    answer_from_archive,
+    archive_error_of,
+)
 from waltz_core.storage.service.retention import RetentionLimits
 from waltz_core.storage.service.service import Event, StorageIdentity, StorageService
 from waltz_core.storage.service.service_effects import Effect
@@ -287,7 +291,11 @@ class StorageDaemon:
             machine, engine.space, links_count=lambda: len(self._links), logs=serving.logs
         )
         self._driver = Driver(
-            machine, self._perform, on_report=self._report, on_failure=self._fail, name="storage"
+            machine,
+            self._perform,
+            on_report=self._report,
+            on_failure=self._stop_with_error,
+            name="storage",
         )
         async with AsyncExitStack() as stack:
             stack.callback(self._driver.stop)
@@ -326,7 +334,7 @@ class StorageDaemon:
                         tasks.create_task(follow)
                     await self._until_one_of((self._is_assigned, stop), tasks)
                     await self._serve_until(stop, on_ready, tasks)
-                    await self._end(serving)
+                    await self._shut_down(serving)
             except* _StorageStopped:
                 if not self._has_pending_work:  # otherwise no thread may be free
                     write = partial(self._write_positions, machine.scrub_positions)
@@ -423,7 +431,7 @@ class StorageDaemon:
             report=self._report,
             in_thread=self._in_thread,
             tasks=tasks,
-            on_failure=self._fail,
+            on_failure=self._stop_with_error,
             scrub_states=self.scrub_status,
             archive_state=self._archive_state,
         )
@@ -487,7 +495,7 @@ class StorageDaemon:
             on_ready(self.address)
         await self._until_one_of((stop,), tasks)
 
-    async def _end(self, serving: ServedReplicas) -> None:
+    async def _shut_down(self, serving: ServedReplicas) -> None:
         """Shut down (rule 5); raise `_StorageStopped`, which ends all tasks."""
         for link in self._links.values():
             link.pause_reading()
@@ -505,7 +513,7 @@ class StorageDaemon:
             self._has_pending_work = True
             _log.warning("storage.shutdown_pending_work count=%d", self._works_count)
 
-    def _fail(self, error: BaseException) -> None:
+    def _stop_with_error(self, error: BaseException) -> None:
         """Stop the process with an error; only the first error counts."""
         if not self._failure.done():
             self._failure.set_exception(error)
@@ -580,7 +588,7 @@ class StorageDaemon:
             ):
                 self._use_archive(effect)
             case service_effects.EndProcess():
-                self._fail(errors.DiskFailed(effect.reason))
+                self._stop_with_error(errors.DiskFailed(effect.reason))
             case Report():
                 self._report(effect)
             case _:
@@ -618,7 +626,7 @@ class StorageDaemon:
             if error is None:
                 take(job, future.result())
             else:
-                self._fail(error)
+                self._stop_with_error(error)
 
         threads.submit(call, job).add_done_callback(partial(self._post_to_loop, done))
 
@@ -697,7 +705,7 @@ class StorageDaemon:
 
     def _on_archive_read_done(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
         self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
-        failure = failure_in(outcome)
+        failure = archive_error_of(outcome)
         if failure is None or isinstance(failure, errors.ARCHIVE_DAMAGE):
             self._archive.on_place_read(read.place, "" if failure is None else str(failure))
         self._post(service.ArchiveAnswered(read, outcome))
@@ -705,14 +713,14 @@ class StorageDaemon:
     def _on_space_checked(self, future: "Future[None]") -> None:
         error = future.exception()
         if error is not None:
-            self._fail(error)
+            self._stop_with_error(error)
         else:
             self._post(service.SpaceChecked())
 
     def _on_work_done(self, work: Work, outcome: WriteOutcome) -> None:
         self._works_count -= 1
         if isinstance(outcome, BaseException):
-            self._fail(outcome)
+            self._stop_with_error(outcome)
         else:
             self._post(service.WorkDone(work, outcome))
         if self._works_count == 0:  # and no more work has followed

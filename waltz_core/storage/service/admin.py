@@ -175,8 +175,8 @@ class AdminService:
             wire.RemovePartition: self._remove,
             wire.MarkSuspect: self._mark_suspect,
             wire.ReSeed: self._re_seed,
-            wire.CopyRequest: self._give_copy,
-            wire.Copy: self._take_copy,
+            wire.CopyRequest: self._send_copy,
+            wire.Copy: self._receive_copy,
             wire.ScrubRequest: self._scrub,
         }
 
@@ -190,12 +190,12 @@ class AdminService:
         del now_ms
         match event:
             case AdminRequest():
-                self._receive(event)
+                self._receive_request(event)
             case AdminTaskDone():
                 request, script = self._scripts.pop(event.task_id)
                 ends = event.task_id in self._ending
                 self._ending.discard(event.task_id)
-                self._continue(request, script, event.value, ends=ends)
+                self._continue_request(request, script, event.value, ends=ends)
             case AdminDisconnected():
                 self._end_requests(event.connection)
             case Wakeup():
@@ -205,19 +205,19 @@ class AdminService:
         effects, self._effects = self._effects, []
         return effects
 
-    def _receive(self, request: AdminRequest) -> None:
+    def _receive_request(self, request: AdminRequest) -> None:
         if len(self._scripts) + len(self._waiting) >= WAITING_MAX:
-            self._reject(
+            self._reject_request(
                 request,
                 Overloaded(
                     f"{WAITING_MAX} administration requests are waiting already, which is the limit"
                 ),
             )
         elif not isinstance(request.message, _CHANGES):
-            self._begin(request)
+            self._begin_request(request)
         elif self._changing is None:
             self._changing = request
-            self._begin(request)
+            self._begin_request(request)
         else:
             self._waiting.append(request)  # rule 1
 
@@ -226,7 +226,7 @@ class AdminService:
         waiting, self._waiting = self._waiting, deque()
         for request in waiting:
             if request.connection == connection:
-                self._reject(request, _disconnected_error())
+                self._reject_request(request, _disconnected_error())
             else:
                 self._waiting.append(request)
         self._ending |= {
@@ -235,10 +235,10 @@ class AdminService:
             if request.connection == connection
         }
 
-    def _begin(self, request: AdminRequest) -> None:
-        self._continue(request, self._script(request.message), None)
+    def _begin_request(self, request: AdminRequest) -> None:
+        self._continue_request(request, self._create_script(request.message), None)
 
-    def _continue(
+    def _continue_request(
         self, request: AdminRequest, script: Script, value: object, *, ends: bool = False
     ) -> None:
         """Continue a request until its next task or its answer.
@@ -252,9 +252,9 @@ class AdminService:
         except StopIteration as end:
             self._effects.append(SendAdminResponse(request.connection, end.value, request.message))
             if isinstance(request.message, _CHANGES):
-                self._report("storage.admin_request_completed", request)
+                self._report_event("storage.admin_request_completed", request)
         except WaltzError as error:
-            self._reject(request, error)
+            self._reject_request(request, error)
         else:
             self._task_count += 1
             self._scripts[self._task_count] = (request, script)
@@ -263,18 +263,18 @@ class AdminService:
         if request is self._changing:
             self._changing = self._waiting.popleft() if self._waiting else None
             if self._changing is not None:
-                self._begin(self._changing)
+                self._begin_request(self._changing)
 
-    def _reject(self, request: AdminRequest, error: WaltzError) -> None:
+    def _reject_request(self, request: AdminRequest, error: WaltzError) -> None:
         text = str(error)[:REJECTION_CHARACTERS_MAX]
         sequence = request.message.sequence
         answer: AdminMessage = wire.AdminRejected(sequence, error.code, text)
         if request.version == 0:  # rule 7
             answer = wire.AdminFailure(sequence, f"{type(error).__name__}: {text}", ())
         self._effects.append(SendAdminResponse(request.connection, answer, request.message))
-        self._report("storage.admin_request_rejected", request, error=text)
+        self._report_event("storage.admin_request_rejected", request, error=text)
 
-    def _report(self, name: str, request: AdminRequest, **fields: object) -> None:
+    def _report_event(self, name: str, request: AdminRequest, **fields: object) -> None:
         message = request.message
         of_request = (
             ("request", type(message).__name__),
@@ -284,7 +284,7 @@ class AdminService:
 
     # ------------------------------------------------------------------ requests
 
-    def _script(self, message: AdminMessage) -> Script:
+    def _create_script(self, message: AdminMessage) -> Script:
         make: Callable[..., Script] = self._makers.get(type(message), self._reject_kind)
         return make(message)
 
@@ -315,7 +315,7 @@ class AdminService:
             if message.is_assigned:
                 yield Assign(partition_id)
             else:
-                yield from _removal(
+                yield from _remove_partition(
                     partition_id, deletes_files=message.deletes_files, is_forced=False
                 )
 
@@ -324,7 +324,7 @@ class AdminService:
 
     def _remove(self, message: wire.RemovePartition) -> Script:
         partition_id = PartitionId(message.partition_id)
-        yield from _removal(
+        yield from _remove_partition(
             partition_id, deletes_files=message.deletes_files, is_forced=message.is_forced
         )
         return wire.Done(message.sequence)
@@ -433,7 +433,7 @@ class AdminService:
         records: tuple[Record, ...] = ()
         if 0 <= message.first <= last:
             first = TransactionId(message.first)
-            read = yield from _read(
+            read = yield from _read_range(
                 ReadRange(PartitionId(message.partition_id), first, last, RANGE_BYTES_MAX)
             )
             records = _records_of(read)
@@ -441,7 +441,7 @@ class AdminService:
 
     # ------------------------------------------------------------------ copying (rule 3)
 
-    def _give_copy(self, message: wire.CopyRequest) -> Script:
+    def _send_copy(self, message: wire.CopyRequest) -> Script:
         partition_id = PartitionId(message.partition_id)
         log = yield from _log_of(partition_id)
         if message.first < 0:
@@ -452,7 +452,7 @@ class AdminService:
             nothing = (message.first, b"", b"", 0, GENESIS_CHAIN, ())
             return wire.Copy(message.sequence, partition_id, *nothing)
         first, bytes_max = TransactionId(message.first), min(message.bytes_max, RANGE_BYTES_MAX)
-        read = yield from _read(
+        read = yield from _read_range(
             ReadRange(partition_id, first, log.low_water_mark, bytes_max, whole_batches=True)
         )
         return wire.Copy(
@@ -466,7 +466,7 @@ class AdminService:
             read.lineage,
         )
 
-    def _take_copy(self, message: wire.Copy) -> Script:
+    def _receive_copy(self, message: wire.Copy) -> Script:
         partition_id = PartitionId(message.partition_id)
         facts = yield from _inspect(partition_id)
         if facts.is_available:
@@ -502,7 +502,7 @@ def _for_each(
         done.append(partition_id)
 
 
-def _removal(
+def _remove_partition(
     partition_id: PartitionId, *, deletes_files: bool, is_forced: bool
 ) -> Generator[AdminTask, object, None]:
     """Remove a partition, if rule 2 allows it."""
@@ -564,7 +564,7 @@ def _find_held_partitions() -> Generator[AdminTask, object, tuple[HeldPartition,
     return held
 
 
-def _read(task: ReadRange) -> Generator[AdminTask, object, RangeBytes]:
+def _read_range(task: ReadRange) -> Generator[AdminTask, object, RangeBytes]:
     read = yield task
     assert isinstance(read, RangeBytes)
     return read

@@ -319,7 +319,7 @@ class ArchiveJobs:
                 Report("storage.garbage_collection_failed", (partition, ("error", error)))
             )
         has_more = isinstance(outcome, CollectedGarbage) and outcome.has_more
-        notice = GarbageCollected(*_prefix(job), job.message.attempt, has_more, error)
+        notice = GarbageCollected(*_notification_prefix(job), job.message.attempt, has_more, error)
         return [*effects, SendStorageMessage(job.connection, notice)]
 
     def _on_expiry_done(
@@ -330,7 +330,7 @@ class ArchiveJobs:
         effects = self.on_work_progressed(now_ms)
         if job is None:
             return effects
-        prefix = (*_prefix(job), job.message.attempt)
+        prefix = (*_notification_prefix(job), job.message.attempt)
         if isinstance(outcome, WaltzError):
             error = str(outcome)[:ERROR_CHARACTERS_MAX]
             fields = (("partition", expiry.partition_id), ("error", error))
@@ -360,7 +360,7 @@ class ArchiveJobs:
         self._notified_ms = now_ms
         return [
             SendStorageMessage(
-                each.connection, ArchiveProgress(*_prefix(each), each.message.attempt)
+                each.connection, ArchiveProgress(*_notification_prefix(each), each.message.attempt)
             )
             for each in jobs
         ]
@@ -469,7 +469,7 @@ def _range_result(
     else:
         effects.append(Report("storage.range_archived", (partition, ("last", made.last))))
     notice = RangeArchived(
-        *_prefix(job),
+        *_notification_prefix(job),
         message.attempt,
         made.last,
         made.chain,
@@ -489,6 +489,6 @@ def _present_end(message: RangeToWrite) -> tuple[TransactionId, Chain]:
     return TransactionId(message.first - 1), Chain(message.chain_before)
 
 
-def _prefix(job: _ArchiveJob) -> tuple[int, int, int]:
+def _notification_prefix(job: _ArchiveJob) -> tuple[int, int, int]:
     """Return the first fields of a notification about a job."""
     return job.message.session_id, 0, job.message.partition_id

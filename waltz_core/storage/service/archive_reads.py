@@ -116,7 +116,7 @@ class ArchiveReads:
         if not isinstance(message, RangeRaw | LineageRequest) or _is_copy(message):
             return error
         mark = self.marks.get(PartitionId(message.partition_id))
-        if mark is not None and _needed_id(message) <= mark.last and _has_form(message):
+        if mark is not None and _needed_id(message) <= mark.last and _is_form_supported(message):
             return self._query(ArchiveQuery(request, mark, error))
         if mark is None and isinstance(error, BeforeLogStart):
             why = "but the server that owns the partition has not sent the archived mark yet"
@@ -144,7 +144,7 @@ class ArchiveReads:
         """Note that a request was answered, and report a failure (rules 6 and 7)."""
         self._count -= 1
         assert self._count >= 0
-        failure = failure_in(outcome)
+        failure = archive_error_of(outcome)
         if failure is None or isinstance(failure, BeforeLogStart):
             return []
         partition, first = query.place
@@ -161,7 +161,7 @@ class ArchiveReads:
         return [Report("storage.archive_read_failed", fields)]
 
 
-def failure_in(outcome: WorkOutcome) -> WaltzError | None:
+def archive_error_of(outcome: WorkOutcome) -> WaltzError | None:
     """Return the archive's error in an outcome of `answer_from_archive`; None if it has none."""
     if not isinstance(outcome, WaltzError):
         return None
@@ -174,7 +174,7 @@ def _is_copy(message: RangeRaw | LineageRequest) -> bool:
     return isinstance(message, RangeRaw) and message.whole_batches
 
 
-def _has_form(message: RangeRaw | LineageRequest) -> bool:
+def _is_form_supported(message: RangeRaw | LineageRequest) -> bool:
     """Whether the archive can answer: it has no positions in files of this machine."""
     return isinstance(message, LineageRequest) or message.form in tuple(RangeForm)
 

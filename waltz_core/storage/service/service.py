@@ -289,7 +289,7 @@ class StorageService:
         assert not self._effects
         match event:
             case LaneRequest():
-                self._receive(event)
+                self._receive_request(event)
             case WorkDone():
                 self._on_work_done(event.work, event.result, now_ms)
             case Disconnected():
@@ -328,13 +328,13 @@ class StorageService:
 
     # ------------------------------------------------------------------ events
 
-    def _receive(self, request: LaneRequest) -> None:
+    def _receive_request(self, request: LaneRequest) -> None:
         try:
-            self._admit(request)
+            self._admit_request(request)
         except WaltzError as error:
-            self._reject(request, error)
+            self._send_error(request, error)
 
-    def _admit(self, request: LaneRequest) -> None:
+    def _admit_request(self, request: LaneRequest) -> None:
         """Answer a request, queue it, or raise the error that rejects it."""
         message = request.message
         match message:
@@ -349,44 +349,44 @@ class StorageService:
             ):
                 self._admit_change(request)
             case ArchiveRange() | CollectGarbage() | ExpireObjects() | ReplaceObject():
-                lane = self._lane(message)
+                lane = self._lane_of(message)
                 self._check_session(lane, message)
                 _check_owner(lane, request)
                 self._archive.add(request.connection, lane.promise.nonce, message)
-                self._answer(request, SuccessResponse(*_prefix(message)))
+                self._send_response(request, SuccessResponse(*_response_prefix(message)))
             case OpenRequest():
                 self._check_cluster(message.cluster_key, message.partition_count)
                 self._readers[request.connection] = None
-                self._answer(request, SuccessResponse(-1, -1, -1))
+                self._send_response(request, SuccessResponse(-1, -1, -1))
             case Prepare():
                 self._admit_prepare(request, message)
             case Heartbeat():
-                lane = self._lane(message)
+                lane = self._lane_of(message)
                 self._check_session(lane, message)
                 if request.connection not in self._readers:
                     _check_owner(lane, request)
-                self._answer(request, HeartbeatResponse(*_prefix(message)))
+                self._send_response(request, HeartbeatResponse(*_response_prefix(message)))
             case RangeRaw(reader=True) | LockBlocksRequest():
-                lane = self._lane(message)
+                lane = self._lane_of(message)
                 self._check_reader(lane, request)
-                self._queue(lane, lane.reads, request)
+                self._queue_request(lane, lane.reads, request)
             case RangeRaw() | LineageRequest():
-                lane = self._lane(message)
+                lane = self._lane_of(message)
                 if request.connection != ADMINISTRATION:
                     self._check_session(lane, message)
                     _check_owner(lane, request)
-                self._queue(lane, lane.reads, request)
+                self._queue_request(lane, lane.reads, request)
             case _:
                 raise BadRequest(f"a storage does not accept {type(message).__name__} at this port")
 
     def _admit_change(self, request: LaneRequest) -> None:
         message = request.message
-        lane = self._lane(message)
+        lane = self._lane_of(message)
         self._check_session(lane, message)
         _check_owner(lane, request)
         # A mark is only compared with the log; as a read, it cannot be overtaken by a later mark.
         queue = lane.reads if isinstance(message, SetArchived) else lane.writes
-        self._queue(lane, queue, request)
+        self._queue_request(lane, queue, request)
 
     def _admit_prepare(self, request: LaneRequest, message: Prepare) -> None:
         """Raise the session at once (rule 3); queued work makes the promise durable."""
@@ -397,7 +397,7 @@ class StorageService:
                 f"{message.storage_id.hex()} at this address, found "
                 f"{self._identity.storage_id.hex()}"
             )
-        lane = self._lane(message)
+        lane = self._lane_of(message)
         session = SessionId(message.session_id)
         promise = lane.promise
         if not 0 <= session <= promise.session_id + SESSION_JUMP_MAX:
@@ -431,7 +431,7 @@ class StorageService:
         lane.promise = requested
         self._fence(lane, why, keep=request.connection)
         lane.owner = request.connection
-        self._queue(lane, lane.writes, request)
+        self._queue_request(lane, lane.writes, request)
 
     def _fence(self, lane: Lane, why: WaltzError, *, keep: ConnectionId | None = None) -> None:
         """End the lane's session: reject its queued requests, and close its connection.
@@ -440,7 +440,7 @@ class StorageService:
         """
         for request in (*lane.writes, *lane.reads):
             self.queue_limits.subtract(request)
-            self._reject(request, why)
+            self._send_error(request, why)
         lane.writes.clear()
         lane.reads.clear()
         if lane.owner not in (None, keep):
@@ -494,7 +494,7 @@ class StorageService:
                 f"{cluster_key.hex()} with {partition_count}"
             )
 
-    def _lane(self, message: StorageMessage) -> Lane:
+    def _lane_of(self, message: StorageMessage) -> Lane:
         lane = self._lanes.get(PartitionId(message.partition_id))
         if lane is None or lane.has_lost_files:
             raise UnknownPartition(
@@ -523,7 +523,7 @@ class StorageService:
 
     # ------------------------------------------------------------------ lanes
 
-    def _queue(self, lane: Lane, queue: deque[LaneRequest], request: LaneRequest) -> None:
+    def _queue_request(self, lane: Lane, queue: deque[LaneRequest], request: LaneRequest) -> None:
         queue.append(request)
         if self.queue_limits.add(request):
             self._effects.append(PauseReading(request.connection))
@@ -534,9 +534,9 @@ class StorageService:
         """Start the next piece of work in a lane, if any waits (`lane.py`)."""
         requests, piece = lane.take_next()
         if requests or piece is not None:
-            self._run(lane, requests, piece)
+            self._run_work(lane, requests, piece)
 
-    def _run(
+    def _run_work(
         self, lane: Lane, requests: tuple[LaneRequest, ...], piece: LanePiece | None = None
     ) -> None:
         if lane.has_lost_files:
@@ -572,7 +572,7 @@ class StorageService:
         self._note_space(now_ms)
         scrubbed = result.scrubbed
         if scrubbed is not None and self._scrub.on_piece_done(work.partition_id, scrubbed, now_ms):
-            self._report("storage.scrub_finished", partition=work.partition_id)
+            self._report_event("storage.scrub_finished", partition=work.partition_id)
             self._notify_owner(lane)  # Again: unrepaired damage may be repairable now.
         is_marked = not work.requests and work.piece is None
         lane.has_unmarked_appends = result.appended_count > 0 or (
@@ -584,9 +584,9 @@ class StorageService:
 
     def _respond(self, request: LaneRequest, outcome: WorkOutcome) -> None:
         if isinstance(outcome, WaltzError):
-            self._reject(request, outcome)
+            self._send_error(request, outcome)
         else:
-            self._answer(request, outcome)
+            self._send_response(request, outcome)
 
     def _move_idle_markers(self, now_ms: int) -> None:
         """Move the acked markers of logs that had appends and are idle now."""
@@ -596,7 +596,7 @@ class StorageService:
         for lane in self._lanes.values():
             if lane.has_unmarked_appends and lane.work is None:
                 # A busy log moves its marker with a sync, and is checked again later.
-                self._run(lane, ())
+                self._run_work(lane, ())
 
     def _queue_scrub_piece(self, now_ms: int) -> None:
         """Queue the next piece of the scrub, to run after the current work of its partition."""
@@ -612,20 +612,20 @@ class StorageService:
         if lane.has_lost_files:
             return  # The result is not about this partition's log.
         if result.has_released:
-            self._report("storage.reserve_released", partition=partition_id)
+            self._report_event("storage.reserve_released", partition=partition_id)
         for error in result.failed_reads:
-            self._report("storage.read_failed", partition=partition_id, error=error)
+            self._report_event("storage.read_failed", partition=partition_id, error=error)
         if result.scrubbed is not None and result.scrubbed.error is not None:
             error = result.scrubbed.error
-            self._report("storage.scrub_skipped", partition=partition_id, error=error)
+            self._report_event("storage.scrub_skipped", partition=partition_id, error=error)
         if result.repaired is not None:
-            self._report(
+            self._report_event(
                 "storage.damage_repaired",
                 partition=partition_id,
                 ids=ranges_text((result.repaired,)),
             )
         if result.found:
-            self._report(
+            self._report_event(
                 "storage.damage_found", partition=partition_id, ids=ranges_text(result.found)
             )
             self._notify_owner(lane)
@@ -643,9 +643,9 @@ class StorageService:
         if self._space.is_short != self._is_full:
             self._is_full = self._space.is_short
             if self._is_full:
-                self._report("storage.disk_full", reserved_bytes=self._space.reserved_bytes)
+                self._report_event("storage.disk_full", reserved_bytes=self._space.reserved_bytes)
             else:
-                self._report(
+                self._report_event(
                     "storage.disk_space_available", reserved_bytes=self._space.reserved_bytes
                 )
         if self._is_full and self._space_check_at_ms is None:
@@ -691,7 +691,7 @@ class StorageService:
         elif isinstance(answer, Prepared):
             lane.prepared_max = TransactionId(answer.synced_max)
         elif isinstance(message, SetLowWaterMark) and message.mark != lane.prepared_max:
-            self._report(
+            self._report_event(
                 "storage.replica_repaired",
                 partition=partition_id,
                 session=message.session_id,
@@ -701,7 +701,7 @@ class StorageService:
 
     def _stop_serving(self, lane: Lane, why: WaltzError) -> None:
         """Stop serving a partition whose files were deleted or replaced (rule 11)."""
-        self._report("storage.files_replaced", partition=lane.log.partition_id, error=why)
+        self._report_event("storage.files_replaced", partition=lane.log.partition_id, error=why)
         lane.has_lost_files = True
         self._fence(lane, why)
         self._effects.append(DropPartition(lane.log, why))
@@ -711,13 +711,15 @@ class StorageService:
         assert result.failure is not None
         self._failures_count += 1
         partition_id = lane.log.partition_id
-        self._report("storage.disk_failed", partition=partition_id, error=str(result.failure))
+        self._report_event("storage.disk_failed", partition=partition_id, error=str(result.failure))
         if self._failures_count > 1:
             self._effects.append(EndProcess(str(result.failure)))
         self._fence(lane, result.failure)
 
     def _resume(self) -> None:
-        self._effects += [ResumeReading(each) for each in self.queue_limits.take_resumed()]
+        self._effects += [
+            ResumeReading(each) for each in self.queue_limits.take_resumed_connections()
+        ]
 
     # ------------------------------------------------------------------ the archive (rule 12)
 
@@ -750,7 +752,7 @@ class StorageService:
             self._retention.on_piece_done(partition_id, result.log_size)
             if result.log_size is not None and result.log_size.removed:
                 start = lane.log.start.transaction_id
-                self._report("storage.segment_removed", partition=partition_id, start=start)
+                self._report_event("storage.segment_removed", partition=partition_id, start=start)
 
     def _on_archive_done(
         self,
@@ -770,22 +772,24 @@ class StorageService:
 
     # ------------------------------------------------------------------ effects
 
-    def _answer(self, request: LaneRequest, message: StorageMessage) -> None:
+    def _send_response(self, request: LaneRequest, message: StorageMessage) -> None:
         self._effects.append(SendStorageMessage(request.connection, message))
 
-    def _reject(self, request: LaneRequest, error: WaltzError) -> None:
+    def _send_error(self, request: LaneRequest, error: WaltzError) -> None:
         message = request.message
         lane = self._lanes.get(PartitionId(message.partition_id))
         # A greater session would look to an owner as if ZooKeeper had lost data.
         promised = lane.promise.seen if lane is not None else NO_SESSION
-        self._report(
+        self._report_event(
             "storage.request_rejected", request=type(message).__name__, error=type(error).__name__
         )
         text = str(error)[:REJECTION_CHARACTERS_MAX]
         first = error.first_available if isinstance(error, BeforeLogStart) else BEFORE_FIRST
-        self._answer(request, Nack(*_prefix(message), error.code, promised, text, first))
+        self._send_response(
+            request, Nack(*_response_prefix(message), error.code, promised, text, first)
+        )
 
-    def _report(self, name: str, **fields: object) -> None:
+    def _report_event(self, name: str, **fields: object) -> None:
         self._effects.append(Report(name, tuple(fields.items())))
 
 
@@ -797,5 +801,5 @@ def _check_owner(lane: Lane, request: LaneRequest) -> None:
         )
 
 
-def _prefix(message: StorageMessage) -> tuple[int, int, int]:
+def _response_prefix(message: StorageMessage) -> tuple[int, int, int]:
     return message.session_id, message.sequence, message.partition_id

@@ -141,7 +141,7 @@ class StorageEngine:
         id_file = disk.open(id_path)
         control: ControlFile | None = None
         try:
-            _lock(id_file, id_path)
+            _lock_directory(id_file, id_path)
             control = ControlFile.open(
                 disk, directory, settings.cluster_key, partition_count, settings.now_ms()
             )
@@ -331,7 +331,7 @@ class StorageEngine:
         if deletes_files:
             self._wipe(WipeIntent(partition_id, is_held=False, promised=NO_SESSION, nonce=NO_NONCE))
         else:
-            self._report_slot(partition_id)
+            self._write_next_sequence(partition_id)
             self._control.forget(partition_id, FLAG_AVAILABLE)
         self.failed.pop(partition_id, None)
 
@@ -444,10 +444,10 @@ class StorageEngine:
         return SlotFile.open(self._disk, self._directory_of(partition_id), partition_id)
 
     def _write_flags(self, partition_id: PartitionId, flags: int) -> None:
-        self._report_slot(partition_id)
+        self._write_next_sequence(partition_id)
         self._control.set_flags(partition_id, flags)
 
-    def _report_slot(self, partition_id: PartitionId) -> None:
+    def _write_next_sequence(self, partition_id: PartitionId) -> None:
         """Write the next sequence of the control file into the slot (rule 6)."""
         if partition_id in self.failed:
             self._open_log(partition_id)  # It may open now; otherwise this raises.
@@ -552,6 +552,6 @@ class StorageEngine:
         self._id_file.close()
 
 
-def _lock(id_file: File, path: Path) -> None:
+def _lock_directory(id_file: File, path: Path) -> None:
     if not id_file.lock_whole_file():
         raise DiskFailed(f"{path}: another process uses this storage directory")

@@ -177,7 +177,7 @@ class Work:
 
         Errors of the log are in the result. Any other exception is a bug, and is raised.
         """
-        result = self._run(clock_s)
+        result = self._execute(clock_s)
         space = self._space
         wants_room = any(isinstance(each, NoSpace) for each in result.outcomes)
         if wants_room and space is not None:
@@ -185,14 +185,14 @@ class Work:
                 space.note_shortage(self._append_bytes())
             else:
                 space.release()
-                result = self._run(clock_s)
+                result = self._execute(clock_s)
                 result.has_released = True
         return result
 
     def _append_bytes(self) -> int:
-        return sum(_append_bytes(each.message) for each in self.requests)
+        return sum(_size_of_append(each.message) for each in self.requests)
 
-    def _run(self, clock_s: Callable[[], float]) -> WorkResult:
+    def _execute(self, clock_s: Callable[[], float]) -> WorkResult:
         result = WorkResult()
         known = self.log.damaged
         try:
@@ -208,7 +208,7 @@ class Work:
                 assert len(self.requests) == 1
                 if self._space is not None and isinstance(self.requests[0].message, ResetLog):
                     self._space.check_files_fit()
-                result.outcomes.append(self._serve(self.requests[0].message, result))
+                result.outcomes.append(self._execute_request(self.requests[0].message, result))
         except WaltzError as found:
             error = self._cause_of(found)
             self._note_error(error, result)
@@ -255,24 +255,24 @@ class Work:
                 return found
         return error
 
-    def _serve(self, message: StorageMessage, result: WorkResult) -> StorageMessage:
+    def _execute_request(self, message: StorageMessage, result: WorkResult) -> StorageMessage:
         match message:
             case Prepare():
                 prepared = _prepare(self.log, message, self._storage_id)
                 return _with_start(prepared, self.log.start) if self._has_archive else prepared
             case RangeRaw():
-                return _read(self.log, message, result)
+                return _read_range(self.log, message, result)
             case LineageRequest():
-                return _lineage(self.log, message)
+                return _read_lineage(self.log, message)
             case Repair():
-                state = _change(self.log, message)
+                state = _apply_change(self.log, message)
                 last = message.first + len(message.lengths) // 4 - 1
                 result.repaired = IdRange(TransactionId(message.first), TransactionId(last))
                 return state
             case LockBlocksRequest():
-                return _lock_blocks(self.log, message)
+                return _read_lock_blocks(self.log, message)
             case _:
-                return _change(self.log, message)
+                return _apply_change(self.log, message)
 
 
 def _without_known(ranges: tuple[IdRange, ...], known: tuple[IdRange, ...]) -> tuple[IdRange, ...]:
@@ -292,7 +292,7 @@ def _scrub(log: PartitionLog, piece: ScrubPiece) -> ScrubResult:
 # Appends
 
 
-def _append_bytes(append: StorageMessage) -> int:
+def _size_of_append(append: StorageMessage) -> int:
     """Return the bytes that an append uses on the disk."""
     assert isinstance(append, AppendRaw)
     return append_bytes(len(append.records), len(append.lengths) // 4, len(append.lineage))
@@ -363,7 +363,7 @@ def _check_crc(what: str, message: AppendRaw | Repair) -> None:
 # Everything else, one at a time
 
 
-def _change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
+def _apply_change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
     session = SessionId(message.session_id)
     match message:
         case SetArchived():
@@ -388,13 +388,13 @@ def _change(log: PartitionLog, message: StorageMessage) -> StorageMessage:
         case _:
             raise BadRequest(f"{type(message).__name__} is not a request that changes a log")
     state = log.state()
-    return ReplicaEnd(*_prefix(message), state.synced_max, state.chain)
+    return ReplicaEnd(*_response_prefix(message), state.synced_max, state.chain)
 
 
 def _prepare(log: PartitionLog, message: Prepare, storage_id: bytes) -> Prepared:
     found = log.prepare(SessionId(message.session_id), message.nonce)
     return Prepared(
-        *_prefix(message),
+        *_response_prefix(message),
         storage_id=storage_id,
         last_session=found.last_session,
         low_water_mark=found.low_water_mark,
@@ -420,10 +420,10 @@ def _compare_archived(log: PartitionLog, message: SetArchived) -> SuccessRespons
             f"partition {message.partition_id}: expected chain hash {message.chain.hex()} at "
             f"transaction {message.last}, up to which the log is archived; found {shown}"
         )
-    return SuccessResponse(*_prefix(message))
+    return SuccessResponse(*_response_prefix(message))
 
 
-def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeBytes:
+def _read_range(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeBytes:
     first = TransactionId(message.first)
     last = TransactionId(min(message.last, log.synced_max))
     limit = BATCHES_BYTES_MAX if message.whole_batches else RANGE_BYTES_MAX
@@ -431,7 +431,7 @@ def _read(log: PartitionLog, message: RangeRaw, result: WorkResult) -> RangeByte
     if message.reader and first > last:
         return _empty_range(message)
     if message.form == LOCATIONS and message.reader:
-        return _locations(
+        return _read_locations(
             log.reader.locations(first, last, _locations_bytes(message)), message, result
         )
     if message.form == RangeForm.HEADERS:
@@ -465,7 +465,7 @@ def range_bytes(
 ) -> RangeBytes:
     """Return the answer with `count` records, or headers, from the requested ID on."""
     return RangeBytes(
-        *_prefix(message),
+        *_response_prefix(message),
         first=message.first,
         count=count,
         form=message.form,
@@ -481,13 +481,13 @@ def _locations_bytes(message: RangeRaw) -> int:
     return min(max(1, message.bytes_max), LOCATIONS_BYTES_MAX)
 
 
-def _locations(read: LocationsRead, message: RangeRaw, result: WorkResult) -> RangeBytes:
+def _read_locations(read: LocationsRead, message: RangeRaw, result: WorkResult) -> RangeBytes:
     """Return the file positions of the records; the requester reads and checks them."""
     count, locations = int(read.lengths.size), encode_locations(read.locations)
     result.read_count += count
     result.read_bytes += sum(location.size for location in read.locations)
     return RangeBytes(
-        *_prefix(message),
+        *_response_prefix(message),
         first=read.first,
         count=count,
         form=LOCATIONS,
@@ -502,7 +502,7 @@ def _locations(read: LocationsRead, message: RangeRaw, result: WorkResult) -> Ra
 def _empty_range(message: RangeRaw) -> RangeBytes:
     """Return the answer to a reader that requests records that are not synced here yet."""
     return RangeBytes(
-        *_prefix(message),
+        *_response_prefix(message),
         first=message.first,
         count=0,
         form=message.form,
@@ -514,16 +514,16 @@ def _empty_range(message: RangeRaw) -> RangeBytes:
     )
 
 
-def _lineage(log: PartitionLog, message: LineageRequest) -> LineageResponse:
+def _read_lineage(log: PartitionLog, message: LineageRequest) -> LineageResponse:
     chain_before, entries = log.lineage(TransactionId(message.first), TransactionId(message.last))
-    return LineageResponse(*_prefix(message), chain_before, entries)
+    return LineageResponse(*_response_prefix(message), chain_before, entries)
 
 
-def _lock_blocks(log: PartitionLog, message: LockBlocksRequest) -> LockBlocks:
+def _read_lock_blocks(log: PartitionLog, message: LockBlocksRequest) -> LockBlocks:
     bytes_max = min(max(0, message.bytes_max), RANGE_BYTES_MAX)
-    return LockBlocks(*_prefix(message), log.lock_file.newest(bytes_max))
+    return LockBlocks(*_response_prefix(message), log.lock_file.newest(bytes_max))
 
 
-def _prefix(message: StorageMessage) -> tuple[int, int, int]:
+def _response_prefix(message: StorageMessage) -> tuple[int, int, int]:
     """Return the fields of a request that every answer repeats."""
     return message.session_id, message.sequence, message.partition_id

@@ -62,10 +62,10 @@ class WriterThreads:
 
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
-            self._report(work, _outcome_of(work))
+            self._deliver_outcome(work, _run_work(work))
             del work  # It holds megabytes, which must be freed while this thread waits.
 
-    def _report(self, work: Work, outcome: WriteOutcome) -> None:
+    def _deliver_outcome(self, work: Work, outcome: WriteOutcome) -> None:
         try:
             self._loop.call_soon_threadsafe(self._done, work, outcome)
         except RuntimeError:
@@ -73,7 +73,7 @@ class WriterThreads:
                 raise
 
 
-def _outcome_of(work: Work) -> WriteOutcome:
+def _run_work(work: Work) -> WriteOutcome:
     try:
         return work.run(time.perf_counter)
     except BaseException as error:  # noqa: BLE001 - rule 1: the waiting caller must get it
