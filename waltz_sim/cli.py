@@ -22,14 +22,14 @@ from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.errors import BadConfig, WaltzError
 from waltz_sim.coverage import Coverage
 from waltz_sim.faults.kinds import KINDS
-from waltz_sim.report import report_of
+from waltz_sim.report import format_report
 from waltz_sim.run import RunVerdict, ScheduleGenerator, run, run_seed
 from waltz_sim.schedule import STEPS, Schedule
 from waltz_sim.shrink import shrink
 from waltz_sim.swarm import sweep
 
 DESCRIPTION = "Inject faults by seeds, and check every guarantee."
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 SEEDS = 300
 SEED_MAX = (1 << 63) - 1
 SHRUNK_MAX = 3  # the number of failing seeds in one run whose schedules are shortened
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(f"waltz_sim: {error}")
         return 1
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return INTERRUPTED_EXIT_CODE
 
 
 def _add_options(command: argparse.ArgumentParser) -> None:
@@ -81,15 +81,15 @@ def _add_options(command: argparse.ArgumentParser) -> None:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    _check(arguments)
+    _check_options(arguments)
     if arguments.schedule is not None:
-        return _one(_read(arguments.schedule), arguments)
+        return _run_one(_read_schedule(arguments.schedule), arguments)
     if arguments.seed is not None:
-        return _one(_generator(arguments).schedule_of(arguments.seed), arguments)
-    return _many(arguments)
+        return _run_one(_generator(arguments).schedule_of(arguments.seed), arguments)
+    return _run_many(arguments)
 
 
-def _check(arguments: argparse.Namespace) -> None:
+def _check_options(arguments: argparse.Namespace) -> None:
     """Check the options.
 
     Raises:
@@ -121,7 +121,7 @@ def _generator(arguments: argparse.Namespace) -> ScheduleGenerator:
     return ScheduleGenerator(steps_max, is_rough=arguments.rough)
 
 
-def _read(path: Path) -> Schedule:
+def _read_schedule(path: Path) -> Schedule:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -136,7 +136,7 @@ def _read(path: Path) -> Schedule:
 # ---- one seed or schedule
 
 
-def _one(schedule: Schedule, arguments: argparse.Namespace) -> int:
+def _run_one(schedule: Schedule, arguments: argparse.Namespace) -> int:
     verdict = run(schedule, is_traced=True, keeps_all=arguments.trace)
     if arguments.trace and not arguments.json:
         for line in verdict.notes:
@@ -162,17 +162,17 @@ def _one(schedule: Schedule, arguments: argparse.Namespace) -> int:
         )
     if verdict.is_good:
         return 0
-    print_error(_sentence(verdict.text))
+    print_error(_shorten_text(verdict.text))
     if arguments.shrink:
-        _shorten(verdict)
+        _write_shortened(verdict)
     return 1
 
 
-def _sentence(text: str) -> str:
+def _shorten_text(text: str) -> str:
     return text if len(text) <= TEXT_CHARACTERS_MAX else "…" + text[-TEXT_CHARACTERS_MAX:]
 
 
-def _shorten(verdict: RunVerdict) -> Path:
+def _write_shortened(verdict: RunVerdict) -> Path:
     """Write a shortened schedule into the working directory, and print the replay command."""
     shrunk = shrink(verdict, is_late=_deadline(SHRINK_S))
     path = Path(f"waltz-seed-{verdict.schedule.seed}.json")
@@ -197,7 +197,7 @@ def _deadline(seconds: float) -> Callable[[], bool]:
 # ---- many seeds
 
 
-def _many(arguments: argparse.Namespace) -> int:
+def _run_many(arguments: argparse.Namespace) -> int:
     jobs = arguments.jobs or len(os.sched_getaffinity(0))
     seed_count: int | None = arguments.seeds
     first, seconds = arguments.first, None
@@ -219,7 +219,7 @@ def _many(arguments: argparse.Namespace) -> int:
             jobs=jobs,
             seconds=seconds,
             generator=generator,
-            on_progress=_progress(seed_count),
+            on_progress=_make_progress_printer(seed_count),
             sums=sums,
         )
         took_s = time.monotonic() - began_s
@@ -227,15 +227,15 @@ def _many(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print_error(_progress_text(sums, first, time.monotonic() - began_s))
         raise
-    missing = sums.missing()
+    missing = sums.find_missing()
     for name in missing:
         print_error(f"did not occur in {sums.seeds} seeds: {name}")
     if arguments.report is not None:
         _write_report(
-            arguments.report, report_of(sums, first=first, seconds=took_s, generator=generator)
+            arguments.report, format_report(sums, first=first, seconds=took_s, generator=generator)
         )
     if arguments.json:
-        print_json(_json_of(sums, first, took_s, files, generator))
+        print_json(_coverage_json(sums, first, took_s, files, generator))
     else:
         print_result(
             f"{sums.seeds} seeds from {first} on in {took_s:.0f} s: {len(sums.failures)} broke a "
@@ -258,7 +258,7 @@ def _progress_text(sums: Coverage, first: int, seconds: float) -> str:
     )
 
 
-def _progress(seed_count: int | None) -> Callable[[Coverage, float], None]:
+def _make_progress_printer(seed_count: int | None) -> Callable[[Coverage, float], None]:
     of = "" if seed_count is None else f" of {seed_count}"
     known = 0
 
@@ -279,10 +279,10 @@ def _print_failures(sums: Coverage, generator: ScheduleGenerator) -> dict[int, P
     """Print all failures, and shorten the first schedules; return their files by seed (rule 2)."""
     files: dict[int, Path] = {}
     for failure in sums.failures:
-        print_error(f"seed {failure.seed} broke {failure.rule}: {_sentence(failure.text)}")
+        print_error(f"seed {failure.seed} broke {failure.rule}: {_shorten_text(failure.text)}")
         print_error(f"  {generator.command(failure.seed)}")
         if len(files) < SHRUNK_MAX:
-            files[failure.seed] = _shorten(run_seed(failure.seed, generator))
+            files[failure.seed] = _write_shortened(run_seed(failure.seed, generator))
     return files
 
 
@@ -295,7 +295,7 @@ def _write_report(path: Path, text: str) -> None:
     print_error(f"report: {path}")
 
 
-def _json_of(
+def _coverage_json(
     sums: Coverage, first: int, seconds: float, files: dict[int, Path], generator: ScheduleGenerator
 ) -> dict[str, object]:
     failures: Sequence[dict[str, object]] = [
@@ -313,6 +313,6 @@ def _json_of(
         "seeds_per_cpu_s": round(sums.seeds_per_cpu_s, 2),
         "steps_per_cpu_s": round(sums.steps_per_cpu_s),
         "failures": failures,
-        "never": sums.missing(),
+        "never": sums.find_missing(),
         "counts": dict(sorted(sums.counts.items())),
     }

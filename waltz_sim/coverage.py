@@ -71,7 +71,7 @@ class Coverage:
         """The number of injected faults of each kind."""
         return {kind: self.counts[f"fault {kind}"] for kind in sorted(WEIGHTS)}
 
-    def missing(self) -> list[str]:
+    def find_missing(self) -> list[str]:
         """Return the faults and states that did not occur (rule 1); empty for few seeds."""
         if self.seeds < SEEDS_MIN:
             return []
@@ -91,10 +91,10 @@ class Coverage:
     @property
     def is_good(self) -> bool:
         """Whether no seed broke a rule and the coverage is sufficient."""
-        return not self.failures and not self.missing()
+        return not self.failures and not self.find_missing()
 
 
-def covered(verdicts: Iterable[RunVerdict]) -> Coverage:
+def sum_verdicts(verdicts: Iterable[RunVerdict]) -> Coverage:
     """Sum the verdicts of several runs."""
     sums = Coverage()
     for verdict in verdicts:

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from waltz_sim.cluster.simulated_storages import SimStorage
     from waltz_sim.guarantees.replica_guarantees import LogStateBeforeWork
 
-_NAME: Final = re.compile(r"storage(\d):1|server(\d)")
-_CHAIN: Final = re.compile(r"\b[0-9a-f]{32}\b")
+_NAME_PATTERN: Final = re.compile(r"storage(\d):1|server(\d)")
+_CHAIN_PATTERN: Final = re.compile(r"\b[0-9a-f]{32}\b")
 # Actions of single replicas (rule 2), each with the word before its IDs.
 _VERBS: Final = {"fenced": "with", "truncated": "to", "copied": "", "repaired": "", "marked": "at"}
 _WRITTEN: Final = "ZooKeeper has"
@@ -71,14 +71,14 @@ _REPORTS: Final[dict[str, str]] = {
 }
 
 
-def letters(text: str) -> str:
+def use_scenario_names(text: str) -> str:
     """Replace the names of storages and servers in a text by those of scenarios (rule 3)."""
 
     def name(found: re.Match[str]) -> str:
         storage, server = found.groups()
         return "ABCDE"[int(storage)] if storage is not None else "STU"[int(server)]
 
-    return _CHAIN.sub("...", _NAME.sub(name, text))
+    return _CHAIN_PATTERN.sub("...", _NAME_PATTERN.sub(name, text))
 
 
 class MilestoneRecorder(Checks):
@@ -94,36 +94,36 @@ class MilestoneRecorder(Checks):
         self.names_ids = False  # rule 3
         self._ids: dict[int, str] = {}
         self._added_once: dict[object, None] = {}  # rule 5
-        self._together: dict[str, list[tuple[str, int, int]]] = {}  # by replica
+        self._replica_actions: dict[str, list[tuple[str, int, int]]] = {}  # by replica
         self._outcomes: dict[str, list[int]] = {}
 
     # ---- lines
 
     def take_lines(self) -> list[str]:
         """Return the lines of all milestones since the last call."""
-        self._flush()
+        self._add_collected()
         if not self.names_ids:
             self._add_outcomes()
         lines, self.lines = self.lines, []
         self._added_once.clear()
         return lines
 
-    def add(self, text: str) -> None:
+    def add_milestone(self, text: str) -> None:
         """Record a milestone of the partition."""
-        line = letters(text)
+        line = use_scenario_names(text)
         if self._is_new(line):
-            self._flush()
+            self._add_collected()
             self.lines.append(line)
         self.on_milestone(line)
 
     def _add_records(self, verb: str, replica: str, first: int, last: int) -> None:
         """Record an action of one replica on the IDs first..last (rule 2)."""
-        name = letters(replica)
+        name = use_scenario_names(replica)
         if self._is_new((verb, name, first, last)):
-            deeds = self._together.setdefault(name, [])
-            if deeds and deeds[-1][0] == verb and deeds[-1][2] + 1 == first > 0:
-                first = deeds.pop()[1]
-            deeds.append((verb, first, last))
+            actions = self._replica_actions.setdefault(name, [])
+            if actions and actions[-1][0] == verb and actions[-1][2] + 1 == first > 0:
+                first = actions.pop()[1]
+            actions.append((verb, first, last))
         self.on_milestone(f"{verb} {name}")
 
     def _is_new(self, what: object) -> bool:
@@ -134,22 +134,24 @@ class MilestoneRecorder(Checks):
         self.last_added_us = self.world.now_us
         return True
 
-    def _flush(self) -> None:
-        together, self._together = self._together, {}
+    def _add_collected(self) -> None:
+        collected, self._replica_actions = self._replica_actions, {}
         by_deeds: dict[str, list[str]] = {}
-        for name, deeds in sorted(together.items()):
-            parts = [f"{verb} {_VERBS[verb]} {self.span(*ids)}" for verb, *ids in deeds]
+        for name, actions in sorted(collected.items()):
+            parts = [f"{verb} {_VERBS[verb]} {self.format_ids(*ids)}" for verb, *ids in actions]
             text = ", ".join(" ".join(part.split()) for part in parts)
             by_deeds.setdefault(text, []).append(name)
         self.lines += [f"{' '.join(names)}: {text}" for text, names in by_deeds.items()]
 
-    def span(self, first: int, last: int) -> str:
+    def format_ids(self, first: int, last: int) -> str:
         """Format the IDs first..last (rules 3 and 4)."""
         if last < first:
             return "nothing"
-        return f"{self._id(first)}..{self._id(last)}" if first != last else self._id(first)
+        if first == last:
+            return self._format_id(first)
+        return f"{self._format_id(first)}..{self._format_id(last)}"
 
-    def _id(self, number: int) -> str:
+    def _format_id(self, number: int) -> str:
         if not self.names_ids or number == 0:
             return self._ids.get(number, str(number))
         return self._ids.setdefault(number, f"h{len(self._ids) + 1}")
@@ -158,8 +160,10 @@ class MilestoneRecorder(Checks):
         outcomes, self._outcomes = self._outcomes, {}
         for what, ids in sorted(outcomes.items()):
             if what == "in the log":
-                spans = _runs(sorted(ids))
-                self.lines.append(f"reported: {', '.join(self.span(*ids) for ids in spans)} {what}")
+                spans = _group_ids(sorted(ids))
+                self.lines.append(
+                    f"reported: {', '.join(self.format_ids(*ids) for ids in spans)} {what}"
+                )
             else:
                 self.lines.append(f"reported: {len(ids)} {what}")
 
@@ -168,9 +172,9 @@ class MilestoneRecorder(Checks):
         outcomes, self._outcomes = self._outcomes, {}
         bad = sorted(what for what in outcomes if what not in {"in the log", "LOST"})
         if bad or not is_complete:
-            self.add(f"reported: {', '.join(bad) or 'nothing'} for some rows")
+            self.add_milestone(f"reported: {', '.join(bad) or 'nothing'} for some rows")
         else:
-            self.add("reported: all rows are in the log, each once")
+            self.add_milestone("reported: all rows are in the log, each once")
 
     # ---- replicas
 
@@ -211,7 +215,7 @@ class MilestoneRecorder(Checks):
     def on_storage_open_failed(self, storage: "SimStorage", error: WaltzError) -> None:
         """Record that a storage does not open."""
         super().on_storage_open_failed(storage, error)
-        self.add(f"{storage.name} does not open: {error}")
+        self.add_milestone(f"{storage.name} does not open: {error}")
 
     # ---- ZooKeeper
 
@@ -230,22 +234,22 @@ class MilestoneRecorder(Checks):
         already = [name for name, state in before.states.items() if state == (session, UNRESOLVED)]
         now = [name for name, state in after.states.items() if state == (session, UNRESOLVED)]
         if already:
-            joined = [letters(name) for name in now if name not in already]
-            self.add(f"{_WRITTEN} {' '.join(sorted(joined))} in session {session}, too")
+            joined = [use_scenario_names(name) for name in now if name not in already]
+            self.add_milestone(f"{_WRITTEN} {' '.join(sorted(joined))} in session {session}, too")
             return
-        parts = [f"{' '.join(sorted(map(letters, now)))} in session {session}"]
+        parts = [f"{' '.join(sorted(map(use_scenario_names, now)))} in session {session}"]
         parts += [
-            self._left(letters(name), state)
+            self._format_closed(use_scenario_names(name), state)
             for name, state in sorted(after.states.items())
             if name not in now
         ]
-        self.add(f"{_WRITTEN} {', '.join(parts)}")
+        self.add_milestone(f"{_WRITTEN} {', '.join(parts)}")
 
-    def _left(self, name: str, state: ReplicaState) -> str:
+    def _format_closed(self, name: str, state: ReplicaState) -> str:
         last = state.closing_high_water_mark
         if state.session_id == NO_SESSION:
-            return f"{name} new with {self.span(0, last)} to come"
-        return f"{name} left behind in session {state.session_id} with {self.span(0, last)}"
+            return f"{name} new with {self.format_ids(0, last)} to come"
+        return f"{name} left behind in session {state.session_id} with {self.format_ids(0, last)}"
 
     # ---- servers
 
@@ -258,21 +262,23 @@ class MilestoneRecorder(Checks):
                 self._added_once.clear()
                 origin = str(fields["origin"])
                 of_what = "" if origin == "RECORDED" else f", the partition is {origin.lower()}"
-                self.add(f"{name} claims session {fields['session']}{of_what}")
+                self.add_milestone(f"{name} claims session {fields['session']}{of_what}")
             case "recovery.decided":
                 mark = fields["mark"]
                 assert isinstance(mark, int)
-                self.add(f"decided: {self.span(0, mark)} {self._without(fields['untrusted'])}")
+                untrusted = self._format_untrusted(fields["untrusted"])
+                self.add_milestone(f"decided: {self.format_ids(0, mark)} {untrusted}")
             case "recovery.waiting":
-                self.add(f"undecidable {self._without(fields['untrusted'])}")
+                self.add_milestone(f"undecidable {self._format_untrusted(fields['untrusted'])}")
             case known if known in _REPORTS:
-                self.add(_REPORTS[known].format(**fields))
+                self.add_milestone(_REPORTS[known].format(**fields))
             case _:
                 pass
 
-    def _without(self, unknown: object) -> str:
+    def _format_untrusted(self, unknown: object) -> str:
         assert isinstance(unknown, tuple)
-        return f"without {' '.join(sorted(map(letters, unknown)))}" if unknown else "by all"
+        names = sorted(map(use_scenario_names, unknown))
+        return f"without {' '.join(names)}" if names else "by all"
 
     def on_store_stepped(
         self, server: "SimServer", store: "PartitionStore", effects: Sequence[session_events.Effect]
@@ -282,13 +288,15 @@ class MilestoneRecorder(Checks):
         for effect in effects:
             match effect:
                 case session_events.SessionOpened(session_id=session, high_water_mark=mark):
-                    self.add(f"{server.name} opens session {session} with {self.span(0, mark)}")
+                    self.add_milestone(
+                        f"{server.name} opens session {session} with {self.format_ids(0, mark)}"
+                    )
                 case session_events.SessionClosed(session_id=session, reason=reason):
-                    self.add(f"session {session} ends: {reason}")
+                    self.add_milestone(f"session {session} ends: {reason}")
                 case session_events.SessionSettled():
                     self._add_settled(store, effect)
                 case session_events.OwnershipReleased(reason=reason):
-                    self.add(f"{server.name} gives the partition up: {reason}")
+                    self.add_milestone(f"{server.name} gives the partition up: {reason}")
                 case _:
                     pass
 
@@ -298,8 +306,8 @@ class MilestoneRecorder(Checks):
         if in_doubt is None:
             return
         first, last = in_doubt.committed + 1, in_doubt.last
-        kept = self.span(first, min(effect.committed_last, last))
-        self.add(f"in doubt: {self.span(first, last)}; in the log: {kept}")
+        kept = self.format_ids(first, min(effect.committed_last, last))
+        self.add_milestone(f"in doubt: {self.format_ids(first, last)}; in the log: {kept}")
 
     def on_sent_to_client(self, server: "SimServer", answer: "SendToClient") -> None:
         """Record an outcome that is sent to an abandoned link."""
@@ -307,8 +315,10 @@ class MilestoneRecorder(Checks):
         link, message = self.cluster.network.links.get(answer.connection), answer.message
         if link is None or link.is_open[NEAR] or not isinstance(message, AppendResult):
             return
-        reported = {_outcome(reason) for reason in bytes(message.reasons)}
-        self.add(f"{server.name} to a link that was abandoned: {', '.join(sorted(reported))}")
+        reported = {_outcome_text(reason) for reason in bytes(message.reasons)}
+        self.add_milestone(
+            f"{server.name} to a link that was abandoned: {', '.join(sorted(reported))}"
+        )
 
     # ---- applications
 
@@ -320,7 +330,7 @@ class MilestoneRecorder(Checks):
         outcome = effect.outcome
         ids, reasons = outcome.transaction_ids.tolist(), outcome.reasons.tolist()
         for number, reason in zip(ids, reasons, strict=True):
-            what = _outcome(reason)
+            what = _outcome_text(reason)
             self._outcomes.setdefault(what, []).append(number)
 
     def on_submission_rejected(
@@ -333,11 +343,11 @@ class MilestoneRecorder(Checks):
         self._outcomes.setdefault(what, []).extend([-1] * count)
 
 
-def _outcome(reason: int) -> str:
+def _outcome_text(reason: int) -> str:
     return "in the log" if reason == RowOutcomeCode.COMMITTED else RowOutcomeCode(reason).name
 
 
-def _runs(ids: Sequence[int]) -> list[tuple[int, int]]:
+def _group_ids(ids: Sequence[int]) -> list[tuple[int, int]]:
     """Group sorted IDs into ranges (first, last)."""
     runs: list[tuple[int, int]] = []
     for number in ids:

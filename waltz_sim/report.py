@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from waltz_sim.coverage import Coverage
-from waltz_sim.run import PLAIN, ScheduleGenerator
+from waltz_sim.run import DEFAULT_GENERATOR, ScheduleGenerator
 
 # Groups of rules. For each group, the report has the number of seeds that broke one of its rules.
-PROMISES: Final = (
+RULE_GROUPS: Final = (
     (
         "lost, changed or forked",
         ("AckUnique", "AckQuorum", "Fork", "DecisionCovers", "LogMatching"),
@@ -23,8 +23,8 @@ PROMISES: Final = (
 )
 
 
-def report_of(
-    sums: Coverage, *, first: int, seconds: float, generator: ScheduleGenerator = PLAIN
+def format_report(
+    sums: Coverage, *, first: int, seconds: float, generator: ScheduleGenerator = DEFAULT_GENERATOR
 ) -> str:
     """Format the whole report as Markdown."""
     rate = sums.seeds / seconds if seconds else 0.0
@@ -40,11 +40,11 @@ def report_of(
         ),
         ("faults that fired", f"{sum(faults.values()):,} of {len(faults)} kinds"),
         ("transactions committed and checked", f"{sums.committed:,}"),
-        *((name, f"{_broken(sums, rules):,}") for name, rules in PROMISES),
+        *((name, f"{_count_broken(sums, rules):,}") for name, rules in RULE_GROUPS),
         ("seeds that broke any rule", f"{len(sums.failures):,}"),
     ]
-    parts = ["# Simulator report\n", _table(("", ""), figures)]
-    missing = sums.missing()
+    parts = ["# Simulator report\n", _format_table(("", ""), figures)]
+    missing = sums.find_missing()
     if missing:
         parts.append("## Did not occur\n\n" + "".join(f"- {name}\n" for name in missing))
     if sums.failures:
@@ -52,16 +52,18 @@ def report_of(
             (f"`{generator.command(each.seed)}`", each.rule, _first_line(each.text))
             for each in sums.failures
         ]
-        parts.append("## Seeds that broke a rule\n\n" + _table(("replay", "rule", "found"), rows))
+        parts.append(
+            "## Seeds that broke a rule\n\n" + _format_table(("replay", "rule", "found"), rows)
+        )
     rows_of_faults = [(kind, f"{count:,}") for kind, count in faults.items()]
-    parts.append("## Faults\n\n" + _table(("kind", "fired"), rows_of_faults))
+    parts.append("## Faults\n\n" + _format_table(("kind", "fired"), rows_of_faults))
     others = sorted((name, n) for name, n in sums.counts.items() if not name.startswith("fault "))
     rows_of_others = [(name, f"{count:,}") for name, count in others]
-    parts.append("## States that occurred\n\n" + _table(("state", "times"), rows_of_others))
+    parts.append("## States that occurred\n\n" + _format_table(("state", "times"), rows_of_others))
     return "\n".join(parts)
 
 
-def _broken(sums: Coverage, rules: tuple[str, ...]) -> int:
+def _count_broken(sums: Coverage, rules: tuple[str, ...]) -> int:
     return sum(failure.rule in rules for failure in sums.failures)
 
 
@@ -70,6 +72,6 @@ def _first_line(text: str) -> str:
     return lines[-1].replace("|", "\\|")[:200]
 
 
-def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+def _format_table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     lines = [titles, tuple("---" for _ in titles), *rows]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)

@@ -69,11 +69,11 @@ class ScheduleGenerator:
         return f"python -m waltz_sim --seed {seed}{self.options}"
 
 
-PLAIN: Final = ScheduleGenerator()
+DEFAULT_GENERATOR: Final = ScheduleGenerator()
 
 
 def run_seed(
-    seed: int, generator: ScheduleGenerator = PLAIN, *, is_traced: bool = False
+    seed: int, generator: ScheduleGenerator = DEFAULT_GENERATOR, *, is_traced: bool = False
 ) -> RunVerdict:
     """Draw the schedule of a seed, and run it."""
     return run(generator.schedule_of(seed), is_traced=is_traced)

@@ -50,17 +50,17 @@ class Scenario:
     """A scenario: its title, its introduction, and its steps."""
 
     title: str
-    words: list[str] = field(default_factory=list)
+    introduction: list[str] = field(default_factory=list)
     steps: list[ScenarioStep] = field(default_factory=list)
 
     @property
     def text(self) -> str:
         """The text of this scenario in a file of scenarios."""
-        words = "".join(f"{line}\n" for line in self.words)
+        words = "".join(f"{line}\n" for line in self.introduction)
         return f"## {self.title}\n{words}\n{''.join(each.text for each in self.steps)}"
 
 
-def scenarios_in(text: str) -> tuple[str, list[Scenario]]:
+def parse_scenarios(text: str) -> tuple[str, list[Scenario]]:
     """Parse a file; return its introduction and its scenarios. Raise BadFormat if it is invalid."""
     intro, *parts = re.split(r"^## ", text, flags=re.MULTILINE)
     scenarios = []
@@ -77,21 +77,21 @@ def scenarios_in(text: str) -> tuple[str, list[Scenario]]:
                     f"scenario {title!r}: expected a step or a milestone, found {line!r}"
                 )
             elif line:
-                scenario.words.append(line)
+                scenario.introduction.append(line)
         scenarios.append(scenario)
     return intro, scenarios
 
 
-def replayed(scenario: Scenario) -> Scenario:
+def replay_scenario(scenario: Scenario) -> Scenario:
     """Run the commands of a scenario; return it with the milestones of each step (rule 2).
 
     Raises BadFormat for an invalid command, and `history.Violation` for a broken guarantee.
     """
-    again = Scenario(scenario.title, scenario.words)
+    again = Scenario(scenario.title, scenario.introduction)
     opening = scenario.steps[0].commands if scenario.steps else ""
     stage = ScenarioRunner(opening.split(";")[0])
     for step in scenario.steps:
-        again.steps.append(ScenarioStep(step.commands, stage.play(step.commands)))
+        again.steps.append(ScenarioStep(step.commands, stage.run_step(step.commands)))
     if not stage.is_left_broken:
         stage.cluster.run_until_recovered()
     return again

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 QUIET_MS: Final = 1_200
 _TICK_MS: Final = 50
 STEP_MS_MAX: Final = 30_000
-WRITE_EVERY_MS: Final = 50
+WRITE_INTERVAL_MS: Final = 50
 _NO_LOCKS: "Final[Locks]" = ((), (), ())
-_NAMES: Final = {"A": 0, "B": 1, "C": 2, "D": 3, "E": 4, "S": 0, "T": 1, "U": 2}
+_INDEX_OF_NAME: Final = {"A": 0, "B": 1, "C": 2, "D": 3, "E": 4, "S": 0, "T": 1, "U": 2}
 
 
 class ScenarioRunner:
@@ -76,39 +76,39 @@ class ScenarioRunner:
             is_calm=True,
         )
         self.recorder: MilestoneRecorder
-        self.cluster = SimCluster(Schedule(0, setup), checks=self._recorded)
+        self.cluster = SimCluster(Schedule(0, setup), checks=self._make_recorder)
         self.is_left_broken = False
         self._triggers: list[tuple[str, str]] = []
         self._held: SimLink | None = None
         self._disks: dict[str, SimDisk] = {}
         self._kept = self.cluster.coordinator.metadata, self.cluster.coordinator.marker
         self._client = self.cluster.clients[0]
-        self._client.on_settled = self._settled
-        self._client.on_rejected = self._rejected
+        self._client.on_settled = self._on_submission_settled
+        self._client.on_rejected = self._on_submission_rejected
         self._client.on_started()
         self._client.subscribe(BEFORE_FIRST)
         self._is_writing = False
         self._tick()
         if not opening.startswith("begin slowly"):
-            self.play("")
+            self.run_step("")
 
     def _tick(self) -> None:
         """Add an event every `_TICK_MS`, so that time also passes without other events."""
         self.cluster.world.call_after_us(_TICK_MS * US_PER_MS, self._tick)
 
-    def _recorded(self, cluster: SimCluster) -> MilestoneRecorder:
+    def _make_recorder(self, cluster: SimCluster) -> MilestoneRecorder:
         self.recorder = MilestoneRecorder(cluster)
         self.recorder.on_milestone = self._on_milestone
         return self.recorder
 
     # ---- a step
 
-    def play(self, commands: str) -> list[str]:
+    def run_step(self, commands: str) -> list[str]:
         """Run a step's commands until the world is quiet; return its milestones as lines."""
         recorder, world = self.recorder, self.cluster.world
         for command in commands.split(";"):
             if command and not command.startswith("begin "):
-                self.do(command.strip())
+                self.run_command(command.strip())
         recorder.last_added_us = world.now_us
         quiet_us = QUIET_MS * US_PER_MS
         world.run(
@@ -116,7 +116,7 @@ class ScenarioRunner:
         )
         return recorder.take_lines()
 
-    def do(self, command: str) -> None:
+    def run_command(self, command: str) -> None:
         """Run one command; raise BadFormat if it is unknown."""
         for pattern, action in _COMMANDS.items():
             found = re.fullmatch(pattern, command)
@@ -130,13 +130,13 @@ class ScenarioRunner:
             if milestone in line:
                 self._triggers.remove((milestone, command))
                 # The caller is in the middle of a machine's step, so the command runs after it.
-                self.cluster.world.call_after_us(0, partial(self.do, command))
+                self.cluster.world.call_after_us(0, partial(self.run_command, command))
 
-    def when(self, milestone: str, command: str) -> None:
+    def run_when(self, milestone: str, command: str) -> None:
         """Run a command as soon as a milestone occurs whose line contains a text."""
         self._triggers.append((milestone, command))
 
-    def wait(self, duration_ms: str) -> None:
+    def run_for(self, duration_ms: str) -> None:
         """Run the world for some milliseconds of virtual time."""
         self.cluster.world.run(int(duration_ms) * US_PER_MS)
 
@@ -147,7 +147,7 @@ class ScenarioRunner:
     # ---- processes
 
     def _process(self, name: str) -> SimServer | SimStorage:
-        return self.cluster.servers[_NAMES[name]] if name in "STU" else self._storage(name)
+        return self.cluster.servers[_INDEX_OF_NAME[name]] if name in "STU" else self._storage(name)
 
     def _storage(self, name: str) -> SimStorage:
         return self.cluster.storages[_replica(name)]
@@ -202,11 +202,11 @@ class ScenarioRunner:
         self.cluster.coordinator.cut_off[server.name] = None
         self.cluster.coordinator.watch_server(server)
 
-    def hold_back(self) -> None:
+    def hold_messages(self) -> None:
         """Delay the messages on the application's newest link to a server."""
         self._held = next(reversed(self._client.links.values()))
         self.cluster.network.hold(
-            self._held, lambda: self.recorder.add("what was held back arrives")
+            self._held, lambda: self.recorder.add_milestone("what was held back arrives")
         )
 
     def abandon_link(self) -> None:
@@ -214,7 +214,7 @@ class ScenarioRunner:
         assert self._held is not None
         self.cluster.network.abandon(self._held, "abandoned")
 
-    def release(self) -> None:
+    def release_messages(self) -> None:
         """Deliver the delayed messages, and then the end of their link."""
         assert self._held is not None
         self.cluster.network.release(self._held, "abandoned", 50 * US_PER_MS)
@@ -230,20 +230,20 @@ class ScenarioRunner:
 
     # ---- disks
 
-    def keep_disk(self, name: str) -> None:
+    def copy_disk(self, name: str) -> None:
         """Keep a copy of the durable files on the disk of a storage."""
         disk = SimDisk(is_traced=False)
         for path, content in self._storage(name).disk.files().items():
             disk.write_durably(path, content)
         self._disks[name] = disk
 
-    def old_disk(self, name: str) -> None:
+    def restore_disk(self, name: str) -> None:
         """Replace the disk of a stopped storage by the kept copy."""
         storage = self._storage(name)
         storage.disk = self._disks.pop(name)
         self.recorder.on_disk_rolled_back(storage)
 
-    def new_disk(self, name: str, registered: str | None) -> None:
+    def insert_empty_disk(self, name: str, registered: str | None) -> None:
         """Insert an empty disk; if `registered`, register its storage ID (`cluster replace`)."""
         storage = self._storage(name)
         storage.disk = SimDisk(is_traced=False)
@@ -264,7 +264,7 @@ class ScenarioRunner:
         disk = self._storage(name).disk
         disk.capacity_bytes = sum(len(content) for content in disk.files().values())
 
-    def make_room(self, name: str) -> None:
+    def remove_capacity_limit(self, name: str) -> None:
         """Remove the limit of a disk's capacity."""
         self._storage(name).disk.capacity_bytes = None
 
@@ -274,7 +274,7 @@ class ScenarioRunner:
         # An append writes records, offsets and lineage (three steps), and then syncs (the fourth).
         disk.plan_fault(disk.step_count + 4, DiskFault.IO_ERROR)
 
-    def rot(self, name: str, transaction_id: str) -> None:
+    def corrupt_record(self, name: str, transaction_id: str) -> None:
         """Flip a bit in the data of one transaction on the disk of a storage."""
         disk = self._storage(name).disk
         path = min(each for each in disk.files() if each.suffix == ".seg")
@@ -284,7 +284,7 @@ class ScenarioRunner:
         assert RECORD_PREFIX.unpack_from(content, offset)[0] == int(transaction_id)
         disk.flip_bits(path, offset + RECORD_PREFIX.size)
 
-    def lie(self, name: str) -> None:
+    def start_lying(self, name: str) -> None:
         """Let a disk from now on report syncs as successful without doing them."""
         self._storage(name).disk.is_lying = True
 
@@ -303,7 +303,7 @@ class ScenarioRunner:
 
         def on_answer(answer: AdminMessage) -> None:
             if isinstance(answer, AdminRejected):
-                self.recorder.add(f"{name} does not do that: {answer.text}")
+                self.recorder.add_milestone(f"{name} does not do that: {answer.text}")
 
         Operator(self.cluster, self._storage(name), on_answer).request(message)
 
@@ -316,35 +316,39 @@ class ScenarioRunner:
         is_online = how == "online"
         self.administer(name, SetAvailable(1, (self.cluster.partition_id,), is_online))
 
-    def empty(self, name: str) -> None:
+    def re_seed(self, name: str) -> None:
         """Run `storage re-seed`, which empties a replica."""
         self.administer(name, ReSeed(1, self.cluster.partition_id, is_forced=False))
 
-    def declare(self) -> None:
+    def rebuild_metadata(self) -> None:
         """Rebuild the partition's metadata in ZooKeeper from the logs of the storages."""
 
         def on_answer(verdict: RebuildDecision | None) -> None:
             assert verdict is not None
-            log = self.recorder.span(0, verdict.log.synced_max)
-            self.recorder.add(f"the log of {verdict.source} is the log: {log}")
+            log = self.recorder.format_ids(0, verdict.log.synced_max)
+            self.recorder.add_milestone(f"the log of {verdict.source} is the log: {log}")
 
         DisasterRecovery(self.cluster, on_answer)
 
     def outsider_requests(self, name: str, session_id: str) -> None:
         """Let a process that does not own the partition request a session from a storage."""
         identity = (bytes(16), NO_STORAGE_ID, self.cluster.key, 1)
-        self._outsider(name, Prepare(int(session_id), 1, self.cluster.partition_id, *identity))
+        self._send_as_outsider(
+            name, Prepare(int(session_id), 1, self.cluster.partition_id, *identity)
+        )
 
     def outsider_appends(self, name: str, session_id: str) -> None:
         """Let a process append to a storage in a session that it has not requested."""
         nothing = (0, b"", b"", 0, GENESIS_CHAIN, ())
-        self._outsider(name, AppendRaw(int(session_id), 1, self.cluster.partition_id, *nothing))
+        self._send_as_outsider(
+            name, AppendRaw(int(session_id), 1, self.cluster.partition_id, *nothing)
+        )
 
-    def _outsider(self, name: str, request: StorageMessage) -> None:
+    def _send_as_outsider(self, name: str, request: StorageMessage) -> None:
         def on_answer(answers: PeerAnswers) -> None:
             for each in answers:
                 what = each.message if isinstance(each, Nack) else "promised"
-                self.recorder.add(f"{name} to an outsider: {what}")
+                self.recorder.add_milestone(f"{name} to an outsider: {what}")
 
         SimPeer(self.cluster, "outsider").request(self._storage(name), [request], on_answer)
 
@@ -362,12 +366,12 @@ class ScenarioRunner:
         client, mark = self._client, self._client.mark
         client.append(self.cluster.workload.create_submission(client, [_NO_LOCKS] * count, mark))
 
-    def writes_continue(self) -> None:
-        """Append a row every `WRITE_EVERY_MS`, and append lost rows again."""
+    def start_writing(self) -> None:
+        """Append a row every `WRITE_INTERVAL_MS`, and append lost rows again."""
         self._is_writing = self.recorder.names_ids = True
         self._write()
 
-    def writes_end(self) -> None:
+    def stop_writing(self) -> None:
         """Stop appending, wait for all outcomes, and record them in one line."""
         self._is_writing = False
         is_done = self.cluster.world.run(
@@ -378,30 +382,30 @@ class ScenarioRunner:
     def _write(self) -> None:
         if self._is_writing:
             self._append(1)
-            self.cluster.world.call_after_us(WRITE_EVERY_MS * US_PER_MS, self._write)
+            self.cluster.world.call_after_us(WRITE_INTERVAL_MS * US_PER_MS, self._write)
 
-    def _settled(self, effect: client_events.SubmissionSettled) -> None:
+    def _on_submission_settled(self, effect: client_events.SubmissionSettled) -> None:
         count = len(self.cluster.workload.remove_submission(effect.token))
         if not self.recorder.names_ids:
             self.recorder.last_added_us = self.cluster.world.now_us
         elif (effect.outcome.reasons == RowOutcomeCode.LOST).any():
             self._append(count)
 
-    def _rejected(self, effect: client_events.SubmissionRejected) -> None:
+    def _on_submission_rejected(self, effect: client_events.SubmissionRejected) -> None:
         self.cluster.workload.remove_submission(effect.token)
         self.recorder.last_added_us = self.cluster.world.now_us
 
     # ---- ZooKeeper and operators
 
-    def replicas(self, names: str) -> None:
+    def assign_replicas(self, names: str) -> None:
         """Assign the partition to the named storages."""
         self.cluster.reassign(tuple(_replica(each) for each in names.split()))
 
-    def give(self, name: str) -> None:
+    def move_partition(self, name: str) -> None:
         """Move the partition to a server."""
         self.cluster.coordinator.set_owner(self._process(name).name)
 
-    def expire(self, name: str) -> None:
+    def expire_session(self, name: str) -> None:
         """Expire the ZooKeeper session of a server."""
         server = self._process(name)
         assert isinstance(server, SimServer)
@@ -413,17 +417,17 @@ class ScenarioRunner:
         assert owner is not None
         owner.step(session_events.Checkpoint())
 
-    def zookeeper(self, what: str) -> None:
+    def set_zookeeper_state(self, what: str) -> None:
         """Let ZooKeeper not answer, or lose its answers, or answer normally again."""
         self.cluster.coordinator.is_unavailable = what == "is away"
         self.cluster.coordinator.lost_answer_share = 1.0 if what == "loses answers" else 0.0
 
-    def keep_zookeeper(self) -> None:
+    def copy_nodes(self) -> None:
         """Keep a copy of the partition's nodes in ZooKeeper."""
         coordinator = self.cluster.coordinator
         self._kept = coordinator.metadata, coordinator.marker
 
-    def roll_zookeeper_back(self) -> None:
+    def restore_nodes(self) -> None:
         """Restore the kept copy of the partition's nodes in ZooKeeper."""
         coordinator = self.cluster.coordinator
         coordinator.metadata, coordinator.marker = self._kept
@@ -439,12 +443,12 @@ class ScenarioRunner:
 
 
 def _replica(name: str) -> ReplicaId:
-    return ReplicaId(f"storage{_NAMES[name]}:1")
+    return ReplicaId(f"storage{_INDEX_OF_NAME[name]}:1")
 
 
 _COMMANDS: Final[dict[str, Callable[..., None]]] = {
-    r"when ([^:]+): (.+)": ScenarioRunner.when,
-    r"wait (\d+) ms": ScenarioRunner.wait,
+    r"when ([^:]+): (.+)": ScenarioRunner.run_when,
+    r"wait (\d+) ms": ScenarioRunner.run_for,
     r"leave it broken": ScenarioRunner.leave_broken,
     r"kill ([A-ES-U])": ScenarioRunner.kill,
     r"power off ([A-E])": ScenarioRunner.power_off,
@@ -454,37 +458,37 @@ _COMMANDS: Final[dict[str, Callable[..., None]]] = {
     r"cut ([A-ES-U]) off from ([A-ES-U ]+)": ScenarioRunner.cut_off,
     r"let nothing from ([A-ES-U]) reach ([A-ES-U])": ScenarioRunner.cut_one_way,
     r"cut ([STU]) off from ZooKeeper": ScenarioRunner.cut_from_zookeeper,
-    r"hold back what the application sends": ScenarioRunner.hold_back,
+    r"hold back what the application sends": ScenarioRunner.hold_messages,
     r"let the application abandon its link": ScenarioRunner.abandon_link,
-    r"let what was held back arrive": ScenarioRunner.release,
+    r"let what was held back arrive": ScenarioRunner.release_messages,
     r"repair the network": ScenarioRunner.repair_network,
     r"set the clock of ([A-ES-U]) an hour (back|forward)": ScenarioRunner.set_clock,
-    r"keep a copy of ([A-E])": ScenarioRunner.keep_disk,
-    r"put the copy back in ([A-E])": ScenarioRunner.old_disk,
-    r"put a new disk in ([A-E])( and register it)?": ScenarioRunner.new_disk,
+    r"keep a copy of ([A-E])": ScenarioRunner.copy_disk,
+    r"put the copy back in ([A-E])": ScenarioRunner.restore_disk,
+    r"put a new disk in ([A-E])( and register it)?": ScenarioRunner.insert_empty_disk,
     r"swap the disks of ([A-E]) and ([A-E])": ScenarioRunner.swap_disks,
     r"fill the disk of ([A-E])": ScenarioRunner.fill_disk,
-    r"make room in ([A-E])": ScenarioRunner.make_room,
+    r"make room in ([A-E])": ScenarioRunner.remove_capacity_limit,
     r"let a sync fail in ([A-E])": ScenarioRunner.fail_sync,
-    r"let ([A-E]) rot at (\d+)": ScenarioRunner.rot,
-    r"let the disk of ([A-E]) lie": ScenarioRunner.lie,
+    r"let ([A-E]) rot at (\d+)": ScenarioRunner.corrupt_record,
+    r"let the disk of ([A-E]) lie": ScenarioRunner.start_lying,
     r"trust no syncs in ([A-E])": ScenarioRunner.trust_no_syncs,
     r"scrub ([A-E])": ScenarioRunner.scrub,
     r"distrust ([A-E])": ScenarioRunner.mark_suspect,
     r"take ([A-E]) (offline|online)": ScenarioRunner.set_available,
-    r"empty ([A-E])": ScenarioRunner.empty,
-    r"declare what the storages have": ScenarioRunner.declare,
+    r"empty ([A-E])": ScenarioRunner.re_seed,
+    r"declare what the storages have": ScenarioRunner.rebuild_metadata,
     r"let an outsider ask ([A-E]) for session (\d+)": ScenarioRunner.outsider_requests,
     r"let an outsider append to ([A-E]) in session (\d+)": ScenarioRunner.outsider_appends,
     r"append (\d+)( at once)?": ScenarioRunner.append,
-    r"writes continue": ScenarioRunner.writes_continue,
-    r"writes end": ScenarioRunner.writes_end,
-    r"replicas ([A-E ]+)": ScenarioRunner.replicas,
-    r"give the partition to ([STU])": ScenarioRunner.give,
-    r"expire ([STU])": ScenarioRunner.expire,
+    r"writes continue": ScenarioRunner.start_writing,
+    r"writes end": ScenarioRunner.stop_writing,
+    r"replicas ([A-E ]+)": ScenarioRunner.assign_replicas,
+    r"give the partition to ([STU])": ScenarioRunner.move_partition,
+    r"expire ([STU])": ScenarioRunner.expire_session,
     r"checkpoint": ScenarioRunner.checkpoint,
-    r"keep a copy of ZooKeeper": ScenarioRunner.keep_zookeeper,
-    r"put ZooKeeper's copy back": ScenarioRunner.roll_zookeeper_back,
+    r"keep a copy of ZooKeeper": ScenarioRunner.copy_nodes,
+    r"put ZooKeeper's copy back": ScenarioRunner.restore_nodes,
     r"let ZooKeeper forget the replicas": ScenarioRunner.forget_states,
-    r"ZooKeeper (is away|loses answers|is as it should be)": ScenarioRunner.zookeeper,
+    r"ZooKeeper (is away|loses answers|is as it should be)": ScenarioRunner.set_zookeeper_state,
 }

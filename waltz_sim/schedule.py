@@ -254,12 +254,12 @@ def _later_faults(seed: int, setup: Setup, kinds: Sequence[str]) -> list[Fault]:
     return faults
 
 
-def _a_few(rng: "Random", duration_us: int) -> Iterator[int]:
+def _draw_few_times(rng: "Random", duration_us: int) -> Iterator[int]:
     for _ in range(rng.choice((0, 0, 2, 8))):
         yield rng.randrange(duration_us)
 
 
-def _every(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
+def _draw_times(*gaps_ms: int) -> "Callable[[Random, int], Iterator[int]]":
     """Return a function that draws times from 0 on: most worlds are repaired early."""
 
     def times(rng: "Random", duration_us: int) -> Iterator[int]:
@@ -283,27 +283,27 @@ class LaterFault(NamedTuple):
 
 
 LATER_KINDS: Final[Mapping[str, LaterFault]] = {
-    "spoiled_locks": LaterFault(0x10CC5, _a_few),
-    "outlived_link": LaterFault(0x1A7E5, _every(0, 0, 50, 150, 450)),
-    "hanging_disk": LaterFault(0x4A26, _every(0, 0, 0, 400, 1_500)),
-    "unseen_rot": LaterFault(0x207, _every(0, 0, 150, 450)),
-    "two_attempts": LaterFault(0x2A77, _every(0, 0, 300, 1_500)),
-    "hanging_server": LaterFault(0x4A65, _every(0, 0, 0, 400, 1_500)),
-    "accept_replicas": LaterFault(0xACCE7, _every(0, 0, 0, 0, 400, 1_500)),
-    "memory_pressure": LaterFault(0x9E55, _every(0, 0, 100, 400)),
-    "revoke_replicate": LaterFault(0x2E70, _every(0, 0, 0, 400, 1_500)),
-    "archive_away": LaterFault(0xA2C0, _every(0, 0, 400, 1_500), needs_archive=True),
-    "archive_throttles": LaterFault(0xA2C1, _every(0, 0, 400, 1_500), needs_archive=True),
-    "archive_loses_answers": LaterFault(0xA2C2, _every(0, 200, 600), needs_archive=True),
-    "slow_archive": LaterFault(0xA2C3, _every(0, 0, 400, 1_500), needs_archive=True),
-    "corrupt_object": LaterFault(0xA2C4, _every(0, 0, 300, 1_500), needs_archive=True),
-    "kill_uploader": LaterFault(0xA2C5, _every(0, 100, 400), needs_archive=True),
-    "expire_objects": LaterFault(0xA2C6, _every(0, 50, 200, 800), needs_archive=True),
-    "power_loss_at_removal": LaterFault(0xA2C7, _every(0, 0, 200, 800), needs_archive=True),
-    "crash_at_a_reset": LaterFault(0xA2C8, _every(0, 0, 200, 800), needs_archive=True),
-    "accept_a_shorter_log": LaterFault(0xA2C9, _every(0, 400), needs_archive=True),
-    "damage_objects": LaterFault(0xA2CC, _every(0, 150, 600), needs_archive=True),
-    "lose_marks": LaterFault(0xA2CD, _every(60, 200), needs_archive=True),
-    "expire_rows_in_doubt": LaterFault(0xA2CE, _every(0, 0, 500, 1_500), needs_archive=True),
-    "lose_a_reset_replica": LaterFault(0xA2CF, _every(0, 0, 400, 1_500), needs_archive=True),
+    "spoiled_locks": LaterFault(0x10CC5, _draw_few_times),
+    "outlived_link": LaterFault(0x1A7E5, _draw_times(0, 0, 50, 150, 450)),
+    "hanging_disk": LaterFault(0x4A26, _draw_times(0, 0, 0, 400, 1_500)),
+    "unseen_rot": LaterFault(0x207, _draw_times(0, 0, 150, 450)),
+    "two_attempts": LaterFault(0x2A77, _draw_times(0, 0, 300, 1_500)),
+    "hanging_server": LaterFault(0x4A65, _draw_times(0, 0, 0, 400, 1_500)),
+    "accept_replicas": LaterFault(0xACCE7, _draw_times(0, 0, 0, 0, 400, 1_500)),
+    "memory_pressure": LaterFault(0x9E55, _draw_times(0, 0, 100, 400)),
+    "revoke_replicate": LaterFault(0x2E70, _draw_times(0, 0, 0, 400, 1_500)),
+    "archive_away": LaterFault(0xA2C0, _draw_times(0, 0, 400, 1_500), needs_archive=True),
+    "archive_throttles": LaterFault(0xA2C1, _draw_times(0, 0, 400, 1_500), needs_archive=True),
+    "archive_loses_answers": LaterFault(0xA2C2, _draw_times(0, 200, 600), needs_archive=True),
+    "slow_archive": LaterFault(0xA2C3, _draw_times(0, 0, 400, 1_500), needs_archive=True),
+    "corrupt_object": LaterFault(0xA2C4, _draw_times(0, 0, 300, 1_500), needs_archive=True),
+    "kill_uploader": LaterFault(0xA2C5, _draw_times(0, 100, 400), needs_archive=True),
+    "expire_objects": LaterFault(0xA2C6, _draw_times(0, 50, 200, 800), needs_archive=True),
+    "power_loss_at_removal": LaterFault(0xA2C7, _draw_times(0, 0, 200, 800), needs_archive=True),
+    "crash_at_a_reset": LaterFault(0xA2C8, _draw_times(0, 0, 200, 800), needs_archive=True),
+    "accept_a_shorter_log": LaterFault(0xA2C9, _draw_times(0, 400), needs_archive=True),
+    "damage_objects": LaterFault(0xA2CC, _draw_times(0, 150, 600), needs_archive=True),
+    "lose_marks": LaterFault(0xA2CD, _draw_times(60, 200), needs_archive=True),
+    "expire_rows_in_doubt": LaterFault(0xA2CE, _draw_times(0, 0, 500, 1_500), needs_archive=True),
+    "lose_a_reset_replica": LaterFault(0xA2CF, _draw_times(0, 0, 400, 1_500), needs_archive=True),
 }

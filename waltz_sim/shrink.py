@@ -19,7 +19,7 @@ from waltz_sim.schedule import Fault, Schedule
 RUNS_MAX: Final = 300
 DURATION_MS_MIN: Final = 50
 # The values to try for each part of a set-up, in this order.
-SMALLER: Final[tuple[tuple[str, tuple[float, ...]], ...]] = (
+SMALLER_SETUPS: Final[tuple[tuple[str, tuple[float, ...]], ...]] = (
     ("is_bytes", (False,)),
     ("is_unbounded", (False,)),
     ("has_large_batches", (False,)),
@@ -80,14 +80,14 @@ class _Search:
         size = None
         while size != _size_of(self.best.schedule) and not self._is_over():
             size = _size_of(self.best.schedule)
-            self._cut_time()
-            self._leave_faults_out()
-            self._lessen()
+            self._shorten_time()
+            self._remove_faults()
+            self._reduce_setup()
 
     def _is_over(self) -> bool:
         return self.run_count >= self._runs_max or self._is_late()
 
-    def _is_better(self, candidate: Schedule) -> bool:
+    def _try_candidate(self, candidate: Schedule) -> bool:
         """Run a schedule; if it breaks the same rule, keep it and return True (rule 1)."""
         if self._is_over():
             return False
@@ -98,49 +98,49 @@ class _Search:
         self.best = verdict
         return True
 
-    def _cut_time(self) -> None:
+    def _shorten_time(self) -> None:
         """Shorten the time in which faults occur; remove the faults after it."""
         failed_ms = self.best.virtual_ms + 1
         schedule = self.best.schedule
         if failed_ms < schedule.setup.duration_ms:
-            self._is_better(_until(schedule, failed_ms))
+            self._try_candidate(_with_duration(schedule, failed_ms))
         elif schedule.faults:
             # The run failed after all faults were repaired. The time after the last fault hardly
             # matters.
             last_ms = schedule.faults[-1].at_us // 1_000 + 1
             if last_ms < schedule.setup.duration_ms:
-                self._is_better(_until(schedule, last_ms))
+                self._try_candidate(_with_duration(schedule, last_ms))
         duration_ms = self.best.schedule.setup.duration_ms
         step_ms = duration_ms // 2
         while step_ms >= DURATION_MS_MIN and not self._is_over():
-            if self._is_better(_until(self.best.schedule, duration_ms - step_ms)):
+            if self._try_candidate(_with_duration(self.best.schedule, duration_ms - step_ms)):
                 duration_ms -= step_ms
             step_ms = min(step_ms, duration_ms) // 2
 
-    def _leave_faults_out(self) -> None:
+    def _remove_faults(self) -> None:
         """Remove groups of faults, first large groups and at last single faults (ddmin)."""
-        if self._faults and self._is_better(self.best.schedule.with_faults(())):
+        if self._faults and self._try_candidate(self.best.schedule.with_faults(())):
             return
         group_count = 2
         while len(self._faults) > 1 and not self._is_over():
-            if any(self._is_better(each) for each in _without_groups(self.best, group_count)):
+            if any(self._try_candidate(each) for each in _without_groups(self.best, group_count)):
                 group_count = max(2, group_count - 1)
             elif group_count >= len(self._faults):
                 return
             else:
                 group_count = min(len(self._faults), 2 * group_count)
 
-    def _lessen(self) -> None:
+    def _reduce_setup(self) -> None:
         """Reduce the sizes of the world, one after the other."""
-        for name, values in SMALLER:
+        for name, values in SMALLER_SETUPS:
             for value in values:
                 if value >= getattr(self.best.schedule.setup, name):
                     break
-                if self._is_better(self.best.schedule.with_setup(**{name: value})):
+                if self._try_candidate(self.best.schedule.with_setup(**{name: value})):
                     break
 
 
-def _until(schedule: Schedule, duration_ms: int) -> Schedule:
+def _with_duration(schedule: Schedule, duration_ms: int) -> Schedule:
     faults = [fault for fault in schedule.faults if fault.at_us <= duration_ms * 1_000]
     return schedule.with_faults(faults).with_setup(duration_ms=duration_ms)
 
@@ -155,5 +155,5 @@ def _without_groups(verdict: RunVerdict, group_count: int) -> Iterator[Schedule]
 
 def _size_of(schedule: Schedule) -> tuple[int, ...]:
     setup = schedule.setup
-    sizes = [int(100 * getattr(setup, name)) for name, _ in SMALLER]
+    sizes = [int(100 * getattr(setup, name)) for name, _ in SMALLER_SETUPS]
     return (len(schedule.faults), setup.duration_ms, *sizes)

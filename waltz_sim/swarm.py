@@ -26,15 +26,15 @@ from itertools import count, islice
 from multiprocessing import active_children, get_context, parent_process
 from typing import Final
 
-from waltz_sim.coverage import Coverage, covered
-from waltz_sim.run import PLAIN, ScheduleGenerator, run_seed
+from waltz_sim.coverage import Coverage, sum_verdicts
+from waltz_sim.run import DEFAULT_GENERATOR, ScheduleGenerator, run_seed
 
 CHUNK_SEEDS: Final = 8
-PROGRESS_EVERY_S: Final = 5.0
+PROGRESS_INTERVAL_S: Final = 5.0
 POLL_INTERVAL_S: Final = 0.2  # the longest delay until an interrupt is handled
 # A world is full of reference cycles, and is released as a whole. More frequent collections would
 # find nothing, and cost some percent of the time.
-COLLECT_EVERY: Final = 200_000
+COLLECTION_THRESHOLD: Final = 200_000
 _PR_SET_PDEATHSIG: Final = 1
 
 OnProgress = Callable[[Coverage, float], None]
@@ -46,7 +46,7 @@ def sweep(  # noqa: PLR0913 - what to run, how, and where to report
     *,
     jobs: int,
     seconds: float | None = None,
-    generator: ScheduleGenerator = PLAIN,
+    generator: ScheduleGenerator = DEFAULT_GENERATOR,
     on_progress: OnProgress | None = None,
     sums: Coverage | None = None,
 ) -> Coverage:
@@ -65,7 +65,7 @@ def sweep(  # noqa: PLR0913 - what to run, how, and where to report
         for part in parts:
             sums.merge(part)
             now_s = time.monotonic()
-            if on_progress is not None and now_s - reported_s >= PROGRESS_EVERY_S:
+            if on_progress is not None and now_s - reported_s >= PROGRESS_INTERVAL_S:
                 reported_s = now_s
                 on_progress(sums, now_s - began_s)
     return sums
@@ -89,13 +89,13 @@ def _run_all(
 ) -> Generator[Coverage, None, None]:
     """Run chunks of seeds on `jobs` processes; always queue some, so that no process is idle."""
     if jobs == 1:
-        with _few_collections():
+        with _reduced_collections():
             yield from map(run_one, chunks)
         return
     # Processes are spawned, not forked: a fork of a process with threads may hang.
     with (
-        _deferred_interrupts() as pass_on,
-        ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_prepare) as pool,
+        _deferred_interrupts() as raise_deferred,
+        ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_prepare_process) as pool,
         _ended_early(),
     ):
         with _children_ignore_interrupts():
@@ -103,7 +103,7 @@ def _run_all(
                 pool.submit(run_one, chunk) for chunk in islice(chunks, 2 * jobs)
             }
         while pending:
-            pass_on()
+            raise_deferred()
             done, pending = wait(pending, POLL_INTERVAL_S, return_when=FIRST_COMPLETED)
             pending |= {pool.submit(run_one, chunk) for chunk in islice(chunks, len(done))}
             for future in done:
@@ -121,13 +121,13 @@ def _deferred_interrupts() -> Iterator[Callable[[], None]]:
     came: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, _frame: came.append(number))
 
-    def pass_on() -> None:
+    def raise_deferred() -> None:
         if came and callable(before):
             before(came.pop(), None)
 
     try:
-        yield pass_on
-        pass_on()
+        yield raise_deferred
+        raise_deferred()
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -155,7 +155,7 @@ def _children_ignore_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _prepare() -> None:
+def _prepare_process() -> None:
     """Prepare a new process of the pool."""
     _reduce_collections()
     if sys.platform.startswith("linux"):
@@ -174,11 +174,11 @@ def _end_with_parent() -> None:
 def _reduce_collections() -> None:
     """Collect garbage rarely, and do not examine imported modules, which are never released."""
     gc.freeze()
-    gc.set_threshold(COLLECT_EVERY)
+    gc.set_threshold(COLLECTION_THRESHOLD)
 
 
 @contextmanager
-def _few_collections() -> Iterator[None]:
+def _reduced_collections() -> Iterator[None]:
     """Reduce garbage collection inside the block, in a process that continues after it."""
     before = gc.get_threshold()
     _reduce_collections()
@@ -189,9 +189,9 @@ def _few_collections() -> Iterator[None]:
         gc.set_threshold(*before)
 
 
-def run_chunk(seeds: range, *, generator: ScheduleGenerator = PLAIN) -> Coverage:
+def run_chunk(seeds: range, *, generator: ScheduleGenerator = DEFAULT_GENERATOR) -> Coverage:
     """Run the seeds of a chunk in order; return their sums with the CPU time."""
     began_s = time.process_time()
-    sums = covered(run_seed(seed, generator) for seed in seeds)
+    sums = sum_verdicts(run_seed(seed, generator) for seed in seeds)
     sums.cpu_s = time.process_time() - began_s
     return sums

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from waltz_sim import cli as simulate
-from waltz_sim.cli import INTERRUPTED, main
+from waltz_sim.cli import INTERRUPTED_EXIT_CODE, main
 from waltz_sim.coverage import Coverage, FailedSeed
 from waltz_sim.faults.kinds import THEMES
 from waltz_sim.run import ScheduleGenerator
@@ -91,7 +91,7 @@ def test_a_failing_seed_is_reported_with_the_command_that_replays_it(capsys, tmp
         assert verdict.schedule.seed == 9
         return tmp_path / "short.json"
 
-    monkeypatch.setattr(simulate, "_shorten", write)
+    monkeypatch.setattr(simulate, "_write_shortened", write)
     assert main(["--seeds", "1", "--json"]) == 1
     captured = capsys.readouterr()
     (failure,) = json.loads(captured.out)["failures"]
@@ -142,7 +142,7 @@ def test_an_interrupt_reports_the_results_so_far_in_one_line(capsys, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(simulate, "sweep", interrupted)
-    assert main(["--seeds", "100", "--first", "3", "--jobs", "2"]) == INTERRUPTED
+    assert main(["--seeds", "100", "--first", "3", "--jobs", "2"]) == INTERRUPTED_EXIT_CODE
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err == (

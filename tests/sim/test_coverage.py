@@ -2,10 +2,10 @@
 
 from collections import Counter
 
-from waltz_sim.coverage import SEEDS_MIN, Coverage, FailedSeed, covered
+from waltz_sim.coverage import SEEDS_MIN, Coverage, FailedSeed, sum_verdicts
 from waltz_sim.faults.kinds import WEIGHTS
 from waltz_sim.guarantees.required_states import REQUIRED_STATES
-from waltz_sim.report import report_of
+from waltz_sim.report import format_report
 from waltz_sim.run import RunVerdict
 from waltz_sim.schedule import Schedule
 
@@ -32,8 +32,8 @@ def everything(seeds):
 
 
 def test_the_counts_of_runs_are_added():
-    first = covered([verdict(1, fed=2), verdict(2, "Fork", fed=1)])
-    second = covered([verdict(0, "Dense")])
+    first = sum_verdicts([verdict(1, fed=2), verdict(2, "Fork", fed=1)])
+    second = sum_verdicts([verdict(0, "Dense")])
     first.merge(second)
     assert (first.seeds, first.steps, first.disk_steps, first.committed) == (3, 30, 60, 9)
     assert first.counts["fed"] == 3
@@ -49,25 +49,25 @@ def test_the_steps_of_a_core_per_second_are_reported():
     sums.merge(Coverage(seeds=6, steps=12_000, cpu_s=0.5))
     assert (sums.seeds_per_cpu_s, sums.steps_per_cpu_s) == (8.0, 16_000.0)
     assert (Coverage().seeds_per_cpu_s, Coverage().steps_per_cpu_s) == (0.0, 0.0)
-    report = report_of(sums, first=0, seconds=1.0)
+    report = format_report(sums, first=0, seconds=1.0)
     assert "| CPU time | 2 s; per second 8.0 seeds, 16,000 steps |" in report
 
 
 def test_a_few_seeds_need_not_try_everything():
-    assert Coverage(seeds=SEEDS_MIN - 1).missing() == []
+    assert Coverage(seeds=SEEDS_MIN - 1).find_missing() == []
 
 
 def test_many_seeds_must_try_everything():
     assert everything(SEEDS_MIN).is_good
     quiet = Coverage(seeds=SEEDS_MIN)
-    assert len(quiet.missing()) == len(REQUIRED_STATES) + len(WEIGHTS)
+    assert len(quiet.find_missing()) == len(REQUIRED_STATES) + len(WEIGHTS)
     assert not quiet.is_good
 
 
 def test_a_kind_of_fault_that_never_fires_fails_the_run():
     sums = everything(SEEDS_MIN)
     sums.counts["fault kill_storage"] = 0
-    assert sums.missing() == ["fault kill_storage"]
+    assert sums.find_missing() == ["fault kill_storage"]
     assert not sums.is_good
     assert sums.faults["kill_storage"] == 0
 
@@ -75,8 +75,8 @@ def test_a_kind_of_fault_that_never_fires_fails_the_run():
 def test_the_report_names_what_was_broken_and_what_was_not_tried():
     sums = everything(SEEDS_MIN)
     sums.counts["fault cut_link"] = 0
-    sums.merge(covered([verdict(17, "Fork"), verdict(18, "Converged")]))
-    report = report_of(sums, first=5, seconds=10.0)
+    sums.merge(sum_verdicts([verdict(17, "Fork"), verdict(18, "Converged")]))
+    report = format_report(sums, first=5, seconds=10.0)
     assert "| seeds | 302 from 5 on |" in report
     assert "| lost, changed or forked | 1 |" in report
     assert "| duplicated | 0 |" in report

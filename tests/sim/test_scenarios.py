@@ -11,13 +11,13 @@ import pytest
 from waltz_core.errors import BadFormat
 from waltz_core.replication import session_recovery
 from waltz_sim.guarantees.history import Violation
-from waltz_sim.scenario import replayed, scenarios_in
+from waltz_sim.scenario import parse_scenarios, replay_scenario
 
 FILES = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 SCENARIOS = [
     pytest.param(scenario, id=f"{path.stem}: {scenario.title}")
     for path in FILES
-    for scenario in scenarios_in(path.read_text(encoding="utf-8"))[1]
+    for scenario in parse_scenarios(path.read_text(encoding="utf-8"))[1]
 ]
 IS_REWRITTEN = "WALTZ_REWRITE_SCENARIOS" in os.environ
 
@@ -25,15 +25,15 @@ IS_REWRITTEN = "WALTZ_REWRITE_SCENARIOS" in os.environ
 @pytest.mark.skipif(IS_REWRITTEN, reason="the scenarios are rewritten")
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenario(scenario):
-    assert replayed(scenario).text == scenario.text
+    assert replay_scenario(scenario).text == scenario.text
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_each_file_has_its_canonical_form(path):
     text = path.read_text(encoding="utf-8")
-    intro, scenarios = scenarios_in(text)
+    intro, scenarios = parse_scenarios(text)
     if IS_REWRITTEN:
-        scenarios = [replayed(each) for each in scenarios]
+        scenarios = [replay_scenario(each) for each in scenarios]
     written = intro + "\n".join(each.text for each in scenarios)
     if IS_REWRITTEN:
         path.write_text(written, encoding="utf-8")
@@ -46,14 +46,14 @@ BEGINNING = "A few words.\n\n## A storage dies\nAnd more.\n\n> begin with A B C;
 
 def outcome(steps: str) -> list[str]:
     """Return what comes of the last of some steps."""
-    (scenario,) = scenarios_in(f"## A title\n\n{steps}\n")[1]
-    return replayed(scenario).steps[-1].lines
+    (scenario,) = parse_scenarios(f"## A title\n\n{steps}\n")[1]
+    return replay_scenario(scenario).steps[-1].lines
 
 
 def test_a_file_is_read_and_written():
-    intro, (scenario,) = scenarios_in(BEGINNING + "    reported: 0 in the log\n> kill C\n")
+    intro, (scenario,) = parse_scenarios(BEGINNING + "    reported: 0 in the log\n> kill C\n")
     assert intro == "A few words.\n\n"
-    assert scenario.words == ["And more."]
+    assert scenario.introduction == ["And more."]
     assert [(each.commands, each.lines) for each in scenario.steps] == [
         ("begin with A B C; append 1", ["reported: 0 in the log"]),
         ("kill C", []),
@@ -75,9 +75,9 @@ def test_an_invalid_scenario_is_reported(steps, sentence):
 
 
 def test_a_scenario_with_other_milestones_fails():
-    (scenario,) = scenarios_in(BEGINNING + "    reported: 0..1 in the log\n")[1]
-    assert replayed(scenario).text != scenario.text
-    assert replayed(scenario).steps[0].lines == ["reported: 0 in the log"]
+    (scenario,) = parse_scenarios(BEGINNING + "    reported: 0..1 in the log\n")[1]
+    assert replay_scenario(scenario).text != scenario.text
+    assert replay_scenario(scenario).steps[0].lines == ["reported: 0 in the log"]
 
 
 def test_checkers_run_during_a_scenario(monkeypatch):

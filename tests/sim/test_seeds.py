@@ -23,4 +23,4 @@ def test_no_seed_breaks_a_guarantee():
     ]
     assert not broken, "\n".join(broken)
     assert sums.seeds == SEEDS
-    assert not sums.missing(), "did not occur"
+    assert not sums.find_missing(), "did not occur"

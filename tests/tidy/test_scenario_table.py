@@ -5,7 +5,7 @@ import re
 from functools import cache
 
 from tests.tidy.sources import ROOT, nothing, source_of, sources_under
-from waltz_sim.scenario import scenarios_in
+from waltz_sim.scenario import parse_scenarios
 
 TABLE = ROOT / "docs" / "scenarios.md"
 SCENARIOS = ROOT / "tests" / "sim" / "scenarios"
@@ -40,7 +40,7 @@ def titles_of(subject: str) -> frozenset[str]:
     if not path.is_file():
         return frozenset()
     return frozenset(
-        scenario.title for scenario in scenarios_in(path.read_text(encoding="utf-8"))[1]
+        scenario.title for scenario in parse_scenarios(path.read_text(encoding="utf-8"))[1]
     )
 
 
