@@ -80,7 +80,10 @@ def _check_length(data: Bytes, size: int, what: str) -> None:
 def check_version(found: int, what: str) -> None:
     """Raise BadFormat for any version other than `VERSION`."""
     if found != VERSION:
-        raise BadFormat(f"{what}: expected version {VERSION}, found {found}")
+        raise BadFormat(
+            f"{what}: expected version {VERSION}, found {found}. Hint: if a newer version of Waltz "
+            "has written the file, run that version."
+        )
 
 
 def _check_zero(reserved: Bytes, what: str) -> None:
