@@ -1,4 +1,4 @@
-"""The released version of Waltz, as processes that run beside those of this checkout."""
+"""The released version of Waltz, as processes together with those of this checkout."""
 
 import os
 import subprocess

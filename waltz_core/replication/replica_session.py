@@ -20,6 +20,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.errors import RemoteProtocolError
+from waltz_core.machine import Report
 from waltz_core.records.record import (
     BEFORE_FIRST,
     GENESIS_CHAIN,
@@ -33,6 +34,7 @@ from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.session_events import CloseReplica, Effect, OpenReplica, SendToReplica
 from waltz_core.replication.window import WindowBatch
 from waltz_core.wire import messages
+from waltz_core.wire.append_ids import request_ids_text
 from waltz_core.wire.messages import StorageMessage
 
 if TYPE_CHECKING:
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
 NO_CORRELATION_ID: Final = -1
 # The maximum number of append latencies kept for the metrics, which remove them every second.
 LATENCIES_MAX: Final = 4_096
+# A stalled replica answers hundreds of late appends at once; one report per second is enough.
+SLOW_APPEND_REPORT_INTERVAL_MS: Final = 1_000
 
 _ANSWER_TYPES: Final[dict[type[StorageMessage], type[StorageMessage]]] = {
     messages.Prepare: messages.Prepared,
@@ -122,8 +126,8 @@ class ReplicaSession:
         self.unanswered_bytes = 0
         # The latencies of appends while engaged, from sending to answer. The metrics remove them.
         self.took_ms: deque[int] = deque(maxlen=LATENCIES_MAX)
-        self.slow_count = 0  # number of slow appends since the last report
-        self.slow_report_at_ms = 0
+        self._slow_count = 0  # number of slow appends since the last report
+        self._slow_report_at_ms = 0
         self._session_id = session_id
         self._partition_id = partition_id
         self._outbox = outbox
@@ -276,6 +280,26 @@ class ReplicaSession:
     ) -> None:
         assert self.is_marked
         self.send_request(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
+
+    def record_latency(self, append: messages.AppendRaw, took_ms: int, now_ms: int) -> None:
+        """Record an append's latency; report slow appends, but only once in an interval."""
+        self.took_ms.append(took_ms)
+        if not 0 < self._limits.slow_append_ms <= took_ms:
+            return
+        self._slow_count += 1
+        if now_ms < self._slow_report_at_ms:
+            return
+        slow = (
+            ("session", self._session_id),
+            ("replica", self.replica),
+            ("took_ms", took_ms),
+            ("count", self._slow_count),
+            ("first", append.first),
+            ("last", append.lineage[-1].last),
+            ("requests", request_ids_text(append)),
+        )
+        self._outbox.append(Report("append.slow", slow))
+        self._slow_count, self._slow_report_at_ms = 0, now_ms + SLOW_APPEND_REPORT_INTERVAL_MS
 
     def on_append_synced(self, request: messages.AppendRaw, answer: messages.Appended) -> None:
         """The storage has synced an append (rule 4).

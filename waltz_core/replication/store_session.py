@@ -67,7 +67,6 @@ from waltz_core.replication.session_recovery import NO_STORAGE_ID, Recovery
 from waltz_core.replication.settlement import SETTLEMENT_CORRELATION_ID, Settlement
 from waltz_core.replication.window import SessionWindow
 from waltz_core.wire import messages
-from waltz_core.wire.append_ids import request_ids_text
 from waltz_core.wire.messages import StorageMessage
 
 if TYPE_CHECKING:
@@ -76,8 +75,6 @@ if TYPE_CHECKING:
 # `RepairRunner` chooses the correlation IDs of requests, except those of heartbeats (the token of
 # the proof) and of the settlement and the archive.
 
-# A stalled replica answers hundreds of late appends at once; one report per second is enough.
-SLOW_APPEND_REPORT_INTERVAL_MS: Final = 1_000
 # These are constants because each step compares with them many times, and enum members are slow to
 # look up.
 _ABSENT: Final = ReplicaStage.ABSENT
@@ -531,9 +528,7 @@ class StoreSession:
                 assert isinstance(request.message, messages.AppendRaw)
                 each.on_append_synced(request.message, answer)
                 if each.stage is _ENGAGED:
-                    self._record_append_latency(
-                        each, request.message, now_ms - request.sent_ms, now_ms
-                    )
+                    each.record_latency(request.message, now_ms - request.sent_ms, now_ms)
                     self._commit(now_ms)
             case messages.Nack():
                 self._on_request_nacked(each, request, answer, now_ms)
@@ -775,26 +770,6 @@ class StoreSession:
         needed = [each.next_id for each in self.replicas.values() if each.stage in MARKED]
         limits = self._limits
         window.trim(min(needed), limits.lag_bytes_max, limits.lag_count_max)
-
-    def _record_append_latency(
-        self, each: ReplicaSession, append: messages.AppendRaw, took_ms: int, now_ms: int
-    ) -> None:
-        """Record an append's latency; report slow appends, but only once in an interval."""
-        each.took_ms.append(took_ms)
-        if not 0 < self._limits.slow_append_ms <= took_ms:
-            return
-        each.slow_count += 1
-        if now_ms >= each.slow_report_at_ms:
-            self._report(
-                "append.slow",
-                replica=each.replica,
-                took_ms=took_ms,
-                count=each.slow_count,
-                first=append.first,
-                last=append.lineage[-1].last,
-                requests=request_ids_text(append),
-            )
-            each.slow_count, each.slow_report_at_ms = 0, now_ms + SLOW_APPEND_REPORT_INTERVAL_MS
 
     def _stalled_at_ms(self) -> int | None:
         if self.window is None or self._limits.quorum_ms_max == 0:

@@ -8,13 +8,12 @@ from tests.unit.replication.bench import LIMITS, A, B, Bench, C, wire
 from waltz_core import errors
 from waltz_core.cluster.znodes.model import UNRESOLVED, ReplicaState
 from waltz_core.replication import session_events
-from waltz_core.replication.replica_session import ReplicaStage
+from waltz_core.replication.replica_session import SLOW_APPEND_REPORT_INTERVAL_MS, ReplicaStage
 from waltz_core.replication.session_events import (
     SessionClosed,
     SessionOpened,
     TransactionsCommitted,
 )
-from waltz_core.replication.store_session import SLOW_APPEND_REPORT_INTERVAL_MS
 from waltz_core.wire.messages import Prepared
 
 CHANGES = (wire.Truncate, wire.AppendRaw, wire.SetLowWaterMark, wire.Repair, wire.Engage)
