@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from waltz_spark.tables.following import Table, follow, upsert
     from waltz_spark.worker_errors import error_of
 
-_MODULE_OF = {
+_MODULE_BY_NAME = {
     "LagListener": "monitoring.lag",
     "Snapshot": "api",
     "Table": "tables.following",
@@ -50,8 +50,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in _MODULE_OF:
-        return getattr(import_module(f"waltz_spark.{_MODULE_OF[name]}"), name)
+    if name in _MODULE_BY_NAME:
+        return getattr(import_module(f"waltz_spark.{_MODULE_BY_NAME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

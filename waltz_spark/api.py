@@ -25,7 +25,7 @@ from pyspark.sql import DataFrame, DataFrameReader, SparkSession
 from pyspark.sql import functions as F
 
 from waltz_core.errors import BadConfig, BadRequest
-from waltz_spark.option_table import BY_KEY
+from waltz_spark.option_table import OPTION_BY_NAME
 from waltz_spark.session_errors import is_connect, unwrap
 from waltz_spark.shared_clients import with_client
 from waltz_spark.worker_errors import error_of
@@ -139,10 +139,10 @@ def append(
     texts = option_texts(options)
     texts.setdefault("onLockFailure", "reject")
     if high_water_marks is not None:
-        _check_free("clientHighWaterMarks", texts, "the argument high_water_marks sets it")
-        texts["clientHighWaterMarks"] = _marks_text(high_water_marks)
+        _check_not_set("clientHighWaterMarks", texts, "the argument high_water_marks sets it")
+        texts["clientHighWaterMarks"] = _marks_as_option(high_water_marks)
     _check_distinct_columns(df, texts)
-    path = texts.setdefault("resultsPath", "") or _temporary_results(spark)
+    path = texts.setdefault("resultsPath", "") or _new_temporary_path(spark)
     texts["resultsPath"] = path
     # In a thread that the caller has started, no Spark session is active, and Spark's writer does
     # not find Python formats. createDataFrame makes the session active.
@@ -154,20 +154,20 @@ def append(
         if found is None:
             raise
         raise found from failure
-    summary = _summary(path)
+    summary = _read_summary(path)
     marks = {int(partition): mark for partition, mark in summary.pop("high_water_marks").items()}
     # If an earlier run has completed the write, the results are in the directory of that run.
     path, name = summary.pop("results_path", path), summary.pop("results_name", "")
     is_repeated = summary.pop("already_committed", False)
     for each in RowsHash().as_fields():
         summary.pop(each, None)
-    results = _results(spark, path, name)
+    results = _read_results(spark, path, name)
     if results is None and not sum(summary[each] for each in ("committed", "rejected", "retry")):
-        results = _no_results(spark, df)
+        results = _empty_results(spark, df)
     return WriteResult(summary, marks, path, is_repeated, results)
 
 
-def _check_free(name: str, options: Mapping[str, object], why: str) -> None:
+def _check_not_set(name: str, options: Mapping[str, object], why: str) -> None:
     if name.lower() in {each.lower() for each in options}:
         raise BadConfig(f"option {name!r} is not allowed, because {why}. Hint: omit the option.")
 
@@ -192,7 +192,7 @@ def _check_distinct_columns(df: DataFrame, options: Mapping[str, str]) -> None:
             )
 
 
-def _summary(path: str) -> dict[str, Any]:
+def _read_summary(path: str) -> dict[str, Any]:
     place = open_results(path, is_read=True)
     try:
         with place.system.open_input_stream(f"{place.path}/{SUMMARY_FILE}") as stream:
@@ -204,16 +204,16 @@ def _summary(path: str) -> dict[str, Any]:
         ) from None
 
 
-def _results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
+def _read_results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
     """Return the results of a write from a directory; None if there is no file with results."""
     place = open_results(path, is_read=True)
-    names = [entry.base_name for entry in place.system.get_file_info(_selector(place.path))]
-    directory = _for_spark(path, place)
+    names = [entry.base_name for entry in place.system.get_file_info(_files_in(place.path))]
+    directory = _path_for_spark(path, place)
     own = [f"{directory}/{each}" for each in names if is_result_of(each, name)]
     return spark.read.parquet(*own) if own else None
 
 
-def _for_spark(path: str, place: ResultDirectory) -> str:
+def _path_for_spark(path: str, place: ResultDirectory) -> str:
     """Return the path of a directory for Spark, with `file://` if the directory is local."""
     from pyarrow import fs  # noqa: PLC0415 - only functions that read results need it
 
@@ -222,7 +222,7 @@ def _for_spark(path: str, place: ResultDirectory) -> str:
     return re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", path.rstrip("/"))  # otherwise it is a pattern
 
 
-def _no_results(spark: SparkSession, df: DataFrame) -> DataFrame:
+def _empty_results(spark: SparkSession, df: DataFrame) -> DataFrame:
     """Return an empty DataFrame with the columns of results, for a write without rows."""
     columns = (
         "status string, partition int, transaction_id bigint, attempts int, "
@@ -236,7 +236,7 @@ def _no_results(spark: SparkSession, df: DataFrame) -> DataFrame:
     return kept.crossJoin(empty)
 
 
-def _selector(path: str) -> object:
+def _files_in(path: str) -> object:
     from pyarrow import fs  # noqa: PLC0415 - only functions that read results need it
 
     return fs.FileSelector(path, allow_not_found=True)
@@ -244,16 +244,16 @@ def _selector(path: str) -> object:
 
 def option_texts(options: Mapping[str, object]) -> dict[str, str]:
     """Return options as strings, with their names spelled as in `option_table.py`."""
-    return {_name(name): _text(value) for name, value in options.items()}
+    return {_name_in_table(name): _option_text(value) for name, value in options.items()}
 
 
-def _name(option: str) -> str:
+def _name_in_table(option: str) -> str:
     """Return the name of an option, spelled as in `option_table.py`."""
-    known = BY_KEY.get(option.lower())
+    known = OPTION_BY_NAME.get(option.lower())
     return option if known is None else known.name
 
 
-def _text(value: object) -> str:
+def _option_text(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, Mapping):
@@ -263,7 +263,7 @@ def _text(value: object) -> str:
     return str(value)
 
 
-def _marks_text(marks: object) -> str:
+def _marks_as_option(marks: object) -> str:
     """Return high-water marks, also of NumPy types, as a value of `clientHighWaterMarks`."""
     expected = (
         "argument high_water_marks: expected a mapping from partition to high-water mark, such "
@@ -273,19 +273,19 @@ def _marks_text(marks: object) -> str:
         raise BadConfig(f"{expected}, found {marks!r} ({type(marks).__name__})")
     found: dict[str, int] = {}
     for partition, mark in marks.items():
-        if not (_is_whole(partition, minimum=0) and _is_whole(mark, minimum=-1)):
+        if not (_is_integer(partition, minimum=0) and _is_integer(mark, minimum=-1)):
             raise BadConfig(f"{expected}, found {partition!r}: {mark!r}")
         found[str(int(partition))] = int(mark)
     return json.dumps(found)
 
 
-def _is_whole(value: object, *, minimum: int) -> bool:
+def _is_integer(value: object, *, minimum: int) -> bool:
     if type(value) is bool:  # a number for Python
         return False
     return isinstance(value, Integral) and int(value) >= minimum
 
 
-def _temporary_results(spark: SparkSession) -> str:
+def _new_temporary_path(spark: SparkSession) -> str:
     # A Spark Connect server may run on another machine, unless this process has started it.
     is_here = not is_connect(spark) or "SPARK_LOCAL_REMOTE" in os.environ
     if not (is_here and (spark.conf.get("spark.master", "") or "").startswith("local")):
@@ -328,8 +328,12 @@ class Snapshot:
         Raises:
             BadConfig: `options` contains `endingHighWaterMarks`.
         """
-        _check_free("endingHighWaterMarks", options, "a snapshot ends at its own high-water marks")
-        reader = self.reader().options(**{name: _text(value) for name, value in options.items()})
+        _check_not_set(
+            "endingHighWaterMarks", options, "a snapshot ends at its own high-water marks"
+        )
+        reader = self.reader().options(
+            **{name: _option_text(value) for name, value in options.items()}
+        )
         if schema is not None:
             reader = reader.schema(schema)
         return reader.load(self.connect)
@@ -384,39 +388,39 @@ def session(
         raise BadRequest(f"expected either master or remote, found both: {master} and {remote}")
     own = {key if "." in key else key.replace("_", "."): value for key, value in conf.items()}
     if remote is not None and not remote.startswith("local"):
-        builder, settings = SparkSession.builder.remote(remote), _SETTINGS_OF_A_SESSION
+        builder, settings = SparkSession.builder.remote(remote), _SESSION_SETTINGS
     else:
-        _set_python_of_workers()
-        builder, settings = SparkSession.builder.appName(app_name), _SETTINGS
+        _set_worker_python()
+        builder, settings = SparkSession.builder.appName(app_name), _PROCESS_SETTINGS
         if remote is not None:
             builder = builder.remote(remote)
     if master is not None:
         builder = builder.master(master)
     for key, value in {**settings, **own}.items():
         builder = builder.config(key, value)
-    with _stderr_of_the_terminal(), warnings.catch_warnings():
+    with _terminal_stderr(), warnings.catch_warnings():
         # Spark Connect starts its server with all settings, then tries to set them again.
         waltz_names = "|".join(re.escape(key) for key in settings if key not in own)
         warnings.filterwarnings("ignore", f"Failed to set ({waltz_names}) ")
-        made = _start(builder)
+        made = _start_session(builder)
     unwrap(made)
     return made
 
 
-_SETTINGS_OF_A_SESSION = {
+_SESSION_SETTINGS = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.connect.serverStacktrace.enabled": "false",  # like Spark without Connect
 }
-_SETTINGS = {
+_PROCESS_SETTINGS = {
     "spark.ui.showConsoleProgress": "false",
     "spark.ui.enabled": "false",
     "spark.log.level": "ERROR",
     "spark.python.unix.domain.socket.enabled": "true",
-    **_SETTINGS_OF_A_SESSION,
+    **_SESSION_SETTINGS,
 }
 
 
-def _start(builder: SparkSession.Builder) -> SparkSession:
+def _start_session(builder: SparkSession.Builder) -> SparkSession:
     try:
         return builder.getOrCreate()
     except PySparkException as error:
@@ -431,7 +435,7 @@ def _start(builder: SparkSession.Builder) -> SparkSession:
         ) from error
 
 
-def _set_python_of_workers() -> None:
+def _set_worker_python() -> None:
     if "PYSPARK_PYTHON" in os.environ:
         return
     os.environ["PYSPARK_PYTHON"] = sys.executable
@@ -443,7 +447,7 @@ def _set_python_of_workers() -> None:
 
 
 @contextlib.contextmanager
-def _stderr_of_the_terminal() -> Iterator[None]:
+def _terminal_stderr() -> Iterator[None]:
     """Let Java inherit the stderr that this process had before a notebook's kernel replaced it.
 
     A kernel copies the output of its child processes into the current cell as long as they run.
@@ -452,7 +456,7 @@ def _stderr_of_the_terminal() -> Iterator[None]:
     if terminal is None:
         yield
         return
-    of_cell = os.dup(2)
+    cell_stderr = os.dup(2)
     os.dup2(terminal, 2)
     try:
         yield
@@ -460,5 +464,5 @@ def _stderr_of_the_terminal() -> Iterator[None]:
         failure.add_note("The terminal in which Jupyter runs shows the output of Java.")
         raise
     finally:
-        os.dup2(of_cell, 2)
-        os.close(of_cell)
+        os.dup2(cell_stderr, 2)
+        os.close(cell_stderr)

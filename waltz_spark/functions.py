@@ -6,11 +6,11 @@ from pyspark.sql import functions as F
 from waltz_core.errors import BadRequest
 from waltz_core.records.record import lock_hash
 
-_INTEGERS = ("tinyint", "smallint", "int", "bigint")
+_INTEGER_TYPES = ("tinyint", "smallint", "int", "bigint")
 
 
 def lock(name: str, key: Column | str) -> Column:
-    """Return the 32-bit hash of a lock as an `int` column; it is null where `key` is null.
+    """Return the 32-bit hash of a lock as an `int` column, which is null if `key` is null.
 
     Args:
         name: the kind of the locked object, such as `"account"`.
@@ -29,8 +29,8 @@ def lock(name: str, key: Column | str) -> Column:
     kind = F.typeof(column)
     wide = (
         F.when(kind == "string", F.crc32(column.cast("string").cast("binary")))
-        .when(kind.isin(*_INTEGERS), column.cast("string").try_cast("bigint"))
-        .otherwise(_reject(kind))
+        .when(kind.isin(*_INTEGER_TYPES), column.cast("string").try_cast("bigint"))
+        .otherwise(_raise_for_type(kind))
     )
     low = F.lit(0xFFFFFFFF)
     folded = wide.bitwiseXOR(F.shiftrightunsigned(wide, 32)).bitwiseAND(low)
@@ -39,7 +39,7 @@ def lock(name: str, key: Column | str) -> Column:
     return (mixed - sign - sign).cast("int")
 
 
-def _reject(kind: Column) -> Column:
+def _raise_for_type(kind: Column) -> Column:
     text = F.lit("the key of a lock must be an integer or a string, not ")
     return F.raise_error(F.concat(text, kind)).cast("bigint")
 

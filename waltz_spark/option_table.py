@@ -6,7 +6,7 @@ The table is the source for the parser (`options.py`) and for `docs/reference/sp
 from dataclasses import dataclass
 from enum import Enum
 
-CONNECT_ENVIRONMENT = "WALTZ_CONNECT"
+CONNECT_VARIABLE = "WALTZ_CONNECT"
 TASK_TRANSACTIONS_MAX = 1_000_000
 TRIGGER_TRANSACTIONS_MAX = 1_000_000
 
@@ -26,16 +26,16 @@ class Option:
     """One option of `format("waltz")`, with its documentation in Markdown."""
 
     name: str
-    use: Purpose
+    purpose: Purpose
     default: str
-    text: str
+    description: str
 
 
 OPTIONS: tuple[Option, ...] = (
     Option(
         "connect",
         Purpose.BOTH,
-        f"the path of load() or save(), otherwise ${CONNECT_ENVIRONMENT}",
+        f"the path of load() or save(), otherwise ${CONNECT_VARIABLE}",
         "The cluster to use: the hosts of ZooKeeper, followed by the root of the cluster: "
         "`zk1:2181,zk2:2181/waltz/pay`.",
     ),
@@ -392,4 +392,4 @@ OPTIONS: tuple[Option, ...] = (
         "Days for which ZooKeeper remembers a write with a `writeId` after its end, 1 to 365.",
     ),
 )
-BY_KEY = {option.name.lower(): option for option in OPTIONS}
+OPTION_BY_NAME = {option.name.lower(): option for option in OPTIONS}

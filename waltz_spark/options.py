@@ -28,8 +28,8 @@ from waltz_core.schemas.registry_urls import addresses_of
 from waltz_core.tables.row_changes import ChangeRules, parse_condition
 from waltz_core.user_functions import is_function_name
 from waltz_spark.option_table import (
-    BY_KEY,
-    CONNECT_ENVIRONMENT,
+    CONNECT_VARIABLE,
+    OPTION_BY_NAME,
     OPTIONS,
     TASK_TRANSACTIONS_MAX,
     TRIGGER_TRANSACTIONS_MAX,
@@ -37,7 +37,7 @@ from waltz_spark.option_table import (
 )
 
 # Keys that Spark itself adds to the options of a source or a sink.
-ENGINE_KEYS = frozenset({"path", "checkpointlocation", "queryname", "provider", "owner"})
+SPARK_KEYS = frozenset({"path", "checkpointlocation", "queryname", "provider", "owner"})
 LOG_COLUMNS = ("partition", "transaction_id", "header", "request_id", "commit_time", "data")
 # The additional column of reads with option `encryptionKeys`.
 ERROR_COLUMN = "data_error"
@@ -51,11 +51,11 @@ _REGISTRY_OPTIONS = (
     "schemaVersion",
     "schemaMessage",
 )
-_WRITE_NAME = re.compile(r"[A-Za-z0-9._-]{1,140}")
+_WRITE_ID_PATTERN = re.compile(r"[A-Za-z0-9._-]{1,140}")
 
 
-class OnCorrupt(Enum):
-    """The handling of a row whose payload cannot be unpacked; the values are Spark's names."""
+class CorruptPayloadMode(Enum):
+    """The values of option `mode`, as in Spark: what a read does with a corrupt payload."""
 
     FAIL = "failfast"
     NULLS = "permissive"
@@ -70,7 +70,7 @@ class OnLockFailure(Enum):
     REJECT = "reject"
 
 
-Marks = dict[int, int]
+Marks = dict[int, int]  # high-water marks by partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,9 @@ class RegistryOptions:
     auth_file: str | None = None
     subject: str | None = None
     version: int | None = None  # None: the latest version
-    is_of_columns: bool = False  # the driver derives the schema from the columns and registers it
+    is_derived_from_columns: bool = (
+        False  # the driver derives the schema from the columns and registers it
+    )
     message: str | None = None
     schema: RegisteredSchema | None = None
 
@@ -95,42 +97,43 @@ class ReadOptions:
 
     connect: str
     columns: tuple[str, ...]
-    starting: str | Marks = "earliest"
-    starting_ms: int | None = None
-    ending: str | Marks = "latest"
+    starting_marks: str | Marks = "earliest"
+    starting_time_ms: int | None = None
+    ending_marks: str | Marks = "latest"
     partitions: tuple[int, ...] | None = None
     transaction_ids: tuple[tuple[int, int], ...] = ()
     headers: tuple[int, ...] = ()
     task_count_min: int = 1
     task_transactions_max: int = TASK_TRANSACTIONS_MAX
-    fail_on_data_loss: bool = True
-    from_replica: bool = True
-    archive: str | None = None
+    fails_on_data_loss: bool = True
+    reads_from_replicas: bool = True
+    archive_url: str | None = None
     group: int | None = None
     trigger_transactions_max: int = TRIGGER_TRANSACTIONS_MAX
     poll_ms: int = 100
     data_format: str | None = None
-    on_corrupt: OnCorrupt = OnCorrupt.FAIL
+    corrupt_payload_mode: CorruptPayloadMode = CorruptPayloadMode.FAIL
     corrupt_column: str = "_corrupt_record"
     required_columns: tuple[str, ...] = ()
     registry: RegistryOptions | None = None
     encryption_keys: str | None = None
-    encryption_required: bool = False
-    feed: ChangeRules | None = None
+    requires_encryption: bool = False
+    change_feed_rules: ChangeRules | None = None
     traces: str | None = None
 
     @property
     def log_columns(self) -> tuple[str, ...]:
         """The names of the log's columns that this read can return."""
         return log_columns(
-            has_keys=self.encryption_keys is not None, has_changes=self.feed is not None
+            has_keys=self.encryption_keys is not None,
+            has_changes=self.change_feed_rules is not None,
         )
 
 
 def log_columns(*, has_keys: bool, has_changes: bool) -> tuple[str, ...]:
-    """Return the log's column names for a read, with the columns of keys and a change feed."""
+    """Return the names of the log's columns, with those of encryption keys and a change feed."""
     more = [(has_keys, ERROR_COLUMN), (has_changes, CHANGE_COLUMN)]
-    return (*LOG_COLUMNS, *(name for is_there, name in more if is_there))
+    return (*LOG_COLUMNS, *(name for is_included, name in more if is_included))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +151,10 @@ class WriteOptions:
     result_columns: tuple[str, ...] | None = None
     batch_rows: int = 4000
     in_flight_max: int = 8
-    exactly_once: bool = True
+    is_exactly_once: bool = True
     write_name: str | None = None
     retention_days: int = 7
-    recompute: str | None = None
+    recompute_function: str | None = None
     retries_max: int = 10
     backoff_ms: int = 50
     identity_columns: tuple[str, ...] = ()
@@ -163,7 +166,7 @@ class WriteOptions:
     @property
     def returns_rejected_rows(self) -> bool:
         """Whether a rejected row has status RETRY, so that the caller must compute it again."""
-        return self.on_lock_failure is OnLockFailure.RETRY and self.recompute is None
+        return self.on_lock_failure is OnLockFailure.RETRY and self.recompute_function is None
 
 
 # A number of milliseconds with fewer digits is a time before 1973: it is probably in seconds.
@@ -186,7 +189,7 @@ def check_names(options: Mapping[str, str]) -> None:
         BadConfig: an option is unknown; the message names it and the nearest valid option.
     """
     for key in options:
-        if key.lower() in BY_KEY or key.lower() in ENGINE_KEYS or key.startswith("option."):
+        if key.lower() in OPTION_BY_NAME or key.lower() in SPARK_KEYS or key.startswith("option."):
             continue
         if key == "paths":  # Spark's own name for load() of a list
             raise BadConfig(
@@ -198,22 +201,22 @@ def check_names(options: Mapping[str, str]) -> None:
                 f"{_KAFKA_OPTIONS[key.lower()]!r}? docs/kafka.md compares the options with "
                 "those of Kafka."
             )
-        near = difflib.get_close_matches(key.lower(), list(BY_KEY), n=1, cutoff=0.5)
+        near = difflib.get_close_matches(key.lower(), list(OPTION_BY_NAME), n=1, cutoff=0.5)
         if near:
-            suggestion = f"did you mean {BY_KEY[near[0]].name!r}?"
+            suggestion = f"did you mean {OPTION_BY_NAME[near[0]].name!r}?"
         else:
             suggestion = f"the options are {', '.join(option.name for option in OPTIONS)}."
         raise BadConfig(f"format 'waltz' has no option {key!r}. Hint: {suggestion}")
 
 
-def parse_read(options: Mapping[str, str], use: Purpose = Purpose.READ) -> ReadOptions:
+def parse_read(options: Mapping[str, str], purpose: Purpose = Purpose.READ) -> ReadOptions:
     """Parse the options of a batch read (`BATCH`), a stream (`STREAM`), or either (`READ`).
 
     Raises:
         BadConfig: an option is not valid; the message has the expected and the found value.
     """
-    parser = _OptionParser(options, use)
-    first = "latest" if use is Purpose.STREAM else "earliest"
+    parser = _OptionParser(options, purpose)
+    first = "latest" if purpose is Purpose.STREAM else "earliest"
     starting_ms = parser.timestamp_ms("startingTimestamp")
     if starting_ms is not None and parser.text("startingHighWaterMarks") is not None:
         raise BadConfig(
@@ -232,30 +235,32 @@ def parse_read(options: Mapping[str, str], use: Purpose = Purpose.READ) -> ReadO
     if encryption_required and parser.text("encryptionKeys") is None:
         raise BadConfig("option 'requireEncryption' needs option encryptionKeys")
     return ReadOptions(
-        connect=parser.connect(),
+        connect=parser.connect_string(),
         columns=parser.columns(),
-        starting=parser.marks_or_word("startingHighWaterMarks", ("earliest", "latest"), first),
-        starting_ms=starting_ms,
-        ending=parser.marks_or_word("endingHighWaterMarks", ("latest",), "latest"),
-        partitions=parser.ints("partitions", minimum=0),
-        transaction_ids=parser.ranges("transactionIds"),
-        headers=parser.ints("headers") or (),
+        starting_marks=parser.marks_or_word(
+            "startingHighWaterMarks", ("earliest", "latest"), first
+        ),
+        starting_time_ms=starting_ms,
+        ending_marks=parser.marks_or_word("endingHighWaterMarks", ("latest",), "latest"),
+        partitions=parser.integers("partitions", minimum=0),
+        transaction_ids=parser.id_ranges("transactionIds"),
+        headers=parser.integers("headers") or (),
         task_count_min=parser.integer("minPartitions", 1, 100_000),
         task_transactions_max=parser.integer("maxTransactionsPerTask", 1, 1 << 40),
-        fail_on_data_loss=parser.choice("failOnDataLoss", ("true", "false")) == "true",
-        from_replica=parser.choice("readFrom", ("replica", "server")) == "replica",
-        archive=parser.text("archive"),
+        fails_on_data_loss=parser.choice("failOnDataLoss", ("true", "false")) == "true",
+        reads_from_replicas=parser.choice("readFrom", ("replica", "server")) == "replica",
+        archive_url=parser.text("archive"),
         group=parser.group(),
         trigger_transactions_max=parser.integer("maxTransactionsPerTrigger", 1, 1 << 40),
         poll_ms=parser.integer("pollInterval", 0, 3_600_000),
         data_format=parser.optional_choice("dataFormat", DATA_FORMATS),
-        on_corrupt=OnCorrupt(parser.choice("mode", _MODES)),
+        corrupt_payload_mode=CorruptPayloadMode(parser.choice("mode", _CORRUPT_PAYLOAD_MODES)),
         corrupt_column=parser.text("columnNameOfCorruptRecord") or "_corrupt_record",
-        required_columns=tuple(_split(parser.text("requiredColumns") or "")),
+        required_columns=tuple(_split_list(parser.text("requiredColumns") or "")),
         registry=parser.registry(),
         encryption_keys=parser.text("encryptionKeys"),
-        encryption_required=encryption_required,
-        feed=parser.feed(),
+        requires_encryption=encryption_required,
+        change_feed_rules=parser.change_feed_rules(),
         traces=parser.function_name("traces", "shop.tracing:start"),
     )
 
@@ -268,7 +273,7 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     """
     parser = _OptionParser(options, Purpose.WRITE)
     names, identity = parser.text("resultColumns"), parser.text("identityColumns")
-    recompute = parser.recompute()
+    recompute = parser.recompute_function()
     is_once = parser.choice("exactlyOnce", ("true", "false")) == "true"
     write_name, results_path = parser.write_name(), parser.text("resultsPath")
     if write_name is not None and not is_once:
@@ -279,26 +284,26 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
         raise BadConfig(
             "option 'identityColumns' needs option dataFormat, which packs columns into the payload"
         )
-    encryption_key_id, key_column = parser.encryption()
+    encryption_key_id, key_column = parser.encryption_key()
     return WriteOptions(
-        connect=parser.connect(),
-        partitions=parser.ints("partitions", minimum=0),
+        connect=parser.connect_string(),
+        partitions=parser.integers("partitions", minimum=0),
         data_format=parser.optional_choice("dataFormat", DATA_FORMATS),
-        registry=parser.written_schema(),
+        registry=parser.registry_for_write(),
         partition_by=parser.text("partitionBy"),
         marks=parser.marks("clientHighWaterMarks"),
         on_lock_failure=OnLockFailure(parser.choice("onLockFailure", ("fail", "reject", "retry"))),
         results_path=results_path,
-        result_columns=None if names is None else tuple(_split(names)),
+        result_columns=None if names is None else tuple(_split_list(names)),
         batch_rows=parser.integer("batchSize", 1, 10_000),
         in_flight_max=parser.integer("maxInFlight", 1, 64),
-        exactly_once=is_once,
+        is_exactly_once=is_once,
         write_name=write_name,
         retention_days=parser.integer("writeRetention", 1, 365),
-        recompute=recompute,
+        recompute_function=recompute,
         retries_max=parser.integer("maxRetries", 1, 1_000),
         backoff_ms=parser.integer("retryBackoff", 0, 60_000),
-        identity_columns=() if identity is None else tuple(_split(identity)),
+        identity_columns=() if identity is None else tuple(_split_list(identity)),
         encryption_keys=parser.text("encryptionKeys"),
         encryption_key_id=encryption_key_id,
         encryption_key_column=key_column,
@@ -306,20 +311,22 @@ def parse_write(options: Mapping[str, str]) -> WriteOptions:
     )
 
 
-_MODES = tuple(each.value for each in OnCorrupt)
-_NEEDED_IN_A_FEED = {
+_CORRUPT_PAYLOAD_MODES = tuple(each.value for each in CorruptPayloadMode)
+_REASONS_TO_REQUIRE = {
     "dataFormat": "it unpacks the key from payloads",
     "key": "its columns identify the row of a transaction",
 }
-_SPLIT = "a task reads a whole partition of the log, because a row depends on the one before it"
-_NOT_IN_A_FEED = {
-    "maxTransactionsPerTask": _SPLIT,
-    "minPartitions": _SPLIT,
+_WHOLE_PARTITION_REASON = (
+    "a task reads a whole partition of the log, because a row depends on the one before it"
+)
+_REASONS_TO_REJECT = {
+    "maxTransactionsPerTask": _WHOLE_PARTITION_REASON,
+    "minPartitions": _WHOLE_PARTITION_REASON,
     "transactionIds": "the rows depend on all transactions before them. Hint: use the marks of the "
     "start and the end.",
     "columnNameOfCorruptRecord": "it has no row for a payload that cannot be unpacked",
 }
-_ALLOWED = {
+_ALLOWED_PURPOSES = {
     Purpose.READ: {Purpose.READ, Purpose.BATCH, Purpose.STREAM, Purpose.BOTH},
     Purpose.BATCH: {Purpose.READ, Purpose.BATCH, Purpose.BOTH},
     Purpose.STREAM: {Purpose.READ, Purpose.STREAM, Purpose.BOTH},
@@ -327,34 +334,34 @@ _ALLOWED = {
 }
 
 
-def _split(text: str) -> list[str]:
+def _split_list(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
 class _OptionParser:
-    """The options that Spark has passed, looked up by the names in `option_table.py`."""
+    """Parses the options that Spark has passed; each method parses one option or one type."""
 
-    def __init__(self, options: Mapping[str, str], use: Purpose) -> None:
+    def __init__(self, options: Mapping[str, str], purpose: Purpose) -> None:
         self._values = {key.lower(): value for key, value in options.items()}
         for key in self._values:
-            option = BY_KEY.get(key)
-            if option is not None and option.use not in _ALLOWED[use]:
+            option = OPTION_BY_NAME.get(key)
+            if option is not None and option.purpose not in _ALLOWED_PURPOSES[purpose]:
                 raise BadConfig(
-                    f"option {option.name!r} is for {option.use.value}, but it was used for "
-                    f"{use.value}"
+                    f"option {option.name!r} is for {option.purpose.value}, but it was used for "
+                    f"{purpose.value}"
                 )
 
     def text(self, name: str) -> str | None:
         value = self._values.get(name.lower())
         return value if value not in (None, "") else None
 
-    def connect(self) -> str:
-        value = self.text("path") or self.text("connect") or os.environ.get(CONNECT_ENVIRONMENT)
+    def connect_string(self) -> str:
+        value = self.text("path") or self.text("connect") or os.environ.get(CONNECT_VARIABLE)
         if not value:
             raise BadConfig(
                 "no cluster is given. Hint: pass a connect string such as "
                 "'zk1:2181,zk2:2181/waltz/payments' to load(...) or save(...), as option "
-                f"'connect', or in ${CONNECT_ENVIRONMENT} (CREATE TABLE loses options: use "
+                f"'connect', or in ${CONNECT_VARIABLE} (CREATE TABLE loses options: use "
                 "CREATE TEMPORARY VIEW)."
             )
         return value
@@ -368,7 +375,7 @@ class _OptionParser:
         number = 0
         if batch is not None:
             number = self.integer("batchId", 0, 1 << 62)
-        if _WRITE_NAME.fullmatch(name) is None or name in {".", ".."}:
+        if _WRITE_ID_PATTERN.fullmatch(name) is None or name in {".", ".."}:
             raise BadConfig(
                 "option 'writeId': expected up to 140 letters, digits, '-', '_' and '.', "
                 f"found {name[:200]!r}"
@@ -376,7 +383,7 @@ class _OptionParser:
         # No writeId contains a "~", so this name is unique.
         return name if batch is None else f"{name}~{number}"
 
-    def recompute(self) -> str | None:
+    def recompute_function(self) -> str | None:
         value = self.text("recompute")
         if self.choice("onLockFailure", ("fail", "reject", "retry")) != "retry":
             for name in ("recompute", "maxRetries", "retryBackoff"):
@@ -396,8 +403,8 @@ class _OptionParser:
             )
         return value
 
-    def encryption(self) -> tuple[str | None, str | None]:
-        """Return the values of `encryptionKeyId` and `encryptionKeyIdColumn`, after a check."""
+    def encryption_key(self) -> tuple[str | None, str | None]:
+        """Check and return the values of `encryptionKeyId` and `encryptionKeyIdColumn`."""
         key_id, column = self.text("encryptionKeyId"), self.text("encryptionKeyIdColumn")
         has_keys = self.text("encryptionKeys") is not None
         if has_keys and (key_id is None) == (column is None):
@@ -430,7 +437,7 @@ class _OptionParser:
         addresses_of(urls)
         return RegistryOptions(urls, auth_file)
 
-    def written_schema(self) -> RegistryOptions | None:
+    def registry_for_write(self) -> RegistryOptions | None:
         """Return the schema registry, with the subject, version and message type to write."""
         found = self.registry()
         if found is None:
@@ -452,62 +459,62 @@ class _OptionParser:
             found,
             subject=subject,
             version=number,
-            is_of_columns=is_avro and version is None,
+            is_derived_from_columns=is_avro and version is None,
             message=message,
         )
 
-    def feed(self) -> ChangeRules | None:
+    def change_feed_rules(self) -> ChangeRules | None:
         """Return the rules of a change feed, None without `changeFeed`.
 
         The schema of the read is not known yet, so the columns in the rules are checked later.
         """
-        if not self._has_feed():
+        if not self._has_change_feed():
             for name in ("key", "deleteHeaders", "deleteWhere"):
                 if self.text(name) is not None:
                     raise BadConfig(f"option {name!r} needs changeFeed=true")
             return None
-        self._check_feed()
-        key, where = tuple(_split(self.text("key") or "")), self.text("deleteWhere")
+        self._check_change_feed_options()
+        key, where = tuple(_split_list(self.text("key") or "")), self.text("deleteWhere")
         if not key or len(set(key)) != len(key):
             raise BadConfig(
                 f"option 'key': expected columns, each once, found {self.text('key')!r}"
             )
         return ChangeRules(
             key=key,
-            delete_headers=self.ints("deleteHeaders") or (),
+            delete_headers=self.integers("deleteHeaders") or (),
             delete_where=None if where is None else parse_condition(where),
         )
 
-    def _check_feed(self) -> None:
+    def _check_change_feed_options(self) -> None:
         """Reject options that a change feed does not support, and require those that it needs."""
-        for name, reason in _NEEDED_IN_A_FEED.items():
+        for name, reason in _REASONS_TO_REQUIRE.items():
             if self.text(name) is None:
                 raise BadConfig(f"option 'changeFeed' needs option {name}: {reason}")
-        for name, reason in _NOT_IN_A_FEED.items():
+        for name, reason in _REASONS_TO_REJECT.items():
             if self.text(name) is not None:
                 raise BadConfig(f"option {name!r} is not for a change feed: {reason}")
-        if self.choice("mode", _MODES) == OnCorrupt.NULLS.value:
+        if self.choice("mode", _CORRUPT_PAYLOAD_MODES) == CorruptPayloadMode.NULLS.value:
             raise BadConfig(
                 "option 'mode': a change feed has no row for a payload that cannot be unpacked. "
                 "Hint: use FAILFAST, or DROPMALFORMED to ignore such transactions."
             )
-        chosen, deletes = self.ints("headers") or (), self.ints("deleteHeaders") or ()
+        chosen, deletes = self.integers("headers") or (), self.integers("deleteHeaders") or ()
         if chosen and (absent := sorted(set(deletes) - set(chosen))):
             raise BadConfig(
                 "option 'deleteHeaders': expected headers that option 'headers' also lists, "
                 f"found {absent[0]}, which the read does not fetch"
             )
 
-    def _has_feed(self) -> bool:
+    def _has_change_feed(self) -> bool:
         return self.choice("changeFeed", ("true", "false")) == "true"
 
     def log_columns(self) -> tuple[str, ...]:
         return log_columns(
-            has_keys=self.text("encryptionKeys") is not None, has_changes=self._has_feed()
+            has_keys=self.text("encryptionKeys") is not None, has_changes=self._has_change_feed()
         )
 
     def choice(self, name: str, words: tuple[str, ...]) -> str:
-        value = (self.text(name) or BY_KEY[name.lower()].default).lower()
+        value = (self.text(name) or OPTION_BY_NAME[name.lower()].default).lower()
         if value not in words:
             raise BadConfig(f"option {name!r}: expected one of {', '.join(words)}, found {value!r}")
         return value
@@ -516,7 +523,7 @@ class _OptionParser:
         return None if self.text(name) is None else self.choice(name, words)
 
     def integer(self, name: str, minimum: int, maximum: int) -> int:
-        value = self.text(name) or BY_KEY[name.lower()].default
+        value = self.text(name) or OPTION_BY_NAME[name.lower()].default
         try:
             number = int(value)
         except ValueError:
@@ -537,12 +544,12 @@ class _OptionParser:
             )
         return self.integer("group", 0, (1 << 31) - 1)
 
-    def ints(self, name: str, minimum: int = -(1 << 31)) -> tuple[int, ...] | None:
+    def integers(self, name: str, minimum: int = -(1 << 31)) -> tuple[int, ...] | None:
         value = self.text(name)
         if value is None:
             return None
         try:
-            numbers = tuple(sorted({int(part) for part in _split(value)}))
+            numbers = tuple(sorted({int(part) for part in _split_list(value)}))
         except ValueError:
             numbers = ()
         if not numbers or numbers[0] < minimum or numbers[-1] >= 1 << 31:
@@ -551,12 +558,12 @@ class _OptionParser:
             )
         return numbers
 
-    def ranges(self, name: str) -> tuple[tuple[int, int], ...]:
+    def id_ranges(self, name: str) -> tuple[tuple[int, int], ...]:
         value = self.text(name)
         if value is None:
             return ()
         found: list[tuple[int, int]] = []
-        for part in _split(value):
+        for part in _split_list(value):
             first, dash, last = part.partition("-")
             try:
                 pair = (int(first), int(last) if dash else int(first))
@@ -578,7 +585,7 @@ class _OptionParser:
         known = self.log_columns()
         if value is None:
             return known
-        names = tuple(_split(value))
+        names = tuple(_split_list(value))
         for name in names:
             if name not in known:
                 near = difflib.get_close_matches(name, known, n=1)
@@ -631,12 +638,12 @@ class _OptionParser:
             return {}
         try:
             raw = json.loads(value, object_pairs_hook=tuple)
-            marks = {int(partition): _mark(mark) for partition, mark in raw}
+            marks = {int(partition): _check_mark(mark) for partition, mark in raw}
             # Otherwise the JSON is not an object, or it has two marks for a partition.
-            is_clear = isinstance(raw, tuple) and len(marks) == len(raw)
+            is_valid = isinstance(raw, tuple) and len(marks) == len(raw)
         except (ValueError, TypeError):
-            marks, is_clear = {}, False
-        if not is_clear:
+            marks, is_valid = {}, False
+        if not is_valid:
             raise BadConfig(
                 f"option {name!r}: expected a JSON object with a high-water mark for each "
                 f"partition, such as '{{\"0\": 41}}', found {value!r}"
@@ -644,7 +651,7 @@ class _OptionParser:
         return marks
 
 
-def _mark(value: object) -> int:
+def _check_mark(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 1 << 63:
         raise ValueError(value)
     return value

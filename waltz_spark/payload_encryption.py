@@ -30,7 +30,7 @@ def decryption_of(options: ReadOptions | WriteOptions) -> Encryption | None:
     """
     if options.encryption_keys is None:
         return None
-    is_required = isinstance(options, ReadOptions) and options.encryption_required
+    is_required = isinstance(options, ReadOptions) and options.requires_encryption
     return Encryption.of(options.encryption_keys, is_required=is_required)
 
 

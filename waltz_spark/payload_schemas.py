@@ -81,7 +81,7 @@ def with_written_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> W
     given = options.registry
     if given is None:
         return options
-    schema = schema_of_columns(columns) if given.is_of_columns else None
+    schema = schema_of_columns(columns) if given.is_derived_from_columns else None
     found = format_of(options, schema)
     assert found is not None
     registry = replace(given, schema=found.written_schema())

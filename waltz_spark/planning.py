@@ -44,8 +44,8 @@ def check_marks(options: ReadOptions, partition_count: int) -> None:
         BadConfig: the error names the option and the partition.
     """
     for name, marks in (
-        ("startingHighWaterMarks", options.starting),
-        ("endingHighWaterMarks", options.ending),
+        ("startingHighWaterMarks", options.starting_marks),
+        ("endingHighWaterMarks", options.ending_marks),
     ):
         for partition in () if isinstance(marks, str) else marks:
             check_partition(partition, partition_count, f"option {name!r}")
@@ -70,12 +70,12 @@ def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, 
         BadConfig: the user specified marks, but none for one of the partitions (rule 4).
         DataLoss: a specified mark is past the end of its partition's log.
     """
-    if options.starting == "earliest":
+    if options.starting_marks == "earliest":
         return dict.fromkeys(marks, int(BEFORE_FIRST))
-    if options.starting == "latest":
+    if options.starting_marks == "latest":
         return dict(marks)
-    assert not isinstance(options.starting, str)
-    return _given_marks(options, options.starting, marks, "startingHighWaterMarks")
+    assert not isinstance(options.starting_marks, str)
+    return _given_marks(options, options.starting_marks, marks, "startingHighWaterMarks")
 
 
 def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
@@ -84,9 +84,9 @@ def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, in
     Raises:
         The errors of `resolve_starts`.
     """
-    if isinstance(options.ending, str):
+    if isinstance(options.ending_marks, str):
         return dict(marks)
-    return _given_marks(options, options.ending, marks, "endingHighWaterMarks")
+    return _given_marks(options, options.ending_marks, marks, "endingHighWaterMarks")
 
 
 def check_order(options: ReadOptions, starts: Mapping[int, int], ends: Mapping[int, int]) -> None:
@@ -97,7 +97,7 @@ def check_order(options: ReadOptions, starts: Mapping[int, int], ends: Mapping[i
     Raises:
         BadConfig: the error names the partition and both marks.
     """
-    if options.starting_ms is not None:
+    if options.starting_time_ms is not None:
         return
     for partition, end in ends.items():
         if starts[partition] > end:
@@ -123,7 +123,7 @@ def _given_marks(
     for partition, mark in marks.items():
         wanted = given[partition]
         if wanted > mark:
-            if options.fail_on_data_loss:
+            if options.fails_on_data_loss:
                 raise DataLoss(
                     f"option {name!r} names transaction {wanted} of partition {partition}, "
                     f"but its log ends at transaction {mark}: it is the log of another "

@@ -26,7 +26,7 @@ from pyspark.sql.datasource import (
 from pyspark.sql.pandas import types
 from pyspark.sql.types import StructType
 
-from waltz_spark.offsets import Offset, decode
+from waltz_spark.offsets import Offset, decode_offset
 
 if TYPE_CHECKING:
     from pyspark.sql.datasource import DataSourceStreamArrowWriter
@@ -164,11 +164,11 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         """Return the tasks of a micro-batch; a restarted query passes its last offset twice."""
         self._start = end
-        begin, ends = decode(start), decode(end)
-        is_other = begin.cluster not in (None, ends.cluster)
+        begin, ends = decode_offset(start), decode_offset(end)
+        is_other = begin.cluster_key not in (None, ends.cluster_key)
         if is_other or any(mark < begin.marks.get(each, mark) for each, mark in ends.marks.items()):
             # Rule 2. The call raises DataLoss, or restarts a partition that belongs to another log.
-            found = decode(self._reader.latestOffset(start, ReadAllAvailable())).marks
+            found = decode_offset(self._reader.latestOffset(start, ReadAllAvailable())).marks
             again = {each: min(mark, found.get(each, mark)) for each, mark in begin.marks.items()}
             start = start | {str(each): mark for each, mark in again.items()}
         return self._reader.partitions(start, end)
@@ -187,8 +187,8 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
 
     def _warn_of_a_large_batch(self, start: Offset, end: Offset) -> None:
         limit = self._reader.getDefaultReadLimit()
-        begin = decode(start).marks
-        count = sum(mark - begin.get(each, -1) for each, mark in decode(end).marks.items())
+        begin = decode_offset(start).marks
+        count = sum(mark - begin.get(each, -1) for each, mark in decode_offset(end).marks.items())
         if isinstance(limit, ReadMaxRows) and count > limit.max_rows:
             _log.warning(
                 "spark.micro_batch_over_limit transactions=%d maxTransactionsPerTrigger=%d hint=%r",

@@ -14,9 +14,9 @@ READS = {
 def tables() -> dict[str, str]:
     """Return the tables by use: options of reads and writes, of reads, and of writes."""
     reading = [
-        (code(each.name), *READS[each.use], each.default, cell(each.text))
+        (code(each.name), *READS[each.purpose], each.default, cell(each.description))
         for each in OPTIONS
-        if each.use in READS
+        if each.purpose in READS
     ]
     return {
         "both": _table(Purpose.BOTH),
@@ -26,5 +26,9 @@ def tables() -> dict[str, str]:
 
 
 def _table(use: Purpose) -> str:
-    rows = [(code(each.name), each.default, cell(each.text)) for each in OPTIONS if each.use is use]
+    rows = [
+        (code(each.name), each.default, cell(each.description))
+        for each in OPTIONS
+        if each.purpose is use
+    ]
     return table(("option", "default", "meaning"), rows)

@@ -99,7 +99,7 @@ def test_a_stream_and_a_batch_have_the_rows_of_a_replay(
     begin = min(start, log.mark)
     with (
         tempfile.TemporaryDirectory() as directory,
-        patch.object(feed_read, "COMMIT_TRANSACTIONS", commit_transactions),
+        patch.object(feed_read, "TRANSACTIONS_PER_COMMIT", commit_transactions),
         patch.object(change_feed, "PREVIOUS_BYTES_MAX", previous_bytes_max),
     ):
         batch = rows_of(reader(log, begin, log.mark, **MODE).rows())

@@ -17,7 +17,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running
 from waltz_spark.datasource.batch_read import ReadTask, WaltzBatchReader
-from waltz_spark.datasource.change_feed import with_checked_rules
+from waltz_spark.datasource.change_feed import resolve_rule_columns
 from waltz_spark.option_table import Purpose
 from waltz_spark.options import parse_read
 from waltz_spark.shared_clients import close_clients
@@ -127,7 +127,7 @@ def test_a_change_feed_reads_the_archive_and_then_the_storages(
     schema = (
         StructType().add("id", "long").add("_change_type", "string").add("partition", "integer")
     )
-    options = with_checked_rules(parse_read({**archived.options, **rules}), schema)
+    options = resolve_rule_columns(parse_read({**archived.options, **rules}), schema)
     reader = WaltzBatchReader(options, schema)
     with caplog.at_level(logging.INFO, "waltz"):
         tasks = reader.partitions()

@@ -83,7 +83,7 @@ def test_a_batch_has_the_changes_after_its_start(spark: SparkSession, connect: s
 
 
 def states() -> set[Path]:
-    file = feed_state.state_file("any")
+    file = feed_state.state_file_path("any")
     assert file is not None
     return set(file.parent.glob("*.sqlite"))
 
@@ -111,7 +111,7 @@ def test_a_stream_continues_with_the_state_of_its_last_micro_batch(
     expected = [row for row in replayed(logged(connect)) if row[-1] > begin]
     assert sorted(found, key=str) == sorted(expected, key=str)
     (file,) = states() - before
-    state = feed_state.cached_state(file)
+    state = feed_state.open_cached_state(file)
     assert state is not None
     assert state.mark == marks_of(connect)[PARTITION]
     state.close()

@@ -27,11 +27,11 @@ from waltz_spark.planning import TransactionRange
 
 _log = logging.getLogger("waltz")
 # The maximum size of records per task; a task reads several small objects or a part of a large one.
-TASK_BYTES = 128 * 1024 * 1024
+TASK_BYTES_MAX = 128 * 1024 * 1024
 
 
-def objects_of(
-    url: str, whole: Sequence[TransactionRange], sources: Mapping[int, ReplicaSet]
+def find_archived_objects(
+    url: str, spans: Sequence[TransactionRange], sources: Mapping[int, ReplicaSet]
 ) -> dict[int, ArchivedObjects]:
     """Return, for each partition, the archived objects that contain transactions of the spans.
 
@@ -39,9 +39,9 @@ def objects_of(
         BadConfig: the URL names no object store.
     """
     found: dict[int, ArchivedObjects] = {}
-    for partition in dict.fromkeys(span.partition for span in whole):
+    for partition in dict.fromkeys(span.partition for span in spans):
         archived = sources[partition].archived
-        own_spans = [span for span in whole if span.partition == partition]
+        own_spans = [span for span in spans if span.partition == partition]
         first, last = min(span.first for span in own_spans), max(span.last for span in own_spans)
         if archived is None or archived.last < first:
             continue
@@ -50,7 +50,7 @@ def objects_of(
         except BadConfig:
             raise
         except WaltzError as error:
-            _warn(partition, first, error)
+            _warn_not_read(partition, first, error)
             continue
         if objects.entries:
             found[partition] = objects
@@ -68,25 +68,28 @@ def last_archived_before(url: str, partition: int, archived: ArchivedRange, time
     except BadConfig:
         raise
     except WaltzError as error:
-        _warn(partition, archived.first, error)
+        _warn_not_read(partition, archived.first, error)
         return BEFORE_FIRST
 
 
-def pieces_of(span: TransactionRange, objects: ArchivedObjects | None) -> list[TransactionRange]:
-    """Split a span at the ends of objects, by size; transactions without an object are one piece.
+def split_at_objects(
+    span: TransactionRange, objects: ArchivedObjects | None
+) -> list[TransactionRange]:
+    """Split a span at the ends of archived objects, into parts of at most `TASK_BYTES_MAX`.
 
-    An object larger than TASK_BYTES is split at IDs, as if all of its records had the same size.
+    A larger object is split at IDs, as if all of its records had the same size. Transactions that
+    no object contains are one part.
     """
     if objects is None:
         return [span]
     found: list[TransactionRange] = []
-    next_id, gathered = span.first, 0
+    next_id, part_bytes = span.first, 0
 
-    def cut(last: int) -> None:
-        nonlocal next_id, gathered
+    def end_part(last: int) -> None:
+        nonlocal next_id, part_bytes
         if next_id <= last:
             found.append(TransactionRange(span.partition, next_id, last))
-        next_id, gathered = max(next_id, last + 1), 0
+        next_id, part_bytes = max(next_id, last + 1), 0
 
     for entry in objects.entries:
         first = max(entry.first, span.first, objects.manifest.first)
@@ -94,20 +97,20 @@ def pieces_of(span: TransactionRange, objects: ArchivedObjects | None) -> list[T
         if last < first:
             continue
         if first == objects.manifest.first:
-            cut(first - 1)  # expired transactions, which the storages reject
+            end_part(first - 1)  # expired transactions, which the storages reject
         size = entry.record_bytes * (last - first + 1) // (entry.last - entry.first + 1)
-        if gathered and gathered + size > TASK_BYTES:
-            cut(first - 1)
-        count = -(-size // TASK_BYTES)
+        if part_bytes and part_bytes + size > TASK_BYTES_MAX:
+            end_part(first - 1)
+        count = -(-size // TASK_BYTES_MAX)
         for index in range(1, count):
-            cut(first + (last - first + 1) * index // count - 1)
-        gathered += size // max(1, count)
-    cut(min(span.last, objects.manifest.last))
-    cut(span.last)
+            end_part(first + (last - first + 1) * index // count - 1)
+        part_bytes += size // max(1, count)
+    end_part(min(span.last, objects.manifest.last))
+    end_part(span.last)
     return found
 
 
-def chunks_of(
+def read_archived_chunks(
     objects: ArchivedObjects,
     span: TransactionRange,
     form: RangeForm,
@@ -122,8 +125,8 @@ def chunks_of(
             first = chunk.next
             yield chunk
     except WaltzError as error:
-        _warn(span.partition, first, error)
+        _warn_not_read(span.partition, first, error)
 
 
-def _warn(partition: int, first: int, error: WaltzError) -> None:
+def _warn_not_read(partition: int, first: int, error: WaltzError) -> None:
     _log.warning("spark.archive_not_read partition=%d first=%d error=%s", partition, first, error)

@@ -14,11 +14,11 @@ from pyspark.sql.types import StructType
 
 from waltz_core.client import ArchivedObjects, ClusterLayout, ReplicaSet, WaltzClient
 from waltz_spark import planning
-from waltz_spark.datasource.archive_read import objects_of, pieces_of
+from waltz_spark.datasource.archive_read import find_archived_objects, split_at_objects
 from waltz_spark.datasource.change_feed import ChangeFeed
 from waltz_spark.datasource.feed_read import FeedReader, FeedSpan, feed_state_file
 from waltz_spark.datasource.fetch import BatchColumns, ReadSource, fetch, log_batches
-from waltz_spark.datasource.start_offsets import ends, from_first_available, starts
+from waltz_spark.datasource.start_offsets import ends, extend_to_first_available, starts
 from waltz_spark.options import ReadOptions
 from waltz_spark.shared_clients import client_at, sources_of
 from waltz_spark.task_spans import with_read_span
@@ -31,7 +31,7 @@ class ReadTask(InputPartition):
 
     Spark pickles each task separately, so a task contains only the owner of its own partition. The
     task of a change feed reads the whole log up to `last`, and yields rows only for transactions
-    after `begin`.
+    after `feed_start_mark`.
     """
 
     layout: ClusterLayout
@@ -39,8 +39,8 @@ class ReadTask(InputPartition):
     partition: int
     first: int
     last: int
-    archived: ArchivedObjects | None = None
-    begin: int | None = None
+    archived_objects: ArchivedObjects | None = None
+    feed_start_mark: int | None = None
 
 
 class WaltzBatchReader(DataSourceReader):
@@ -67,7 +67,9 @@ class WaltzBatchReader(DataSourceReader):
         """
         options = self._options
         # A mark from the user may be later than that of a server that has just lost the partition.
-        is_given = not (isinstance(options.starting, str) and isinstance(options.ending, str))
+        is_given = not (
+            isinstance(options.starting_marks, str) and isinstance(options.ending_marks, str)
+        )
         client, sources = sources_of(
             options.connect,
             partial(planning.chosen_partitions, options),
@@ -76,19 +78,19 @@ class WaltzBatchReader(DataSourceReader):
         )
         begin, end = starts(client, options, sources), ends(options, sources)
         planning.check_order(options, begin, end)
-        whole = planning.spans(begin, end, options.transaction_ids)
-        return tasks_of(client, options, whole, sources)
+        spans = planning.spans(begin, end, options.transaction_ids)
+        return plan_read_tasks(client, options, spans, sources)
 
     @without_stack_each
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the transactions of a task as Arrow batches."""
-        return read_task(partition, self._options, self._schema)
+        return run_read_task(partition, self._options, self._schema)
 
 
-def tasks_of(
+def plan_read_tasks(
     client: WaltzClient,
     options: ReadOptions,
-    whole: Sequence[planning.TransactionRange],
+    spans: Sequence[planning.TransactionRange],
     sources: Mapping[int, ReplicaSet],
 ) -> Sequence[InputPartition]:
     """Return the tasks that read the spans; `sources` has the replicas of each partition.
@@ -97,16 +99,21 @@ def tasks_of(
         DataLoss: transactions that a change feed needs have expired.
         BadConfig: option `archive` names no object store.
     """
-    begins: dict[int, int] = {}
-    if options.feed is not None:
-        begins = {span.partition: span.first - 1 for span in whole}
-        whole = from_first_available(options, whole, sources)
-    objects = {} if options.archive is None else objects_of(options.archive, whole, sources)
-    spans = whole
-    if options.feed is None:
-        pieces = [piece for span in whole for piece in pieces_of(span, objects.get(span.partition))]
+    feed_starts: dict[int, int] = {}
+    if options.change_feed_rules is not None:
+        feed_starts = {span.partition: span.first - 1 for span in spans}
+        spans = extend_to_first_available(options, spans, sources)
+    objects = (
+        {}
+        if options.archive_url is None
+        else find_archived_objects(options.archive_url, spans, sources)
+    )
+    if options.change_feed_rules is None:
+        parts = [
+            part for span in spans for part in split_at_objects(span, objects.get(span.partition))
+        ]
         spans = planning.split_spans(
-            pieces,
+            parts,
             task_count_min=options.task_count_min,
             per_task_max=options.task_transactions_max,
         )
@@ -119,17 +126,17 @@ def tasks_of(
         else:
             found = None
         owners, replicas = layout.for_partition(span.partition), sources[span.partition]
-        tasks.append(ReadTask(owners, replicas, *span, found, begins.get(span.partition)))
+        tasks.append(ReadTask(owners, replicas, *span, found, feed_starts.get(span.partition)))
     return tasks
 
 
-def read_task(
+def run_read_task(
     task: InputPartition, options: ReadOptions, schema: StructType, query: str | None = None
 ) -> Iterator[pa.RecordBatch]:
     """Yield a task's transactions, or the rows of its change feed, as Arrow batches.
 
     Args:
-        task: one of `tasks_of`.
+        task: one of `plan_read_tasks`.
         options: the options of the read.
         schema: the requested columns.
         query: the ID of the streaming query that may cache the state of its change feed.
@@ -145,8 +152,8 @@ def read_task(
 def _read_task(
     task: ReadTask, options: ReadOptions, schema: StructType, query: str | None
 ) -> Iterator[pa.RecordBatch]:
-    source = ReadSource(client_at(task.layout), task.replicas, task.archived)
-    if task.begin is None:
+    source = ReadSource(client_at(task.layout), task.replicas, task.archived_objects)
+    if task.feed_start_mark is None:
         span = planning.TransactionRange(task.partition, task.first, task.last)
         return fetch(source, span, BatchColumns(options, schema))
     feed = ChangeFeed(options, schema, task.partition)
@@ -157,4 +164,5 @@ def _read_task(
         return log_batches(source, span, options, feed.columns)
 
     file = feed_state_file(query, cluster, task.partition, options, schema)
-    return FeedReader(feed, read, FeedSpan(task.first, task.begin, task.last), file).rows()
+    feed_span = FeedSpan(task.first, task.feed_start_mark, task.last)
+    return FeedReader(feed, read, feed_span, file).rows()

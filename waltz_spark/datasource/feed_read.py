@@ -25,28 +25,28 @@ from waltz_core.errors import Unavailable
 from waltz_spark.datasource.change_feed import ChangeFeed, payload_fields
 from waltz_spark.datasource.feed_state import (
     FeedState,
-    cached_state,
-    discard,
-    private_state,
-    state_file,
+    create_private_state,
+    discard_file,
+    open_cached_state,
+    state_file_path,
 )
 from waltz_spark.options import ReadOptions
 from waltz_spark.rows import is_case_sensitive
 
-COMMIT_TRANSACTIONS = 1_000_000
+TRANSACTIONS_PER_COMMIT = 1_000_000
 # Yields transactions first..last of a partition; the arguments are first and last.
 ReadLog = Callable[[int, int], Iterator[pa.RecordBatch]]
 
 
 class FeedSpan(NamedTuple):
-    """The part of a partition's log for which a task yields rows: `begin` + 1 to `end`.
+    """The part of a partition's log for which a task yields rows: `start_mark` + 1 to `end_mark`.
 
     `first_available` is the first available ID of the log; nothing before it is read.
     """
 
     first_available: int
-    begin: int
-    end: int
+    start_mark: int
+    end_mark: int
 
 
 class FeedReader:
@@ -64,7 +64,7 @@ class FeedReader:
         self._read = read
         self._span = span
         self._file = file
-        self._done = span.begin  # the ID up to which rows were yielded
+        self._last_yielded_id = span.start_mark  # the ID up to which rows were yielded
 
     def rows(self) -> Iterator[pa.RecordBatch]:
         """Yield the rows.
@@ -74,19 +74,19 @@ class FeedReader:
             Unavailable: the disk has no space for the state.
             The errors of `read`.
         """
-        if self._file is not None and (state := cached_state(self._file)) is not None:
+        if self._file is not None and (state := open_cached_state(self._file)) is not None:
             try:
-                yield from self._rows(state)
+                yield from self._rows_from(state)
             except sqlite3.Error as error:
                 state.close()
-                discard(self._file, error)  # rule 3
+                discard_file(self._file, error)  # rule 3
             finally:
                 state.close()
-            if self._done == self._span.end:
+            if self._last_yielded_id == self._span.end_mark:
                 return
-        state = private_state()
+        state = create_private_state()
         try:
-            yield from self._rows(state)
+            yield from self._rows_from(state)
         except sqlite3.Error as error:
             raise Unavailable(
                 f"the feed state cannot be written to the directory for temporary files: {error}. "
@@ -95,34 +95,34 @@ class FeedReader:
         finally:
             state.close()
 
-    def _rows(self, state: FeedState) -> Iterator[pa.RecordBatch]:
-        self._move(state, self._done)
+    def _rows_from(self, state: FeedState) -> Iterator[pa.RecordBatch]:
+        self._move_state(state, self._last_yielded_id)
         begin = state.mark
-        for batch in self._read(self._done + 1, self._span.end):
+        for batch in self._read(self._last_yielded_id + 1, self._span.end_mark):
             for last, rows in self._feed.rows(batch, state):
-                self._done = last
+                self._last_yielded_id = last
                 yield rows
-        self._done = self._span.end
-        state.commit(self._done, previous=begin)
+        self._last_yielded_id = self._span.end_mark
+        state.commit(self._last_yielded_id, previous_mark=begin)
 
-    def _move(self, state: FeedState, mark: int) -> None:
+    def _move_state(self, state: FeedState, mark: int) -> None:
         """Move the state to a mark, without yielding rows (rules 2 and 4)."""
         state.first_available = self._span.first_available
-        if state.mark > mark and state.previous > mark:
+        if state.mark > mark and state.previous_mark > mark:
             state.clear()
         elif state.mark > mark:
-            state.restore()
-        state.begin()
+            state.return_to_previous_mark()
+        state.delete_replaced_rows()
         first = max(state.mark + 1, self._span.first_available)
         while first <= mark:
-            last = min(first + COMMIT_TRANSACTIONS - 1, mark)
+            last = min(first + TRANSACTIONS_PER_COMMIT - 1, mark)
             for batch in self._read(first, last):
-                self._feed.skip(batch, state)
-            state.commit(last, previous=last)
+                self._feed.apply_to_state(batch, state)
+            state.commit(last, previous_mark=last)
             first = last + 1
 
 
-def query_of_task() -> str | None:
+def streaming_query_id() -> str | None:
     """Return the ID of the streaming query to which the task belongs; None if it has none."""
     context = TaskContext.get()
     return None if context is None else context.getLocalProperty("sql.streaming.queryId")
@@ -140,15 +140,15 @@ def feed_state_file(
     parts = (
         query,
         cluster_key.hex(),
-        options.feed,
+        options.change_feed_rules,
         options.headers,
         options.data_format,
         options.registry,
         [(part.name, str(part.type), part.nullable) for part in payload_fields(options, schema)],
-        options.on_corrupt,
+        options.corrupt_payload_mode,
         options.required_columns,
         options.encryption_keys,
-        options.encryption_required,
+        options.requires_encryption,
         is_case_sensitive(),
     )
-    return state_file(f"{partition}-{sha256(repr(parts).encode()).hexdigest()[:32]}")
+    return state_file_path(f"{partition}-{sha256(repr(parts).encode()).hexdigest()[:32]}")

@@ -8,8 +8,8 @@ Rules (docs/decisions/049-tables-that-follow-the-log.md, "Change feed"):
     1. A state is at a mark: it contains the changes of all transactions up to this mark. It moves
        to another mark in one SQLite transaction, so a killed task leaves the state at the previous
        mark.
-    2. A state that has moved from `previous` also stores the rows that the move replaced, and can
-       return to `previous`.
+    2. A state that has moved from `previous_mark` also stores the rows that the move replaced, and
+       can return to `previous_mark`.
     3. One task uses a file at a time: it holds an exclusive lock until it ends.
     4. A file is damaged if SQLite cannot read it, if it is not of this version, or if a row does
        not match its checksum.
@@ -32,16 +32,16 @@ from typing import NamedTuple
 from waltz_core.records.record import BEFORE_FIRST
 
 # The size of the digest of a key. With 10^9 keys, the probability of a collision is 10^-21.
-KEY_BYTES = 16
-_PAGE_CACHE = "PRAGMA cache_size = -65536"  # KiB
+KEY_DIGEST_BYTES = 16
+_SET_PAGE_CACHE = "PRAGMA cache_size = -65536"  # KiB
 UNUSED_S_MAX = 8 * 24 * 3600  # a weekly query keeps its states
 # The first two bytes are letters of the project; the last two are the version of the tables below.
-_FORMAT = 0x575A_0001
-_SUFFIX = ".sqlite"
-_JOURNAL = "-journal"  # the suffix that SQLite uses
+_FORMAT_VERSION = 0x575A_0001
+_FILE_SUFFIX = ".sqlite"
+_JOURNAL_SUFFIX = "-journal"  # the suffix that SQLite uses
 # A key, a header and a transaction ID.
-_HEAD = struct.Struct(f">{KEY_BYTES}siq")
-_TABLES = """
+_ROW_PREFIX = struct.Struct(f">{KEY_DIGEST_BYTES}siq")
+_CREATE_TABLES = """
     CREATE TABLE latest (key BLOB PRIMARY KEY, header INTEGER, id INTEGER, data BLOB, sum INTEGER)
         WITHOUT ROWID;
     CREATE TABLE replaced (key BLOB PRIMARY KEY, header INTEGER, id INTEGER, data BLOB, sum INTEGER)
@@ -61,7 +61,7 @@ class StoredRow(NamedTuple):
 
 
 class FeedState:
-    """The state of one partition; `private_state` and `cached_state` open it.
+    """The state of one partition; `create_private_state` and `open_cached_state` open it.
 
     Args:
         database: a database with the tables, and with an open transaction.
@@ -74,12 +74,12 @@ class FeedState:
         self.first_available = 0  # the first transaction that the log has (rule 5)
         match database.execute("SELECT mark, previous FROM place").fetchall():
             case [(int(mark), int(previous))]:
-                self.mark, self.previous = mark, previous
+                self.mark, self.previous_mark = mark, previous
             case found:
                 raise sqlite3.DatabaseError(f"expected one row with two marks, found {found}")
 
-    def find(self, key: bytes) -> StoredRow | None:
-        """Return the last change of a key; None if there is none, it is deleted, or has expired.
+    def find_row(self, key: bytes) -> StoredRow | None:
+        """Return the last change of a key; None if the key is absent, deleted or expired.
 
         Raises:
             sqlite3.DatabaseError: the state is damaged (rule 4).
@@ -105,8 +105,8 @@ class FeedState:
         keys = ((key,) for key in deletes)
         self._database.executemany("DELETE FROM latest WHERE key = ?", keys)
 
-    def keep(self, rows: Iterable[tuple[bytes, StoredRow | None]]) -> None:
-        """Store the rows of keys as they were before their first change after the mark (rule 2)."""
+    def save_replaced_rows(self, rows: Iterable[tuple[bytes, StoredRow | None]]) -> None:
+        """Store the rows that the next changes replace, so that the state can return (rule 2)."""
         if self._is_private:
             return
         self._database.executemany(
@@ -117,36 +117,37 @@ class FeedState:
             ),
         )
 
-    def begin(self) -> None:
-        """Delete the rows that the move to the current mark replaced, before the next move."""
+    def delete_replaced_rows(self) -> None:
+        """Delete the replaced rows; from now on, the state cannot return to `previous_mark`."""
         self._database.execute("DELETE FROM replaced")
 
-    def restore(self) -> None:
-        """Return to `previous` (rule 2)."""
+    def return_to_previous_mark(self) -> None:
+        """Return to `previous_mark` (rule 2)."""
         self._database.execute(
             "INSERT OR REPLACE INTO latest SELECT * FROM replaced WHERE data IS NOT NULL"
         )
         self._database.execute(
             "DELETE FROM latest WHERE key IN (SELECT key FROM replaced WHERE data IS NULL)"
         )
-        self.mark = self.previous
-        self.begin()
+        self.mark = self.previous_mark
+        self.delete_replaced_rows()
 
     def clear(self) -> None:
         """Make the state empty, as before the first transaction."""
         self._database.execute("DELETE FROM latest")
         self.mark = int(BEFORE_FIRST)
-        self.begin()
+        self.delete_replaced_rows()
 
-    def commit(self, mark: int, *, previous: int) -> None:
+    def commit(self, mark: int, *, previous_mark: int) -> None:
         """Set the mark of the state; return after SQLite has synced it.
 
         Args:
             mark: the new mark.
-            previous: the mark when `begin` was called, or `mark` if no rows were stored since.
+            previous_mark: the mark to which the state can return; `mark` if no replaced rows were
+                stored.
         """
-        self.mark, self.previous = mark, previous
-        self._database.execute("UPDATE place SET mark = ?, previous = ?", (mark, previous))
+        self.mark, self.previous_mark = mark, previous_mark
+        self._database.execute("UPDATE place SET mark = ?, previous = ?", (mark, previous_mark))
         self._database.execute("COMMIT")
         self._database.execute("BEGIN EXCLUSIVE")
 
@@ -156,22 +157,22 @@ class FeedState:
 
 
 def _checksum(key: bytes, row: StoredRow) -> int:
-    return zlib.crc32(row.data, zlib.crc32(_HEAD.pack(key, row.header, row.transaction_id)))
+    return zlib.crc32(row.data, zlib.crc32(_ROW_PREFIX.pack(key, row.header, row.transaction_id)))
 
 
-def private_state() -> FeedState:
+def create_private_state() -> FeedState:
     """Return an empty state in a temporary database."""
     database = sqlite3.connect("", isolation_level=None)
-    database.execute(_PAGE_CACHE)
+    database.execute(_SET_PAGE_CACHE)
     # The database does not outlive the connection, so there is nothing to roll back.
     database.execute("PRAGMA journal_mode = OFF")
     database.execute("PRAGMA synchronous = OFF")
     database.execute("BEGIN")
-    _create(database)
+    _create_tables(database)
     return FeedState(database, is_private=True)
 
 
-def cached_state(file: Path) -> FeedState | None:
+def open_cached_state(file: Path) -> FeedState | None:
     """Return the state in a file; it is empty if the file is new or was damaged.
 
     The result is None if another task uses the file, or if it cannot be opened or created. The
@@ -185,12 +186,12 @@ def cached_state(file: Path) -> FeedState | None:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
                 _log.info("spark.feed_state_in_use file=%s", file)
                 return None
-            discard(file, error)
+            discard_file(file, error)
     return None
 
 
-def discard(file: Path, error: Exception) -> None:
-    """Delete a file with a state that cannot be used."""
+def discard_file(file: Path, error: Exception) -> None:
+    """Delete a damaged or unreadable file of a state, and log a warning."""
     _log.warning("spark.feed_state_discarded file=%s error=%s", file, error)
     with suppress(OSError):
         # The journal is kept: it may already belong to a new file. If SQLite finds a journal when
@@ -203,7 +204,7 @@ def _open_state(file: Path) -> FeedState:
     # Do not wait for another task: it holds its lock for a long time.
     database = sqlite3.connect(file, timeout=0, isolation_level=None)
     try:
-        database.execute(_PAGE_CACHE)
+        database.execute(_SET_PAGE_CACHE)
         database.execute("PRAGMA locking_mode = EXCLUSIVE")
         # Not DELETE: a task whose file was deleted would delete the journal of the next file.
         database.execute("PRAGMA journal_mode = TRUNCATE")
@@ -211,10 +212,10 @@ def _open_state(file: Path) -> FeedState:
         ((version,),) = database.execute("PRAGMA user_version")
         ((count,),) = database.execute("SELECT count(*) FROM sqlite_master")
         if version == count == 0:
-            _create(database)
+            _create_tables(database)
         _check_version(database)
         os.utime(file)
-        _delete_unused(file)
+        _delete_unused_files(file)
         return FeedState(database, is_private=False)
     except BaseException:
         database.close()
@@ -223,23 +224,23 @@ def _open_state(file: Path) -> FeedState:
 
 def _check_version(database: sqlite3.Connection) -> None:
     ((version,),) = database.execute("PRAGMA user_version")
-    if version != _FORMAT:
-        raise sqlite3.DatabaseError(f"expected version {_FORMAT:#x}, found {version:#x}")
+    if version != _FORMAT_VERSION:
+        raise sqlite3.DatabaseError(f"expected version {_FORMAT_VERSION:#x}, found {version:#x}")
 
 
-def _create(database: sqlite3.Connection) -> None:
-    for statement in _TABLES.split(";"):
+def _create_tables(database: sqlite3.Connection) -> None:
+    for statement in _CREATE_TABLES.split(";"):
         database.execute(statement)
     before = int(BEFORE_FIRST)
     database.execute("INSERT INTO place VALUES (?, ?)", (before, before))
-    database.execute(f"PRAGMA user_version = {_FORMAT}")
+    database.execute(f"PRAGMA user_version = {_FORMAT_VERSION}")
 
 
 # ---------------------------------------------------------------------------------------------
 # The directory
 
 
-def state_file(name: str) -> Path | None:
+def state_file_path(name: str) -> Path | None:
     """Return the path for a state; None if no directory is private to this user."""
     directory: Path | None = None
     try:
@@ -253,21 +254,21 @@ def state_file(name: str) -> Path | None:
     except OSError as error:
         _log.warning("spark.feed_state_not_cached directory=%s error=%s", directory, error)
         return None
-    return directory / (name + _SUFFIX)
+    return directory / (name + _FILE_SUFFIX)
 
 
-def _delete_unused(used: Path) -> None:
-    """Delete states that no task has used for 8 days, measured from the use of file `used`."""
-    oldest = used.stat().st_mtime - UNUSED_S_MAX
-    for file in used.parent.glob(f"*{_SUFFIX}"):
-        _delete_old(file, oldest)
-    for journal in used.parent.glob(f"*{_SUFFIX}{_JOURNAL}"):
+def _delete_unused_files(used_now: Path) -> None:
+    """Delete the states that were last used 8 days or longer before the file `used_now`."""
+    oldest = used_now.stat().st_mtime - UNUSED_S_MAX
+    for file in used_now.parent.glob(f"*{_FILE_SUFFIX}"):
+        _delete_if_older(file, oldest)
+    for journal in used_now.parent.glob(f"*{_FILE_SUFFIX}{_JOURNAL_SUFFIX}"):
         # A file without the journal of its last transaction may be damaged.
-        if not Path(str(journal).removesuffix(_JOURNAL)).exists():
-            _delete_old(journal, oldest)
+        if not Path(str(journal).removesuffix(_JOURNAL_SUFFIX)).exists():
+            _delete_if_older(journal, oldest)
 
 
-def _delete_old(file: Path, oldest: float) -> None:
+def _delete_if_older(file: Path, oldest: float) -> None:
     with suppress(OSError):  # another task may delete it at the same time
         if file.stat().st_mtime < oldest:
             file.unlink()

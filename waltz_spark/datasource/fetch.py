@@ -23,8 +23,8 @@ from waltz_core.client import ArchivedObjects, RangeChunk, RangeForm, ReplicaSet
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
 from waltz_core.records.unpacking import Unpacker
-from waltz_spark.datasource.archive_read import chunks_of
-from waltz_spark.options import ERROR_COLUMN, OnCorrupt, ReadOptions
+from waltz_spark.datasource.archive_read import read_archived_chunks
+from waltz_spark.options import ERROR_COLUMN, CorruptPayloadMode, ReadOptions
 from waltz_spark.payload_encryption import decrypt_batch, decryption_of
 from waltz_spark.payload_schemas import payload_decoder
 from waltz_spark.planning import TransactionRange
@@ -34,9 +34,9 @@ from waltz_spark.spark_version import arrow_schema
 _log = logging.getLogger("waltz")
 
 # The columns that locate a payload in an error message.
-_PLACE = ("partition", "transaction_id")
+_LOCATION_COLUMNS = ("partition", "transaction_id")
 # The columns that decryption of a payload needs.
-_ENCRYPTED = ("partition", "header", "data")
+_DECRYPTION_COLUMNS = ("partition", "header", "data")
 
 
 class BatchColumns:
@@ -54,7 +54,7 @@ class BatchColumns:
         wanted = [part.name for part in self.arrow if part.name in own]
         foreign = [part for part in self.arrow if part.name not in own and part.name != corrupt]
         self._unpacker = None
-        self._foreign = [part.name for part in foreign]
+        self._payload_columns = [part.name for part in foreign]
         columns = [name for name in wanted if name != ERROR_COLUMN]
         if foreign or corrupt in self.arrow.names:
             assert options.data_format is not None, "checked when the reader was created"
@@ -65,11 +65,11 @@ class BatchColumns:
                 required=options.required_columns,
                 is_case_sensitive=is_case_sensitive(),
             )
-            columns += [name for name in (*_PLACE, "data") if name not in columns]
+            columns += [name for name in (*_LOCATION_COLUMNS, "data") if name not in columns]
         self._encryption = None
         if options.encryption_keys is not None and {"data", ERROR_COLUMN} & {*columns, *wanted}:
             self._encryption = decryption_of(options)
-            columns += [name for name in _ENCRYPTED if name not in columns]
+            columns += [name for name in _DECRYPTION_COLUMNS if name not in columns]
         # A count needs no columns, but the batches must have the number of rows: read the narrowest
         # one.
         self.columns = columns or ["partition"]
@@ -81,37 +81,39 @@ class BatchColumns:
         else:
             found = decrypt_batch(batch, self._encryption)
         if self._unpacker is not None:
-            found = self._unpacked(found, self._unpacker)
+            found = self._add_payload_columns(found, self._unpacker)
         if not len(self.arrow):
             return batch.select([])
         arrays = [found[part.name] for part in self.arrow]
         return pa.RecordBatch.from_arrays(arrays, schema=self.arrow)
 
-    def _unpacked(self, found: dict[str, pa.Array], unpacker: Unpacker) -> dict[str, pa.Array]:
+    def _add_payload_columns(
+        self, found: dict[str, pa.Array], unpacker: Unpacker
+    ) -> dict[str, pa.Array]:
         """Add the payload's columns; option `mode` determines the result for invalid payloads.
 
         If a payload was not decrypted, all of these columns are null, in every mode.
         """
         data, corrupt = found["data"], self.options.corrupt_column
         if data.null_count:
-            columns, good = self._unpacked_present(found, unpacker)
+            columns, fits = self._unpack_valid_payloads(found, unpacker)
         else:
-            columns, good = self._unpacked_whole(found, unpacker)
-        found |= dict(zip(self._foreign, columns, strict=True))
+            columns, fits = self._unpack_payloads(found, unpacker)
+        found |= dict(zip(self._payload_columns, columns, strict=True))
         if corrupt in self.arrow.names:
             kind = self.arrow.field(corrupt).type
-            found[corrupt] = pc.if_else(pa.array(good), pa.scalar(None, data.type), data)
+            found[corrupt] = pc.if_else(pa.array(fits), pa.scalar(None, data.type), data)
             if kind != data.type:
-                found[corrupt] = _as_text(found[corrupt]).cast(kind)
-        if self.options.on_corrupt is OnCorrupt.DROP and not good.all():
-            return {name: column.filter(pa.array(good)) for name, column in found.items()}
+                found[corrupt] = _decode_text(found[corrupt]).cast(kind)
+        if self.options.corrupt_payload_mode is CorruptPayloadMode.DROP and not fits.all():
+            return {name: column.filter(pa.array(fits)) for name, column in found.items()}
         return found
 
-    def _unpacked_whole(
+    def _unpack_payloads(
         self, found: dict[str, pa.Array], unpacker: Unpacker
     ) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Return the payload's columns, and a mask of the payloads that fit."""
-        if self.options.on_corrupt is not OnCorrupt.FAIL:
+        if self.options.corrupt_payload_mode is not CorruptPayloadMode.FAIL:
             return unpacker.readable_columns(found["data"])
         ids, partitions = found["transaction_id"], found["partition"]
         columns = unpacker.columns(
@@ -119,23 +121,23 @@ class BatchColumns:
         )
         return columns, np.ones(len(ids), dtype=np.bool_)
 
-    def _unpacked_present(
+    def _unpack_valid_payloads(
         self, found: dict[str, pa.Array], unpacker: Unpacker
     ) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Unpack a batch with null payloads, which give null columns and count as fitting."""
         is_present = found["data"].is_valid()
-        names = (*_PLACE, "data")
-        columns, fits = self._unpacked_whole(
+        names = (*_LOCATION_COLUMNS, "data")
+        columns, present_fits = self._unpack_payloads(
             {name: found[name].filter(is_present) for name in names}, unpacker
         )
         present = is_present.to_numpy(zero_copy_only=False)
-        good = np.ones(len(present), dtype=np.bool_)
-        good[present] = fits
-        place = pa.array(np.cumsum(present) - 1, mask=~present)
-        return [column.take(place) for column in columns], good
+        fits = np.ones(len(present), dtype=np.bool_)
+        fits[present] = present_fits
+        index = pa.array(np.cumsum(present) - 1, mask=~present)
+        return [column.take(index) for column in columns], fits
 
 
-def _as_text(data: pa.Array) -> pa.Array:
+def _decode_text(data: pa.Array) -> pa.Array:
     """Decode binary values as UTF-8, with a replacement character for each invalid byte."""
     texts = [None if each is None else each.decode(errors="replace") for each in data.to_pylist()]
     return pa.array(texts, pa.string())
@@ -146,7 +148,7 @@ class ReadSource(NamedTuple):
 
     client: WaltzClient
     replicas: ReplicaSet
-    archived: ArchivedObjects | None
+    archived_objects: ArchivedObjects | None
 
 
 def fetch(
@@ -173,9 +175,9 @@ def log_batches(
     """
     began = time.monotonic()
     rows = size = 0
-    for chunk in _chunks(source, span, options, headers_only="data" not in columns):
+    for chunk in _read_chunks(source, span, options, headers_only="data" not in columns):
         size += len(chunk.records)
-        for batch in _batches(chunk, span.partition, columns):
+        for batch in _chunk_to_batches(chunk, span.partition, columns):
             rows += batch.num_rows
             yield batch
     _log.info(
@@ -189,15 +191,15 @@ def log_batches(
     )
 
 
-def _chunks(
+def _read_chunks(
     source: ReadSource, span: TransactionRange, options: ReadOptions, *, headers_only: bool
 ) -> Iterator[RangeChunk]:
     form = RangeForm.HEADERS if headers_only else RangeForm.WHOLE
     first = span.first
-    if source.archived is not None:
+    if source.archived_objects is not None:
         # The span of a change feed may end after the archived transactions, or begin after them.
-        part = span._replace(last=min(span.last, source.archived.manifest.last))
-        for chunk in chunks_of(source.archived, part, form, options.headers):
+        part = span._replace(last=min(span.last, source.archived_objects.manifest.last))
+        for chunk in read_archived_chunks(source.archived_objects, part, form, options.headers):
             first = chunk.next
             yield chunk
     if first <= span.last:
@@ -207,11 +209,13 @@ def _chunks(
             span.last,
             form=form,
             header_values=options.headers,
-            replicas=source.replicas if options.from_replica else None,
+            replicas=source.replicas if options.reads_from_replicas else None,
         )
 
 
-def _batches(chunk: RangeChunk, partition: int, columns: Sequence[str]) -> list[pa.RecordBatch]:
+def _chunk_to_batches(
+    chunk: RangeChunk, partition: int, columns: Sequence[str]
+) -> list[pa.RecordBatch]:
     if "data" not in columns:
         return batches.headers_to_arrow(
             chunk.records, chunk.stamps, columns, partition_id=PartitionId(partition)

@@ -24,7 +24,7 @@ from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.records.unpacking import columns_named
 from waltz_spark.option_table import Purpose
 from waltz_spark.options import (
-    OnCorrupt,
+    CorruptPayloadMode,
     ReadOptions,
     WriteOptions,
     check_names,
@@ -70,7 +70,7 @@ class WaltzDataSource(DataSource):
     @without_stack
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the reader of a batch; `schema` is that of the log or of the user."""
-        options = self._checked_read_options(schema, Purpose.BATCH)
+        options = self._resolve_read_options(schema, Purpose.BATCH)
         from waltz_spark.datasource.batch_read import WaltzBatchReader  # noqa: PLC0415 - see the module
 
         return WaltzBatchReader(options, schema)
@@ -82,21 +82,21 @@ class WaltzDataSource(DataSource):
         from waltz_spark.spark_version import stream_reader  # noqa: PLC0415 - see the module
 
         try:
-            options = self._checked_read_options(schema, Purpose.STREAM)
+            options = self._resolve_read_options(schema, Purpose.STREAM)
         except WaltzError as error:
             return stream_reader(stream_read.FailingStreamReader(error))
         return stream_reader(stream_read.WaltzStreamReader(options, schema))
 
-    def _checked_read_options(self, schema: StructType, use: Purpose) -> ReadOptions:
-        options = self._read_options(schema, use)
-        if options.feed is None:
+    def _resolve_read_options(self, schema: StructType, purpose: Purpose) -> ReadOptions:
+        options = self._parse_read_options(schema, purpose)
+        if options.change_feed_rules is None:
             return options
-        from waltz_spark.datasource.change_feed import with_checked_rules  # noqa: PLC0415 - see the module
+        from waltz_spark.datasource.change_feed import resolve_rule_columns  # noqa: PLC0415 - see the module
 
-        return with_checked_rules(options, schema)
+        return resolve_rule_columns(options, schema)
 
-    def _read_options(self, schema: StructType, use: Purpose) -> ReadOptions:
-        options = parse_read(self.options, use)
+    def _parse_read_options(self, schema: StructType, purpose: Purpose) -> ReadOptions:
+        options = parse_read(self.options, purpose)
         check_log_types(schema, options)
         corrupt = next((each for each in schema if each.name == options.corrupt_column), None)
         if corrupt is not None and not isinstance(corrupt.dataType, BinaryType | StringType):
@@ -131,9 +131,9 @@ class WaltzDataSource(DataSource):
                 )
         for field in foreign:
             check_packed_type(field.name, field.dataType, options.data_format)
-            if options.on_corrupt is OnCorrupt.NULLS:
+            if options.corrupt_payload_mode is CorruptPayloadMode.NULLS:
                 check_nullable(field.name, field.dataType, nullable=field.nullable)
-            if options.encryption_keys is not None and options.feed is None:
+            if options.encryption_keys is not None and options.change_feed_rules is None:
                 check_nullable(field.name, field.dataType, WITH_KEYS, nullable=field.nullable)
         return options
 
@@ -145,7 +145,7 @@ class WaltzDataSource(DataSource):
                 "mode 'overwrite' is not supported, because a log keeps every transaction. "
                 "Hint: use .mode('append'), or INSERT INTO."
             )
-        options = self._write_options(schema)
+        options = self._parse_write_options(schema)
         from waltz_spark.writer.batch_write import WaltzBatchWriter  # noqa: PLC0415 - see the module
 
         return WaltzBatchWriter(options, schema)
@@ -159,17 +159,17 @@ class WaltzDataSource(DataSource):
                 "micro-batch, but a log keeps every transaction. Hint: use "
                 "outputMode('append') or 'update'."
             )
-        options = self._write_options(schema)
+        options = self._parse_write_options(schema)
         from waltz_spark.writer.stream_write import WaltzStreamWriter  # noqa: PLC0415 - see the module
 
         return WaltzStreamWriter(options, schema)
 
-    def _write_options(self, schema: StructType) -> WriteOptions:
+    def _parse_write_options(self, schema: StructType) -> WriteOptions:
         options = parse_write(self.options)
-        twice = [name for name, count in Counter(schema.names).items() if count > 1]
-        if twice:
+        duplicates = [name for name, count in Counter(schema.names).items() if count > 1]
+        if duplicates:
             raise BadRequest(
-                f"two columns have the name {twice[0]!r}. Hint: drop or rename one of them."
+                f"two columns have the name {duplicates[0]!r}. Hint: drop or rename one of them."
             )
         if options.data_format is not None:
             from waltz_spark.writer.columns import WRITE_COLUMNS  # noqa: PLC0415 - see the module

@@ -36,43 +36,47 @@ def starts(
             or time may have expired, or some of the specified IDs have expired.
         Unavailable: a partition does not answer.
     """
-    marks, firsts = marks_of(sources), firsts_of(sources)
-    if options.starting == "earliest" and options.starting_ms is None:
-        return _earliest(options, firsts)
-    if options.starting_ms is None:
+    marks, first_ids = high_water_marks_of(sources), first_available_ids(sources)
+    if options.starting_marks == "earliest" and options.starting_time_ms is None:
+        return _earliest_starts(options, first_ids)
+    if options.starting_time_ms is None:
         given = planning.resolve_starts(options, marks)
-        return check_available(options, given, firsts, "option 'startingHighWaterMarks'")
-    since_ms = options.starting_ms
+        return raise_to_first_available(
+            options, given, first_ids, "option 'startingHighWaterMarks'"
+        )
+    since_ms = options.starting_time_ms
 
-    def start(partition: int) -> int:
+    def start_by_time(partition: int) -> int:
         archived = sources[partition].archived
-        older = firsts[partition] - 1
-        if options.archive is not None and archived is not None:
-            older = last_archived_before(options.archive, partition, archived, since_ms)
+        older = first_ids[partition] - 1
+        if options.archive_url is not None and archived is not None:
+            older = last_archived_before(options.archive_url, partition, archived, since_ms)
             if BEFORE_FIRST < older < archived.last:
-                return max(older, firsts[partition] - 1)
+                return max(older, first_ids[partition] - 1)
         return first_since(
             partial(stamp_ms_of, client, partition), marks[partition], since_ms, older
         )
 
     with ThreadPoolExecutor(CONCURRENT_PARTITIONS_MAX) as pool:
-        found = dict(zip(marks, pool.map(start, marks), strict=True))
+        found = dict(zip(marks, pool.map(start_by_time, marks), strict=True))
     # If no available transaction is older than the time, expired transactions may match it, too.
-    wanted = {each: at - 1 if 0 < firsts[each] == at + 1 else at for each, at in found.items()}
-    return check_available(options, wanted, firsts, "option 'startingTimestamp'")
+    wanted = {each: at - 1 if 0 < first_ids[each] == at + 1 else at for each, at in found.items()}
+    return raise_to_first_available(options, wanted, first_ids, "option 'startingTimestamp'")
 
 
-def _earliest(options: ReadOptions, firsts: Mapping[int, int]) -> dict[int, int]:
-    """Return the start of each log; expired IDs of option `transactionIds` are data loss.
+def _earliest_starts(options: ReadOptions, first_ids: Mapping[int, int]) -> dict[int, int]:
+    """Return the marks before the first available or requested ID of each log.
 
     Raises:
-        DataLoss: as for `check_available`.
+        DataLoss: as for `raise_to_first_available`.
     """
     ids = options.transaction_ids
     lows = [low for low, _ in ids]
-    wanted = {partition: min([first, *lows]) - 1 for partition, first in firsts.items()}
+    wanted = {partition: min([first, *lows]) - 1 for partition, first in first_ids.items()}
     shown = planning.parts_text([f"{low}-{high}" if low < high else low for low, high in ids])
-    return check_available(options, wanted, firsts, f"option 'transactionIds' ({shown})")
+    return raise_to_first_available(
+        options, wanted, first_ids, f"option 'transactionIds' ({shown})"
+    )
 
 
 def ends(options: ReadOptions, sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
@@ -83,51 +87,54 @@ def ends(options: ReadOptions, sources: Mapping[int, ReplicaSet]) -> dict[int, i
         DataLoss: a specified mark is past the end of its log, or all transactions up to it have
             expired.
     """
-    firsts = firsts_of(sources)
-    found = planning.resolve_ends(options, marks_of(sources))
-    is_earliest = options.starting == "earliest" and options.starting_ms is None
-    is_given = not isinstance(options.ending, str)
+    first_ids = first_available_ids(sources)
+    found = planning.resolve_ends(options, high_water_marks_of(sources))
+    is_earliest = options.starting_marks == "earliest" and options.starting_time_ms is None
+    is_given = not isinstance(options.ending_marks, str)
     if is_earliest and is_given and not options.transaction_ids:
         last_requested = {each: end for each, end in found.items() if end > BEFORE_FIRST}
-        _check_expired(options, last_requested, firsts, "option 'endingHighWaterMarks' ends")
-    return {each: max(end, firsts[each] - 1) for each, end in found.items()}
+        _check_not_expired(options, last_requested, first_ids, "option 'endingHighWaterMarks' ends")
+    return {each: max(end, first_ids[each] - 1) for each, end in found.items()}
 
 
-def marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
+def high_water_marks_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
     """Return the high-water mark of each partition."""
     return {partition: int(source.high_water_mark) for partition, source in sources.items()}
 
 
-def check_available(
-    options: ReadOptions, starts: Mapping[int, int], firsts: Mapping[int, int], what: str
+def raise_to_first_available(
+    options: ReadOptions, starts: Mapping[int, int], first_ids: Mapping[int, int], origin: str
 ) -> dict[int, int]:
     """Return the starts, raised to the first available ID of each log.
 
     Args:
         options: state whether data loss is allowed.
         starts: the exclusive start of each partition.
-        firsts: the first available ID of each of these partitions.
-        what: the origin of the starts, for an error message.
+        first_ids: the first available ID of each of these partitions.
+        origin: the origin of the starts, for an error message.
 
     Raises:
         DataLoss: a start is before the first available ID; the error names the partition and the
             ID.
     """
-    _check_expired(
-        options, {each: start + 1 for each, start in starts.items()}, firsts, f"{what} begins"
+    _check_not_expired(
+        options, {each: start + 1 for each, start in starts.items()}, first_ids, f"{origin} begins"
     )
-    return {each: max(start, firsts[each] - 1) for each, start in starts.items()}
+    return {each: max(start, first_ids[each] - 1) for each, start in starts.items()}
 
 
-def _check_expired(
-    options: ReadOptions, ids: Mapping[int, int], firsts: Mapping[int, int], what: str
+def _check_not_expired(
+    options: ReadOptions, ids: Mapping[int, int], first_ids: Mapping[int, int], subject: str
 ) -> None:
-    """Raise DataLoss if IDs have expired, or log a warning if the options allow data loss."""
-    expired = {each: firsts[each] for each, found in ids.items() if found < firsts[each]}
-    if expired and options.fail_on_data_loss:
+    """Raise DataLoss if IDs have expired, or log a warning if the options allow data loss.
+
+    `subject` is the beginning of the message, such as "the stream begins".
+    """
+    expired = {each: first_ids[each] for each, found in ids.items() if found < first_ids[each]}
+    if expired and options.fails_on_data_loss:
         partition, first = min(expired.items())
         raise DataLoss(
-            f"{what} before transaction {first} of partition {partition}, the first "
+            f"{subject} before transaction {first} of partition {partition}, the first "
             "available one: the earlier ones have expired in the archive. Hint: read from "
             "the first available transaction on, or set failOnDataLoss=false to skip the "
             "missing ones."
@@ -136,20 +143,20 @@ def _check_expired(
         _log.warning("spark.transactions_expired first_available=%s", expired)
 
 
-def from_first_available(
+def extend_to_first_available(
     options: ReadOptions,
     spans: Sequence[planning.TransactionRange],
     sources: Mapping[int, ReplicaSet],
 ) -> list[planning.TransactionRange]:
-    """Return the spans, extended to the first available transaction of the log, for a change feed.
+    """Return the spans of a change feed, which begin at the first available ID of each log.
 
     Raises:
         DataLoss: transactions have expired, and the options do not allow it.
     """
-    firsts = firsts_of(sources)
-    found = [span._replace(first=firsts[span.partition]) for span in spans]
+    first_ids = first_available_ids(sources)
+    found = [span._replace(first=first_ids[span.partition]) for span in spans]
     expired = [span for span in found if span.first > 0]
-    if expired and options.fail_on_data_loss:
+    if expired and options.fails_on_data_loss:
         partition, first, _ = expired[0]
         raise DataLoss(
             f"the change feed needs all transactions of partition {partition}, and the first "
@@ -160,7 +167,7 @@ def from_first_available(
     return found
 
 
-def firsts_of(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
+def first_available_ids(sources: Mapping[int, ReplicaSet]) -> dict[int, int]:
     """Return the first available ID of each partition."""
     archives = {partition: source.archived for partition, source in sources.items()}
     return {each: int(found.first) if found else 0 for each, found in archives.items()}

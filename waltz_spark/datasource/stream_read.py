@@ -36,10 +36,15 @@ from waltz_core.errors import BadConfig, DataLoss, WaltzError
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.tables.table_marks import divide_by_lag
 from waltz_spark import planning
-from waltz_spark.datasource.batch_read import read_task, tasks_of
-from waltz_spark.datasource.feed_read import query_of_task
-from waltz_spark.datasource.start_offsets import check_available, firsts_of, marks_of, starts
-from waltz_spark.offsets import Offset, StreamOffset, decode, encode
+from waltz_spark.datasource.batch_read import plan_read_tasks, run_read_task
+from waltz_spark.datasource.feed_read import streaming_query_id
+from waltz_spark.datasource.start_offsets import (
+    first_available_ids,
+    high_water_marks_of,
+    raise_to_first_available,
+    starts,
+)
+from waltz_spark.offsets import Offset, StreamOffset, decode_offset, encode_offset
 from waltz_spark.options import Marks, ReadOptions
 from waltz_spark.shared_clients import client_of, sources_of
 from waltz_spark.spark_version import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
@@ -47,8 +52,8 @@ from waltz_spark.worker_errors import without_stack, without_stack_each
 
 _log = logging.getLogger("waltz")
 
-_STREAM = "the stream"
-_OTHER_LOG = (
+_START_OF_STREAM = "the stream"
+_OTHER_LOG_REASON = (
     "it was created again, or it is the log of another cluster. Hint: use another "
     "checkpoint, or set failOnDataLoss=false to read the log from its start."
 )
@@ -66,11 +71,11 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: ReadOptions, schema: StructType) -> None:
         self._options = options
         self._schema = schema
-        self._target: Marks | None = None  # the end of a query with trigger availableNow
-        self._marks: Marks = {}
-        self._firsts: Marks = {}  # the first available ID of each partition
-        self._marks_until_s = 0.0
-        self._cluster_key = b""  # that of the cluster from which the marks are
+        self._final_marks: Marks | None = None  # the end of a query with trigger availableNow
+        self._cached_marks: Marks = {}
+        self._first_available_ids: Marks = {}  # the first available ID of each partition
+        self._marks_valid_until_s = 0.0
+        self._cluster_key = b""  # the key of the cluster to which the cached marks belong
         self._cluster: ClusterInfo | None = None
 
     # ---- offsets, in the process that Spark starts for them
@@ -85,8 +90,8 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             Unavailable: the cluster does not answer.
         """
         # Rule 3: compare a mark from the user with marks that a quorum has confirmed.
-        client, sources = self._query(linearizable=True)
-        return encode(starts(client, self._options, sources), client.cluster().key)
+        client, sources = self._query_partitions(linearizable=True)
+        return encode_offset(starts(client, self._options, sources), client.cluster().key)
 
     def getDefaultReadLimit(self) -> ReadLimit:  # noqa: N802 - Spark's name
         """Return the maximum size of a micro-batch, unless the trigger sets another limit."""
@@ -95,7 +100,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     @without_stack
     def prepareForTriggerAvailableNow(self) -> None:  # noqa: N802 - Spark's name
         """Set the end of the query to the current high-water marks."""
-        self._target = self._marks_now()
+        self._final_marks = self._current_marks()
 
     @without_stack
     def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:  # noqa: N802 - Spark's name
@@ -105,27 +110,29 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             DataLoss: the log ends before `start`, or the transactions after `start` have expired.
             BadConfig: the checkpoint has partitions that this query omits.
         """
-        begin, cluster = self._begin(start)
-        marks = self._marks_now(begin)
-        is_other = not self._has_log_of(StreamOffset(begin, cluster))
+        begin, cluster = self._decode_offset(start)
+        marks = self._current_marks(begin)
+        is_other = not self._is_same_log(StreamOffset(begin, cluster))
         lost = [each for each, mark in begin.items() if is_other or mark > marks[each]]
         if lost:
             again = self._restart_marks(lost, StreamOffset(begin, cluster), marks)
-            return encode({**begin, **again}, self._cluster_key)
-        begin = check_available(self._options, begin, self._firsts, _STREAM)
+            return encode_offset({**begin, **again}, self._cluster_key)
+        begin = raise_to_first_available(
+            self._options, begin, self._first_available_ids, _START_OF_STREAM
+        )
         ends = marks
-        if self._target is not None:
+        if self._final_marks is not None:
             # A target from another log would never be reached.
-            ends = {each: min(mark, marks[each]) for each, mark in self._target.items()}
+            ends = {each: min(mark, marks[each]) for each, mark in self._final_marks.items()}
             ends = {each: max(mark, begin[each]) for each, mark in ends.items()}
         if isinstance(limit, ReadMaxRows):
             ends = divide_by_lag(begin, ends, limit.max_rows)
-        return encode(ends, self._cluster_key)
+        return encode_offset(ends, self._cluster_key)
 
     @without_stack
     def reportLatestOffset(self) -> Offset:  # noqa: N802 - Spark's name
         """Return the current high-water marks, for the query's progress report."""
-        return encode(self._marks_now(), self._cluster_key)
+        return encode_offset(self._current_marks(), self._cluster_key)
 
     def commit(self, end: Offset) -> None:
         """Do nothing: the log keeps everything, and the checkpoint has the position."""
@@ -133,11 +140,11 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def stop(self) -> None:
         """Do nothing: the connections close when their process exits."""
 
-    def _begin(self, start: Offset) -> StreamOffset:
-        """Decode an offset of a checkpoint; a partition that it lacks is read from the start."""
+    def _decode_offset(self, start: Offset) -> StreamOffset:
+        """Decode an offset; a partition that is not in it has the mark `BEFORE_FIRST`."""
         client = client_of(self._options.connect)
         chosen = planning.chosen_partitions(self._options, client.partition_count)
-        found, cluster = decode(start)
+        found, cluster = decode_offset(start)
         if foreign := sorted(found.keys() - set(chosen)):
             raise BadConfig(
                 f"the checkpoint belongs to a query that also read partition {foreign[0]}, "
@@ -148,12 +155,12 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return StreamOffset(marks, cluster)
 
     def _restart_marks(self, lost: Sequence[int], start: StreamOffset, marks: Marks) -> Marks:
-        """Return the offset at which partitions of another log are read again (rule 4).
+        """Return the marks at which partitions of another log are read again (rule 4).
 
         Raises:
             DataLoss: the options do not allow data loss.
         """
-        if self._options.fail_on_data_loss:
+        if self._options.fails_on_data_loss:
             # For the message: the partition whose log ends the furthest before its offset.
             begin = start.marks
             shown = min(lost, key=lambda each: marks[each] - begin[each])
@@ -162,17 +169,17 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
                 f"but its log ends at transaction {marks[shown]}"
             )
             if marks[shown] >= begin[shown]:
-                what = self._other_cluster_text(start.cluster, self._cluster_key)
-            raise DataLoss(f"{what}: {_OTHER_LOG}")
+                what = self._other_cluster_text(start.cluster_key, self._cluster_key)
+            raise DataLoss(f"{what}: {_OTHER_LOG_REASON}")
         _log.warning("spark.log_recreated partitions=%s", lost)
         return dict.fromkeys(lost, int(BEFORE_FIRST))
 
-    def _has_log_of(self, offset: StreamOffset) -> bool:
-        """Whether the last queried cluster has the log to which an offset belongs (rule 3)."""
-        if offset.cluster in (None, self._cluster_key.hex()):
+    def _is_same_log(self, offset: StreamOffset) -> bool:
+        """Whether an offset belongs to the log of the last queried cluster (rule 3)."""
+        if offset.cluster_key in (None, self._cluster_key.hex()):
             return True
         assert self._cluster is not None
-        return self._cluster.restored_from.has(offset.cluster, offset.marks)
+        return self._cluster.restored_from.has(offset.cluster_key, offset.marks)
 
     def _other_cluster_text(self, expected: str | None, found: bytes) -> str:
         return (
@@ -180,29 +187,29 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             f"expected cluster key {expected}, found {found.hex()}"
         )
 
-    def _marks_now(self, least: Marks | None = None) -> Marks:
-        """Return marks at most `pollInterval` old; a quorum has confirmed marks below `least`."""
+    def _current_marks(self, minimum: Marks | None = None) -> Marks:
+        """Return marks at most `pollInterval` old; a mark below `minimum` is confirmed (rule 3)."""
         now_s = time.monotonic()
-        if now_s >= self._marks_until_s:
-            known = self._marks
+        if now_s >= self._marks_valid_until_s:
+            known = self._cached_marks
             # Rule 2: a reader without earlier marks cannot detect an old mark.
-            self._marks = self._request_marks(linearizable=not known)
-            self._confirm(known)
-            self._marks_until_s = now_s + self._options.poll_ms / 1000
-        self._confirm(least or {})
-        return self._marks
+            self._cached_marks = self._request_marks(linearizable=not known)
+            self._confirm_marks(known)
+            self._marks_valid_until_s = now_s + self._options.poll_ms / 1000
+        self._confirm_marks(minimum or {})
+        return self._cached_marks
 
-    def _confirm(self, known: Marks) -> None:
-        """If a mark is below a known one, request marks that a quorum confirms (rules 2 and 3)."""
-        if any(mark < known.get(each, mark) for each, mark in self._marks.items()):
-            self._marks = self._request_marks(linearizable=True)
+    def _confirm_marks(self, known: Marks) -> None:
+        """Request confirmed marks if a cached mark is below a known one (rules 2 and 3)."""
+        if any(mark < known.get(each, mark) for each, mark in self._cached_marks.items()):
+            self._cached_marks = self._request_marks(linearizable=True)
 
     def _request_marks(self, *, linearizable: bool) -> Marks:
-        sources = self._query(linearizable=linearizable)[1]
-        self._firsts = firsts_of(sources)
-        return marks_of(sources)
+        sources = self._query_partitions(linearizable=linearizable)[1]
+        self._first_available_ids = first_available_ids(sources)
+        return high_water_marks_of(sources)
 
-    def _query(
+    def _query_partitions(
         self, partitions: Sequence[int] | None = None, *, linearizable: bool
     ) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
         """Query the given partitions, or all chosen partitions, and record the cluster."""
@@ -215,7 +222,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
         cluster = client.cluster()
         if self._cluster_key != cluster.key:
-            self._marks_until_s = 0.0  # the cached marks belong to another cluster
+            self._marks_valid_until_s = 0.0  # the cached marks belong to another cluster
             self._cluster_key, self._cluster = cluster.key, cluster
         return client, sources
 
@@ -229,38 +236,38 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             DataLoss: the micro-batch was planned for another log (rule 6), or its transactions
                 have expired (rule 5).
         """
-        options, (ends, cluster) = self._options, self._begin(end)
-        begin = self._begin(start).marks
+        options, (ends, cluster) = self._options, self._decode_offset(end)
+        begin = self._decode_offset(start).marks
         whole = planning.spans(begin, ends, options.transaction_ids)
-        held = {span.partition: ends[span.partition] for span in whole}
-        client, sources = self._query(list(held), linearizable=False)
-        if _partitions_past(held, sources):
-            client, sources = self._query(list(held), linearizable=True)
-        past, key = _partitions_past(held, sources), client.cluster().key
-        is_other = not self._has_log_of(StreamOffset(ends, cluster))
-        if lost := [each for each in held if each in past or is_other]:
-            if options.fail_on_data_loss:
+        planned_ends = {span.partition: ends[span.partition] for span in whole}
+        client, sources = self._query_partitions(list(planned_ends), linearizable=False)
+        if _partitions_with_earlier_end(planned_ends, sources):
+            client, sources = self._query_partitions(list(planned_ends), linearizable=True)
+        past, key = _partitions_with_earlier_end(planned_ends, sources), client.cluster().key
+        is_other = not self._is_same_log(StreamOffset(ends, cluster))
+        if lost := [each for each in planned_ends if each in past or is_other]:
+            if options.fails_on_data_loss:
                 what = self._other_cluster_text(cluster, key)
                 if past:
                     what = (
-                        f"the micro-batch ends at transaction {held[past[0]]} of partition "
+                        f"the micro-batch ends at transaction {planned_ends[past[0]]} of partition "
                         f"{past[0]}, but its log ends at transaction "
                         f"{sources[past[0]].high_water_mark}"
                     )
-                raise DataLoss(f"{what}: {_OTHER_LOG}")
+                raise DataLoss(f"{what}: {_OTHER_LOG_REASON}")
             _log.warning("spark.micro_batch_skipped partitions=%s", lost)
             whole = [span for span in whole if span.partition not in lost]
-        firsts = firsts_of({span.partition: sources[span.partition] for span in whole})
+        firsts = first_available_ids({span.partition: sources[span.partition] for span in whole})
         begin = {each: begin[each] for each in firsts}
-        begin = check_available(options, begin, firsts, _STREAM)
+        begin = raise_to_first_available(options, begin, firsts, _START_OF_STREAM)
         ends = {each: max(ends[each], at) for each, at in begin.items()}
         whole = planning.spans(begin, ends, options.transaction_ids)
-        return tasks_of(client, options, whole, sources)
+        return plan_read_tasks(client, options, whole, sources)
 
     @without_stack_each
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Yield the transactions of a task as Arrow batches."""
-        return read_task(partition, self._options, self._schema, query_of_task())
+        return run_read_task(partition, self._options, self._schema, streaming_query_id())
 
 
 class FailingStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -293,6 +300,6 @@ class FailingStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         raise self._error
 
 
-def _partitions_past(ends: Marks, sources: Mapping[int, ReplicaSet]) -> list[int]:
-    """Return the partitions whose log ends before their end in `ends`."""
+def _partitions_with_earlier_end(ends: Marks, sources: Mapping[int, ReplicaSet]) -> list[int]:
+    """Return the partitions whose log ends before the given end."""
     return [each for each, end in ends.items() if end > sources[each].high_water_mark]

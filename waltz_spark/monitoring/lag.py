@@ -19,20 +19,20 @@ from pyspark.sql.streaming.listener import (
     StreamingQueryProgress,
 )
 
-from waltz_spark.offsets import StreamOffset, decode
+from waltz_spark.offsets import StreamOffset, decode_offset
 
 _log = logging.getLogger("waltz")
 
-Lags = dict[int, int]
+LagByPartition = dict[int, int]  # the number of transactions that were not read yet, by partition
 
 
-def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[Lags]:
-    """Return for each source the number of transactions, by partition, that it has not read yet.
+def lag_of(progress: StreamingQueryProgress | Mapping[str, Any]) -> list[LagByPartition]:
+    """Return the number of unread transactions of each source, by partition.
 
     The list has one entry for each source that is a log, in the order of the query. `progress` is
     `query.lastProgress`, or the progress in an event of a listener.
     """
-    found: list[Lags] = []
+    found: list[LagByPartition] = []
     for source in progress["sources"]:
         latest, end = (offset_of(source[name]) for name in ("latestOffset", "endOffset"))
         if latest is not None and end is not None:
@@ -50,7 +50,7 @@ def offset_of(offset: object) -> StreamOffset | None:
         parsed = json.loads(offset) if isinstance(offset, str) else offset
         if not isinstance(parsed, Mapping):
             return None
-        return decode(parsed)
+        return decode_offset(parsed)
     except (ValueError, TypeError):
         return None
 
@@ -68,13 +68,13 @@ class LagListener(StreamingQueryListener):
         on_lag: called at each progress report, with the query's ID and the lags of its logs.
     """
 
-    def __init__(self, on_lag: Callable[[str, list[Lags]], None] | None = None) -> None:
+    def __init__(self, on_lag: Callable[[str, list[LagByPartition]], None] | None = None) -> None:
         self._on_lag = on_lag
         self._lock = threading.Lock()
-        self._lags: dict[str, list[Lags]] = {}
+        self._lags: dict[str, list[LagByPartition]] = {}
 
     @property
-    def lags(self) -> dict[str, list[Lags]]:
+    def lags(self) -> dict[str, list[LagByPartition]]:
         """The lags by query ID, log and partition, as of the last progress report of each query."""
         with self._lock:
             return {query: [dict(each) for each in lags] for query, lags in self._lags.items()}

@@ -198,7 +198,7 @@ class SharedRead:
         found = [
             no_changes(kind, each.rules) for kind, each in zip(kinds, self.tables, strict=True)
         ]
-        source = ReadSource(client_at(task.layout), task.replicas, task.archived)
+        source = ReadSource(client_at(task.layout), task.replicas, task.archived_objects)
         span = TransactionRange(task.partition, task.first, task.last)
         for part in parts_of(log_batches(source, span, self.options, list(columns))):
             for at, (table, shape) in enumerate(zip(self.tables, shapes, strict=True)):

@@ -85,9 +85,9 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Wri
     check_schema(schema, options)
     if options.results_path is not None:
         check_column_types(schema, options.result_columns)
-    if options.recompute is not None:
-        load_recompute(options.recompute)
-        if options.exactly_once and not options.identity_columns:
+    if options.recompute_function is not None:
+        load_recompute(options.recompute_function)
+        if options.is_exactly_once and not options.identity_columns:
             _log.warning(
                 "spark.recompute_without_identity hint=%r",
                 "set identityColumns; without it, a task that runs again cannot find its "
@@ -102,7 +102,7 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Wri
 def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> WriteJob:
     for partition in options.partitions or ():
         check_partition(partition, client.partition_count, "option 'partitions'")
-    if options.exactly_once and client.has_legacy_server(options.partitions):
+    if options.is_exactly_once and client.has_legacy_server(options.partitions):
         raise BadConfig(
             "option 'exactlyOnce': some partitions are at a Waltz 0.13 server, which does "
             "not support exactly-once writes. Hint: use exactlyOnce=false."
@@ -130,9 +130,9 @@ class WaltzBatchWriter(DataSourceArrowWriter):
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         named = options.write_name
         write = named if named is not None else f"run-{secrets.token_hex(12)}"
-        job = new_job(options, schema, write if options.exactly_once else None)
+        job = new_job(options, schema, write if options.is_exactly_once else None)
         self._job = job
-        if options.exactly_once:
+        if options.is_exactly_once:
             keep_ms = UNFINISHED_DAYS * DAY_MS
             asyncio.run(begin_write(options.connect, write, job.marks, keep_ms=keep_ms))
 
@@ -260,7 +260,7 @@ def _rows_of(tasks: list[TaskResult]) -> RowsHash:
 
 def remove_writes(job: WriteJob, writes: list[str]) -> None:
     """Remove writes that are no longer needed, and some expired writes (rule 2)."""
-    if not job.options.exactly_once:
+    if not job.options.is_exactly_once:
         return
     try:
         asyncio.run(forget_writes(job.options.connect, writes))

@@ -65,7 +65,7 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
     """
     types = {field.name: field.dataType for field in schema.fields}
     _check_spelling(types)
-    if options.recompute is not None:
+    if options.recompute_function is not None:
         _check_names_for_recompute(types)
     _check_payload(types, options)
     for name in LOCK_COLUMNS:
@@ -109,7 +109,7 @@ def _check_names_for_recompute(types: Mapping[str, DataType]) -> None:
 
 def _check_all_used(types: Mapping[str, DataType], options: WriteOptions) -> None:
     """Reject columns that would have no effect, for example a misspelled lock column."""
-    if options.data_format is not None or options.recompute is not None:
+    if options.data_format is not None or options.recompute_function is not None:
         return  # the columns are packed, or the function may need them
     used = {*WRITE_COLUMNS, options.partition_by, options.encryption_key_column}
     if options.results_path is not None:
@@ -274,7 +274,7 @@ class RowShaper:
             columns.append(self._keys(batch, self._options.encryption_key_column))
             names.append(KEY_COLUMN)
         append = pa.RecordBatch.from_arrays(columns, names)
-        source = None if self._options.recompute is None else batch
+        source = None if self._options.recompute_function is None else batch
         self._rows += count
         return ShapedRows(partitions, append, self.identity(batch), is_free, source)
 

@@ -110,13 +110,13 @@ class Recomputer:
     def __init__(
         self, client: WaltzClient, options: WriteOptions, shaper: RowShaper, random: "Random"
     ) -> None:
-        assert options.recompute is not None
+        assert options.recompute_function is not None
         self._client = client
         self._options = options
         self._shaper = shaper
         self._random = random
         self._encryption = decryption_of(options)
-        self._function = load_recompute(options.recompute)
+        self._function = load_recompute(options.recompute_function)
         self.retries_max = options.retries_max
 
     def pause_s(self, retries: int) -> float:
@@ -146,7 +146,7 @@ class Recomputer:
         return self._place_rows(_one_batch(parts), partition, mark, rows)
 
     def _call(self, rejected: RejectedRows, since: pa.Table) -> tuple[list[int], pa.RecordBatch]:
-        name = self._options.recompute or ""
+        name = self._options.recompute_function or ""
         try:
             answer = self._function(_rejected_table(rejected), since)
         except Exception as error:

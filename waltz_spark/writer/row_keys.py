@@ -33,7 +33,7 @@ class RowKeys:
     def __init__(self, options: WriteOptions | None = None) -> None:
         self._names = () if options is None else options.identity_columns
         self._decode = row_key_decoder(options) if options is not None and self._names else None
-        self._recomputes = options is not None and options.recompute is not None
+        self._recomputes = options is not None and options.recompute_function is not None
 
     @property
     def check_columns_of_key(self) -> tuple[str, ...]:

@@ -64,7 +64,11 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
     """
 
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
-        if options.recompute is not None and options.exactly_once and not options.identity_columns:
+        if (
+            options.recompute_function is not None
+            and options.is_exactly_once
+            and not options.identity_columns
+        ):
             raise BadConfig(
                 "option 'recompute' in a stream needs identityColumns (with dataFormat), "
                 "because a repeated micro-batch cannot find recomputed rows without it. "
@@ -121,7 +125,7 @@ def _job_of_batch(job: WriteJob) -> WriteJob:
     if options.results_path is not None:
         path = f"{options.results_path.rstrip('/')}/batch={batch}"
         options = dataclasses.replace(options, results_path=path)
-    write = f"{options.write_name or 'stream'}-{query}-{batch}" if options.exactly_once else None
+    write = f"{options.write_name or 'stream'}-{query}-{batch}" if options.is_exactly_once else None
     return dataclasses.replace(job, options=options, write=write, keep_ms=UNFINISHED_DAYS * DAY_MS)
 
 

@@ -260,7 +260,7 @@ class WriteJob:
 
     def _appender(self, client: WaltzClient, shaper: RowShaper) -> Appender:
         recomputer = None
-        if self.options.recompute is not None:
+        if self.options.recompute_function is not None:
             recomputer = Recomputer(client, self.options, shaper, random.SystemRandom())
         return Appender(client, self.options, recomputer)
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 from pyspark.sql.types import StructType
 
 from waltz_core.records.batches import READ_SCHEMA
-from waltz_spark.datasource.change_feed import ChangeFeed, with_checked_rules
+from waltz_spark.datasource.change_feed import ChangeFeed, resolve_rule_columns
 from waltz_spark.datasource.feed_read import FeedReader, FeedSpan
 from waltz_spark.options import ReadOptions, parse_read
 
@@ -46,7 +46,7 @@ def packed(header: int = 0, **columns: object) -> Transaction:
 
 
 def options_of(schema: StructType = SCHEMA, **options: str) -> ReadOptions:
-    return with_checked_rules(parse_read(OPTIONS | options), schema)
+    return resolve_rule_columns(parse_read(OPTIONS | options), schema)
 
 
 class Log:
@@ -140,5 +140,5 @@ def unpacked(data: bytes) -> Any:
 
 
 def between(rows: list[tuple[Any, ...]], begin: int, end: int) -> list[tuple[Any, ...]]:
-    """Return the rows of transactions after `begin`, up to `end`."""
+    """Return the rows of transactions after `delete_replaced_rows`, up to `end`."""
     return [row for row in rows if begin < row[-1] <= end]

@@ -13,7 +13,13 @@ import pytest
 
 import waltz_spark
 from waltz_core.errors import BadConfig, BadRequest, Unreachable
-from waltz_spark.api import Snapshot, _check_distinct_columns, _for_spark, _marks_text, append
+from waltz_spark.api import (
+    Snapshot,
+    _check_distinct_columns,
+    _marks_as_option,
+    _path_for_spark,
+    append,
+)
 from waltz_spark.writer.results import open_results
 
 INSENSITIVE = {"spark.sql.caseSensitive": "false"}
@@ -26,7 +32,7 @@ def test_each_public_name_can_be_imported(name: str) -> None:
 
 def test_marks_are_a_mapping_of_integers_of_any_type() -> None:
     marks = {0: 41, np.int32(1): np.int64(1 << 40), 2: -1}
-    assert json.loads(_marks_text(marks)) == {"0": 41, "1": 1 << 40, "2": -1}
+    assert json.loads(_marks_as_option(marks)) == {"0": 41, "1": 1 << 40, "2": -1}
 
 
 @pytest.mark.parametrize(
@@ -45,7 +51,7 @@ def test_marks_are_a_mapping_of_integers_of_any_type() -> None:
 )
 def test_anything_else_is_reported_with_what_was_expected(marks: object, found: str) -> None:
     with pytest.raises(BadConfig, match="a mapping from partition to high-water mark") as caught:
-        _marks_text(marks)
+        _marks_as_option(marks)
     caught.match(found)
 
 
@@ -112,7 +118,7 @@ def test_spark_is_given_the_directory_that_the_results_are_in(
 ) -> None:
     given = path.format(here=tmp_path)
     place = open_results(given, is_read=True)
-    assert _for_spark(given, place) == expected.format(here=tmp_path)
+    assert _path_for_spark(given, place) == expected.format(here=tmp_path)
 
 
 def test_a_session_without_java_is_an_error_that_names_what_was_found(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pyspark import cloudpickle
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.client import ArchivedObjects
 from waltz_core.records.record import GENESIS_CHAIN, PartitionId, TransactionId
-from waltz_spark.datasource.archive_read import TASK_BYTES, pieces_of
+from waltz_spark.datasource.archive_read import TASK_BYTES_MAX, split_at_objects
 from waltz_spark.planning import TransactionRange
 
 
@@ -14,7 +14,7 @@ def objects_with(*ends: tuple[int, float], first: int = 0) -> ArchivedObjects:
     """Return objects that end at these IDs and have this multiple of the bytes of a task."""
     entries, begin = [], 0
     for last, size in ends:
-        record_bytes = int(size * TASK_BYTES)
+        record_bytes = int(size * TASK_BYTES_MAX)
         ids = TransactionId(begin), TransactionId(last)
         entries.append(ObjectEntry("o", *ids, GENESIS_CHAIN, 1, 2, record_bytes, 3, 4))
         begin = last + 1
@@ -46,7 +46,7 @@ def objects_with(*ends: tuple[int, float], first: int = 0) -> ArchivedObjects:
 def test_pieces_end_with_objects_and_with_the_bytes_of_a_task(
     objects: ArchivedObjects | None, span: tuple[int, int], expected: list[tuple[int, int]]
 ) -> None:
-    found = pieces_of(TransactionRange(3, *span), objects)
+    found = split_at_objects(TransactionRange(3, *span), objects)
     assert [(each.first, each.last) for each in found] == expected
     assert {each.partition for each in found} == {3}
 

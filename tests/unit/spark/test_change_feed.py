@@ -318,7 +318,7 @@ def test_the_kind_of_a_change_is_a_column_of_the_log() -> None:
 
 
 def test_rules_name_columns_as_the_schema_does() -> None:
-    rules = options_of(key="ID", deleteWhere="OP = 'D'").feed
+    rules = options_of(key="ID", deleteWhere="OP = 'D'").change_feed_rules
     assert rules is not None
     assert rules.delete_where is not None
     assert (tuple(rules.key), rules.delete_where.column) == (("id",), "op")

@@ -259,7 +259,9 @@ def test_shaped_rows_have_one_schema_whichever_way_they_come() -> None:
     """Rows that were spooled and rows that were not travel in one batch."""
     fields = [pa.field("id", pa.int64(), nullable=False), pa.field("data", pa.binary())]
     batch = pa.RecordBatch.from_arrays([pa.array([1]), pa.array([b"x"])], schema=pa.schema(fields))
-    options = replace(PLAIN, results_path="r", recompute="a:b", on_lock_failure=OnLockFailure.RETRY)
+    options = replace(
+        PLAIN, results_path="r", recompute_function="a:b", on_lock_failure=OnLockFailure.RETRY
+    )
     shaped = RowShaper(options, 4, {}, wants_identity=True).shape(batch)
     with Spool() as spool:
         spool.put(shaped)

@@ -21,7 +21,7 @@ def planned(cluster: Cluster, begin: dict[int, int], **options: str) -> list[tup
     tasks = reader.partitions(start, end)
     assert all(isinstance(each, ReadTask) for each in tasks)
     return [
-        (each.partition, each.first, each.begin, each.last)
+        (each.partition, each.first, each.feed_start_mark, each.last)
         for each in tasks
         if isinstance(each, ReadTask)
     ]

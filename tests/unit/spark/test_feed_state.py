@@ -26,9 +26,9 @@ from waltz_spark.datasource.feed_read import feed_state_file
 from waltz_spark.datasource.feed_state import (
     FeedState,
     StoredRow,
-    cached_state,
-    private_state,
-    state_file,
+    create_private_state,
+    open_cached_state,
+    state_file_path,
 )
 
 COUNT = 40
@@ -50,9 +50,9 @@ def micro_batch(file: Path, begin: int, end: int) -> list[tuple[int, int]]:
 
 
 def place(file: Path) -> tuple[int, int]:
-    state = cached_state(file)
+    state = open_cached_state(file)
     assert state is not None
-    found = state.mark, state.previous
+    found = state.mark, state.previous_mark
     state.close()
     return found
 
@@ -169,8 +169,8 @@ def test_rows_that_were_yielded_before_damage_is_found_are_not_yielded_again(fil
 def test_a_state_that_cannot_be_committed_costs_no_rows(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_state: FeedState, _mark: int, *, previous: int) -> None:
-        raise sqlite3.OperationalError(f"database or disk is full, {previous}")
+    def fail(_state: FeedState, _mark: int, *, previous_mark: int) -> None:
+        raise sqlite3.OperationalError(f"database or disk is full, {previous_mark}")
 
     micro_batch(file, -1, 19)
     monkeypatch.setattr(FeedState, "commit", fail)
@@ -180,7 +180,7 @@ def test_a_state_that_cannot_be_committed_costs_no_rows(
 
 def test_a_file_in_use_is_left_alone(file: Path) -> None:
     micro_batch(file, 9, 19)
-    other = cached_state(file)
+    other = open_cached_state(file)
     assert other is not None
     assert micro_batch(file, 19, 24) == [(0, 19), (20, 24)]
     other.close()
@@ -204,11 +204,11 @@ def test_a_killed_task_leaves_the_mark_before(file: Path) -> None:
         import sys
         from pathlib import Path
         from waltz_spark.datasource import feed_state
-        feed_state._PAGE_CACHE = "PRAGMA cache_size = -16"
-        state = feed_state.cached_state(Path({str(file)!r}))
+        feed_state._SET_PAGE_CACHE = "PRAGMA cache_size = -16"
+        state = feed_state.open_cached_state(Path({str(file)!r}))
         rows = [(bytes([n % 256] * 12) + n.to_bytes(4), feed_state.StoredRow(0, n, bytes(1000)))
                 for n in range(3000)]
-        state.keep((key, row) for key, row in rows)
+        state.save_replaced_rows((key, row) for key, row in rows)
         state.write(rows, [])
         print("written", flush=True)
         sys.stdin.read()
@@ -227,16 +227,16 @@ def test_a_task_whose_file_was_deleted_leaves_the_next_file_and_its_journal(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy in the middle of a transaction is what a kill leaves."""
-    monkeypatch.setattr(feed_state, "_PAGE_CACHE", "PRAGMA cache_size = -16")
-    paused = cached_state(file)
+    monkeypatch.setattr(feed_state, "_SET_PAGE_CACHE", "PRAGMA cache_size = -16")
+    paused = open_cached_state(file)
     assert paused is not None
     paused.write([(bytes(16), StoredRow(0, 1, b"d"))], [])
     file.unlink()
     micro_batch(file, -1, 19)
-    running = cached_state(file)
+    running = open_cached_state(file)
     assert running is not None
     running.write([(n.to_bytes(16), StoredRow(0, n, bytes(1000))) for n in range(300)], [])
-    paused.commit(1, previous=-1)
+    paused.commit(1, previous_mark=-1)
     paused.close()
     killed = file.parent / "killed"
     killed.mkdir()
@@ -252,7 +252,7 @@ def test_a_task_whose_file_was_deleted_leaves_the_next_file_and_its_journal(
 
 
 def test_a_state_on_the_way_is_committed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_read, "COMMIT_TRANSACTIONS", 5)
+    monkeypatch.setattr(feed_read, "TRANSACTIONS_PER_COMMIT", 5)
     log = Log(LOG, batch_rows=1)
     fail_at = 18
     good = log.read
@@ -294,7 +294,7 @@ def test_rows_of_expired_transactions_are_unknown_also_to_a_state_that_has_them(
 
 
 def test_no_space_is_an_error_with_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feed_state, "_PAGE_CACHE", "PRAGMA max_page_count = 8")
+    monkeypatch.setattr(feed_state, "_SET_PAGE_CACHE", "PRAGMA max_page_count = 8")
     log = Log([packed(id=n, text="x" * 1000) for n in range(100)])
     with pytest.raises(Unavailable, match=r"feed state .* is full\. Hint: free space there"):
         rows_of(reader(log, -1, 99).rows())
@@ -306,7 +306,7 @@ def test_memory_does_not_grow_with_the_keys() -> None:
         import resource
         from tests.unit.spark import feeds
         from waltz_spark.datasource import feed_state
-        feed_state._PAGE_CACHE = "PRAGMA cache_size = -1024"
+        feed_state._SET_PAGE_CACHE = "PRAGMA cache_size = -1024"
         class Long(feeds.Log):
             def read(self, first, last):
                 for start in range(first, last + 1, 4000):
@@ -377,16 +377,16 @@ def test_the_file_depends_on_what_the_state_depends_on(
 
 def test_the_directory_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     monkeypatch.setattr(feed_state.tempfile, "gettempdir", lambda: str(tmp_path))
-    found = state_file("x")
+    found = state_file_path("x")
     assert found is not None
     directory = found.parent
     assert directory.stat().st_mode & 0o777 == 0o700
     directory.chmod(0o755)
-    assert state_file("x") is None
+    assert state_file_path("x") is None
     assert "spark.feed_state_not_cached" in caplog.text
     directory.rmdir()
     directory.symlink_to(tmp_path)
-    assert state_file("x") is None
+    assert state_file_path("x") is None
 
 
 def test_a_state_is_private_without_a_directory_for_temporary_files(
@@ -396,7 +396,7 @@ def test_a_state_is_private_without_a_directory_for_temporary_files(
         raise FileNotFoundError("no usable temporary directory")  # a full disk is one, too
 
     monkeypatch.setattr(feed_state.tempfile, "gettempdir", fail)
-    assert state_file("x") is None
+    assert state_file_path("x") is None
     assert "no usable temporary directory" in caplog.text
 
 
@@ -418,10 +418,10 @@ def test_states_that_were_not_used_for_8_days_are_deleted(file: Path) -> None:
 
 
 def test_a_private_state_keeps_nothing_to_return_to() -> None:
-    state = private_state()
-    state.keep([(b"k", None)])
+    state = create_private_state()
+    state.save_replaced_rows([(b"k", None)])
     state.write([(b"k", StoredRow(1, 2, b"d"))], [b"other"])
-    assert state.find(b"k") == StoredRow(1, 2, b"d")
-    state.restore()
-    assert state.find(b"k") is not None
+    assert state.find_row(b"k") == StoredRow(1, 2, b"d")
+    state.return_to_previous_mark()
+    assert state.find_row(b"k") is not None
     state.close()

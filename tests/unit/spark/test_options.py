@@ -8,7 +8,7 @@ from waltz_core.errors import BadConfig
 from waltz_spark.option_table import OPTIONS
 from waltz_spark.options import (
     LOG_COLUMNS,
-    OnCorrupt,
+    CorruptPayloadMode,
     OnLockFailure,
     check_names,
     parse_read,
@@ -121,16 +121,16 @@ def test_the_environment_names_a_cluster(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_defaults_and_the_values_of_a_read() -> None:
     options = parse_read(CLUSTER)
-    assert (options.starting, options.ending) == ("earliest", "latest")
+    assert (options.starting_marks, options.ending_marks) == ("earliest", "latest")
     assert options.columns == LOG_COLUMNS
     assert options.partitions is None
-    assert options.from_replica
-    assert options.fail_on_data_loss
+    assert options.reads_from_replicas
+    assert options.fails_on_data_loss
     found = parse_read({**CLUSTER, MARKS: '{"0": 41, "3": -1}', "columns": "header, partition"})
-    assert found.starting == {0: 41, 3: -1}
+    assert found.starting_marks == {0: 41, 3: -1}
     assert found.columns == ("header", "partition")
     since = parse_read({**CLUSTER, "startingTimestamp": "1795471928000"})
-    assert since.starting_ms == 1_795_471_928_000
+    assert since.starting_time_ms == 1_795_471_928_000
 
 
 def test_a_group_is_a_number_and_for_replicas_only() -> None:
@@ -163,7 +163,10 @@ def test_options_of_a_write_are_parsed() -> None:
 def test_options_without_an_effect_are_rejected() -> None:
     retry = {**CLUSTER, "onLockFailure": "retry"}
     for name in ("maxRetries", "retryBackoff"):
-        assert parse_write({**retry, name: "5", "recompute": "shop:again"}).recompute is not None
+        assert (
+            parse_write({**retry, name: "5", "recompute": "shop:again"}).recompute_function
+            is not None
+        )
         with pytest.raises(BadConfig, match=f"'{name}' needs option 'recompute'"):
             parse_write({**retry, name: "5"})
 
@@ -176,9 +179,12 @@ def test_a_write_has_the_name_of_its_options() -> None:
 
 
 def test_the_mode_for_corrupt_payloads_is_parsed() -> None:
-    assert parse_read(CLUSTER).on_corrupt is OnCorrupt.FAIL
+    assert parse_read(CLUSTER).corrupt_payload_mode is CorruptPayloadMode.FAIL
     packed = {**CLUSTER, "dataFormat": "json"}
     options = parse_read({**packed, "mode": "PERMISSIVE", "columnNameOfCorruptRecord": "bad"})
-    assert (options.on_corrupt, options.corrupt_column) == (OnCorrupt.NULLS, "bad")
+    assert (options.corrupt_payload_mode, options.corrupt_column) == (
+        CorruptPayloadMode.NULLS,
+        "bad",
+    )
     with pytest.raises(BadConfig, match="one of failfast, permissive, dropmalformed"):
         parse_read({**packed, "mode": "lenient"})

@@ -135,7 +135,7 @@ def test_a_write_names_its_schema(options, text):
 
 def test_the_default_version_depends_on_the_format():
     options = CONNECT | {"schemaRegistry": "http://r"} | SUBJECT
-    for data_format, version, number, is_of_columns in (
+    for data_format, version, number, is_derived_from_columns in (
         ("avro", None, None, True),
         ("avro", "latest", None, False),
         ("Avro", "3", 3, False),
@@ -144,7 +144,7 @@ def test_the_default_version_depends_on_the_format():
         chosen = {} if version is None else {"schemaVersion": version}
         found = parse_write(options | chosen | {"dataFormat": data_format}).registry
         assert found is not None
-        assert (found.version, found.is_of_columns) == (number, is_of_columns)
+        assert (found.version, found.is_derived_from_columns) == (number, is_derived_from_columns)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_keys_that_a_format_lacks_are_rejected_on_the_driver(data_format, key):
     with pytest.raises(
         BadRequest, match=f"dataFormat={data_format} does not support keys of this type"
     ):
-        WaltzDataSource(options)._write_options(schema)
+        WaltzDataSource(options)._parse_write_options(schema)
 
 
 # --- rows and columns

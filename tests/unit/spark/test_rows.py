@@ -327,9 +327,9 @@ def test_reader_and_writer_reject_types_before_any_task() -> None:
             BadRequest, match=f"column '{name}' is NOT NULL in the schema, but it is"
         ):
             source.reader(wrong)
-    source._write_options(never)  # what is written may well be without nulls
+    source._parse_write_options(never)  # what is written may well be without nulls
     keyed = types.StructType([types.StructField("a", types.MapType(STRUCT, INT))])
     for call in (source.reader, lambda schema: source.writer(schema, overwrite=False)):
         with pytest.raises(BadRequest, match="but dataFormat=msgpack does not support keys"):
             call(keyed)
-    WaltzDataSource(connect | {"dataFormat": "json"})._write_options(keyed)
+    WaltzDataSource(connect | {"dataFormat": "json"})._parse_write_options(keyed)

@@ -9,7 +9,7 @@ from tests.unit.spark.streams import Cluster, read, reader_of
 from waltz_core.errors import DataLoss
 from waltz_spark import spark_version
 from waltz_spark.datasource.stream_read import WaltzStreamReader
-from waltz_spark.offsets import Offset, encode
+from waltz_spark.offsets import Offset, encode_offset
 from waltz_spark.spark_version import DataSourceStreamArrowWriter, arrow_schema, stream_reader
 
 
@@ -19,7 +19,7 @@ def before_4_2(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def offset(*marks: int) -> Offset:
-    return encode(dict(enumerate(marks)), bytes([1]) * 16)
+    return encode_offset(dict(enumerate(marks)), bytes([1]) * 16)
 
 
 def old_reader_of(**options: str):
