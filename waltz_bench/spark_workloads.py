@@ -30,7 +30,7 @@ from waltz_spark.api import session, snapshot
 from waltz_spark.functions import lock
 from waltz_spark.option_table import TASK_TRANSACTIONS_MAX
 from waltz_spark.options import LOG_COLUMNS
-from waltz_spark.rows import read_schema
+from waltz_spark.rows import log_columns_ddl
 from waltz_spark.shared_clients import close_clients
 from waltz_spark.spark_version import arrow_schema
 
@@ -177,7 +177,7 @@ class MemorySource(DataSource):
 
     def schema(self) -> str:
         """Return the schema of the log's columns."""
-        return read_schema(LOG_COLUMNS)
+        return log_columns_ddl(LOG_COLUMNS)
 
     def reader(self, schema: StructType) -> DataSourceReader:
         """Return the source that reads batches from memory."""

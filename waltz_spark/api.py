@@ -26,7 +26,7 @@ from pyspark.sql import functions as F
 
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.option_table import OPTION_BY_NAME
-from waltz_spark.session_errors import is_connect, unwrap
+from waltz_spark.session_errors import is_connect_session, raise_waltz_errors
 from waltz_spark.shared_clients import with_client
 from waltz_spark.worker_errors import error_of
 from waltz_spark.writer.columns import RESULT_COLUMNS
@@ -287,7 +287,7 @@ def _is_integer(value: object, *, minimum: int) -> bool:
 
 def _new_temporary_path(spark: SparkSession) -> str:
     # A Spark Connect server may run on another machine, unless this process has started it.
-    is_here = not is_connect(spark) or "SPARK_LOCAL_REMOTE" in os.environ
+    is_here = not is_connect_session(spark) or "SPARK_LOCAL_REMOTE" in os.environ
     if not (is_here and (spark.conf.get("spark.master", "") or "").startswith("local")):
         raise BadConfig(
             "Spark may run on other machines, too. Hint: use option resultsPath with a directory "
@@ -403,7 +403,7 @@ def session(
         waltz_names = "|".join(re.escape(key) for key in settings if key not in own)
         warnings.filterwarnings("ignore", f"Failed to set ({waltz_names}) ")
         made = _start_session(builder)
-    unwrap(made)
+    raise_waltz_errors(made)
     return made
 
 

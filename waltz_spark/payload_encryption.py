@@ -14,9 +14,9 @@ from waltz_core.encryption.key_ids import KEY_ID_BYTES_MAX
 from waltz_spark.options import ERROR_COLUMN, ReadOptions, WriteOptions
 
 # The column of an append batch with the ID of each row's key, for `encryptionKeyIdColumn`.
-KEY_COLUMN = "encryption_key_id"
+KEY_ID_COLUMN = "encryption_key_id"
 # The maximum number of bytes that encryption adds to a payload.
-ROW_BYTES_MAX = ENVELOPE_BYTES + KEY_ID_BYTES_MAX
+ADDED_BYTES_MAX = ENVELOPE_BYTES + KEY_ID_BYTES_MAX
 
 
 def decryption_of(options: ReadOptions | WriteOptions) -> Encryption | None:
@@ -69,10 +69,10 @@ class PayloadEncryptor:
             BadConfig: a key does not exist.
             The errors of the key provider.
         """
-        kept = [name for name in append.schema.names if name not in {"crc", KEY_COLUMN}]
+        kept = [name for name in append.schema.names if name not in {"crc", KEY_ID_COLUMN}]
         key_ids = [self._key_id or ""] * append.num_rows
-        if KEY_COLUMN in append.schema.names:
-            key_ids = append.column(KEY_COLUMN).to_pylist()
+        if KEY_ID_COLUMN in append.schema.names:
+            key_ids = append.column(KEY_ID_COLUMN).to_pylist()
         data = self._encryption.encrypt_column(
             append.column("data"),
             partition=partition,

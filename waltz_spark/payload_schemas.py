@@ -22,7 +22,7 @@ from waltz_core.schemas.formats import PayloadEncoder, SchemaFormat
 from waltz_spark.options import ReadOptions, RegistryOptions, WriteOptions
 
 
-def format_of(
+def create_schema_format(
     options: ReadOptions | WriteOptions, avro_schema: dict[str, Any] | None = None
 ) -> SchemaFormat | None:
     """Return the serializer for a read or a write; None for a format without schemas.
@@ -49,7 +49,7 @@ def format_of(
 
 def payload_decoder(options: ReadOptions | WriteOptions) -> Decode | None:
     """Return the decoder for payloads; None for a format that the unpacker itself decodes."""
-    found = format_of(options)
+    found = create_schema_format(options)
     if found is None:
         return None
     if options.registry is not None and options.registry.schema is not None:
@@ -66,11 +66,11 @@ def row_key_decoder(options: WriteOptions) -> Decode | None:
 
 def payload_encoder(options: WriteOptions) -> Callable[[dict[str, Any]], bytes] | None:
     """Return a function that encodes a row; None for a format without schemas."""
-    writer = _writer(options.registry)
+    writer = _create_encoder(options.registry)
     return None if writer is None else writer.encode
 
 
-def with_written_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> WriteOptions:
+def resolve_write_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> WriteOptions:
     """Return the options with the schema that the write uses (rule 1).
 
     Raises:
@@ -82,10 +82,10 @@ def with_written_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> W
     if given is None:
         return options
     schema = schema_of_columns(columns) if given.is_derived_from_columns else None
-    found = format_of(options, schema)
+    found = create_schema_format(options, schema)
     assert found is not None
     registry = replace(given, schema=found.written_schema())
-    writer = _writer(registry)
+    writer = _create_encoder(registry)
     assert writer is not None
     for part in columns:
         if part.name not in writer.field_names:
@@ -96,7 +96,7 @@ def with_written_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> W
     return replace(options, registry=registry)
 
 
-def _writer(registry: RegistryOptions | None) -> PayloadEncoder | None:
+def _create_encoder(registry: RegistryOptions | None) -> PayloadEncoder | None:
     if registry is None:
         return None
     assert registry.schema is not None, "the driver has found it"

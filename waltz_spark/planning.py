@@ -30,14 +30,14 @@ def chosen_partitions(options: ReadOptions, partition_count: int) -> list[int]:
     Raises:
         BadConfig: the options name a partition that does not exist, as chosen or with a mark.
     """
-    check_marks(options, partition_count)
+    check_partitions_of_marks(options, partition_count)
     chosen = range(partition_count) if options.partitions is None else options.partitions
     for partition in chosen:
         check_partition(partition, partition_count, "option 'partitions'")
     return list(chosen)
 
 
-def check_marks(options: ReadOptions, partition_count: int) -> None:
+def check_partitions_of_marks(options: ReadOptions, partition_count: int) -> None:
     """Reject marks for partitions that the cluster does not have: they would have no effect.
 
     Raises:
@@ -75,7 +75,7 @@ def resolve_starts(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, 
     if options.starting_marks == "latest":
         return dict(marks)
     assert not isinstance(options.starting_marks, str)
-    return _given_marks(options, options.starting_marks, marks, "startingHighWaterMarks")
+    return _resolve_given_marks(options, options.starting_marks, marks, "startingHighWaterMarks")
 
 
 def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, int]:
@@ -86,7 +86,7 @@ def resolve_ends(options: ReadOptions, marks: Mapping[int, int]) -> dict[int, in
     """
     if isinstance(options.ending_marks, str):
         return dict(marks)
-    return _given_marks(options, options.ending_marks, marks, "endingHighWaterMarks")
+    return _resolve_given_marks(options, options.ending_marks, marks, "endingHighWaterMarks")
 
 
 def check_order(options: ReadOptions, starts: Mapping[int, int], ends: Mapping[int, int]) -> None:
@@ -109,13 +109,13 @@ def check_order(options: ReadOptions, starts: Mapping[int, int], ends: Mapping[i
             )
 
 
-def _given_marks(
+def _resolve_given_marks(
     options: ReadOptions, given: Marks, marks: Mapping[int, int], name: str
 ) -> dict[int, int]:
     found: dict[int, int] = {}
     if missing := sorted(marks.keys() - given.keys()):
         raise BadConfig(
-            f"option {name!r} has no high-water mark for partition {parts_text(missing)}: "
+            f"option {name!r} has no high-water mark for partition {first_items_text(missing)}: "
             f"expected marks for {len(marks)} partitions, found {len(given)}. Hint: add a "
             'mark for each partition ("3": -1 means before the first transaction), or '
             "choose partitions with option 'partitions'."
@@ -135,7 +135,7 @@ def _given_marks(
     return found
 
 
-def parts_text(parts: Sequence[object]) -> str:
+def first_items_text(parts: Sequence[object]) -> str:
     """Return the first ten items as text for an error message, with `...` if there are more."""
     shown = ", ".join(map(str, parts[:10]))
     return shown if len(parts) <= 10 else f"{shown}, ..."

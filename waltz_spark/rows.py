@@ -36,7 +36,7 @@ from waltz_core.records.strict_json import to_json
 from waltz_core.records.typed_values import TYPED_FORMATS
 from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, ReadOptions, log_columns
 
-_LOG_TYPES = {
+_LOG_COLUMN_TYPES = {
     "partition": "int",
     "transaction_id": "bigint",
     "header": "int",
@@ -46,15 +46,15 @@ _LOG_TYPES = {
     ERROR_COLUMN: "string",
     CHANGE_COLUMN: "string",
 }
-assert tuple(_LOG_TYPES) == log_columns(has_keys=True, has_changes=True)
+assert tuple(_LOG_COLUMN_TYPES) == log_columns(has_keys=True, has_changes=True)
 
 
-def read_schema(columns: Sequence[str]) -> str:
+def log_columns_ddl(columns: Sequence[str]) -> str:
     """Return the DDL for the given columns of the log, in this order; all are nullable."""
-    return ", ".join(f"{name} {_LOG_TYPES[name]}" for name in columns)
+    return ", ".join(f"{name} {_LOG_COLUMN_TYPES[name]}" for name in columns)
 
 
-def check_log_types(schema: StructType, options: ReadOptions) -> None:
+def check_log_column_types(schema: StructType, options: ReadOptions) -> None:
     """Reject a user's schema that declares a column of the log with another type.
 
     A column that may be null cannot be declared NOT NULL: `commit_time`, and with option
@@ -64,7 +64,7 @@ def check_log_types(schema: StructType, options: ReadOptions) -> None:
         BadRequest: the error names the column and both types.
     """
     for field in schema.fields:
-        wanted = _LOG_TYPES[field.name] if field.name in options.log_columns else None
+        wanted = _LOG_COLUMN_TYPES[field.name] if field.name in options.log_columns else None
         found = field.dataType.simpleString()
         if wanted is not None and found != wanted:
             raise BadRequest(
@@ -120,7 +120,7 @@ def check_packed_type(name: str, kind: types.DataType, data_format: str | None =
         case types.ArrayType():
             check_packed_type(name, kind.elementType, data_format)
         case types.MapType():
-            _check_key(name, kind, data_format)
+            _check_map_key(name, kind, data_format)
             check_packed_type(name, kind.keyType, data_format)
             check_packed_type(name, kind.valueType, data_format)
         case types.StructType():
@@ -136,7 +136,7 @@ def check_packed_type(name: str, kind: types.DataType, data_format: str | None =
             pass
 
 
-def _check_key(name: str, kind: types.MapType, data_format: str | None) -> None:
+def _check_map_key(name: str, kind: types.MapType, data_format: str | None) -> None:
     if isinstance(kind.keyType, types.NullType):
         raise BadRequest(
             f"column {name!r} has type {kind.simpleString()}, but a packed map cannot have "
@@ -154,19 +154,19 @@ def _check_key(name: str, kind: types.MapType, data_format: str | None) -> None:
         )
 
 
-_PERMISSIVE = (
+_PERMISSIVE_REASON = (
     "mode=PERMISSIVE returns null for a payload that cannot be unpacked. Hint: use "
     ".schema(df.schema.toNullable()), or omit NOT NULL in DDL; or use mode=FAILFAST or "
     "DROPMALFORMED, which return no nulls for it."
 )
-WITH_KEYS = (
+DECRYPTION_REASON = (
     "option encryptionKeys returns null for a payload that cannot be decrypted. Hint: use "
     ".schema(df.schema.toNullable()), or omit NOT NULL in DDL."
 )
 
 
 def check_nullable(
-    name: str, kind: types.DataType, reason: str = _PERMISSIVE, *, nullable: bool
+    name: str, kind: types.DataType, reason: str = _PERMISSIVE_REASON, *, nullable: bool
 ) -> None:
     """Reject a column that is declared NOT NULL, at any nesting level.
 
@@ -200,7 +200,7 @@ def check_nullable(
 # Columns to payloads
 
 
-def pack(
+def pack_rows(
     columns: Sequence[pa.Array],
     names: Sequence[str],
     data_format: str,
@@ -219,7 +219,7 @@ def pack(
             names the column.
     """
     plain = [
-        _checked_plain(name, column, data_format)
+        _to_values_or_raise(name, column, data_format)
         for name, column in zip(names, columns, strict=True)
     ]
     rows = zip(*plain, strict=True)
@@ -239,9 +239,9 @@ def pack(
     return pa.array(payloads, pa.binary())
 
 
-def _checked_plain(name: str, column: pa.Array, data_format: str) -> list[Any]:
+def _to_values_or_raise(name: str, column: pa.Array, data_format: str) -> list[Any]:
     try:
-        return _to_plain(column, data_format)
+        return _to_values(column, data_format)
     except (
         ValueError,
         OverflowError,
@@ -253,24 +253,24 @@ def _checked_plain(name: str, column: pa.Array, data_format: str) -> list[Any]:
         ) from None
 
 
-def _to_plain(column: pa.Array, data_format: str) -> list[Any]:
+def _to_values(column: pa.Array, data_format: str) -> list[Any]:
     if data_format in TYPED_FORMATS:
-        return _to_typed(column.cast(nested_type(column.type, _in_utc)))
-    for target in (nested_type(column.type, _in_utc), plain_type(column.type, data_format)):
+        return _to_typed_values(column.cast(nested_type(column.type, _type_in_utc)))
+    for target in (nested_type(column.type, _type_in_utc), plain_type(column.type, data_format)):
         if target != column.type:
             column = column.cast(target)
     is_flat = not pa.types.is_nested(column.type) and not pa.types.is_null(column.type)
-    if is_flat and not _needs_text(column.type, data_format):
+    if is_flat and not _needs_json_conversion(column.type, data_format):
         return _flat_values(column)
     if data_format == "msgpack":
         plain: list[Any] = column.to_pylist(maps_as_pydicts="strict")
         return plain
-    convert = _json_out(column.type)
+    convert = _json_converter(column.type)
     values = column.to_pylist()
     return values if convert is None else [convert(value) for value in values]
 
 
-def _to_typed(column: pa.Array) -> list[Any]:
+def _to_typed_values(column: pa.Array) -> list[Any]:
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_string(kind):
         return _flat_values(column)
@@ -278,8 +278,8 @@ def _to_typed(column: pa.Array) -> list[Any]:
     return values
 
 
-def _needs_text(kind: pa.DataType, data_format: str) -> bool:
-    return data_format == "json" and _json_out(kind) is not None
+def _needs_json_conversion(kind: pa.DataType, data_format: str) -> bool:
+    return data_format == "json" and _json_converter(kind) is not None
 
 
 def _flat_values(column: pa.Array) -> list[Any]:
@@ -297,27 +297,30 @@ def _flat_values(column: pa.Array) -> list[Any]:
     return values
 
 
-def _in_utc(kind: pa.DataType) -> pa.DataType:
+def _type_in_utc(kind: pa.DataType) -> pa.DataType:
     """Return a timestamp type in UTC: old offsets have seconds, which their text cannot show."""
     if pa.types.is_timestamp(kind) and kind.tz is not None:
         return pa.timestamp(kind.unit, "UTC")
     return without_nulls(kind)
 
 
-def _json_out(kind: pa.DataType) -> Callable[[Any], Any] | None:
+def _json_converter(kind: pa.DataType) -> Callable[[Any], Any] | None:
     """Return a function that converts a value of this type for JSON; None if not needed."""
     if is_binary(kind):
         return lambda value: None if value is None else base64.b64encode(value).decode()
     if pa.types.is_list(kind):
-        inner = _json_out(kind.value_type)
+        inner = _json_converter(kind.value_type)
         if inner is not None:
             return lambda value: None if value is None else [inner(part) for part in value]
     if pa.types.is_struct(kind):
-        parts = {part.name: _json_out(part.type) for part in kind}
+        parts = {part.name: _json_converter(part.type) for part in kind}
         if any(parts.values()):
             return lambda value: None if value is None else _convert_fields(parts, value)
     if pa.types.is_map(kind):
-        key, item = _json_out(kind.key_type) or _identity, _json_out(kind.item_type) or _identity
+        key, item = (
+            _json_converter(kind.key_type) or _identity,
+            _json_converter(kind.item_type) or _identity,
+        )
         return lambda value: None if value is None else [[key(k), item(v)] for k, v in value]
     return None
 

@@ -4,10 +4,10 @@ Neither py4j nor PySpark has a public interface for this, so the module changes 
 
 Rules:
     1. Only a Spark error that ends with a `WaltzError` is replaced, and only after a call of
-       `unwrap`. In a classic session, `unwrap` applies to errors under its SparkContext; in a
-       Connect session, to errors of its client. The `WaltzError` has Spark's error as its cause,
-       and Spark's class as one of its base classes.
-    2. `unwrap` may be called several times.
+       `raise_waltz_errors`. In a classic session, this applies to errors under its SparkContext;
+       in a Connect session, to errors of its client. The `WaltzError` has Spark's error as its
+       cause, and Spark's class as one of its base classes.
+    2. `raise_waltz_errors` may be called several times.
     3. If the internals of PySpark or py4j have changed, the user gets Spark's error, which also
        contains the message.
 """
@@ -30,27 +30,27 @@ SPARK_ERRORS = (PySparkException, protocol.Py4JError)
 
 _log = logging.getLogger("waltz")
 
-_contexts: WeakSet[SparkContext] = WeakSet()
+_patched_contexts: WeakSet[SparkContext] = WeakSet()
 
 
-def unwrap(session: SparkSession) -> None:
+def raise_waltz_errors(session: SparkSession) -> None:
     """Make a session raise the errors `LockFailed`, `BadConfig`, ... (rule 1)."""
     try:
-        if is_connect(session):
-            _unwrap_client(session.client)
+        if is_connect_session(session):
+            _patch_connect_client(session.client)
         else:
-            _unwrap_gateway()
-            _contexts.add(session.sparkContext)
+            _patch_py4j()
+            _patched_contexts.add(session.sparkContext)
     except (AttributeError, TypeError) as error:
         _log.debug("spark.error_conversion_disabled", exc_info=error)  # rule 3
 
 
-def is_connect(session: SparkSession) -> bool:
+def is_connect_session(session: SparkSession) -> bool:
     """Whether a session uses Spark Connect."""
     return type(session).__module__.startswith("pyspark.sql.connect.")
 
 
-def _unwrap_gateway() -> None:
+def _patch_py4j() -> None:
     """Wrap the py4j function that raises all Java errors.
 
     PySpark also wraps this function, once for each session; its wrapper passes a `WaltzError` on.
@@ -74,7 +74,7 @@ def _unwrap_gateway() -> None:
 
 
 def _trailing_error_of_java(failure: protocol.Py4JJavaError) -> WaltzError | None:
-    if SparkContext._active_spark_context not in _contexts:
+    if SparkContext._active_spark_context not in _patched_contexts:
         return None
     try:
         return trailing_error(str(failure))  # str() requests the text from Java
@@ -84,7 +84,7 @@ def _trailing_error_of_java(failure: protocol.Py4JJavaError) -> WaltzError | Non
 
 
 def _error_from_spark(failure: protocol.Py4JJavaError) -> Exception:
-    """Return the error that PySpark would have raised without `unwrap`."""
+    """Return the error that PySpark would have raised without `raise_waltz_errors`."""
     try:
         return convert_exception(failure.java_exception)
     except Exception as error:  # noqa: BLE001 - rule 3
@@ -93,7 +93,7 @@ def _error_from_spark(failure: protocol.Py4JJavaError) -> Exception:
         return found
 
 
-def _unwrap_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be named without grpc
+def _patch_connect_client(client: Any) -> None:  # noqa: ANN401 - its class cannot be named without grpc
     """Wrap the method of a Spark Connect client that raises errors."""
     given = client._handle_error
     if given.__module__ == __name__:

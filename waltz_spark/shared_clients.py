@@ -28,7 +28,7 @@ ResultT = TypeVar("ResultT")
 # The keys are process and cluster, so a forked process finds no inherited client. Each access is
 # one dictionary operation, which needs no lock.
 _clients: dict[tuple[int, str], WaltzClient] = {}
-_connecting: dict[tuple[int, str], threading.Lock] = {}
+_connect_locks: dict[tuple[int, str], threading.Lock] = {}
 
 
 def client_of(connect: str) -> WaltzClient:
@@ -38,7 +38,7 @@ def client_of(connect: str) -> WaltzClient:
         BadConfig: the connect string is not valid, or its root has no cluster.
         CoordinatorUnavailable: ZooKeeper does not answer.
     """
-    return _client(connect, lambda: WaltzClient(connect))
+    return _get_or_create(connect, lambda: WaltzClient(connect))
 
 
 def client_at(layout: ClusterLayout) -> WaltzClient:
@@ -46,22 +46,22 @@ def client_at(layout: ClusterLayout) -> WaltzClient:
 
     A task reads ZooKeeper only if a partition has moved since then.
     """
-    client = _client(layout.connect, lambda: _first_at(layout))
+    client = _get_or_create(layout.connect, lambda: _create_first_client(layout))
     if client.cluster().key != layout.cluster.key:  # a worker may outlive a cluster
         close_client(layout.connect)
-        client = _client(layout.connect, lambda: WaltzClient.at(layout))
+        client = _get_or_create(layout.connect, lambda: WaltzClient.at(layout))
     client.add_owners(layout)
     return client
 
 
-def _first_at(layout: ClusterLayout) -> WaltzClient:
+def _create_first_client(layout: ClusterLayout) -> WaltzClient:
     client = WaltzClient.at(layout)
-    freeze_long_lived("connect")
+    freeze_existing_objects("connect")
     return client
 
 
 @functools.cache
-def freeze_long_lived(_work: str) -> None:
+def freeze_existing_objects(_work: str) -> None:
     """Exclude existing objects from later garbage collections; `_work` names a kind of work.
 
     Spark collects garbage after every task, and imported objects would add 40 ms to each
@@ -86,7 +86,7 @@ def with_client(connect: str, use: Callable[[WaltzClient], ResultT]) -> ResultT:
         return use(client_of(connect))
 
 
-def sources_of(
+def query_replica_sets(
     connect: str,
     choose: Callable[[int], Sequence[int]],
     *,
@@ -128,9 +128,9 @@ def close_client(connect: str) -> None:
         client.close()
 
 
-def _client(connect: str, make: Callable[[], WaltzClient]) -> WaltzClient:
+def _get_or_create(connect: str, make: Callable[[], WaltzClient]) -> WaltzClient:
     key = (os.getpid(), connect)
-    with _connecting.setdefault(key, threading.Lock()):  # rule 1
+    with _connect_locks.setdefault(key, threading.Lock()):  # rule 1
         client = _clients.get(key)
         if client is None:
             client = _clients[key] = make()

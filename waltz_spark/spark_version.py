@@ -83,14 +83,14 @@ __all__ = [
     "ReadLimit",
     "ReadMaxRows",
     "SupportsTriggerAvailableNow",
+    "adapt_stream_reader",
     "arrow_schema",
     "new_session",
-    "stream_reader",
 ]
 
 _log = logging.getLogger("waltz")
 
-_TAKES_TIMEZONE = "timezone" in inspect.signature(types.to_arrow_schema).parameters
+_HAS_TIMEZONE_PARAMETER = "timezone" in inspect.signature(types.to_arrow_schema).parameters
 
 
 def arrow_schema(schema: StructType) -> pa.Schema:
@@ -99,7 +99,7 @@ def arrow_schema(schema: StructType) -> pa.Schema:
     Raises:
         PySparkException: Arrow has no type for a column.
     """
-    if _TAKES_TIMEZONE:
+    if _HAS_TIMEZONE_PARAMETER:
         return types.to_arrow_schema(schema, timezone="UTC")
     return types.to_arrow_schema(schema)  # before 4.3, always in UTC
 
@@ -127,12 +127,12 @@ def new_session(spark: SparkSession) -> SparkSession:
     return cast("SparkSession", session)
 
 
-def stream_reader(reader: DataSourceStreamReader) -> DataSourceStreamReader:
+def adapt_stream_reader(reader: DataSourceStreamReader) -> DataSourceStreamReader:
     """Adapt a reader with admission control to this version of PySpark."""
-    return reader if HAS_ADMISSION_CONTROL else _WithoutAdmissionControl(reader)
+    return reader if HAS_ADMISSION_CONTROL else _ReaderWithoutAdmissionControl(reader)
 
 
-class _WithoutAdmissionControl(DataSourceStreamReader):
+class _ReaderWithoutAdmissionControl(DataSourceStreamReader):
     """A stream reader for PySpark before 4.2, which calls `latestOffset` without start and limit.
 
     Rules:
@@ -157,7 +157,7 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
         """Return the end of the next micro-batch (rule 1)."""
         end = self._reader.latestOffset(self._start, ReadAllAvailable())
         if self._start:
-            self._warn_of_a_large_batch(self._start, end)
+            self._warn_if_over_limit(self._start, end)
             self._start = end
         return end
 
@@ -185,7 +185,7 @@ class _WithoutAdmissionControl(DataSourceStreamReader):
         """Call `stop` of the wrapped reader."""
         self._reader.stop()
 
-    def _warn_of_a_large_batch(self, start: Offset, end: Offset) -> None:
+    def _warn_if_over_limit(self, start: Offset, end: Offset) -> None:
         limit = self._reader.getDefaultReadLimit()
         begin = decode_offset(start).marks
         count = sum(mark - begin.get(each, -1) for each, mark in decode_offset(end).marks.items())

@@ -23,8 +23,8 @@ from waltz_core import errors
 _log = logging.getLogger("waltz")
 
 # Variables that Spark sets for its Python workers, and that the workers read to report errors.
-_WORKER = ("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
-_HIDE = "SPARK_HIDE_TRACEBACK"
+_WORKER_VARIABLE = ("SPARK_PYTHON_RUNTIME", "PYTHON_WORKER")
+_HIDE_TRACEBACK_VARIABLE = "SPARK_HIDE_TRACEBACK"
 _SHOWN_WITHOUT_STACK = (errors.UsageError, errors.Unavailable, errors.Superseded, errors.Damaged)
 # The positions of an error in a text (rule 3): after Spark's prefix for a Python error, or below
 # the last frame of a stack.
@@ -33,11 +33,11 @@ _MESSAGE_PREFIX = (
     r"[^:'\"\n]*:[ \n]"
 )
 _LAST_FRAME = r'^  File ".*\n(?:    .*\n)*(?:  \[Previous line .*\n)?'
-_SENTENCE = re.compile(
+_ERROR_TEXT = re.compile(
     rf"(?:{_MESSAGE_PREFIX}|{_LAST_FRAME})waltz_core\.errors\.(\w+): (.*)", re.MULTILINE
 )
 # The text that Python writes between an error and the error that was raised while handling it.
-_ANSWERED = re.compile(r"^(During handling of|The above exception was the)", re.MULTILINE)
+_CHAINED_ERROR = re.compile(r"^(During handling of|The above exception was the)", re.MULTILINE)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,35 +47,35 @@ def without_stack(call: Callable[P, T]) -> Callable[P, T]:
     """Decorate a method so that the user sees its errors as messages (rule 1)."""
 
     @functools.wraps(call)
-    def plain(*args: P.args, **kwargs: P.kwargs) -> T:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return call(*args, **kwargs)
         except _SHOWN_WITHOUT_STACK as error:
             _hide_stack(error)
             raise
 
-    return plain
+    return wrapper
 
 
 def without_stack_each(call: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
     """Decorate an iterator so that the user sees its errors as messages (rule 1)."""
 
     @functools.wraps(call)
-    def plain(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         try:
             yield from call(*args, **kwargs)
         except _SHOWN_WITHOUT_STACK as error:
             _hide_stack(error)
             raise
 
-    return plain
+    return wrapper
 
 
 def _hide_stack(error: errors.WaltzError) -> None:
     _log.debug("spark.error_stack_trace", exc_info=error)
-    name, worker = _WORKER
+    name, worker = _WORKER_VARIABLE
     if os.environ.get(name) == worker:
-        os.environ[_HIDE] = "1"
+        os.environ[_HIDE_TRACEBACK_VARIABLE] = "1"
 
 
 def error_of(failure: BaseException) -> errors.WaltzError | None:
@@ -89,20 +89,20 @@ def error_of(failure: BaseException) -> errors.WaltzError | None:
     if isinstance(failure, errors.WaltzError):
         plain: errors.WaltzError = getattr(failure, "plain", failure)  # see session_errors.py
         return plain
-    found = _SENTENCE.findall(str(failure))
-    return _make_error(*found[-1]) if found else None
+    found = _ERROR_TEXT.findall(str(failure))
+    return _create_error(*found[-1]) if found else None
 
 
 def trailing_error(text: str) -> errors.WaltzError | None:
     """Return the `WaltzError` at the end of a text; None if another error was raised after it."""
-    found = list(_SENTENCE.finditer(text))
-    if not found or _ANSWERED.search(text, found[-1].end()):
+    found = list(_ERROR_TEXT.finditer(text))
+    if not found or _CHAINED_ERROR.search(text, found[-1].end()):
         return None
-    return _make_error(*found[-1].groups())
+    return _create_error(*found[-1].groups())
 
 
-def _make_error(name: str, sentence: str) -> errors.WaltzError | None:
+def _create_error(name: str, message: str) -> errors.WaltzError | None:
     kind = getattr(errors, name, None)
     if not (isinstance(kind, type) and issubclass(kind, errors.WaltzError)):
         return None
-    return kind(sentence)
+    return kind(message)

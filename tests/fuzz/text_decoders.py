@@ -187,7 +187,7 @@ def decode_offset(data: bytes) -> None:
     except (ValueError, RecursionError):
         return
     if isinstance(found, dict):
-        offsets.decode(found)
+        offsets.decode_offset(found)
 
 
 def _settings(config_type) -> Decoder:
@@ -258,7 +258,7 @@ DECODERS = (
         "spark-offset",
         decode_offset,
         (ValueError, TypeError),
-        lambda: [json.dumps(offsets.encode({0: 41, 1: -1}, bytes(16))).encode()],
+        lambda: [json.dumps(offsets.encode_offset({0: 41, 1: -1}, bytes(16))).encode()],
         words=TEXT_WORDS,
     ),
 )

@@ -35,7 +35,7 @@ BATCH = 40
 CATALOG = "lake"
 
 
-class StruckRead(log_changes.TaskRead):
+class StruckRead(log_changes.LastChangesRead):
     """Kills the worker of one task, and the executor of another one, in the middle of a read."""
 
     directory = Path(os.environ.get("STRUCK", tempfile.gettempdir()))
@@ -133,7 +133,7 @@ def main(connect: str, table: str, step: str) -> None:
     settings = {"spark.sql.shuffle.partitions": "2", **table_jars.settings()}
     if is_cluster:
         settings["spark.executor.memory"] = "512m"
-        log_changes.TaskRead = StruckRead  # type: ignore[misc]
+        log_changes.LastChangesRead = StruckRead  # type: ignore[misc]
     is_iceberg = "WAREHOUSE" in os.environ
     if is_iceberg:
         settings |= catalog_settings(os.environ["WAREHOUSE"])

@@ -176,13 +176,13 @@ def test_a_waltz_error_quoted_by_a_user_is_not_converted(spark: SparkSession) ->
 def test_a_plain_spark_session_raises_the_error_of_spark(
     spark: SparkSession, connect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_errors, "_contexts", set())
+    monkeypatch.setattr(session_errors, "_patched_contexts", set())
     with pytest.raises(AnalysisException) as caught:
         read(spark, connect, startingHighWaterMarks="x")
     assert not isinstance(caught.value, errors.WaltzError)
     assert type(waltz_spark.error_of(caught.value)) is errors.BadConfig
-    session_errors.unwrap(spark)
-    session_errors.unwrap(spark)
+    session_errors.raise_waltz_errors(spark)
+    session_errors.raise_waltz_errors(spark)
     with pytest.raises(errors.BadConfig) as caught:
         read(spark, connect, startingHighWaterMarks="x")
     # Once, however often: the cause is Spark's.
@@ -202,5 +202,5 @@ def test_unwrapping_survives_changed_internals_of_pyspark(
     monkeypatch.setattr(session_errors, "trailing_error", changed)
     with pytest.raises(AnalysisException, match="startingHighWaterMarks"):
         read(spark, connect, startingHighWaterMarks="x")
-    monkeypatch.setattr(session_errors, "_unwrap_gateway", changed)
-    session_errors.unwrap(spark)  # does nothing, and says so to the log only
+    monkeypatch.setattr(session_errors, "_patch_py4j", changed)
+    session_errors.raise_waltz_errors(spark)  # does nothing, and says so to the log only

@@ -17,10 +17,15 @@ from waltz_spark import planning
 from waltz_spark.datasource.archive_read import find_archived_objects, split_at_objects
 from waltz_spark.datasource.change_feed import ChangeFeed
 from waltz_spark.datasource.feed_read import FeedReader, FeedSpan, feed_state_file
-from waltz_spark.datasource.fetch import BatchColumns, ReadSource, fetch, log_batches
+from waltz_spark.datasource.fetch import (
+    BatchConverter,
+    ReadSource,
+    read_converted_batches,
+    read_log_batches,
+)
 from waltz_spark.datasource.start_offsets import ends, extend_to_first_available, starts
 from waltz_spark.options import ReadOptions
-from waltz_spark.shared_clients import client_at, sources_of
+from waltz_spark.shared_clients import client_at, query_replica_sets
 from waltz_spark.task_spans import with_read_span
 from waltz_spark.worker_errors import without_stack, without_stack_each
 
@@ -70,7 +75,7 @@ class WaltzBatchReader(DataSourceReader):
         is_given = not (
             isinstance(options.starting_marks, str) and isinstance(options.ending_marks, str)
         )
-        client, sources = sources_of(
+        client, sources = query_replica_sets(
             options.connect,
             partial(planning.chosen_partitions, options),
             linearizable=is_given,
@@ -142,7 +147,7 @@ def run_read_task(
         query: the ID of the streaming query that may cache the state of its change feed.
 
     Raises:
-        The errors of `fetch` and `FeedReader.rows`.
+        The errors of `read_converted_batches` and `FeedReader.rows`.
     """
     if not isinstance(task, ReadTask):
         return iter(())  # Spark passes another object if there is nothing to read
@@ -155,13 +160,13 @@ def _read_task(
     source = ReadSource(client_at(task.layout), task.replicas, task.archived_objects)
     if task.feed_start_mark is None:
         span = planning.TransactionRange(task.partition, task.first, task.last)
-        return fetch(source, span, BatchColumns(options, schema))
+        return read_converted_batches(source, span, BatchConverter(options, schema))
     feed = ChangeFeed(options, schema, task.partition)
     cluster = task.layout.cluster.key
 
     def read(first: int, last: int) -> Iterator[pa.RecordBatch]:
         span = planning.TransactionRange(task.partition, first, last)
-        return log_batches(source, span, options, feed.columns)
+        return read_log_batches(source, span, options, feed.columns)
 
     file = feed_state_file(query, cluster, task.partition, options, schema)
     feed_span = FeedSpan(task.first, task.feed_start_mark, task.last)

@@ -34,7 +34,7 @@ from waltz_spark.datasource.feed_state import KEY_DIGEST_BYTES, FeedState, Store
 from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, CorruptPayloadMode, ReadOptions
 from waltz_spark.payload_encryption import decrypt_batch, decryption_of
 from waltz_spark.payload_schemas import payload_decoder
-from waltz_spark.rows import is_case_sensitive, pack
+from waltz_spark.rows import is_case_sensitive, pack_rows
 from waltz_spark.spark_version import arrow_schema
 
 PREVIOUS_BYTES_MAX = 8 * 1024 * 1024
@@ -204,7 +204,7 @@ class ChangeFeed:
         """Return a digest of each key: its size is fixed, and a file with it contains no keys."""
         names = [part.name for part in self._fields]
         columns = [found.payload_columns[names.index(name)] for name in self._rules.key]
-        keys = pack(columns, self._rules.key, "msgpack").to_pylist()
+        keys = pack_rows(columns, self._rules.key, "msgpack").to_pylist()
         return [blake2b(each, digest_size=KEY_DIGEST_BYTES).digest() for each in keys]
 
     def _raise_not_a_change(self, found: _Transactions, row: int, *, is_delete: bool) -> NoReturn:

@@ -39,7 +39,7 @@ _LOCATION_COLUMNS = ("partition", "transaction_id")
 _DECRYPTION_COLUMNS = ("partition", "header", "data")
 
 
-class BatchColumns:
+class BatchConverter:
     """The columns of the batches of a read, and the conversion to them.
 
     Args:
@@ -74,7 +74,7 @@ class BatchColumns:
         # one.
         self.columns = columns or ["partition"]
 
-    def project(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+    def convert(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         """Convert a batch of the log's columns to a batch of the schema."""
         if self._encryption is None:
             found = {name: batch.column(name) for name in batch.schema.names}
@@ -151,8 +151,8 @@ class ReadSource(NamedTuple):
     archived_objects: ArchivedObjects | None
 
 
-def fetch(
-    source: ReadSource, span: TransactionRange, shape: BatchColumns
+def read_converted_batches(
+    source: ReadSource, span: TransactionRange, converter: BatchConverter
 ) -> Iterator[pa.RecordBatch]:
     """Yield the transactions of a span.
 
@@ -161,17 +161,17 @@ def fetch(
         ChecksumMismatch: a record is damaged on all sources.
         Unavailable: no replica and no server answered in time.
     """
-    for batch in log_batches(source, span, shape.options, shape.columns):
-        yield shape.project(batch)
+    for batch in read_log_batches(source, span, converter.options, converter.columns):
+        yield converter.convert(batch)
 
 
-def log_batches(
+def read_log_batches(
     source: ReadSource, span: TransactionRange, options: ReadOptions, columns: Sequence[str]
 ) -> Iterator[pa.RecordBatch]:
     """Yield the given columns of the log for the transactions of a span.
 
     Raises:
-        The errors of `fetch`.
+        The errors of `read_converted_batches`.
     """
     began = time.monotonic()
     rows = size = 0

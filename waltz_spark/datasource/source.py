@@ -32,11 +32,11 @@ from waltz_spark.options import (
     parse_write,
 )
 from waltz_spark.rows import (
-    WITH_KEYS,
-    check_log_types,
+    DECRYPTION_REASON,
+    check_log_column_types,
     check_nullable,
     check_packed_type,
-    read_schema,
+    log_columns_ddl,
 )
 from waltz_spark.worker_errors import without_stack
 
@@ -65,7 +65,7 @@ class WaltzDataSource(DataSource):
     @without_stack
     def schema(self) -> str:
         """Return the DDL of the log's columns, or of the columns that option `columns` names."""
-        return read_schema(parse_read(self.options).columns)
+        return log_columns_ddl(parse_read(self.options).columns)
 
     @without_stack
     def reader(self, schema: StructType) -> DataSourceReader:
@@ -79,13 +79,13 @@ class WaltzDataSource(DataSource):
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:  # noqa: N802 - Spark's
         """Return the reader of a stream; `schema` is that of the log or of the user."""
         from waltz_spark.datasource import stream_read  # noqa: PLC0415 - see the module
-        from waltz_spark.spark_version import stream_reader  # noqa: PLC0415 - see the module
+        from waltz_spark.spark_version import adapt_stream_reader  # noqa: PLC0415 - see the module
 
         try:
             options = self._resolve_read_options(schema, Purpose.STREAM)
         except WaltzError as error:
-            return stream_reader(stream_read.FailingStreamReader(error))
-        return stream_reader(stream_read.WaltzStreamReader(options, schema))
+            return adapt_stream_reader(stream_read.FailingStreamReader(error))
+        return adapt_stream_reader(stream_read.WaltzStreamReader(options, schema))
 
     def _resolve_read_options(self, schema: StructType, purpose: Purpose) -> ReadOptions:
         options = self._parse_read_options(schema, purpose)
@@ -97,7 +97,7 @@ class WaltzDataSource(DataSource):
 
     def _parse_read_options(self, schema: StructType, purpose: Purpose) -> ReadOptions:
         options = parse_read(self.options, purpose)
-        check_log_types(schema, options)
+        check_log_column_types(schema, options)
         corrupt = next((each for each in schema if each.name == options.corrupt_column), None)
         if corrupt is not None and not isinstance(corrupt.dataType, BinaryType | StringType):
             raise BadRequest(
@@ -134,7 +134,9 @@ class WaltzDataSource(DataSource):
             if options.corrupt_payload_mode is CorruptPayloadMode.NULLS:
                 check_nullable(field.name, field.dataType, nullable=field.nullable)
             if options.encryption_keys is not None and options.change_feed_rules is None:
-                check_nullable(field.name, field.dataType, WITH_KEYS, nullable=field.nullable)
+                check_nullable(
+                    field.name, field.dataType, DECRYPTION_REASON, nullable=field.nullable
+                )
         return options
 
     @without_stack

@@ -73,7 +73,7 @@ def _earliest_starts(options: ReadOptions, first_ids: Mapping[int, int]) -> dict
     ids = options.transaction_ids
     lows = [low for low, _ in ids]
     wanted = {partition: min([first, *lows]) - 1 for partition, first in first_ids.items()}
-    shown = planning.parts_text([f"{low}-{high}" if low < high else low for low, high in ids])
+    shown = planning.first_items_text([f"{low}-{high}" if low < high else low for low, high in ids])
     return raise_to_first_available(
         options, wanted, first_ids, f"option 'transactionIds' ({shown})"
     )

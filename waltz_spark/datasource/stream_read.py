@@ -46,7 +46,7 @@ from waltz_spark.datasource.start_offsets import (
 )
 from waltz_spark.offsets import Offset, StreamOffset, decode_offset, encode_offset
 from waltz_spark.options import Marks, ReadOptions
-from waltz_spark.shared_clients import client_of, sources_of
+from waltz_spark.shared_clients import client_of, query_replica_sets
 from waltz_spark.spark_version import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from waltz_spark.worker_errors import without_stack, without_stack_each
 
@@ -214,7 +214,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     ) -> tuple[WaltzClient, dict[int, ReplicaSet]]:
         """Query the given partitions, or all chosen partitions, and record the cluster."""
         choose = partial(planning.chosen_partitions, self._options)
-        client, sources = sources_of(
+        client, sources = query_replica_sets(
             self._options.connect,
             choose if partitions is None else lambda _: partitions,
             linearizable=linearizable,

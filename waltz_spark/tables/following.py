@@ -32,12 +32,12 @@ from waltz_core.tables.table_marks import TableMarks, continued_marks
 from waltz_spark.api import option_texts
 from waltz_spark.datasource.start_offsets import starts
 from waltz_spark.options import parse_read
-from waltz_spark.shared_clients import client_of, sources_of, with_client
+from waltz_spark.shared_clients import client_of, query_replica_sets, with_client
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.log_changes import (
     SparkFollowedLog,
-    changes_of_frame,
-    last_of_tasks,
+    changes_of_dataframe,
+    combine_task_changes,
     table_columns,
     with_log_columns,
 )
@@ -49,9 +49,9 @@ from waltz_spark.tables.table_session import table_session
 
 BATCH_TRANSACTIONS = 1_000_000
 INTERVAL_S = 1.0
-_PAYLOADS = ("dataFormat", "schemaRegistry", "schemaRegistryAuthFile")
-_OPTIONS = (
-    *_PAYLOADS,
+_PAYLOAD_OPTIONS = ("dataFormat", "schemaRegistry", "schemaRegistryAuthFile")
+_READ_OPTIONS = (
+    *_PAYLOAD_OPTIONS,
     "encryptionKeys",
     "requireEncryption",
     "readFrom",
@@ -184,25 +184,26 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     if interval_s <= 0:
         raise BadConfig(f"interval_s: expected more than 0, found {interval_s:g}")
     one = Table(key, schema, headers, delete_headers, delete_where, changes, format)
-    given = _given_tables(table, one, tables)
+    given = _tables_by_name(table, one, tables)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     with table_session(spark) as session:
         position = LogPosition(client_of(connect), interval_s=interval_s)
         opened = [
-            _check_table(session, connect, name, each, options) for name, each in given.items()
+            _open_checked_table(session, connect, name, each, options)
+            for name, each in given.items()
         ]
         log: SparkFollowedLog | SharedSparkFollowedLog
         if tables is None:
-            log = _log_of_one(session, position, opened[0])
+            log = _create_log_of_one_table(session, position, opened[0])
         else:
-            log = _log_of_several(session, position, opened)
-        marks = _start_marks(connect, start, opened[0].reads)
+            log = _create_log_of_several_tables(session, position, opened)
+        marks = _start_marks(connect, start, opened[0].read_options)
         loop = Follower(
             log,
             [
                 TableProgress(
                     each.target,
-                    each.place,
+                    each.name,
                     TableMarks(follower, cluster, marks, each.rules.stored_rules(each.headers)),
                 )
                 for each in opened
@@ -214,22 +215,22 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             found = loop.run(_end_marks(position, until))
         finally:
             log.release()
-    by_table = {each.place: dict(mark.marks) for each, mark in zip(opened, found, strict=True)}
+    by_table = {each.name: dict(mark.marks) for each, mark in zip(opened, found, strict=True)}
     return by_table if table is None else by_table[table]
 
 
 class _CheckedTable(NamedTuple):
-    """A table of a call, after its checks; `declared` has the columns of its transactions."""
+    """A table of a call of `follow`, after its checks."""
 
-    place: str
-    declared: StructType | None
+    name: str
+    declared_columns: StructType | None
     rules: ChangeRules
     headers: tuple[int, ...]
-    reads: dict[str, str]
+    read_options: dict[str, str]
     target: MergedTable | SparkParquetTable
 
 
-def _given_tables(
+def _tables_by_name(
     table: str | None, one: Table, tables: Mapping[str, Table] | None
 ) -> Mapping[str, Table]:
     """Return the tables of a call by name, from either of the two forms of arguments."""
@@ -250,53 +251,59 @@ def _given_tables(
     return tables
 
 
-def _check_table(
+def _open_checked_table(
     session: SparkSession,
     connect: str,
-    place: str,
+    name: str,
     table: Table,
     options: Mapping[str, object],
 ) -> _CheckedTable:
     """Check the arguments for a table, and open it."""
-    with errors_of_table(place):
+    with errors_of_table(name):
         headers = tuple(table.headers)
         if headers and (unread := set(table.delete_headers) - set(headers)):
             raise BadConfig(
                 f"delete_headers: header {min(unread)} is not one of the headers of the table, "
                 f"{sorted(headers)}. Hint: add it to them."
             )
-        declared = None
+        declared_columns = None
         if table.schema is not None:
-            declared = session.createDataFrame([], table.schema).schema
-        rules = _rules(table, None if declared is None else with_log_columns(declared))
-        columns = None if declared is None else table_columns(declared, rules)
-        reads = _read_options(connect, declared, headers, options)
-        target = open_table(session, place, table.format, columns, rules)
-    return _CheckedTable(place, declared, rules, headers, reads, target)
+            declared_columns = session.createDataFrame([], table.schema).schema
+        rules = _create_rules(
+            table, None if declared_columns is None else with_log_columns(declared_columns)
+        )
+        columns = None if declared_columns is None else table_columns(declared_columns, rules)
+        reads = _read_options(connect, declared_columns, headers, options)
+        target = open_table(session, name, table.format, columns, rules)
+    return _CheckedTable(name, declared_columns, rules, headers, reads, target)
 
 
-def _log_of_one(
+def _create_log_of_one_table(
     session: SparkSession, position: LogPosition, table: _CheckedTable
 ) -> SparkFollowedLog:
-    known: StructType | Callable[[], StructType] | None = table.declared
+    known: StructType | Callable[[], StructType] | None = table.declared_columns
     if known is None:
         assert isinstance(table.target, MergedDeltaTable), "other formats have a schema"
         known = table.target.columns
-    return SparkFollowedLog(session, position, known, table.rules, table.reads)
+    return SparkFollowedLog(session, position, known, table.rules, table.read_options)
 
 
-def _log_of_several(
+def _create_log_of_several_tables(
     session: SparkSession, position: LogPosition, tables: Sequence[_CheckedTable]
 ) -> SharedSparkFollowedLog:
     found = []
     for each in tables:
-        if each.declared is None:
+        if each.declared_columns is None:
             raise BadConfig(
-                f"table {each.place}: expected a schema, found none. Hint: with several tables, "
+                f"table {each.name}: expected a schema, found none. Hint: with several tables, "
                 "declare the columns of each."
             )
-        found.append(SharedTable(each.place, each.declared, each.rules, each.headers, each.reads))
-    options = _without_options(tables[0].reads, *_PAYLOADS, "headers")
+        found.append(
+            SharedTable(
+                each.name, each.declared_columns, each.rules, each.headers, each.read_options
+            )
+        )
+    options = _without_options(tables[0].read_options, *_PAYLOAD_OPTIONS, "headers")
     if all(each.headers for each in tables):
         headers = {header for each in tables for header in each.headers}
         options["headers"] = ",".join(map(str, sorted(headers)))
@@ -346,9 +353,9 @@ def upsert(  # noqa: PLR0913 - a caller gives four of them
         ClusterKeyMismatch: the table follows another cluster.
         Superseded: in each attempt, another commit came first.
     """
-    _check_frame(df)
+    _check_dataframe(df)
     given = Table(key, None, (), delete_headers, delete_where, changes)
-    rules = _rules(given, df.schema)
+    rules = _create_rules(given, df.schema)
     columns = _columns_of_table(df, rules)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     name = TableMarks(follower, cluster, {}, rules.stored_rules(None))
@@ -373,9 +380,9 @@ def _upsert_once(
     name: TableMarks,
 ) -> dict[int, int]:
     stored = _stored_marks(target, name)
-    parts = changes_of_frame(df, columns, rules, stored.marks)
+    parts = changes_of_dataframe(df, columns, rules, stored.marks)
     # Two actions use the changes: the one for the marks, and the MERGE.
-    changes = last_of_tasks(parts, rules.key).persist()
+    changes = combine_task_changes(parts, rules.key).persist()
     try:
         with target.translate_errors():
             rows = changes.groupBy("partition").agg(F.max("transaction_id")).collect()
@@ -405,7 +412,7 @@ def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
     return continued_marks(state.metadata, state.version, name)
 
 
-def _rules(table: Table, rows: StructType | None) -> ChangeRules:
+def _create_rules(table: Table, rows: StructType | None) -> ChangeRules:
     """Return the rules of a table; `rows` has the columns of transactions, None if not declared."""
     where = None if table.delete_where is None else parse_condition(table.delete_where)
     key = [table.key] if isinstance(table.key, str) else list(table.key)
@@ -420,7 +427,7 @@ def _rules(table: Table, rows: StructType | None) -> ChangeRules:
     return replace(rules, function=changes_function(table.changes, arrow_schema(rows), key))
 
 
-def _check_frame(df: DataFrame) -> None:
+def _check_dataframe(df: DataFrame) -> None:
     """Check that the value of `df` is a DataFrame of transactions."""
     if getattr(df, "sparkSession", None) is None:
         raise BadRequest(f"upsert: expected a DataFrame of Spark, found {type(df).__name__}")
@@ -449,16 +456,17 @@ def _read_options(
 ) -> dict[str, str]:
     found = option_texts(given)
     for name in found:
-        if name not in _OPTIONS:
+        if name not in _READ_OPTIONS:
             raise BadConfig(
-                f"follow: expected only the options {', '.join(_OPTIONS)} for reads, found {name!r}"
+                f"follow: expected only the options {', '.join(_READ_OPTIONS)} for reads, "
+                f"found {name!r}"
             )
     found.setdefault("dataFormat", "msgpack")
     if headers:
         found["headers"] = ",".join(map(str, headers))
     found["connect"] = connect
     if columns and all(name in parse_read(found).log_columns for name in columns.names):
-        return _without_options(found, *_PAYLOADS)  # the table has only columns of the log
+        return _without_options(found, *_PAYLOAD_OPTIONS)  # the table has only columns of the log
     return found
 
 
@@ -474,7 +482,7 @@ def _start_marks(
         return {int(partition): int(mark) for partition, mark in (start or {}).items()}
     text = start.isoformat() if isinstance(start, datetime) else start
     wanted = parse_read({**options, "startingTimestamp": text})
-    client, sources = sources_of(connect, range, linearizable=True)
+    client, sources = query_replica_sets(connect, range, linearizable=True)
     return starts(client, wanted, sources)
 
 

@@ -26,7 +26,7 @@ from waltz_spark.tables.spark_errors import translate_errors
 from waltz_spark.worker_errors import without_stack_each
 
 # The result of tasks: a row with the columns first, then rows with changes (rule 2).
-_PARTS = "task int, columns binary, changes binary"
+_PART_COLUMNS = "task int, columns binary, changes binary"
 _PART_BYTES = 8 * 1024 * 1024
 
 
@@ -35,7 +35,7 @@ class _SchemaConflict(Exception):
 
 
 @dataclass
-class FindingRead:
+class ColumnFindingRead:
     """Reads the transactions of tasks; yields the last changes, and the columns found in them.
 
     Attributes:
@@ -94,7 +94,7 @@ def _part_row(task: int, columns: bytes | None, changes: bytes | None) -> pa.Rec
 
 
 @dataclass
-class Unpacked:
+class ArrowChangesDecoder:
     """Converts changes from Arrow bytes to rows that have all columns."""
 
     schema: pa.Schema
@@ -114,8 +114,10 @@ class Unpacked:
                 yield from pa.table(columns, schema=self.schema).to_batches()
 
 
-class FoundChanges:
-    """Finds columns and changes; keeps the bytes of the last changes until it reads more changes.
+class ChangeFinder:
+    """Finds the columns of payloads and the changes in them.
+
+    Spark keeps the last changes in its cache until the next call of `changes`.
 
     Args:
         session: runs the tasks.
@@ -125,7 +127,7 @@ class FoundChanges:
         self._session = session
         self._parts: DataFrame | None = None
 
-    def changes(self, read: FindingRead) -> DataFrame:
+    def changes(self, read: ColumnFindingRead) -> DataFrame:
         """Return the changes in the transactions of tasks: the last change for each key and task.
 
         Raises:
@@ -145,7 +147,7 @@ class FoundChanges:
         deleted = pa.field(DELETED, pa.bool_(), nullable=False)
         schema = pa.schema([*columns, *place, deleted])
         packed = self._parts.where("changes IS NOT NULL").select("changes")
-        return packed.mapInArrow(Unpacked(schema), spark_schema(schema))
+        return packed.mapInArrow(ArrowChangesDecoder(schema), spark_schema(schema))
 
     def release(self) -> None:
         """Release the bytes of the last changes from Spark's cache."""
@@ -153,16 +155,16 @@ class FoundChanges:
             self._parts.unpersist()
             self._parts = None
 
-    def _run_tasks(self, read: FindingRead) -> pa.Schema:
+    def _run_tasks(self, read: ColumnFindingRead) -> pa.Schema:
         """Run the tasks, and return the columns that are known or were found."""
         self.release()
         numbers = self._session.range(0, len(read.tasks), 1, len(read.tasks))
-        self._parts = numbers.mapInArrow(read, _PARTS).persist()
+        self._parts = numbers.mapInArrow(read, _PART_COLUMNS).persist()
         with translate_errors("the log", self._session):
             found = self._parts.where("columns IS NOT NULL").select("task", "columns").collect()
         known = read.known
         for _, columns in sorted((row["task"], bytes(row["columns"])) for row in found):
-            known = _with_columns(known, pa.ipc.read_schema(pa.py_buffer(columns)))
+            known = _merge_schemas(known, pa.ipc.read_schema(pa.py_buffer(columns)))
         if field_count(part.type for part in known) > COLUMNS_MAX:
             raise _SchemaConflict
         return known
@@ -173,7 +175,7 @@ def spark_schema(schema: pa.Schema) -> StructType:
     return from_arrow_schema(schema)
 
 
-def _with_columns(known: pa.Schema, more: pa.Schema) -> pa.Schema:
+def _merge_schemas(known: pa.Schema, more: pa.Schema) -> pa.Schema:
     return pa.schema(list(_common_type(pa.struct(list(known)), pa.struct(list(more)))))
 
 

@@ -32,17 +32,17 @@ from waltz_core.tables.follower import OtherCommit, TableState
 from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
 from waltz_spark.tables.merge_statement import (
     PlaceColumns,
-    check_columns,
-    check_names,
+    check_column_names,
+    check_table_columns,
     merge_actions,
-    parts_of_name,
-    quote,
+    quote_identifier,
+    split_table_name,
 )
 from waltz_spark.tables.spark_errors import ICEBERG, translate_errors
 
-_PROPERTY = "waltz.marks"
-_SETTING = f"spark.sql.iceberg.snapshot-property.{_PROPERTY}"
-_PLACE = PlaceColumns(partition="_log_partition")  # rule 4
+_MARKS_PROPERTY = "waltz.marks"
+_MARKS_SETTING = f"spark.sql.iceberg.snapshot-property.{_MARKS_PROPERTY}"
+_PLACE_COLUMNS = PlaceColumns(partition="_log_partition")  # rule 4
 # Iceberg can create a table that has a column with such a name, but cannot read it.
 _METADATA_COLUMNS = (
     "_change_ordinal",
@@ -55,12 +55,12 @@ _METADATA_COLUMNS = (
     "_row_id",
     "_spec_id",
 )
-_BRANCH = "waltz_"  # the prefix of branch names (rule 1)
-_MAINTENANCE = "replace"  # rule 3
+_BRANCH_PREFIX = "waltz_"  # the prefix of branch names (rule 1)
+_MAINTENANCE_OPERATION = "replace"  # rule 3
 # Spark types that Iceberg stores as other types, so the next run would find another type.
-_CHANGED_TYPES = {"tinyint": "int", "smallint": "int"}
-_NO_TABLE = re.compile(r"TABLE_OR_VIEW_NOT_FOUND|NoSuchTableException|SCHEMA_NOT_FOUND")
-_SNAPSHOTS_LIMIT = 20  # the number to read at first; usually one of them is of the follower
+_UNSUPPORTED_TYPES = {"tinyint": "int", "smallint": "int"}
+_NO_TABLE_ERRORS = re.compile(r"TABLE_OR_VIEW_NOT_FOUND|NoSuchTableException|SCHEMA_NOT_FOUND")
+_SNAPSHOTS_READ_FIRST = 20  # the number to read at first; usually one of them is of the follower
 
 
 class _BranchHead(NamedTuple):
@@ -87,26 +87,26 @@ class MergedIcebergTable:
     def __init__(
         self, session: SparkSession, name: str, schema: StructType, key: Sequence[str]
     ) -> None:
-        check_names(schema, key, {*_PLACE, *_METADATA_COLUMNS})
-        if len(parts_of_name(name)) < 3:
+        check_column_names(schema, key, {*_PLACE_COLUMNS, *_METADATA_COLUMNS})
+        if len(split_table_name(name)) < 3:
             raise BadConfig(
                 "expected the name of an Iceberg table with its catalog and namespace, such as "
                 f"lake.shop.accounts, found {name!r}"
             )
         for part in schema:
-            if stored := _CHANGED_TYPES.get(part.dataType.simpleString()):
+            if stored := _UNSUPPORTED_TYPES.get(part.dataType.simpleString()):
                 raise BadConfig(
                     f"column {part.name!r}: Iceberg has no type {part.dataType.simpleString()}. "
                     f"Hint: declare it as {stored}."
                 )
         self._session, self._name, self._key = session, name, key
         self._columns = [StructField(part.name, part.dataType) for part in schema]
-        self._schema = StructType([*self._columns, *_PLACE.fields()])
-        self._branch = f"{_BRANCH}{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
+        self._schema = StructType([*self._columns, *_PLACE_COLUMNS.fields()])
+        self._branch = f"{_BRANCH_PREFIX}{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
         self._start: TableMarks | None = None  # the marks of a table that the first `apply` creates
-        self._snapshot: int | None = None  # the snapshot of `main` that `marks` has read
+        self._base_snapshot: int | None = None  # the snapshot of `main` that `marks` has read
         self._new_columns: list[StructField] | None = None  # to be added; None: not checked
-        self._is_clean = False  # whether the branches of earlier runs were dropped
+        self._has_dropped_branches = False  # whether the branches of earlier runs were dropped
 
     def create(self, start: TableMarks) -> None:
         """Let the next `apply` or `finish` create the table, if it does not exist by then.
@@ -125,11 +125,11 @@ class MergedIcebergTable:
         if self._start is None:
             return
         with self.translate_errors():
-            self._session.conf.set(_SETTING, encode(self._start))
+            self._session.conf.set(_MARKS_SETTING, encode(self._start))
             empty = self._session.createDataFrame([], self._schema)
             empty.writeTo(self._name).using("iceberg").create()
             self._start = None
-            self._snapshot, self._new_columns = self._first_snapshot(), []
+            self._base_snapshot, self._new_columns = self._first_snapshot(), []
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest snapshot, or of a table that is not yet created.
@@ -145,7 +145,7 @@ class MergedIcebergTable:
                 self._session.sql(f"REFRESH TABLE {self._name}")
                 branches = self._branches()
             except PySparkException as error:
-                if not _NO_TABLE.search(str(error)):
+                if not _NO_TABLE_ERRORS.search(str(error)):
                     raise
                 if self._start is None:
                     return None
@@ -153,11 +153,11 @@ class MergedIcebergTable:
             self._start = None
             if self._new_columns is None:
                 self._new_columns = self._missing_columns()
-            self._snapshot = branches.get("main")
-            limit = _SNAPSHOTS_LIMIT
+            self._base_snapshot = branches.get("main")
+            limit = _SNAPSHOTS_READ_FIRST
             while True:
-                snapshots = self._snapshots(limit)
-                state = _state_of(snapshots, self._snapshot, follower)
+                snapshots = self._newest_snapshots(limit)
+                state = _state_of(snapshots, self._base_snapshot, follower)
                 if state.metadata is not None or len(snapshots) < limit:
                     return state
                 limit *= 100
@@ -178,57 +178,59 @@ class MergedIcebergTable:
                     first.count()  # an error is raised before the table exists
             self.finish()
             with self.translate_errors():
-                return self._is_committed(changes, marks)
+                return self._commit_changes(changes, marks)
         finally:
             if first is not None:
                 first.unpersist()
 
-    def _is_committed(self, changes: DataFrame | None, marks: TableMarks) -> bool:
+    def _commit_changes(self, changes: DataFrame | None, marks: TableMarks) -> bool:
         self._add_columns()
-        begin = self._begin()
+        begin = self._ensure_base_snapshot()
         self._session.sql(
             f"ALTER TABLE {self._name} CREATE OR REPLACE BRANCH {self._branch} "
             f"AS OF VERSION {begin}"
         )
-        self._session.conf.set(_SETTING, encode(marks))
+        self._session.conf.set(_MARKS_SETTING, encode(marks))
         branch = f"{self._name}.branch_{self._branch}"
         if changes is None:
             self._session.createDataFrame([], self._schema).writeTo(branch).append()
         else:
-            self._merge(branch, changes)
-        head = self._heads().get(self._branch)
+            self._merge_into(branch, changes)
+        head = self._branch_heads().get(self._branch)
         if head is not None and head.snapshot == begin:
             return False
         if head is None or head.parent != begin:
             raise Superseded(f"table {self._name}: another program has dropped {self._branch}")
-        catalog, *rest = parts_of_name(self._name)
-        table = ".".join(map(quote, rest)).replace("\\", "\\\\").replace("'", "\\'")
+        catalog, *rest = split_table_name(self._name)
+        table = ".".join(map(quote_identifier, rest)).replace("\\", "\\\\").replace("'", "\\'")
         self._session.sql(
-            f"CALL {quote(catalog)}.system.fast_forward(table => '{table}', "
+            f"CALL {quote_identifier(catalog)}.system.fast_forward(table => '{table}', "
             f"branch => 'main', to => '{self._branch}')"
         ).collect()
         self._drop_branches()
         return True
 
-    def _merge(self, branch: str, changes: DataFrame) -> None:
+    def _merge_into(self, branch: str, changes: DataFrame) -> None:
         view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
         # The changes may belong to another session; sessions share global views.
         changes.createOrReplaceGlobalTempView(view)
         try:
-            actions = merge_actions([part.name for part in self._columns], self._key, _PLACE)
+            actions = merge_actions(
+                [part.name for part in self._columns], self._key, _PLACE_COLUMNS
+            )
             self._session.sql(
                 f"MERGE INTO {branch} AS target USING global_temp.{view} AS source ON {actions}"
             ).collect()
         finally:
             self._session.catalog.dropGlobalTempView(view)
 
-    def _begin(self) -> int:
+    def _ensure_base_snapshot(self) -> int:
         """Return the snapshot that `marks` has read; create one if a user's table has none."""
-        if self._snapshot is None:
-            self._session.conf.unset(_SETTING)
+        if self._base_snapshot is None:
+            self._session.conf.unset(_MARKS_SETTING)
             self._session.createDataFrame([], self._schema).writeTo(self._name).append()
-            self._snapshot = self._first_snapshot()
-        return self._snapshot
+            self._base_snapshot = self._first_snapshot()
+        return self._base_snapshot
 
     def _first_snapshot(self) -> int:
         """Return the first snapshot, which this table has committed.
@@ -236,7 +238,7 @@ class MergedIcebergTable:
         Raises:
             Superseded: `main` is at another snapshot, with marks that were not read (rule 1).
         """
-        head = self._heads()["main"]
+        head = self._branch_heads()["main"]
         if head.parent is not None:
             raise Superseded(f"table {self._name}: another commit came first")
         return head.snapshot
@@ -248,7 +250,7 @@ class MergedIcebergTable:
         )
         return dict(map(tuple, found.collect()))
 
-    def _heads(self) -> dict[str, _BranchHead]:
+    def _branch_heads(self) -> dict[str, _BranchHead]:
         """Return the newest snapshot of each branch and its parent, by name."""
         found = self._session.sql(
             "SELECT r.name, r.snapshot_id, s.parent_id "  # noqa: S608 - the user's SQL
@@ -266,34 +268,35 @@ class MergedIcebergTable:
         `main` has moved since. A branch that is at `main` or one snapshot after it may be in use by
         another follower. The other branches cannot become `main` any more.
         """
-        if self._is_clean:
+        if self._has_dropped_branches:
             return
-        self._is_clean = True
-        heads = self._heads()
+        self._has_dropped_branches = True
+        heads = self._branch_heads()
         main = heads["main"].snapshot
         for name, head in heads.items():
-            if name.startswith(_BRANCH) and main not in head:
+            if name.startswith(_BRANCH_PREFIX) and main not in head:
                 self._session.sql(f"ALTER TABLE {self._name} DROP BRANCH IF EXISTS {name}")
 
-    def _snapshots(self, limit: int) -> list[Row]:
+    def _newest_snapshots(self, limit: int) -> list[Row]:
         """Return the newest `limit` snapshots, including those of other branches."""
         return self._session.sql(
             "SELECT snapshot_id, parent_id, operation, "  # noqa: S608 - the user's SQL
-            f"summary['{_PROPERTY}'] AS marks, summary['total-records'] AS rows "
+            f"summary['{_MARKS_PROPERTY}'] AS marks, summary['total-records'] AS rows "
             f"FROM {self._name}.snapshots ORDER BY committed_at DESC LIMIT {limit}"
         ).collect()
 
     def _missing_columns(self) -> list[StructField]:
         """Return the declared columns that the table lacks."""
         found = self._session.table(self._name).schema
-        check_columns(self._name, found, self._schema)
+        check_table_columns(self._name, found, self._schema)
         return [part for part in self._schema if part.name not in found.names]
 
     def _add_columns(self) -> None:
         """Add the declared columns that the table lacks (rule 5)."""
         if self._new_columns:
             columns = ", ".join(
-                f"{quote(part.name)} {_type_in_sql(part.dataType)}" for part in self._new_columns
+                f"{quote_identifier(part.name)} {_type_in_sql(part.dataType)}"
+                for part in self._new_columns
             )
             self._session.sql(f"ALTER TABLE {self._name} ADD COLUMNS ({columns})")
             self._new_columns = []
@@ -320,7 +323,7 @@ def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks
         found = decode(row["marks"])
         if found is not None and found.follower == follower.follower:
             return TableState(row["marks"], found.version, others)
-        if row["operation"] != _MAINTENANCE:
+        if row["operation"] != _MAINTENANCE_OPERATION:
             name = None if found is None else found.follower
             rules = rules or (found and found.rules)
             others.append(OtherCommit(row["snapshot_id"], row["operation"] or "", name))
@@ -338,6 +341,8 @@ def _type_in_sql(kind: DataType) -> str:
     if isinstance(kind, MapType):
         return f"MAP<{_type_in_sql(kind.keyType)}, {_type_in_sql(kind.valueType)}>"
     if isinstance(kind, StructType):
-        fields = ", ".join(f"{quote(part.name)}: {_type_in_sql(part.dataType)}" for part in kind)
+        fields = ", ".join(
+            f"{quote_identifier(part.name)}: {_type_in_sql(part.dataType)}" for part in kind
+        )
         return f"STRUCT<{fields}>"
     return kind.simpleString()

@@ -42,13 +42,18 @@ from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ERROR_COLUMN, LOG_COLUMNS
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.tables.found_changes import FindingRead, FoundChanges, decrypted_rows, spark_schema
-from waltz_spark.tables.spark_errors import TWO_PARTITIONS
+from waltz_spark.tables.found_changes import (
+    ChangeFinder,
+    ColumnFindingRead,
+    decrypted_rows,
+    spark_schema,
+)
+from waltz_spark.tables.spark_errors import TWO_PARTITIONS_PREFIX
 from waltz_spark.worker_errors import without_stack_each
 
-_PLACE = (StructField("partition", IntegerType()), StructField("transaction_id", LongType()))
-_HEADER = StructField("header", IntegerType())
-_REASON = StructField(ERROR_COLUMN, StringType())
+_PLACE_FIELDS = (StructField("partition", IntegerType()), StructField("transaction_id", LongType()))
+_HEADER_FIELD = StructField("header", IntegerType())
+_ERROR_FIELD = StructField(ERROR_COLUMN, StringType())
 
 
 class SparkFollowedLog:
@@ -76,8 +81,8 @@ class SparkFollowedLog:
     ) -> None:
         self._session, self._position = session, position
         self._options, self._rules = dict(options), rules
-        self._found = FoundChanges(session)
-        self._known = schema if callable(schema) else None
+        self._finder = ChangeFinder(session)
+        self._find_known_columns = schema if callable(schema) else None
         if callable(schema):
             self._data_format = self._options.pop("dataFormat")
             if self._data_format not in ("msgpack", "json"):
@@ -86,13 +91,16 @@ class SparkFollowedLog:
                     f"{self._data_format}, found none. Hint: declare the columns; they are "
                     "derived from the payloads only for msgpack and json."
                 )
-            rows = StructType([*_PLACE, _HEADER, StructField("data", BinaryType())])
-            self._read = with_reasons(rows, self._options)
+            rows = StructType([*_PLACE_FIELDS, _HEADER_FIELD, StructField("data", BinaryType())])
+            self._read_schema = with_error_column(rows, self._options)
             return
-        rows = read_schema(schema, rules)
+        rows = transaction_columns(schema, rules)
         check_rules(rules, arrow_schema(rows))
-        self._rows, self._read = arrow_schema(rows), with_reasons(rows, self._options)
-        self._schema = changes_schema(table_columns(schema, rules))
+        self._row_schema, self._read_schema = (
+            arrow_schema(rows),
+            with_error_column(rows, self._options),
+        )
+        self._changes_schema = changes_schema(table_columns(schema, rules))
 
     def state(self) -> LogState:
         """Return the log's high-water marks and first available IDs; raises Unavailable."""
@@ -104,7 +112,7 @@ class SparkFollowedLog:
 
     def release(self) -> None:
         """Release the data of the last changes from Spark's cache."""
-        self._found.release()
+        self._finder.release()
 
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[DataFrame]:
         """Return the last change of each key after `starts[0]` and up to `ends`, as one DataFrame.
@@ -112,7 +120,7 @@ class SparkFollowedLog:
         If columns are declared, the log is read at the next action; otherwise it is read at once.
 
         Raises:
-            BadFormat, BadConfig: columns cannot be found; see `FoundChanges`.
+            BadFormat, BadConfig: columns cannot be found; see `ChangeFinder`.
             DataLoss: transactions have expired.
             Unavailable: a partition does not answer.
         """
@@ -121,22 +129,24 @@ class SparkFollowedLog:
             "startingHighWaterMarks": marks_as_json(starts[0]),
             "endingHighWaterMarks": marks_as_json(ends),
         }
-        reader = WaltzDataSource(options).reader(self._read)
+        reader = WaltzDataSource(options).reader(self._read_schema)
         tasks = reader.partitions()
-        if self._known is not None:
-            known = arrow_schema(self._known())
-            found = self._found.changes(
-                FindingRead(reader, tasks, self._rules, known, self._data_format)
+        if self._find_known_columns is not None:
+            known = arrow_schema(self._find_known_columns())
+            found = self._finder.changes(
+                ColumnFindingRead(reader, tasks, self._rules, known, self._data_format)
             )
         else:
             numbers = self._session.range(0, len(tasks), 1, len(tasks))
-            read = TaskRead(reader, tasks, self._rules, self._rows, self._schema.names)
-            found = numbers.mapInArrow(read, self._schema)
-        return [found if len(tasks) == 1 else last_of_tasks(found, self._rules.key)]
+            read = LastChangesRead(
+                reader, tasks, self._rules, self._row_schema, self._changes_schema.names
+            )
+            found = numbers.mapInArrow(read, self._changes_schema)
+        return [found if len(tasks) == 1 else combine_task_changes(found, self._rules.key)]
 
 
 @dataclass
-class TaskRead:
+class LastChangesRead:
     """Reads the transactions of tasks, and yields the last changes (rule 1).
 
     Spark passes the numbers of tasks: one number to each of its own tasks.
@@ -155,10 +165,10 @@ class TaskRead:
             for number in batch.column(0).to_pylist():
                 rows = self.reader.read(self.tasks[number])
                 rows = decrypted_rows(rows, self.schema.names)
-                for changes in self._changes(rows):
+                for changes in self._last_changes(rows):
                     yield from changes.select(self.columns).to_batches()
 
-    def _changes(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    def _last_changes(self, rows: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
         """Yield the last changes; without a key, all changes part by part, to bound the memory."""
         if self.rules.key:
             yield reduce_batches(rows, self.rules, self.schema)
@@ -167,7 +177,7 @@ class TaskRead:
 
 
 @dataclass
-class FrameReduction:
+class DataFrameReduction:
     """Reduces the rows of a DataFrame to the last changes after the marks in `after`."""
 
     rules: ChangeRules
@@ -185,7 +195,7 @@ class FrameReduction:
         yield from found.select(self.columns).to_batches()
 
 
-def changes_of_frame(
+def changes_of_dataframe(
     df: DataFrame, schema: StructType, rules: ChangeRules, after: MarkMap
 ) -> DataFrame:
     """Return the last change of each key and task in a DataFrame of transactions (rule 2).
@@ -197,16 +207,16 @@ def changes_of_frame(
         after: the marks of the table; transactions up to them are dropped.
     """
     found = changes_schema(schema)
-    reduction = FrameReduction(rules, arrow_schema(df.schema), found.names, dict(after))
+    reduction = DataFrameReduction(rules, arrow_schema(df.schema), found.names, dict(after))
     return df.mapInArrow(reduction, found)
 
 
-def read_schema(schema: StructType, rules: ChangeRules) -> StructType:
+def transaction_columns(schema: StructType, rules: ChangeRules) -> StructType:
     """Return the columns of a table's transactions: declared columns, and columns of rules."""
     return with_log_columns(schema, header=bool(rules.delete_headers) or rules.function is not None)
 
 
-def with_reasons(rows: StructType, options: Mapping[str, str]) -> StructType:
+def with_error_column(rows: StructType, options: Mapping[str, str]) -> StructType:
     """Return the columns to read; with keys, also the column for decryption errors (rule 4).
 
     Raises:
@@ -220,12 +230,12 @@ def with_reasons(rows: StructType, options: Mapping[str, str]) -> StructType:
             "a payload without this field."
         )
     has_payload = any(name == "data" or name not in LOG_COLUMNS for name in rows.names)
-    return StructType([*rows, *([_REASON] if has_payload else [])])
+    return StructType([*rows, *([_ERROR_FIELD] if has_payload else [])])
 
 
 def with_log_columns(schema: StructType, *, header: bool = True) -> StructType:
     """Return the declared columns of transactions and the columns of the log."""
-    used = [*_PLACE, *([_HEADER] if header else [])]
+    used = [*_PLACE_FIELDS, *([_HEADER_FIELD] if header else [])]
     return StructType([*schema, *(each for each in used if each.name not in schema.names)])
 
 
@@ -250,16 +260,16 @@ def table_columns(schema: StructType, rules: ChangeRules) -> StructType:
 
 def changes_schema(schema: StructType) -> StructType:
     """Return the columns of changes (rule 2); all but the key are null in some deletes."""
-    place = [each for each in _PLACE if each.name not in schema.names]
+    place = [each for each in _PLACE_FIELDS if each.name not in schema.names]
     columns = [StructField(each.name, each.dataType) for each in schema]
     return StructType([*columns, *place, StructField(DELETED, BooleanType(), nullable=False)])
 
 
-def last_of_tasks(parts: DataFrame, key: Sequence[str]) -> DataFrame:
+def combine_task_changes(parts: DataFrame, key: Sequence[str]) -> DataFrame:
     """Reduce the last changes of several tasks to the last change of each key.
 
     If a key has changes in two partitions, the action on the result fails, with a message after
-    `TWO_PARTITIONS`. Without a key, all changes are returned.
+    `TWO_PARTITIONS_PREFIX`. Without a key, all changes are returned.
     """
     if not key:
         return parts
@@ -278,7 +288,7 @@ def last_of_tasks(parts: DataFrame, key: Sequence[str]) -> DataFrame:
     places = (F.lit("partition "), F.col("low"), F.lit(" and partition "), F.col("high"))
     middle = F.lit(") has changes in two partitions, ")
     error = F.raise_error(
-        F.concat(F.lit(f"{TWO_PARTITIONS}("), *shown, middle, *places, F.lit("."))
+        F.concat(F.lit(f"{TWO_PARTITIONS_PREFIX}("), *shown, middle, *places, F.lit("."))
     )
 
     def column(name: str) -> Column:

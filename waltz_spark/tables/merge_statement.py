@@ -5,7 +5,7 @@ Rules:
        row: `_partition` and `_transaction_id`. Iceberg reserves the first name, so its tables use
        another one.
     2. If a key has changes in two partitions, the statement fails, with a message after
-       `TWO_PARTITIONS`.
+       `TWO_PARTITIONS_PREFIX`.
 """
 
 import re
@@ -17,7 +17,7 @@ from pyspark.sql.types import IntegerType, LongType, StructField, StructType
 from waltz_core.errors import BadConfig
 from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED
-from waltz_spark.tables.spark_errors import TWO_PARTITIONS
+from waltz_spark.tables.spark_errors import TWO_PARTITIONS_PREFIX
 
 
 class PlaceColumns(NamedTuple):
@@ -32,13 +32,15 @@ class PlaceColumns(NamedTuple):
         return [StructField(name, kind) for name, kind in zip(self, types, strict=True)]
 
 
-PLACE = PlaceColumns()
+PLACE_COLUMNS = PlaceColumns()
 # A name in backticks may contain any character.
-_PART = re.compile(r"`(?:[^`]|``)+`|\w+")
-_NAME = re.compile(rf"(?:{_PART.pattern})(?:\.(?:{_PART.pattern}))*")
+_NAME_PART = re.compile(r"`(?:[^`]|``)+`|\w+")
+_TABLE_NAME = re.compile(rf"(?:{_NAME_PART.pattern})(?:\.(?:{_NAME_PART.pattern}))*")
 
 
-def merge_actions(columns: Sequence[str], key: Sequence[str], place: PlaceColumns = PLACE) -> str:
+def merge_actions(
+    columns: Sequence[str], key: Sequence[str], place: PlaceColumns = PLACE_COLUMNS
+) -> str:
     """Return the text after `MERGE INTO ... AS target USING ... AS source ON`.
 
     Args:
@@ -46,21 +48,23 @@ def merge_actions(columns: Sequence[str], key: Sequence[str], place: PlaceColumn
         key: the key columns.
         place: the names of the place columns in the table.
     """
-    names = {quote(name): f"source.{quote(name)}" for name in columns}
-    names |= {quote(name): f"source.{column}" for column, name in place._asdict().items()}
-    is_key = (f"target.{each} = source.{each}" for each in map(quote, key))
+    names = {quote_identifier(name): f"source.{quote_identifier(name)}" for name in columns}
+    names |= {
+        quote_identifier(name): f"source.{column}" for column, name in place._asdict().items()
+    }
+    is_key = (f"target.{each} = source.{each}" for each in map(quote_identifier, key))
     return (  # names are quoted
         f"{' AND '.join(is_key)} "  # noqa: S608
-        f"WHEN MATCHED AND {_checked_condition(f'source.{DELETED}', key, place)} THEN DELETE "
+        f"WHEN MATCHED AND {_delete_condition(f'source.{DELETED}', key, place)} THEN DELETE "
         f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
         f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
         f"INSERT ({', '.join(names)}) VALUES ({', '.join(names.values())})"
     )
 
 
-def _checked_condition(is_deleted: str, key: Sequence[str], place: PlaceColumns) -> str:
+def _delete_condition(is_deleted: str, key: Sequence[str], place: PlaceColumns) -> str:
     """Return condition `is_deleted`, which fails for a row of another partition (rule 2)."""
-    shown = ", ', ', ".join(f"CAST(source.{quote(name)} AS STRING)" for name in key)
+    shown = ", ', ', ".join(f"CAST(source.{quote_identifier(name)} AS STRING)" for name in key)
     places = ", ' and ', ".join(
         f"'partition ', {partition}, ', transaction ', {transaction}"
         for partition, transaction in (
@@ -70,12 +74,14 @@ def _checked_condition(is_deleted: str, key: Sequence[str], place: PlaceColumns)
     )
     return (
         f"CASE WHEN target.{place.partition} <> source.partition THEN CAST(raise_error(concat("
-        f"'{TWO_PARTITIONS}(', {shown}, ') has changes in two partitions, ', {places}, '.')) "
-        f"AS BOOLEAN) ELSE {is_deleted} END"
+        f"'{TWO_PARTITIONS_PREFIX}(', {shown}, ') has changes in two partitions, ', {places}, "
+        f"'.')) AS BOOLEAN) ELSE {is_deleted} END"
     )
 
 
-def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str] = PLACE) -> None:
+def check_column_names(
+    schema: StructType, key: Sequence[str], reserved: Collection[str] = PLACE_COLUMNS
+) -> None:
     """Reject a schema that lacks a key column or has a reserved name, ignoring case.
 
     Key columns with a collation are rejected, too: a task compares texts by their bytes, but Spark
@@ -115,7 +121,7 @@ def check_names(schema: StructType, key: Sequence[str], reserved: Collection[str
         seen[name.lower()] = name
 
 
-def check_columns(table: str, found: StructType, declared: Iterable[StructField]) -> None:
+def check_table_columns(table: str, found: StructType, declared: Iterable[StructField]) -> None:
     """Check that all columns of a table are declared with their types.
 
     Raises:
@@ -137,15 +143,15 @@ def check_columns(table: str, found: StructType, declared: Iterable[StructField]
             )
 
 
-def parts_of_name(text: str) -> list[str]:
+def split_table_name(text: str) -> list[str]:
     """Split the name of a table in SQL, without quotes; return no parts if it is not a name."""
-    if _NAME.fullmatch(text) is None:
+    if _TABLE_NAME.fullmatch(text) is None:
         return []
-    parts = _PART.findall(text)
+    parts = _NAME_PART.findall(text)
     return [part[1:-1].replace("``", "`") if part.startswith("`") else part for part in parts]
 
 
-def quote(name: str) -> str:
+def quote_identifier(name: str) -> str:
     """Return a name as a quoted SQL identifier."""
     escaped = name.replace("`", "``")
     return f"`{escaped}`"

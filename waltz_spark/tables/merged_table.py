@@ -39,27 +39,29 @@ from waltz_core.tables.row_changes import DELETED
 from waltz_core.tables.table_marks import TableMarks, decode, encode
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.merge_statement import (
-    PLACE,
-    check_columns,
-    check_names,
+    PLACE_COLUMNS,
+    check_column_names,
+    check_table_columns,
     merge_actions,
-    parts_of_name,
-    quote,
+    quote_identifier,
+    split_table_name,
 )
-from waltz_spark.tables.spark_errors import NULL_TEXT, translate_errors
+from waltz_spark.tables.spark_errors import NULL_TEXT_PREFIX, translate_errors
 
-_METADATA = "spark.databricks.delta.commitInfo.userMetadata"
-_APPLICATION = "spark.databricks.delta.write.txnAppId"
-_VERSION = "spark.databricks.delta.write.txnVersion"
-_AUTO_COMPACTION = "spark.databricks.delta.autoCompact.enabled"  # rule 4; precedes the property
-_TIME_ZONE = "spark.sql.session.timeZone"
+_METADATA_SETTING = "spark.databricks.delta.commitInfo.userMetadata"
+_APPLICATION_SETTING = "spark.databricks.delta.write.txnAppId"
+_VERSION_SETTING = "spark.databricks.delta.write.txnVersion"
+_AUTO_COMPACTION_SETTING = (
+    "spark.databricks.delta.autoCompact.enabled"  # rule 4; precedes the property
+)
+_TIME_ZONE_SETTING = "spark.sql.session.timeZone"
 _NULL_TEXTS = ("", "__HIVE_DEFAULT_PARTITION__")  # rule 5
 # The errors with which Spark and Delta report that a table does not exist.
-_NO_TABLE = re.compile(
+_NO_TABLE_ERRORS = re.compile(
     r"DELTA_TABLE_ONLY_OPERATION|DELTA_MISSING_DELTA_TABLE|TABLE_OR_VIEW_NOT_FOUND|"
     r"DELTA_TABLE_NOT_FOUND|DELTA_PATH_DOES_NOT_EXIST"
 )
-_HISTORY_LIMIT = 5  # the number of commits to read at first; usually one is of the follower
+_COMMITS_READ_FIRST = 5  # the number of commits to read at first; usually one is of the follower
 
 
 class MergedDeltaTable:
@@ -79,28 +81,28 @@ class MergedDeltaTable:
     def __init__(
         self, session: SparkSession, name: str, schema: StructType | None, key: Sequence[str]
     ) -> None:
-        self._is_declared = schema is not None
+        self._has_declared_schema = schema is not None
         if schema is not None:
-            check_names(schema, key)
+            check_column_names(schema, key)
         self._session, self._name, self._key = session, name, key
-        self._schema = _plain(schema or StructType())
+        self._schema = _nullable_columns(schema or StructType())
         self._is_path = "/" in name
-        if not self._is_path and not parts_of_name(name):
+        if not self._is_path and not split_table_name(name):
             raise BadConfig(
                 f"expected the path, the URL or the name of a table, found {name!r}. Hint: a part "
                 "with characters other than letters, digits and _ needs backticks: "
                 "shop.`accounts-2`."
             )
-        self._sql = f"delta.{quote(name)}" if self._is_path else name
-        self._is_checked = False
-        self._stored = StructType()  # the columns of the version that `marks` has read
+        self._sql = f"delta.{quote_identifier(name)}" if self._is_path else name
+        self._has_checked_columns = False
+        self._stored_columns = StructType()  # the columns of the version that `marks` has read
         self._start: TableMarks | None = None  # the marks of a table that the first `apply` creates
         self._next_version = 0  # the next `txn` version, after what `marks` has read (rule 1)
         self._partition_columns: list[str] | None = None  # None: not read yet
 
     def columns(self) -> StructType:
         """Return the columns of the version that `marks` has read, without the place columns."""
-        return StructType([part for part in self._stored if part.name not in PLACE])
+        return StructType([part for part in self._stored_columns if part.name not in PLACE_COLUMNS])
 
     def create(self, start: TableMarks) -> None:
         """Let the next `apply` or `finish` create the table, if it does not exist by then.
@@ -120,15 +122,17 @@ class MergedDeltaTable:
             return
         start = self._start
         with self.translate_errors():
-            self._set_identifier(start, start.version)
-            empty = self._session.createDataFrame([], StructType([*self._schema, *PLACE.fields()]))
+            self._set_commit_settings(start, start.version)
+            empty = self._session.createDataFrame(
+                [], StructType([*self._schema, *PLACE_COLUMNS.fields()])
+            )
             writer = empty.write.format("delta").mode("error")
             if self._is_path:
                 writer.save(self._name)
             else:
                 writer.saveAsTable(self._name)
         self._start, self._next_version = None, start.version + 1
-        self._stored = empty.schema
+        self._stored_columns = empty.schema
 
     def marks(self, follower: TableMarks) -> TableState | None:
         """Return the state of the newest version; None if there is no table.
@@ -144,7 +148,7 @@ class MergedDeltaTable:
                     return None
                 return TableState(encode(self._start), self._start.version, (), has_rows=False)
             self._start = None
-            self._stored = self._frame().schema
+            self._stored_columns = self._read_table().schema
             self._check_columns()
             state = found or self._state_without_marks(commits, follower)
             self._next_version = 0 if state.version is None else state.version + 1
@@ -159,7 +163,7 @@ class MergedDeltaTable:
             BadConfig: the session has no Delta library for this version of Spark.
             The errors of `read` of the log: the changes cannot be read.
         """
-        schema = self._checked_columns(changes)
+        schema = self._columns_of_changes(changes)
         first = changes.persist() if changes is not None and self._start is not None else None
         try:
             if first is not None:
@@ -168,7 +172,7 @@ class MergedDeltaTable:
                 self._schema = schema
             self.finish()
             with self.translate_errors():
-                is_committed = self._is_merged(changes, schema, marks)
+                is_committed = self._merge_changes(changes, schema, marks)
         finally:
             if first is not None:
                 first.unpersist()
@@ -178,15 +182,19 @@ class MergedDeltaTable:
             )
         return True
 
-    def _checked_columns(self, changes: DataFrame | None) -> StructType:
+    def _columns_of_changes(self, changes: DataFrame | None) -> StructType:
         """Return the table columns of changes; Delta may not support the name of a found column."""
-        own = {*PLACE._asdict(), DELETED}
-        schema = _plain([] if changes is None else [x for x in changes.schema if x.name not in own])
-        if schema and not self._is_declared:
+        own = {*PLACE_COLUMNS._asdict(), DELETED}
+        schema = _nullable_columns(
+            [] if changes is None else [x for x in changes.schema if x.name not in own]
+        )
+        if schema and not self._has_declared_schema:
             check_schema(arrow_schema(schema))
         return schema
 
-    def _is_merged(self, changes: DataFrame | None, schema: StructType, marks: TableMarks) -> bool:
+    def _merge_changes(
+        self, changes: DataFrame | None, schema: StructType, marks: TableMarks
+    ) -> bool:
         """Merge changes; return False if Delta has skipped the `MERGE` (rule 1)."""
         view = f"waltz_{uuid.uuid4().hex}"  # noqa: TID251 - a name on no other server
         into = f"INTO {self._sql} AS target USING global_temp.{view} AS source ON"
@@ -194,10 +202,10 @@ class MergedDeltaTable:
             changes = self._session.createDataFrame([], "partition int")
             merge = f"MERGE {into} target._partition = source.partition WHEN MATCHED THEN DELETE"
         else:
-            self._add_key(schema)
-            merge = self._merge(into, schema)
-            changes = self._with_checked_texts(changes)
-        self._set_identifier(marks, self._next_version)
+            self._add_key_columns(schema)
+            merge = self._merge_text(into, schema)
+            changes = self._with_null_text_checks(changes)
+        self._set_commit_settings(marks, self._next_version)
         # The changes may belong to another session; sessions share global views.
         changes.createOrReplaceGlobalTempView(view)
         try:
@@ -205,7 +213,7 @@ class MergedDeltaTable:
         finally:
             self._session.catalog.dropGlobalTempView(view)
 
-    def _with_checked_texts(self, changes: DataFrame) -> DataFrame:
+    def _with_null_text_checks(self, changes: DataFrame) -> DataFrame:
         """Make changes fail if a partition column has a text that Delta reads as null (rule 5)."""
         if self._partition_columns is None:
             detail = self._session.sql(f"DESCRIBE DETAIL {self._sql}").collect()[0]
@@ -213,48 +221,53 @@ class MergedDeltaTable:
         checked = {}
         for part in changes.schema:
             if part.name in self._partition_columns and isinstance(part.dataType, StringType):
-                text, place = F.col(quote(part.name)), map(F.col, ("partition", "transaction_id"))
-                start = F.format_string(f"{NULL_TEXT}%d, transaction %d", *place)
+                text, place = (
+                    F.col(quote_identifier(part.name)),
+                    map(F.col, ("partition", "transaction_id")),
+                )
+                start = F.format_string(f"{NULL_TEXT_PREFIX}%d, transaction %d", *place)
                 rest = (F.lit(f", column {part.name!r}, found '"), text, F.lit("'."))
                 error = F.raise_error(F.concat(start, *rest)).cast("string")
                 checked[part.name] = F.when(text.isin(*_NULL_TEXTS), error).otherwise(text)
         return changes.withColumns(checked) if checked else changes
 
-    def _add_key(self, schema: StructType) -> None:
+    def _add_key_columns(self, schema: StructType) -> None:
         """Add missing key columns to an empty table: the condition of a `MERGE` needs them."""
         new = [
             part
             for part in schema
-            if part.name in self._key and part.name not in self._stored.names
+            if part.name in self._key and part.name not in self._stored_columns.names
         ]
         if not new:
             return
-        if self._frame().limit(1).collect():
+        if self._read_table().limit(1).collect():
             raise BadConfig(
                 f"table {self._name}: expected key column {new[0].name!r} in the table, found "
-                f"the columns {', '.join(self._stored.names)}"
+                f"the columns {', '.join(self._stored_columns.names)}"
             )
-        columns = ", ".join(f"{quote(part.name)} {part.dataType.simpleString()}" for part in new)
+        columns = ", ".join(
+            f"{quote_identifier(part.name)} {part.dataType.simpleString()}" for part in new
+        )
         self._session.sql(f"ALTER TABLE {self._sql} ADD COLUMNS ({columns})")
-        self._stored = self._frame().schema
+        self._stored_columns = self._read_table().schema
 
-    def _set_identifier(self, marks: TableMarks, version: int) -> None:
-        self._session.conf.set(_METADATA, encode(marks))
-        self._session.conf.set(_APPLICATION, marks.application)
-        self._session.conf.set(_VERSION, str(version))
-        self._session.conf.set(_AUTO_COMPACTION, "false")
-        self._session.conf.set(_TIME_ZONE, "UTC")
+    def _set_commit_settings(self, marks: TableMarks, version: int) -> None:
+        self._session.conf.set(_METADATA_SETTING, encode(marks))
+        self._session.conf.set(_APPLICATION_SETTING, marks.application)
+        self._session.conf.set(_VERSION_SETTING, str(version))
+        self._session.conf.set(_AUTO_COMPACTION_SETTING, "false")
+        self._session.conf.set(_TIME_ZONE_SETTING, "UTC")
 
-    def _merge(self, into: str, schema: StructType) -> str:
-        is_new = _types(schema).items() - _types(self._stored).items()
+    def _merge_text(self, into: str, schema: StructType) -> str:
+        is_new = _type_names(schema).items() - _type_names(self._stored_columns).items()
         evolving = "WITH SCHEMA EVOLUTION " if is_new else ""
         return f"MERGE {evolving}{into} {merge_actions(schema.names, self._key)}"
 
     def _newest_commits(self, follower: TableMarks) -> tuple[list[DeltaCommit], TableState | None]:
         """Return commits, newest first (none without a table), and the state found in them."""
-        limit = _HISTORY_LIMIT
+        limit = _COMMITS_READ_FIRST
         while True:
-            commits = list(map(_commit, self._history(limit)))
+            commits = list(map(_commit_of_row, self._read_history(limit)))
             is_complete = len(commits) < limit
             if found := newest_of(follower, commits, is_complete=is_complete):
                 metadata, others = found
@@ -266,17 +279,17 @@ class MergedDeltaTable:
                 return commits, None
             limit *= 100
 
-    def _history(self, limit: int) -> list[Row]:
+    def _read_history(self, limit: int) -> list[Row]:
         try:
             found = self._session.sql(f"DESCRIBE HISTORY {self._sql} LIMIT {limit}")
             mode = F.coalesce(F.col("operationParameters")["mode"], F.lit("")).alias("mode")
             return found.select("version", "operation", mode, "userMetadata").collect()
         except PySparkException as error:
-            if _NO_TABLE.search(str(error)):
+            if _NO_TABLE_ERRORS.search(str(error)):
                 return []
             raise
 
-    def _frame(self) -> DataFrame:
+    def _read_table(self) -> DataFrame:
         if self._is_path:
             return self._session.read.format("delta").load(self._name)
         return self._session.table(self._name)
@@ -285,7 +298,7 @@ class MergedDeltaTable:
         self, commits: Sequence[DeltaCommit], follower: TableMarks
     ) -> TableState:
         found = [marks for each in commits if (marks := decode(each.metadata)) is not None]
-        has_rows = bool(found) or bool(self._frame().limit(1).collect())
+        has_rows = bool(found) or bool(self._read_table().limit(1).collect())
         rules = found[0].rules if found else None
         return TableState(None, self._stored_version(follower.application), (), has_rows, rules)
 
@@ -302,25 +315,27 @@ class MergedDeltaTable:
         return max((row[0] for row in found if row[0] is not None), default=None)
 
     def _check_columns(self) -> None:
-        if self._is_checked or not self._is_declared:
+        if self._has_checked_columns or not self._has_declared_schema:
             return
-        check_columns(self._name, self._stored, (*self._schema, *PLACE.fields()))
-        self._is_checked = True
+        check_table_columns(
+            self._name, self._stored_columns, (*self._schema, *PLACE_COLUMNS.fields())
+        )
+        self._has_checked_columns = True
 
     def translate_errors(self) -> contextlib.AbstractContextManager[None]:
         """Convert errors of Spark, its tasks and Delta to errors of the project."""
         return translate_errors(f"table {self._name}", self._session)
 
 
-def _commit(row: Row) -> DeltaCommit:
+def _commit_of_row(row: Row) -> DeltaCommit:
     operation = operation_of(row["operation"] or "", row["mode"])
     return DeltaCommit(row["version"], operation, row["userMetadata"])
 
 
-def _plain(fields: Iterable[StructField]) -> StructType:
+def _nullable_columns(fields: Iterable[StructField]) -> StructType:
     """Return the fields as nullable columns without metadata."""
     return StructType([StructField(part.name, part.dataType) for part in fields])
 
 
-def _types(schema: StructType) -> dict[str, str]:
+def _type_names(schema: StructType) -> dict[str, str]:
     return {part.name: part.dataType.simpleString() for part in schema}

@@ -20,7 +20,7 @@ from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.spark_errors import translate_errors
 from waltz_spark.worker_errors import without_stack_each
 
-_FILES = "name string"
+_FILE_COLUMNS = "name string"
 
 
 class SparkParquetTable:
@@ -38,7 +38,7 @@ class SparkParquetTable:
     def __init__(self, uri: str, schema: StructType, rules: ChangeRules) -> None:
         columns = arrow_schema(schema)
         self._table = FollowedParquetTable(uri, columns, rules)
-        self._write = WrittenFiles(uri, with_place(columns))
+        self._write = ParquetFileWriter(uri, with_place(columns))
 
     def create(self, start: TableMarks) -> None:
         """Let the first batch create the table; errors as in `FollowedParquetTable`."""
@@ -67,14 +67,16 @@ class SparkParquetTable:
         if changes is None:
             return self._table.apply(None, marks)
         with translate_errors(f"table {self._write.uri}", changes.sparkSession, library=None):
-            names = [row["name"] for row in changes.mapInArrow(self._write, _FILES).collect()]
+            names = [
+                row["name"] for row in changes.mapInArrow(self._write, _FILE_COLUMNS).collect()
+            ]
         if names:
             self._table.publish(names, marks)
         return bool(names)
 
 
 @dataclass
-class WrittenFiles:
+class ParquetFileWriter:
     """Writes the changes of a task to files, and yields the file names."""
 
     uri: str

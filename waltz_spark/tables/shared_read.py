@@ -28,7 +28,7 @@ from waltz_core.tables.row_changes import (
 )
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.batch_read import ReadTask
-from waltz_spark.datasource.fetch import BatchColumns, ReadSource, log_batches
+from waltz_spark.datasource.fetch import BatchConverter, ReadSource, read_log_batches
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ReadOptions, parse_read
 from waltz_spark.planning import TransactionRange
@@ -37,17 +37,17 @@ from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.found_changes import decrypted_rows
 from waltz_spark.tables.log_changes import (
     changes_schema,
-    last_of_tasks,
+    combine_task_changes,
     marks_as_json,
-    read_schema,
     table_columns,
-    with_reasons,
+    transaction_columns,
+    with_error_column,
 )
 from waltz_spark.worker_errors import without_stack_each
 
 # The columns of the log with which tables select transactions, and which error messages name.
-_SELECTING = ("partition", "transaction_id", "header")
-_LOG = StructType(
+_SELECTION_COLUMNS = ("partition", "transaction_id", "header")
+_LOG_SCHEMA = StructType(
     [
         StructField("partition", IntegerType()),
         StructField("transaction_id", LongType()),
@@ -62,15 +62,15 @@ class SharedTable:
     """A table of a shared read.
 
     Attributes:
-        place: the name or the path of the table, for errors.
-        declared: the declared columns of its transactions.
+        name: the name or the path of the table, for errors.
+        declared_columns: the declared columns of its transactions.
         rules: how transactions become changes.
         headers: the headers of its transactions; if empty, all transactions belong to the table.
         options: the options for reading the table.
     """
 
-    place: str
-    declared: StructType
+    name: str
+    declared_columns: StructType
     rules: ChangeRules
     headers: tuple[int, ...]
     options: Mapping[str, str]
@@ -81,18 +81,20 @@ class SharedTable:
         Raises:
             BadConfig, BadRequest: the rules or the options do not fit the columns.
         """
-        with errors_of_table(self.place):
+        with errors_of_table(self.name):
             rows = self.row_schema()
             check_rules(self.rules, arrow_schema(rows))
-            WaltzDataSource(self.options).reader(with_reasons(rows, self.options))
+            WaltzDataSource(self.options).reader(with_error_column(rows, self.options))
 
     def row_schema(self) -> StructType:
         """Return the columns of the table's transactions."""
-        return read_schema(self.declared, self.rules)
+        return transaction_columns(self.declared_columns, self.rules)
 
-    def batch_columns(self) -> BatchColumns:
+    def batch_converter(self) -> BatchConverter:
         """Return the conversion of the log's columns to those of the table's transactions."""
-        return BatchColumns(parse_read(self.options), with_reasons(self.row_schema(), self.options))
+        return BatchConverter(
+            parse_read(self.options), with_error_column(self.row_schema(), self.options)
+        )
 
 
 class SharedSparkFollowedLog:
@@ -151,7 +153,7 @@ class SharedSparkFollowedLog:
             "startingHighWaterMarks": marks_as_json(lowest),
             "endingHighWaterMarks": marks_as_json(ends),
         }
-        reader = WaltzDataSource(options).reader(_LOG)
+        reader = WaltzDataSource(options).reader(_LOG_SCHEMA)
         tasks = [task for task in reader.partitions() if isinstance(task, ReadTask)]
         numbers = self._session.range(0, len(tasks), 1, len(tasks))
         read = SharedRead(tasks, parse_read(options), self._tables, [dict(each) for each in starts])
@@ -159,7 +161,9 @@ class SharedSparkFollowedLog:
         found = []
         for at, table in enumerate(self._tables):
             changes = self._parts.where(f"t{at} IS NOT NULL").select(f"t{at}.*")
-            found.append(last_of_tasks(changes, table.rules.key) if len(tasks) > 1 else changes)
+            found.append(
+                combine_task_changes(changes, table.rules.key) if len(tasks) > 1 else changes
+            )
         return found
 
 
@@ -177,7 +181,9 @@ class SharedRead:
 
     def schema(self) -> StructType:
         """Return the schema of the rows: a struct column for each table."""
-        kinds = (changes_schema(table_columns(each.declared, each.rules)) for each in self.tables)
+        kinds = (
+            changes_schema(table_columns(each.declared_columns, each.rules)) for each in self.tables
+        )
         return StructType([StructField(f"t{at}", kind) for at, kind in enumerate(kinds)])
 
     @without_stack_each
@@ -186,26 +192,28 @@ class SharedRead:
         kinds = arrow_schema(self.schema())
         for batch in numbers:
             for number in batch.column(0).to_pylist():
-                for at, changes in enumerate(self._changes(self.tasks[number])):
+                for at, changes in enumerate(self._last_changes(self.tasks[number])):
                     rows = changes.select(kinds.types[at].names)
                     yield from _as_structs(rows, at, kinds)
 
-    def _changes(self, task: ReadTask) -> list[ArrowTable]:
+    def _last_changes(self, task: ReadTask) -> list[ArrowTable]:
         """Return, for each table, the last changes in the transactions of a task."""
-        shapes = [each.batch_columns() for each in self.tables]
-        columns = dict.fromkeys((*_SELECTING, *(name for each in shapes for name in each.columns)))
+        converters = [each.batch_converter() for each in self.tables]
+        columns = dict.fromkeys(
+            (*_SELECTION_COLUMNS, *(name for each in converters for name in each.columns))
+        )
         kinds = [arrow_schema(each.row_schema()) for each in self.tables]
         found = [
             no_changes(kind, each.rules) for kind, each in zip(kinds, self.tables, strict=True)
         ]
         source = ReadSource(client_at(task.layout), task.replicas, task.archived_objects)
         span = TransactionRange(task.partition, task.first, task.last)
-        for part in parts_of(log_batches(source, span, self.options, list(columns))):
-            for at, (table, shape) in enumerate(zip(self.tables, shapes, strict=True)):
+        for part in parts_of(read_log_batches(source, span, self.options, list(columns))):
+            for at, (table, converter) in enumerate(zip(self.tables, converters, strict=True)):
                 after = self.starts[at][task.partition]
-                with errors_of_table(table.place):
+                with errors_of_table(table.name):
                     rows = [
-                        shape.project(select_rows(batch, after, table.headers))
+                        converter.convert(select_rows(batch, after, table.headers))
                         for batch in part.to_batches()
                     ]
                     readable = decrypted_rows(rows, kinds[at].names)

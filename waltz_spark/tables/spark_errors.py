@@ -20,55 +20,55 @@ from waltz_spark.session_errors import SPARK_ERRORS
 from waltz_spark.worker_errors import error_of
 
 # The beginnings of messages that the SQL statements of the followers raise.
-TWO_PARTITIONS = "a key in two partitions: "
-NULL_TEXT = "a text that Delta reads as null: partition "
+TWO_PARTITIONS_PREFIX = "a key in two partitions: "
+NULL_TEXT_PREFIX = "a text that Delta reads as null: partition "
 
 
-class Library(NamedTuple):
+class TableLibrary(NamedTuple):
     """A library for a table format, and the hint for a session that lacks it."""
 
     name: str
     hint: str
 
 
-DELTA = Library(
+DELTA = TableLibrary(
     "Delta",
     "Delta 4.4.0 has one for Spark 4.0, 4.1 and 4.2 (io.delta:delta-spark_4.2_2.13:4.4.0), and "
     "none for 4.3; docs/spark-tables.md has the settings of the session.",
 )
-ICEBERG = Library(
+ICEBERG = TableLibrary(
     "Iceberg",
     "there are libraries for Spark 4.0 and 4.1, and none for 4.2 and 4.3; docs/spark-tables.md has "
     "them, with the settings of the session.",
 )
 # The errors with which Spark and Delta report a row that violates a constraint (rule 3).
-_CONSTRAINT = re.compile(
+_CONSTRAINT_ERRORS = re.compile(
     r"\[(?:DELTA_VIOLATE_CONSTRAINT|DELTA_NOT_NULL|NOT_NULL_CONSTRAINT|NOT_NULL_ASSERT)\w*"
 )
 # The errors with which Spark, Delta and Iceberg report that another commit came first.
-_TABLE_EXISTS = re.compile(
+_TABLE_EXISTS_ERRORS = re.compile(
     r"DELTA_PATH_EXISTS|TABLE_OR_VIEW_ALREADY_EXISTS|DELTA_TABLE_ALREADY_EXISTS"
 )
-_CONFLICT = re.compile(
+_CONFLICT_ERRORS = re.compile(
     r"\[(DELTA_CONCURRENT_\w+|DELTA_METADATA_CHANGED|DELTA_PROTOCOL_CHANGED)\S*\]|"
     r"Cannot fast-forward|CommitFailedException|Cannot use branch \(does not exist\)|"
     r"Ref does not exist|Found conflicting"
 )
 # The errors of a Spark that lacks a library, or has a library for another version.
-_NO_LIBRARY = re.compile(
+_NO_LIBRARY_ERRORS = re.compile(
     r"NoSuchMethodError|NoSuchFieldError|NoClassDefFoundError|IncompatibleClassChangeError|"
     r"AbstractMethodError|DATA_SOURCE_NOT_FOUND|DELTA_CONFIGURE_SPARK_SESSION\w*|"
     r"PARSE_SYNTAX_ERROR|UNSUPPORTED_FEATURE.TABLE_OPERATION|"
     r"ClassNotFoundException: \S*(?:delta|iceberg)\S*|CATALOG_NOT_FOUND|"
     r"REQUIRES_SINGLE_PART_NAMESPACE|\w*PLUGIN_CLASS_NOT_FOUND\w*"
 )
-_FOUND_TWICE = re.compile(
-    rf"{TWO_PARTITIONS}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
+_TWO_PARTITIONS_ERROR = re.compile(
+    rf"{TWO_PARTITIONS_PREFIX}(\(.*?\) has changes .*?)\.(?: SQLSTATE|\s|$)", re.DOTALL
 )
-_FOUND_NULL = re.compile(
-    rf"{NULL_TEXT}(\d+, transaction \d+), column ('.*?'|\".*?\"), found ('\w*')\."
+_NULL_TEXT_ERROR = re.compile(
+    rf"{NULL_TEXT_PREFIX}(\d+, transaction \d+), column ('.*?'|\".*?\"), found ('\w*')\."
 )
-_TEMPORARY = re.compile(
+_TEMPORARY_ERRORS = re.compile(
     r"java\.net\.(?:Connect|NoRouteToHost|Socket|SocketTimeout)Exception|ConnectTimeoutException|"
     r"ExecutorLostFailure|FetchFailed|ServiceUnavailable|SlowDown"
 )
@@ -76,54 +76,54 @@ _TEMPORARY = re.compile(
 
 @contextmanager
 def translate_errors(
-    what: str, session: SparkSession, library: Library | None = DELTA
+    subject: str, session: SparkSession, library: TableLibrary | None = DELTA
 ) -> Iterator[None]:
     """Raise errors of Spark as errors of the project.
 
     Args:
-        what: the subject of the messages, such as "table t".
+        subject: the subject of the messages, such as "table t".
         session: the session in which the errors are raised.
         library: the library that the session needs; None if it needs none.
     """
     try:
         yield
     except SPARK_ERRORS as failure:
-        found = error_of(failure) or _error_of(str(failure), what, session, library)
+        found = error_of(failure) or _convert_message(str(failure), subject, session, library)
         if found is None:
             raise
         raise found from failure
 
 
-def _error_of(
-    text: str, what: str, session: SparkSession, library: Library | None
+def _convert_message(
+    text: str, subject: str, session: SparkSession, library: TableLibrary | None
 ) -> WaltzError | None:
-    if _CONSTRAINT.search(text):
+    if _CONSTRAINT_ERRORS.search(text):
         return None  # rule 3
-    if of_row := _error_of_row(text, what):
+    if of_row := _error_of_row(text, subject):
         return of_row
-    if conflict := _CONFLICT.search(text) or _TABLE_EXISTS.search(text):
-        return Superseded(f"{what}: another commit came first ({conflict[0]})")
-    if library is not None and (missing := _NO_LIBRARY.search(text)):
+    if conflict := _CONFLICT_ERRORS.search(text) or _TABLE_EXISTS_ERRORS.search(text):
+        return Superseded(f"{subject}: another commit came first ({conflict[0]})")
+    if library is not None and (missing := _NO_LIBRARY_ERRORS.search(text)):
         return BadConfig(
-            f"{what}: Spark {session.version} has no library of {library.name} that works with it "
-            f"({missing[0]}). Hint: {library.hint}"
+            f"{subject}: Spark {session.version} has no library of {library.name} that works with "
+            f"it ({missing[0]}). Hint: {library.hint}"
         )
-    if cause := _TEMPORARY.search(text):
+    if cause := _TEMPORARY_ERRORS.search(text):
         line = next(line for line in text.splitlines() if cause[0] in line)
-        return Unavailable(f"{what}: {line.strip():.300}")
+        return Unavailable(f"{subject}: {line.strip():.300}")
     return None
 
 
-def _error_of_row(text: str, what: str) -> BadRequest | None:
+def _error_of_row(text: str, subject: str) -> BadRequest | None:
     """Return the error of a row for which the SQL statements of the followers raise an error."""
-    if twice := _FOUND_TWICE.search(text):
+    if twice := _TWO_PARTITIONS_ERROR.search(text):
         return BadRequest(
-            f"{what}: the key {twice[1]}, and partitions have no common order. Hint: use a key "
+            f"{subject}: the key {twice[1]}, and partitions have no common order. Hint: use a key "
             "that includes the column that chooses the partition."
         )
-    if null := _FOUND_NULL.search(text):
+    if null := _NULL_TEXT_ERROR.search(text):
         return BadRequest(
-            f"{what}, partition {null[1]}: expected null or another text in partition column "
+            f"{subject}, partition {null[1]}: expected null or another text in partition column "
             f"{null[2]} of the table, found {null[3]}, which Delta reads as null. Hint: use a "
             "table with another partition column."
         )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from waltz_spark.session_errors import is_connect
+from waltz_spark.session_errors import is_connect_session
 from waltz_spark.spark_version import new_session
 
 
@@ -24,7 +24,7 @@ def table_session(spark: SparkSession) -> Iterator[SparkSession]:
         session.catalog.setCurrentDatabase(spark.catalog.currentDatabase())
         yield session
     finally:
-        if is_connect(session):
+        if is_connect_session(session):
             # Not stop(), which would stop a server that this process has started.
             with contextlib.suppress(Exception):  # otherwise the session expires after an hour
                 session.client.release_session()

@@ -37,7 +37,7 @@ from waltz_core.errors import (
 )
 from waltz_core.records.batches import encode_append_arrow
 from waltz_spark.options import WriteOptions
-from waltz_spark.payload_encryption import ROW_BYTES_MAX, PayloadEncryptor
+from waltz_spark.payload_encryption import ADDED_BYTES_MAX, PayloadEncryptor
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
 from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 
@@ -181,7 +181,7 @@ class Appender:
         self._batch_rows = options.batch_rows
         # Encryption is the last step before an append: rows that wait are in plain text.
         self._sealer = None if options.encryption_keys is None else PayloadEncryptor(options)
-        self._sealed_bytes = 0 if self._sealer is None else ROW_BYTES_MAX
+        self._sealed_bytes = 0 if self._sealer is None else ADDED_BYTES_MAX
         self._in_flight_max = options.in_flight_max
         self._lanes: dict[int, _PartitionRows] = {}
         self._in_flight = 0

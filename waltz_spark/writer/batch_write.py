@@ -39,7 +39,7 @@ from waltz_core.client import (
 )
 from waltz_core.errors import BadConfig, BadRequest, ConnectionSuperseded, WaltzError
 from waltz_spark.options import WriteOptions
-from waltz_spark.payload_schemas import with_written_schema
+from waltz_spark.payload_schemas import resolve_write_schema
 from waltz_spark.planning import check_partition
 from waltz_spark.shared_clients import with_client
 from waltz_spark.spark_version import arrow_schema
@@ -95,7 +95,7 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Wri
             )
     if options.registry is not None:
         packed = [part for part in arrow_schema(schema) if part.name not in WRITE_COLUMNS]
-        options = with_written_schema(options, packed)
+        options = resolve_write_schema(options, packed)
     return with_client(options.connect, lambda client: _job_at(client, options, write))
 
 

@@ -34,10 +34,10 @@ from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.records.batches import data_crcs
 from waltz_core.records.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES_MAX
 from waltz_spark.options import WriteOptions
-from waltz_spark.payload_encryption import KEY_COLUMN, ROW_BYTES_MAX
+from waltz_spark.payload_encryption import ADDED_BYTES_MAX, KEY_ID_COLUMN
 from waltz_spark.payload_schemas import payload_encoder
-from waltz_spark.planning import parts_text
-from waltz_spark.rows import check_packed_type, pack
+from waltz_spark.planning import first_items_text
+from waltz_spark.rows import check_packed_type, pack_rows
 
 LOCK_COLUMNS = ("write_locks", "read_locks", "append_locks")
 MARK_COLUMN = "client_high_water_mark"
@@ -272,7 +272,7 @@ class RowShaper:
         names = ["header", "data", "crc", *LOCK_COLUMNS, MARK_COLUMN]
         if self._options.encryption_key_column is not None:
             columns.append(self._keys(batch, self._options.encryption_key_column))
-            names.append(KEY_COLUMN)
+            names.append(KEY_ID_COLUMN)
         append = pa.RecordBatch.from_arrays(columns, names)
         source = None if self._options.recompute_function is None else batch
         self._rows += count
@@ -299,9 +299,9 @@ class RowShaper:
         else:
             names = [name for name in batch.schema.names if name not in WRITE_COLUMNS]
             packed = [batch.column(name) for name in names]
-            data = pack(packed, names, self._options.data_format, self._encode)
+            data = pack_rows(packed, names, self._options.data_format, self._encode)
         largest = pc.max(pc.binary_length(data)).as_py() or 0
-        added = 0 if self._options.encryption_keys is None else ROW_BYTES_MAX
+        added = 0 if self._options.encryption_keys is None else ADDED_BYTES_MAX
         if largest > TRANSACTION_BYTES_MAX - added:
             limit = f"limit of {TRANSACTION_BYTES_MAX - added:,}{' with encryption' * bool(added)}"
             raise TooLarge(
@@ -388,7 +388,9 @@ class RowShaper:
             return
         row = int(np.flatnonzero(is_wrong)[0])
         found = f"partition {chosen[row]} of {self._row(batch, pa.array(is_wrong))}"
-        expected = f"expected one of option 'partitions', {parts_text(self._own.tolist())}, found"
+        expected = (
+            f"expected one of option 'partitions', {first_items_text(self._own.tolist())}, found"
+        )
         if is_named[row]:
             raise BadRequest(f"column 'partition': {expected} {found}")
         by = self._options.partition_by

@@ -31,7 +31,7 @@ import pyarrow as pa
 from waltz_core.client import Encryption, RangeForm, RowOutcomeCode, WaltzClient
 from waltz_core.errors import BadRequest
 from waltz_core.records import raw_records
-from waltz_spark.payload_encryption import KEY_COLUMN
+from waltz_spark.payload_encryption import KEY_ID_COLUMN
 from waltz_spark.writer.appender import FinalRows
 from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
 from waltz_spark.writer.row_keys import RowKeys
@@ -92,7 +92,7 @@ class EarlierRows:
         there: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for row, key in enumerate(self._keys.of_rows(shaped)):
             # A round-robin row has no locks, but rows can differ in their encryption keys.
-            may_differ = not shaped.is_free[row] or KEY_COLUMN in shaped.append.schema.names
+            may_differ = not shaped.is_free[row] or KEY_ID_COLUMN in shaped.append.schema.names
             if key in self._own and may_differ:
                 self._check_locks(key, shaped, row)
             found = self._take(key)
@@ -161,8 +161,8 @@ class EarlierRows:
 
     def _check_locks(self, key: bytes, shaped: ShapedRows, row: int) -> None:
         names = [*LOCK_COLUMNS, MARK_COLUMN, *self._keys.check_columns_of_key]
-        if KEY_COLUMN in shaped.append.schema.names:
-            names.append(KEY_COLUMN)
+        if KEY_ID_COLUMN in shaped.append.schema.names:
+            names.append(KEY_ID_COLUMN)
         columns = [shaped.append.column(name) for name in names]
         locks = tuple(str(column[row].as_py()) for column in columns)
         if self._locks.setdefault(key, locks) != locks:

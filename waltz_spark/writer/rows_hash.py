@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 from waltz_core.errors import BadRequest
 from waltz_core.records.batches import data_crcs
 from waltz_spark.options import WriteOptions
-from waltz_spark.rows import pack
+from waltz_spark.rows import pack_rows
 from waltz_spark.writer.columns import ShapedRows
 
 U64 = npt.NDArray[np.uint64]
@@ -76,7 +76,7 @@ def row_sum(batch: pa.RecordBatch, shaped: ShapedRows, options: WriteOptions) ->
     data, crcs = shaped.append.column("data"), shaped.append.column("crc")
     names = options.identity_columns
     if names:
-        data = pack([batch.column(name) for name in names], names, "msgpack")
+        data = pack_rows([batch.column(name) for name in names], names, "msgpack")
         headers, crcs = np.zeros_like(headers), data_crcs(data)
     places = np.where(shaped.is_free, np.int32(_ANY_PARTITION), shaped.partitions)
     lengths = pc.binary_length(data).to_numpy()

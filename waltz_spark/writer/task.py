@@ -25,8 +25,8 @@ from waltz_core.client import ClusterLayout, RowOutcomeCode, TaskClaim, WaltzCli
 from waltz_core.errors import BadRequest, LockFailed
 from waltz_spark.options import OnLockFailure, WriteOptions
 from waltz_spark.payload_encryption import decryption_of
-from waltz_spark.planning import parts_text
-from waltz_spark.shared_clients import client_at, freeze_long_lived
+from waltz_spark.planning import first_items_text
+from waltz_spark.shared_clients import client_at, freeze_existing_objects
 from waltz_spark.task_spans import write_span
 from waltz_spark.writer.appender import Appender, FinalRows
 from waltz_spark.writer.columns import RowShaper, ShapedRows
@@ -123,7 +123,7 @@ class WriteJob:
         with write_span(self.options.traces) as counts:
             written = self._write_task(batches, task, attempt)
             counts |= {"waltz.committed": written.committed, "waltz.rejected": written.rejected}
-        freeze_long_lived("write")
+        freeze_existing_objects("write")
         return written
 
     def _write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
@@ -167,7 +167,7 @@ class WriteJob:
         The marks of other partitions are unknown, so rows in them would not be read back.
         """
         if claim.marks.keys() != self.marks.keys():
-            began, now = (parts_text(sorted(each)) for each in (claim.marks, self.marks))
+            began, now = (first_items_text(sorted(each)) for each in (claim.marks, self.marks))
             raise BadRequest(
                 f"write {claim.write!r} was begun for partitions {began}, but this run is "
                 f"for partitions {now}. Hint: run it again with the same option 'partitions' "

@@ -10,5 +10,5 @@ from waltz_spark.datasource import stream_read
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     made = Cluster()
     monkeypatch.setattr(stream_read, "client_of", made.client)
-    monkeypatch.setattr(stream_read, "sources_of", made.sources)
+    monkeypatch.setattr(stream_read, "query_replica_sets", made.sources)
     return made

@@ -69,7 +69,7 @@ def test_objects_are_frozen_once_for_each_kind_of_work(
     monkeypatch.setattr(shared_clients.gc, "collect", lambda: done.append("collect"))
     monkeypatch.setattr(shared_clients.gc, "freeze", lambda: done.append("freeze"))
     for work in ("this test's", "this test's", "another of it"):
-        shared_clients.freeze_long_lived(work)
+        shared_clients.freeze_existing_objects(work)
     assert done == ["collect", "freeze"] * 2
 
 

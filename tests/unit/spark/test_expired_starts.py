@@ -149,7 +149,7 @@ def test_a_micro_batch_that_has_expired_reads_nothing(cluster: Cluster) -> None:
 
 @pytest.fixture
 def batch(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> Cluster:
-    monkeypatch.setattr(batch_read, "sources_of", cluster.sources)
+    monkeypatch.setattr(batch_read, "query_replica_sets", cluster.sources)
     cluster.firsts = {0: FIRST, 1: 0}
     return cluster
 

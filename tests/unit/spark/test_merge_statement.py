@@ -4,23 +4,23 @@ import pytest
 from pyspark.sql.types import LongType, StringType, StructField, StructType
 
 from waltz_core.errors import BadConfig
-from waltz_spark.tables.merge_statement import check_names
+from waltz_spark.tables.merge_statement import check_column_names
 
 
 @pytest.mark.parametrize("name", ["_Partition", "Partition", "TRANSACTION_ID", "Header", "ID"])
 def test_a_name_that_differs_from_a_reserved_one_in_its_case_is_rejected(name: str):
     schema = StructType([StructField(each, LongType()) for each in ("id", name)])
     with pytest.raises(BadConfig, match=f"column '{name}': expected names that differ"):
-        check_names(schema, ["id"])
+        check_column_names(schema, ["id"])
 
 
 def test_a_column_of_the_log_may_be_declared():
-    check_names(StructType([StructField("header", LongType())]), ["header"])
+    check_column_names(StructType([StructField("header", LongType())]), ["header"])
 
 
 def test_a_key_with_a_collation_is_rejected():
     kinds = {"id": StringType(), "name": StringType("UTF8_LCASE")}
     schema = StructType([StructField(name, kind) for name, kind in kinds.items()])
-    check_names(schema, ["id"])
+    check_column_names(schema, ["id"])
     with pytest.raises(BadConfig, match="'name': expected text without a collation, found string "):
-        check_names(schema, ["id", "name"])
+        check_column_names(schema, ["id", "name"])

@@ -15,7 +15,7 @@ from waltz_core.client import BatchOutcome, Encryption, ReportOrder
 from waltz_core.encryption import keys
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, TooLarge
 from waltz_core.records.record import TRANSACTION_BYTES_MAX
-from waltz_spark.datasource.fetch import BatchColumns
+from waltz_spark.datasource.fetch import BatchConverter
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ReadOptions, parse_read, parse_write
 from waltz_spark.writer.appender import BATCH_BYTES_MAX, Appender
@@ -101,7 +101,7 @@ def test_with_keys_the_log_has_another_column() -> None:
     assert schema.endswith("data binary, data_error string")
 
 
-def read_schema(*fields: tuple[str, types.DataType, bool]) -> StructType:
+def log_columns_ddl(*fields: tuple[str, types.DataType, bool]) -> StructType:
     return StructType([types.StructField(*each) for each in fields])
 
 
@@ -109,17 +109,19 @@ def read_schema(*fields: tuple[str, types.DataType, bool]) -> StructType:
 def test_columns_that_may_be_null_are_not_declared_not_null(mode: str) -> None:
     unpacking = {"dataFormat": "json", "mode": mode, "encryptionKeys": "/k"}
     source = WaltzDataSource(CONNECT | unpacking)
-    source.reader(read_schema(("id", types.LongType(), True), ("partition", INT, False)))
+    source.reader(log_columns_ddl(("id", types.LongType(), True), ("partition", INT, False)))
     with pytest.raises(BadRequest, match="column 'id' is NOT NULL"):
-        source.reader(read_schema(("id", types.LongType(), False)))
+        source.reader(log_columns_ddl(("id", types.LongType(), False)))
     plain = WaltzDataSource(CONNECT | {"encryptionKeys": "/k"})
     for name, kind in (("data", types.BinaryType()), ("data_error", types.StringType())):
         with pytest.raises(BadRequest, match=f"'{name}' is NOT NULL .* encryptionKeys"):
-            plain.reader(read_schema((name, kind, False)))
+            plain.reader(log_columns_ddl((name, kind, False)))
     with pytest.raises(BadRequest, match="'data_error' of the log: expected type string"):
-        plain.reader(read_schema(("data_error", INT, True)))
+        plain.reader(log_columns_ddl(("data_error", INT, True)))
     # Without keys the name is the user's.
-    WaltzDataSource(CONNECT | {"dataFormat": "json"}).reader(read_schema(("data_error", INT, True)))
+    WaltzDataSource(CONNECT | {"dataFormat": "json"}).reader(
+        log_columns_ddl(("data_error", INT, True))
+    )
 
 
 INT = types.IntegerType()
@@ -134,13 +136,13 @@ KINDS = {
 def ddl_schema(ddl: str) -> StructType:
     """Spark parses DDL in Java only."""
     fields = [each.split() for each in ddl.split(",")]
-    return read_schema(*((name, KINDS[kind], True) for name, kind in fields))
+    return log_columns_ddl(*((name, KINDS[kind], True) for name, kind in fields))
 
 
 # --- reading
 
 
-def log_batch(shape: BatchColumns, payloads: list[bytes]) -> pa.RecordBatch:
+def log_batch(converter: BatchConverter, payloads: list[bytes]) -> pa.RecordBatch:
     count = len(payloads)
     columns = {
         "partition": pa.array([PARTITION] * count, pa.int32()),
@@ -148,7 +150,7 @@ def log_batch(shape: BatchColumns, payloads: list[bytes]) -> pa.RecordBatch:
         "header": pa.array([HEADER] * count, pa.int32()),
         "data": pa.array(payloads, pa.binary()),
     }
-    return pa.RecordBatch.from_pydict({name: columns[name] for name in shape.columns})
+    return pa.RecordBatch.from_pydict({name: columns[name] for name in converter.columns})
 
 
 def sealed(directory: Path, value: object, key_id: str = "a") -> bytes:
@@ -164,25 +166,25 @@ def test_a_read_without_a_format_has_null_and_the_reason(directory: Path) -> Non
     payloads = [sealed(directory, b"1"), sealed(directory, b"2", "b"), b"plain"]
     destroy(directory, "b")
     schema = ddl_schema("data_error string, transaction_id bigint, data binary")
-    shape = BatchColumns(read_options(directory), schema)
-    found = shape.project(log_batch(shape, payloads)).to_pylist()
+    converter = BatchConverter(read_options(directory), schema)
+    found = converter.convert(log_batch(converter, payloads)).to_pylist()
     assert found == [
         {"data_error": None, "transaction_id": 10, "data": b"1"},
         {"data_error": "the key 'b' does not exist", "transaction_id": 11, "data": None},
         {"data_error": None, "transaction_id": 12, "data": b"plain"},
     ]
-    required = BatchColumns(
+    required = BatchConverter(
         read_options(directory, requireEncryption="true"), ddl_schema("data_error string")
     )
     assert "data" in required.columns
-    found = required.project(log_batch(required, payloads)).column(0).to_pylist()
+    found = required.convert(log_batch(required, payloads)).column(0).to_pylist()
     assert found == [None, "the key 'b' does not exist", "the payload is not encrypted"]
 
 
 def test_a_read_of_headers_decrypts_nothing(directory: Path) -> None:
-    shape = BatchColumns(read_options(directory / "none"), ddl_schema("header int"))
-    assert "data" not in shape.columns
-    assert shape.columns == ["header"]
+    converter = BatchConverter(read_options(directory / "none"), ddl_schema("header int"))
+    assert "data" not in converter.columns
+    assert converter.columns == ["header"]
 
 
 DDL = "id bigint, transaction_id bigint, _corrupt_record string, data_error string"
@@ -204,8 +206,8 @@ def test_an_undecrypted_payload_is_null_in_every_mode(
     ]
     destroy(directory, "b")
     options = read_options(directory, dataFormat="json", mode=mode, requiredColumns="id")
-    shape = BatchColumns(options, ddl_schema(DDL))
-    found = shape.project(log_batch(shape, payloads)).to_pylist()
+    converter = BatchConverter(options, ddl_schema(DDL))
+    found = converter.convert(log_batch(converter, payloads)).to_pylist()
     assert [row["id"] for row in found] == ids
     by_id = {row["transaction_id"]: row for row in found}
     assert by_id[13]["data_error"] == "the key 'b' does not exist"
@@ -220,13 +222,13 @@ def test_failfast_fails_for_a_payload_that_was_decrypted_and_names_it(directory:
     good, bad = sealed(directory, {"id": 1}), sealed(directory, b"no json")
     lost = sealed(directory, {"id": 2}, "b")
     destroy(directory, "b")
-    shape = BatchColumns(read_options(directory, dataFormat="json"), schema)
-    found = shape.project(log_batch(shape, [lost, good])).to_pylist()
+    converter = BatchConverter(read_options(directory, dataFormat="json"), schema)
+    found = converter.convert(log_batch(converter, [lost, good])).to_pylist()
     assert [row["id"] for row in found] == [None, 1]
-    found = shape.project(log_batch(shape, [lost, lost])).to_pylist()
+    found = converter.convert(log_batch(converter, [lost, lost])).to_pylist()
     assert [row["id"] for row in found] == [None, None]
     with pytest.raises(BadFormat, match="partition 2, transaction 12"):
-        shape.project(log_batch(shape, [lost, good, bad]))
+        converter.convert(log_batch(converter, [lost, good, bad]))
 
 
 # --- writing
@@ -279,7 +281,7 @@ def test_rows_are_encrypted_with_another_salt_each_time_they_are_sent(directory:
     rows = [b"row %d" % number for number in range(30)]
     options = write_options(directory, encryptionKeyId="a", batchSize="7")
     log = Log(3, loss=0.1)  # some rows are sent again
-    shaped = shaper(options).shape(frame(rows))
+    shaped = shaper(options).converter(frame(rows))
     assert shaped.append.column("data").to_pylist() == rows  # compared and spooled as plain text
     assert list(Appender(log, options).send([shaped]))
     assert decrypted(directory, log.payloads) == rows
@@ -289,7 +291,7 @@ def test_rows_are_encrypted_with_another_salt_each_time_they_are_sent(directory:
 def test_an_append_is_not_larger_because_of_its_envelopes(directory: Path) -> None:
     options = write_options(directory, encryptionKeyId="a", batchSize="10000")
     log = Log(0, loss=0.0)
-    list(Appender(log, options).send([shaper(options).shape(frame([bytes(400)] * 10_000))]))
+    list(Appender(log, options).send([shaper(options).converter(frame([bytes(400)] * 10_000))]))
     assert len(log.payloads) == 10_000
     assert max(log.append_bytes) <= BATCH_BYTES_MAX < 10_000 * len(log.payloads[0])
 
@@ -299,7 +301,7 @@ def test_a_column_has_the_key_of_each_row(directory: Path) -> None:
     options = write_options(directory, encryptionKeyIdColumn="customer")
     log = Log(0, loss=0.0)
     with Spool() as spool:  # an attempt that runs again spools its rows
-        spool.put(shaper(options).shape(frame(rows, ["a", "b", "a"])))
+        spool.put(shaper(options).converter(frame(rows, ["a", "b", "a"])))
         list(Appender(log, options).send(spool.take()))
     assert [each[4:6] for each in log.payloads] == [b"\x01a", b"\x01b", b"\x01a"]
     destroy(directory, "b")
@@ -309,10 +311,10 @@ def test_a_column_has_the_key_of_each_row(directory: Path) -> None:
 def test_a_row_without_a_key_is_rejected_before_it_is_sent(directory: Path) -> None:
     options = write_options(directory, encryptionKeyIdColumn="customer")
     with pytest.raises(BadRequest, match="in column 'customer', found null in row 1 of its task"):
-        shaper(options).shape(frame([b"1", b"2"], ["a", None]))
+        shaper(options).converter(frame([b"1", b"2"], ["a", None]))
     with pytest.raises(BadConfig, match=r"column 'customer': expected a key ID .*found '\.\./a'"):
-        shaper(options).shape(frame([b"1"], ["../a"]))
-    shaped = shaper(options).shape(frame([b"1"], ["c"]))
+        shaper(options).converter(frame([b"1"], ["../a"]))
+    shaped = shaper(options).converter(frame([b"1"], ["c"]))
     with pytest.raises(BadConfig, match=r"encryption key 'c': .* has no such key"):
         list(Appender(Log(0, loss=0.0), options).send([shaped]))
 
@@ -335,10 +337,10 @@ def test_the_limit_of_a_payload_includes_its_envelope(directory: Path) -> None:
     options = write_options(directory, encryptionKeyId="a")
     largest = bytes(TRANSACTION_BYTES_MAX - 105)
     log = Log(0, loss=0.0)
-    list(Appender(log, options).send([shaper(options).shape(frame([largest, b"x"]))]))
+    list(Appender(log, options).send([shaper(options).converter(frame([largest, b"x"]))]))
     assert decrypted(directory, log.payloads) == [largest, b"x"]
     with pytest.raises(TooLarge, match="limit of 4,194,199 with encryption"):
-        shaper(options).shape(frame([largest + b"x"]))
+        shaper(options).converter(frame([largest + b"x"]))
 
 
 def test_equal_rows_with_different_keys_are_not_interchangeable(directory: Path) -> None:
@@ -347,7 +349,7 @@ def test_equal_rows_with_different_keys_are_not_interchangeable(directory: Path)
     key = row_keys.of_record(PARTITION, HEADER, b"1")[0]
     for key_ids, is_clear in ((["a", "a"], True), (["a", "b"], False)):
         earlier = EarlierRows({key: [EarlierRecord(PARTITION, 5)]}, keys=row_keys)
-        shaped = shaper(options).shape(frame([b"1", b"1"], key_ids))
+        shaped = shaper(options).converter(frame([b"1", b"1"], key_ids))
         if is_clear:
             rest, (answered,) = earlier.split(shaped)
             assert rest is not None

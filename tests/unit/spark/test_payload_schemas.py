@@ -22,12 +22,12 @@ from waltz_core.records.unpacking import Unpacker
 from waltz_core.schemas.avro_codec import AvroCodec
 from waltz_core.schemas.avro_schemas import schema_of_columns
 from waltz_core.schemas.registered_schemas import RegisteredSchema, SchemaType
-from waltz_spark.datasource.fetch import BatchColumns
+from waltz_spark.datasource.fetch import BatchConverter
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import WriteOptions, parse_read, parse_write
 from waltz_spark.payload_encryption import PayloadEncryptor
-from waltz_spark.payload_schemas import with_written_schema
-from waltz_spark.rows import pack
+from waltz_spark.payload_schemas import resolve_write_schema
+from waltz_spark.rows import pack_rows
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.writer.columns import RowShaper
 from waltz_spark.writer.row_keys import RowKeys
@@ -51,9 +51,9 @@ def given_for(
 
 def written(options: dict[str, str], batch: pa.RecordBatch) -> tuple[WriteOptions, pa.RecordBatch]:
     """Return the options as the driver passes them, and the append columns of a task."""
-    found = with_written_schema(parse_write(options), list(batch.schema))
+    found = resolve_write_schema(parse_write(options), list(batch.schema))
     sent: WriteOptions = CPickleSerializer().loads(CPickleSerializer().dumps(found))
-    return sent, RowShaper(sent, 4, {}, wants_identity=False).shape(batch).append
+    return sent, RowShaper(sent, 4, {}, wants_identity=False).converter(batch).append
 
 
 TYPES: dict[str, types.DataType] = {
@@ -84,7 +84,7 @@ def read(options: dict[str, str], columns: str, data: pa.Array, **more: str) -> 
             "data": data,
         }
     )
-    return BatchColumns(parse_read(options | more), schema).project(batch)
+    return BatchConverter(parse_read(options | more), schema).convert(batch)
 
 
 # --- options
@@ -193,7 +193,7 @@ def test_identity_columns_identify_rows_of_any_other_value(registry):
     keys = RowKeys(options)
     (one, two) = append.column("data").to_pylist()
     changed = ROWS.set_column(1, "item", pa.array(["pen", "cup"]))
-    shaped = RowShaper(options, 4, {}, wants_identity=False).shape(changed).append
+    shaped = RowShaper(options, 4, {}, wants_identity=False).converter(changed).append
     (other, _) = shaped.column("data").to_pylist()
     assert keys.of_record(0, 0, one) == keys.of_record(0, 0, other)
     assert keys.of_record(0, 0, one) != keys.of_record(0, 0, two)
@@ -203,9 +203,9 @@ def test_an_incompatible_schema_is_rejected_before_any_task(registry):
     written(given_for(registry, **SUBJECT), ROWS)
     field = pa.field("amount", pa.float64(), nullable=False)
     with pytest.raises(BadRequest, match="not compatible"):
-        with_written_schema(parse_write(given_for(registry, **SUBJECT)), [*ROWS.schema, field])
+        resolve_write_schema(parse_write(given_for(registry, **SUBJECT)), [*ROWS.schema, field])
     nullable = [*ROWS.schema, field.with_nullable(True)]
-    with_written_schema(parse_write(given_for(registry, **SUBJECT)), nullable)
+    resolve_write_schema(parse_write(given_for(registry, **SUBJECT)), nullable)
     assert len(registry.subjects["orders-value"]) == 2
 
 
@@ -285,7 +285,7 @@ def test_any_nested_column_round_trips_through_avro(data):
     column = column.slice(data.draw(st.integers(0, len(column))))  # as Spark cuts its batches
     text = json.dumps(schema_of_columns([pa.field("a", kind)]))
     codec = AvroCodec(RegisteredSchema(1, SchemaType.AVRO, text))
-    payloads = pack([column], ["a"], "avro", codec.encode)
+    payloads = pack_rows([column], ["a"], "avro", codec.encode)
     unpacker = Unpacker([pa.field("a", kind)], "avro", decode=codec.decode)
     back = unpacker.columns(payloads, str)[0]
     back.validate(full=True)
@@ -297,7 +297,7 @@ def test_any_nested_column_round_trips_through_avro(data):
 
 def test_a_column_that_is_not_nullable_is_no_union(registry):
     schema = StructType([types.StructField("id", types.LongType(), nullable=False)])
-    options = with_written_schema(
+    options = resolve_write_schema(
         parse_write(given_for(registry, **SUBJECT)), list(arrow_schema(schema))
     )
     fields = json.loads(options.registry.schema.text)["fields"]

@@ -9,8 +9,8 @@ from waltz_spark.option_table import Purpose
 from waltz_spark.options import parse_read
 from waltz_spark.planning import (
     TransactionRange,
-    check_marks,
     check_order,
+    check_partitions_of_marks,
     chosen_partitions,
     resolve_ends,
     resolve_starts,
@@ -34,9 +34,9 @@ def test_starts_are_exclusive_and_ends_inclusive() -> None:
 
 @pytest.mark.parametrize("name", ["startingHighWaterMarks", "endingHighWaterMarks"])
 def test_a_mark_of_an_unknown_partition_is_rejected(name: str) -> None:
-    check_marks(read(**{name: '{"3": 1}'}), 4)
+    check_partitions_of_marks(read(**{name: '{"3": 1}'}), 4)
     with pytest.raises(BadConfig, match=f"option '{name}': expected partitions in 0..3, found 4"):
-        check_marks(read(**{name: '{"4": 1}'}), 4)
+        check_partitions_of_marks(read(**{name: '{"4": 1}'}), 4)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pyspark.sql import types
 from waltz_core.errors import BadFormat, BadRequest
 from waltz_core.records.unpacking import Unpacker
 from waltz_spark.datasource.source import WaltzDataSource
-from waltz_spark.rows import check_nullable, check_packed_type, pack
+from waltz_spark.rows import check_nullable, check_packed_type, pack_rows
 
 UTC = dt.UTC
 EVERY_TYPE = pa.table(
@@ -56,7 +56,7 @@ def where(index: int) -> str:
 @pytest.mark.parametrize("data_format", ["msgpack", "json"])
 def test_every_spark_type_round_trips_exactly(data_format: str) -> None:
     batch = EVERY_TYPE.to_batches()[0]
-    payloads = pack(batch.columns, batch.schema.names, data_format)
+    payloads = pack_rows(batch.columns, batch.schema.names, data_format)
     unpacked = Unpacker(list(batch.schema), data_format).columns(payloads, where)
     for field, before, after in zip(batch.schema, batch.columns, unpacked, strict=True):
         assert after.type == field.type, field.name
@@ -69,13 +69,13 @@ def test_timestamps_before_standard_time_keep_their_seconds(data_format: str, zo
     kind = pa.timestamp("us", zone)
     moments = pa.array([-2_840_140_799_000_007, 0, None], kind)
     nested = pa.ListArray.from_arrays(pa.array([0, 1, 2, 3], pa.int32()), moments)
-    payloads = pack([moments, nested], ["a", "b"], data_format)
+    payloads = pack_rows([moments, nested], ["a", "b"], data_format)
     fields = [pa.field("a", kind), pa.field("b", nested.type)]
     assert Unpacker(fields, data_format).columns(payloads, str) == [moments, nested]
 
 
 def test_a_value_of_another_type_names_its_row_and_column() -> None:
-    payloads = pack([pa.array(["1", "x"])], ["a"], "msgpack")
+    payloads = pack_rows([pa.array(["1", "x"])], ["a"], "msgpack")
     with pytest.raises(BadFormat, match="transaction 0, column 'a': expected int32, found '1'"):
         Unpacker([pa.field("a", pa.int32())], "msgpack").columns(payloads, where)
 
@@ -94,10 +94,10 @@ def test_non_finite_numbers_are_rejected_in_json(value: float) -> None:
     nested = pa.array([[0.5], [0.5, value]], pa.list_(pa.float64()))
     for column, place in ((pa.array([0.5, value]), "$.price"), (nested, "$.price[1]")):
         with pytest.raises(BadRequest, match="dataFormat=json: found") as caught:
-            pack([column], ["price"], "json")
+            pack_rows([column], ["price"], "json")
         assert f"found {value} at {place};" in str(caught.value)
         back = Unpacker([pa.field("price", column.type)], "msgpack").columns(
-            pack([column], ["price"], "msgpack"), where
+            pack_rows([column], ["price"], "msgpack"), where
         )
         assert str(back[0].to_pylist()) == str(column.to_pylist())
     with pytest.raises(BadFormat, match=r"partition 0, transaction 1: .*found NaN at \$\.price"):
@@ -111,8 +111,8 @@ def test_only_values_that_do_not_fit_become_null(data_format: str) -> None:
     fields = [pa.field("a", pa.int32()), pa.field("b", pa.map_(pa.string(), pa.int64()))]
     texts, maps = pa.array(["x"]), pa.array([[("k", 1)]], fields[1].type)
     rows = [[pa.array([1]), maps], [texts, maps], [pa.array([2]), texts], [texts, texts]]
-    payloads = [pack(row, ["a", "b"], data_format)[0].as_py() for row in rows]
-    lacking = pack([texts], ["c"], data_format)[0].as_py()
+    payloads = [pack_rows(row, ["a", "b"], data_format)[0].as_py() for row in rows]
+    lacking = pack_rows([texts], ["c"], data_format)[0].as_py()
     data = pa.array([*payloads, b"\x93no map", lacking], pa.binary())
     unpacker = Unpacker(fields, data_format)
     columns, is_whole = unpacker.columns_with_nulls(data)
@@ -187,7 +187,7 @@ def test_any_nested_value_round_trips_with_a_null_at_each_level(
     kind, values = data.draw(KINDS)
     column = pa.array(data.draw(st.lists(st.none() | values, max_size=4)), kind)
     column = column.slice(data.draw(st.integers(0, len(column))))  # as Spark cuts its batches
-    payloads = pack([column], ["a"], data_format)
+    payloads = pack_rows([column], ["a"], data_format)
     unpacker = Unpacker([pa.field("a", kind)], data_format)
     back = unpacker.columns(payloads, where)[0]
     back.validate(full=True)
@@ -217,7 +217,7 @@ def test_values_under_a_null_are_not_cast(
     data_format: str, kind: pa.DataType, values: list[object]
 ) -> None:
     column = pa.array(values, kind)
-    payloads = pack([column], ["a"], data_format)
+    payloads = pack_rows([column], ["a"], data_format)
     back = Unpacker([pa.field("a", kind)], data_format).columns(payloads, where)
     assert (back[0].type, back[0].to_pylist()) == (kind, values)
 
@@ -282,7 +282,9 @@ def test_json_packs_maps_with_any_key() -> None:
     check_packed_type("a", types.MapType(STRUCT, INT), "json")
     kind = pa.map_(pa.struct([("d", pa.date32())]), pa.int32())
     column = pa.array([[({"d": dt.date(2000, 1, 1)}, 1), ({"d": None}, 2)], None], kind)
-    back = Unpacker([pa.field("a", kind)], "json").columns(pack([column], ["a"], "json"), where)
+    back = Unpacker([pa.field("a", kind)], "json").columns(
+        pack_rows([column], ["a"], "json"), where
+    )
     assert back[0].equals(column)
 
 

@@ -10,7 +10,7 @@ from waltz_core.errors import DataLoss
 from waltz_spark import spark_version
 from waltz_spark.datasource.stream_read import WaltzStreamReader
 from waltz_spark.offsets import Offset, encode_offset
-from waltz_spark.spark_version import DataSourceStreamArrowWriter, arrow_schema, stream_reader
+from waltz_spark.spark_version import DataSourceStreamArrowWriter, adapt_stream_reader, arrow_schema
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def offset(*marks: int) -> Offset:
 
 
 def old_reader_of(**options: str):
-    return stream_reader(reader_of(pollInterval="0", **options))
+    return adapt_stream_reader(reader_of(pollInterval="0", **options))
 
 
 def test_a_micro_batch_reads_all_that_exists_and_a_warning_is_reported(
@@ -105,7 +105,7 @@ def test_the_first_marks_are_confirmed_by_a_quorum(
 def test_a_new_pyspark_gets_the_reader_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spark_version, "HAS_ADMISSION_CONTROL", True)
     reader = reader_of()
-    assert stream_reader(reader) is reader
+    assert adapt_stream_reader(reader) is reader
 
 
 def test_timestamps_are_in_utc_with_any_version() -> None:

@@ -8,8 +8,8 @@ from pyspark.sql.types import LongType, StructField, StructType
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.table_marks import StoredRules, TableMarks, encode
 from waltz_spark.tables import iceberg_table, merged_table
-from waltz_spark.tables.merge_statement import parts_of_name
-from waltz_spark.tables.spark_errors import DELTA, TWO_PARTITIONS, translate_errors
+from waltz_spark.tables.merge_statement import split_table_name
+from waltz_spark.tables.spark_errors import DELTA, TWO_PARTITIONS_PREFIX, translate_errors
 
 NAME = TableMarks("follow", "0" * 32, {0: 5}, StoredRules(key=("id",)))
 OTHER = NAME._replace(follower="other", rules=StoredRules(key=("id",), headers=(3,)))
@@ -43,7 +43,7 @@ def test_a_new_follower_of_an_iceberg_table_has_the_rules_of_the_newest_one():
     ],
 )
 def test_parts_of_a_name(text: str, parts: list[str]):
-    assert parts_of_name(text) == parts
+    assert split_table_name(text) == parts
 
 
 def test_a_name_that_sql_does_not_accept_is_reported_as_such():
@@ -64,7 +64,7 @@ VIOLATED = (
         "SlowDown",
         "[DELTA_CONCURRENT_APPEND]",
         "NoSuchMethodError",
-        f"{TWO_PARTITIONS}(1) has changes .",
+        f"{TWO_PARTITIONS_PREFIX}(1) has changes .",
     ],
 )
 def test_the_text_of_a_row_that_violates_a_constraint_has_no_meaning(value: str):
@@ -80,7 +80,7 @@ def test_the_text_of_a_row_that_violates_a_constraint_has_no_meaning(value: str)
         ("Cannot fast-forward: main is not an ancestor of waltz_0", Superseded),
         ("ExecutorLostFailure (executor 1 exited caused by one of the running tasks)", Unavailable),
         ("Caused by: java.net.ConnectException: Connection refused", Unavailable),
-        (f"{TWO_PARTITIONS}(7) has changes in two partitions, 0 and 1.", BadRequest),
+        (f"{TWO_PARTITIONS_PREFIX}(7) has changes in two partitions, 0 and 1.", BadRequest),
     ],
 )
 def test_errors_of_spark_and_formats(text: str, kind: type[Exception]):
