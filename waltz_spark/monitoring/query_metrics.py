@@ -119,7 +119,7 @@ class _Queries:
         with self._lock:
             for query in self._queries.values():
                 for source, end in enumerate(query.ends):
-                    if end.cluster != key.hex():
+                    if end.cluster_key != key.hex():
                         continue
                     for partition, mark in end.marks.items():
                         place = _Place(cluster, query.name, source, partition)

@@ -23,7 +23,7 @@ from waltz_core.errors import BadConfig, Unreachable
 from waltz_core.memory_waltz import MemoryWaltz
 from waltz_spark import export_metrics
 from waltz_spark.monitoring import query_metrics
-from waltz_spark.offsets import encode
+from waltz_spark.offsets import encode_offset
 from waltz_spark.options import parse_write
 from waltz_spark.writer import stream_write
 from waltz_spark.writer.appender import FinalRows
@@ -98,7 +98,7 @@ def listener(client: WaltzClient, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def offset(client: WaltzClient, *marks: int) -> str:
     """Return an offset as a progress has it."""
-    return json.dumps(encode(dict(enumerate(marks)), client.cluster().key))
+    return json.dumps(encode_offset(dict(enumerate(marks)), client.cluster().key))
 
 
 def append(client: WaltzClient, partition: int, count: int) -> None:
@@ -138,7 +138,7 @@ def test_each_log_of_a_query_has_its_lag_and_other_sources_have_none(
 ) -> None:
     append(client, 0, 3)
     query = Query(listener)
-    other_cluster = json.dumps(encode({0: 0}, b"another cluster."))
+    other_cluster = json.dumps(encode_offset({0: 0}, b"another cluster."))
     kafka = '{"topic": {"0": 42}}'
     query.progress(kafka, offset(client, 0, -1), None, other_cluster, offset(client, 1, -1))
     name = str(query.id)
