@@ -112,7 +112,7 @@ def open_directory(disk, new_storage_id=b"T" * 16):
     """Open a directory as a restarted process does; return its content and the engine."""
     engine = open_engine(disk, new_storage_id=new_storage_id)
     logs = tuple((number, found_log(log)) for number, log in sorted(engine.logs.items()))
-    failed = tuple((number, str(error)) for number, error in sorted(engine.failed.items()))
+    failed = tuple((number, str(error)) for number, error in sorted(engine.open_errors.items()))
     return Found(engine.storage_id, tuple(engine.assigned_partitions()), logs, failed), engine
 
 

@@ -114,10 +114,10 @@ NOT_NEEDED = {
     "segments.continue_in_new_file > segment.sync#1": "nothing trusts it; it is for 0.13, which "
     "does not cut where the next segment begins (test_layout.py)",
     "segments.continue_in_new_file > segment.sync#2": "as the line before",
-    "disk_space.fill#1": "rebuilt at each start; a sync takes the space where it is only "
+    "disk_space.fill_reserve#1": "rebuilt at each start; a sync takes the space where it is only "
     "promised until then",
-    "disk_space.release#1": "it makes space usable: a file system may free it only when the "
-    "removal is durable",
+    "disk_space.release_reserve#1": "it makes space usable: a file system may free it only when "
+    "the removal is durable",
     "log_recovery._recover > segment.recover#1": "a segment that is not the last changes by rot "
     "only",
     "log_recovery._recover > segment.recover#2": "as the line before",

@@ -643,10 +643,10 @@ def full_disk():
     scenario.failing(
         "write", lambda: scenario.append([2, 2], bytes_max=300), fault=DiskFault.DISK_FULL
     )
-    scenario.call(scenario.engine.space.release)
+    scenario.call(scenario.engine.space.release_reserve)
     scenario.append([2])
     scenario.sync()
-    scenario.call(scenario.engine.space.fill)
+    scenario.call(scenario.engine.space.fill_reserve)
     scenario.append([1])
     scenario.sync()
     return scenario

@@ -150,7 +150,7 @@ def check_result(seed):
     if engine is None:
         assert is_reported(refusal, touched), f"{sorted(touched)}: {refusal}"
         return ["refused"]
-    for error in engine.failed.values():
+    for error in engine.open_errors.values():
         assert is_reported(str(error), touched), f"{sorted(touched)}: {error}"
         ended.append("partition refused")
     for partition, log in engine.logs.items():

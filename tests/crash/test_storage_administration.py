@@ -73,7 +73,7 @@ class Directory:
     def reopen(self, survival, rng):
         self.disk.lose_power(survival, rng)
         self.engine = open_engine(self.disk)
-        assert not self.engine.failed
+        assert not self.engine.open_errors
         self.check_whole(OTHER)
 
     def is_held(self):
@@ -233,7 +233,7 @@ def test_a_command_that_fails_at_any_disk_step_can_be_repeated(name, fault):
         directory.disk.cancel_plans()
         directory.engine.abandon()
         directory.engine = open_engine(directory.disk)
-        assert not directory.engine.failed
+        assert not directory.engine.open_errors
         if not is_done(directory, name):
             untouched(directory)
             command(directory.engine)

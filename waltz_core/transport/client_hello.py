@@ -11,14 +11,14 @@ Rules:
 import struct
 from typing import Final
 
-from waltz_core.transport.tls import HANDSHAKE
+from waltz_core.transport.tls import HANDSHAKE_RECORD
 
 # A TLS record begins with its type, the version of TLS (3.x) and its size. A handshake message
 # begins with its type and a size of 3 bytes.
 _RECORD_HEADER_BYTES: Final = 5
 _MESSAGE_HEADER_BYTES: Final = 4
 _CLIENT_HELLO: Final = 1
-BYTES_MAX: Final = _RECORD_HEADER_BYTES + 16_384
+HELLO_RECORD_BYTES_MAX: Final = _RECORD_HEADER_BYTES + 16_384
 # Extensions of a ClientHello, and codes in these extensions.
 _SUPPORTED_GROUPS, _SUPPORTED_VERSIONS, _KEY_SHARE = 10, 43, 51
 _TLS_1_3: Final = 0x0304
@@ -28,11 +28,13 @@ _SLOW_GROUPS: Final = frozenset({0x0018, 0x0019, *range(0x0100, 0x0200)})  # P-3
 
 def bytes_needed(first: bytes) -> int:
     """Return the number of bytes that a peer must have sent before its handshake may begin."""
-    if first[0] != HANDSHAKE or first[1:2] not in (b"", b"\x03"):
+    if first[0] != HANDSHAKE_RECORD or first[1:2] not in (b"", b"\x03"):
         return 1  # not a handshake, or one that OpenSSL rejects
     if len(first) < _RECORD_HEADER_BYTES:
         return _RECORD_HEADER_BYTES
-    return min(BYTES_MAX, _RECORD_HEADER_BYTES + _number(first[3:_RECORD_HEADER_BYTES]))
+    return min(
+        HELLO_RECORD_BYTES_MAX, _RECORD_HEADER_BYTES + _number(first[3:_RECORD_HEADER_BYTES])
+    )
 
 
 def reject_reason(first: bytes) -> str:
@@ -52,7 +54,7 @@ def reject_reason(first: bytes) -> str:
     groups = _numbers(extensions.get(_SUPPORTED_GROUPS, b"")[2:])
     is_slow = _SUPPORTED_GROUPS in extensions and groups.isdisjoint(_FAST_GROUPS)
     if _TLS_1_3 in _numbers(extensions.get(_SUPPORTED_VERSIONS, b"")[1:]):
-        shares = _sized(extensions.get(_KEY_SHARE, b"")[2:])
+        shares = _parse_elements(extensions.get(_KEY_SHARE, b"")[2:])
         known = (each for each in shares if each in _FAST_GROUPS or each in _SLOW_GROUPS)
         is_slow = next(known, None) not in _FAST_GROUPS  # OpenSSL uses the first one that it knows
     return (
@@ -66,10 +68,10 @@ def _extensions(hello: bytes) -> dict[int, bytes]:
     at = _MESSAGE_HEADER_BYTES + 2 + 32  # version, random
     for size_bytes in (1, 2, 1):  # session ID, ciphers, compression methods
         at += size_bytes + _number(hello[at : at + size_bytes])
-    return _sized(hello[at + 2 :])
+    return _parse_elements(hello[at + 2 :])
 
 
-def _sized(data: bytes) -> dict[int, bytes]:
+def _parse_elements(data: bytes) -> dict[int, bytes]:
     """Parse a list of elements with code, size and bytes; return the bytes of each code."""
     found, at = dict[int, bytes](), 0
     while at + 4 <= len(data):

@@ -39,10 +39,10 @@ _ROOT: Final = 0
 
 # A function that opens the requested file for reading and returns its descriptor; raises
 # WaltzError.
-Open = Callable[[bytes], Awaitable[int]]
+OpenFile = Callable[[bytes], Awaitable[int]]
 
 
-async def serve_descriptors(name: str, request_bytes: int, open_requested: Open) -> None:
+async def serve_descriptors(name: str, request_bytes: int, open_requested: OpenFile) -> None:
     """Serve descriptors of files under a socket name until cancelled.
 
     Return if the system does not support abstract names or the name is taken: readers then use the
@@ -122,7 +122,7 @@ def request_descriptor(name: str, request: bytes, *, timeout_s: float) -> int:
         return descriptors[0]
 
 
-async def _answer(caller: socket.socket, request_bytes: int, open_requested: Open) -> None:
+async def _answer(caller: socket.socket, request_bytes: int, open_requested: OpenFile) -> None:
     """Answer one request (rule 2).
 
     A connection that sends no request in time receives no answer.

@@ -23,8 +23,8 @@ from waltz_core.config.host_names import check_host, is_numeric
 
 Addresses: TypeAlias = list[str]
 
-_guard = threading.Lock()
-_running: dict[str, Future[Addresses]] = {}
+_lookups_lock = threading.Lock()
+_running_lookups: dict[str, Future[Addresses]] = {}
 
 
 async def addresses_of(host: str) -> Addresses:
@@ -44,14 +44,14 @@ async def addresses_of(host: str) -> Addresses:
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(arrive)
 
-    lookup = begin(host)
+    lookup = begin_lookup(host)
     if not lookup.done():
         lookup.add_done_callback(notify)
         await arrived
     return list(lookup.result())
 
 
-def begin(host: str) -> Future[Addresses]:
+def begin_lookup(host: str) -> Future[Addresses]:
     """Return the running lookup of a host, or start one.
 
     The lookup fails with the same errors as `addresses_of`.
@@ -60,16 +60,16 @@ def begin(host: str) -> Future[Addresses]:
         found: Future[Addresses] = Future()
         found.set_result([host])
         return found
-    with _guard:
-        lookup = _running.get(host)
+    with _lookups_lock:
+        lookup = _running_lookups.get(host)
         if lookup is not None:
             return lookup
-        lookup = _running[host] = Future()
+        lookup = _running_lookups[host] = Future()
     thread = threading.Thread(target=_look_up, args=(host, lookup), name="lookup", daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
-        _end(host)
+        _remove_lookup(host)
         lookup.set_exception(
             OSError(f"cannot resolve the host name {host}: no thread could be started: {error}")
         )
@@ -81,16 +81,16 @@ def _look_up(host: str, lookup: Future[Addresses]) -> None:
         check_host(host)
         infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
-        _end(host)
+        _remove_lookup(host)
         lookup.set_exception(error)
     except ValueError as error:
-        _end(host)
+        _remove_lookup(host)
         lookup.set_exception(OSError(f"{host!r} is not a valid host name: {error}"))
     else:
-        _end(host)
+        _remove_lookup(host)
         lookup.set_result(list(dict.fromkeys(str(address[0]) for *_, address in infos)))
 
 
-def _end(host: str) -> None:
-    with _guard:
-        del _running[host]
+def _remove_lookup(host: str) -> None:
+    with _lookups_lock:
+        del _running_lookups[host]

@@ -86,7 +86,7 @@ async def serve_http(
 
     def make_connection() -> H11Protocol:
         if keep_alive_connections_max is None:
-            return _Connection(config, state, {}, loop)
+            return _SingleRequestConnection(config, state, {}, loop)
         return _KeepAliveConnection(config, state, loop, keep_alive_connections_max)
 
     if keep_alive_connections_max is None:
@@ -133,8 +133,8 @@ class _SilentConnection(H11Protocol):
             self.transport.abort()
 
 
-class _Connection(_SilentConnection):
-    """A connection with rules 1 and 2."""
+class _SingleRequestConnection(_SilentConnection):
+    """A connection for one request, with limits of its number and duration (rules 1 and 2)."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -152,7 +152,7 @@ class _Connection(_SilentConnection):
 
 
 class _KeepAliveConnection(_SilentConnection):
-    """A connection with rule 5."""
+    """A connection for any number of requests (rule 5)."""
 
     _check_timer: asyncio.TimerHandle | None = None
 

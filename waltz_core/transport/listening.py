@@ -104,7 +104,7 @@ class Listener:
         if self._is_closed:  # It was accepted before `close`, and is reported only now.
             link.abort("shutting down")
             return
-        rejection = self._limits.add(link)
+        rejection = self._limits.add_link(link)
         if rejection:
             if tls.is_new_failure(link.host, rejection):
                 _log.warning(
@@ -119,4 +119,4 @@ class Listener:
 
     def _on_link_lost(self, link: Link) -> None:
         self._links.pop(link, None)
-        self._limits.remove(link)
+        self._limits.remove_link(link)

@@ -133,11 +133,11 @@ async def dial(
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[Link] = loop.create_future()
 
-    def is_ready(link: Link) -> None:
+    def on_ready(link: Link) -> None:
         if not ready.done():
             ready.set_result(link)
 
-    def report_closed(link: Link) -> None:
+    def on_lost(link: Link) -> None:
         if not ready.done():
             ready.set_exception(_connection_error(address, link))
             ready.exception()  # retrieved here, because the dial may have been cancelled
@@ -146,7 +146,7 @@ async def dial(
         protocol,
         is_listener=False,
         write_backlog_bytes_max=write_backlog_bytes_max,
-        owner=LinkOwner(on_ready=is_ready, on_lost=report_closed),
+        owner=LinkOwner(on_ready=on_ready, on_lost=on_lost),
     )
     try:
         try:
@@ -514,11 +514,11 @@ class Link:
         if messages and not self._has_messages:
             messages = self._process_token(messages)
         if messages and not self.is_closed:
-            self._pass_on(messages, count)
+            self._deliver_or_throttle(messages, count)
         if failed is not None:
-            self._fail(failed)
+            self._close_after_error(failed)
 
-    def _fail(self, failed: RemoteProtocolError) -> None:
+    def _close_after_error(self, failed: RemoteProtocolError) -> None:
         """Close the link after a protocol error of the peer, and log the error."""
         if str(failed) != FOUND_TLS:
             if tls.is_new_failure(self.host, tls.error_kind(str(failed))):
@@ -541,29 +541,29 @@ class Link:
         credential = cast("authentication.Credential", first) if is_token else None
         try:
             if credential is not None:
-                self._take_token(credential)
-            self._enter()
+                self._accept_token(credential)
+            self._count_for_principal()
         except AuthenticationFailed as error:
             if tls.is_new_failure(self.host, str(error)):
                 _log.warning("access.token_rejected peer=%s error=%s", self.host, error)
             if self.access is not None and credential is not None:
                 self.access.on_token_rejected(credential, str(error))
-            self._reject(first, error)
+            self._reject_first(first, error)
             return []
         except Overloaded as error:
-            self._reject(first, error)
+            self._reject_first(first, error)
             return []
         if credential is None:
             return messages
         self.send(authentication.accepted_answer(credential))
         return messages[1:]
 
-    def _enter(self) -> None:
+    def _count_for_principal(self) -> None:
         """Count the connection for its principal; raises Overloaded if it is over the limit."""
         if self.access is not None and self._owner.limits is not None:
-            self.access.enter(partial(self._owner.limits.enter, self))
+            self.access.register_connection(partial(self._owner.limits.set_tenant, self))
 
-    def _reject(self, first: Message, error: WaltzError) -> None:
+    def _reject_first(self, first: Message, error: WaltzError) -> None:
         """Answer the peer's first message with an error, and close the connection."""
         try:
             self.send(authentication.rejected_answer(first, self.version, error))
@@ -573,7 +573,7 @@ class Link:
         else:
             self.close(str(error))
 
-    def _take_token(self, credential: authentication.Credential) -> None:
+    def _accept_token(self, credential: authentication.Credential) -> None:
         """Set the principal from a token; raises AuthenticationFailed."""
         assert self._transport is not None
         if self._transport.get_extra_info("ssl_object") is None:
@@ -585,11 +585,11 @@ class Link:
         self._set_timer(_TICK_S if self.access is None else UNAUTHORIZED_S_MAX, self._on_tick)
         self._owner.on_ready(self)
 
-    def _pass_on(self, messages: list[Message], count: int) -> None:
+    def _deliver_or_throttle(self, messages: list[Message], count: int) -> None:
         """Pass messages to the user, now or when the limits of their principal permit (rule 8)."""
         throttle = self._active_throttle()
         if throttle is None:
-            self._hand_over(messages, count)
+            self._deliver(messages, count)
         else:
             throttle.receive(messages)
 
@@ -598,15 +598,15 @@ class Link:
         has_limits = self.access is not None and self.access.quota is not None
         if self._throttle is None and has_limits:
             assert self.access is not None
-            self._throttle = Throttle(self.access, self._hand_over_throttled, self._resume_feeds)
+            self._throttle = Throttle(self.access, self._deliver_throttled, self._resume_feeds)
         return self._throttle
 
-    def _hand_over_throttled(self, messages: list[Message]) -> None:
+    def _deliver_throttled(self, messages: list[Message]) -> None:
         if messages and not self.is_closed:
-            self._hand_over(messages, REQUEST_BYTES_MIN * len(messages))
+            self._deliver(messages, REQUEST_BYTES_MIN * len(messages))
         self._update_reading()
 
-    def _hand_over(self, messages: list[Message], count: int) -> None:
+    def _deliver(self, messages: list[Message], count: int) -> None:
         if self._on_messages is not None:
             self._on_messages(messages)
             return
@@ -662,7 +662,7 @@ class Link:
             return
         if not self._has_messages:
             try:  # otherwise silent connections would not count for a limit
-                self._enter()
+                self._count_for_principal()
             except Overloaded as error:
                 self.abort(str(error))
                 return

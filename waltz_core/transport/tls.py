@@ -53,24 +53,24 @@ _log = logging.getLogger(__name__)
 ON: Final = "on"
 UNVERIFIED: Final = "unverified"
 # The first byte of a TLS record: a handshake message, or the alert that ends a handshake.
-HANDSHAKE: Final = 0x16
-ALERT: Final = 0x15
+HANDSHAKE_RECORD: Final = 0x16
+ALERT_RECORD: Final = 0x15
 # The bytes that answer a peer that has not begun a handshake: the fatal alert unexpected_message.
-UNEXPECTED_MESSAGE: Final = bytes((ALERT, 3, 3, 0, 2, 2, 10))
+UNEXPECTED_MESSAGE_ALERT: Final = bytes((ALERT_RECORD, 3, 3, 0, 2, 2, 10))
 # The bytes that answer a ClientHello that must not be processed: alert handshake_failure.
-HANDSHAKE_FAILURE: Final = bytes((ALERT, 3, 3, 0, 2, 2, 40))
+HANDSHAKE_FAILURE_ALERT: Final = bytes((ALERT_RECORD, 3, 3, 0, 2, 2, 40))
 
 LOG_INTERVAL_S: Final = 60.0
 _LAST_LOGGED_MAX: Final = 1_024
 _LAST_LOGGED: Final[
     dict[tuple[str, str], float]
 ] = {}  # (peer, failure) -> when this process logged it
-_VALUES: Final = re.compile(r"-?\d+|'[^']*'|\"[^\"]*\"")
+_VALUE_PATTERN: Final = re.compile(r"-?\d+|'[^']*'|\"[^\"]*\"")
 _KIND_CHARACTERS_MAX: Final = 40
-_FILES: Final = ("tls_certificate", "tls_key", "tls_authorities")
+_FILE_SETTINGS: Final = ("tls_certificate", "tls_key", "tls_authorities")
 _FOUND_PLAIN: Final = "expected TLS, found plain TCP"
 _NO_VERSION: Final = "no common version: expected TLS 1.2 or 1.3"
-_SENTENCES: Final = {
+_REASON_TEXTS: Final = {
     "WRONG_VERSION_NUMBER": _FOUND_PLAIN,
     "HTTP_REQUEST": _FOUND_PLAIN,
     "UNSUPPORTED_PROTOCOL": _NO_VERSION,
@@ -309,7 +309,7 @@ def error_kind(error: str) -> str:
 
     Otherwise a peer could make each error a new one.
     """
-    return _VALUES.sub("", error)[:_KIND_CHARACTERS_MAX]
+    return _VALUE_PATTERN.sub("", error)[:_KIND_CHARACTERS_MAX]
 
 
 def is_new_failure(peer: str, failure: str) -> bool:
@@ -351,12 +351,12 @@ def failure_text(error: Exception) -> str:
         return getattr(error, "strerror", None) or str(error) or type(error).__name__
     reason = error.reason or ""
     if "ALERT" in reason and any(each in reason for each in _CERTIFICATE_ALERTS):
-        sentence = f"the peer rejects the certificate of this process: {_words(reason)}"
-        return _SENTENCES.get(reason, sentence)
-    return _SENTENCES.get(reason) or f"TLS has failed: {_words(reason) or error}"
+        sentence = f"the peer rejects the certificate of this process: {_plain_words(reason)}"
+        return _REASON_TEXTS.get(reason, sentence)
+    return _REASON_TEXTS.get(reason) or f"TLS has failed: {_plain_words(reason) or error}"
 
 
-def _words(reason: str) -> str:
+def _plain_words(reason: str) -> str:
     return reason.lower().replace("_", " ")
 
 
@@ -389,7 +389,7 @@ def _read_settings(place: str) -> TlsConfig:
         return TlsConfig(tls=ON, tls_authorities=place)
     found = load(TlsConfig, path=place).config
     folder = Path(place).parent
-    names = {name: getattr(found, name) for name in _FILES}
+    names = {name: getattr(found, name) for name in _FILE_SETTINGS}
     paths = {name: str(folder / value) for name, value in names.items() if value}
     return replace(found, tls=found.tls or ON, **paths)
 
@@ -494,7 +494,7 @@ def load_certificate(context: ssl.SSLContext, kind: str, file: str, key_file: st
 
 
 def _bad_file_error(name: str, file: str, expected: str, error: ssl.SSLError) -> BadConfig:
-    reason = _words(error.reason or "") or str(error)
+    reason = _plain_words(error.reason or "") or str(error)
     return BadConfig(
         f"setting {name}: expected a PEM file with {expected}, found {file} ({reason})"
     )

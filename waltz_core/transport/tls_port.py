@@ -93,7 +93,7 @@ class TlsPort:
                 _log.warning("tls.accept_failed error=%s", error)
                 await asyncio.sleep(_ACCEPT_PAUSE_S)
                 continue
-            rejection = self._limits.begin(address[0])
+            rejection = self._limits.begin_handshake(address[0])
             if rejection:  # not refused: that would indicate a dead server (`failure_detector.py`)
                 if tls.is_new_failure(address[0], "too many handshakes"):
                     _log.warning("tls.handshake_failed peer=%s error=%s", address[0], rejection)
@@ -107,7 +107,7 @@ class TlsPort:
         try:
             first = await self._first_bytes(accepted, host)
             if self._is_acceptable(first, accepted, host):
-                is_tls = first[0] == tls.HANDSHAKE
+                is_tls = first[0] == tls.HANDSHAKE_RECORD
                 # If the handshake fails, the loop closes its transport first; this duplicate stays
                 # open.
                 duplicate = accepted.dup()
@@ -134,7 +134,7 @@ class TlsPort:
         except Exception:  # noqa: BLE001 - one connection must not end the port
             _log.exception("tls.connection_failed peer=%s", host)
         finally:
-            self._limits.end(host)
+            self._limits.end_handshake(host)
             if duplicate is not None:
                 duplicate.close()
             if not is_handed_over:
@@ -157,7 +157,7 @@ class TlsPort:
                 deadline.reschedule(late_s)
                 late_s += await self._wait_for_turn(accepted, host, deadline)
                 try:
-                    found = accepted.recv(client_hello.BYTES_MAX, socket.MSG_PEEK)
+                    found = accepted.recv(client_hello.HELLO_RECORD_BYTES_MAX, socket.MSG_PEEK)
                 except ConnectionResetError:
                     return b""
                 if len(found) < wanted:
@@ -196,14 +196,14 @@ class TlsPort:
         """Whether a peer with these first bytes may continue; if not, send it an alert (rule 1)."""
         if not first:
             return False
-        if first[0] == tls.HANDSHAKE:
+        if first[0] == tls.HANDSHAKE_RECORD:
             failure = client_hello.reject_reason(first)
             if failure:
                 tls.log_failure(host, failure)
                 accepted.recv(
-                    client_hello.BYTES_MAX
+                    client_hello.HELLO_RECORD_BYTES_MAX
                 )  # with unread bytes the system would drop the alert
-                accepted.send(tls.HANDSHAKE_FAILURE)
+                accepted.send(tls.HANDSHAKE_FAILURE_ALERT)
             elif tcp.has_peer_closed(accepted):
                 failure = "the peer closed the connection while its handshake waited for others"
                 tls.log_failure(host, failure)
@@ -214,7 +214,7 @@ class TlsPort:
             return True
         tls.log_failure(host, "expected TLS, found plain TCP")
         accepted.recv(64 * 1024)  # with unread bytes the system would drop the alert
-        accepted.send(tls.UNEXPECTED_MESSAGE)
+        accepted.send(tls.UNEXPECTED_MESSAGE_ALERT)
         return False
 
 

@@ -89,7 +89,7 @@ class Operator:
         self._cluster.world.note(f"{self._storage.name}: {task}")
         if isinstance(task, admin_tasks.ReSeedTask | admin_tasks.Unassign):
             self._cluster.budget.record_loss(self._storage)
-        return admin_execution.carry_out(self._engine, task)
+        return admin_execution.execute_change(self._engine, task)
 
     def _answer_query(self, task: admin_tasks.AdminQuery) -> object:
         match task:

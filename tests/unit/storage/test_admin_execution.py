@@ -19,8 +19,8 @@ from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
 from waltz_core.storage.files.disk_space import SAMPLE_INTERVAL_MS
 from waltz_core.storage.service import admin_execution, admin_tasks
 from waltz_core.storage.service.admin_execution import (
-    carry_out,
     disk_status_of,
+    execute_change,
     held_partitions_of,
     replica_status_of,
 )
@@ -57,7 +57,7 @@ def test_held_replicas_and_their_states_are_reported(engine):
     assert absent.reason == "the storage has not opened its log"
     with pytest.raises(UnknownPartition):
         replica_status_of(engine, 3, is_served=False)
-    assert carry_out(engine, admin_tasks.Assign(1)) is None
+    assert execute_change(engine, admin_tasks.Assign(1)) is None
     ((partition, info, synced_max, is_available),) = held_partitions_of(engine)
     assert (partition, info.flags, synced_max, is_available) == (1, 5, BEFORE_FIRST, True)
     found = replica_status_of(engine, 1, is_served=True)
@@ -102,9 +102,9 @@ def test_unknown_free_space_is_reported_with_the_rest(engine, monkeypatch):
     ids=str,
 )
 def test_the_log_is_open_again_after_a_change(engine, change):
-    carry_out(engine, admin_tasks.Assign(1))
+    execute_change(engine, admin_tasks.Assign(1))
     before = engine.log(1)
-    carry_out(engine, change)
+    execute_change(engine, change)
     assert engine.log(1) is not before
     found = replica_status_of(engine, 1, is_served=False)
     assert found.is_available == (not isinstance(change, admin_tasks.SetAvailableTask))
@@ -112,29 +112,29 @@ def test_the_log_is_open_again_after_a_change(engine, change):
 
 
 def test_an_abandoned_partition_stays_closed(engine):
-    carry_out(engine, admin_tasks.Assign(1))
-    carry_out(engine, admin_tasks.Unassign(1, deletes_files=True))
+    execute_change(engine, admin_tasks.Assign(1))
+    execute_change(engine, admin_tasks.Unassign(1, deletes_files=True))
     assert held_partitions_of(engine) == ()
     with pytest.raises(UnknownPartition):
         engine.log(1)
 
 
 def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monkeypatch):
-    carry_out(engine, admin_tasks.Assign(1))
+    execute_change(engine, admin_tasks.Assign(1))
 
     def broken(*_arguments, **_options):
         raise BadFormat("rotten")
 
     monkeypatch.setattr("waltz_core.storage.service.storage_engine.PartitionLog.open", broken)
-    carry_out(engine, admin_tasks.MarkSuspectTask(1))  # is done all the same
+    execute_change(engine, admin_tasks.MarkSuspectTask(1))  # is done all the same
     assert replica_status_of(engine, 1, is_served=False).reason == "rotten"
 
 
 def test_copied_records_are_appended_and_set_no_mark(engine):
-    carry_out(engine, admin_tasks.Assign(1))
+    execute_change(engine, admin_tasks.Assign(1))
     owner = Owner(5, 1)
-    assert carry_out(engine, admin_tasks.PutCopy(copy_of(owner))) == 2
-    assert carry_out(engine, admin_tasks.PutCopy(copy_of(owner))) == 5
+    assert execute_change(engine, admin_tasks.PutCopy(copy_of(owner))) == 2
+    assert execute_change(engine, admin_tasks.PutCopy(copy_of(owner))) == 5
     log = engine.log(1)
     assert (log.synced_max, log.chain, log.last_session) == (5, owner.chain, NO_SESSION)
     assert (log.low_water_mark, log.promised) == (BEFORE_FIRST, NO_SESSION)
@@ -152,18 +152,18 @@ def test_copied_records_are_appended_and_set_no_mark(engine):
     ],
 )
 def test_a_copy_that_does_not_fit_changes_nothing(engine, changed, error):
-    carry_out(engine, admin_tasks.Assign(1))
+    execute_change(engine, admin_tasks.Assign(1))
     with pytest.raises(error):
-        carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1), **changed)))
+        execute_change(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1), **changed)))
     assert engine.log(1).max_id == BEFORE_FIRST
-    assert carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1)))) == 2
+    assert execute_change(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1)))) == 2
 
 
 def full_engine():
     """Return an engine with a reserve and no other free space, and its disk."""
     disk = SimDisk(capacity_bytes=1 << 20)
     engine = open_engine(Path("/waltz"), disk=disk, reserve_bytes=16_384)
-    carry_out(engine, admin_tasks.Assign(1))
+    execute_change(engine, admin_tasks.Assign(1))
     disk.capacity_bytes = (1 << 20) - disk.free_bytes(Path("/waltz"))
     return engine, disk
 
@@ -173,7 +173,7 @@ def test_the_state_of_a_replica_is_reported_without_reading_its_files():
     engine, disk = full_engine()
     disk.capacity_bytes += 1 << 16
     owner = Owner(5, 1)
-    carry_out(engine, admin_tasks.PutCopy(copy_of(owner)))
+    execute_change(engine, admin_tasks.PutCopy(copy_of(owner)))
     reads_count = disk.read_count
     found = replica_status_of(engine, 1, is_served=False)
     assert (found.log.synced_max, found.log.chain) == (2, owner.chain)
@@ -190,28 +190,28 @@ def test_a_copy_without_space_does_not_use_the_reserve(is_found):
         disk.plan_fault_at_call(("write",), DiskFault.DISK_FULL)
     error = f"full: an append and the reserve need {size} bytes" if is_found else "."
     with pytest.raises(NoSpace, match=error):
-        carry_out(engine, admin_tasks.PutCopy(copy))
+        execute_change(engine, admin_tasks.PutCopy(copy))
     assert (engine.log(1).max_id, engine.space.reserved_bytes) == (BEFORE_FIRST, 16_384)
     assert engine.space.is_short
     disk.capacity_bytes += is_found
-    assert carry_out(engine, admin_tasks.PutCopy(copy)) == 2
+    assert execute_change(engine, admin_tasks.PutCopy(copy)) == 2
     assert engine.space.reserved_bytes == 16_384
 
 
 def test_other_changes_may_use_the_reserve():
     engine, _ = full_engine()
-    carry_out(engine, admin_tasks.ReSeedTask(1))
+    execute_change(engine, admin_tasks.ReSeedTask(1))
     assert engine.space.reserved_bytes == 0
     assert engine.log(1).suspect
 
 
 def test_a_copy_does_not_confirm_an_unconfirmed_mark(engine):
-    carry_out(engine, admin_tasks.Assign(1))
+    execute_change(engine, admin_tasks.Assign(1))
     log = engine.log(1)
     log.prepare(4, NONCE)
     log.set_low_water_mark(4, BEFORE_FIRST, GENESIS_CHAIN)
     with pytest.raises(BadRequest, match="the provisional low-water mark"):
-        carry_out(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1))))
+        execute_change(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1))))
     assert log.slot.provisional is not None
 
 

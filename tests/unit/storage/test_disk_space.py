@@ -26,17 +26,17 @@ def made(*, capacity=10_000, reserve=4_000):
     disk = SimDisk(capacity_bytes=capacity)
     disk.make_directory(ROOT)
     space = DiskSpace(disk, ROOT, reserve)
-    space.fill()
+    space.fill_reserve()
     return disk, space
 
 
 def test_appends_are_rejected_before_they_touch_the_reserve():
     disk, space = made()
     steps = disk.step_count
-    space.check(6_000)
+    space.check_append(6_000)
     assert not space.is_short
     with pytest.raises(NoSpace, match="full: an append and the reserve need 6001 bytes, and 6"):
-        space.check(6_001)
+        space.check_append(6_001)
     assert space.is_short
     assert space.reserved_bytes == 4_000
     assert disk.step_count == steps, "nothing was written"
@@ -44,32 +44,32 @@ def test_appends_are_rejected_before_they_touch_the_reserve():
 
 def test_after_the_reserve_was_released_appends_wait_until_it_is_whole_again():
     disk, space = made(capacity=4_500)
-    space.check(500)
+    space.check_append(500)
     disk.write_durably(ROOT / "other", bytes(400))
-    space.release()
+    space.release_reserve()
     assert not disk.exists(RESERVE)
     assert (space.is_short, space.reserved_bytes) == (True, 0)
     disk.write_durably(ROOT / "repair", bytes(300))
     with pytest.raises(NoSpace):
-        space.check(1)
+        space.check_append(1)
     space.recheck()
     assert (space.is_short, disk.exists(RESERVE)) == (True, False)
     disk.remove(ROOT / "other")
     space.recheck()
     assert (space.is_short, space.reserved_bytes) == (False, 4_000)
-    space.check(1)
+    space.check_append(1)
 
 
 @pytest.mark.parametrize("note_shortage", [False, True])
 def test_the_next_check_requires_the_space_that_was_missing(note_shortage):
     disk, space = made()
     if note_shortage:
-        space.check(100)
+        space.check_append(100)
         space.note_shortage(2_000)
     else:
         disk.write_durably(ROOT / "other", bytes(5_000))
         with pytest.raises(NoSpace):
-            space.check(2_000)
+            space.check_append(2_000)
     disk.write_durably(ROOT / "other", bytes(4_500))
     space.recheck()
     assert space.is_short
@@ -89,7 +89,7 @@ def test_a_disk_that_has_no_room_for_a_name_is_full_at_the_start():
     disk.make_directory(ROOT)
     disk.open = Mock(side_effect=NoSpace("cannot open"))
     space = DiskSpace(disk, ROOT, 4_000)
-    space.fill()
+    space.fill_reserve()
     assert (space.is_short, space.reserved_bytes) == (True, 0)
 
 
@@ -97,8 +97,8 @@ def test_a_reserve_that_cannot_be_released_or_filled_ends_nothing():
     disk, space = made()
     for fault in (DiskFault.IO_ERROR, DiskFault.DISK_FULL):
         disk.plan_fault(disk.step_count + 1, fault)
-        space.release()
-    space.release()
+        space.release_reserve()
+    space.release_reserve()
     disk.plan_fault_at_call(("allocate",), DiskFault.IO_ERROR)
     space.recheck()
     assert space.reserved_bytes == 0
@@ -108,22 +108,22 @@ def test_a_reserve_that_cannot_be_released_or_filled_ends_nothing():
 
 def test_without_a_reserve_only_what_is_free_counts():
     _, space = made(reserve=0)
-    space.check(10_000)
+    space.check_append(10_000)
     with pytest.raises(NoSpace):
-        space.check(10_001)
-    space.release()
-    space.check(10_000)
+        space.check_append(10_001)
+    space.release_reserve()
+    space.check_append(10_000)
     assert space.reserved_bytes == 0
 
 
 def test_the_reserve_is_filled_and_released_on_a_real_disk(tmp_path):
     space = DiskSpace(RealDisk(), tmp_path, 8_192)
-    space.fill()
+    space.fill_reserve()
     assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
-    space.check(1)
+    space.check_append(1)
     with pytest.raises(NoSpace, match=str(tmp_path)):
-        space.check(1 << 60)
-    space.release()
+        space.check_append(1 << 60)
+    space.release_reserve()
     assert not (tmp_path / RESERVE_NAME).exists()
     space.recheck()
     assert (tmp_path / RESERVE_NAME).stat().st_size == 8_192
@@ -138,7 +138,7 @@ class ReleasingThread(SimDisk):
         file = super().open(path, **how)
         if self.space is not None and path == RESERVE:
             space, self.space = self.space, None
-            self.rival = Thread(target=space.release)
+            self.rival = Thread(target=space.release_reserve)
             self.rival.start()
             self.rival.join(0.05)  # it may not get through before the reserve is filled
         return file
@@ -148,7 +148,7 @@ def test_the_reserve_is_not_released_while_another_thread_fills_it():
     disk = ReleasingThread(capacity_bytes=10_000)
     disk.make_directory(ROOT)
     space = disk.space = DiskSpace(disk, ROOT, 4_000)
-    space.fill()
+    space.fill_reserve()
     disk.rival.join()
     assert (space.reserved_bytes, disk.exists(RESERVE), space.is_short) == (0, False, True)
     space.recheck()
@@ -185,17 +185,17 @@ def test_a_disk_with_much_room_is_queried_now_and_then():
     disk.free_bytes = asked = Mock(wraps=disk.free_bytes)
     space = DiskSpace(disk, ROOT, 0)
     for _ in range(3 * SPARE_BYTES_MAX // 1_024):
-        space.check(1_024)
+        space.check_append(1_024)
     assert asked.call_count == 3
     disk.capacity_bytes = 10_000
-    space.check(2_000)
+    space.check_append(2_000)
     assert asked.call_count == 3
     space.note_shortage(4_000)
     assert space.is_short
-    space.check(4_000)
-    space.check(3_000)
+    space.check_append(4_000)
+    space.check_append(3_000)
     with pytest.raises(NoSpace):
-        space.check(10_001)
+        space.check_append(10_001)
     assert asked.call_count == 5, "half of the 6,000 that were left may be written unasked"
 
 

@@ -60,7 +60,7 @@ class Directory:
         self.offline = set()
         self.space = DiskSpace(SimDisk(), None, 0)
         self.opened = []
-        self.failed = {}
+        self.open_errors = {}
         self.files_error = set()
 
     def check_exists(self, partition_id):
@@ -75,7 +75,7 @@ class Directory:
 
     def stop_serving(self, partition_id, why):
         self.files_error.add(partition_id)
-        self.failed[partition_id] = why
+        self.open_errors[partition_id] = why
 
     def assigned_partitions(self):
         return sorted(self.stored_here)

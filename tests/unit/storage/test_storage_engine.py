@@ -55,7 +55,7 @@ def test_a_directory_keeps_its_identity_and_its_partitions(tmp_path):
     assert engine.assigned_partitions() == [0, 2]
     assert engine.log(0).promised == 3
     assert (tmp_path / "a" / "b" / "waltz-x.reserve").stat().st_size == 4096
-    engine.space.release()
+    engine.space.release_reserve()
     assert not (tmp_path / "a" / "b" / "waltz-x.reserve").exists()
     engine.close()
 
@@ -77,7 +77,7 @@ def test_assigning_partitions_takes_one_sync_of_names_and_one_of_flags():
     engine.abandon()
     disk.lose_power(Survival.NOTHING, Random(1))
     engine = open_engine(Path("/waltz"), disk=disk, partition_count=9)
-    assert (sorted(engine.logs), engine.failed) == ([2, 4, 7], {})
+    assert (sorted(engine.logs), engine.open_errors) == ([2, 4, 7], {})
     with pytest.raises(UnknownPartition):
         engine.assign_new([1, 9])
     assert engine.assigned_partitions() == [2, 4, 7]
@@ -232,7 +232,7 @@ def test_a_partition_that_cannot_be_opened_can_be_deleted_but_not_just_unassigne
         engine.unassign(1, deletes_files=False)
     assert engine.assigned_partitions() == [1, 2]
     engine.unassign(1, deletes_files=True)
-    assert (engine.assigned_partitions(), engine.failed) == ([2], {})
+    assert (engine.assigned_partitions(), engine.open_errors) == ([2], {})
     assert list((tmp_path / "1").iterdir()) == []
     engine.close()
 
@@ -251,13 +251,13 @@ def test_a_directory_outside_the_cluster_is_unchanged(tmp_path):
     (tmp_path / "17").mkdir()
     (tmp_path / "17" / "waltz-x.wipe").write_bytes(b"not ours")
     engine = open_engine(tmp_path)
-    assert engine.failed == {}
+    assert engine.open_errors == {}
     engine.close()
 
 
 def test_a_repaired_partition_can_be_switched(tmp_path):
     engine = rotten(tmp_path, blocks=(0, 1))
-    assert 1 in engine.failed
+    assert 1 in engine.open_errors
     spoil_slots(tmp_path, (0, 1))  # an operator has brought it back
     engine.set_available(1, is_available=False)
     assert not engine.is_available(1)

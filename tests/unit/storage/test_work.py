@@ -246,7 +246,7 @@ def test_a_group_without_space_is_rejected_completely_before_it_is_written(log):
     disk = SimDisk(capacity_bytes=4_096 + 2 * 168 - 1)
     disk.make_directory(Path("/waltz"))
     space = DiskSpace(disk, Path("/waltz"), 4_096)
-    space.fill()
+    space.fill_reserve()
     result = Work(log, appends, STORAGE_ID, space=space).run()
     assert [type(each) for each in result.outcomes] == [NoSpace, NoSpace]
     assert (log.max_id, result.failure, space.reserved_bytes) == (-1, None, 4_096)

@@ -92,10 +92,10 @@ def test_the_errors_of_a_lookup_name_the_host(dns: Dns, monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
-        found = dns_lookup.begin("localhost")
+        found = dns_lookup.begin_lookup("localhost")
     with pytest.raises(OSError, match="resolve the host name localhost: no thread"):
         found.result()
-    assert dns_lookup.begin("localhost").result()
+    assert dns_lookup.begin_lookup("localhost").result()
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ async def test_a_listener_closes_foreign_connections_and_serves_the_others(pair,
         if contexts[0] is None:
             assert codec.decode_hello(received[7:]).text == "Waltz Storage Server"
         else:
-            assert received == tls.UNEXPECTED_MESSAGE
+            assert received == tls.UNEXPECTED_MESSAGE_ALERT
         writer.close()
         link.send(Appended(1, 7, 3, 9))
         await until(lambda: peer.messages)

@@ -35,17 +35,23 @@ STATED_16_MIB = codec.FRAME_HEADER.pack(ord("S"), 4, 16 * 1024 * 1024 - 7)
 
 def test_one_host_has_half_of_the_handshakes_in_progress():
     limits = HandshakeLimits(count_max=10, burst=100, per_s=1, clock_s=lambda: 0.0)
-    assert [limits.begin("10.0.0.1") for _ in range(5)] == [""] * 5
-    assert limits.begin("10.0.0.1") == "5 handshakes of this host are in progress; the limit is 5"
-    assert [limits.begin(f"2001:db8::{n:x}") for n in range(5)] == [""] * 5
-    assert limits.begin("10.0.0.2") == "0 handshakes of this host are in progress; the limit is 10"
-    limits.end("2001:db8::ffff")  # the same network
-    assert limits.begin("10.0.0.2") == ""
+    assert [limits.begin_handshake("10.0.0.1") for _ in range(5)] == [""] * 5
+    assert (
+        limits.begin_handshake("10.0.0.1")
+        == "5 handshakes of this host are in progress; the limit is 5"
+    )
+    assert [limits.begin_handshake(f"2001:db8::{n:x}") for n in range(5)] == [""] * 5
+    assert (
+        limits.begin_handshake("10.0.0.2")
+        == "0 handshakes of this host are in progress; the limit is 10"
+    )
+    limits.end_handshake("2001:db8::ffff")  # the same network
+    assert limits.begin_handshake("10.0.0.2") == ""
     for _ in range(5):
-        limits.end("10.0.0.1")
-    limits.end("10.0.0.2")
+        limits.end_handshake("10.0.0.1")
+    limits.end_handshake("10.0.0.2")
     for _ in range(4):
-        limits.end("2001:db8::1")
+        limits.end_handshake("2001:db8::1")
     assert limits._in_progress == {}
 
 
@@ -54,14 +60,14 @@ def test_after_a_burst_one_host_has_a_rate_of_handshakes():
     limits = HandshakeLimits(count_max=1_000, burst=20, per_s=2, clock_s=lambda: now_s)
 
     def begun(address, count):
-        outcomes = [limits.begin(address) for _ in range(count)]
+        outcomes = [limits.begin_handshake(address) for _ in range(count)]
         for each in outcomes:
             if not each:
-                limits.end(address)
+                limits.end_handshake(address)
         return outcomes.count("")
 
     assert begun("a", 50) == 20
-    assert limits.begin("a") == "this host begins more than 2 handshakes per second"
+    assert limits.begin_handshake("a") == "this host begins more than 2 handshakes per second"
     assert begun("b", 50) == 20
     now_s += 3.0
     assert begun("a", 50) == 6
@@ -74,8 +80,8 @@ def test_the_memory_for_hosts_is_limited(monkeypatch):
     now_s = 0.0
     limits = HandshakeLimits(count_max=10, burst=20, per_s=1, clock_s=lambda: now_s)
     for number in range(1_000):
-        assert limits.begin(f"10.0.0.{number}") == ""
-        limits.end(f"10.0.0.{number}")
+        assert limits.begin_handshake(f"10.0.0.{number}") == ""
+        limits.end_handshake(f"10.0.0.{number}")
         assert len(limits._tokens) <= 100
         now_s += 0.1
 
@@ -169,26 +175,26 @@ def test_unauthorized_links_have_a_quarter_of_the_links_and_one_host_half_of_tha
         "the limit of connections of principals without permissions is reached",
     )
     unauthorized = [OneLink(is_unauthorized=True) for _ in range(6)]
-    assert [limits.add(each) for each in unauthorized] == [""] * 5 + [rejection]
+    assert [limits.add_link(each) for each in unauthorized] == [""] * 5 + [rejection]
     elsewhere = [OneLink(f"10.0.1.{n}", is_unauthorized=True) for n in range(6)]
-    assert [limits.add(each) for each in elsewhere] == [""] * 5 + [rejection]
+    assert [limits.add_link(each) for each in elsewhere] == [""] * 5 + [rejection]
     unauthorized[3].is_unauthorized = False  # its token was accepted
-    assert limits.add(unauthorized[5]) == ""
+    assert limits.add_link(unauthorized[5]) == ""
     others = [OneLink() for _ in range(30)]
-    assert [limits.add(each) for each in others] == [""] * 29 + [
+    assert [limits.add_link(each) for each in others] == [""] * 29 + [
         "the limit of connections is reached"
     ]
     for each in (*unauthorized, *elsewhere, *others):
-        limits.remove(each)
+        limits.remove_link(each)
     assert limits._unauthorized == {}
-    assert limits.add(unauthorized[0]) == ""
+    assert limits.add_link(unauthorized[0]) == ""
 
 
 def test_the_link_with_the_largest_incomplete_frame_is_closed():
     limits = LinkLimits(10, 1_000)
     links = [OneLink() for _ in range(3)]
     for each in links:
-        limits.add(each)
+        limits.add_link(each)
     for link, size in zip(links, (300, 500, 200), strict=True):
         link.incomplete_bytes = size
         limits.note_incomplete(link)
@@ -196,7 +202,7 @@ def test_the_link_with_the_largest_incomplete_frame_is_closed():
     links[0].incomplete_bytes = 301
     limits.note_incomplete(links[0])
     assert [len(each.aborted) for each in links] == [0, 1, 0]
-    limits.remove(links[1])
+    limits.remove_link(links[1])
     links[2].incomplete_bytes = 699
     limits.note_incomplete(links[2])
     assert [len(each.aborted) for each in links] == [0, 1, 0]
@@ -210,7 +216,7 @@ def test_many_incomplete_frames_of_one_principal_close_no_link_of_another():
     hostile = [OneLink(principal="bob") for _ in range(9)]
     server = OneLink(principal="s1.example")
     for each in (*hostile, server):
-        limits.add(each)
+        limits.add_link(each)
         each.incomplete_bytes = 100
         limits.note_incomplete(each)
     server.incomplete_bytes = 400

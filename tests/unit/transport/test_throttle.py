@@ -49,7 +49,7 @@ class Connection:
     def end_over_limit(self):
         self.is_ended = True
 
-    def fail(self, error):
+    def end_after_failure(self, error):
         self.error = error
 
     def is_over_limit(self, message):

@@ -308,7 +308,7 @@ async def test_tls_1_1_is_rejected(files, logged):
         reader, writer = await asyncio.open_connection(*address.split(":"))
         writer.write(hello_of_tls_1_1())
         answer = await reader.read(7)
-        assert answer[0] == tls.ALERT
+        assert answer[0] == tls.ALERT_RECORD
         assert answer[5:] == bytes((2, 70))  # fatal, protocol_version
         writer.close()
         await until(lambda: "no common version: expected TLS 1.2 or 1.3" in logged())
@@ -415,8 +415,8 @@ class ManInTheMiddle:
 
 
 ALERTS = {
-    "handshake failure": bytes((tls.ALERT, 3, 3, 0, 2, 2, 40)),
-    "protocol version": bytes((tls.ALERT, 3, 3, 0, 2, 2, 70)),
+    "handshake failure": bytes((tls.ALERT_RECORD, 3, 3, 0, 2, 2, 40)),
+    "protocol version": bytes((tls.ALERT_RECORD, 3, 3, 0, 2, 2, 70)),
     "a hello in plain text": original_hello((64,), "Waltz Storage Server"),
     "nothing": b"",
 }
@@ -442,7 +442,7 @@ async def test_a_stripped_handshake_never_leads_to_plain_tcp(files, answer, tmp_
         for context in contexts:
             with pytest.raises((TlsFailed, Unreachable)):
                 await net.dial(WireProtocol.STORAGE, address, ssl=context)
-    assert [each[0] for each in middle.first_bytes] == [tls.HANDSHAKE] * len(contexts)
+    assert [each[0] for each in middle.first_bytes] == [tls.HANDSHAKE_RECORD] * len(contexts)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -571,7 +571,7 @@ async def test_a_client_hello_in_two_records_is_rejected(files, logged, first_si
     async with open_port(listening(files)) as (_, listener, _):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
         writer.write(b"".join(split))
-        assert await reader.readexactly(7) == tls.HANDSHAKE_FAILURE
+        assert await reader.readexactly(7) == tls.HANDSHAKE_FAILURE_ALERT
         writer.transport.abort()
         await until(lambda: "expected a complete TLS ClientHello in one record" in logged())
 

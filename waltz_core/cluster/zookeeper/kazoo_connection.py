@@ -85,7 +85,9 @@ class KazooHooks:
 
     def _expand_hooked(self) -> list[tuple[str, str, int]]:
         """Return host, address and port of all known hosts; kazoo calls this method repeatedly."""
-        lookups = {host.strip(): dns_lookup.begin(host.strip()) for host, _ in self._client.hosts}
+        lookups = {
+            host.strip(): dns_lookup.begin_lookup(host.strip()) for host, _ in self._client.hosts
+        }
         for host, each in lookups.items():
             each.add_done_callback(partial(self._note_addresses, host))
         done, pending = wait(lookups.values(), LOOKUP_S)

@@ -65,7 +65,7 @@ class DiskSpace:
         """The present size of the reserve."""
         return self._reserve_bytes if self._is_reserved else 0
 
-    def check(self, size: int) -> None:
+    def check_append(self, size: int) -> None:
         """Check that an append of `size` bytes may be written (rule 2).
 
         Raises:
@@ -103,7 +103,7 @@ class DiskSpace:
             )
 
     def note_shortage(self, size: int) -> None:
-        """Note that an append found no space although `check` allowed it (rule 4)."""
+        """Note that an append found no space although `check_append` allowed it (rule 4)."""
         with self._lock:
             self.is_short, self._wanted_bytes, self._spare_bytes = True, size, 0
 
@@ -112,10 +112,10 @@ class DiskSpace:
         try:
             return call()
         except NoSpace:
-            self.release()
+            self.release_reserve()
             return call()
 
-    def release(self) -> None:
+    def release_reserve(self) -> None:
         """Release the reserve to the disk, for a truncation or a repair (rule 1).
 
         A disk error is ignored: the operation that needs the space will fail with NoSpace.
@@ -126,7 +126,7 @@ class DiskSpace:
             self._disk.unlink(self._directory / RESERVE_NAME)
             self._disk.sync_directory(self._directory)
 
-    def fill(self) -> None:
+    def fill_reserve(self) -> None:
         """Fill the reserve, if there is space for all of it; raises DiskFailed."""
         if not self._reserve_bytes:
             return
@@ -150,7 +150,7 @@ class DiskSpace:
         """Query the free space again, and fill the reserve if there is enough."""
         with self._lock, suppress(DiskFailed, NoSpace):
             if not self._is_reserved and self.free_bytes() >= self._reserve_bytes:
-                self.fill()
+                self.fill_reserve()
             self._spare_bytes = 0
             self._check_free(self._wanted_bytes)
             self._spare_bytes = 0  # no append was written

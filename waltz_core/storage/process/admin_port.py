@@ -220,7 +220,7 @@ class AdminPort:
             case admin_tasks.FindScrubState():
                 return self._scrub(task)
             case _:
-                call = partial(admin_execution.carry_out, self._engine, task)
+                call = partial(admin_execution.execute_change, self._engine, task)
                 return await self._serving.run_exclusively(admin_execution.partition_of(task), call)
 
     async def _read_local(

@@ -122,7 +122,7 @@ class ServedReplicas:
     @property
     def unserved_reasons(self) -> dict[str, str]:
         """The error of each partition that should be served but is not, by partition."""
-        failed = self._engine.failed
+        failed = self._engine.open_errors
         return {str(each): str(failed[each]) for each in self.unserved_partitions if each in failed}
 
     def _wanted_partitions(self) -> tuple[PartitionId, ...]:

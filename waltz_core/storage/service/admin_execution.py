@@ -30,7 +30,7 @@ def partition_of(change: ReplicaChange) -> PartitionId:
     return change.partition_id
 
 
-def carry_out(engine: StorageEngine, change: ReplicaChange) -> object:
+def execute_change(engine: StorageEngine, change: ReplicaChange) -> object:
     """Execute a change of a partition that is not in use, durably, and open its log again; blocks.
 
     On a full disk, the reserve has enough space for any change except a copy. Raises the errors of
@@ -102,7 +102,7 @@ def replica_status_of(
 ) -> ReplicaStatus:
     """Return the state of a replica; raises UnknownPartition if the partition does not exist."""
     info = engine.info(partition_id)
-    log, error = engine.logs.get(partition_id), engine.failed.get(partition_id)
+    log, error = engine.logs.get(partition_id), engine.open_errors.get(partition_id)
     reason = "the storage has not opened its log" if error is None else str(error)
     return ReplicaStatus(
         is_held=bool(info.flags & FLAG_ASSIGNED),

@@ -7,7 +7,7 @@ Rules:
     1. Locks are acquired first: a BSD lock on `waltz-x.id`, then the lock of Waltz 0.13 on its
        control file.
     2. The storage ID is created with the directory and never changes.
-    3. If a partition cannot be opened, the other partitions are still served. `failed` has the
+    3. If a partition cannot be opened, the other partitions are still served. `open_errors` has the
        partition with its error.
     4. When the disk is full, there is still space for truncation, repair and slots
        (`disk_space.py`).
@@ -101,7 +101,7 @@ class StorageEngine:
             self.storage_id = decode_storage_id(id_file.pread(STORAGE_ID_BYTES, 0))
         self.cluster_key = settings.cluster_key
         self.logs: dict[PartitionId, PartitionLog] = {}
-        self.failed: dict[PartitionId, WaltzError] = {}
+        self.open_errors: dict[PartitionId, WaltzError] = {}
         self._disk = disk
         self._control = control
         self._settings = settings
@@ -149,7 +149,7 @@ class StorageEngine:
             disk.sync_directory(directory)  # rule 7
             engine = cls(disk, directory, control, settings, id_file, reserve_bytes)
             engine._durable_names |= {PartitionId(int(name)) for name in found if name.isdecimal()}
-            engine.space.fill()
+            engine.space.fill_reserve()
             engine._finish_removals()
             engine._open_assigned(for_each)
         except BaseException:
@@ -238,8 +238,8 @@ class StorageEngine:
             UnknownPartition: this storage does not hold the partition.
             WaltzError: the log could not be opened; the error states the reason.
         """
-        if partition_id in self.failed:
-            raise self.failed[partition_id]
+        if partition_id in self.open_errors:
+            raise self.open_errors[partition_id]
         if partition_id not in self.logs:
             raise UnknownPartition(f"partition {partition_id} is not assigned to this storage")
         return self.logs[partition_id]
@@ -253,17 +253,18 @@ class StorageEngine:
 
     def _open_assigned(self, for_each: ForEach) -> None:
         for_each(
-            self._try_open, [each for each in self.assigned_partitions() if each not in self.failed]
+            self._try_open,
+            [each for each in self.assigned_partitions() if each not in self.open_errors],
         )
 
     def _try_open(self, partition_id: PartitionId) -> None:
-        with suppress(WaltzError):  # The error is in `failed`.
+        with suppress(WaltzError):  # The error is in `open_errors`.
             self._open_log(partition_id)
 
     def stop_serving(self, partition_id: PartitionId, why: WaltzError) -> None:
         """Do not open a partition again, because its files were deleted or replaced (rule 8)."""
         self._lost_logs[partition_id] = self.logs.pop(partition_id)
-        self.failed[partition_id] = why
+        self.open_errors[partition_id] = why
 
     def has_lost_files_of(self, partition_id: PartitionId) -> bool:
         """Whether the files of a partition were deleted or replaced (rule 8)."""
@@ -292,7 +293,7 @@ class StorageEngine:
 
     def _open_log(self, partition_id: PartitionId) -> PartitionLog:
         if partition_id in self._lost_logs:
-            raise self.failed[partition_id]
+            raise self.open_errors[partition_id]
         directory = self._directory_of(partition_id)
         try:
             log = PartitionLog.open(
@@ -304,11 +305,11 @@ class StorageEngine:
                 is_name_durable=partition_id in self._durable_names,
             )
         except WaltzError as error:
-            self.failed[partition_id] = error
+            self.open_errors[partition_id] = error
             raise
         self._durable_names.add(partition_id)
         self.logs[partition_id] = log
-        self.failed.pop(partition_id, None)
+        self.open_errors.pop(partition_id, None)
         return log
 
     def segment_path(self, partition_id: PartitionId, first: TransactionId) -> Path:
@@ -333,7 +334,7 @@ class StorageEngine:
         else:
             self._write_next_sequence(partition_id)
             self._control.forget(partition_id, FLAG_AVAILABLE)
-        self.failed.pop(partition_id, None)
+        self.open_errors.pop(partition_id, None)
 
     def set_available(self, partition_id: PartitionId, *, is_available: bool) -> None:
         """Set durably whether a partition may be served; the call may be repeated.
@@ -374,7 +375,7 @@ class StorageEngine:
         self._wipe(
             WipeIntent(partition_id, is_held=True, promised=promise.session_id, nonce=promise.nonce)
         )
-        self.failed.pop(partition_id, None)
+        self.open_errors.pop(partition_id, None)
 
     def append_copy(self, copy: Copy) -> TransactionId:
         """Append complete batches of another replica to an unserved log; return the last ID.
@@ -404,7 +405,7 @@ class StorageEngine:
                 f"found {found:08x}"
             )
         size = append_bytes(len(copy.records), int(lengths.size), len(copy.lineage))
-        self.space.check(size)
+        self.space.check_append(size)
         try:
             log.append(
                 log.promised,
@@ -449,7 +450,7 @@ class StorageEngine:
 
     def _write_next_sequence(self, partition_id: PartitionId) -> None:
         """Write the next sequence of the control file into the slot (rule 6)."""
-        if partition_id in self.failed:
+        if partition_id in self.open_errors:
             self._open_log(partition_id)  # It may open now; otherwise this raises.
         self._close_log(partition_id)
         if not self._disk.exists(self._directory_of(partition_id) / SLOTS_NAME):
@@ -505,7 +506,7 @@ class StorageEngine:
             try:
                 self._finish_removal(partition_id)
             except WaltzError as error:
-                self.failed[partition_id] = error
+                self.open_errors[partition_id] = error
 
     # ---- counters
 

@@ -184,7 +184,7 @@ class Work:
             if self.is_append:
                 space.note_shortage(self._append_bytes())
             else:
-                space.release()
+                space.release_reserve()
                 result = self._execute(clock_s)
                 result.has_released = True
         return result
@@ -202,7 +202,7 @@ class Work:
                 self.log.mark_acked()
             elif self.is_append:
                 if self._space is not None:
-                    self._space.check(self._append_bytes())
+                    self._space.check_append(self._append_bytes())
                 _append_group(self.log, self.requests, result, clock_s)
             else:
                 assert len(self.requests) == 1

@@ -60,7 +60,7 @@ _FILE_MODE: Final = 0o640
 # Fields of messages that "object" contains already, or that mean nothing to a reader.
 _OMITTED_FIELDS: Final = {"req_id", "session_id", "sequence", "partition_id", "partitions"}
 
-BegunCallback: TypeAlias = Callable[[WaltzError | None], None]
+BeginCallback: TypeAlias = Callable[[WaltzError | None], None]
 
 
 def _wall_clock_ms() -> int:
@@ -75,14 +75,14 @@ class Peer(NamedTuple):
 
 
 class _Line(NamedTuple):
-    """One line of the file; if it is not written, `begun` is called with the error.
+    """One line of the file; if it is not written, `on_begun` is called with the error.
 
     `is_kept` states that the line waits while the file cannot be written (rule 4).
     """
 
     data: bytes
     is_kept: bool = False
-    begun: BegunCallback | None = None
+    on_begun: BeginCallback | None = None
 
 
 class _Command(NamedTuple):
@@ -149,7 +149,7 @@ class AuditFile:
         self._denials.taken[kind] = _RecordedDenial(fields)
         omitted = self._denials.take_omitted()
         more = {"omitted": omitted} if omitted else {}
-        self._put(_Line(self._encoded({**fields, **more}, error=error)))
+        self._put(_Line(self._encode({**fields, **more}, error=error)))
         if self._minute_end is None:
             self._minute_end = self._loop.call_later(_MINUTE_S, self._end_minute)
 
@@ -171,7 +171,7 @@ class AuditFile:
         has_room = self._has_room()
         for each in self._denials.take_all():
             if each.repeated_count and has_room:
-                self._put(_Line(self._encoded({**each.fields, "repeated": each.repeated_count})))
+                self._put(_Line(self._encode({**each.fields, "repeated": each.repeated_count})))
 
     def log_revision(self, permissions: Permissions) -> None:
         """Write a line that this revision of the permissions is now in use."""
@@ -182,7 +182,7 @@ class AuditFile:
             "object": "permissions",
             "message": f"revision {permissions.revision} of {_time_text(permissions.changed_ms)}",
         }
-        self._put(_Line(self._encoded({**fields, "outcome": "in_use"}), is_kept=True))
+        self._put(_Line(self._encode({**fields, "outcome": "in_use"}), is_kept=True))
 
     def open_again(self) -> None:
         """Open the file of this name again, after the waiting lines are written.
@@ -200,30 +200,30 @@ class AuditFile:
         self._queue.put(_Command(is_end=True))
         await asyncio.to_thread(self._thread.join, CLOSE_S_MAX)
 
-    def _begin(self, fields: dict[str, object], begun: BegunCallback) -> None:
+    def _begin(self, fields: dict[str, object], on_begun: BeginCallback) -> None:
         if self._queue.qsize() >= QUEUE_LINES_MAX:
             self._loop.call_soon(
-                begun, Overloaded(f"{QUEUE_LINES_MAX} lines already wait for the audit log")
+                on_begun, Overloaded(f"{QUEUE_LINES_MAX} lines already wait for the audit log")
             )
             return
-        self._put(_Line(self._encoded({**fields, "outcome": "begun"}), begun=begun))
+        self._put(_Line(self._encode({**fields, "outcome": "begun"}), on_begun=on_begun))
 
     def _end(self, fields: dict[str, object], outcome: str, error: str) -> None:
-        line = self._encoded({**fields, "outcome": outcome}, error=error)
+        line = self._encode({**fields, "outcome": outcome}, error=error)
         self._put(_Line(line, is_kept=True))
 
-    def _encoded(self, fields: dict[str, object], *, error: str = "") -> bytes:
+    def _encode(self, fields: dict[str, object], *, error: str = "") -> bytes:
         line = {"time": _time_text(self._clock_ms()), **fields}
         if error:
-            line["error"] = _cut(error)
+            line["error"] = _truncate_text(error)
         return json.dumps(line, separators=(",", ":")).encode("ascii") + b"\n"  # rule 5
 
     def _put(self, line: _Line) -> None:
         self._queue.put(line)
 
-    def _report(self, outcomes: Sequence[tuple[BegunCallback, WaltzError | None]]) -> None:
-        for begun, error in outcomes:
-            begun(error)
+    def _report(self, outcomes: Sequence[tuple[BeginCallback, WaltzError | None]]) -> None:
+        for on_begun, error in outcomes:
+            on_begun(error)
 
     # ---- on its own thread (rule 4)
 
@@ -258,10 +258,10 @@ class AuditFile:
                 f"the audit log cannot be written: {failure.strerror}. Hint: the daemon's "
                 "log names the file (`audit.write_failed`)."
             )
-        outcomes: list[tuple[BegunCallback, WaltzError | None]] = [
-            (each.begun, error if number >= written_count else None)
+        outcomes: list[tuple[BeginCallback, WaltzError | None]] = [
+            (each.on_begun, error if number >= written_count else None)
             for number, each in enumerate(lines)
-            if each.begun is not None
+            if each.on_begun is not None
         ]
         self._log_change(failure)
         with contextlib.suppress(RuntimeError):  # The loop is closed: the process exits.
@@ -294,12 +294,12 @@ class AuditedRequest:
         self._log = log
         self._fields = fields
 
-    def begin(self, begun: BegunCallback) -> None:
-        """Write the first line of the request, and call `begun` afterwards.
+    def begin(self, on_begun: BeginCallback) -> None:
+        """Write the first line of the request, and call `on_begun` afterwards.
 
-        `begun` receives an error if the request must be rejected, and None otherwise.
+        `on_begun` receives an error if the request must be rejected, and None otherwise.
         """
-        self._log._begin(self._fields, begun)
+        self._log._begin(self._fields, on_begun)
 
     def end(self, outcome: str, error: str = "") -> None:
         """Write the outcome of the request: "done", "rejected" with an error, or "unknown"."""
@@ -430,7 +430,9 @@ def _object_of(requirement: Requirement, message: Message) -> str:
     named = message.named_partitions() if requirement.scope is Scope.NAMED else ()
     if len(named) > _PARTITIONS_MAX:  # a peer can name millions, which would take seconds
         return f"{len(named)} partitions"
-    return _cut(f"partitions {ranges_text(ranges_of(named))}") if named else "any partition"
+    return (
+        _truncate_text(f"partitions {ranges_text(ranges_of(named))}") if named else "any partition"
+    )
 
 
 def _message_text(message: Message) -> str:
@@ -442,7 +444,7 @@ def _message_text(message: Message) -> str:
             continue
         found = getattr(message, each.name)
         words.append(f"{each.name}={_value_text(found)}")
-    return _cut(" ".join(words))
+    return _truncate_text(" ".join(words))
 
 
 def _value_text(found: object) -> str:
@@ -451,7 +453,7 @@ def _value_text(found: object) -> str:
     return found.name if isinstance(found, Enum) else str(found)
 
 
-def _cut(text: str) -> str:
+def _truncate_text(text: str) -> str:
     return text if len(text) <= _TEXT_CHARACTERS_MAX else f"{text[:_TEXT_CHARACTERS_MAX]}.."
 
 

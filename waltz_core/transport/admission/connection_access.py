@@ -104,13 +104,13 @@ class ConnectionAccess:
         self._granted = self._grants()
         self._port.watch_expiry()
 
-    def enter(self, count: Callable[[str], None]) -> None:
+    def register_connection(self, count: Callable[[str], None]) -> None:
         """Count the connection for its current principal (rule 8); raises Overloaded.
 
         The method can be called again. `count` counts the connection for a tenant of the port
         (`port_limits.py`, rule 3).
         """
-        self.leave()  # a token may have changed the principal
+        self.unregister_connection()  # a token may have changed the principal
         self._has_entered = True
         quota = self._port.quotas.quota_of(self.principal, self.now_ns)
         try:
@@ -129,7 +129,7 @@ class ConnectionAccess:
         is_tenant = self._port.is_enforced and self._port.grants is not None
         return self.principal if is_tenant and not is_server and not is_limited else ""
 
-    def leave(self) -> None:
+    def unregister_connection(self) -> None:
         """Stop counting the connection for its principal."""
         if self.quota is not None:
             self.quota.remove_connection(self)
@@ -139,7 +139,7 @@ class ConnectionAccess:
         """End the connection, because a revision has lowered a limit (rule 8)."""
         self._end(f"the limits of {self.principal} were changed")
 
-    def fail(self, error: Exception) -> None:
+    def end_after_failure(self, error: Exception) -> None:
         """End the connection, because requests or feeds could not continue after a wait."""
         self._end(
             "the daemon could not process requests that had waited because of a limit: "
@@ -193,7 +193,7 @@ class ConnectionAccess:
         quota = self._port.quotas.quota_of(self.principal, self.now_ns)
         if quota is self.quota:
             return
-        self.leave()
+        self.unregister_connection()
         if quota is not None:
             quota.connections[self] = None
             self.quota = quota

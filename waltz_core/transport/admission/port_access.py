@@ -136,7 +136,7 @@ class PortAccess:
     def remove_connection(self, connection: "ConnectionAccess") -> None:
         """Remove a connection, which has closed."""
         self._connections.pop(connection, None)
-        connection.leave()
+        connection.unregister_connection()
 
     @property
     def accepts_0_13(self) -> bool:

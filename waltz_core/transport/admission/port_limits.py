@@ -87,7 +87,7 @@ class HandshakeLimits:
         # is not listed may begin a burst.
         self._tokens: dict[str, tuple[float, float]] = {}
 
-    def begin(self, address: str) -> str:
+    def begin_handshake(self, address: str) -> str:
         """Count a handshake and return ""; or return the reason why it must be rejected."""
         host = network_of(address)
         if self._count >= self._count_max or self._in_progress[host] >= self._count_max // 2:
@@ -101,7 +101,7 @@ class HandshakeLimits:
         self._in_progress[host] += 1
         return ""
 
-    def end(self, address: str) -> None:
+    def end_handshake(self, address: str) -> None:
         """Stop counting a handshake, for which `begin` has returned ""."""
         host = network_of(address)
         self._count -= 1
@@ -194,7 +194,7 @@ class LinkLimits:
         self._tenants: dict[LimitedLink, str] = {}
         self._of_tenants: Counter[str] = Counter()
 
-    def add(self, link: LimitedLink) -> str:
+    def add_link(self, link: LimitedLink) -> str:
         """Register a new link and return ""; or return the reason why it must be rejected."""
         if len(self._links) >= self._links_max:
             return "the limit of connections is reached"
@@ -208,7 +208,7 @@ class LinkLimits:
         self._links[link] = 0
         return ""
 
-    def enter(self, link: LimitedLink, tenant: str) -> None:
+    def set_tenant(self, link: LimitedLink, tenant: str) -> None:
         """Count a link for its tenant, after removing it from its earlier tenant.
 
         `tenant` is "" if the principal is not a tenant. Raises Overloaded (rule 3).
@@ -234,7 +234,7 @@ class LinkLimits:
             if not self._of_tenants[tenant]:
                 del self._of_tenants[tenant]
 
-    def remove(self, link: LimitedLink) -> None:
+    def remove_link(self, link: LimitedLink) -> None:
         """Remove a link from all counts."""
         self._leave(link)
         self._incomplete_bytes -= self._links.pop(link, 0)

@@ -145,7 +145,7 @@ class Throttle:
         except Exception as error:  # noqa: BLE001 - rule 8
             _log.exception("net.throttle_failed peer=%s", self._access.peer)
             self.stop()
-            self._access.fail(error)
+            self._access.end_after_failure(error)
 
     def _process_waiting(self) -> None:
         self._timer = None
@@ -153,7 +153,7 @@ class Throttle:
         passed: list[Message] = []
         while self._waiting:
             message = self._waiting[0]
-            wait_ns = 0 if self._is_charged else self._begin(message, now_ns)
+            wait_ns = 0 if self._is_charged else self._charge_request(message, now_ns)
             self._is_charged = wait_ns > SLACK_NS
             if self._is_charged:
                 pause_ns = wait_ns
@@ -167,7 +167,7 @@ class Throttle:
             self._timer = self._call_after(pause_ns, self._process_waiting)
         self._pass_on(passed)
 
-    def _begin(self, message: Message, now_ns: int) -> int:
+    def _charge_request(self, message: Message, now_ns: int) -> int:
         """Charge a request, or mark it as over a limit.
 
         Return the nanoseconds that it must wait.
@@ -190,7 +190,7 @@ class Throttle:
                 self._note_overrun(append_key)
             self._reject(message, begun, quota, now_ns)
             return 0
-        excess = self._begin_feed(message, quota)
+        excess = self._count_feed(message, quota)
         if excess is not None:
             self._reject(message, excess, quota, now_ns)
         return begun
@@ -205,7 +205,7 @@ class Throttle:
             self._overrun.clear()  # Later appends are charged, though their partitions reject them.
         self._overrun[key] = None
 
-    def _begin_feed(self, message: Message, quota: Quota) -> Overloaded | None:
+    def _count_feed(self, message: Message, quota: Quota) -> Overloaded | None:
         if isinstance(message, MountWriter | MountRequest):
             self._overrun.pop(_feed_key(message), None)
         if isinstance(message, MountWriter) and not message.wants_feed:
