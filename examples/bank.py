@@ -28,7 +28,7 @@ except ImportError as error:
     raise SystemExit(f"bank: {error}") from None
 
 from waltz_core.errors import BadConfig, OutcomeUnknown, WaltzError
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 DIRECTORY = Path(".waltz/bank")
 
@@ -234,7 +234,7 @@ def opened(options: argparse.Namespace) -> Iterator[Terminal]:
         connect = options.connect
         if connect is None:
             print(f"a small cluster starts in {directory}", file=sys.stderr, flush=True)
-            connect = stack.enter_context(running(directory / "cluster")).connect
+            connect = stack.enter_context(running_cluster(directory / "cluster")).connect
         engine = engine_of(options.database or f"sqlite:///{directory / 'bank.db'}")
         stack.callback(engine.dispose)
         bank = Bank(connect, engine)

@@ -50,7 +50,7 @@ from waltz_core.client import (
     partition_of,
 )
 from waltz_core.errors import LockFailed, OutcomeUnknown, WaltzError
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 from waltz_core.records.batches import encode_append
 
 if TYPE_CHECKING:
@@ -569,7 +569,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="waltz-writers-") as temporary:
         directory = arguments.directory or Path(temporary)
-        with running(directory / "cluster") as cluster:
+        with running_cluster(directory / "cluster") as cluster:
             show_line(f"{arguments.transactions:,} transactions from {WRITER_COUNT} processes")
             began = time.monotonic()
             verdict = play(cluster, arguments.transactions, directory)

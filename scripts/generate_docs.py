@@ -27,11 +27,11 @@ from scripts.reference import (
 from scripts.reference.markdown import table
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.paths import ZNODES
-from waltz_core.config import KINDS
+from waltz_core.config import CONFIG_TYPES_BY_KIND
 from waltz_core.config.settings import sample_toml
-from waltz_core.errors import BY_CODE
+from waltz_core.errors import ERROR_CLASSES_BY_CODE
 from waltz_core.local.zookeeper_process import zookeeper_config
-from waltz_core.ops.findings import KINDS as FINDINGS
+from waltz_core.ops.findings import FINDING_KINDS as FINDINGS
 from waltz_core.records import lock_blocks
 from waltz_core.records.byte_layout import ByteLayout
 from waltz_core.records.raw_records import PREFIX_DTYPE
@@ -121,7 +121,7 @@ def generated() -> dict[Path, str]:
         ROOT / "conf" / "spark-defaults.conf": SPARK,
     }
     texts |= {ROOT / "conf" / "grafana" / name: text for name, text in dashboards().items()}
-    for kind, config_type in KINDS.items():
+    for kind, config_type in CONFIG_TYPES_BY_KIND.items():
         texts[ROOT / "conf" / f"{kind}.toml"] = sample_toml(config_type)
     for place, tables in {
         "docs/reference/commands.md": commands.sections(),
@@ -267,7 +267,10 @@ def members(enum: type[IntEnum]) -> str:
 
 def error_codes() -> str:
     """Return the errors that cross the wire, by code."""
-    rows = [(code, each.__name__, first_line(each)) for code, each in sorted(BY_CODE.items())]
+    rows = [
+        (code, each.__name__, first_line(each))
+        for code, each in sorted(ERROR_CLASSES_BY_CODE.items())
+    ]
     return table(("code", "error", ""), rows)
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import click
 
-from waltz_core.cli.main import GROUPS, NAME, main, program
+from waltz_core.cli.main import COMMAND_GROUPS, PROGRAM_NAME, main, program
 from waltz_core.cli.subcommands import CommandGroup, LazySubcommand, Subcommand
 
 
@@ -23,10 +23,12 @@ def run_command(*words: str) -> subprocess.CompletedProcess[str]:
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(error),
-        patch.object(sys, "argv", [NAME, *words]),  # the audit's command
+        patch.object(sys, "argv", [PROGRAM_NAME, *words]),  # the audit's command
     ):
         code = main()
-    return subprocess.CompletedProcess([NAME, *words], code, out.getvalue(), error.getvalue())
+    return subprocess.CompletedProcess(
+        [PROGRAM_NAME, *words], code, out.getvalue(), error.getvalue()
+    )
 
 
 def subcommands_of(group: str) -> dict[str, Subcommand]:
@@ -42,14 +44,14 @@ def subcommands_of(group: str) -> dict[str, Subcommand]:
 
 def is_subcommand(group: str) -> bool:
     """Whether a group is a command itself, without subcommands."""
-    return isinstance(GROUPS[group].subcommands, str)
+    return isinstance(COMMAND_GROUPS[group].subcommands, str)
 
 
 def parse_command(words: list[str]) -> dict[str, object]:
     """Return the arguments with which a command's subcommand would be called; raises UsageError."""
     with (
         patch.object(Subcommand, "invoke", lambda _subcommand, context: context.params),
-        program.make_context(NAME, list(words)) as context,
+        program.make_context(PROGRAM_NAME, list(words)) as context,
     ):
         return program.invoke(context)
 
@@ -68,4 +70,4 @@ def shown_options(command: click.Command) -> Iterator[str]:
     """Yield each option of a command that its help shows."""
     for each in command.params:
         if isinstance(each, click.Option) and not each.hidden:
-            yield from getattr(each, "shown", each.opts)
+            yield from getattr(each, "shown_names", each.opts)

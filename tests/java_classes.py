@@ -46,7 +46,7 @@ def use() -> None:
 
 
 def _start_zookeeper() -> None:
-    with local.running(storage_count=1, server_count=1):
+    with local.running_cluster(storage_count=1, server_count=1):
         pass
 
 
@@ -59,7 +59,7 @@ def _start_spark() -> None:
         "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
         "spark.connect.grpc.binding.port": port,
     }
-    with local.running(storage_count=1, server_count=1) as cluster:
+    with local.running_cluster(storage_count=1, server_count=1) as cluster:
         spark = waltz_spark.session("classes", master="local[2]", **settings)
         java = spark.sparkContext._gateway.proc
         rows = spark.range(100).selectExpr("cast(id as string) AS data")

@@ -13,14 +13,14 @@ from waltz_core.local import ports
 _LOWEST: Final = 5_000
 _WORKER: Final = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _WORKERS: Final = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_SHARE: Final = (ports.FIRST - _LOWEST) // _WORKERS
+_SHARE: Final = (ports.FIRST_PORT - _LOWEST) // _WORKERS
 _FIRST: Final = _LOWEST + _WORKER * _SHARE
 _drawn: set[int] = set()
 
 
 def keep_apart() -> None:
     """Make clusters in this process use its share of the ports."""
-    ports.FIRST, ports.LAST = _FIRST, _FIRST + _SHARE - 1
+    ports.FIRST_PORT, ports.LAST_PORT = _FIRST, _FIRST + _SHARE - 1
 
 
 def free_port() -> int:

@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 
 from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 from waltz_core.tables.table_marks import decode
 
 PARTITIONS = 2
@@ -84,7 +84,7 @@ def _changes(header: int, row: dict) -> list[tuple[int, int | None]]:
 def running_log(place: Path) -> Iterator[Written]:
     """Run a local cluster in a directory, and append the first transactions."""
     options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITIONS}
-    with running(place, **options) as cluster:
+    with running_cluster(place, **options) as cluster:
         found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
         with WaltzClient(cluster.connect, PATIENT) as client:
             found.append(client, 1)

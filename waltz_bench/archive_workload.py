@@ -87,7 +87,13 @@ def archive(load: BenchLoad, meter: Meter) -> Measured:
     }
     without: dict[str, dict[str, object]] = {"storage": {"segment_bytes_max": segment_bytes}}
     clusters = [
-        LocalCluster(where / name, bound=True, partition_count=1, server_count=1, settings=settings)
+        LocalCluster(
+            where / name,
+            exit_with_parent=True,
+            partition_count=1,
+            server_count=1,
+            settings=settings,
+        )
         for name, settings in (("archived", with_archive), ("plain", without))
     ]
     try:

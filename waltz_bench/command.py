@@ -105,7 +105,7 @@ def _load(function: SubcommandFunction) -> SubcommandFunction:
 )
 @click.option(
     "--directory",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     help="most workloads: the directory of the local cluster to use; its CPU is measured as "
     "well. archive, storage-append, storage-open, many-partitions, sql-view: a directory on "
     "the disk to measure",
@@ -113,7 +113,7 @@ def _load(function: SubcommandFunction) -> SubcommandFunction:
 @click.option(
     "--tls",
     "tls_file",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     metavar="FILE.toml",
     help="a file with TLS settings for the temporary cluster (docs/operations.md); with flood, "
     "the cluster also has access control",
@@ -128,7 +128,7 @@ def _load(function: SubcommandFunction) -> SubcommandFunction:
 @_load
 @click.option(
     "--peer",
-    type=options.NamedChoice(("nats",)),
+    type=options.SuggestingChoice(("nats",)),
     help="append-one: measure this system as well, alternately in the same run",
 )
 @click.option(
@@ -194,7 +194,7 @@ def _started(
 ) -> LocalCluster:
     """Start a temporary cluster. For `flood` with TLS, its greedy tenants have limits."""
     if workload != "flood" or tls_file is None:
-        return stack.enter_context(waltz_core.local.running(tls=tls_file))
+        return stack.enter_context(waltz_core.local.running_cluster(tls=tls_file))
     from waltz_bench.compared import tenant_load  # noqa: PLC0415 - costs start-up time
 
     running = tenant_load.limited_tenants(tls_file)

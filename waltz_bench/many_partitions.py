@@ -56,7 +56,7 @@ async def _many_partitions(load: BenchLoad) -> Measured:
     directory = Path(tempfile.mkdtemp(prefix="waltz-many-", dir=load.directory))
     cluster = LocalCluster(
         directory,
-        bound=True,
+        exit_with_parent=True,
         partition_count=load.partitions or PARTITIONS,
         server_count=SERVERS,
         storage_count=STORAGES,

@@ -1,4 +1,4 @@
-"""Every exception of the project, grouped by what the caller should do.
+"""All errors of the project, grouped by the action that the caller should take.
 
 Errors cross the wire, so each class has a wire code and states whether a retry can help. No other
 module defines exceptions.
@@ -32,11 +32,11 @@ Rules:
 import json
 from typing import Any, ClassVar, Final
 
-FOUND_CHARACTERS_MAX: Final = 200
+FOUND_TEXT_CHARACTERS_MAX: Final = 200
 
 
 class WaltzError(Exception):
-    """The base class of all errors that Waltz raises on purpose.
+    """The base class of all errors of Waltz.
 
     Action: Catch it only where all errors are handled alike.
     """
@@ -94,26 +94,26 @@ class RequestRejected(BadRequest):
     def __init__(
         self, part: str, *, expected: str = "", found: object = None, hint: str = ""
     ) -> None:
-        shown = _json_of(found)
+        shown = _shortened_json(found)
         super().__init__(f"{part}: expected {expected}, found {shown}" if expected else part)
         self.part = part
         self.expected = expected
         self.hint = hint
         is_short = isinstance(found, bool | int | float) or (
-            isinstance(found, str) and len(found) <= FOUND_CHARACTERS_MAX
+            isinstance(found, str) and len(found) <= FOUND_TEXT_CHARACTERS_MAX
         )
         self.found = found if found is None or is_short else shown
 
 
-def _json_of(found: object) -> str:
-    """Return the JSON text of a value of any size, which a peer has sent; it is shortened."""
+def _shortened_json(found: object) -> str:
+    """Return the JSON text of a value from a peer; a long text ends with "..."."""
     if found is None or isinstance(found, dict):
         return "nothing" if found is None else "an object"
     text = ""
     for part in json.JSONEncoder(ensure_ascii=False).iterencode(found):
-        text += part[: FOUND_CHARACTERS_MAX + 1]
-        if len(text) > FOUND_CHARACTERS_MAX:
-            return text[:FOUND_CHARACTERS_MAX] + "..."
+        text += part[: FOUND_TEXT_CHARACTERS_MAX + 1]
+        if len(text) > FOUND_TEXT_CHARACTERS_MAX:
+            return text[:FOUND_TEXT_CHARACTERS_MAX] + "..."
     return text
 
 
@@ -531,7 +531,7 @@ class ObjectMissing(Damaged):
 
 
 # A file of the archive is missing or corrupt.
-ARCHIVE_DAMAGE: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
+ARCHIVE_DAMAGE_ERRORS: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
 
 
 class ProtocolError(WaltzError):
@@ -561,27 +561,32 @@ class RemoteProtocolError(ProtocolError):
     code = 82
 
 
-def _family(root: type[WaltzError]) -> list[type[WaltzError]]:
-    found = [root]
-    for child in root.__subclasses__():
-        found.extend(_family(child))
+def _with_subclasses(error_class: type[WaltzError]) -> list[type[WaltzError]]:
+    """Return an error class and all classes derived from it."""
+    found = [error_class]
+    for child in error_class.__subclasses__():
+        found.extend(_with_subclasses(child))
     return found
 
 
-BY_CODE: dict[int, type[WaltzError]] = {cls.code: cls for cls in _family(WaltzError)}
-assert len(BY_CODE) == len(_family(WaltzError)), "rule 2: two errors share a code"
+ERROR_CLASSES_BY_CODE: dict[int, type[WaltzError]] = {
+    cls.code: cls for cls in _with_subclasses(WaltzError)
+}
+assert len(ERROR_CLASSES_BY_CODE) == len(_with_subclasses(WaltzError)), (
+    "rule 2: two errors share a code"
+)
 
 
-def first_in(group: BaseExceptionGroup[WaltzError]) -> WaltzError:
+def first_error_in(group: BaseExceptionGroup[WaltzError]) -> WaltzError:
     """Return the first error in an exception group, which may contain other groups."""
     found = group.exceptions[0]
-    return found if isinstance(found, WaltzError) else first_in(found)
+    return found if isinstance(found, WaltzError) else first_error_in(found)
 
 
-def from_code(
+def error_from_code(
     code: int, message: str, first_available: int = -1, retry_after_ms: int = 0
 ) -> WaltzError:
-    """Return the error for a code from the wire, the base class for an unknown code.
+    """Return the error for a code from the wire; for an unknown code, a `WaltzError`.
 
     `first_available` is for `BeforeLogStart`, and `retry_after_ms` is for `Overloaded`.
     """
@@ -589,4 +594,4 @@ def from_code(
         return BeforeLogStart(message, first_available)
     if code == Overloaded.code:
         return Overloaded(message, retry_after_ms)
-    return BY_CODE.get(code, WaltzError)(message)
+    return ERROR_CLASSES_BY_CODE.get(code, WaltzError)(message)

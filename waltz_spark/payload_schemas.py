@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from waltz_core.client import Avro, Protobuf
-from waltz_core.config.settings import shown_names
+from waltz_core.config.settings import first_names_text
 from waltz_core.errors import BadRequest
 from waltz_core.records.unpacking import Decode, decoder_of
 from waltz_core.schemas.avro_schemas import schema_of_columns
@@ -91,7 +91,7 @@ def resolve_write_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> 
         if part.name not in writer.field_names:
             raise BadRequest(
                 f"column {part.name!r}: subject {given.subject!r} has no such field; it has "
-                f"{shown_names(writer.field_names, 20)}"
+                f"{first_names_text(writer.field_names, 20)}"
             )
     return replace(options, registry=registry)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import click
 
 from scripts.reference.markdown import cell, code, table
-from waltz_core.cli.main import GROUPS, NAME, program
+from waltz_core.cli.main import COMMAND_GROUPS, PROGRAM_NAME, program
 from waltz_core.cli.subcommands import CommandGroup, LazySubcommand, Subcommand
 
 WIDTH = 100
@@ -18,7 +18,7 @@ DEFAULT = re.compile(r" *\[default: ([^]]*)\]| *\[(required)\]")
 
 def sections() -> dict[str, str]:
     """Return the sections of all commands."""
-    return {"commands": "\n\n".join(part for group in GROUPS for part in _group(group))}
+    return {"commands": "\n\n".join(part for group in COMMAND_GROUPS for part in _group(group))}
 
 
 def _group(name: str) -> Iterator[str]:
@@ -29,8 +29,8 @@ def _group(name: str) -> Iterator[str]:
         return
     assert isinstance(found, CommandGroup)
     yield _prose(found.help)
-    if GROUPS[name].examples:
-        yield _lines(GROUPS[name].examples)
+    if COMMAND_GROUPS[name].examples:
+        yield _lines(COMMAND_GROUPS[name].examples)
     for subcommand, command in _subcommands(found):
         if not command.hidden:
             assert isinstance(command, LazySubcommand)
@@ -50,7 +50,7 @@ def _subcommands(group: CommandGroup) -> Iterator[tuple[str, click.Command]]:
 
 def _subcommand(name: str, subcommand: Subcommand) -> Iterator[str]:
     yield _prose(subcommand.help)
-    context = click.Context(subcommand, info_name=f"{NAME} {name}")
+    context = click.Context(subcommand, info_name=f"{PROGRAM_NAME} {name}")
     yield _lines([" ".join([name, *subcommand.collect_usage_pieces(context)])])
     if subcommand.examples:
         yield _lines(subcommand.examples)
@@ -80,7 +80,7 @@ def _row(names: str, text: str) -> tuple[str, str, str]:
 
 
 def _lines(commands: Sequence[str]) -> str:
-    return "\n".join(["```", *(f"{NAME} {each}" for each in commands), "```"])
+    return "\n".join(["```", *(f"{PROGRAM_NAME} {each}" for each in commands), "```"])
 
 
 def _prose(text: str | None) -> str:

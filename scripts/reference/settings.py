@@ -5,7 +5,7 @@ from dataclasses import Field, fields
 from typing import Any
 
 from scripts.reference.markdown import cell, code, table
-from waltz_core.config.declarations import KINDS, TlsConfig, ZooKeeperConfig
+from waltz_core.config.declarations import CONFIG_TYPES_BY_KIND, TlsConfig, ZooKeeperConfig
 from waltz_core.config.settings import Config, toml_literal
 
 SHARED: dict[str, type[Config]] = {"zookeeper": ZooKeeperConfig, "tls": TlsConfig}
@@ -24,9 +24,9 @@ def tables() -> dict[str, str]:
     known = {each.name for declared in SHARED.values() for each in fields(declared)}
     found = {}
     for name, declared in SHARED.items():
-        users = [each for each in KINDS.values() if issubclass(each, declared)]
+        users = [each for each in CONFIG_TYPES_BY_KIND.values() if issubclass(each, declared)]
         found[name] = _table(fields(declared), users)
-    for name, declared in KINDS.items():
+    for name, declared in CONFIG_TYPES_BY_KIND.items():
         if name not in SHARED:
             own = [each for each in fields(declared) if each.name not in known]
             found[name] = _table(own, [declared])

@@ -302,7 +302,9 @@ def play(
     settings["server"]["quorum_timeout_ms"] = 2 * SESSION_MS
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(
-            local.running(directory / "local", partition_count=PARTITIONS, settings=settings)
+            local.running_cluster(
+                directory / "local", partition_count=PARTITIONS, settings=settings
+            )
         )
         written = Written(cluster.connect, [])
         client = stack.enter_context(WaltzClient(cluster.connect, PATIENT))

@@ -10,7 +10,7 @@ from tests.integration.test_follow import follow
 from tests.patience import PATIENT
 from tests.written_log import PARTITIONS, Written, ends
 from waltz_core.client import WaltzClient
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 from waltz_core.tables.table_marks import TableMarks, encode
 
 
@@ -30,7 +30,7 @@ def test_kills_of_a_follower_a_server_and_a_storage_leave_a_right_table(
 def test_the_comparison_finds_wrong_rows_marks_and_transactions(tmp_path: Path):
     table = tmp_path / "table"
     with (
-        running(tmp_path / "local", partition_count=PARTITIONS) as cluster,
+        running_cluster(tmp_path / "local", partition_count=PARTITIONS) as cluster,
         WaltzClient(cluster.connect, PATIENT) as client,
     ):
         written = Written(cluster.connect, [[] for _ in range(PARTITIONS)])

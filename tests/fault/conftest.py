@@ -7,7 +7,7 @@ import pytest
 
 from tests.fault.load import Scenario
 from tests.postgres import Postgres, postgres
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 
 __all__ = ["postgres"]  # a fixture is found where it is named
 
@@ -25,7 +25,7 @@ def module_scenario(
     }
     where = tmp_path_factory.mktemp("cluster")
     storage_count = getattr(request.module, "STORAGE_COUNT", 3)
-    with running(where, settings=settings, storage_count=storage_count) as cluster:
+    with running_cluster(where, settings=settings, storage_count=storage_count) as cluster:
         yield Scenario(cluster)
 
 

@@ -19,7 +19,7 @@ from tests.fault.syscall_errors import inject_errors
 from tests.fault.threads import resume_threads, stop_threads
 from tests.promtool import promtool
 from tests.small_disk import WHY_NOT, Disk, can_mount
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 
 pytestmark = pytest.mark.fault
 DISK_SIZE = "400m"  # more than the 256 MiB of a disk that is nearly full
@@ -43,7 +43,7 @@ def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenar
     directory = tmp_path_factory.mktemp("cluster")
     try:
         mount_disk(directory / "storage-3")
-        with running(directory, settings=settings) as cluster:
+        with running_cluster(directory, settings=settings) as cluster:
             yield Scenario(cluster)
     finally:
         while DISKS:

@@ -21,7 +21,7 @@ from tests.small_disk import WHY_NOT, Disk, can_mount
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import NoSpace, NotMounted, OutcomeUnknown, Unavailable
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 pytestmark = pytest.mark.fault
 
@@ -77,7 +77,7 @@ def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisks
 @pytest.fixture(scope="module")
 def module_scenario(small_disks: SmallDisks) -> Iterator[Scenario]:
     """Give a cluster whose three storages have small disks."""
-    with running(small_disks.directory) as cluster:
+    with running_cluster(small_disks.directory) as cluster:
         yield Scenario(cluster)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.fault.load import partitions, wait_until
 from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 
 PARTITIONS, HOT = 4, 3
 INTERVAL_MS, WINDOW_MS = 200, 3_000
@@ -28,7 +28,9 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
             "balance_cooldown_ms": COOLDOWN_MS,
         }
     }
-    with running(tmp_path, settings=settings, storage_count=1, partition_count=PARTITIONS) as found:
+    with running_cluster(
+        tmp_path, settings=settings, storage_count=1, partition_count=PARTITIONS
+    ) as found:
         yield found
 
 

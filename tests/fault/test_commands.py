@@ -27,7 +27,7 @@ from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 from waltz_core.records.record import PartitionId, ReplicaId
 
 pytestmark = pytest.mark.fault
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.fault
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     where = tmp_path_factory.mktemp("commands") / "waltz"
-    with running(where, server_count=2, partition_count=2) as found:
+    with running_cluster(where, server_count=2, partition_count=2) as found:
         hosts = found.connect.partition("/")[0]
         # It is up when all partitions answer, which one server may own alone at first.
         wait_until(

@@ -18,7 +18,7 @@ from tests.patience import HANG_S
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import Unavailable
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 pytestmark = pytest.mark.fault
 SERVERS = ("server-1", "server-2")
@@ -32,7 +32,7 @@ def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenar
         "storage": {"segment_bytes_max": 16_384, "scrub_interval_ms": 1_000},
         "server": {"zookeeper_session_timeout_ms": 1_500},
     }
-    with running(tmp_path_factory.mktemp("cluster"), settings=settings) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), settings=settings) as cluster:
         yield Scenario(cluster)
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.fault.load import ROOT
 from tests.gateway_process import gateway
 from tests.patience import HANG_S
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,7 +24,7 @@ COUNT = 300
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 def test_a_node_client_loses_and_duplicates_nothing_while_processes_are_killed(tmp_path: Path):
     with (
-        running(tmp_path, storage_count=3, server_count=2) as cluster,
+        running_cluster(tmp_path, storage_count=3, server_count=2) as cluster,
         gateway(cluster.connect) as first,
         gateway(cluster.connect) as second,
     ):

@@ -20,7 +20,7 @@ from tests.patience import HANG_S, PATIENT, slowness
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
 from waltz_core.local import LocalCluster, Member, cluster, ports
-from waltz_core.local.local_cluster import LOOPBACK, start_of
+from waltz_core.local.local_cluster import LOOPBACK, process_start_s
 from waltz_core.local.ports import is_free
 from waltz_core.local.zookeeper_process import zookeeper_config
 
@@ -245,7 +245,7 @@ def test_up_chooses_another_port_if_one_is_in_use_meanwhile(directory: Path):
 
 @pytest.mark.slow
 def test_a_port_base_determines_all_ports(directory: Path):
-    base = ports.FIRST + 100
+    base = ports.FIRST_PORT + 100
     while not all(is_free(base + offset, LOOPBACK) for offset in range(6)):
         base += 6
     with taken(base + 3):
@@ -384,7 +384,7 @@ def test_a_zookeeper_that_ends_is_reported_at_once_with_the_end_of_its_log(
 
 @pytest.mark.skipif(not psutil.LINUX, reason="elsewhere a start time is no difference of two")
 def test_a_clock_step_does_not_hide_a_running_process(monkeypatch: pytest.MonkeyPatch):
-    member = Member("server-1", 0, pid=os.getpid(), started=start_of(psutil.Process()))
+    member = Member("server-1", 0, pid=os.getpid(), started=process_start_s(psutil.Process()))
     boot_time = psutil._pslinux.boot_time
     monkeypatch.setattr(psutil._pslinux, "boot_time", lambda: boot_time() + 3_600)
     assert member.state == "up"

@@ -137,7 +137,9 @@ class OldCluster:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
-    made = LocalCluster(tmp_path / "cluster", bound=True, server_count=1, partition_count=2)
+    made = LocalCluster(
+        tmp_path / "cluster", exit_with_parent=True, server_count=1, partition_count=2
+    )
     made.prepare()
     try:
         yield made

@@ -17,7 +17,7 @@ from tests.patience import HANG_S
 from waltz_core.client import BYTES, AsyncCallbacks, AsyncWaltzClient, lock, transactional
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 from waltz_core.records.raw_records import HEADER_DTYPE, headers_of
 from waltz_core.transport import net
 
@@ -29,7 +29,9 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
     settings: dict[str, dict[str, object]] = {
         "server": {"zookeeper_session_timeout_ms": SESSION_MS}
     }
-    with running(tmp_path, settings=settings, storage_count=1, partition_count=2) as started:
+    with running_cluster(
+        tmp_path, settings=settings, storage_count=1, partition_count=2
+    ) as started:
         yield started
 
 

@@ -28,7 +28,7 @@ from tests.fault.conftest import SESSION_MS
 from tests.fault.load import Scenario, are_all_engaged, stopped_process, wait_until, zookeeper_mode
 from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
-from waltz_core.local import Member, running
+from waltz_core.local import Member, running_cluster
 from waltz_core.local.ports import is_free
 
 pytestmark = pytest.mark.fault
@@ -41,7 +41,7 @@ from waltz_core.cli.storage import owner_connection
 async def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
-owner_connection.OwnerConnection.set_mark = die
+owner_connection.OwnerConnection.set_low_water_mark = die
 main.main(sys.argv[1:])
 """
 CLOCK_OF_2020 = """
@@ -61,7 +61,7 @@ def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenar
         "server": {"zookeeper_session_timeout_ms": SESSION_MS},
         "storage": {"zookeeper_session_timeout_ms": SESSION_MS, "trust_fsync": False},
     }
-    with running(tmp_path_factory.mktemp("cluster"), settings=settings) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), settings=settings) as cluster:
         yield Scenario(cluster)
 
 

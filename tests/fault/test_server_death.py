@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.load import Scenario, owners, wait_until
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 # Nothing in this file may take so long.
 SESSION_MS = 60_000
@@ -19,7 +19,7 @@ def scenario(tmp_path: Path) -> Iterator[Scenario]:
     settings: dict[str, dict[str, object]] = {
         "server": {"zookeeper_session_timeout_ms": SESSION_MS}
     }
-    with running(tmp_path, settings=settings, storage_count=1, server_count=3) as cluster:
+    with running_cluster(tmp_path, settings=settings, storage_count=1, server_count=3) as cluster:
         yield Scenario(cluster)
 
 

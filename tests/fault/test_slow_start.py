@@ -42,7 +42,7 @@ class Daemon(Child):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Give a cluster without processes but ZooKeeper's."""
-    made = LocalCluster(tmp_path_factory.mktemp("cluster"), bound=True)
+    made = LocalCluster(tmp_path_factory.mktemp("cluster"), exit_with_parent=True)
     try:
         made.prepare()
         yield made

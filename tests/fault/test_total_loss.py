@@ -20,7 +20,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.errors import ConnectionSuperseded, LockFailed
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 
 pytestmark = pytest.mark.fault
 STORAGES = ("storage-1", "storage-2", "storage-3")
@@ -42,7 +42,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, archive: str) -> Iterator[
         "server": {"archive_interval_ms": 100},
     }
     options = {"settings": settings, "server_count": 1, "partition_count": PARTITIONS}
-    with running(tmp_path_factory.mktemp("cluster"), **options) as found:
+    with running_cluster(tmp_path_factory.mktemp("cluster"), **options) as found:
         yield found
 
 

@@ -24,7 +24,7 @@ from tests.ports import free_port
 from waltz_core.client import ClusterLayout, TaskClaim, WaltzClient, begin_write, end_write
 from waltz_core.config import ClientConfig, render_toml
 from waltz_core.errors import ConnectionSuperseded
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 
 pytestmark = pytest.mark.fault
 STORAGE_COUNT = 1
@@ -68,7 +68,9 @@ def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Pat
     trusted, other = (make(tmp_path, name=name) for name in ("trusted", "other"))
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", trusted.settings))
-    with running(tmp_path / "cluster", tls=file, storage_count=1, server_count=1) as cluster:
+    with running_cluster(
+        tmp_path / "cluster", tls=file, storage_count=1, server_count=1
+    ) as cluster:
         scenario = Scenario(cluster)
         before = owners(cluster)
         port = free_port()

@@ -26,7 +26,7 @@ from waltz_core.cluster.coordinator import ServersView
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig, CoordinatorUnavailable, WaltzError
-from waltz_core.local import LocalCluster, Member, running
+from waltz_core.local import LocalCluster, Member, running_cluster
 
 OUTAGE_S = float(os.environ.get("WALTZ_OUTAGE_S", "10"))
 # Longer than a busy machine keeps a process waiting: what takes as long has waited for a session.
@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenario]:
     """Give a cluster with an ensemble, with short sessions."""
     where = tmp_path_factory.mktemp("ensemble")
-    with running(where, settings=SETTINGS, zookeeper_count=3) as cluster:
+    with running_cluster(where, settings=SETTINGS, zookeeper_count=3) as cluster:
         yield Scenario(cluster)
 
 
@@ -222,7 +222,7 @@ def test_all_zookeeper_sessions_end_and_no_partition_moves(tmp_path: Path):
 
     One that was killed keeps the sessions, and an ensemble's new leader restarts their timeouts.
     """
-    cluster = LocalCluster(tmp_path, bound=True, storage_count=1, settings=SETTINGS)
+    cluster = LocalCluster(tmp_path, exit_with_parent=True, storage_count=1, settings=SETTINGS)
     with Gate(lambda: cluster.member("zookeeper").port) as gate:
         through = f"127.0.0.1:{gate.port}/waltz/local"
         for each in ("server", "storage"):

@@ -18,9 +18,9 @@ from waltz_core.cli import http_pages
 from waltz_core.client.model.compression import Zstd
 from waltz_core.client.model.serializers import BytesSerializer, JsonSerializer, MsgpackSerializer
 from waltz_core.cluster.zookeeper.credentials import parse_credentials
-from waltz_core.config import KINDS
+from waltz_core.config import CONFIG_TYPES_BY_KIND
 from waltz_core.config.connect_string import check_address, parse_connect_string
-from waltz_core.config.settings import fields, load, sample_toml
+from waltz_core.config.settings import fields, load_config, sample_toml
 from waltz_core.encryption.envelopes import Encryption
 from waltz_core.encryption.keys import KeyCache
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, RemoteProtocolError, TooLarge
@@ -61,12 +61,12 @@ def load_settings(config_type, data: bytes) -> None:
     prefix = f"WALTZ_{config_type.kind.upper()}_"
     names = [each.name for each in fields(config_type)]
     try:
-        load(config_type, path=path)
+        load_config(config_type, path=path)
     finally:
         # One variable with these bytes; which one, depends on them.
         variable = prefix + names[sum(data) % len(names)].upper()
         with suppress(BadConfig):
-            load(config_type, environment={variable: text_of(data)})
+            load_config(config_type, environment={variable: text_of(data)})
 
 
 CONNECT_STRINGS = (
@@ -177,7 +177,7 @@ waltz_most +Inf
 
 
 def parse_page(data: bytes) -> None:
-    http_pages.parse(data.decode("utf-8", "replace"), "h:1")
+    http_pages.parse_metrics(data.decode("utf-8", "replace"), "h:1")
 
 
 def decode_offset(data: bytes) -> None:
@@ -224,7 +224,12 @@ def decode_registry_arguments(data: bytes) -> None:
 
 
 DECODERS = (
-    *map(_settings, KINDS.values() if isinstance(KINDS, dict) else KINDS),
+    *map(
+        _settings,
+        CONFIG_TYPES_BY_KIND.values()
+        if isinstance(CONFIG_TYPES_BY_KIND, dict)
+        else CONFIG_TYPES_BY_KIND,
+    ),
     _text("connect-string", parse_connect, *CONNECT_STRINGS),
     _text(
         "address", lambda data: check_address(text_of(data)), "zk1:2181", "[::1]:80", "1.2.3.4:5"

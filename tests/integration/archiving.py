@@ -15,7 +15,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import ReplicaSet, WaltzClient
 from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 from waltz_core.records.raw_records import I64, Buffer
 from waltz_core.records.record import PartitionId
 
@@ -36,7 +36,9 @@ def archiving_cluster(
         "local_retention_bytes": 2 * SEGMENT_BYTES if removes_segments else 0,
     }
     settings = {"storage": storage, "server": {"archive_interval_ms": 100}}
-    return running(directory / "cluster", settings=settings, server_count=1, partition_count=1)
+    return running_cluster(
+        directory / "cluster", settings=settings, server_count=1, partition_count=1
+    )
 
 
 def datas_of(records: Buffer, lengths: I64) -> list[bytes]:

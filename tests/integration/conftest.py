@@ -12,7 +12,7 @@ import pytest
 from tests.certificates import Certificates, make
 from tests.patience import HANG_S
 from tests.ports import free_port
-from waltz_core.local.zookeeper_process import command, zookeeper_config
+from waltz_core.local.zookeeper_process import zookeeper_command, zookeeper_config
 
 
 class ZooKeeperProcess:
@@ -33,7 +33,7 @@ class ZooKeeperProcess:
         log = (self.directory / "zookeeper.log").open("ab")
         with log:
             self.process = subprocess.Popen(
-                command(self.config), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                zookeeper_command(self.config), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
         deadline = time.monotonic() + HANG_S
         while not self._answers():

@@ -35,7 +35,7 @@ def test_permissions_and_tokens_reach_every_daemon(
     monkeypatch: pytest.MonkeyPatch,
 ):
     # However long a daemon takes to find the first permissions, its access control is not off.
-    monkeypatch.setattr(access_change, "ACCESS_OFF_AFTER_S", HANG_S)
+    monkeypatch.setattr(access_change, "ACCESS_OFF_WAIT_S", HANG_S)
     own = ("--connect", cluster.connect)
 
     def access(*words: str, code: int = 0) -> dict[str, object]:

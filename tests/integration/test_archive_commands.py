@@ -17,7 +17,7 @@ from tests.patience import HANG_S
 from waltz_core.archive.pins import pin
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 
 APPENDS, ROWS_OF_ONE = 3, 50
 ROWS = APPENDS * ROWS_OF_ONE
@@ -62,7 +62,7 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
         "server": {"archive_interval_ms": 100},
     }
     options = {"settings": settings, "server_count": 1, "partition_count": 1}
-    with running(where / "cluster", **options) as cluster:
+    with running_cluster(where / "cluster", **options) as cluster:
         made = Archived(cluster, url)
         for _ in range(APPENDS):
             made.append()  # at least one object

@@ -27,7 +27,7 @@ from waltz_core.client import (
 )
 from waltz_core.client.read.ranges import ReaderConnection, ReplicaSet
 from waltz_core.config import ClientConfig
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 from waltz_core.records.batches import encode_append
 from waltz_core.records.raw_records import HEADER_DTYPE, headers_of
 
@@ -35,8 +35,8 @@ from waltz_core.records.raw_records import HEADER_DTYPE, headers_of
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     directory = tmp_path_factory.mktemp("cluster") / "local"
-    with running(directory) as running_cluster:
-        yield running_cluster
+    with running_cluster(directory) as found:
+        yield found
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.schema_registry import schema_registry
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 CONNECT = "zk1:2181,zk2:2181/waltz/payments"
@@ -33,7 +33,7 @@ def test_every_snippet_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     names: dict[str, object] = {"__name__": "snippets"}
     with (
         schema_registry() as registry,
-        running(tmp_path / "local", storage_count=1, server_count=1) as cluster,
+        running_cluster(tmp_path / "local", storage_count=1, server_count=1) as cluster,
     ):
         try:
             for line, text in found:

@@ -6,14 +6,14 @@ import pytest
 
 from tests.client_contract import SCENARIOS, World, is_whole
 from waltz_core.client import WaltzClient
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 pytestmark = pytest.mark.zookeeper
 
 
 @pytest.fixture(scope="module")
 def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with running(tmp_path_factory.mktemp("cluster") / "local", storage_count=1) as cluster:
+    with running_cluster(tmp_path_factory.mktemp("cluster") / "local", storage_count=1) as cluster:
         yield cluster.connect
 
 

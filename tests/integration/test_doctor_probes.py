@@ -44,7 +44,7 @@ async def probed(address, admin_port, partitions=CLUSTER.partitions):
         layout=StorageLayout(assigned, {replica: 0}, {replica: admin_port}),
         storage_ids={},
     )
-    command_connections.begin()  # an earlier command of this process may have had TLS
+    command_connections.select_settings()  # an earlier command of this process may have had TLS
     return await _StorageProbe(seen, replica, TIMEOUT_S, None).probe()
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.patience import HANG_S
 from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient, WaltzClient
 from waltz_core.client.links.directory import ClusterLayout, Owner
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import Generation
 
@@ -21,8 +21,8 @@ SHARE = 20
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     where = tmp_path_factory.mktemp("cluster") / "local"
-    with running(where, storage_count=1, server_count=1) as running_cluster:
-        yield running_cluster
+    with running_cluster(where, storage_count=1, server_count=1) as found:
+        yield found
 
 
 class Counter:

@@ -16,13 +16,15 @@ from tests.commands import run_command
 from tests.fault.load import wait_until
 from tests.gateway_process import GatewayClient, gateway
 from tests.ports import free_port
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     """Yield a cluster with one storage and one server."""
-    with running(tmp_path_factory.mktemp("cluster"), storage_count=1, server_count=1) as made:
+    with running_cluster(
+        tmp_path_factory.mktemp("cluster"), storage_count=1, server_count=1
+    ) as made:
         yield made
 
 

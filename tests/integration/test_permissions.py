@@ -23,7 +23,7 @@ from waltz_core.client.read import ranges
 from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, ReplicaReader, ReplicaSet
 from waltz_core.config import ClientConfig
 from waltz_core.errors import (
-    BY_CODE,
+    ERROR_CLASSES_BY_CODE,
     ClientIdDenied,
     NotMounted,
     OutcomeUnknown,
@@ -123,7 +123,7 @@ async def denied_requests(
             Nack: lambda answer: answer.error_code,
             AdminRejected: lambda answer: answer.error_code,
         }.get(type(answer), lambda _: 0)(answer)
-        if BY_CODE.get(code) is PermissionDenied:
+        if ERROR_CLASSES_BY_CODE.get(code) is PermissionDenied:
             denied.add(request)
         link.abort("done")
     return denied
@@ -438,7 +438,7 @@ class Peer:
         def is_final() -> bool:
             answer = self.ask(self.mount(client_id, proof, generation))
             is_error = isinstance(answer, ErrorResponse)
-            found.append(BY_CODE[answer.error_code] if is_error else type(answer))
+            found.append(ERROR_CLASSES_BY_CODE[answer.error_code] if is_error else type(answer))
             return not issubclass(found[-1], Unavailable)
 
         wait_until("the partition is open", is_final)
@@ -460,7 +460,7 @@ def test_no_mount_without_the_proof_in_any_generation_and_after_a_restart(access
             old = MountRequest(ReqId(client_id, generation, MINE, -1), -1, 1)
             answer = Peer(access, "read").ask(old)
             assert isinstance(answer, ErrorResponse)
-            assert BY_CODE[answer.error_code] is ClientIdDenied
+            assert ERROR_CLASSES_BY_CODE[answer.error_code] is ClientIdDenied
         restart_server(access)
 
 
@@ -489,7 +489,7 @@ def test_own_headers_are_for_the_mounted_client_only(access: Access):
             assert (answer.count, bytes(answer.records)) == (0, b"")
         else:
             assert isinstance(answer, ErrorResponse)
-            assert BY_CODE[answer.error_code] is NotMounted
+            assert ERROR_CLASSES_BY_CODE[answer.error_code] is NotMounted
 
 
 def test_a_principal_with_append_only_learns_its_outcomes(access: Access):

@@ -17,7 +17,7 @@ from tests.commands import run_command
 from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
 from waltz_core.errors import UsageError
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 
 ROWS = 600
 FILLER = "x" * 50_000
@@ -34,8 +34,8 @@ SCHEMA = pa.schema(
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with running(tmp_path_factory.mktemp("cluster") / "local", storage_count=1) as running_cluster:
-        with WaltzClient(running_cluster.connect, PATIENT) as client:
+    with running_cluster(tmp_path_factory.mktemp("cluster") / "local", storage_count=1) as found:
+        with WaltzClient(found.connect, PATIENT) as client:
             futures = [
                 client.append(
                     msgpack.packb({"id": each, "filler": FILLER}), partition=each % 2, header=each
@@ -44,7 +44,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
             ]
             for future in futures:
                 future.result()
-        yield running_cluster
+        yield found
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_command
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/tables.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -22,7 +22,9 @@ def test_the_page_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {}
-    with running(tmp_path / "local", storage_count=1, server_count=1, partition_count=2) as cluster:
+    with running_cluster(
+        tmp_path / "local", storage_count=1, server_count=1, partition_count=2
+    ) as cluster:
         text = PAGE.read_text(encoding="utf-8")
         assert CONNECT in text
         text = text.replace(CONNECT, cluster.connect).replace("/lake/", f"{tmp_path}/lake/")

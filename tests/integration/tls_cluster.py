@@ -7,7 +7,7 @@ import pytest
 
 from tests.certificates import Certificates
 from waltz_core.config import render_toml
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 
 
 @contextmanager
@@ -18,7 +18,7 @@ def tls_cluster(
     file = directories.mktemp("tls") / "tls.toml"
     file.write_text(render_toml("tls", certificates.settings))
     where = directories.mktemp("cluster") / "local"
-    with running(where, tls=file, storage_count=1, server_count=1) as cluster:
+    with running_cluster(where, tls=file, storage_count=1, server_count=1) as cluster:
         yield cluster
 
 

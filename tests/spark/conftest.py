@@ -36,7 +36,7 @@ def spark() -> Iterator[SparkSession]:
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[waltz_core.local.LocalCluster]:
     """Yield a cluster of one storage; test_moving.py and test_standalone.py have three."""
-    with waltz_core.local.running(storage_count=1) as running:
+    with waltz_core.local.running_cluster(storage_count=1) as running:
         yield running
 
 

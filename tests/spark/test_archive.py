@@ -15,7 +15,7 @@ from tests.fault.load import wait_until
 from tests.patience import HANG_S
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 from waltz_spark.datasource.batch_read import ReadTask, WaltzBatchReader
 from waltz_spark.datasource.change_feed import resolve_rule_columns
 from waltz_spark.option_table import Purpose
@@ -60,7 +60,7 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
         "server": {"archive_interval_ms": 100},
     }
     options = {"settings": settings, "server_count": 1, "partition_count": PARTITIONS}
-    with running(place / "cluster", **options) as cluster:
+    with running_cluster(place / "cluster", **options) as cluster:
         rows: set[tuple[int, int, int, bytes]] = set()
         with WaltzClient(cluster.connect) as client:
             for partition in range(PARTITIONS):

@@ -14,7 +14,7 @@ from tests.patience import HANG_S
 from tests.spark.test_spark_docs import ROOT, snippets
 from waltz_core.archive.objects import SCHEMA
 from waltz_core.client import WaltzClient
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 pytestmark = pytest.mark.spark
 
@@ -67,7 +67,7 @@ def test_every_snippet_works(spark: SparkSession, tmp_path: Path, monkeypatch: p
     }
     names: dict[str, Any] = {"spark": spark}
     options = {"settings": settings, "server_count": 1, "partition_count": 1}
-    with running(tmp_path / "cluster", **options) as cluster:
+    with running_cluster(tmp_path / "cluster", **options) as cluster:
         for start in range(0, APPENDS * ROWS_OF_ONE, ROWS_OF_ONE):
             append(cluster.connect, start)
             last = start + ROWS_OF_ONE - 1

@@ -41,7 +41,7 @@ Rows = list[tuple[int, int, int]]
 @pytest.fixture(scope="module")
 def log() -> Iterator[LocalCluster]:
     """A cluster of its own, with a log that takes a while to read."""
-    with waltz_core.local.running(server_count=2, partition_count=PARTITIONS) as cluster:
+    with waltz_core.local.running_cluster(server_count=2, partition_count=PARTITIONS) as cluster:
         with WaltzClient(cluster.connect) as client:
             for partition in range(PARTITIONS):
                 futures = [

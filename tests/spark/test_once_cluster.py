@@ -19,7 +19,7 @@ SECONDS_MAX = 2 * HANG_S
 
 def test_rows_are_written_once_with_the_option_and_repeated_without_it(tmp_path: Path) -> None:
     """A third write is encrypted, with keys of a function."""
-    with waltz_core.local.running(storage_count=1) as cluster:
+    with waltz_core.local.running_cluster(storage_count=1) as cluster:
         done = subprocess.run(
             [sys.executable, "-m", "tests.spark.once_job", cluster.connect, str(tmp_path)],
             cwd=ROOT,

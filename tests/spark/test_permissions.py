@@ -20,7 +20,7 @@ from tests.integration.tls_cluster import daemons_with_access
 from waltz_core.client import WaltzClient, lock, partition_of
 from waltz_core.config import render_toml
 from waltz_core.errors import BadRequest, PermissionDenied
-from waltz_core.local import LocalCluster, running
+from waltz_core.local import LocalCluster, running_cluster
 
 pytestmark = pytest.mark.spark
 
@@ -70,7 +70,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
     administrators.write_text(ADMINISTRATORS)
     with (
         daemons_with_access("report", principal_pattern=PATTERN),
-        running(directory / "local", tls=tls, auth_file=members, storage_count=1) as cluster,
+        running_cluster(
+            directory / "local", tls=tls, auth_file=members, storage_count=1
+        ) as cluster,
     ):
         place = cluster.connect.partition("?")[0]
         members.write_text(MEMBERS)

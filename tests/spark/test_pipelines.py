@@ -14,7 +14,7 @@ from tests.patience import HANG_S, PATIENT
 from tests.spark.connect_server import server
 from tests.spark.versions import needs_pyspark
 from waltz_core.client import WaltzClient
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 pytestmark = [pytest.mark.spark, needs_pyspark(4, 1, "there are no pipelines")]
 
@@ -36,7 +36,7 @@ def project(tmp_path: Path) -> Path:
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WaltzClient]:
     options = {"storage_count": 1, "server_count": 1, "partition_count": 2}
-    with running(tmp_path / "cluster", **options) as cluster:
+    with running_cluster(tmp_path / "cluster", **options) as cluster:
         monkeypatch.setenv("WALTZ_CONNECT", cluster.connect)
         with WaltzClient(cluster.connect, PATIENT) as found:
             yield found

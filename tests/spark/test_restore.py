@@ -35,7 +35,7 @@ def cluster(archive: str) -> Iterator[LocalCluster]:
         "storage": {"archive_url": archive, "archive_age_ms": 0},
         "server": {"archive_interval_ms": 100},
     }
-    with waltz_core.local.running(
+    with waltz_core.local.running_cluster(
         storage_count=1, server_count=1, partition_count=PARTITIONS, settings=settings
     ) as running:
         yield running

@@ -64,7 +64,7 @@ def billion(place: Path) -> Iterator[LocalCluster]:
         storage_count=1,
         server_count=1,
         partition_count=PARTITIONS,
-        bound=True,
+        exit_with_parent=True,
         # The scrub would see that the records are missing.
         settings={"storage": {"scrub_bytes_per_s": 0}},
     )
@@ -193,7 +193,7 @@ class Watch:
 
 @pytest.fixture(scope="module")
 def plain(place: Path) -> Iterator[LocalCluster]:
-    with waltz_core.local.running(
+    with waltz_core.local.running_cluster(
         place / "plain", storage_count=1, server_count=2, partition_count=4
     ) as running:
         yield running
@@ -234,7 +234,7 @@ def test_connections_are_few_for_each_worker(spark: SparkSession, plain: LocalCl
 def test_a_workers_memory_depends_on_options_and_not_on_the_data(
     spark: SparkSession, place: Path, count: int, size: int, options: dict[str, int]
 ) -> None:
-    with waltz_core.local.running(
+    with waltz_core.local.running_cluster(
         place / f"rows-{size}", storage_count=1, server_count=1, partition_count=2
     ) as cluster:
         with Watch(cluster) as writing:

@@ -68,7 +68,7 @@ def both(
                 notice = "no network namespaces here: Spark's workers share the loopback"
                 plugins.get_plugin("terminalreporter").write_line(notice)
         with (
-            waltz_core.local.running(
+            waltz_core.local.running_cluster(
                 host=hub.address,
                 insecure_network=True,
                 server_count=SERVERS,

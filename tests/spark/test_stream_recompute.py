@@ -25,7 +25,7 @@ PARTITIONS = 2
 
 @pytest.fixture
 def cluster() -> Iterator[LocalCluster]:
-    with waltz_core.local.running(
+    with waltz_core.local.running_cluster(
         storage_count=1, server_count=1, partition_count=PARTITIONS
     ) as running:
         yield running

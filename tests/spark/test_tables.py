@@ -396,7 +396,7 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
     compile(session, page, "exec")  # it starts another Spark
     names = {"spark": spark, "waltz_spark": waltz_spark, "place": str(tmp_path / "place")}
     options = {"storage_count": 1, "server_count": 1, "partition_count": 1}
-    with waltz_core.local.running(tmp_path / "local", **options) as cluster:
+    with waltz_core.local.running_cluster(tmp_path / "local", **options) as cluster:
         with WaltzClient(cluster.connect, PATIENT) as client:
             for header, row in ((1, {"id": 1, "balance": 5}), (1, {"id": 2}), (2, {"id": 2})):
                 client.append(msgpack.packb(row), header=header).result()

@@ -6,7 +6,7 @@ from pyspark.sql import SparkSession
 
 from tests.certificates import make
 from waltz_core.config import render_toml
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 
 def test_the_connect_string_takes_spark_through_tls(spark: SparkSession, tmp_path: Path):
@@ -14,7 +14,7 @@ def test_the_connect_string_takes_spark_through_tls(spark: SparkSession, tmp_pat
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", certificates.settings))
     rows = spark.range(3_000).selectExpr("CAST(CAST(id AS STRING) AS BINARY) AS data")
-    with running(tmp_path / "local", tls=file) as cluster:
+    with running_cluster(tmp_path / "local", tls=file) as cluster:
         place = cluster.connect.partition("?")[0]
         # With a certificate, which storages ask for; and without, from servers alone.
         for number, words in enumerate((str(file), certificates.authorities), 1):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from tests.tidy.sources import ROOT
-from waltz_core.config import KINDS, ServerConfig, StorageConfig
-from waltz_core.config.settings import load
+from waltz_core.config import CONFIG_TYPES_BY_KIND, ServerConfig, StorageConfig
+from waltz_core.config.settings import load_config
 
 DOCKER = ROOT / "conf" / "docker"
 SYSTEMD = ROOT / "conf" / "systemd"
@@ -99,7 +99,7 @@ def tls_settings(path: Path = MANIFESTS) -> dict[str, object]:
 def _daemon(
     name: str, command: list[str], variables: Mapping[str, str], file: Path | None
 ) -> Daemon:
-    kind = KINDS[command[0]]
-    config = load(kind, path=file, environment=variables).config
+    kind = CONFIG_TYPES_BY_KIND[command[0]]
+    config = load_config(kind, path=file, environment=variables).config
     assert isinstance(config, ServerConfig | StorageConfig)
     return Daemon(name, command, config)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import is_subcommand, option_names, parse_command, shown_options, subcommands_of
-from waltz_core.cli.main import GROUPS, OVERVIEW
+from waltz_core.cli.main import COMMAND_GROUPS, OVERVIEW
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "ARCHITECTURE.md"])
@@ -25,21 +25,21 @@ THERE = {
 # A command in full, up to what a shell or a table would end it with.
 WHOLE = re.compile(r"waltz-core ((?:[a-z]+)(?:(?!waltz-core|[`|;#]|&&|\s\s\s).)*)")
 # A command by group and subcommand alone, as a span of code.
-SHORT = re.compile(rf"`((?:{'|'.join(GROUPS)}) [a-z][a-z-]*(?: [^`]*)?)`")
+SHORT = re.compile(rf"`((?:{'|'.join(COMMAND_GROUPS)}) [a-z][a-z-]*(?: [^`]*)?)`")
 OPTION = re.compile(r"(?<![\w-])--[a-z](?:[a-z0-9.-]*[a-z0-9])?")
 
 
 def faults(text: str) -> list[str]:
     """Return what is wrong with a command, without its `waltz-core`."""
     group, *rest = text.split()
-    if group not in GROUPS:
+    if group not in COMMAND_GROUPS:
         return [f"no group {group!r}"]
     subcommands, known = subcommands_of(group), {"--help"}
     if is_subcommand(group):
         known = option_names(subcommands[group])
     elif rest and not rest[0].startswith(("-", "GROUP", "SUBCOMMAND", "[")):
         subcommand = rest[0].rstrip(".,:)")
-        if subcommand in GROUPS[group].groups and len(rest) > 1:
+        if subcommand in COMMAND_GROUPS[group].groups and len(rest) > 1:
             subcommand += " " + rest[1].rstrip(".,:)")
         if subcommand not in subcommands:
             return [f"no subcommand {subcommand!r} of {group!r}"]
@@ -78,7 +78,9 @@ def test_errors_in_the_page_would_be_found(text, fault):
     assert commands_in(f"say `{text}`, or\n$ waltz-core {text}  # so")[0].split() == text.split()
 
 
-@pytest.mark.parametrize("text", [each for group in GROUPS.values() for each in group.examples])
+@pytest.mark.parametrize(
+    "text", [each for group in COMMAND_GROUPS.values() for each in group.examples]
+)
 def test_every_example_in_a_help_can_be_given(text, monkeypatch):
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     assert parse_command(shlex.split(text))
@@ -108,13 +110,13 @@ def test_each_command_of_waltz_0_13_has_a_row_with_its_equivalent():
 
 def test_every_noun_has_a_row_and_every_verb_states_what_it_does():
     page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    for group in GROUPS:
+    for group in COMMAND_GROUPS:
         assert f"`{group}`" in page
         for name, subcommand in subcommands_of(group).items():
             assert len(subcommand.help) > 10, f"{group} {name} has no help"
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", COMMAND_GROUPS)
 def test_timeout_options_have_the_same_name_everywhere(group):
     shown = {
         each for subcommand in subcommands_of(group).values() for each in shown_options(subcommand)

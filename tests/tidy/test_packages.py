@@ -29,7 +29,7 @@ from tests.tidy.packages import (
 )
 from tests.tidy.sources import ROOT, text_of
 from waltz_core import __version__
-from waltz_core.config import KINDS, ServerConfig, StorageConfig, TlsConfig
+from waltz_core.config import CONFIG_TYPES_BY_KIND, ServerConfig, StorageConfig, TlsConfig
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import render_toml
 from waltz_core.transport.tls import check_network
@@ -294,7 +294,7 @@ def test_each_stateful_set_has_a_disruption_budget() -> None:
 
 def test_values_name_settings() -> None:
     (values,) = documents(CHART / "values.yaml")
-    names = {kind: {*KINDS[kind].__dataclass_fields__} for kind in DAEMONS}
+    names = {kind: {*CONFIG_TYPES_BY_KIND[kind].__dataclass_fields__} for kind in DAEMONS}
     assert set(values["settings"]) <= names["server"] & names["storage"]
     for kind in DAEMONS:
         assert set(values[kind]["settings"]) <= names[kind]

@@ -6,7 +6,7 @@ from dataclasses import fields
 import pytest
 
 from tests.tidy.sources import ROOT
-from waltz_core.config import KINDS
+from waltz_core.config import CONFIG_TYPES_BY_KIND
 from waltz_core.records.lock_blocks import TRAILER_BYTES
 from waltz_core.records.raw_records import RECORD_OVERHEAD_BYTES
 from waltz_core.storage.files.format import (
@@ -52,7 +52,7 @@ def test_the_measured_log_has_the_size_of_the_formula() -> None:
 def test_the_example_uses_the_defaults(name: str) -> None:
     found = {
         field.default
-        for kind in (KINDS["server"], KINDS["storage"])
+        for kind in (CONFIG_TYPES_BY_KIND["server"], CONFIG_TYPES_BY_KIND["storage"])
         for field in fields(kind)
         if field.name == name
     }
@@ -61,6 +61,8 @@ def test_the_example_uses_the_defaults(name: str) -> None:
 
 def test_only_settings_with_a_default_here_are_named() -> None:
     names = set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", PAGE)) & {
-        field.name for kind in (KINDS["server"], KINDS["storage"]) for field in fields(kind)
+        field.name
+        for kind in (CONFIG_TYPES_BY_KIND["server"], CONFIG_TYPES_BY_KIND["storage"])
+        for field in fields(kind)
     }
     assert names - {"local_retention_bytes"} <= set(DEFAULTS)

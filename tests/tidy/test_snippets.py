@@ -23,7 +23,7 @@ from typing import NamedTuple
 import pytest
 
 from waltz_core.cli.client.followed_tables import TableOptions
-from waltz_core.config import KINDS
+from waltz_core.config import CONFIG_TYPES_BY_KIND
 from waltz_core.errors import BadConfig
 from waltz_spark.option_table import OPTIONS
 
@@ -128,7 +128,7 @@ def faults_of_toml(block: Block) -> Iterator[str]:
         names = {name for section in values.values() for name in section}
         yield from sorted(names - set(TableOptions._fields[1:]))
         return
-    for kind in KINDS.values():
+    for kind in CONFIG_TYPES_BY_KIND.values():
         if values.keys() <= {each.name for each in fields(kind)}:
             try:
                 kind(**values)

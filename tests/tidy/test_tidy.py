@@ -26,7 +26,7 @@ from tests.tidy.sources import (
     text_of,
     tracked,
 )
-from waltz_core.config import KINDS
+from waltz_core.config import CONFIG_TYPES_BY_KIND
 
 FUNCTION_LINES_MAX = 60
 FILE_LINES_MAX = 800
@@ -506,7 +506,7 @@ def test_every_setting_is_read():
     }
     dead = [
         f"{config_type.__name__}.{each.name}"
-        for config_type in KINDS.values()
+        for config_type in CONFIG_TYPES_BY_KIND.values()
         for each in fields(config_type)
         if each.name not in read
     ]

@@ -11,7 +11,7 @@ import pytest
 from tests.commands import run_command
 from tests.patience import PATIENT
 from waltz_core.client import WaltzClient
-from waltz_core.local import running
+from waltz_core.local import running_cluster
 
 UPSERT, DELETE = 1, 2
 
@@ -56,7 +56,10 @@ def owners(database: Path) -> list[tuple[str, int, int]]:
 def accounts(tmp_path: Path) -> Iterator[Accounts]:
     where = tmp_path / "cluster"
     options = {"storage_count": 1, "server_count": 1, "partition_count": 2}
-    with running(where, **options) as cluster, WaltzClient(cluster.connect, PATIENT) as client:
+    with (
+        running_cluster(where, **options) as cluster,
+        WaltzClient(cluster.connect, PATIENT) as client,
+    ):
         found = Accounts(client, cluster.connect, tmp_path / "accounts")
         found.put(1, "Anna", 100)
         found.put(2, "Ben", 40)

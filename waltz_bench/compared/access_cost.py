@@ -114,7 +114,9 @@ def cluster_with_permissions(
     settings = {"access": access, "principal_pattern": "NONE=(.+)", **(others or {})}
     with TemporaryDirectory(prefix="waltz-") as directory:
         kinds = {"server": settings, "storage": settings}
-        cluster = LocalCluster(Path(directory) / "cluster", bound=True, tls=tls, settings=kinds)
+        cluster = LocalCluster(
+            Path(directory) / "cluster", exit_with_parent=True, tls=tls, settings=kinds
+        )
         try:
             cluster.prepare()
             known = {name: secrets.token_bytes(TOKEN_BYTES) for name in limits}

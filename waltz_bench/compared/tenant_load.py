@@ -33,7 +33,7 @@ from waltz_bench.measuring import BATCH_ROWS
 from waltz_core.access.permissions import PrincipalLimits
 from waltz_core.client import AsyncWaltzClient, BatchOutcome
 from waltz_core.config import ClientConfig
-from waltz_core.errors import Unavailable, WaltzError, from_code
+from waltz_core.errors import Unavailable, WaltzError, error_from_code
 from waltz_core.local import LocalCluster
 from waltz_core.records.batches import encode_append
 from waltz_core.records.record import (
@@ -159,7 +159,7 @@ async def _follow(tenant: _TenantClient, partition: PartitionId) -> None:
         link.send(ClientIdRequest(ReqId(ClientId(-1), Generation(0), PartitionId(-1), -1)))
         (issued,) = await link.receive()
         if isinstance(issued, ErrorResponse):
-            raise from_code(issued.error_code, issued.message)
+            raise error_from_code(issued.error_code, issued.message)
         assert isinstance(issued, ClientIdResponse)
         for number in count(1):
             mount_id = ReqId(ClientId(issued.client_id), owner.generation, partition, -number)
@@ -177,7 +177,7 @@ async def _mounted(tenant: _TenantClient, link: net.Link) -> None:
             elif isinstance(message, Mounted):
                 return
             elif isinstance(message, ErrorResponse):
-                raise from_code(message.error_code, message.message)
+                raise error_from_code(message.error_code, message.message)
 
 
 async def _read_server(tenant: _TenantClient, partition: PartitionId) -> None:

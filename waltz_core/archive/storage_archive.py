@@ -14,7 +14,7 @@ from waltz_core.archive.garbage_collection import (
     collect_garbage,
 )
 from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
-from waltz_core.errors import ARCHIVE_DAMAGE, ArchiveUnavailable, BeforeLogStart, WaltzError
+from waltz_core.errors import ARCHIVE_DAMAGE_ERRORS, ArchiveUnavailable, BeforeLogStart, WaltzError
 from waltz_core.records.record import PartitionId, TransactionId
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class StorageArchive:
             reader.read_range(first, first, 1)
         except BeforeLogStart:  # It has expired.
             return ""
-        except ARCHIVE_DAMAGE as error:
+        except ARCHIVE_DAMAGE_ERRORS as error:
             return str(error)
         return ""
 

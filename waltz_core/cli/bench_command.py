@@ -1,4 +1,4 @@
-"""`waltz-core bench`; the package `waltz_bench` contains the workloads."""
+"""`waltz-core bench`: run a benchmark; the package `waltz_bench` contains the benchmarks."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -11,11 +11,13 @@ from waltz_core.errors import BadConfig
 
 @click.command(cls=Subcommand, help="", context_settings={"ignore_unknown_options": True})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
-def explain(words: tuple[str, ...]) -> int:
+def explain_installation(words: tuple[str, ...]) -> int:
     """Explain how to install the benchmarks."""
     raise BadConfig("the benchmarks are not installed. Hint: run pip install 'waltz-spark[bench]'.")
 
 
 bench: Subcommand = (
-    explain if find_spec("waltz_bench") is None else import_module("waltz_bench.command").bench
+    explain_installation
+    if find_spec("waltz_bench") is None
+    else import_module("waltz_bench.command").bench
 )

@@ -37,65 +37,65 @@ from waltz_core.errors import BadConfig, Unavailable, WaltzError
 OUTCOME_INTERRUPTED = "failed: interrupted"
 CONTINUE_HINT = "Completed steps are kept. Run the same command again to continue"
 
-Result: TypeAlias = Mapping[str, object] | None
+ChangeResult: TypeAlias = Mapping[str, object] | None
 
 
 @dataclass(slots=True)
-class Command:
-    """One run of a command that changes a cluster."""
+class ChangeCommand:
+    """The state of a running command that changes a cluster: its progress and completed steps."""
 
     coordinator: Coordinator
     line: ProgressLine
     as_json: bool = False
     steps: list[str] = field(default_factory=list)
-    waits_for: str = ""
+    awaited: str = ""
 
-    def note(self, step: str) -> None:
+    def note_step(self, step: str) -> None:
         """Add a completed step to the result; without `--json`, also print it at once."""
         self.steps.append(step)
         if not self.as_json:
             print_error(step)
 
-    def wait_for(self, what: str, done_count: int = 0, count: int = 1) -> None:
-        """Record what the command waits for, and show it with the progress."""
-        self.waits_for = what
+    def report_wait(self, what: str, done_count: int = 0, count: int = 1) -> None:
+        """Record the reason for which the command waits, and show it with the progress."""
+        self.awaited = what
         self.line.show(done_count, count, what)
 
-    async def carry_out(self, plan: ReplicaPlan) -> None:
+    async def carry_out_plan(self, plan: ReplicaPlan) -> None:
         """Carry out a plan that moves replicas, and report its steps."""
         await self.coordinator.storages.carry_out(plan, self._show_progress)
 
     def _show_progress(self, progress: PlanProgress) -> None:
         for step in progress.step:
-            self.note(str(step))
+            self.note_step(str(step))
         what = "; ".join(map(str, progress.step or progress.waits))
-        self.wait_for(what, progress.done_count, progress.count)
+        self.report_wait(what, progress.done_count, progress.count)
 
 
 def change_command(
-    *, creates: bool = False
-) -> Callable[[Callable[..., Awaitable[Result]]], SubcommandFunction]:
-    """Make a subcommand of a function that changes a cluster; its first argument is a `Command`.
+    *, may_create_cluster: bool = False
+) -> Callable[[Callable[..., Awaitable[ChangeResult]]], SubcommandFunction]:
+    """Turn a function that changes a cluster into a subcommand (rules 1 and 2).
 
     The rules of the module apply. `creates` is passed to `audit_change`. A subcommand's option
     `force` has the same effect, because the subcommand then also works on incomplete clusters.
     """
 
-    def decorate(work: Callable[..., Awaitable[Result]]) -> SubcommandFunction:
-        @options.connect
-        @options.as_json
+    def decorate(work: Callable[..., Awaitable[ChangeResult]]) -> SubcommandFunction:
+        @options.connect_option
+        @options.json_option
         @options.timeout_option()
         @functools.wraps(work)
         async def run(*, connect: str, as_json: bool, timeout_s: float, **words: Any) -> int:  # noqa: ANN401
-            may_be_none = creates or words.get("force", False)
+            may_be_absent = may_create_cluster or words.get("force", False)
             async with open_command_session(connect) as coordinator:
-                if not may_be_none:
+                if not may_be_absent:
                     await coordinator.read_cluster()  # the audit entry needs a cluster
                 with ProgressLine() as line:
-                    command = Command(coordinator, line, as_json)
+                    command = ChangeCommand(coordinator, line, as_json)
                     async with (
-                        audit_change(coordinator, creates=may_be_none),
-                        time_limit(timeout_s, lambda: command.waits_for or "ZooKeeper"),
+                        audit_change(coordinator, may_create_cluster=may_be_absent),
+                        time_limit(timeout_s, lambda: command.awaited or "ZooKeeper"),
                     ):
                         result = await work(command, **words) or {}
             if as_json:
@@ -110,7 +110,7 @@ def change_command(
 
 
 def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
-    """Accept the cluster as an argument or as `--connect`, as in `cluster create CONNECT`."""
+    """Declare the connect string as an argument or as `--connect` (`cluster create CONNECT`)."""
 
     @options.argument(
         "place",
@@ -130,15 +130,17 @@ def with_cluster_argument(function: SubcommandFunction) -> SubcommandFunction:
         chosen = place or connect
         if chosen is None:
             raise BadConfig(NO_CLUSTER_SPECIFIED)
-        command_connections.use_scheme_of(chosen)
+        command_connections.use_settings_of(chosen)
         return function(connect=chosen, **words)
 
     return run
 
 
 @asynccontextmanager
-async def audit_change(coordinator: Coordinator, *, creates: bool = False) -> AsyncIterator[None]:
-    """Write an audit entry for the block (rule 1); raises BadConfig if the user is not permitted.
+async def audit_change(
+    coordinator: Coordinator, *, may_create_cluster: bool = False
+) -> AsyncIterator[None]:
+    """Write an audit entry for the block (rule 1); raises BadConfig without permission.
 
     If `creates` is true, the block creates or deletes the cluster's znodes, so they may exist only
     before the block or only after it. In this case, the entry is written at the end if a cluster
@@ -146,7 +148,7 @@ async def audit_change(coordinator: Coordinator, *, creates: bool = False) -> As
     """
     await coordinator.check_administrator()
     audit, entry, outcome = coordinator.audit, _audit_entry(), OUTCOME_INTERRUPTED
-    path = None if creates else await audit.begin(entry)
+    path = None if may_create_cluster else await audit.begin(entry)
     try:
         yield
         outcome = DONE
@@ -170,21 +172,21 @@ async def _has_cluster(coordinator: Coordinator) -> bool:
 
 @asynccontextmanager
 async def time_limit(
-    timeout_s: float, waits_for: Callable[[], str], *, afterwards: str = CONTINUE_HINT
+    timeout_s: float, awaited: Callable[[], str], *, hint: str = CONTINUE_HINT
 ) -> AsyncIterator[None]:
-    """Limit the time of a block (rule 2); at the timeout, raises Unavailable with `waits_for()`."""
+    """Limit the time of a block; at the timeout, raise Unavailable with `awaited()` (rule 2)."""
     try:
         async with asyncio.timeout(timeout_s):
             yield
     except TimeoutError:
         raise Unavailable(
             f"the command did not finish within {timeout_s:g} s. It still waits for: "
-            f"{waits_for()}. {afterwards}"
+            f"{awaited()}. {hint}"
         ) from None
 
 
-def user_name() -> str:
-    """Return the user and the host of this command, for the audit."""
+def user_and_host() -> str:
+    """Return the user and the host of this command, for the audit entry."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
@@ -196,7 +198,7 @@ def user_name() -> str:
 
 
 def _audit_entry() -> AuditEntry:
-    return AuditEntry(user_name(), now_ms(), shlex.join(sys.argv[1:]))
+    return AuditEntry(user_and_host(), now_ms(), shlex.join(sys.argv[1:]))
 
 
 def now_ms() -> int:
@@ -205,7 +207,7 @@ def now_ms() -> int:
 
 
 def open_command_session(
-    connect: str, wait_s: float = options.CONNECT_WAIT_S
+    connect: str, wait_s: float = options.CONNECT_TIMEOUT_S
 ) -> AbstractAsyncContextManager[Coordinator]:
-    """Open a ZooKeeper session for a command; it waits `wait_s` seconds at most to connect."""
+    """Open a ZooKeeper session for a command; connecting takes at most `wait_s` seconds."""
     return zookeeper_session.open_session(connect, connect_timeout_ms=round(wait_s * 1000))

@@ -1,4 +1,4 @@
-"""The TLS settings for a command's own connections to servers and storages.
+"""The TLS settings of a command, and its connections to servers and storages.
 
 A process runs one command for one cluster, and many parts of the command open connections.
 
@@ -20,34 +20,34 @@ from waltz_core.transport import tls as tls_settings
 from waltz_core.transport.token_source import TokenSource, token_source_in
 from waltz_core.wire.messages import WireProtocol
 
-_NONE: Final = "", None
-_PLACE: Final[ContextVar[tuple[str, TokenSource | None]]] = ContextVar("tls", default=_NONE)
+_NO_TLS: Final = "", None
+_SETTINGS: Final[ContextVar[tuple[str, TokenSource | None]]] = ContextVar("tls", default=_NO_TLS)
 
 
-def begin(*, tls: str | None = None, connect: str | None = None) -> None:
-    """Select the settings for the command that begins (rule 1)."""
+def select_settings(*, tls: str | None = None, connect: str | None = None) -> None:
+    """Select the TLS settings at the start of a command (rule 1)."""
     if tls is not None:
-        _PLACE.set((tls, None))
+        _SETTINGS.set((tls, None))
     else:
-        use_scheme_of(connect or os.environ.get("WALTZ_CONNECT") or "")
+        use_settings_of(connect or os.environ.get("WALTZ_CONNECT") or "")
 
 
-def use_scheme_of(connect: str) -> None:
-    """Select the settings of a connect string, when the command knows it."""
-    _PLACE.set((tls_settings.tls_value_in(connect), token_source_in(connect)))
+def use_settings_of(connect: str) -> None:
+    """Select the TLS settings and the token that a connect string names."""
+    _SETTINGS.set((tls_settings.tls_value_in(connect), token_source_in(connect)))
 
 
-def ssl() -> SSLContext | None:
-    """Return the TLS context; None without TLS. Raises BadConfig if the files are not valid."""
-    place = _PLACE.get()
-    return None if place == _NONE else _context(*place)
+def ssl_context() -> SSLContext | None:
+    """Return the command's TLS context, or None without TLS; raises BadConfig for invalid files."""
+    place = _SETTINGS.get()
+    return None if place == _NO_TLS else _cached_ssl_context(*place)
 
 
 async def dial(protocol: WireProtocol, address: str, *, timeout_s: float = 5.0) -> net.Link:
-    """Connect to an address with the settings of the command; raises the errors of `net.dial`."""
-    return await net.dial(protocol, address, timeout_s=timeout_s, ssl=ssl())
+    """Connect to an address with the command's TLS settings; raises the errors of `net.dial`."""
+    return await net.dial(protocol, address, timeout_s=timeout_s, ssl=ssl_context())
 
 
 @functools.cache
-def _context(place: str, token: TokenSource | None) -> SSLContext | None:
+def _cached_ssl_context(place: str, token: TokenSource | None) -> SSLContext | None:
     return tls_settings.dial_context_for(place, token)

@@ -6,8 +6,8 @@ from pathlib import Path
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_json, print_table
 from waltz_core.cli.subcommands import subcommand
-from waltz_core.config.declarations import KINDS
-from waltz_core.config.settings import load
+from waltz_core.config.declarations import CONFIG_TYPES_BY_KIND
+from waltz_core.config.settings import load_config
 
 
 @subcommand
@@ -15,13 +15,14 @@ from waltz_core.config.settings import load
     "kind",
     "KIND",
     "the kind of process: client, gateway, local, server, storage, or tls for a TLS file",
-    type=options.NamedChoice(sorted(KINDS)),
+    type=options.SuggestingChoice(sorted(CONFIG_TYPES_BY_KIND)),
 )
-@options.config_file
-@options.as_json
+@options.config_option
+@options.json_option
 def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:
-    loaded = load(KINDS[kind], path=config, environment=os.environ)
-    rows = [(each.name, each.value, each.origin) for each in loaded.shown()]
+    """Show each setting of a kind of process, and the origin of its value."""
+    loaded = load_config(CONFIG_TYPES_BY_KIND[kind], path=config, environment=os.environ)
+    rows = [(each.name, each.value, each.origin) for each in loaded.effective_settings()]
     if as_json:
         titles = ("name", "value", "origin")
         print_json([dict(zip(titles, row, strict=True)) for row in rows])
@@ -30,7 +31,7 @@ def show_command(*, kind: str, config: Path | None, as_json: bool) -> int:
     return 0
 
 
-show_command.details = (
+show_command.help_details = (
     "Only this command reads a settings file and the variables WALTZ_CLIENT_... for "
     "`client`. An application passes a `ClientConfig` to its client instead."
 )

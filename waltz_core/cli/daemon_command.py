@@ -1,4 +1,4 @@
-"""The common part of `storage run` and `server run`: settings, memory, limits, parent process."""
+"""The common part of all `run` subcommands: settings, memory, limits and the parent process."""
 
 import contextlib
 import ctypes
@@ -19,37 +19,39 @@ import click
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.subcommands import SubcommandFunction
 from waltz_core.config.declarations import LogConfig
-from waltz_core.config.settings import load
+from waltz_core.config.settings import load_config
 from waltz_core.errors import BadConfig
 from waltz_core.log_lines import set_log_format
 
 _log = logging.getLogger(__name__)
 
-C = TypeVar("C", bound=LogConfig)
+DaemonConfigT = TypeVar("DaemonConfigT", bound=LogConfig)
 MIB = 1024 * 1024
 # From glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 # New objects before a collection of the young generation. Python's default of 700 suits scripts.
 _COLLECTION_THRESHOLD = 10_000
 # Open files in addition to connections: the log, listening and ZooKeeper sockets, some segments.
-_RESERVED_FILES = 100
+_OTHER_OPEN_FILES = 100
 
 
-def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], SubcommandFunction]:
-    """Declare `--config` and one option for each setting of a daemon.
+def with_daemon_options(
+    kind: type[DaemonConfigT],
+) -> Callable[[Callable[[], Callable[[DaemonConfigT], None]]], SubcommandFunction]:
+    """Declare `--config` and one option for each setting, and run the daemon with them.
 
     The decorated function imports the daemon and returns its `run`. So `--help` does not import it.
     """
 
-    def decorate(load_daemon: Callable[[], Callable[[C], None]]) -> SubcommandFunction:
-        @options.config_file
-        @options.exit_with_parent
+    def decorate(load_daemon: Callable[[], Callable[[DaemonConfigT], None]]) -> SubcommandFunction:
+        @options.config_option
+        @options.exit_with_parent_option
         @functools.wraps(load_daemon)
         def run(*, config: Path | None, exit_with_parent: bool, **flags: str | None) -> int:
             disable_numpy_threads()
             if exit_with_parent:
-                end_with_parent()
-            settings = load(kind, path=config, environment=os.environ, flags=flags).config
+                stop_with_parent()
+            settings = load_config(kind, path=config, environment=os.environ, flags=flags).config
             if click.get_current_context().find_root().params["logging_path"] is None:
                 set_log_format(settings.log_format)
             run_daemon(settings, load_daemon())
@@ -60,21 +62,21 @@ def daemon(kind: type[C]) -> Callable[[Callable[[], Callable[[C], None]]], Subco
                 f"--{part.name.replace('_', '-')}",
                 part.name,
                 metavar="VALUE",
-                help=_help(part.metadata["doc"], part.metadata["example"], part.default),
+                help=_option_help(part.metadata["doc"], part.metadata["example"], part.default),
             )(run)
         return run
 
     return decorate
 
 
-def _help(doc: str, example: str, default: object) -> str:
-    """Return the help text of an option: the description and the default of the setting."""
+def _option_help(doc: str, example: str, default: object) -> str:
+    """Return the help text of an option: the setting's description and default."""
     shown = str(default).lower() if isinstance(default, bool) else str(default) or "empty"
     return f"{doc} ({f'required, such as {example}' if example else f'default {shown}'})"
 
 
-def run_daemon(config: C, run: Callable[[C], None]) -> None:
-    """Adjust the process for a daemon, then run the daemon until it is stopped.
+def run_daemon(config: DaemonConfigT, run: Callable[[DaemonConfigT], None]) -> None:
+    """Adjust the process, then run a daemon until it is stopped.
 
     Raises:
         BadConfig: Python runs without assertions (`python -O`).
@@ -90,16 +92,16 @@ def run_daemon(config: C, run: Callable[[C], None]) -> None:
     run(config)
 
 
-def end_with_parent() -> None:
+def stop_with_parent() -> None:
     """Send SIGTERM to this process when its standard input closes: its parent has exited."""
 
-    def watch() -> None:
+    def stop_when_input_closes() -> None:
         # Do not read sys.stdin: if a thread holds its lock at exit, the interpreter aborts.
         while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+    threading.Thread(target=stop_when_input_closes, name="parent-watch", daemon=True).start()
 
 
 def disable_numpy_threads() -> None:
@@ -112,7 +114,7 @@ def disable_numpy_threads() -> None:
 
 
 def freeze_startup_objects() -> None:
-    """Collect garbage less often, and exclude imported objects from collections.
+    """Collect garbage less often, and exclude the objects that exist now from collections.
 
     A daemon with a thousand partitions creates several hundred thousand long-lived objects at its
     start. Without this, repeated full collections took a third of the start time.
@@ -131,18 +133,18 @@ def raise_open_files_limit(connections_max: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != resource.RLIM_INFINITY and limit < connections_max + _RESERVED_FILES:
+    if limit != resource.RLIM_INFINITY and limit < connections_max + _OTHER_OPEN_FILES:
         _log.warning(
             "process.open_files_limit_low limit=%d connections_max=%d expected_at_least=%d hint=%r",
             limit,
             connections_max,
-            connections_max + _RESERVED_FILES,
+            connections_max + _OTHER_OPEN_FILES,
             "raise the limit (ulimit -n, LimitNOFILE=) or lower connections_max",
         )
 
 
 def keep_freed_memory() -> None:
-    """Make the C library keep freed memory, up to a limit, in place of returning it to the kernel.
+    """Configure the C library to keep freed memory, up to a limit, instead of returning it.
 
     A daemon allocates and frees a buffer of the size of a batch for every frame. If the memory went
     back to the kernel, each such buffer would cost a page fault and a cleared page per 4 KiB

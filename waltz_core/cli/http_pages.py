@@ -18,15 +18,15 @@ from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadConfig, RemoteProtocolError, Unreachable
 from waltz_core.transport.net import split_address
 
-ANSWER_S: Final = 10.0
+ANSWER_TIMEOUT_S: Final = 10.0
 PAGE_BYTES_MAX: Final = 64 * 1024 * 1024
-_LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
+_SAMPLE_LINE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+-?\d+)?")
 # Histogram buckets would fill screens, so only `--all` and `--json` print them.
-_DETAIL: Final = ("_bucket", "_created_file")
+_HISTOGRAM_SUFFIXES: Final = ("_bucket", "_created")
 
 
-class Sample(NamedTuple):
-    """One sample of a metrics page."""
+class MetricSample(NamedTuple):
+    """One line of a metrics page: a metric, its labels and its value."""
 
     name: str
     labels: str
@@ -44,12 +44,14 @@ class Sample(NamedTuple):
     "--match", default="", metavar="TEXT", help="show only metrics whose name contains this text"
 )
 @click.option("--all", "is_all", is_flag=True, help="also show the buckets of histograms")
-@options.as_json
+@options.json_option
 def metrics(*, address: str, match: str, is_all: bool, as_json: bool) -> int:
+    """Print the metrics of one daemon."""
     samples = [
         each
-        for each in parse(fetch(address, "/metrics"), address)
-        if match in each.title and (is_all or as_json or not each.name.endswith(_DETAIL))
+        for each in parse_metrics(fetch_page(address, "/metrics"), address)
+        if match in each.title
+        and (is_all or as_json or not each.name.endswith(_HISTOGRAM_SUFFIXES))
     ]
     if as_json:
         print_json({each.title: each.value for each in samples})
@@ -58,12 +60,12 @@ def metrics(*, address: str, match: str, is_all: bool, as_json: bool) -> int:
     return 0
 
 
-def fetch(address: str, path: str) -> str:
-    """Return a page of a daemon; raises Unreachable, or RemoteProtocolError if it is not a page."""
+def fetch_page(address: str, path: str) -> str:
+    """Return a page of a daemon; raises Unreachable, or RemoteProtocolError for another answer."""
     host, port = split_address(address)
     if not 1 <= port <= 65_535:
         raise BadConfig(f"{address}: expected the port of `http_port`, 1..65535, found {port}")
-    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_S)
+    connection = http.client.HTTPConnection(host, port, timeout=ANSWER_TIMEOUT_S)
     try:
         connection.request("GET", path)
         answer = connection.getresponse()
@@ -85,19 +87,19 @@ def fetch(address: str, path: str) -> str:
     return body.decode("utf-8", "replace")
 
 
-def parse(page: str, address: str) -> list[Sample]:
+def parse_metrics(page: str, address: str) -> list[MetricSample]:
     """Parse a page in Prometheus text format into samples; raises RemoteProtocolError."""
     lines = [line.strip() for line in page.splitlines()]
     samples = []
     for line in lines:
         if line and not line.startswith("#"):
-            found = _LINE.fullmatch(line)
+            found = _SAMPLE_LINE.fullmatch(line)
             value = None if found is None else _number(found[3])
             if found is None or value is None:
                 raise RemoteProtocolError(
                     f"{address}/metrics: expected lines such as `name 1.0`, found {line!r:.100}"
                 )
-            samples.append(Sample(found[1], found[2] or "", value))
+            samples.append(MetricSample(found[1], found[2] or "", value))
     return samples
 
 

@@ -11,7 +11,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.subcommands import SubcommandFunction, subcommand
 from waltz_core.config.declarations import LocalConfig
-from waltz_core.config.settings import LoadedConfig, load
+from waltz_core.config.settings import LoadedConfig, load_config
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
 
@@ -23,15 +23,16 @@ FIXED_OPTIONS = {
     "--partitions": "partition_count",
     "--port-base": "port_base",
 }
-_directory = click.option(
+_directory_option = click.option(
     "--directory",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     help=f"the directory of the cluster [default: {LocalConfig().directory}, or "
     "$WALTZ_LOCAL_DIRECTORY]",
 )
 
 
-def _fixed(function: SubcommandFunction) -> SubcommandFunction:
+def _with_fixed_options(function: SubcommandFunction) -> SubcommandFunction:
+    """Declare the options that cannot change after the cluster was created."""
     docs = {each.name: each.metadata["doc"] for each in fields(LocalConfig)}
     for flag, name in reversed(FIXED_OPTIONS.items()):
         text = f"{docs[name]} [default: {getattr(LocalConfig(), name)}]"
@@ -40,18 +41,18 @@ def _fixed(function: SubcommandFunction) -> SubcommandFunction:
 
 
 @subcommand
-@options.config_file
-@_fixed
+@options.config_option
+@_with_fixed_options
 @click.option(
     "--zookeeper-auth",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     metavar="FILE",
     help="an auth file with the users of ZooKeeper (docs/zookeeper.md)",
 )
 @click.option(
     "--tls",
     "tls_file",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     metavar="FILE.toml",
     help="a file with TLS settings for all processes (docs/operations.md)",
 )
@@ -69,7 +70,7 @@ def _fixed(function: SubcommandFunction) -> SubcommandFunction:
     help="seconds to wait until the cluster is ready "
     f"[default: {LocalConfig().ready_timeout_ms // 1000}]",
 )
-@_directory
+@_directory_option
 def up(
     *,
     directory: Path | None,
@@ -80,11 +81,12 @@ def up(
     archive: str | None,
     **flags: str | None,
 ) -> int:
+    """Start the processes of the local cluster that do not run yet."""
     if timeout_s is not None:
         flags["ready_timeout_ms"] = str(round(timeout_s * 1000))
-    settings = _settings(directory, config, flags)
+    settings = _load_settings(directory, config, flags)
     found = settings.config
-    _check_created_with(LocalCluster(Path(found.directory)), settings)
+    _check_fixed_settings(LocalCluster(Path(found.directory)), settings)
     if archive:
         from waltz_core.archive.store import ArchiveStore  # noqa: PLC0415 - loads Arrow
 
@@ -98,7 +100,7 @@ def up(
         auth_file=zookeeper_auth,
         tls=tls_file,
         archive_url=archive or "",
-        usual_ports=True,
+        try_default_ports=True,
         port_base=found.port_base,
     )
     began = time.monotonic()
@@ -109,8 +111,8 @@ def up(
     return 0
 
 
-def _check_created_with(cluster: LocalCluster, settings: LoadedConfig[LocalConfig]) -> None:
-    """Raise BadConfig if counts or ports differ from those of the cluster in the directory."""
+def _check_fixed_settings(cluster: LocalCluster, settings: LoadedConfig[LocalConfig]) -> None:
+    """Raise BadConfig if counts or ports differ from those of the existing cluster."""
     if not cluster.exists():
         return
     kinds = [member.kind for member in cluster.members]
@@ -128,19 +130,20 @@ def _check_created_with(cluster: LocalCluster, settings: LoadedConfig[LocalConfi
             )
 
 
-def _settings(
+def _load_settings(
     directory: Path | None, config: Path | None = None, flags: dict[str, str | None] | None = None
 ) -> LoadedConfig[LocalConfig]:
-    """Return the settings from file, environment and flags, and their sources; raises BadConfig."""
+    """Load the settings from file, environment and options; raises BadConfig."""
     flags = {**(flags or {}), "directory": None if directory is None else str(directory)}
-    return load(LocalConfig, path=config, environment=os.environ, flags=flags)
+    return load_config(LocalConfig, path=config, environment=os.environ, flags=flags)
 
 
 @subcommand
-@options.as_json
-@_directory
+@options.json_option
+@_directory_option
 def status(*, as_json: bool, directory: Path | None) -> int:
-    cluster = LocalCluster(Path(_settings(directory).config.directory))
+    """Show the processes of the local cluster; exit code 1 if one does not run."""
+    cluster = LocalCluster(Path(_load_settings(directory).config.directory))
     rows = [
         (member.name, "up" if member.process() else "down", member.port, member.pid)
         for member in cluster.members
@@ -156,9 +159,10 @@ def status(*, as_json: bool, directory: Path | None) -> int:
 
 @subcommand
 @click.option("--keep-zookeeper", is_flag=True, help="stop only servers and storages")
-@_directory
+@_directory_option
 def down(*, keep_zookeeper: bool, directory: Path | None) -> int:
-    cluster = LocalCluster(Path(_settings(directory).config.directory))
+    """Stop the processes of the local cluster."""
+    cluster = LocalCluster(Path(_load_settings(directory).config.directory))
     ended = cluster.down(keep_zookeeper=keep_zookeeper)
     print_error(f"stopped {', '.join(ended)}" if ended else "no process of the cluster was running")
     return 0

@@ -1,4 +1,4 @@
-"""`waltz-core`: the table of commands, and the handling of errors that commands raise.
+"""`waltz-core`: the table of all commands, and the handling of their errors.
 
 A `WaltzError` is printed as one sentence, with exit code 1. Any other exception is a bug and keeps
 its traceback.
@@ -18,10 +18,10 @@ import click
 from waltz_core import __version__
 from waltz_core.cli.output import print_error, print_result
 from waltz_core.cli.subcommands import (
-    USAGE_ERROR,
+    EXIT_USAGE_ERROR,
     CommandGroup,
     LazySubcommand,
-    sentence,
+    as_sentence,
     usage_error_text,
 )
 from waltz_core.errors import BadConfig, WaltzError
@@ -29,9 +29,9 @@ from waltz_core.log_lines import TEXT_FORMAT, TIME_FORMAT
 
 
 class GroupEntry(NamedTuple):
-    """A group of commands: its line of help, its subcommands with their help, and examples."""
+    """A row of the table: a group of commands with its help, subcommands and examples."""
 
-    text: str
+    help_line: str
     subcommands: (
         Mapping[str, Mapping[str, str]] | str
     )  # module -> {subcommand -> line of help}; or the module of a command without subcommands
@@ -40,7 +40,7 @@ class GroupEntry(NamedTuple):
     groups: Mapping[str, str] = {}  # first word of two-word subcommands -> line of help
 
 
-GROUPS: Mapping[str, GroupEntry] = {
+COMMAND_GROUPS: Mapping[str, GroupEntry] = {
     "local": GroupEntry(
         "run a whole cluster on this machine: up, status, down",
         {
@@ -368,30 +368,32 @@ waltz-core: a quorum-replicated log with optimistic locking. To start:
   waltz-core doctor                                   show problems and repair commands
 
 `waltz-core --help` lists all commands, `waltz-core cluster --help` those for a cluster."""
-NAME = "waltz-core"
-COMPLETE_VARIABLE = "_WALTZ_CORE_COMPLETE"  # set by click's completion scripts
+PROGRAM_NAME = "waltz-core"
+COMPLETION_VARIABLE = "_WALTZ_CORE_COMPLETE"  # set by click's completion scripts
 HELP_WIDTH_MAX = 100
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code, also after an error or an interrupt."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if COMPLETE_VARIABLE in os.environ:
+    if COMPLETION_VARIABLE in os.environ:
         from click.shell_completion import shell_complete  # noqa: PLC0415 - for a shell only
 
-        return shell_complete(program, {}, NAME, COMPLETE_VARIABLE, os.environ[COMPLETE_VARIABLE])
+        return shell_complete(
+            program, {}, PROGRAM_NAME, COMPLETION_VARIABLE, os.environ[COMPLETION_VARIABLE]
+        )
     if not words:
         print_result(OVERVIEW)
-        return USAGE_ERROR
+        return EXIT_USAGE_ERROR
     try:
         # Loading a subcommand takes almost a second: ctrl-C is handled from here on.
-        return run(words)
+        return run_command(words)
     except WaltzError as error:
         print_error(f"waltz-core: {error}")
         return 1
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of the output has exited (`waltz-core ... | head`). Python flushes its output
         # buffer when it exits, which must not fail.
@@ -399,10 +401,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def run(words: list[str]) -> int:
-    """Run one command; raises the errors of the command. Click's `main` has other exit codes."""
+def run_command(words: list[str]) -> int:
+    """Run one command and return its exit code; raises the errors of the command."""
     try:
-        with program.make_context(NAME, words) as context:
+        with program.make_context(PROGRAM_NAME, words) as context:
             code = program.invoke(context)
             assert isinstance(code, int)
             return code
@@ -410,11 +412,11 @@ def run(words: list[str]) -> int:
         return ended.exit_code
     except click.UsageError as error:
         print_error(usage_error_text(error))
-        return USAGE_ERROR
+        return EXIT_USAGE_ERROR
 
 
 @click.group(cls=CommandGroup, context_settings={"max_content_width": HELP_WIDTH_MAX})
-@click.version_option(__version__, prog_name=NAME, message="%(prog)s %(version)s")
+@click.version_option(__version__, prog_name=PROGRAM_NAME, message="%(prog)s %(version)s")
 @click.option(
     "--logging",
     "logging_path",
@@ -426,14 +428,15 @@ def program(logging_path: Path | None) -> None:
     _start_logging(logging_path)
 
 
-def _command(name: str, entry: GroupEntry) -> click.Command:
+def _build_command(name: str, entry: GroupEntry) -> click.Command:
+    """Return the click command for a row of the table."""
     if isinstance(entry.subcommands, str):
-        return LazySubcommand(name, entry.subcommands, entry.text, examples=entry.examples)
-    group = CommandGroup(name, help=sentence(entry.text), short_help=entry.text)
+        return LazySubcommand(name, entry.subcommands, entry.help_line, examples=entry.examples)
+    group = CommandGroup(name, help=as_sentence(entry.help_line), short_help=entry.help_line)
     group.examples = entry.examples
     older = {subcommand: alias for alias, subcommand in entry.aliases.items()}
     inner = {
-        word: CommandGroup(word, help=sentence(text), short_help=text)
+        word: CommandGroup(word, help=as_sentence(text), short_help=text)
         for word, text in entry.groups.items()
     }
     for module, subcommands in entry.subcommands.items():
@@ -453,8 +456,8 @@ def _command(name: str, entry: GroupEntry) -> click.Command:
     return group
 
 
-for _name, _entry in GROUPS.items():
-    program.add_command(_command(_name, _entry))
+for _name, _entry in COMMAND_GROUPS.items():
+    program.add_command(_build_command(_name, _entry))
 
 
 def _start_logging(path: Path | None) -> None:

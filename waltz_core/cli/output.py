@@ -1,4 +1,4 @@
-"""The output of commands: tables for people, JSON for programs.
+"""Prints the results of commands, as tables for people or as JSON for programs.
 
 Rules:
     1. Results go to standard output, everything else to standard error.
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 # The text of a cell, and its style on a terminal.
-_STYLES = {
+_CELL_STYLES = {
     **dict.fromkeys(("ok", "up", "online", "reached", "done", "valid", "yes"), "green"),
     **dict.fromkeys(("FAILED", "NOT REACHED", "down", "no", "NO", "no answer", "damaged"), "red"),
     **dict.fromkeys(("offline", "suspect", "not served", "not held"), "yellow"),
@@ -21,7 +21,7 @@ _STYLES = {
 
 
 def print_error(text: str) -> None:
-    """Print a line for people on standard error, without buffering."""
+    """Print a message for people on standard error, without buffering."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -36,7 +36,7 @@ def print_json(value: object) -> None:
 
 
 def to_one_line(data: bytes) -> str:
-    """Decode UTF-8 as a single line; escape invalid bytes and characters that are not printable.
+    """Decode UTF-8 as one line; escape invalid bytes and unprintable characters.
 
     So data from a log can neither control the terminal nor look like another row.
     """
@@ -89,12 +89,12 @@ def _draw_table(
     for title, to_right in zip(titles, right, strict=True):
         table.add_column(Text(title), justify="right" if to_right else "left", overflow="fold")
     for row in texts:
-        table.add_row(*(Text(cell, style=_STYLES.get(cell, "")) for cell in row))
+        table.add_row(*(Text(cell, style=_CELL_STYLES.get(cell, "")) for cell in row))
     Console().print(table)
 
 
-def ranges_of(numbers: list[int]) -> str:
-    """Return numbers as ranges, in the syntax of options: "0-6,9"; "-" for no numbers."""
+def ranges_of_numbers(numbers: list[int]) -> str:
+    """Return numbers as ranges in the syntax of options, such as "0-6,9"; "-" if none."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][-1] + 1 == number:

@@ -1,4 +1,4 @@
-"""The progress bar of commands.
+"""The progress bar that a command shows on a terminal.
 
 Rules:
     1. The bar is shown only if standard error is a terminal, and only after one second. Without an
@@ -22,21 +22,21 @@ BAR_CHARACTERS = 20
 
 
 class ProgressLine:
-    """The progress bar as a context manager; the bar is removed at the end of the block."""
+    """A line with a progress bar, as a context manager that removes it at the end."""
 
     def __init__(self) -> None:
         self.awaited = ""  # what the command waits for, recorded even without a terminal
         self._progress: tuple[int, int, str] = (0, 1, "")
         self._bar: Progress | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._begin_s: float | None = None
+        self._show_at_s: float | None = None
 
     def __enter__(self) -> Self:
         if sys.stderr.isatty():
-            self._begin_s = time.monotonic() + SHOW_AFTER_S
+            self._show_at_s = time.monotonic() + SHOW_AFTER_S
             with suppress(RuntimeError):  # a subcommand without an event loop
                 loop = asyncio.get_running_loop()
-                self._timer = loop.call_later(SHOW_AFTER_S, self._begin)
+                self._timer = loop.call_later(SHOW_AFTER_S, self._show_bar)
         return self
 
     def __exit__(
@@ -47,21 +47,21 @@ class ProgressLine:
     ) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._begin_s = None
+        self._show_at_s = None
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def show(self, done_count: int, count: int, what: str) -> None:
-        """Report the progress, and what the command does or waits for in `what`."""
+        """Report the progress; `what` states the current work, or the reason for a wait."""
         self.awaited = what.removeprefix("waiting for ")
         self._progress = (done_count, count, what)
-        if self._begin_s is not None and time.monotonic() >= self._begin_s:
-            self._begin()
+        if self._show_at_s is not None and time.monotonic() >= self._show_at_s:
+            self._show_bar()
         self._draw()
 
-    def _begin(self) -> None:
-        self._begin_s = None
+    def _show_bar(self) -> None:
+        self._show_at_s = None
         if self._bar is not None:
             return
         from rich.console import Console  # noqa: PLC0415 - for terminals only

@@ -1,4 +1,4 @@
-"""Single requests to servers, and checks whether a process answers at an address.
+"""Sends single requests to servers, and checks whether a process answers at an address.
 
 The commands that change, check or list servers use the messages of Waltz 0.13, which 0.13 servers
 also answer.
@@ -12,7 +12,7 @@ from waltz_core.errors import WaltzError
 from waltz_core.records.record import ReqId
 from waltz_core.wire.messages import ClientMessage, WireProtocol
 
-ANSWER_S = 10.0
+ANSWER_TIMEOUT_S = 10.0
 DIAL_TIMEOUT_S = 3.0
 # The client ID in requests of 0.13 tools, which allocate no client ID.
 NO_CLIENT_ID = -1
@@ -20,29 +20,35 @@ NO_CLIENT_ID = -1
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 
 
-async def query(
-    address: str, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
+async def query_server(
+    address: str, answer_type: type[AnswerT], make_request: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
-    """Send a request to a server; raises Unreachable, or the error in the server's answer."""
+    """Send a request to a server, and return its answer; raises the error in the answer."""
     from waltz_core.client.links.connections import ServerLinks  # noqa: PLC0415 - loads Arrow
 
-    links = ServerLinks(dial_timeout_s=ANSWER_S, late_answers_s=0.0, ssl=command_connections.ssl())
+    links = ServerLinks(
+        dial_timeout_s=ANSWER_TIMEOUT_S, late_answers_s=0.0, ssl=command_connections.ssl_context()
+    )
     try:
         link = await links.get(address)
         return await link.request(
-            answer, make, client_id=NO_CLIENT_ID, partition_id=0, timeout_s=ANSWER_S
+            answer_type,
+            make_request,
+            client_id=NO_CLIENT_ID,
+            partition_id=0,
+            timeout_s=ANSWER_TIMEOUT_S,
         )
     finally:
         await links.close("answered")
 
 
 async def is_answering(protocol: WireProtocol, address: str) -> bool:
-    """Return whether a process at the address completes the handshake (hello)."""
-    return await name_at(protocol, address) is not None
+    """Return whether a process at the address completes the handshake of the protocol."""
+    return await hello_text_at(protocol, address) is not None
 
 
-async def name_at(protocol: WireProtocol, address: str) -> str | None:
-    """Return the text of the hello from an address; None if no process answers there.
+async def hello_text_at(protocol: WireProtocol, address: str) -> str | None:
+    """Return the text in the hello message of a process; None if no process answers.
 
     Every port of Waltz answers a hello. The text distinguishes the kinds of ports
     (`WireProtocol.listener_text`).

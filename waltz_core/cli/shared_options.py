@@ -18,9 +18,9 @@ from waltz_core.config.settings import nearest_name_hint
 
 CONNECT_EXAMPLE: Final = "zk1:2181,zk2:2181/waltz/payments"
 CONNECT_VARIABLE: Final = "WALTZ_CONNECT"
-TIMEOUT_S: Final = 600.0
-CONNECT_WAIT_S: Final = 10.0
-PATH: Final = click.Path(path_type=Path)
+COMMAND_TIMEOUT_S: Final = 600.0
+CONNECT_TIMEOUT_S: Final = 10.0
+PATH_TYPE: Final = click.Path(path_type=Path)
 
 
 class ExplainedArgument(click.Argument):
@@ -38,13 +38,13 @@ class ExplainedArgument(click.Argument):
 class RenamedOption(click.Option):
     """An option that also accepts its name from an earlier version (rule 1)."""
 
-    def __init__(self, names: list[str], *, older: str, **rest: Any) -> None:  # noqa: ANN401
-        super().__init__([*names, older], **rest)
-        self.shown = [each for each in self.opts if each != older]
+    def __init__(self, names: list[str], *, old_name: str, **rest: Any) -> None:  # noqa: ANN401
+        super().__init__([*names, old_name], **rest)
+        self.shown_names = [each for each in self.opts if each != old_name]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         """Return the option's line of help, without the older name."""
-        every, self.opts = self.opts, self.shown
+        every, self.opts = self.opts, self.shown_names
         try:
             return super().get_help_record(ctx)
         finally:
@@ -60,8 +60,8 @@ class ConnectOption(click.Option):
         return record and (record[0], record[1].removesuffix("  [required]"))
 
 
-class NamedChoice(click.Choice[str]):
-    """A choice of values; its error message suggests the nearest value."""
+class SuggestingChoice(click.Choice[str]):
+    """A choice of values whose error message suggests the most similar value."""
 
     def get_invalid_choice_message(self, value: Any, ctx: click.Context | None) -> str:  # noqa: ANN401
         """Return the error message for an unknown value."""
@@ -76,8 +76,8 @@ def argument(name: str, metavar: str, text: str, **rest: Any) -> Callable[[FC], 
 def timeout_option(
     what: str = "maximum seconds to wait",
     *,
-    default_s: float = TIMEOUT_S,
-    older: str = "--timeout",
+    default_s: float = COMMAND_TIMEOUT_S,
+    old_name: str = "--timeout",
     name: str = "timeout_s",
 ) -> Callable[[FC], FC]:
     """Declare the timeout of a subcommand, in seconds."""
@@ -85,7 +85,7 @@ def timeout_option(
         "--timeout-s",
         name,
         cls=RenamedOption,
-        older=older,
+        old_name=old_name,
         type=float,
         default=default_s,
         metavar="S",
@@ -93,16 +93,18 @@ def timeout_option(
     )
 
 
-def wait_option(function: FC) -> FC:
-    """Declare the timeout of a subcommand that waits only for ZooKeeper, in seconds."""
+def zookeeper_timeout_option(function: FC) -> FC:
+    """Declare the timeout of a subcommand that waits only for ZooKeeper."""
     what = "seconds to wait for ZooKeeper"
-    return timeout_option(what, default_s=CONNECT_WAIT_S, older="--wait-s", name="wait_s")(function)
+    return timeout_option(what, default_s=CONNECT_TIMEOUT_S, old_name="--wait-s", name="wait_s")(
+        function
+    )
 
 
-as_json = click.option(
+json_option = click.option(
     "--json", "as_json", is_flag=True, help="print one JSON value and nothing else"
 )
-connect = click.option(
+connect_option = click.option(
     "--connect",
     cls=ConnectOption,
     envvar=CONNECT_VARIABLE,
@@ -110,19 +112,23 @@ connect = click.option(
     metavar="CONNECT",
     help=f"connect string, for example {CONNECT_EXAMPLE} [default: ${CONNECT_VARIABLE}]",
 )
-config_file = click.option(
-    "--config", type=PATH, help="a TOML file with settings; options of the command override it"
+config_option = click.option(
+    "--config", type=PATH_TYPE, help="a TOML file with settings; options of the command override it"
 )
-exit_with_parent = click.option("--exit-with-parent", is_flag=True, hidden=True)
-partition = click.option(
+exit_with_parent_option = click.option("--exit-with-parent", is_flag=True, hidden=True)
+partition_option = click.option(
     "--partition", type=int, default=0, metavar="P", help="the partition [default: 0]"
 )
-partitions = argument("partitions", "PARTITIONS", "the partitions, for example 3, 0-6,9 or all")
-server = argument("server", "HOST:PORT", "address of the server, as `server list` prints it")
-storage_address = argument(
+partitions_argument = argument(
+    "partitions", "PARTITIONS", "the partitions, for example 3, 0-6,9 or all"
+)
+server_argument = argument(
+    "server", "HOST:PORT", "address of the server, as `server list` prints it"
+)
+storage_argument = argument(
     "address", "HOST:PORT", "address of the storage, as `cluster show` prints it"
 )
-tls = click.option(
+tls_option = click.option(
     "--tls",
     metavar="FILE",
     help="a file with TLS settings, like ?tls=FILE in a connect string (docs/operations.md)",
@@ -130,7 +136,7 @@ tls = click.option(
 
 
 def gather_options(kind: type[Any]) -> Callable[[SubcommandFunction], SubcommandFunction]:
-    """Pass the options that are fields of `kind` as one `kind`, the subcommand's first argument."""
+    """Pass all options that are fields of `kind` to a subcommand, as one object."""
 
     def decorate(function: SubcommandFunction) -> SubcommandFunction:
         @functools.wraps(function)
@@ -144,8 +150,8 @@ def gather_options(kind: type[Any]) -> Callable[[SubcommandFunction], Subcommand
 
 
 def storage_file_options(what: str) -> Callable[[FC], FC]:
-    """Declare the argument and the options of a `disk` subcommand: path, partitions, `--json`."""
-    path = argument("path", "PATH", what, type=PATH)
+    """Declare the path argument, `--partition` and `--json` of a `disk` subcommand."""
+    path = argument("path", "PATH", what, type=PATH_TYPE)
     chosen = click.option(
         "-p",
         "--partition",
@@ -156,4 +162,4 @@ def storage_file_options(what: str) -> Callable[[FC], FC]:
         callback=lambda _ctx, _parameter, value: list(value) or None,
         help="only this partition of a storage directory; repeat the option for several",
     )
-    return lambda function: path(chosen(as_json(function)))
+    return lambda function: path(chosen(json_option(function)))

@@ -1,4 +1,4 @@
-"""Groups and subcommands as classes of click, and the error messages for wrong usage.
+"""Groups and subcommands as classes of click, with clearer error messages.
 
 Click's own messages suggest neither the nearest subcommand nor a source for the connect string.
 
@@ -20,7 +20,7 @@ import click
 
 from waltz_core.config.settings import nearest_name_hint
 
-USAGE_ERROR = 2
+EXIT_USAGE_ERROR = 2
 NO_CLUSTER_SPECIFIED = (
     "no cluster is given. Hint: use --connect zk1:2181,zk2:2181/waltz/payments, or set "
     "$WALTZ_CONNECT. `waltz-core local up` starts a cluster on this machine and prints its "
@@ -31,10 +31,10 @@ SubcommandFunction: TypeAlias = Callable[..., Any]
 
 
 class Subcommand(click.Command):
-    """A subcommand as its module declares it (rule 2); `main.py` has its line of help."""
+    """A subcommand; the table in `main.py` has its line of help (rule 2)."""
 
     allow_extra_args = True  # `parse_args` reports them
-    details = ""  # help text after the line of help
+    help_details = ""  # help text after the line of help
     examples: Sequence[str] = ()
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -47,17 +47,17 @@ class Subcommand(click.Command):
         try:
             rest = super().parse_args(ctx, args)
         except click.MissingParameter:
-            raise click.UsageError(self._missing_text(words), ctx) from None
+            raise click.UsageError(self._missing_parameters_text(words), ctx) from None
         if rest and not ctx.resilient_parsing:
             ctx.fail(f"unexpected argument {rest[0]!r}")
         return rest
 
-    def _missing_text(self, words: list[str]) -> str:
-        """Return a message about all missing parameters; click names only the first."""
+    def _missing_parameters_text(self, words: list[str]) -> str:
+        """Return a message that names all missing parameters; click names only the first."""
         lenient = click.Context(self, resilient_parsing=True)
         super().parse_args(lenient, words)
         missing = [
-            name_of(each)
+            parameter_name(each)
             for each in self.params
             if each.required and lenient.params.get(each.name or "") in (None, ())
         ]
@@ -72,7 +72,9 @@ class Subcommand(click.Command):
         from waltz_core.cli import command_connections  # noqa: PLC0415 - help needs no sockets
         from waltz_core.transport import net  # noqa: PLC0415 - as above
 
-        command_connections.begin(tls=ctx.params.get("tls"), connect=ctx.params.get("connect"))
+        command_connections.select_settings(
+            tls=ctx.params.get("tls"), connect=ctx.params.get("connect")
+        )
         result = super().invoke(ctx)
         if inspect.iscoroutine(result):
             result = net.run(result)
@@ -81,12 +83,12 @@ class Subcommand(click.Command):
 
 
 def subcommand(function: SubcommandFunction) -> Subcommand:
-    """Turn a function into a subcommand; the decorators below this one declare its options."""
+    """Turn a function into a `Subcommand`; other decorators declare its options."""
     return click.command(cls=Subcommand, help="")(function)
 
 
 class LazySubcommand(click.Command):
-    """A subcommand that is not imported yet: its name, line of help and module (rule 1).
+    """A subcommand whose module is imported when it is called (rule 1).
 
     The module has a function with the name of the subcommand, or, if this would hide a builtin,
     with a name such as `list_command`.
@@ -96,14 +98,14 @@ class LazySubcommand(click.Command):
         self,
         name: str,
         module: str,
-        text: str,
+        help_line: str,
         *,
         subcommand: str = "",
         **rest: Any,  # noqa: ANN401
     ) -> None:
         self._examples = rest.pop("examples", ())
-        super().__init__(name, short_help=text, **rest)
-        self._module, self._text, self._subcommand = module, text, subcommand or name
+        super().__init__(name, short_help=help_line, **rest)
+        self._module, self._help_line, self._subcommand = module, help_line, subcommand or name
 
     def load(self) -> Subcommand:
         """Import the subcommand, and add its help."""
@@ -111,7 +113,7 @@ class LazySubcommand(click.Command):
         name = re.sub("[ -]", "_", self._subcommand)
         found = getattr(module, f"{name}_command", None) or getattr(module, name)
         assert isinstance(found, Subcommand)
-        found.help = f"{sentence(self._text)} {found.details}"
+        found.help = f"{as_sentence(self._help_line)} {found.help_details}"
         found.examples = self._examples
         return found
 
@@ -132,7 +134,7 @@ class CommandGroup(click.Group):
     examples: Sequence[str] = ()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of the subcommands in the order of the table."""
+        """Return the names of the subcommands, in the order of the table in `main.py`."""
         return list(self.commands)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -161,12 +163,12 @@ def _write_examples(examples: Sequence[str], formatter: click.HelpFormatter) -> 
                 formatter.write(f"  waltz-core {each}\n")
 
 
-def sentence(text: str) -> str:
+def as_sentence(text: str) -> str:
     """Return a line of help as a sentence: with a capital letter and a period."""
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def name_of(parameter: click.Parameter) -> str:
+def parameter_name(parameter: click.Parameter) -> str:
     """Return the name of an option or argument as in the usage line."""
     if isinstance(parameter, click.Argument):
         return parameter.human_readable_name.strip("[].")
@@ -174,14 +176,14 @@ def name_of(parameter: click.Parameter) -> str:
 
 
 def usage_error_text(error: click.UsageError) -> str:
-    """Return an error text with the command, the reason, and the nearest valid name."""
+    """Return the error text for wrong usage: command, reason, and a suggestion."""
     where = error.ctx.command_path if error.ctx is not None else "waltz-core"
     why = error.format_message().rstrip(".")
     match error:
         case click.NoSuchOption(option_name=name, ctx=click.Context() as ctx):
             why = f"unknown option {name!r}{_nearest_option(name, ctx.command)}"
         case click.BadParameter(param=click.Parameter() as parameter):
-            why = f"{name_of(parameter)}: {error.message.rstrip('.')}"
+            why = f"{parameter_name(parameter)}: {error.message.rstrip('.')}"
         case _:
             pass
     return f"{where}: {why}\nSee `{where} --help`."

@@ -13,12 +13,13 @@ from waltz_core.local import zookeeper_process
 @subcommand
 @click.option(
     "--config",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     required=True,
     help="the configuration file of ZooKeeper (sample: conf/zoo.cfg)",
 )
-@options.exit_with_parent
+@options.exit_with_parent_option
 def run_command(*, config: Path, exit_with_parent: bool) -> int:
+    """Run one ZooKeeper server in the foreground."""
     if not config.is_file():
         raise BadConfig(f"file {config} does not exist. Hint: conf/zoo.cfg is a sample.")
     return zookeeper_process.run(config, exit_with_parent=exit_with_parent)

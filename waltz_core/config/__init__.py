@@ -6,7 +6,7 @@ and `host_names.py` checks the hosts in it.
 """
 
 from waltz_core.config.declarations import (
-    KINDS,
+    CONFIG_TYPES_BY_KIND,
     ClientConfig,
     GatewayConfig,
     LocalConfig,
@@ -17,7 +17,7 @@ from waltz_core.config.declarations import (
 )
 
 __all__ = [
-    "KINDS",
+    "CONFIG_TYPES_BY_KIND",
     "ClientConfig",
     "GatewayConfig",
     "LocalConfig",

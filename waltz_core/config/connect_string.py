@@ -1,4 +1,4 @@
-"""The connect string: ZooKeeper's hosts and the root of one cluster, in one text.
+"""Parses connect strings: the hosts of ZooKeeper and the root of one cluster, in one text.
 
 Users type connect strings in Spark, in a shell and in configuration files. So this module reports
 all errors in a connect string, in one sentence each.
@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from waltz_core import errors
 from waltz_core.config.host_names import check_host
 
-EXPECTED = "expected host:port[,host:port]/root, such as zk1:2181,zk2:2181/waltz/payments"
+EXPECTED_FORM = "expected host:port[,host:port]/root, such as zk1:2181,zk2:2181/waltz/payments"
 
-_OPTIONS = ("auth", "tls", "token_file", "token_env")
-_NEXT_OPTION = re.compile("&(?=auth=|tls=|token_file=|token_env=)")
-_VARIABLE = re.compile("[A-Za-z_][A-Za-z0-9_]*")
+_OPTION_NAMES = ("auth", "tls", "token_file", "token_env")
+_OPTION_SEPARATOR = re.compile("&(?=auth=|tls=|token_file=|token_env=)")
+_VARIABLE_NAME = re.compile("[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class ConnectString:
 
     def __str__(self) -> str:
         values = (self.auth_file, self.tls, self.token_file, self.token_env)
-        given = dict(zip(_OPTIONS, values, strict=True))
+        given = dict(zip(_OPTION_NAMES, values, strict=True))
         options = "&".join(f"{name}={value}" for name, value in given.items() if value)
         return ",".join(self.hosts) + self.root + (f"?{options}" if options else "")
 
@@ -55,36 +55,38 @@ class ConnectString:
 def parse_connect_string(text: str) -> ConnectString:
     """Return the parts of a connect string; raises BadConfig with the expected form."""
     if not isinstance(text, str):
-        raise errors.BadConfig(f"the connect string {text!r} is not a text: {EXPECTED}")
-    place, question, query = text.strip().partition("?")
-    options = _options(query) if question else {}
+        raise errors.BadConfig(f"the connect string {text!r} is not a text: {EXPECTED_FORM}")
+    address, question, query = text.strip().partition("?")
+    options = _parse_options(query) if question else {}
     if options is None:
         raise errors.BadConfig(
             f"the connect string {text!r} has the options {question + query!r}: expected "
             "none, or ?auth=FILE, ?tls=FILE, ?auth=FILE&tls=FILE, optionally with &token_file=FILE "
-            f"or &token_env=VARIABLE, after {EXPECTED.removeprefix('expected ')}"
+            f"or &token_env=VARIABLE, after {EXPECTED_FORM.removeprefix('expected ')}"
         )
-    hosts, slash, root = place.partition("/")
+    hosts, slash, root = address.partition("/")
     if not hosts and not slash:
-        raise errors.BadConfig(f"the connect string is empty: {EXPECTED}")
+        raise errors.BadConfig(f"the connect string is empty: {EXPECTED_FORM}")
     if "://" in text:
-        raise errors.BadConfig(f"the connect string {text!r} is a URL: {EXPECTED}")
+        raise errors.BadConfig(f"the connect string {text!r} is a URL: {EXPECTED_FORM}")
     names = root.removesuffix("/").split("/")
     if names == [""]:
-        raise errors.BadConfig(f"the connect string {text!r} names no cluster root: {EXPECTED}")
+        raise errors.BadConfig(
+            f"the connect string {text!r} names no cluster root: {EXPECTED_FORM}"
+        )
     for name in names:
         if name in ("", ".", "..") or name != name.strip() or not name.isprintable():
             raise errors.BadConfig(
                 f"the connect string {text!r} has the component {name!r} in its cluster "
-                f"root: {EXPECTED}"
+                f"root: {EXPECTED_FORM}"
             )
     checked = tuple(_checked_host(host.strip(), text) for host in hosts.split(","))
     root = "/" + "/".join(names)
-    return ConnectString(checked, root, *(options.get(name, "") for name in _OPTIONS))
+    return ConnectString(checked, root, *(options.get(name, "") for name in _OPTION_NAMES))
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of "host:port" (brackets of IPv6 stay); raises BadConfig."""
+    """Split "host:port" into host and port; an IPv6 host keeps its brackets. Raises BadConfig."""
     host, colon, digits = address.rpartition(":")
     if not colon or (host.startswith("[") and not host.endswith("]")):
         raise errors.BadConfig(f"{address!r} has no port: expected host:port")
@@ -102,7 +104,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def check_address(address: str) -> None:
-    """Raise BadConfig for an address that `split_address` rejects, or whose host is invalid."""
+    """Raise BadConfig unless a text is "host:port" with a valid host and port."""
     host, _ = split_address(address)
     try:
         check_host(host[1:-1] if host.startswith("[") else host)
@@ -113,14 +115,14 @@ def check_address(address: str) -> None:
         ) from error
 
 
-def _options(query: str) -> dict[str, str] | None:
-    """Return the options after the question mark by name; None if one is invalid."""
+def _parse_options(query: str) -> dict[str, str] | None:
+    """Return the options after the question mark, by name; None if one is invalid."""
     found: dict[str, str] = {}
-    for option in _NEXT_OPTION.split(query):
+    for option in _OPTION_SEPARATOR.split(query):
         name, _, value = option.partition("=")
-        if name not in _OPTIONS or name in found or not value or not value.isprintable():
+        if name not in _OPTION_NAMES or name in found or not value or not value.isprintable():
             return None
-        if name == "token_env" and not _VARIABLE.fullmatch(value):
+        if name == "token_env" and not _VARIABLE_NAME.fullmatch(value):
             return None
         found[name] = value
     return None if {"token_file", "token_env"} <= found.keys() else found
@@ -128,10 +130,12 @@ def _options(query: str) -> dict[str, str] | None:
 
 def _checked_host(host: str, text: str) -> str:
     if not host:
-        raise errors.BadConfig(f"the connect string {text!r} has an empty host: {EXPECTED}")
+        raise errors.BadConfig(f"the connect string {text!r} has an empty host: {EXPECTED_FORM}")
     try:
         check_address(host)
         name, port = split_address(host)
     except errors.BadConfig as error:
-        raise errors.BadConfig(f"in the connect string {text!r}, {error}; {EXPECTED}") from error
+        raise errors.BadConfig(
+            f"in the connect string {text!r}, {error}; {EXPECTED_FORM}"
+        ) from error
     return f"{name}:{port}"

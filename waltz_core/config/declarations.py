@@ -1,4 +1,4 @@
-"""All settings of all processes: default, unit, bounds, and the cost of values that do not fit.
+"""All settings of all processes: default, unit, bounds, and the effect of unsuitable values.
 
 No other module has settings of its own, so this file is the complete list. A machine gets the few
 numbers that it needs, never a config object. `settings.py` declares, loads and writes settings.
@@ -16,24 +16,24 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from waltz_core.config.host_names import check_host
-from waltz_core.config.settings import Config, nearest_name_hint, render, setting
+from waltz_core.config.settings import Config, nearest_name_hint, render_settings, setting
 from waltz_core.errors import BadConfig
 
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 PORT_MAX = 65_535
-MS_MAX = 24 * 60 * 60 * 1000
+DURATION_MS_MAX = 24 * 60 * 60 * 1000
 NO_GROUP = -1
 BALANCE_MODES = ("count", "load")
 TLS_MODES = ("", "on", "off")
-TLS_CHECKS = ("name", "chain", "nothing")
+TLS_VERIFY_MODES = ("name", "chain", "nothing")
 TLS_TRANSITIONS = ("", "accept", "dial")
 ACCESS_MODES = ("off", "report", "on")
 LOG_FORMATS = ("text", "json")
 
 
-def _connect() -> Any:  # noqa: ANN401 - see `setting`
+def _connect_setting() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "",
         "The hosts of ZooKeeper, followed by the root of the cluster. All processes of a "
@@ -42,24 +42,24 @@ def _connect() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _port(default: int, doc: str) -> Any:  # noqa: ANN401 - see `setting`
+def _port_setting(default: int, doc: str) -> Any:  # noqa: ANN401 - see `setting`
     return setting(default, doc, minimum=0, maximum=PORT_MAX)
 
 
-def _group(doc: str) -> Any:  # noqa: ANN401 - see `setting`
+def _group_setting(doc: str) -> Any:  # noqa: ANN401 - see `setting`
     return setting(NO_GROUP, doc, minimum=NO_GROUP, maximum=(1 << 31) - 1)
 
 
-def _bytes(default: int, doc: str, *, minimum: int = KIB, maximum: int = 1024 * GIB) -> Any:  # noqa: ANN401 - see `setting`
+def _bytes_setting(default: int, doc: str, *, minimum: int = KIB, maximum: int = 1024 * GIB) -> Any:  # noqa: ANN401 - see `setting`
     return setting(default, doc, minimum=minimum, maximum=maximum)
 
 
-def _ms(default: int, doc: str, *, minimum: int = 1) -> Any:  # noqa: ANN401 - see `setting`
-    return setting(default, doc, minimum=minimum, maximum=MS_MAX)
+def _ms_setting(default: int, doc: str, *, minimum: int = 1) -> Any:  # noqa: ANN401 - see `setting`
+    return setting(default, doc, minimum=minimum, maximum=DURATION_MS_MAX)
 
 
-def _zookeeper_connect_timeout_ms(default: int) -> Any:  # noqa: ANN401 - see `setting`
-    return _ms(
+def _zookeeper_connect_timeout_setting(default: int) -> Any:  # noqa: ANN401 - see `setting`
+    return _ms_setting(
         default,
         "Time for which a starting process waits for ZooKeeper: it tries to connect, and repeats "
         "requests without an answer. A client also waits at most this time for each later "
@@ -69,18 +69,18 @@ def _zookeeper_connect_timeout_ms(default: int) -> Any:  # noqa: ANN401 - see `s
 
 @dataclass(frozen=True, kw_only=True)
 class ZooKeeperConfig(Config):
-    """The settings of a process for ZooKeeper; part of every other kind."""
+    """The settings for the connection to ZooKeeper, which all daemons and clients have."""
 
-    connect: str = _connect()
-    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(10_000)
-    zookeeper_session_timeout_ms: int = _ms(
+    connect: str = _connect_setting()
+    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_setting(10_000)
+    zookeeper_session_timeout_ms: int = _ms_setting(
         4_000,
         "ZooKeeper ends the session of this process after this time without a heartbeat. If "
         "it is too short, a short pause of the machine moves partitions. If it is too long, "
         "the partitions of a dead server are unavailable for longer.",
         minimum=500,
     )
-    zookeeper_request_timeout_ms: int = _ms(
+    zookeeper_request_timeout_ms: int = _ms_setting(
         10_000,
         "Time that one request to ZooKeeper may take. After this time, the process treats "
         "ZooKeeper as unavailable.",
@@ -89,7 +89,7 @@ class ZooKeeperConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class TlsConfig(Config):
-    """TLS: the certificate of a process, and how it verifies peers; part of every other kind."""
+    """The TLS settings of a process: its certificate, and how it verifies its peers."""
 
     kind: ClassVar[str] = "tls"
 
@@ -126,13 +126,13 @@ class TlsConfig(Config):
         """Raise BadConfig if the values of different settings contradict each other."""
         self._check_one_of("tls", TLS_MODES)
         if self.tls_verify:
-            self._check_one_of("tls_verify", TLS_CHECKS)
+            self._check_one_of("tls_verify", TLS_VERIFY_MODES)
         if self.tls_key and not self.tls_certificate:
             raise BadConfig("setting tls_key requires setting tls_certificate, which is not set")
         super().validate()
 
 
-def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `setting`
+def _tls_require_certificate_setting(*, default: bool) -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         default,
         "Whether the daemon requires a certificate of each peer that connects with TLS. One of "
@@ -140,7 +140,7 @@ def _tls_require_certificate(*, default: bool) -> Any:  # noqa: ANN401 - see `se
     )
 
 
-def _access() -> Any:  # noqa: ANN401 - see `setting`
+def _access_setting() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "off",
         'Whether the daemon checks the permissions of its peers: "off", "report" or "on". "on" '
@@ -151,7 +151,7 @@ def _access() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _tls_transition() -> Any:  # noqa: ANN401 - see `setting`
+def _tls_transition_setting() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "",
         'For the switch of a running cluster to TLS; requires `tls`. With "accept" or "dial", '
@@ -161,7 +161,7 @@ def _tls_transition() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _insecure_network() -> Any:  # noqa: ANN401 - see `setting`
+def _insecure_network_setting() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         False,  # noqa: FBT003 - the name explains it
         "Whether the daemon may listen on a non-loopback address without protection, that is, if "
@@ -170,7 +170,7 @@ def _insecure_network() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _http_host() -> Any:  # noqa: ANN401 - see `setting`
+def _http_host_setting() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "127.0.0.1",
         "The address of the HTTP pages at `http_port`. The pages have no access control: "
@@ -178,7 +178,7 @@ def _http_host() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _principal_pattern() -> Any:  # noqa: ANN401 - see `setting`
+def _principal_pattern_setting() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "CN=(.+)",
         "A regular expression that finds the principal in the certificate of a client. It must "
@@ -187,7 +187,7 @@ def _principal_pattern() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _audit_log() -> Any:  # noqa: ANN401 - see `setting`
+def _audit_log_setting() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         "",
         "The file of the audit log, to which the daemon writes administrative requests, denied "
@@ -197,7 +197,7 @@ def _audit_log() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _handshake_burst_max() -> Any:  # noqa: ANN401 - see `setting`
+def _handshake_burst_max_setting() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         2_000,
         "Number of TLS handshakes that one host may begin at once. The daemon closes further "
@@ -208,7 +208,7 @@ def _handshake_burst_max() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _handshakes_per_s_max() -> Any:  # noqa: ANN401 - see `setting`
+def _handshakes_per_s_max_setting() -> Any:  # noqa: ANN401 - see `setting`
     return setting(
         100,
         "Number of TLS handshakes per second that one host may begin after its burst of "
@@ -219,7 +219,8 @@ def _handshakes_per_s_max() -> Any:  # noqa: ANN401 - see `setting`
     )
 
 
-def _check_audit(audit_log: str, access: str) -> None:
+def _check_audit_log(audit_log: str, access: str) -> None:
+    """Raise BadConfig for an audit log without access control."""
     if audit_log and access == "off":
         raise BadConfig(
             'setting audit_log requires access = "report" or access = "on", found "off"'
@@ -227,7 +228,7 @@ def _check_audit(audit_log: str, access: str) -> None:
 
 
 def _check_hosts(listen_host: str, advertised_host: str, http_host: str) -> None:
-    """Raise BadConfig for an invalid host, or if other machines could not find the process."""
+    """Raise BadConfig for an invalid host, or one at which other machines cannot connect."""
     bare = advertised_host.removeprefix("[").removesuffix("]")  # an IPv6 address may have them
     named = {"listen_host": listen_host, "advertised_host": bare, "http_host": http_host}
     for name, host in named.items():
@@ -266,13 +267,13 @@ class LogConfig(Config):
 
 @dataclass(frozen=True, kw_only=True)
 class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
-    """A storage daemon."""
+    """The settings of a storage."""
 
     kind: ClassVar[str] = "storage"
 
     # A daemon waits longer than a client: no user waits for it, and its log states what it waits
     # for.
-    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
+    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_setting(60_000)
     directory: str = setting(
         "",
         "The directory of the storage's files. It belongs permanently to one storage of one "
@@ -284,18 +285,20 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         'The address at which the storage listens. "0.0.0.0" means all addresses, and requires '
         "`advertised_host`.",
     )
-    port: int = _port(15_280, "Port for servers and readers; 0 uses any free port.")
+    port: int = _port_setting(15_280, "Port for servers and readers; 0 uses any free port.")
     advertised_host: str = setting(
         "",
         "The host name under which servers connect to the storage. It is part of the storage's "
         "identity. If it is empty, the storage uses `listen_host`.",
     )
-    admin_port: int = _port(15_281, "Port for administration requests; 0 uses any free port.")
-    http_host: str = _http_host()
-    http_port: int = _port(
+    admin_port: int = _port_setting(
+        15_281, "Port for administration requests; 0 uses any free port."
+    )
+    http_host: str = _http_host_setting()
+    http_port: int = _port_setting(
         0, "Port of the HTTP pages /livez, /readyz, /health and /metrics; 0 disables them."
     )
-    segment_bytes_max: int = _bytes(
+    segment_bytes_max: int = _bytes_setting(
         1_000_000_000,
         "Size of a segment file. When a segment exceeds this size, the storage begins the next "
         "one. If it is too small, there are many files and indexes. If it is too large, checks "
@@ -313,7 +316,7 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=8,
         maximum=65_536,
     )
-    page_cache_bytes_max: int = _bytes(
+    page_cache_bytes_max: int = _bytes_setting(
         16 * MIB,
         "Number of recently appended bytes of each file that stay in the page cache after a "
         "sync. The storage drops older pages from the cache. If it is too small, readers that "
@@ -321,7 +324,7 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         "memory, and newer pages are evicted.",
         minimum=0,
     )
-    reserve_bytes: int = _bytes(
+    reserve_bytes: int = _bytes_setting(
         64 * MIB,
         "Disk space that the storage allocates in advance. When the disk is full, the "
         "storage releases this space, so that truncation, repair and writes of low-water "
@@ -329,7 +332,7 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=0,
         maximum=64 * GIB,
     )
-    scrub_bytes_per_s: int = _bytes(
+    scrub_bytes_per_s: int = _bytes_setting(
         4 * MIB,
         "Rate at which the storage scrubs its logs, over all partitions: it reads old records "
         "again to find silent corruption while other replicas can still repair it. If it is too "
@@ -338,8 +341,8 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=0,
         maximum=4 * GIB,
     )
-    scrub_interval_ms: int = _ms(
-        MS_MAX,
+    scrub_interval_ms: int = _ms_setting(
+        DURATION_MS_MAX,
         "Minimum time between the starts of two scrubs of the same log. If it is too short, "
         "the storage reads a small log all day without need.",
         minimum=0,
@@ -358,7 +361,7 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=1,
         maximum=64,
     )
-    queue_bytes_max: int = _bytes(
+    queue_bytes_max: int = _bytes_setting(
         64 * MIB,
         "Bytes of appends that may wait for a writer thread, over all partitions. Over the "
         "limit, the storage stops reading from connections. Reads for clients have a "
@@ -373,14 +376,14 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         "cluster has the same cluster key and would delete the files, so it needs another "
         "archive. If it is empty, nothing is archived.",
     )
-    archive_object_bytes: int = _bytes(
+    archive_object_bytes: int = _bytes_setting(
         64 * MIB,
         "Size of the records in one object of the archive. If it is too small, there are many "
         "objects, and reads of the archive are slow. If it is too large, memory use grows, "
         "because the storage keeps an object in memory until it is written and verified.",
         maximum=GIB,
     )
-    archive_age_ms: int = _ms(
+    archive_age_ms: int = _ms_setting(
         600_000,
         "Maximum age of a transaction that is not archived. When a transaction is older, the "
         "storage writes an object, even one smaller than `archive_object_bytes`. If it is too "
@@ -388,7 +391,7 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         "are rare.",
         minimum=0,
     )
-    archive_bytes_per_s: int = _bytes(
+    archive_bytes_per_s: int = _bytes_setting(
         0,
         "Rate at which this storage reads logs for the archive, writes objects and reads "
         "them back, over all partitions. If it is too low, the archive lags and the disk "
@@ -397,7 +400,7 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=0,
         maximum=4 * GIB,
     )
-    local_retention_bytes: int = _bytes(
+    local_retention_bytes: int = _bytes_setting(
         0,
         "Maximum size of all logs of the storage. Above this size, the storage removes its "
         "oldest segments, if they are archived. If it is too small, reads of older transactions "
@@ -411,7 +414,7 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         "short, reads of older transactions wait for the archive. If it is too long, the disk "
         "fills. 0: no limit.",
         minimum=0,
-        maximum=100 * 365 * MS_MAX,
+        maximum=100 * 365 * DURATION_MS_MAX,
     )
     connections_max: int = setting(
         10_000,
@@ -421,14 +424,14 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         maximum=100_000,
     )
 
-    tls_require_certificate: bool = _tls_require_certificate(default=True)
-    tls_transition: str = _tls_transition()
-    insecure_network: bool = _insecure_network()
-    access: str = _access()
-    principal_pattern: str = _principal_pattern()
-    audit_log: str = _audit_log()
-    handshake_burst_max: int = _handshake_burst_max()
-    handshakes_per_s_max: int = _handshakes_per_s_max()
+    tls_require_certificate: bool = _tls_require_certificate_setting(default=True)
+    tls_transition: str = _tls_transition_setting()
+    insecure_network: bool = _insecure_network_setting()
+    access: str = _access_setting()
+    principal_pattern: str = _principal_pattern_setting()
+    audit_log: str = _audit_log_setting()
+    handshake_burst_max: int = _handshake_burst_max_setting()
+    handshakes_per_s_max: int = _handshakes_per_s_max_setting()
 
     def validate(self) -> None:
         """Raise BadConfig if the values of different settings contradict each other."""
@@ -441,35 +444,35 @@ class StorageConfig(LogConfig, TlsConfig, ZooKeeperConfig):
                 'setting tls_transition must be empty with access = "on", because access '
                 f"control requires TLS; found {self.tls_transition!r}"
             )
-        _check_audit(self.audit_log, self.access)
+        _check_audit_log(self.audit_log, self.access)
         self._check_ports_differ("port", "admin_port", "http_port")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
-    """A server; `partition_...` settings apply per partition, `connection_...` per connection."""
+    """Server settings; `partition_...` applies per partition, `connection_...` per connection."""
 
     kind: ClassVar[str] = "server"
 
     # A daemon waits longer than a client: no user waits for it, and its log states what it waits
     # for.
-    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
+    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_setting(60_000)
     listen_host: str = setting(
         "127.0.0.1",
         'The address at which the server listens. "0.0.0.0" means all addresses, and requires '
         "`advertised_host`.",
     )
-    port: int = _port(15_180, "Port for clients; 0 uses any free port.")
+    port: int = _port_setting(15_180, "Port for clients; 0 uses any free port.")
     advertised_host: str = setting(
         "",
         "The host name under which clients connect to the server. If it is empty, the server "
         "uses `listen_host`.",
     )
-    advertised_port: int = _port(
+    advertised_port: int = _port_setting(
         0, "The port under which clients connect to the server. If it is 0, the server uses `port`."
     )
-    http_host: str = _http_host()
-    http_port: int = _port(
+    http_host: str = _http_host_setting()
+    http_port: int = _port_setting(
         0, "Port of the HTTP pages /livez, /readyz, /health and /metrics; 0 disables them."
     )
     lock_slot_count: int = setting(
@@ -481,7 +484,7 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=101,
         maximum=134_217_689,
     )
-    lock_table_bytes_max: int = _bytes(
+    lock_table_bytes_max: int = _bytes_setting(
         256 * MIB,
         "Maximum memory of the lock tables of all partitions. Over the limit, the server "
         "makes all tables smaller.",
@@ -496,19 +499,19 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=0,
         maximum=100_000_000,
     )
-    feed_cache_bytes: int = _bytes(
+    feed_cache_bytes: int = _bytes_setting(
         64 * MIB,
         "Memory for the headers of recent transactions, over all partitions. If it is too small, "
         "the server must read from storages to serve feeds that lag only a little.",
         minimum=MIB,
     )
-    transaction_cache_bytes: int = _bytes(
+    transaction_cache_bytes: int = _bytes_setting(
         128 * MIB,
         "Memory for recent transactions with their data, over all partitions. If it is too "
         "small, reads of recent data need the disks of the storages.",
         minimum=MIB,
     )
-    memory_bytes_max: int = _bytes(
+    memory_bytes_max: int = _bytes_setting(
         GIB,
         "Maximum memory of all buffers, caches and tables of this server. Over the limit, "
         "the server rejects appends as overloaded and stops reading from connections.",
@@ -520,7 +523,7 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=4,
         maximum=100_000,
     )
-    connection_in_flight_bytes_max: int = _bytes(
+    connection_in_flight_bytes_max: int = _bytes_setting(
         64 * MIB,
         "Maximum bytes of unanswered requests of one connection. Over the limit, the server "
         "stops reading from it.",
@@ -533,19 +536,19 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=1,
         maximum=1_000_000,
     )
-    write_buffer_bytes_max: int = _bytes(
+    write_buffer_bytes_max: int = _bytes_setting(
         MIB,
         "Maximum bytes of answers that one client has not read yet. Over the limit, the "
         "server pauses the client's feed and requests until the client has read some.",
         minimum=64 * KIB,
     )
-    partition_queue_bytes_max: int = _bytes(
+    partition_queue_bytes_max: int = _bytes_setting(
         32 * MIB,
         "Maximum bytes of appends to one partition that wait for their lock check. Over the "
         "limit, the server rejects appends as overloaded.",
         minimum=16 * MIB,
     )
-    partition_in_flight_bytes_max: int = _bytes(
+    partition_in_flight_bytes_max: int = _bytes_setting(
         4 * MIB,
         "Maximum bytes of uncommitted records of a partition: the server has sent them to the "
         "replicas, but no quorum has synced them yet. If it is too small, the disks idle between "
@@ -573,10 +576,10 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=1,
         maximum=1_000_000,
     )
-    batch_bytes_max: int = _bytes(
+    batch_bytes_max: int = _bytes_setting(
         8 * MIB, "Maximum bytes of one append batch of a client.", minimum=5 * MIB, maximum=15 * MIB
     )
-    replica_lag_bytes_max: int = _bytes(
+    replica_lag_bytes_max: int = _bytes_setting(
         16 * MIB,
         "Bytes by which a replica may lag. Up to this limit, the server sends the missing "
         "records from its memory; above it, the server copies them from the logs of other "
@@ -602,13 +605,13 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=1,
         maximum=10_000_000,
     )
-    range_bytes_max: int = _bytes(
+    range_bytes_max: int = _bytes_setting(
         4 * MIB,
         "Maximum bytes of records in one answer of the server to a read of a range.",
         minimum=64 * KIB,
         maximum=8 * MIB,
     )
-    group: int = _group(
+    group: int = _group_setting(
         "The group of storages to which this server belongs, for example the number of its rack. "
         "The server prefers storages of this group for reads. -1: no group; the server reads "
         "from all storages in turn."
@@ -627,17 +630,17 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=1_024,
         maximum=100_000_000,
     )
-    retry_interval_ms_min: int = _ms(
+    retry_interval_ms_min: int = _ms_setting(
         50,
         "The first pause before the server tries to connect to a replica again. If it is too "
         "short, the server tries again without success more often.",
     )
-    retry_interval_ms_max: int = _ms(
+    retry_interval_ms_max: int = _ms_setting(
         2_000,
         "The longest pause before the server tries to connect to a replica again. If it is too "
         "long, the server uses a restarted storage late.",
     )
-    quorum_timeout_ms: int = _ms(
+    quorum_timeout_ms: int = _ms_setting(
         12_000,
         "If a partition has no quorum for this time, the server assigns the partition to another "
         "server. It is also the time within which a replica must answer a request. If it is too "
@@ -645,14 +648,14 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         "to storages keeps its partitions for a long time.",
         minimum=100,
     )
-    slow_append_ms: int = _ms(
+    slow_append_ms: int = _ms_setting(
         250,
         "If a replica acknowledges an append only after this time, the server logs "
         "`append.slow`, at most once a second for each replica. If it is too low, the server "
         "logs it for healthy disks. 0: never.",
         minimum=0,
     )
-    archive_interval_ms: int = _ms(
+    archive_interval_ms: int = _ms_setting(
         0,
         "Pause between attempts to archive the committed transactions of a partition. The "
         "storages must have an `archive_url`. If it is too short, storages check their logs "
@@ -660,14 +663,14 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         "late. 0: the server archives nothing.",
         minimum=0,
     )
-    archive_retention_ms: int = _ms(
+    archive_retention_ms: int = _ms_setting(
         0,
         "Age at which archived transactions expire. The log then begins after the expired "
         "transactions, and their objects are deleted a day later. If it is too short, readers "
         "lose transactions that they still need. 0: archived transactions never expire.",
         minimum=0,
     )
-    high_water_mark_staleness_ms_max: int = _ms(
+    high_water_mark_staleness_ms_max: int = _ms_setting(
         2_000,
         "Maximum staleness of a high-water mark that the server returns. When a quorum of "
         "replicas has confirmed the server's session, the server returns its mark without a "
@@ -679,39 +682,39 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         'How servers share the partitions: "count" gives each server the same number of '
         'partitions, "load" the same amount of work. All servers use the same value.',
     )
-    balance_interval_ms: int = _ms(
+    balance_interval_ms: int = _ms_setting(
         5_000,
         "Interval at which servers publish their loads and consider moves, if `balance` is "
         '"load". If it is too short, the servers write to ZooKeeper more often.',
         minimum=50,
     )
-    balance_window_ms: int = _ms(
+    balance_window_ms: int = _ms_setting(
         30_000,
         "Time over which the server averages the load of a partition. If it is too short, short "
         "peaks of load make partitions move. If it is too long, the servers respond late to a "
         "lasting change.",
         minimum=50,
     )
-    balance_cooldown_ms: int = _ms(
+    balance_cooldown_ms: int = _ms_setting(
         600_000,
         "Minimum time for which a partition stays at a server after it was moved because of its "
         "load. If it is too short, partitions with varying loads move too often.",
         minimum=50,
     )
-    session_wait_ms_max: int = _ms(
+    session_wait_ms_max: int = _ms_setting(
         5_000,
         "Time for which a read or a mount waits for an open store session before the server "
         "rejects it.",
     )
 
-    tls_require_certificate: bool = _tls_require_certificate(default=False)
-    tls_transition: str = _tls_transition()
-    insecure_network: bool = _insecure_network()
-    access: str = _access()
-    principal_pattern: str = _principal_pattern()
-    audit_log: str = _audit_log()
-    handshake_burst_max: int = _handshake_burst_max()
-    handshakes_per_s_max: int = _handshakes_per_s_max()
+    tls_require_certificate: bool = _tls_require_certificate_setting(default=False)
+    tls_transition: str = _tls_transition_setting()
+    insecure_network: bool = _insecure_network_setting()
+    access: str = _access_setting()
+    principal_pattern: str = _principal_pattern_setting()
+    audit_log: str = _audit_log_setting()
+    handshake_burst_max: int = _handshake_burst_max_setting()
+    handshakes_per_s_max: int = _handshakes_per_s_max_setting()
 
     def validate(self) -> None:
         """Raise BadConfig if the values of different settings contradict each other."""
@@ -724,7 +727,7 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
                 'setting tls_transition must be empty with access = "on", because access '
                 f"control requires TLS; found {self.tls_transition!r}"
             )
-        _check_audit(self.audit_log, self.access)
+        _check_audit_log(self.audit_log, self.access)
         self._check_ports_differ("port", "http_port")
         self._check_at_most("retry_interval_ms_min", "retry_interval_ms_max")
         self._check_at_most("balance_interval_ms", "balance_window_ms")
@@ -742,31 +745,33 @@ class ServerConfig(LogConfig, TlsConfig, ZooKeeperConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ClientConfig(TlsConfig, ZooKeeperConfig):
-    """An application's client; its settings come from `ClientConfig(...)`, no file or variable."""
+    """The settings of a client; an application passes `ClientConfig(...)`, not a file."""
 
     kind: ClassVar[str] = "client"
 
-    server_connect_timeout_ms: int = _ms(
+    server_connect_timeout_ms: int = _ms_setting(
         5_000, "Maximum time for opening a connection to a server."
     )
-    request_timeout_ms: int = _ms(
+    request_timeout_ms: int = _ms_setting(
         30_000,
         "Time for which the client tries to get the outcome of an append. After this time, the "
         "client reports the outcome as unknown. If it is too short, outcomes are unknown "
         "whenever a partition moves. If it is too long, an application notices a fault late.",
         minimum=100,
     )
-    mount_timeout_ms: int = _ms(10_000, "Time that one attempt to mount a partition may take.")
+    mount_timeout_ms: int = _ms_setting(
+        10_000, "Time that one attempt to mount a partition may take."
+    )
     traces: bool = setting(
         False,  # noqa: FBT003 - see `setting`
         "Whether the client records an OpenTelemetry span for each append, and for each group of "
         "transactions that it passes to callbacks. This needs `waltz-spark[traces]` and a tracer "
         "provider of the application.",
     )
-    retry_interval_ms_min: int = _ms(
+    retry_interval_ms_min: int = _ms_setting(
         50, "The first pause before the client tries to connect to a server again."
     )
-    retry_interval_ms_max: int = _ms(
+    retry_interval_ms_max: int = _ms_setting(
         2_000,
         "The longest pause before the client tries to connect to a server again. If it is "
         "too long, the client idles although the server runs again.",
@@ -779,7 +784,7 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         minimum=1,
         maximum=10_000_000,
     )
-    in_flight_bytes_max: int = _bytes(
+    in_flight_bytes_max: int = _bytes_setting(
         32 * MIB,
         "Maximum bytes of the transactions of one partition that wait for their outcome; "
         "over the limit, `submit` waits.",
@@ -792,21 +797,21 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
         minimum=1,
         maximum=1_000_000,
     )
-    batch_bytes_max: int = _bytes(
+    batch_bytes_max: int = _bytes_setting(
         4 * MIB,
         "Maximum bytes that the client sends in one append batch; the server may have a "
         "lower limit.",
         minimum=64 * KIB,
         maximum=15 * MIB,
     )
-    range_bytes_max: int = _bytes(
+    range_bytes_max: int = _bytes_setting(
         4 * MIB,
         "Maximum bytes of records that the client requests from a server or storage in one read "
         "of a range. A longer read consists of several requests.",
         minimum=64 * KIB,
         maximum=8 * MIB,
     )
-    group: int = _group(
+    group: int = _group_setting(
         "The group of storages to which this client belongs, for example the number of its rack. "
         "The client prefers replicas of this group for reads of ranges. -1: no group; the client "
         "uses any replica."
@@ -851,17 +856,19 @@ class ClientConfig(TlsConfig, ZooKeeperConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig(LogConfig, TlsConfig, ZooKeeperConfig):
-    """A gateway: HTTP for applications in other languages; a client of the servers."""
+    """The settings of a gateway, which offers HTTP to applications in other languages."""
 
     kind: ClassVar[str] = "gateway"
 
-    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_ms(60_000)
+    zookeeper_connect_timeout_ms: int = _zookeeper_connect_timeout_setting(60_000)
     listen_host: str = setting(
         "127.0.0.1",
         "The address at which the gateway listens. Another address than loopback requires "
         "`https_certificate`.",
     )
-    port: int = _port(15_380, "Port for HTTP requests of applications; 0 uses any free port.")
+    port: int = _port_setting(
+        15_380, "Port for HTTP requests of applications; 0 uses any free port."
+    )
     https_certificate: str = setting(
         "",
         "A PEM file with the certificate of `port`, followed by its chain of issuers. If it "
@@ -878,8 +885,8 @@ class GatewayConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         "`https_certificate`. If true, every host on the way can read tokens and payloads, so "
         "use it only in a private network, or behind a proxy with TLS.",
     )
-    http_host: str = _http_host()
-    http_port: int = _port(
+    http_host: str = _http_host_setting()
+    http_port: int = _port_setting(
         0, "Port of the HTTP pages /livez, /readyz, /health and /metrics; 0 disables them."
     )
     connections_max: int = setting(
@@ -888,14 +895,14 @@ class GatewayConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=1,
         maximum=100_000,
     )
-    body_bytes_max: int = _bytes(
+    body_bytes_max: int = _bytes_setting(
         8 * MIB,
         "Maximum size of the body of a request. If it is too large, few requests use all of "
         "`memory_bytes_max`.",
         minimum=64 * KIB,
         maximum=64 * MIB,
     )
-    memory_bytes_max: int = _bytes(
+    memory_bytes_max: int = _bytes_setting(
         256 * MIB,
         "Maximum bytes of the bodies of all requests that the gateway processes at the same "
         "time. Over the limit, it rejects appends with status 503.",
@@ -908,13 +915,13 @@ class GatewayConfig(LogConfig, TlsConfig, ZooKeeperConfig):
         minimum=1,
         maximum=100_000,
     )
-    request_timeout_ms: int = _ms(
+    request_timeout_ms: int = _ms_setting(
         30_000,
         "Time after which the outcome of an append is unknown if no server has answered. The "
         "timeout of applications should be longer.",
         minimum=100,
     )
-    idempotency_retention_ms: int = _ms(
+    idempotency_retention_ms: int = _ms_setting(
         60 * 60 * 1000,
         "Time for which the servers keep an idempotency key after the append. If it is too "
         "short, a late retry appends a second time. If it is too long, the 10,000 keys that a "
@@ -923,7 +930,7 @@ class GatewayConfig(LogConfig, TlsConfig, ZooKeeperConfig):
     )
 
     def validate(self) -> None:
-        """Check relations between fields; raises BadConfig."""
+        """Raise BadConfig if the values of different settings contradict each other."""
         _check_hosts(self.listen_host, self.listen_host or "localhost", self.http_host)
         super().validate()
         self._check_ports_differ("port", "http_port")
@@ -934,7 +941,7 @@ class GatewayConfig(LogConfig, TlsConfig, ZooKeeperConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalConfig(Config):
-    """A cluster of processes on one machine, for development, notebooks and tests."""
+    """The settings of a cluster on one machine, for development, notebooks and tests."""
 
     kind: ClassVar[str] = "local"
 
@@ -968,12 +975,12 @@ class LocalConfig(Config):
         minimum=0,
         maximum=65_000,
     )
-    ready_timeout_ms: int = _ms(
+    ready_timeout_ms: int = _ms_setting(
         300_000, "Time for which `up` waits until every partition accepts appends."
     )
 
 
-KINDS: dict[str, type[Config]] = {
+CONFIG_TYPES_BY_KIND: dict[str, type[Config]] = {
     each.kind: each
     for each in (
         StorageConfig,
@@ -987,11 +994,13 @@ KINDS: dict[str, type[Config]] = {
 
 
 def render_toml(kind: str, values: Mapping[str, object]) -> str:
-    """Return the text of a configuration file with only these values.
+    """Return the text of a configuration file for a kind of process, with only these values.
 
     Raises:
         BadConfig: an unknown kind or setting, or a value of another type or out of bounds.
     """
-    if kind not in KINDS:
-        raise BadConfig(f"unknown kind of process {kind!r}{nearest_name_hint(kind, list(KINDS))}")
-    return render(KINDS[kind], values)
+    if kind not in CONFIG_TYPES_BY_KIND:
+        raise BadConfig(
+            f"unknown kind of process {kind!r}{nearest_name_hint(kind, list(CONFIG_TYPES_BY_KIND))}"
+        )
+    return render_settings(CONFIG_TYPES_BY_KIND[kind], values)

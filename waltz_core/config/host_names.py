@@ -1,4 +1,4 @@
-"""Validation of the host in an address.
+"""Checks whether a text is a valid host.
 
 Settings and connect strings reject invalid hosts. The simulator reads settings, so this module must
 not import `dns_lookup.py`, which has threads.
@@ -8,20 +8,20 @@ import ipaddress
 from typing import Final
 
 _NAME_BYTES_MAX: Final = 253
-_NOT_IN_NAMES: Final = frozenset(" /:,[]")
+_INVALID_NAME_CHARACTERS: Final = frozenset(" /:,[]")
 
 
 def check_host(host: str) -> None:
-    """Raise ValueError with the reason if a text is neither an IP address nor a valid host name."""
-    if is_numeric(host):
+    """Raise ValueError with the reason unless a text is an IP address or a valid host name."""
+    if is_ip_address(host):
         return
-    if not host or not host.isprintable() or _NOT_IN_NAMES.intersection(host):
+    if not host or not host.isprintable() or _INVALID_NAME_CHARACTERS.intersection(host):
         raise ValueError("expected a host name, an IPv4 address or an IPv6 address")
     if len(host.encode("idna")) > _NAME_BYTES_MAX:
         raise ValueError(f"expected a host name of at most {_NAME_BYTES_MAX} bytes")
 
 
-def is_numeric(host: str) -> bool:
+def is_ip_address(host: str) -> bool:
     """Return whether a host is an IPv4 or IPv6 address."""
     try:
         ipaddress.ip_address(host)
@@ -31,7 +31,7 @@ def is_numeric(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether a host is a loopback address or "localhost"; names are not looked up."""
+    """Return whether a host is a loopback address or "localhost", without a DNS lookup."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

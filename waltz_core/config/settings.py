@@ -1,4 +1,4 @@
-"""Declares settings, loads them from their sources, shows them, and writes them.
+"""Declares, loads, checks and writes the settings of a process.
 
 `declarations.py` has the list of settings. This module knows no setting by name except `connect`,
 which all kinds have.
@@ -21,11 +21,11 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeAlias, TypeVar
 
 from waltz_core.errors import BadConfig
 
-Value: TypeAlias = str | int | bool
+SettingValue: TypeAlias = str | int | bool
 
 
 def setting(
-    default: Value,
+    default: SettingValue,
     doc: str,
     *,
     minimum: int | None = None,
@@ -40,20 +40,20 @@ def setting(
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The base class of all kinds of processes; creating an object checks the bounds."""
+    """The base class of the settings of all kinds of processes; it checks all bounds."""
 
     kind: ClassVar[str]
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            _check(each.name, getattr(self, each.name), each)
+            _check_value(each.name, getattr(self, each.name), each)
         self.validate()
 
     def validate(self) -> None:
         """Raise BadConfig if the values of different settings contradict each other."""
 
     def _check_ports_differ(self, *names: str) -> None:
-        """Check that no two of these settings have the same port, except port 0."""
+        """Raise BadConfig if two of these settings have the same port; port 0 is permitted."""
         seen: dict[int, str] = {}
         for name in names:
             port: int = getattr(self, name)
@@ -65,14 +65,14 @@ class Config:
             seen[port] = name
 
     def _check_one_of(self, name: str, words: Collection[str]) -> None:
-        """Check that the value of a setting is one of `words`."""
+        """Raise BadConfig unless the value of a setting is one of `words`."""
         found = getattr(self, name)
         if found not in words:
             known = ", ".join(each or "nothing" for each in words)
             raise BadConfig(f"setting {name}: expected one of {known}, found {found!r}")
 
     def _check_at_most(self, smaller: str, greater: str) -> None:
-        """Check that the value of one setting does not exceed that of another."""
+        """Raise BadConfig if the value of setting `smaller` exceeds that of setting `greater`."""
         low, high = getattr(self, smaller), getattr(self, greater)
         if low > high:
             raise BadConfig(f"setting {smaller}: expected at most {greater} ({high}), found {low}")
@@ -88,18 +88,18 @@ class ShownSetting(NamedTuple):
     """A setting as printed by `waltz-core config show`."""
 
     name: str
-    value: Value
+    value: SettingValue
     origin: str
 
 
 @dataclass(frozen=True)
 class LoadedConfig(Generic[ConfigT]):
-    """A configuration, and the origin of each setting that is not the default."""
+    """The settings of a process, and the origin of each value that is not the default."""
 
     config: ConfigT
     origins: Mapping[str, str]
 
-    def shown(self) -> list[ShownSetting]:
+    def effective_settings(self) -> list[ShownSetting]:
         """Return each setting with its value and its origin, in the order of the sample."""
         return [
             ShownSetting(
@@ -109,43 +109,43 @@ class LoadedConfig(Generic[ConfigT]):
         ]
 
 
-def load(
+def load_config(
     config_type: type[ConfigT],
     *,
     path: str | os.PathLike[str] | None = None,
     environment: Mapping[str, str] | None = None,
-    flags: Mapping[str, Value | None] | None = None,
+    flags: Mapping[str, SettingValue | None] | None = None,
 ) -> LoadedConfig[ConfigT]:
-    """Load a configuration (rule 1). A flag that is None was not given.
+    """Load the settings of a process (rule 1). A flag that is None was not given.
 
     Raises:
         BadConfig: a file that cannot be read, an unknown name, a value out of bounds, or a
             required setting that is absent; the message has the source.
     """
-    values: dict[str, Value] = {}
+    values: dict[str, SettingValue] = {}
     origins: dict[str, str] = {}
     known = {each.name: each for each in fields(config_type)}
 
-    def take(name: str, value: object, origin: str) -> None:
+    def set_value(name: str, value: object, origin: str) -> None:
         if name not in known:
             raise BadConfig(
                 f"{origin}: unknown setting {name!r}{nearest_name_hint(name, list(known))}"
             )
         values[name] = _convert_value(name, value, known[name].type, origin)
-        _check(f"{origin}, setting {name}", values[name], known[name])
+        _check_value(f"{origin}, setting {name}", values[name], known[name])
         origins[name] = origin
 
     if path is not None:
         for name, value in _read_toml(path).items():
-            take(name, value, os.fspath(path))
-    for variable, name in _environment_names(config_type, environment or {}, values):
-        take(name, (environment or {})[variable], f"environment {variable}")
+            set_value(name, value, os.fspath(path))
+    for variable, name in _environment_variables(config_type, environment or {}, values):
+        set_value(name, (environment or {})[variable], f"environment {variable}")
     for name, flag in (flags or {}).items():
         if flag is not None:
-            take(name, flag, f"flag --{name.replace('_', '-')}")
+            set_value(name, flag, f"flag --{name.replace('_', '-')}")
     for name, each in known.items():
         if each.metadata["example"] and not values.get(name):
-            raise BadConfig(_missing(config_type, name))
+            raise BadConfig(_missing_setting_text(config_type, name))
     return LoadedConfig(config_type(**values), origins)
 
 
@@ -161,10 +161,10 @@ def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:
     return found
 
 
-def _environment_names(
+def _environment_variables(
     config_type: type[Config], environment: Mapping[str, str], file: Collection[str]
 ) -> list[tuple[str, str]]:
-    """Return (variable, setting) pairs that apply to this kind, the general ones first (rule 2)."""
+    """Return pairs of a variable and its setting that apply to this kind (rule 2)."""
     prefix = f"WALTZ_{config_type.kind.upper()}_"
     has_connect = any(each.name == "connect" for each in fields(config_type))
     is_general = has_connect and "WALTZ_CONNECT" in environment and "connect" not in file
@@ -173,35 +173,37 @@ def _environment_names(
     return names + [(variable, variable.removeprefix(prefix).lower()) for variable in own]
 
 
-def _convert_value(name: str, value: object, wanted: Any, origin: str) -> Value:  # noqa: ANN401 - a type
+def _convert_value(name: str, value: object, expected_type: Any, origin: str) -> SettingValue:  # noqa: ANN401 - a type
     """Convert a value to the type of its setting; flags and the environment have only texts."""
-    if isinstance(value, str) and wanted is int:
+    if isinstance(value, str) and expected_type is int:
         try:
             return int(value)
         except ValueError:
             raise BadConfig(
                 f"{origin}, setting {name}: expected an integer, found {value!r}"
             ) from None
-    if isinstance(value, str) and wanted is bool and value.lower() in ("true", "false"):
+    if isinstance(value, str) and expected_type is bool and value.lower() in ("true", "false"):
         return value.lower() == "true"
-    if type(value) is not wanted:
-        expected = {int: "an integer", bool: "true or false", str: "a text"}[wanted]
+    if type(value) is not expected_type:
+        expected = {int: "an integer", bool: "true or false", str: "a text"}[expected_type]
         raise BadConfig(f"{origin}, setting {name}: expected {expected}, found {value!r}")
     assert isinstance(value, str | int | bool)
     return value
 
 
-def _check(where: str, value: Value, each: Any) -> None:  # noqa: ANN401 - a `Field` of any type
-    if type(value) is not each.type:
-        raise BadConfig(f"{where}: expected {each.type.__name__}, found {value!r}")
-    minimum, maximum = each.metadata["minimum"], each.metadata["maximum"]
+def _check_value(where: str, value: SettingValue, setting_field: Any) -> None:  # noqa: ANN401 - a `Field` of any type
+    """Raise BadConfig if a value has the wrong type or is out of bounds."""
+    if type(value) is not setting_field.type:
+        raise BadConfig(f"{where}: expected {setting_field.type.__name__}, found {value!r}")
+    minimum, maximum = setting_field.metadata["minimum"], setting_field.metadata["maximum"]
     if isinstance(value, int) and (
         (minimum is not None and value < minimum) or (maximum is not None and value > maximum)
     ):
         raise BadConfig(f"{where}: expected {minimum}..{maximum}, found {value}")
 
 
-def _missing(config_type: type[Config], name: str) -> str:
+def _missing_setting_text(config_type: type[Config], name: str) -> str:
+    """Return the error text for a required setting without a value."""
     kind, flag = config_type.kind, name.replace("_", "-")
     variable = "WALTZ_CONNECT" if name == "connect" else f"WALTZ_{kind.upper()}_{name.upper()}"
     return (
@@ -210,14 +212,14 @@ def _missing(config_type: type[Config], name: str) -> str:
     )
 
 
-def shown_names(names: Sequence[str], count_max: int) -> str:
+def first_names_text(names: Sequence[str], count_max: int) -> str:
     """Return the first names, separated by commas, with "..." if there are more."""
     more = ", ..." if len(names) > count_max else ""
     return ", ".join(names[:count_max]) + more or "none"
 
 
 def nearest_name_hint(name: str, known: list[str]) -> str:
-    """Return the hint for an unknown name: the name that was probably meant, or all names."""
+    """Return a hint for an unknown name: the most similar known name, or all known names."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else f"; expected one of {', '.join(known)}"
 
@@ -225,8 +227,8 @@ def nearest_name_hint(name: str, known: list[str]) -> str:
 # --- Writing
 
 
-def render(config_type: type[Config], values: Mapping[str, object]) -> str:
-    """Return the text of a configuration file with only these values.
+def render_settings(config_type: type[Config], values: Mapping[str, object]) -> str:
+    """Return the text of a configuration file of one kind, with only these values.
 
     Raises:
         BadConfig: an unknown setting, or a value of another type or out of bounds.
@@ -240,13 +242,13 @@ def render(config_type: type[Config], values: Mapping[str, object]) -> str:
                 f"{kind}: unknown setting {name!r}{nearest_name_hint(name, list(known))}"
             )
         typed = _convert_value(name, value, known[name].type, kind)
-        _check(f"{kind}, setting {name}", typed, known[name])
+        _check_value(f"{kind}, setting {name}", typed, known[name])
         lines.append(f"{name} = {toml_literal(name, typed)}\n")
     return "".join(lines)
 
 
 def sample_toml(config_type: type[Config]) -> str:
-    """Return the complete commented sample of one kind; required settings are not commented out."""
+    """Return the commented sample file of one kind, in which required settings are active."""
     doc = (config_type.__doc__ or "").strip()
     lines = [
         f"# {doc}",
@@ -254,7 +256,7 @@ def sample_toml(config_type: type[Config]) -> str:
     ]
     for each in sorted(fields(config_type), key=lambda found: not found.metadata["example"]):
         lines.append("")
-        lines.extend(f"# {line}" for line in _wrap_text(each.metadata["doc"] + _bounds(each)))
+        lines.extend(f"# {line}" for line in _wrap_text(each.metadata["doc"] + _bounds_text(each)))
         example: str = each.metadata["example"]
         mark = "" if example else "# "
         default: Any = each.default
@@ -262,8 +264,8 @@ def sample_toml(config_type: type[Config]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _bounds(each: Any) -> str:  # noqa: ANN401 - a `Field` of any type
-    minimum, maximum = each.metadata["minimum"], each.metadata["maximum"]
+def _bounds_text(setting_field: Any) -> str:  # noqa: ANN401 - a `Field` of any type
+    minimum, maximum = setting_field.metadata["minimum"], setting_field.metadata["maximum"]
     return "" if minimum is None else f" [{minimum:_}..{maximum:_}]"
 
 
@@ -276,7 +278,7 @@ def _wrap_text(text: str, width: int = 96) -> list[str]:
     return lines
 
 
-def toml_literal(name: str, value: Value) -> str:
+def toml_literal(name: str, value: SettingValue) -> str:
     """Return a value as TOML.
 
     Raises:

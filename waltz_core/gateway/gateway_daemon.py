@@ -41,7 +41,7 @@ def run(config: GatewayConfig) -> None:
         known, _ = group.split(errors.WaltzError)
         if known is None:
             raise
-        raise errors.first_in(known) from group
+        raise errors.first_error_in(known) from group
 
 
 def _print_ready(address: str) -> None:

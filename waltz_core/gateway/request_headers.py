@@ -11,7 +11,7 @@ Rules:
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from waltz_core.config.host_names import is_numeric
+from waltz_core.config.host_names import is_ip_address
 from waltz_core.errors import RequestRejected, UnsupportedMediaType
 
 JSON: Final = "application/json"
@@ -46,7 +46,7 @@ def check_local_host(headers: Mapping[str, str]) -> None:
     """Check the host of a request to a loopback address; raises RequestRejected (rule 2)."""
     host = headers.get("host", "")
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-    if not is_numeric(name) and name.lower() != "localhost":
+    if not is_ip_address(name) and name.lower() != "localhost":
         raise RequestRejected(
             "header Host",
             expected="an IP address or localhost, because the gateway listens on loopback",

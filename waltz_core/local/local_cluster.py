@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: a real ZooKeeper, storages and servers, each its own process.
+"""A whole cluster on this machine: ZooKeeper, storages and servers as real processes.
 
 The command `waltz-core local`, the notebooks, the tests and the demo all use this class. Only this
 module starts the processes, finds them again after a crash, and stops them.
@@ -49,28 +49,28 @@ ROOT_DEFAULT = "/waltz/local"
 LOOPBACK = "127.0.0.1"
 STATE_FILE = "cluster.json"
 STATE_VERSION = 1
-USUAL_ZOOKEEPER_PORT = 2181
-USUAL_QUORUM_PORT = 2888
-USUAL_ELECTION_PORT = 3888
-USUAL_STORAGE_PORT = 15280
-USUAL_SERVER_PORT = 15180
+DEFAULT_ZOOKEEPER_PORT = 2181
+DEFAULT_QUORUM_PORT = 2888
+DEFAULT_ELECTION_PORT = 3888
+DEFAULT_STORAGE_PORT = 15280
+DEFAULT_SERVER_PORT = 15180
 # With an archive: a short age for trials, and few objects if appends are rare.
 ARCHIVE_AGE_MS = 60_000
 ARCHIVE_INTERVAL_MS = 1_000
 STOP_TIMEOUT_S = 10.0
 # The timeout of a start, which takes minutes on a busy machine. It fails at once if a process
 # exits.
-READY_S = 300.0
-PROGRESS_EVERY_S = 5.0
+START_TIMEOUT_S = 300.0
+PROGRESS_INTERVAL_S = 5.0
 ShowLine: TypeAlias = Callable[[str], None]
-PORTS = ("port", "admin_port", "http_port", "quorum_port", "election_port")
+PORT_FIELDS = ("port", "admin_port", "http_port", "quorum_port", "election_port")
 
 
 def _ignore_line(_line: str) -> None:
     pass
 
 
-def start_of(process: psutil.Process) -> float:
+def process_start_s(process: psutil.Process) -> float:
     """Return the start time of a process, in seconds; clock changes do not affect it.
 
     Linux counts it from boot, and psutil adds the boot time by the current clock.
@@ -80,7 +80,7 @@ def start_of(process: psutil.Process) -> float:
 
 @dataclass(slots=True)
 class Member:
-    """One process of the cluster: its name, its ports, and its current process."""
+    """One process of the cluster: its name, its ports, and its process ID while it runs."""
 
     name: str  # "zookeeper" (or "zookeeper-1", ...), "storage-1", "server-1", ...
     port: int
@@ -90,11 +90,11 @@ class Member:
     quorum_port: int = 0
     election_port: int = 0
     pid: int = 0
-    started: float = 0.0  # the start time of the process, from `start_of`
+    started: float = 0.0  # the start time of the process, from `process_start_s`
 
     @property
     def kind(self) -> str:
-        """Return "zookeeper", "storage" or "server"."""
+        """Return the kind of process: "zookeeper", "storage" or "server"."""
         return self.name.split("-")[0]
 
     def process(self) -> psutil.Process | None:
@@ -104,7 +104,8 @@ class Member:
         try:
             found = psutil.Process(self.pid)
             alive = (
-                abs(start_of(found) - self.started) < 0.5 and found.status() != psutil.STATUS_ZOMBIE
+                abs(process_start_s(found) - self.started) < 0.5
+                and found.status() != psutil.STATUS_ZOMBIE
             )
         except psutil.NoSuchProcess:
             return None
@@ -138,11 +139,11 @@ class SavedState:
     @property
     def ports(self) -> set[int]:
         """Return all ports of all members."""
-        return {getattr(member, name) for member in self.members for name in PORTS} - {0}
+        return {getattr(member, name) for member in self.members for name in PORT_FIELDS} - {0}
 
 
 class LocalCluster:
-    """The processes of one local cluster and their directory.
+    """A cluster of processes on this machine, and their directory.
 
     Args:
         directory: for data, configuration, logs and the state file; created if absent.
@@ -150,9 +151,9 @@ class LocalCluster:
         storage_count: storages; every partition has a replica on each.
         server_count: servers.
         partition_count: partitions; fixed for the life of the directory.
-        usual_ports: try the well-known ports first; otherwise choose free ports at once.
+        try_default_ports: use the default ports that are free; otherwise choose random ports.
         port_base: the first of the consecutive ports of all processes; 0: no consecutive ports.
-        bound: stop the processes when this process ends, however it ends.
+        exit_with_parent: stop the processes when this process ends, even if it is killed.
         host: the address of this machine at which all processes listen, and under which other
             machines connect to them. Fixed for the life of the directory.
         insecure_network: required for another host than loopback: each process that reaches it may
@@ -172,9 +173,9 @@ class LocalCluster:
         storage_count: int = 3,
         server_count: int = 2,
         partition_count: int = 4,
-        usual_ports: bool = False,
+        try_default_ports: bool = False,
         port_base: int = 0,
-        bound: bool = False,
+        exit_with_parent: bool = False,
         host: str = LOOPBACK,
         insecure_network: bool = False,
         auth_file: Path | None = None,
@@ -191,9 +192,9 @@ class LocalCluster:
                 "insecure_network=True permits other addresses, without access control."
             )
         self._counts = (zookeeper_count, storage_count, server_count, partition_count)
-        self._usual_ports = usual_ports
+        self._try_default_ports = try_default_ports
         self._port_base = port_base
-        self._bound = bound
+        self._exit_with_parent = exit_with_parent
         self._host = host
         self._auth_file = "" if auth_file is None else str(auth_file.absolute())
         self._tls = "" if tls is None else str(tls.absolute())
@@ -201,7 +202,7 @@ class LocalCluster:
         self._settings = settings or {}
         self._state: SavedState | None = None
         self._children: dict[str, subprocess.Popen[bytes]] = {}
-        self._held: list[socket.socket] = []
+        self._port_holders: list[socket.socket] = []
 
     # -- properties -------------------------------------------------------------------------
 
@@ -258,7 +259,7 @@ class LocalCluster:
 
     # -- commands ---------------------------------------------------------------------------
 
-    def up(self, timeout_s: float = READY_S, show_line: ShowLine = _ignore_line) -> str:
+    def up(self, timeout_s: float = START_TIMEOUT_S, show_line: ShowLine = _ignore_line) -> str:
         """Start the processes that do not run; wait for open partitions and for each process.
 
         Returns the connect string. At intervals, `show_line` gets a line about what `up` waits for.
@@ -274,13 +275,13 @@ class LocalCluster:
                 started = [each for each in self.members if each.process() is None]
                 for member in self.members:
                     self.start(member.name)
-            self._await_ready(deadline, show_line)
-            self._await_each(started, deadline, show_line)
+            self._await_partitions(deadline, show_line)
+            self._await_members(started, deadline, show_line)
         finally:
             self._release_ports()
         return self.connect
 
-    def prepare(self, timeout_s: float = READY_S) -> None:
+    def prepare(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Start ZooKeeper and create the cluster in it, but start no storage and no server.
 
         Raises:
@@ -295,9 +296,9 @@ class LocalCluster:
         self.directory.mkdir(parents=True, exist_ok=True)
         with self._lock_directory():
             self._load_or_create()
-            self._keep_archive()
+            self._store_archive_url()
             for member in self.members:  # before other members' configurations name the ports
-                self._settle_ports(member)
+                self._replace_ports_in_use(member)
             for member in self.zookeepers:
                 self.start(member.name)
             self._create_cluster(deadline, show_line)
@@ -309,63 +310,66 @@ class LocalCluster:
         """
         state = self._load_state()
         number = sum(each.kind == "storage" for each in state.members) + 1
-        made = Member(f"storage-{number}", *[self._choose_port(state.ports) for _ in range(3)])
+        storage = Member(
+            f"storage-{number}", *[self._reserve_free_port(state.ports) for _ in range(3)]
+        )
         self._release_ports()
-        state.members.append(made)
-        self._save()
-        return made
+        state.members.append(storage)
+        self._save_state()
+        return storage
 
     def start(self, name: str) -> None:
         """Start one member, unless it runs."""
         member = self.member(name)
         if member.process() is not None:
             return
-        self._await_end(member, STOP_TIMEOUT_S)
-        self._settle_ports(member)
+        self._await_exit(member, STOP_TIMEOUT_S)
+        self._replace_ports_in_use(member)
         self._write_config(member)
         self.log_path(name).parent.mkdir(exist_ok=True)
         with self.log_path(name).open("ab") as log:
-            child = self._spawn(member, log)
+            child = self._start_process(member, log)
         self._children[name] = child
         member.pid = child.pid
-        member.started = start_of(psutil.Process(child.pid))
-        self._save()
+        member.started = process_start_s(psutil.Process(child.pid))
+        self._save_state()
 
     def kill(self, name: str, signal_number: int = signal.SIGKILL) -> None:
         """Send a signal to one member; wait until it has exited if the signal kills it."""
         member = self.member(name)
-        self._signal(member, signal_number)
+        self._send_signal(member, signal_number)
         if member.process() is None or signal_number in (signal.SIGKILL, signal.SIGTERM):
-            self._await_end(member, STOP_TIMEOUT_S)
+            self._await_exit(member, STOP_TIMEOUT_S)
 
     def down(self, *, keep_zookeeper: bool = False) -> list[str]:
         """Stop the members, servers first and ZooKeeper last; return the names of those that ran.
 
         With `keep_zookeeper`, ZooKeeper continues to run, so that its znodes can be changed.
         """
-        ended: list[str] = []
+        stopped: list[str] = []
         self._load_state()
         self._release_ports()
         with self._lock_directory():
             for kind in _STOP_ORDER[:-1] if keep_zookeeper else _STOP_ORDER:
                 running = [m for m in self.members if m.kind == kind and m.process() is not None]
                 for member in running:
-                    self._signal(member, signal.SIGTERM)
+                    self._send_signal(member, signal.SIGTERM)
                 for member in running:
-                    if not self._await_end(member, STOP_TIMEOUT_S):
-                        self._signal(member, signal.SIGKILL)
-                        self._await_end(member, STOP_TIMEOUT_S)
-                    ended.append(member.name)
+                    if not self._await_exit(member, STOP_TIMEOUT_S):
+                        self._send_signal(member, signal.SIGKILL)
+                        self._await_exit(member, STOP_TIMEOUT_S)
+                    stopped.append(member.name)
                     member.pid = 0
             for name in list(self._children):  # members that have exited by themselves
                 if keep_zookeeper and self.member(name).kind == "zookeeper":
                     continue
-                self._await_end(self.member(name), STOP_TIMEOUT_S)
-            self._save()
-        return ended
+                self._await_exit(self.member(name), STOP_TIMEOUT_S)
+            self._save_state()
+        return stopped
 
     @staticmethod
-    def _signal(member: Member, number: int) -> None:
+    def _send_signal(member: Member, number: int) -> None:
+        """Send a signal to a member, unless it has exited."""
         process = member.process()
         if process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -433,24 +437,28 @@ class LocalCluster:
         numbers = itertools.count(self._port_base)
 
         def port(usual: int | None) -> int:
-            return self._next_port(next(numbers)) if self._port_base else self._default_port(usual)
+            return (
+                self._reserve_port(next(numbers))
+                if self._port_base
+                else self._reserve_default_port(usual)
+            )
 
-        members = [Member("zookeeper", port(USUAL_ZOOKEEPER_PORT))]
+        members = [Member("zookeeper", port(DEFAULT_ZOOKEEPER_PORT))]
         if zookeepers > 1:
             members = [
                 Member(
                     f"zookeeper-{index + 1}",
-                    port(USUAL_ZOOKEEPER_PORT + index),
-                    quorum_port=port(USUAL_QUORUM_PORT + index),
-                    election_port=port(USUAL_ELECTION_PORT + index),
+                    port(DEFAULT_ZOOKEEPER_PORT + index),
+                    quorum_port=port(DEFAULT_QUORUM_PORT + index),
+                    election_port=port(DEFAULT_ELECTION_PORT + index),
                 )
                 for index in range(zookeepers)
             ]
         for index in range(storages):
-            usual = USUAL_STORAGE_PORT + 10 * index
+            usual = DEFAULT_STORAGE_PORT + 10 * index
             members.append(Member(f"storage-{index + 1}", port(usual), port(usual + 1)))
         members += [
-            Member(f"server-{index + 1}", port(USUAL_SERVER_PORT + 10 * index))
+            Member(f"server-{index + 1}", port(DEFAULT_SERVER_PORT + 10 * index))
             for index in range(servers)
         ]
         for member in members[zookeepers:]:
@@ -459,9 +467,9 @@ class LocalCluster:
         self._state = SavedState(
             ROOT_DEFAULT, partitions, members, self._host, *files, port_base=self._port_base
         )
-        self._save()
+        self._save_state()
 
-    def _keep_archive(self) -> None:
+    def _store_archive_url(self) -> None:
         """Store the archive's URL for later starts; raises BadConfig if it cannot be changed."""
         state, url = self._load_state(), self._archive_url
         if url in ("", state.archive_url):
@@ -479,13 +487,13 @@ class LocalCluster:
                 f"{', '.join(running)} run. Hint: run `waltz-core local down` first."
             )
         state.archive_url = url
-        self._save()
+        self._save_state()
 
-    def _next_port(self, port: int) -> int:
+    def _reserve_port(self, port: int) -> int:
         """Reserve and return a port of the port base; raises BadConfig if it is not free."""
         held = ports.hold_port(port, self._host)
         if held is not None:
-            self._held.append(held)
+            self._port_holders.append(held)
         elif not ports.is_free(port, self._host):  # if free, only old connections linger there
             raise BadConfig(
                 f"--port-base {self._port_base}: another program uses port {port}. Hint: "
@@ -493,28 +501,28 @@ class LocalCluster:
             )
         return port
 
-    def _default_port(self, usual: int | None) -> int:
-        """Reserve and return the usual port if it is free, otherwise another port."""
-        if self._usual_ports and usual is not None:
-            held = ports.hold_port(usual, self._host)
+    def _reserve_default_port(self, default: int | None) -> int:
+        """Reserve and return the default port if it is free, otherwise a random one."""
+        if self._try_default_ports and default is not None:
+            held = ports.hold_port(default, self._host)
             if held is not None:
-                self._held.append(held)
-                return usual
-        return self._choose_port(set())
+                self._port_holders.append(held)
+                return default
+        return self._reserve_free_port(set())
 
-    def _choose_port(self, taken: set[int]) -> int:
+    def _reserve_free_port(self, taken: set[int]) -> int:
         """Reserve and return a free port that no member has."""
         host = self._host if self._state is None else self._state.host
         port, held = ports.choose_port(taken, host)
-        self._held.append(held)
+        self._port_holders.append(held)
         return port
 
     def _release_ports(self) -> None:
         """Release all held ports: their daemons listen, or no daemon will be started."""
-        while self._held:
-            self._held.pop().close()
+        while self._port_holders:
+            self._port_holders.pop().close()
 
-    def _save(self) -> None:
+    def _save_state(self) -> None:
         state = self._load_state()
         path = self.directory / STATE_FILE
         draft = path.with_suffix(".tmp")
@@ -522,12 +530,12 @@ class LocalCluster:
         draft.write_text(json.dumps(body, indent=2) + "\n", encoding="utf-8")
         draft.replace(path)
 
-    def _settle_ports(self, member: Member) -> None:
-        """If other programs use ports of a member that does not run, replace them (rule 3)."""
+    def _replace_ports_in_use(self, member: Member) -> None:
+        """Replace the ports of a stopped member that other programs use now (rule 3)."""
         if member.process() is not None:
             return
         state = self._load_state()
-        for name in PORTS:
+        for name in PORT_FIELDS:
             port: int = getattr(member, name)
             if not port or ports.wait_until_free(port, state.host):
                 continue
@@ -536,8 +544,8 @@ class LocalCluster:
                     f"another program uses port {port} of {member.name}. The process cannot use "
                     f"another port, because {reason}. Hint: free the port and start again."
                 )
-            setattr(member, name, self._choose_port(state.ports))
-            self._save()
+            setattr(member, name, self._reserve_free_port(state.ports))
+            self._save_state()
 
     def _fixed_port_reason(self, member: Member, name: str) -> str:
         """Return the reason why a port of a member cannot be replaced; empty if it can."""
@@ -546,7 +554,7 @@ class LocalCluster:
         if name in {"quorum_port", "election_port"}:
             is_known = any(each.process() is not None for each in self.zookeepers)
             return "the other ZooKeeper servers are configured with that port" if is_known else ""
-        if member.kind == "storage" and name != "http_port" and self._created_file.exists():
+        if member.kind == "storage" and name != "http_port" and self._creation_marker.exists():
             return "the address of a storage is its identity"
         return ""
 
@@ -558,7 +566,7 @@ class LocalCluster:
         if member.kind == "zookeeper":
             text = self._zookeeper_config(member)
         else:
-            text = render_toml(member.kind, self._values(member))
+            text = render_toml(member.kind, self._settings_of(member))
         where.write_text(text, encoding="utf-8")
 
     def _zookeeper_config(self, member: Member) -> str:
@@ -570,7 +578,8 @@ class LocalCluster:
         ensemble = [EnsemblePeer(host, node.quorum_port, node.election_port) for node in nodes]
         return zookeeper_config(data, member.port, host=host, ensemble=ensemble)
 
-    def _values(self, member: Member) -> dict[str, object]:
+    def _settings_of(self, member: Member) -> dict[str, object]:
+        """Return the settings for a member's configuration file."""
         values: dict[str, object] = {
             "connect": self.connect,
             "listen_host": self._load_state().host,
@@ -585,38 +594,40 @@ class LocalCluster:
             values["admin_port"] = member.admin_port
             values["reserve_bytes"] = 4 * 1024 * 1024
         if self._load_state().archive_url:
-            values |= self._archive_values(member)
+            values |= self._archive_settings_of(member)
         values.update(self._settings.get(member.kind, {}))
         return values
 
-    def _archive_values(self, member: Member) -> dict[str, object]:
+    def _archive_settings_of(self, member: Member) -> dict[str, object]:
         if member.kind == "storage":
             url, age_ms = self._load_state().archive_url, ARCHIVE_AGE_MS
             return {"archive_url": url, "archive_age_ms": age_ms}
         return {"archive_interval_ms": ARCHIVE_INTERVAL_MS}
 
-    def _spawn(self, member: Member, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    def _start_process(self, member: Member, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        """Start a member's process, whose output goes to `log`."""
         suffix = _CONFIG_SUFFIX[member.kind]
         config = self.directory / "conf" / f"{member.name}.{suffix}"
         command = [sys.executable, "-m", "waltz_core", member.kind, "run", "--config", str(config)]
-        if self._bound:
+        if self._exit_with_parent:
             command.append("--exit-with-parent")
         return subprocess.Popen(  # noqa: S603 - our own program and our own arguments
             command,
-            stdin=subprocess.PIPE if self._bound else subprocess.DEVNULL,
+            stdin=subprocess.PIPE if self._exit_with_parent else subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            start_new_session=not self._bound,
+            start_new_session=not self._exit_with_parent,
             cwd=self.directory,
         )
 
     @property
-    def _created_file(self) -> Path:
-        """The file that exists after the cluster was created in ZooKeeper."""
+    def _creation_marker(self) -> Path:
+        """The empty file that exists once the cluster was created in ZooKeeper."""
         return self.directory / "created"
 
     def _create_cluster(self, deadline: float, show_line: ShowLine) -> None:
-        if self._created_file.exists():
+        """Run `cluster create`, unless the cluster was created before."""
+        if self._creation_marker.exists():
             return
         storages = [member for member in self.members if member.kind == "storage"]
         assert storages, "a cluster has storages"
@@ -635,37 +646,38 @@ class LocalCluster:
         if creating.returncode != 0:
             raise Unreachable(
                 f"the local cluster could not be created: {output.strip()}\n"
-                f"{self._tail(self.zookeepers[0].name)}"
+                f"{self._log_tail(self.zookeepers[0].name)}"
             )
-        self._created_file.touch()
+        self._creation_marker.touch()
 
     def _await_creation(
         self, creating: subprocess.Popen[str], show_line: ShowLine, *, deadline: float
     ) -> str:
-        """Return the command's error output; raises Unreachable as soon as ZooKeeper has exited."""
-        next_line = time.monotonic() + PROGRESS_EVERY_S
+        """Return the error output of `cluster create`; raises Unreachable if ZooKeeper exits."""
+        next_line = time.monotonic() + PROGRESS_INTERVAL_S
         try:
             while time.monotonic() < deadline:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     return creating.communicate(timeout=0.1)[1]
                 if time.monotonic() > next_line:
                     show_line("waiting for ZooKeeper to create the cluster")
-                    next_line += PROGRESS_EVERY_S
+                    next_line += PROGRESS_INTERVAL_S
                 self._check_alive(self.zookeepers)
             raise Unreachable(f"the cluster in {self.directory} could not be created in time")
         finally:
             creating.kill()
 
-    def _await_ready(self, deadline: float, show_line: ShowLine) -> None:
+    def _await_partitions(self, deadline: float, show_line: ShowLine) -> None:
+        """Wait until all servers are registered and every partition is open."""
         from waltz_core.client import WaltzClient  # noqa: PLC0415 - costs start-up time
 
-        last, next_line = "no answer yet", time.monotonic() + PROGRESS_EVERY_S
+        last, next_line = "no answer yet", time.monotonic() + PROGRESS_INTERVAL_S
         while time.monotonic() < deadline:
             self._check_alive(self.members)
             try:
                 # A server that registers later would take partitions over after clients have used
                 # them.
-                if missing := self._unregistered():
+                if missing := self._unregistered_servers():
                     last = f"not registered in ZooKeeper yet: {', '.join(sorted(missing))}"
                 else:
                     with WaltzClient(self.connect) as client:
@@ -676,32 +688,32 @@ class LocalCluster:
                 last = str(error)
             if time.monotonic() > next_line:
                 show_line(f"waiting for servers and partitions: {last}")
-                next_line += PROGRESS_EVERY_S
+                next_line += PROGRESS_INTERVAL_S
             time.sleep(0.05)
         raise Unreachable(
             f"the cluster in {self.directory} was not ready in time: {last}\n"
-            f"{self._tail('server-1')}"
+            f"{self._log_tail('server-1')}"
         )
 
-    def _await_each(self, started: list[Member], deadline: float, show_line: ShowLine) -> None:
-        """Wait for started storages and all ZooKeeper servers: partitions can open without some.
+    def _await_members(self, started: list[Member], deadline: float, show_line: ShowLine) -> None:
+        """Wait until the started storages and all ZooKeeper servers serve requests.
 
         So a storage that exits at once is noticed, and no ZooKeeper server that still starts or
         joins is reported as failed. Exceeding the deadline is not an error. Raises Unreachable.
         """
         waiting = [each for each in started if each.kind == "storage"]
         waiting += [each for each in self.zookeepers if each.state == "up"]
-        next_line = time.monotonic() + PROGRESS_EVERY_S
+        next_line = time.monotonic() + PROGRESS_INTERVAL_S
         while waiting and time.monotonic() < deadline:
             self._check_alive(started)
             if time.monotonic() > next_line:
                 show_line(f"waiting for the end of {', '.join(each.name for each in waiting)}")
-                next_line += PROGRESS_EVERY_S
-            waiting = [each for each in waiting if not self._serves(each)]
+                next_line += PROGRESS_INTERVAL_S
+            waiting = [each for each in waiting if not self._is_serving(each)]
             time.sleep(0.05)
         self._check_alive(started)
 
-    def _serves(self, member: Member) -> bool:
+    def _is_serving(self, member: Member) -> bool:
         """Whether a storage has opened its directory, or a ZooKeeper server belongs to a quorum."""
         if member.kind == "storage":
             # A storage listens there only after it has opened its directory and registered.
@@ -713,11 +725,12 @@ class LocalCluster:
             return False
         return True
 
-    def _unregistered(self) -> set[str]:
+    def _unregistered_servers(self) -> set[str]:
+        """Return the addresses of the servers that ZooKeeper does not list yet."""
         view = self._read_servers(parse_connect_string(self.connect))
         given = view.servers.keys() - view.left_out if view.is_settled else ()
         found = {view.servers[each].address for each in given}
-        servers = [self._values(member) for member in self.members if member.kind == "server"]
+        servers = [self._settings_of(member) for member in self.members if member.kind == "server"]
         ports = [values.get("advertised_port") or values["port"] for values in servers]
         pairs = zip(servers, ports, strict=True)
         return {f"{values['advertised_host']}:{port}" for values, port in pairs} - found
@@ -734,15 +747,16 @@ class LocalCluster:
             return thread.submit(asyncio.run, read()).result()
 
     def _check_alive(self, members: list[Member]) -> None:
+        """Raise Unreachable with the end of the log if a member has exited."""
         for member in members:
             if member.process() is None:
                 raise Unreachable(
                     f"{member.name} ended while the cluster was starting. The end of its log "
-                    f"({self.log_path(member.name)}):\n{self._tail(member.name)}"
+                    f"({self.log_path(member.name)}):\n{self._log_tail(member.name)}"
                 )
 
-    def _await_end(self, member: Member, timeout_s: float) -> bool:
-        """Wait until a member has exited, and reap it; return False if it still runs."""
+    def _await_exit(self, member: Member, timeout_s: float) -> bool:
+        """Wait until a member has exited, and reap its process; return False if it still runs."""
         deadline = time.monotonic() + timeout_s
         child = self._children.get(member.name)
         if child is not None and child.stdin is not None:
@@ -759,7 +773,8 @@ class LocalCluster:
             del self._children[member.name]
         return True
 
-    def _tail(self, name: str, line_count: int = 15) -> str:
+    def _log_tail(self, name: str, line_count: int = 15) -> str:
+        """Return the last lines of a member's log."""
         try:
             lines = self.log_path(name).read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
@@ -772,29 +787,29 @@ _CONFIG_SUFFIX = {"server": "toml", "storage": "toml", "zookeeper": "cfg"}
 
 
 @contextlib.contextmanager
-def running(directory: Path | None = None, **options: object) -> Iterator[LocalCluster]:
-    """Run a cluster for the duration of a `with` block; its processes end with it or this process.
+def running_cluster(directory: Path | None = None, **options: object) -> Iterator[LocalCluster]:
+    """Run a cluster for the duration of a `with` block; its processes end with the block.
 
     Without a directory, a temporary one is created and removed. Options are those of
     `LocalCluster`.
     """
     where = directory or Path(tempfile.mkdtemp(prefix="waltz-"))
-    cluster_ = LocalCluster(where, bound=True, **options)  # type: ignore[arg-type]
+    local_cluster = LocalCluster(where, exit_with_parent=True, **options)  # type: ignore[arg-type]
     try:
-        cluster_.up()
-        yield cluster_
+        local_cluster.up()
+        yield local_cluster
     finally:
-        if cluster_.exists():
-            cluster_.down()
+        if local_cluster.exists():
+            local_cluster.down()
         if directory is None:
             shutil.rmtree(where, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def cluster(directory: Path | None = None, **options: object) -> Iterator[str]:
-    """Run a cluster for the duration of a `with` block; yield the connect string.
+    """Run a cluster for the duration of a `with` block, and yield its connect string.
 
     ``with waltz_core.local.cluster() as connect: spark.read.format("waltz").load(connect)``
     """
-    with running(directory, **options) as running_cluster:
-        yield running_cluster.connect
+    with running_cluster(directory, **options) as local_cluster:
+        yield local_cluster.connect

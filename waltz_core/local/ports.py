@@ -1,4 +1,4 @@
-"""Ports of this machine for daemons: finds free ports, and holds them until a daemon listens.
+"""Finds free ports of this machine, and holds each of them until a daemon listens at it.
 
 A cluster chooses all its ports before any daemon listens, and keeps them while daemons start and
 stop.
@@ -17,8 +17,8 @@ from waltz_core.errors import Unreachable
 
 # This range is below the range from which the kernel chooses ports for outgoing connections. So no
 # connection takes a daemon's port while the daemon does not run.
-FIRST, LAST = 10240, 32000
-FREE_WITHIN_S = 2.0
+FIRST_PORT, LAST_PORT = 10240, 32000
+FREE_TIMEOUT_S = 2.0
 
 
 def is_free(port: int, host: str) -> bool:
@@ -33,8 +33,8 @@ def is_free(port: int, host: str) -> bool:
 
 
 def wait_until_free(port: int, host: str) -> bool:
-    """Whether a port is free now or soon: a process that was killed keeps it for a moment."""
-    deadline = time.monotonic() + FREE_WITHIN_S
+    """Wait a moment until a port is free; return whether it is free."""
+    deadline = time.monotonic() + FREE_TIMEOUT_S
     while not is_free(port, host):
         if time.monotonic() > deadline:
             return False
@@ -67,8 +67,8 @@ def choose_port(taken: set[int], host: str) -> tuple[int, socket.socket]:
     """
     chooser = random.SystemRandom()
     for _ in range(1000):
-        port = chooser.randint(FIRST, LAST)
+        port = chooser.randint(FIRST_PORT, LAST_PORT)
         held = None if port in taken else hold_port(port, host)
         if held is not None:
             return port, held
-    raise Unreachable(f"there is no free port between {FIRST} and {LAST} on {host}")
+    raise Unreachable(f"there is no free port between {FIRST_PORT} and {LAST_PORT} on {host}")

@@ -1,4 +1,4 @@
-"""Runs the ZooKeeper that comes with PySpark: finds its jars and a Java, and starts it.
+"""Runs ZooKeeper with the jars that PySpark contains.
 
 Only this file depends on ZooKeeper being a Java program. Nothing here uses ZooKeeper's protocol;
 `cluster/zookeeper/zookeeper_session.py` does.
@@ -28,7 +28,7 @@ JAVA_OPTIONS_VARIABLE = "SERVER_JVMFLAGS"
 
 
 class EnsemblePeer(NamedTuple):
-    """The ports of an ensemble's node for the other nodes; the N-th peer is node N, from 1 on."""
+    """The address and ports of one ZooKeeper server, for the other servers of its ensemble."""
 
     host: str
     quorum_port: int
@@ -48,7 +48,7 @@ def zookeeper_config(
     node's number. Raises BadConfig if Java cannot represent the directory's name.
     """
     text = (
-        f"dataDir={_as_property(data_directory)}\n"
+        f"dataDir={_java_property_text(data_directory)}\n"
         f"clientPort={port}\n"
         f"clientPortAddress={host}\n"
         # A short tick permits short sessions, which take at least 2 ticks. The maximum is that of
@@ -69,7 +69,7 @@ def zookeeper_config(
     return text
 
 
-def _as_property(path: Path) -> str:
+def _java_property_text(path: Path) -> str:
     """Return a path in the syntax of a Java properties file, which is Latin-1."""
     try:
         units = str(path).encode("utf-16-be")
@@ -84,7 +84,7 @@ def _as_property(path: Path) -> str:
 
 
 def write_node_number(data_directory: Path, number: int) -> None:
-    """Write the number of an ensemble's node to its data directory."""
+    """Write the number of an ensemble's server to its data directory, as file `myid`."""
     data_directory.mkdir(parents=True, exist_ok=True)
     (data_directory / "myid").write_text(f"{number}\n", encoding="ascii")
 
@@ -131,14 +131,14 @@ def jars_directory() -> Path:
     return jars
 
 
-def command(config: Path) -> list[str]:
+def zookeeper_command(config: Path) -> list[str]:
     """Return the command line of ZooKeeper for a zoo.cfg, with the user's `SERVER_JVMFLAGS`."""
     options = [*JAVA_OPTIONS, *shlex.split(os.environ.get(JAVA_OPTIONS_VARIABLE, ""))]
     return [find_java(), *options, "-cp", f"{jars_directory()}/*", MAIN_CLASS, str(config)]
 
 
-def environment() -> dict[str, str]:
-    """Return the environment for Java, whose encoding of file names depends on the locale.
+def java_environment() -> dict[str, str]:
+    """Return the environment variables for Java, with a locale that supports all file names.
 
     Python's encoding does not. If the locale is C, Java would not find zoo.cfg in a directory like
     /tmp/ü.
@@ -149,7 +149,7 @@ def environment() -> dict[str, str]:
     return dict(os.environ)
 
 
-def check_port(config: Path) -> None:
+def check_port_is_free(config: Path) -> None:
     """Raise BadConfig if another program uses the port in a zoo.cfg."""
     lines = config.read_text(encoding="latin-1").splitlines()
     values = dict(each.partition("=")[::2] for each in lines if not each.startswith("#"))
@@ -159,24 +159,24 @@ def check_port(config: Path) -> None:
 
 
 def run(config: Path, *, exit_with_parent: bool) -> int:
-    """Replace this process by ZooKeeper; or run ZooKeeper as a child until standard input closes.
+    """Replace this process by ZooKeeper, or with `exit_with_parent` run ZooKeeper as a child.
 
     Returns the exit code (only if ZooKeeper runs as a child).
 
     Raises:
         BadConfig: another program uses the port (Java would print a stack trace without the port).
     """
-    line = command(config)
-    check_port(config)
+    line = zookeeper_command(config)
+    check_port_is_free(config)
     sys.stdout.flush()
     if not exit_with_parent:
-        os.execve(line[0], line, environment())  # noqa: S606 - found by find_java, no shell
+        os.execve(line[0], line, java_environment())  # noqa: S606 - found by find_java, no shell
     # No thread runs in this process yet, so the hook between fork and exec is safe.
     child = subprocess.Popen(  # noqa: S603 - found by find_java, no shell
         line,
         stdin=subprocess.DEVNULL,
-        env=environment(),
-        preexec_fn=_die_with_parent,  # noqa: PLW1509
+        env=java_environment(),
+        preexec_fn=_request_kill_with_parent,  # noqa: PLW1509
     )
 
     def stop(_signal: int, _frame: object) -> None:
@@ -184,19 +184,19 @@ def run(config: Path, *, exit_with_parent: bool) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
-    threading.Thread(target=_end_with_input, args=(child,), daemon=True).start()
+    threading.Thread(target=_stop_when_input_closes, args=(child,), daemon=True).start()
     return child.wait()
 
 
-def _end_with_input(child: subprocess.Popen[bytes]) -> None:
+def _stop_when_input_closes(child: subprocess.Popen[bytes]) -> None:
     """Stop ZooKeeper when standard input closes: the parent process has exited."""
     while os.read(0, 4096):
         pass
     child.terminate()
 
 
-def _die_with_parent() -> None:
-    """Let Linux kill this child process when its parent dies."""
+def _request_kill_with_parent() -> None:
+    """Request that Linux kills this child process when its parent exits."""
     if not sys.platform.startswith("linux"):
         return
     import ctypes  # noqa: PLC0415 - runs in the child only

@@ -16,15 +16,15 @@ from waltz_core.ops.condition import PartitionCondition, UnavailableReason, unav
 from waltz_core.ops.facts import ClusterFacts, ServerFacts, StorageFacts
 from waltz_core.records.record import PartitionId
 
-# Each check and its condition for a partition, in the order of `verify` of Waltz 0.13.
-CHECKS: Final = {
-    "assignment": "ZooKeeper assigns it a server and replicas, spread over groups of storages",
-    "server": "the server that owns it answers for it",
-    "connectivity": "the server that owns it can connect to its storages",
-    "storage": "its storages answer, and each has its replica",
-    "quorum": "a quorum of its replicas is in sync",
+# Each check and the condition that it verifies for a partition, in the order of Waltz 0.13.
+CHECK_CONDITIONS: Final = {
+    "assignment": "the partition has an owner and replicas, spread over groups of storages",
+    "server": "the owner answers requests for the partition",
+    "connectivity": "the owner can connect to the storages of the partition",
+    "storage": "these storages answer, and each has its replica",
+    "quorum": "a quorum of the replicas is in sync",
     "recovery": "every replica is in sync in the newest store session",
-    "health": "the server that owns it has an open store session",
+    "health": "the owner has an open store session",
 }
 
 
@@ -36,54 +36,60 @@ class FailedCheck(NamedTuple):
     partitions: tuple[PartitionId, ...]
 
 
-def failed_checks(found: Sequence[FailedCheck], partition_id: PartitionId) -> set[str]:
+def names_of_failed_checks(failures: Sequence[FailedCheck], partition_id: PartitionId) -> set[str]:
     """Return the names of the checks that a partition has failed."""
-    return {each.check for each in found if partition_id in each.partitions}
+    return {each.check for each in failures if partition_id in each.partitions}
 
 
-def check_cluster(cluster: ClusterFacts, chosen: tuple[PartitionId, ...]) -> list[FailedCheck]:
+def check_cluster(
+    cluster: ClusterFacts, partition_ids: tuple[PartitionId, ...]
+) -> list[FailedCheck]:
     """Run all checks for the chosen partitions; return every failure."""
-    standings = [PartitionCondition(cluster, each) for each in chosen]
-    found = [*_check_assignment(cluster, standings)]
+    conditions = [PartitionCondition(cluster, each) for each in partition_ids]
+    failures = [*_check_assignment(cluster, conditions)]
     for server in cluster.servers.values():
-        found += _check_server(server, standings)
+        failures += _check_server(server, conditions)
     for storage in cluster.storages.values():
-        found += _check_storage(storage, standings)
-    for now in standings:
-        found += _check_replicas(now)
-    return found + [
+        failures += _check_storage(storage, conditions)
+    for condition in conditions:
+        failures += _check_replicas(condition)
+    return failures + [
         FailedCheck(
             "assignment",
             f"partition {each}: its replicas are in fewer groups of storages than possible. "
             "Hint: `waltz-core cluster auto-assign` spreads them",
             (each,),
         )
-        for each in replica_steps.partitions_in_too_few_groups(cluster.assigned, cluster.groups)
-        if each in chosen
+        for each in replica_steps.partitions_in_too_few_groups(
+            cluster.assigned_replicas, cluster.storage_groups
+        )
+        if each in partition_ids
     ]
 
 
 def _check_assignment(
-    cluster: ClusterFacts, standings: Sequence[PartitionCondition]
+    cluster: ClusterFacts, conditions: Sequence[PartitionCondition]
 ) -> Iterator[FailedCheck]:
-    chosen = tuple(each.partition_id for each in standings)
-    if not cluster.is_settled:
+    """Report a missing or outdated assignment of partitions to servers."""
+    partition_ids = tuple(each.partition_id for each in conditions)
+    if not cluster.is_assignment_settled:
         yield FailedCheck(
-            "assignment", "the assignment does not match the live servers yet", chosen
+            "assignment", "the assignment does not match the live servers yet", partition_ids
         )
     if not cluster.servers:
-        yield FailedCheck("assignment", "no server is registered. Hint: start one", chosen)
+        yield FailedCheck("assignment", "no server is registered. Hint: start one", partition_ids)
         return
-    for each in standings:
+    for each in conditions:
         if each.owner is None:
             text = f"partition {each.partition_id} is assigned to no server"
             yield FailedCheck("assignment", text, (each.partition_id,))
 
 
 def _check_server(
-    server: ServerFacts, standings: Sequence[PartitionCondition]
+    server: ServerFacts, conditions: Sequence[PartitionCondition]
 ) -> Iterator[FailedCheck]:
-    address, affected = server.address, [each for each in standings if each.owner is server]
+    """Report a server that does not answer, serve its partitions or reach its storages."""
+    address, affected = server.address, [each for each in conditions if each.owner is server]
     if server.failure:
         owned = tuple(each.partition_id for each in affected)
         yield FailedCheck("server", f"server {address} does not answer: {server.failure}", owned)
@@ -93,38 +99,43 @@ def _check_server(
         if not each.is_served:
             text = f"{where} owns it, but does not answer requests for it"
             yield FailedCheck("server", text, partitions)
-        elif not each.is_open:
+        elif not each.has_open_session:
             text = f"{where} has no open store session with a quorum of its replicas"
             yield FailedCheck("health", text, partitions)
-    for storage in server.out_of_reach:
-        owned = tuple(each.partition_id for each in affected if storage in each.assigned)
+    for storage in server.unreachable_storages:
+        owned = tuple(each.partition_id for each in affected if storage in each.assigned_replicas)
         yield FailedCheck("connectivity", f"server {address} cannot reach storage {storage}", owned)
 
 
 def _check_storage(
-    storage: StorageFacts, standings: Sequence[PartitionCondition]
+    storage: StorageFacts, conditions: Sequence[PartitionCondition]
 ) -> Iterator[FailedCheck]:
+    """Report a storage that does not answer, or does not serve an assigned replica."""
     address, affected = (
         storage.address,
-        [each for each in standings if storage.address in each.assigned],
+        [each for each in conditions if storage.address in each.assigned_replicas],
     )
-    wanted = tuple(each.partition_id for each in affected)
+    partition_ids = tuple(each.partition_id for each in affected)
     # A 0.13 storage neither registers itself nor reports its ID.
-    if storage.registered_id is None and (storage.failure or storage.storage_id is not None):
+    if storage.registered_storage_id is None and (
+        storage.failure or storage.storage_id is not None
+    ):
         text = (
             f"storage {address} is not registered: it has never started, or it is a Waltz "
             "0.13 storage"
         )
-        yield FailedCheck("storage", text, wanted)
+        yield FailedCheck("storage", text, partition_ids)
     if storage.failure:
         yield FailedCheck(
-            "storage", f"storage {address} does not answer: {storage.failure}", wanted
+            "storage", f"storage {address} does not answer: {storage.failure}", partition_ids
         )
-    elif not storage.is_of_cluster:
-        yield FailedCheck("storage", f"the storage at {address} belongs to another cluster", wanted)
+    elif not storage.belongs_to_cluster:
+        yield FailedCheck(
+            "storage", f"the storage at {address} belongs to another cluster", partition_ids
+        )
     elif storage.admin_failure:
         text = f"storage {address} does not answer at its admin port: {storage.admin_failure}"
-        yield FailedCheck("storage", text, wanted)
+        yield FailedCheck("storage", text, partition_ids)
     else:
         for each in affected:
             text = _unavailable_text(each, storage)
@@ -133,46 +144,46 @@ def _check_storage(
                 yield FailedCheck("storage", f"{where} {text}", (each.partition_id,))
 
 
-def _unavailable_text(now: PartitionCondition, storage: StorageFacts) -> str:
+def _unavailable_text(condition: PartitionCondition, storage: StorageFacts) -> str:
     """Return the reason why a storage does not serve a partition; empty if there is none."""
-    held = now.held(storage.address)
-    reason = None if held is None else unavailable_reason(held)
-    if held is None or reason is None:
+    replica = condition.replica_facts(storage.address)
+    reason = None if replica is None else unavailable_reason(replica)
+    if replica is None or reason is None:
         return ""
     texts = {
-        UnavailableReason.NOT_HELD: "has no replica of it, although ZooKeeper assigns one. "
-        "Hint: `waltz-core storage sync-partitions`",
+        UnavailableReason.MISSING: "has no replica of the partition, although ZooKeeper assigns "
+        "one to the storage. Hint: `waltz-core storage sync-partitions`",
         UnavailableReason.OFFLINE: "has taken its replica offline. Hint: `waltz-core storage "
-        f"availability --storage {storage.address} --partition {now.partition_id} --online "
+        f"availability --storage {storage.address} --partition {condition.partition_id} --online "
         "true`",
         UnavailableReason.OPENING: "is still opening the log of its replica",
-        UnavailableReason.UNREADABLE: f"cannot open the log of its replica: {held.reason}",
+        UnavailableReason.UNREADABLE: f"cannot open the log of its replica: {replica.open_error}",
         UnavailableReason.STUCK: "does not complete requests for this partition",
     }
     return texts[reason]
 
 
-def _check_replicas(now: PartitionCondition) -> Iterator[FailedCheck]:
+def _check_replicas(condition: PartitionCondition) -> Iterator[FailedCheck]:
     """Report replicas that are not engaged in the newest session, and partitions without quorum."""
-    name, affected = f"partition {now.partition_id}", (now.partition_id,)
-    if not now.assigned:
+    name, affected = f"partition {condition.partition_id}", (condition.partition_id,)
+    if not condition.assigned_replicas:
         text = f"{name} has no replicas. Hint: `waltz-core cluster auto-assign`"
         yield FailedCheck("assignment", text, affected)
         return
-    if not now.replicas.was_opened:
+    if not condition.replicas.was_opened:
         yield FailedCheck("recovery", f"{name} was never opened", affected)
         return
-    if now.is_of_other_replicas:
+    if condition.has_outdated_session_replicas:
         text = (
             f"{name}: no store session has been opened yet with its replicas "
-            f"{', '.join(now.assigned)}"
+            f"{', '.join(condition.assigned_replicas)}"
         )
         yield FailedCheck("recovery", text, affected)
-    if len(now.replicas.in_sync) < now.quorum:
+    if len(condition.replicas.in_sync) < condition.quorum_size:
         yield FailedCheck(
             "quorum", f"{name}: less than a quorum of its replicas is in sync", affected
         )
-    elif now.not_engaged:
-        are = "is" if len(now.not_engaged) == 1 else "are"
-        text = f"{name}: {', '.join(now.not_engaged)} {are} not in sync"
+    elif condition.not_engaged_replicas:
+        are = "is" if len(condition.not_engaged_replicas) == 1 else "are"
+        text = f"{name}: {', '.join(condition.not_engaged_replicas)} {are} not in sync"
         yield FailedCheck("recovery", text, affected)

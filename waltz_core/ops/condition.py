@@ -1,4 +1,4 @@
-"""The state of a partition, derived from the facts: its owner, its session, its replicas.
+"""The condition of a partition, derived from the doctor's facts: owner, session and replicas.
 
 The doctor reports causes and `cluster verify` reports failed checks. Both use this state, so that
 they agree. `diagnosis.py` and `checks.py` draw the conclusions.
@@ -24,37 +24,37 @@ from waltz_core.records.record import PartitionId, ReplicaId
 
 
 class UnavailableReason(Enum):
-    """The reason why a storage that answers does not serve a replica."""
+    """The reason why a replica is unavailable, although its storage answers."""
 
     OFFLINE = auto()
-    NOT_HELD = auto()
+    MISSING = auto()
     OPENING = auto()
     UNREADABLE = auto()
     STUCK = auto()
 
 
-def unavailable_reason(held: ReplicaFacts) -> UnavailableReason | None:
-    """Return the reason why a replica cannot be used, from its storage's report; None if it can."""
-    if not held.is_available:
+def unavailable_reason(replica: ReplicaFacts) -> UnavailableReason | None:
+    """Return the reason why a replica is unavailable, or None if it is available."""
+    if not replica.is_online:
         return UnavailableReason.OFFLINE
-    if not held.is_held:
-        return UnavailableReason.NOT_HELD
-    if held.is_opening:
+    if not replica.is_present:
+        return UnavailableReason.MISSING
+    if replica.is_opening:
         return UnavailableReason.OPENING
-    if held.reason:
+    if replica.open_error:
         return UnavailableReason.UNREADABLE
-    return UnavailableReason.STUCK if held.is_stuck else None
+    return UnavailableReason.STUCK if replica.is_stuck else None
 
 
 class PartitionCondition:
-    """The state of one partition; the rules of this module apply."""
+    """The owner, the session and the replicas of one partition, as the doctor sees them."""
 
     def __init__(self, cluster: ClusterFacts, partition_id: PartitionId) -> None:
         self.partition_id = partition_id
         self.facts = cluster.partitions.get(partition_id, PartitionFacts())
-        self.assigned = cluster.assigned.get(partition_id, ())
-        self.replicas = PartitionReplicas(self.assigned, self.facts.metadata)
-        self.quorum = len(self.assigned) // 2 + 1
+        self.assigned_replicas = cluster.assigned_replicas.get(partition_id, ())
+        self.replicas = PartitionReplicas(self.assigned_replicas, self.facts.metadata)
+        self.quorum_size = len(self.assigned_replicas) // 2 + 1
         self._cluster = cluster
 
     # --- the state in ZooKeeper
@@ -66,31 +66,31 @@ class PartitionCondition:
         return None if owner is None else self._cluster.servers.get(owner.server_id)
 
     @property
-    def states(self) -> dict[ReplicaId, ReplicaState]:
+    def replica_states(self) -> dict[ReplicaId, ReplicaState]:
         """The states of the replicas in the newest session, by replica."""
         metadata = self.facts.metadata
         return {} if metadata is None else dict(metadata.states)
 
     @property
-    def engaged(self) -> list[ReplicaId]:
+    def engaged_replicas(self) -> list[ReplicaId]:
         """The replicas that are engaged in the newest session and whose storages are known."""
-        states = self.states
+        states = self.replica_states
         known = [each for each in states if each in self._cluster.storages]
         return [each for each in known if states[each].closing_high_water_mark == UNRESOLVED]
 
     @property
-    def not_engaged(self) -> list[ReplicaId]:
+    def not_engaged_replicas(self) -> list[ReplicaId]:
         """The assigned replicas that are not engaged in the newest session."""
-        return [each for each in self.assigned if each not in self.replicas.in_sync]
+        return [each for each in self.assigned_replicas if each not in self.replicas.in_sync]
 
     @property
-    def is_of_other_replicas(self) -> bool:
+    def has_outdated_session_replicas(self) -> bool:
         """Whether the replicas of the newest session differ from the assigned replicas."""
-        return set(self.states) != set(self.assigned)
+        return set(self.replica_states) != set(self.assigned_replicas)
 
     @property
-    def is_state_lost(self) -> bool:
-        """Whether ZooKeeper has lost its state: the marker is open, but no replica was engaged."""
+    def is_metadata_lost(self) -> bool:
+        """Whether ZooKeeper lacks the metadata: the marker is open, but no replica was engaged."""
         marker = self.facts.marker
         is_open = marker is not None and marker.state is MarkerState.OPEN
         return is_open and not self.replicas.was_opened
@@ -100,59 +100,71 @@ class PartitionCondition:
     @property
     def is_served(self) -> bool:
         """Whether the owner answers requests for the partition."""
-        return self.owner is not None and self.partition_id in self.owner.served
+        return self.owner is not None and self.partition_id in self.owner.served_partitions
 
     @property
-    def is_open(self) -> bool:
+    def has_open_session(self) -> bool:
         """Whether the owner has an open session for the partition."""
-        return self.owner is not None and self.owner.served.get(self.partition_id, False)
+        return self.owner is not None and self.owner.served_partitions.get(self.partition_id, False)
 
     # --- the state at the storages
 
     @property
-    def storages(self) -> list[StorageFacts]:
+    def assigned_storages(self) -> list[StorageFacts]:
         """The storages to which the partition is assigned."""
-        return [self._cluster.storages[each] for each in self.assigned]
+        return [self._cluster.storages[each] for each in self.assigned_replicas]
 
-    def held(self, address: ReplicaId) -> ReplicaFacts | None:
-        """Return what a storage has reported about its replica; None if it has reported nothing."""
+    def replica_facts(self, address: ReplicaId) -> ReplicaFacts | None:
+        """Return the report of a storage about its replica; None without a report."""
         return self._cluster.storages[address].replicas.get(self.partition_id)
 
-    def answers(self, address: ReplicaId) -> bool:
+    def is_answering(self, address: ReplicaId) -> bool:
         """Whether a session could be opened with the replica on a storage (rule 2)."""
         if self._cluster.storages[address].failure:
             return False
-        held = self.held(address)
-        return held is None or unavailable_reason(held) is None
+        replica = self.replica_facts(address)
+        return replica is None or unavailable_reason(replica) is None
 
     def is_suspect(self, address: ReplicaId) -> bool:
         """Whether the replica on a storage is suspect: its log is not trusted."""
-        held = self.held(address)
+        held = self.replica_facts(address)
         return held is not None and held.is_suspect
 
     @property
     def answering_replicas(self) -> list[ReplicaId]:
         """The assigned replicas that answer."""
-        return [each for each in self.assigned if self.answers(each)]
+        return [each for each in self.assigned_replicas if self.is_answering(each)]
 
     @property
-    def suspects(self) -> list[ReplicaId]:
+    def suspect_replicas(self) -> list[ReplicaId]:
         """The engaged replicas that answer and are suspect."""
-        return [each for each in self.engaged if self.answers(each) and self.is_suspect(each)]
+        return [
+            each
+            for each in self.engaged_replicas
+            if self.is_answering(each) and self.is_suspect(each)
+        ]
 
     @property
-    def unknown(self) -> list[ReplicaId]:
-        """The engaged replicas whose acknowledged IDs would be unknown to a recovery."""
-        return [each for each in self.engaged if not self.answers(each) or self.is_suspect(each)]
+    def replicas_of_unknown_state(self) -> list[ReplicaId]:
+        """The engaged replicas whose last acknowledged ID cannot be determined."""
+        return [
+            each
+            for each in self.engaged_replicas
+            if not self.is_answering(each) or self.is_suspect(each)
+        ]
 
     @property
     def has_no_trusted_quorum(self) -> bool:
-        """Whether all replicas answer, but too many are suspect: starting a process is no help."""
-        is_answered = all(self.answers(each) for each in self.engaged)
-        return is_answered and not self.is_open and len(self.suspects) >= self.quorum
+        """Whether all engaged replicas answer, but too many are suspect to open a session."""
+        is_answered = all(self.is_answering(each) for each in self.engaged_replicas)
+        return (
+            is_answered
+            and not self.has_open_session
+            and len(self.suspect_replicas) >= self.quorum_size
+        )
 
     @property
     def last_id(self) -> int:
         """The highest ID in any assigned replica; -1 if no replica has reported records."""
-        held = [self.held(each) for each in self.assigned]
-        return max((each.last for each in held if each is not None), default=-1)
+        held = [self.replica_facts(each) for each in self.assigned_replicas]
+        return max((each.last_id for each in held if each is not None), default=-1)

@@ -1,4 +1,4 @@
-"""Derives findings from the facts that the doctor has collected.
+"""Derives the findings of the doctor from the facts that it has collected.
 
 The module uses no sockets and no clock, so that each finding can be tested without a cluster.
 
@@ -25,102 +25,111 @@ from waltz_core.ops.condition import PartitionCondition, UnavailableReason, unav
 from waltz_core.ops.facts import (
     ArchiveFacts,
     ClusterFacts,
+    DiskFacts,
     Facts,
     LocalFacts,
     MemberFacts,
     ReplicaFacts,
     ServerFacts,
-    SpaceFacts,
     StorageFacts,
     ZooKeeperServerFacts,
 )
-from waltz_core.ops.findings import KINDS, Finding, finding
+from waltz_core.ops.findings import FINDING_KINDS, Finding, new_finding
 from waltz_core.records.record import PartitionId, ReplicaId
 
 MIB: Final = 1024 * 1024
 # The clocks of machines with NTP differ by less. No decision depends on clocks.
-CLOCK_MS_MAX: Final = 1_000
+CLOCK_DIFFERENCE_MS_MAX: Final = 1_000
 # A disk is nearly full below a twentieth of its size, which leaves the same time on large and small
 # disks. The minimum is four times the default reserve: without it, a small disk would be full, and
 # reject appends, before it counts as nearly full.
-NEARLY_FULL_PART: Final = 20
-NEARLY_FULL_BYTES_MIN: Final = 256 * MIB
-NEARLY_FULL_BYTES: Final = 1024 * MIB  # for an older storage that does not report its disk size
+NEARLY_FULL_SIZE_DIVISOR: Final = 20
+NEARLY_FULL_FREE_BYTES_MIN: Final = 256 * MIB
+NEARLY_FULL_FREE_BYTES_DEFAULT: Final = (
+    1024 * MIB
+)  # for an older storage that does not report its disk size
 # The lag of a replica that receives its records from memory is below this number of transactions.
-LAG_MAX: Final = 100_000
+LAG_TRANSACTIONS_MAX: Final = 100_000
 # A storage is slow if it takes this many times as long to answer an append as the others, over at
-# least this number of seconds with appends. No application notices a time below SLOW_MS_MIN.
-SLOW_TIMES_MIN: Final = 5
-SLOW_MS_MIN: Final = 50
-SLOW_SECONDS_MIN: Final = 10
+# least this number of seconds with appends. No application notices times below
+# SLOW_APPEND_MS_MIN.
+SLOW_APPEND_RATIO_MIN: Final = 5
+SLOW_APPEND_MS_MIN: Final = 50
+SLOW_APPEND_SECONDS_MIN: Final = 10
 # If fewer days are left, there may be no time to add a storage or to archive.
-FULL_SOON_DAYS: Final = 7
+FULL_SOON_DAYS_MAX: Final = 7
 # One failure may be a throttled request. The next attempt uses another storage.
 ARCHIVE_FAILURES_MIN: Final = 2
 # A transaction is archived at the first attempt after `archive_age_ms`, when earlier ranges are
 # done. So the limit is twice the age, plus the interval between attempts, plus an hour for uploads.
-ARCHIVE_LAG_AGES: Final = 2
-ARCHIVE_LAG_S: Final = 3_600
-FINDING_OF_REASON: Final = {
+ARCHIVE_LAG_AGE_FACTOR: Final = 2
+ARCHIVE_UPLOAD_TIME_S: Final = 3_600
+FINDING_NAME_BY_REASON: Final = {
     UnavailableReason.OFFLINE: "replica-offline",
-    UnavailableReason.NOT_HELD: "replica-not-held",
+    UnavailableReason.MISSING: "replica-not-held",
     UnavailableReason.OPENING: "replica-opening",
     UnavailableReason.UNREADABLE: "replica-unreadable",
     UnavailableReason.STUCK: "replica-stuck",
 }
-_CONFIGS: Final = {"zookeeper": "zoo.cfg", "server": "server.toml", "storage": "storage.toml"}
+_CONFIG_FILE_NAMES: Final = {
+    "zookeeper": "zoo.cfg",
+    "server": "server.toml",
+    "storage": "storage.toml",
+}
 
 
 def diagnose(facts: Facts) -> list[Finding]:
     """Return a finding for every problem in the facts, in the order of rule 4."""
-    case = _Diagnosis(facts)
-    case.check_zookeeper()
-    case.check_processes()
+    diagnosis = _Diagnosis(facts)
+    diagnosis.check_zookeeper()
+    diagnosis.check_processes()
     if facts.cluster is not None:
-        _ClusterDiagnosis(case, facts.cluster).check()
-    order = list(KINDS)
-    return sorted(case.found, key=lambda each: order.index(each.name))
+        _ClusterDiagnosis(diagnosis, facts.cluster).check()
+    order = list(FINDING_KINDS)
+    return sorted(diagnosis.findings, key=lambda each: order.index(each.name))
 
 
-def summary(facts: Facts) -> str:
+def cluster_summary(facts: Facts) -> str:
     """Return a summary of the cluster, for a report without findings."""
     cluster = facts.cluster
     assert cluster is not None
-    replicas = sorted({len(each) for each in cluster.assigned.values()})
+    replicas = sorted({len(each) for each in cluster.assigned_replicas.values()})
     return (
-        f"{_count(len(cluster.servers), 'server')}, {_count(len(cluster.storages), 'storage')}, "
-        f"{_count(cluster.partition_count, 'partition')} with "
+        f"{_count_text(len(cluster.servers), 'server')}, "
+        f"{_count_text(len(cluster.storages), 'storage')}, "
+        f"{_count_text(cluster.partition_count, 'partition')} with "
         f"{' or '.join(map(str, replicas))} replica{'' if replicas == [1] else 's'} each, "
-        f"{_count(len(facts.zookeeper_servers), 'ZooKeeper server')}"
+        f"{_count_text(len(facts.zookeeper_servers), 'ZooKeeper server')}"
     )
 
 
-def _count(number: int, word: str) -> str:
+def _count_text(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
 @dataclass(slots=True)
 class _Diagnosis:
-    """The findings so far, and the commands that start processes of the cluster."""
+    """The findings so far, and the commands for them that do not depend on one cluster."""
 
     facts: Facts
-    found: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
 
-    def report(self, name: str, about: object, **fields: object) -> None:
+    def add_finding(self, name: str, subject: object, **fields: object) -> None:
+        """Add a finding; `fields` are the values for its sentence and its command."""
         places = {
             "connect": self.connect,
-            "scheme_free": self.scheme_free,
-            "with_token": self.with_token,
+            "connect_with_tls_file": self.connect_with_tls_file,
+            "connect_with_token_file": self.connect_with_token_file,
         }
-        self.found.append(finding(name, about, **places, **fields))
+        self.findings.append(new_finding(name, subject, **places, **fields))
 
     @property
-    def scheme_free(self) -> str:
+    def connect_with_tls_file(self) -> str:
         """The connect string with a placeholder for the file with TLS settings."""
         return shlex.quote(str(replace(parse_connect_string(self.facts.connect), tls="FILE")))
 
     @property
-    def with_token(self) -> str:
+    def connect_with_token_file(self) -> str:
         """The connect string with a placeholder for the file with another token."""
         place = parse_connect_string(self.facts.connect)
         place = replace(place, token_file="FILE", token_env="")  # noqa: S106 - no secret
@@ -141,25 +150,25 @@ class _Diagnosis:
         member = self.member_at(address)
         return member is not None and member.state != "up"
 
-    def start(self, kind: str, address: str = "") -> str:
+    def start_command(self, kind: str, address: str = "") -> str:
         """Return the command that starts a process, or restarts a process that hangs."""
         local, member = self.facts.local, self.member_at(address)
         if local is None or (address and member is None):
-            return f"waltz-core {kind} run --config {_CONFIGS[kind]}"
+            return f"waltz-core {kind} run --config {_CONFIG_FILE_NAMES[kind]}"
         up = f"waltz-core local up --directory {shlex.quote(local.directory)}"
         return f"kill -9 {member.pid}; {up}" if member and member.state == "up" else up
 
-    def start_with(self, kind: str, option: str, *, archive: str) -> str:
-        """Return the command that starts a process with an option; locally, all with an archive."""
+    def start_command_with_option(self, kind: str, option: str, *, archive: str) -> str:
+        """Return the command that starts a process with an option; locally, it starts all."""
         local = self.facts.local
         if local is None:
-            return f"waltz-core {kind} run --config {_CONFIGS[kind]} {option}"
+            return f"waltz-core {kind} run --config {_CONFIG_FILE_NAMES[kind]} {option}"
         directory = f"--directory {shlex.quote(local.directory)}"
         up = f"waltz-core local up {directory} --archive {archive}"
         return f"waltz-core local down {directory} && {up}"
 
     def rebuild_steps(self, rebuild: str, *before: str) -> str:
-        """Return the steps with `rebuild-metadata`: no process may run before the znodes exist."""
+        """Return the shell commands that stop the processes, rebuild the znodes and start again."""
         local = self.facts.local
         if local is None:
             return " && ".join([*before, rebuild])
@@ -168,7 +177,7 @@ class _Diagnosis:
         together = f"{{ {rebuild} & waltz-core local up {directory}; wait $!; }}"
         return " && ".join([*steps, f"{rebuild} --only-znodes", together])
 
-    def _report_lost(self, local: LocalFacts) -> None:
+    def _report_lost_cluster(self, local: LocalFacts) -> None:
         """Report that ZooKeeper no longer has the cluster of this machine."""
         storages = [each for each in local.members if each.name.startswith("storage")]
         directory = shlex.quote(local.directory)
@@ -176,7 +185,7 @@ class _Diagnosis:
         words += [f"--storage {each.address}:{each.admin_port}" for each in storages]
         connect = f"--connect {self.connect}"
         rebuild = f"waltz-core cluster rebuild-metadata {connect} --name local {' '.join(words)}"
-        self.report(
+        self.add_finding(
             "cluster-lost",
             self.facts.connect,
             directory=directory,
@@ -185,28 +194,28 @@ class _Diagnosis:
 
     def check_zookeeper(self) -> None:
         facts = self.facts
-        start = self.start("zookeeper")
+        start = self.start_command("zookeeper")
         if facts.zookeeper_failure:
-            self.report(
+            self.add_finding(
                 "zookeeper-unavailable", facts.connect, why=facts.zookeeper_failure, start=start
             )
         for server in facts.zookeeper_servers:
             self._check_zookeeper_server(server)
         if facts.access_error:
             hosts = facts.connect.partition("?")[0]
-            self.report(
+            self.add_finding(
                 "zookeeper-access-denied", facts.connect, why=facts.access_error, hosts=hosts
             )
-        if facts.is_no_cluster:
+        if facts.is_cluster_missing:
             if facts.local is None:
-                self.report("no-cluster", facts.connect)
+                self.add_finding("no-cluster", facts.connect)
             else:
-                self._report_lost(facts.local)
+                self._report_lost_cluster(facts.local)
 
     def _check_zookeeper_server(self, server: ZooKeeperServerFacts) -> None:
-        start = self.start("zookeeper", server.address)
+        start = self.start_command("zookeeper", server.address)
         if server.failure and not self.is_reported_down(server.address):
-            self.report(
+            self.add_finding(
                 "zookeeper-server-unavailable",
                 server.address,
                 server=server.address,
@@ -214,7 +223,7 @@ class _Diagnosis:
                 start=start,
             )
         elif not server.failure and not server.mode:
-            self.report(
+            self.add_finding(
                 "zookeeper-server-without-quorum",
                 server.address,
                 server=server.address,
@@ -226,22 +235,22 @@ class _Diagnosis:
         for member in () if local is None else local.members:
             if member.state == "up":
                 continue
-            if self.facts.is_no_cluster and not member.name.startswith("zookeeper"):
+            if self.facts.is_cluster_missing and not member.name.startswith("zookeeper"):
                 continue  # rule 1: without its cluster, none of the processes can run
             assert local is not None
             name = "process-down" if member.state == "down" else "process-stopped"
             where = shlex.quote(local.directory)
-            self.report(name, member.name, member=member.name, pid=member.pid, directory=where)
+            self.add_finding(name, member.name, member=member.name, pid=member.pid, directory=where)
 
 
 class _ClusterDiagnosis:
-    """The findings about one cluster."""
+    """Adds the findings about one cluster to a diagnosis."""
 
-    def __init__(self, case: _Diagnosis, cluster: ClusterFacts) -> None:
-        self._case = case
+    def __init__(self, diagnosis: _Diagnosis, cluster: ClusterFacts) -> None:
+        self._diagnosis = diagnosis
         self._cluster = cluster
-        self._report = case.report
-        self.left_over: dict[ReplicaId, list[PartitionId]] = {}
+        self._add_finding = diagnosis.add_finding
+        self.left_over_partitions: dict[ReplicaId, list[PartitionId]] = {}
 
     def check(self) -> None:
         for server in self._cluster.servers.values():
@@ -252,63 +261,69 @@ class _ClusterDiagnosis:
         storages = self._cluster.storages.values()
         if storages and all(each.is_tls_mismatch or each.is_denied for each in storages):
             return  # rule 1: the states of the storages are unknown
-        self._check_speed()
+        self._check_append_latencies()
         self._check_archive()
         partitions_in_too_few_groups = replica_steps.partitions_in_too_few_groups(
-            self._cluster.assigned, self._cluster.groups
+            self._cluster.assigned_replicas, self._cluster.storage_groups
         )
         for number in range(self._cluster.partition_count):
             partition_id = PartitionId(number)
-            _PartitionDiagnosis(self._case, self._cluster, self, partition_id).check()
+            _PartitionDiagnosis(self._diagnosis, self._cluster, self, partition_id).check()
             if partition_id in partitions_in_too_few_groups:
                 spread = self._spread_command(partition_id)
-                self._report(
+                self._add_finding(
                     "replicas-share-group", partition_id, partition=partition_id, spread=spread
                 )
-        for address, partitions in self.left_over.items():
+        for address, partitions in self.left_over_partitions.items():
             names = _ranges(partitions)
-            self._report("replica-left-over", address, storage=address, partitions=names)
+            self._add_finding("replica-left-over", address, storage=address, partitions=names)
 
     # --- servers
 
     def _check_server(self, server: ServerFacts) -> None:
         address = server.address
-        if server.is_left_out:
-            why = "; ".join(server.unreachable) or "none has connected to it yet"
-            self._report("server-unreachable", address, server=address, why=why)
+        if server.is_excluded_as_unreachable:
+            why = "; ".join(server.connection_errors) or "none has connected to it yet"
+            self._add_finding("server-unreachable", address, server=address, why=why)
         if server.failure:
-            if not self._case.is_reported_down(address):
+            if not self._diagnosis.is_reported_down(address):
                 name = "server-silent" if server.is_silent else "server-unavailable"
                 if server.is_tls_mismatch:
                     name = "server-tls-failed"
                 if server.is_denied:
                     name = "server-access-denied"
-                start, why = self._case.start("server", address), server.failure
-                self._report(name, address, server=address, why=why, start=start)
+                start, why = self._diagnosis.start_command("server", address), server.failure
+                self._add_finding(name, address, server=address, why=why, start=start)
             return
-        for storage in server.out_of_reach:
+        for storage in server.unreachable_storages:
             known = self._cluster.storages.get(storage)
-            if known is not None and not known.failure and known.is_of_cluster:
+            if known is not None and not known.failure and known.belongs_to_cluster:
                 about = f"{address} {storage}"
-                self._report("storage-out-of-reach", about, server=address, storage=storage)
+                self._add_finding("storage-out-of-reach", about, server=address, storage=storage)
 
     def _check_assignment(self) -> None:
         cluster = self._cluster
         if not cluster.servers:
-            self._report("no-server", "servers", start=self._case.start("server"))
+            self._add_finding("no-server", "servers", start=self._diagnosis.start_command("server"))
             return
         leader = cluster.servers[min(cluster.servers)]
-        if not cluster.is_settled:
+        if not cluster.is_assignment_settled:
             if not leader.failure:  # a failure has its own finding, with the same command
-                start = self._case.start("server", leader.address)
-                self._report("assignment-stale", leader.address, server=leader.address, start=start)
+                start = self._diagnosis.start_command("server", leader.address)
+                self._add_finding(
+                    "assignment-stale", leader.address, server=leader.address, start=start
+                )
             return
         for server in cluster.servers.values():
-            for partition_id in server.preferred:
+            for partition_id in server.preferred_partitions:
                 owner = PartitionCondition(cluster, partition_id).owner
-                if owner is None or owner is server or partition_id not in owner.preferred:
+                if (
+                    owner is None
+                    or owner is server
+                    or partition_id not in owner.preferred_partitions
+                ):
                     continue
-                self._report(
+                self._add_finding(
                     "preference-not-granted",
                     f"{partition_id} {server.address}",
                     partition=partition_id,
@@ -318,140 +333,160 @@ class _ClusterDiagnosis:
 
     # --- storages
 
-    def _failure_name(self, storage: StorageFacts) -> str:
+    def _failure_finding_name(self, storage: StorageFacts) -> str:
         if storage.is_denied:
             return "storage-access-denied"
         if storage.is_tls_mismatch:
             return "storage-tls-failed"
         if self.is_starting(storage):
             return "storage-starting"
-        if storage.registered_id is None:
+        if storage.registered_storage_id is None:
             return "storage-never-started"
         return "storage-silent" if storage.is_silent else "storage-unavailable"
 
     def _check_storage(self, storage: StorageFacts) -> None:
         address = storage.address
-        start = self._case.start("storage", address)
-        if storage.failure and self._case.is_reported_down(address):
+        start = self._diagnosis.start_command("storage", address)
+        if storage.failure and self._diagnosis.is_reported_down(address):
             return
         if storage.failure or storage.is_denied:
-            name, why = self._failure_name(storage), storage.failure or storage.admin_failure
-            self._report(name, address, storage=address, why=why, start=start)
-        elif not storage.is_of_cluster:
-            self._report("storage-cluster-mismatch", address, storage=address, start=start)
-        elif storage.storage_id is not None and storage.storage_id != storage.registered_id:
-            self._report(
+            name, why = (
+                self._failure_finding_name(storage),
+                storage.failure or storage.admin_failure,
+            )
+            self._add_finding(name, address, storage=address, why=why, start=start)
+        elif not storage.belongs_to_cluster:
+            self._add_finding("storage-cluster-mismatch", address, storage=address, start=start)
+        elif storage.storage_id is not None and storage.storage_id != storage.registered_storage_id:
+            self._add_finding(
                 "storage-id-mismatch",
                 address,
                 storage=address,
                 found=storage.storage_id,
-                expected=storage.registered_id or "none",
+                expected=storage.registered_storage_id or "none",
             )
         elif storage.is_hanging:
             why = storage.admin_failure
-            self._report("storage-unresponsive", address, storage=address, why=why, start=start)
+            self._add_finding(
+                "storage-unresponsive", address, storage=address, why=why, start=start
+            )
         elif storage.admin_failure:
-            self._report(
+            self._add_finding(
                 "admin-port-wrong",
                 address,
                 storage=address,
-                admin=storage.admin,
+                admin=storage.admin_address,
                 why=storage.admin_failure,
-                port=storage.other_admin or "ADMIN_PORT",
+                port=storage.found_admin_port or "ADMIN_PORT",
             )
         else:
-            self._check_machine(storage)
+            self._check_disk_and_clock(storage)
 
     def is_starting(self, storage: StorageFacts) -> bool:
-        """Whether a storage's process runs but has no open port yet: no command may end it."""
-        member = self._case.member_at(storage.address)
+        """Whether a storage's process runs but has no open port yet: do not stop it."""
+        member = self._diagnosis.member_at(storage.address)
         is_running = member is not None and member.state == "up"
         return bool(storage.failure) and is_running and not storage.is_silent
 
-    def _check_machine(self, storage: StorageFacts) -> None:
-        held = [each for each, names in self._cluster.assigned.items() if storage.address in names]
-        space = storage.space
-        if space is not None and held and _is_nearly_full(space):
-            self._report(
-                "disk-full" if space.is_full else "disk-nearly-full",
+    def _check_disk_and_clock(self, storage: StorageFacts) -> None:
+        """Report a disk that is full or will be full soon, and a wrong clock."""
+        partition_ids = [
+            each
+            for each, names in self._cluster.assigned_replicas.items()
+            if storage.address in names
+        ]
+        disk = storage.disk
+        if disk is not None and partition_ids and _is_nearly_full(disk):
+            self._add_finding(
+                "disk-full" if disk.is_full else "disk-nearly-full",
                 storage.address,
                 storage=storage.address,
-                free=space.free_bytes // MIB,
-                empty=self.drain_command(storage.address, held),
+                free=disk.free_bytes // MIB,
+                drain=self.drain_command(storage.address, partition_ids),
             )
-        elif space is not None and held and space.filling_bytes_per_day:
-            days = space.free_bytes / space.filling_bytes_per_day
-            if days < FULL_SOON_DAYS:
-                self._report(
+        elif disk is not None and partition_ids and disk.filling_bytes_per_day:
+            days = disk.free_bytes / disk.filling_bytes_per_day
+            if days < FULL_SOON_DAYS_MAX:
+                self._add_finding(
                     "disk-full-soon",
                     storage.address,
                     storage=storage.address,
                     days=f"{days:.1f}",
-                    free=space.free_bytes // MIB,
-                    rate=space.filling_bytes_per_day // MIB,
-                    empty=self.drain_command(storage.address, held),
+                    free=disk.free_bytes // MIB,
+                    rate=disk.filling_bytes_per_day // MIB,
+                    drain=self.drain_command(storage.address, partition_ids),
                 )
         ahead = storage.clock_ahead_ms
-        if ahead is not None and abs(ahead) > CLOCK_MS_MAX:
-            self._report(
+        if ahead is not None and abs(ahead) > CLOCK_DIFFERENCE_MS_MAX:
+            self._add_finding(
                 "storage-clock-skew",
                 storage.address,
                 storage=storage.address,
                 seconds=f"{abs(ahead) / 1000:.1f}",
-                way="ahead of" if ahead > 0 else "behind",
+                direction="ahead of" if ahead > 0 else "behind",
             )
 
     # --- the archive
 
     def _check_archive(self) -> None:
-        """Report why the archive does not work; if it works, report whether it lags (rule 1)."""
+        """Report problems of the archive; without any, report transactions that it lacks."""
         storages = [
             each
             for each in self._cluster.storages.values()
-            if each.is_of_cluster and not (each.failure or each.admin_failure)
+            if each.belongs_to_cluster and not (each.failure or each.admin_failure)
         ]
         urls = ["" if each.archive is None else each.archive.url for each in storages]
         usual = max(urls, key=lambda each: (bool(each), urls.count(each), each), default="")
         archived = [
-            partition_id for partition_id, each in self._cluster.partitions.items() if each.archived
+            partition_id
+            for partition_id, each in self._cluster.partitions.items()
+            if each.archived_mark
         ]
         if storages and archived and not usual:
-            self._report(
+            self._add_finding(
                 "archive-url-missing",
-                about="archive",
+                subject="archive",
                 partitions=_ranges(archived),
-                start=self._case.start_with("storage", "--archive-url URL", archive="URL"),
+                start=self._diagnosis.start_command_with_option(
+                    "storage", "--archive-url URL", archive="URL"
+                ),
             )
             return
         differing = [each for each, url in zip(storages, urls, strict=True) if url != usual]
         quoted = shlex.quote(usual)
         for storage in differing:
-            self._report(
+            self._add_finding(
                 "archive-settings-differ",
                 storage.address,
                 storage=storage.address,
                 found=storage.archive.url if storage.archive else "(none)",
                 expected=usual,
-                start=self._case.start_with("storage", f"--archive-url {quoted}", archive=quoted),
+                start=self._diagnosis.start_command_with_option(
+                    "storage", f"--archive-url {quoted}", archive=quoted
+                ),
             )
         working = [each for each in storages if each.archive and each.archive.url == usual]
-        lags_s = self._archive_lags_s(working)
+        lags_s = self._excessive_archive_lags_s(working)
         if not self._check_uploads(working, is_lagging=bool(lags_s)) and not differing:
             self._check_archive_lag(usual, lags_s)
 
-    def _archive_lags_s(self, storages: Iterable[StorageFacts]) -> dict[PartitionId, float]:
-        """Return the lags over the limit, in seconds; none if no owner has archiving turned on."""
+    def _excessive_archive_lags_s(
+        self, storages: Iterable[StorageFacts]
+    ) -> dict[PartitionId, float]:
+        """Return the lags over the limit in seconds, by partition; none if no owner archives."""
         partitions = self._cluster.partitions
         interval_ms = max((each.archive_interval_ms for each in partitions.values()), default=0)
         if interval_ms == 0:
             return {}
         age_ms = max((each.archive.age_ms for each in storages if each.archive), default=0)
-        limit_s = ARCHIVE_LAG_AGES * age_ms / 1000 + interval_ms / 1000 + ARCHIVE_LAG_S
-        lags_s = {each: found.unarchived_s or 0.0 for each, found in partitions.items()}
+        limit_s = (
+            ARCHIVE_LAG_AGE_FACTOR * age_ms / 1000 + interval_ms / 1000 + ARCHIVE_UPLOAD_TIME_S
+        )
+        lags_s = {each: found.oldest_unarchived_age_s or 0.0 for each, found in partitions.items()}
         return {each: lag_s for each, lag_s in lags_s.items() if lag_s > limit_s}
 
     def _check_uploads(self, storages: Iterable[StorageFacts], *, is_lagging: bool) -> bool:
-        """Report damage and failed writes of the archive; return whether there was a finding.
+        """Report damage and failed writes of the archive; return whether a finding was added.
 
         Storages share the object store and its files. So equal damage is one finding, and failures
         to write are one finding. If everything is archived, a storage's last failure does not
@@ -474,287 +509,351 @@ class _ClusterDiagnosis:
                 failed[storage.address] = archive
         for why, addresses in damage.items():
             names = ", ".join(addresses)
-            self._report("archive-damaged", names, storages=names, why=why)
+            self._add_finding("archive-damaged", names, storages=names, why=why)
         if failed:
             names, worst = ", ".join(failed), max(failed.values(), key=lambda x: x.failure_count)
             fields = {"why": worst.error, "count": worst.failure_count}
-            self._report("archive-unavailable", names, storages=names, **fields)
+            self._add_finding("archive-unavailable", names, storages=names, **fields)
         return bool(damage or failed)
 
     def _check_archive_lag(self, url: str, lags_s: Mapping[PartitionId, float]) -> None:
         partitions = self._cluster.partitions
-        if url and all(each.archived is None for each in partitions.values()):
+        if url and all(each.archived_mark is None for each in partitions.values()):
             if any(each.unarchived_count for each in partitions.values()):
                 option = "--archive-interval-ms 10000"
-                start = self._case.start_with("server", option, archive=shlex.quote(url))
-                self._report("archive-idle", url, url=url, start=start)
+                start = self._diagnosis.start_command_with_option(
+                    "server", option, archive=shlex.quote(url)
+                )
+                self._add_finding("archive-idle", url, url=url, start=start)
             return
         for partition_id, lag_s in lags_s.items():
             count, hours = partitions[partition_id].unarchived_count, f"{lag_s / 3600:.1f}"
             fields = {"partition": partition_id, "count": count, "hours": hours}
-            self._report("archive-lagging", partition_id, **fields)
+            self._add_finding("archive-lagging", partition_id, **fields)
 
-    def _check_speed(self) -> None:
+    def _check_append_latencies(self) -> None:
         """Compare the times that storages take to answer appends; report slow storages."""
-        figures: dict[ReplicaId, list[tuple[int, int]]] = {}
+        latencies: dict[ReplicaId, list[tuple[int, int]]] = {}
         for server in self._cluster.servers.values():
-            for address, figure in server.append_times.items():
-                figures.setdefault(address, []).append(figure)
+            for address, latency in server.append_latencies.items():
+                latencies.setdefault(address, []).append(latency)
         times_ms: dict[ReplicaId, float] = {}
-        for address, of_servers in figures.items():
+        for address, of_servers in latencies.items():
             seconds = sum(count for count, _ in of_servers)
-            if seconds >= SLOW_SECONDS_MIN and address in self._cluster.storages:
+            if seconds >= SLOW_APPEND_SECONDS_MIN and address in self._cluster.storages:
                 times_ms[address] = sum(count * us for count, us in of_servers) / seconds / 1000
         for address, time_ms in times_ms.items():
             others = [each for name, each in times_ms.items() if name != address]
-            if not others or time_ms < SLOW_MS_MIN or self._cluster.storages[address].failure:
+            if (
+                not others
+                or time_ms < SLOW_APPEND_MS_MIN
+                or self._cluster.storages[address].failure
+            ):
                 continue
-            times = time_ms / max(1.0, median(others))
-            if times >= SLOW_TIMES_MIN:
-                fields = {"took": round(time_ms), "times": round(times)}
-                self._report("storage-slow", address, storage=address, **fields)
+            ratio = time_ms / max(1.0, median(others))
+            if ratio >= SLOW_APPEND_RATIO_MIN:
+                fields = {"latency_ms": round(time_ms), "ratio": round(ratio)}
+                self._add_finding("storage-slow", address, storage=address, **fields)
 
-    def _is_fit(self, storage: StorageFacts) -> bool:
+    def _can_take_replicas(self, storage: StorageFacts) -> bool:
         """Whether a storage can take more replicas: it answers, and its disk is not nearly full."""
-        space = storage.space
+        disk = storage.disk
         return not (
-            storage.failure or storage.admin_failure or space is None or _is_nearly_full(space)
+            storage.failure or storage.admin_failure or disk is None or _is_nearly_full(disk)
         )
 
     def _spread_command(self, partition_id: PartitionId) -> str:
-        """Return a command that spreads replicas, but not to a nearly full disk."""
-        groups, connect = self._cluster.groups, self._case.connect
-        taken = {groups.get(each) for each in self._cluster.assigned[partition_id]}
-        others = [each for each in self._cluster.storages.values() if self._is_fit(each)]
+        """Return the command that spreads the replicas of a partition over more groups."""
+        groups, connect = self._cluster.storage_groups, self._diagnosis.connect
+        taken = {groups.get(each) for each in self._cluster.assigned_replicas[partition_id]}
+        others = [each for each in self._cluster.storages.values() if self._can_take_replicas(each)]
         if any(groups.get(each.address) not in taken for each in others):
             return f"waltz-core cluster auto-assign --connect {connect}"
         group = min(each for each in groups.values() if each not in taken)
         return f"waltz-core cluster add-storage HOST:PORT --group {group} --connect {connect}"
 
     def drain_command(self, address: ReplicaId, partitions: Collection[PartitionId]) -> str:
-        """Return the command that moves replicas to the storage that can take most of them."""
+        """Return the command that moves replicas to the storage that can take the most."""
 
-        def movable(name: ReplicaId) -> list[PartitionId]:
-            return [each for each in partitions if name not in self._cluster.assigned[each]]
+        def movable_partitions(name: ReplicaId) -> list[PartitionId]:
+            return [
+                each for each in partitions if name not in self._cluster.assigned_replicas[each]
+            ]
 
-        group = self._cluster.groups.get(address)
-        spare = [each.address for each in self._cluster.storages.values() if self._is_fit(each)]
-        spare = [each for each in spare if each != address and movable(each)]
+        group = self._cluster.storage_groups.get(address)
+        spare = [
+            each.address
+            for each in self._cluster.storages.values()
+            if self._can_take_replicas(each)
+        ]
+        spare = [each for each in spare if each != address and movable_partitions(each)]
         if not spare:
-            return f"waltz-core cluster add-storage HOST:PORT --connect {self._case.connect}"
+            return f"waltz-core cluster add-storage HOST:PORT --connect {self._diagnosis.connect}"
         chosen = max(
-            spare, key=lambda each: (self._cluster.groups.get(each) == group, len(movable(each)))
+            spare,
+            key=lambda each: (
+                self._cluster.storage_groups.get(each) == group,
+                len(movable_partitions(each)),
+            ),
         )
         return (
-            f"waltz-core cluster move-replica {_ranges(movable(chosen))} {address} {chosen} "
-            f"--connect {self._case.connect}"
+            f"waltz-core cluster move-replica {_ranges(movable_partitions(chosen))} "
+            f"{address} {chosen} --connect {self._diagnosis.connect}"
         )
 
     def move_command(self, partition_id: PartitionId, owner: ServerFacts) -> str:
-        """Return the command that moves a partition to another server, or restarts the only one."""
+        """Return the command that moves a partition, or restarts the only server."""
         others = [
             each.address
             for each in self._cluster.servers.values()
             if each is not owner and not each.failure
         ]
         if not others:
-            return self._case.start("server", owner.address)
+            return self._diagnosis.start_command("server", owner.address)
         return (
-            f"waltz-core cluster prefer {partition_id} {others[0]} --connect {self._case.connect}"
+            f"waltz-core cluster prefer {partition_id} {others[0]} "
+            f"--connect {self._diagnosis.connect}"
         )
 
-    def rebuild_command(self, count: int | None) -> str:
-        """Return the command that rebuilds the znodes; `count` is the number of replicas, or None.
+    def rebuild_command(self, replica_count: int | None) -> str:
+        """Return the command that rebuilds the znodes; without a replica count, the user adds it.
 
         With a count that is too small, the command would trust the logs of too few replicas.
         """
-        cluster, connect = self._cluster, self._case.connect
+        cluster, connect = self._cluster, self._diagnosis.connect
         words = [
             f"--name {shlex.quote(cluster.name)} --cluster-key {cluster.cluster_key}",
-            f"--partitions {cluster.partition_count} --replicas {count or 'COUNT'}",
+            f"--partitions {cluster.partition_count} --replicas {replica_count or 'COUNT'}",
         ]
         for each in self._cluster.storages.values():
-            words.append(f"--storage {each.address}:{split_address(each.admin)[1]}")
-            group = self._cluster.groups.get(each.address)
+            words.append(f"--storage {each.address}:{split_address(each.admin_address)[1]}")
+            group = self._cluster.storage_groups.get(each.address)
             words[-1] += "" if group is None else f":{group}"
         rebuild = f"waltz-core cluster rebuild-metadata --connect {connect} {' '.join(words)}"
-        if count is None:
+        if replica_count is None:
             return rebuild  # the znodes exist, and processes may run
         delete = f"waltz-core cluster delete {shlex.quote(cluster.name)} --connect {connect}"
-        return self._case.rebuild_steps(rebuild, delete)
+        return self._diagnosis.rebuild_steps(rebuild, delete)
 
 
 class _PartitionDiagnosis:
-    """The findings about one partition."""
+    """Adds the findings about one partition to a diagnosis."""
 
     def __init__(
         self,
-        case: _Diagnosis,
+        diagnosis: _Diagnosis,
         cluster: ClusterFacts,
-        whole: _ClusterDiagnosis,
+        cluster_diagnosis: _ClusterDiagnosis,
         partition_id: PartitionId,
     ) -> None:
-        self._case, self._cluster, self._whole, self._id = case, cluster, whole, partition_id
-        self._now = PartitionCondition(cluster, partition_id)
+        self._diagnosis, self._cluster, self._cluster_diagnosis, self._partition_id = (
+            diagnosis,
+            cluster,
+            cluster_diagnosis,
+            partition_id,
+        )
+        self._condition = PartitionCondition(cluster, partition_id)
 
     def check(self) -> None:
         if self._check_metadata():
             return
-        if not self._now.assigned:
-            self._report("no-replicas")
+        if not self._condition.assigned_replicas:
+            self._add_finding("no-replicas")
             return
-        self._check_count()
-        for storage in self._now.storages:
+        self._check_replica_count()
+        for storage in self._condition.assigned_storages:
             self._check_replica(storage)
-        has_votes = self._check_quorum()
-        self._check_owner(has_votes=has_votes)
-        self._check_leftovers()
+        can_open_session = self._check_quorum()
+        self._check_owner(can_open_session=can_open_session)
+        self._check_left_over_replicas()
 
-    def _report(self, name: str, about: object = "", **fields: object) -> None:
-        about = f"{self._id} {about}".strip()
-        self._case.report(name, about, partition=self._id, **fields)
+    def _add_finding(self, name: str, subject: object = "", **fields: object) -> None:
+        subject = f"{self._partition_id} {subject}".strip()
+        self._diagnosis.add_finding(name, subject, partition=self._partition_id, **fields)
 
     # --- replicas
 
-    def _check_leftovers(self) -> None:
-        now, metadata = self._now, self._now.facts.metadata
-        if metadata is None or not now.is_open or now.not_engaged:
+    def _check_left_over_replicas(self) -> None:
+        """Record storages that still have files of the partition, but no replica assigned."""
+        condition, metadata = self._condition, self._condition.facts.metadata
+        if metadata is None or not condition.has_open_session or condition.not_engaged_replicas:
             return  # rule 5: not all replicas are engaged in an open session
         for storage in self._cluster.storages.values():
-            held = storage.replicas.get(self._id)
-            is_wanted = storage.address in now.assigned or storage.address in metadata.states
-            if held is None or not held.is_held or is_wanted:
+            replica = storage.replicas.get(self._partition_id)
+            is_wanted = (
+                storage.address in condition.assigned_replicas or storage.address in metadata.states
+            )
+            if replica is None or not replica.is_present or is_wanted:
                 continue
-            if held.last <= now.last_id and held.last_session <= metadata.session_id:
-                self._whole.left_over.setdefault(storage.address, []).append(self._id)
+            if (
+                replica.last_id <= condition.last_id
+                and replica.last_session_id <= metadata.session_id
+            ):
+                self._cluster_diagnosis.left_over_partitions.setdefault(storage.address, []).append(
+                    self._partition_id
+                )
 
-    def _check_count(self) -> None:
-        counts = [len(each) for each in self._cluster.assigned.values()]
+    def _check_replica_count(self) -> None:
+        counts = [len(each) for each in self._cluster.assigned_replicas.values()]
         usual = max(counts, key=lambda each: (counts.count(each), each))
-        count = len(self._now.assigned)
+        count = len(self._condition.assigned_replicas)
         if count < usual:
-            self._report("too-few-replicas", count=count, usual=usual)
+            self._add_finding("too-few-replicas", count=count, usual=usual)
 
     def _check_metadata(self) -> bool:
         """Report metadata that ZooKeeper has lost; return whether it was lost."""
-        if rebuilding.is_waiting(self._now.facts.metadata, self._now.facts.marker):
+        if rebuilding.is_waiting(self._condition.facts.metadata, self._condition.facts.marker):
             # The assignment contains only the decisions so far, not the former replicas.
-            self._report("rebuilding-unfinished", rebuild=self._whole.rebuild_command(None))
+            self._add_finding(
+                "rebuilding-unfinished", rebuild=self._cluster_diagnosis.rebuild_command(None)
+            )
             return True
-        if self._now.is_state_lost:
-            counts = map(len, self._cluster.assigned.values())
-            self._report(
-                "metadata-lost", rebuild=self._whole.rebuild_command(max(counts, default=0))
+        if self._condition.is_metadata_lost:
+            counts = map(len, self._cluster.assigned_replicas.values())
+            self._add_finding(
+                "metadata-lost",
+                rebuild=self._cluster_diagnosis.rebuild_command(max(counts, default=0)),
             )
             return True
         return False
 
     def _check_replica(self, storage: StorageFacts) -> None:
-        held, address = storage.replicas.get(self._id), storage.address
-        if held is None or storage.failure:
+        replica, address = storage.replicas.get(self._partition_id), storage.address
+        if replica is None or storage.failure:
             return
-        unavailable = unavailable_reason(held)
+        unavailable = unavailable_reason(replica)
         if unavailable is None:
-            self._check_log(storage, held)
+            self._check_log(storage, replica)
         else:
-            start = self._case.start("storage", address)
-            self._report(
-                FINDING_OF_REASON[unavailable],
+            start = self._diagnosis.start_command("storage", address)
+            self._add_finding(
+                FINDING_NAME_BY_REASON[unavailable],
                 address,
                 storage=address,
-                why=held.reason,
+                why=replica.open_error,
                 start=start,
             )
 
-    def _check_log(self, storage: StorageFacts, held: ReplicaFacts) -> None:
-        now, address = self._now, storage.address
-        if held.damaged_count:
-            self._report("replica-damaged", address, storage=address, count=held.damaged_count)
-        if held.is_suspect:
-            if not now.has_no_trusted_quorum:
-                self._report("replica-suspect", address, storage=address)
-        elif now.is_open and address in now.not_engaged:
-            full = storage.space is not None and storage.space.is_full
-            if not full and address in now.states:
-                self._report("replica-not-engaged", address, storage=address, last=held.last)
-        elif now.is_open and now.last_id - held.last > LAG_MAX:
-            count = now.last_id - held.last
-            empty = self._whole.drain_command(address, [self._id])
-            self._report("replica-lagging", address, storage=address, count=count, empty=empty)
+    def _check_log(self, storage: StorageFacts, replica: ReplicaFacts) -> None:
+        condition, address = self._condition, storage.address
+        if replica.damaged_count:
+            self._add_finding(
+                "replica-damaged", address, storage=address, count=replica.damaged_count
+            )
+        if replica.is_suspect:
+            if not condition.has_no_trusted_quorum:
+                self._add_finding("replica-suspect", address, storage=address)
+        elif condition.has_open_session and address in condition.not_engaged_replicas:
+            full = storage.disk is not None and storage.disk.is_full
+            if not full and address in condition.replica_states:
+                self._add_finding(
+                    "replica-not-engaged", address, storage=address, last=replica.last_id
+                )
+        elif (
+            condition.has_open_session
+            and condition.last_id - replica.last_id > LAG_TRANSACTIONS_MAX
+        ):
+            count = condition.last_id - replica.last_id
+            drain = self._cluster_diagnosis.drain_command(address, [self._partition_id])
+            self._add_finding("replica-lagging", address, storage=address, count=count, drain=drain)
 
     # --- the quorum (rule 3)
 
     def _check_quorum(self) -> bool:
         """Report a missing quorum; return whether the replicas permit an open session."""
-        now, count = self._now, len(self._now.assigned)
-        if len(now.answering_replicas) < now.quorum:
+        condition, count = self._condition, len(self._condition.assigned_replicas)
+        if len(condition.answering_replicas) < condition.quorum_size:
             # Do not propose to restart healthy processes: offline and broken logs have their own
             # findings.
-            away = [
+            unavailable = [
                 each.address
-                for each in now.storages
-                if each.failure and not self._whole.is_starting(each)
+                for each in condition.assigned_storages
+                if each.failure and not self._cluster_diagnosis.is_starting(each)
             ]
-            again = f"waltz-core doctor --connect {self._case.connect}"
-            self._report(
+            doctor = f"waltz-core doctor --connect {self._diagnosis.connect}"
+            self._add_finding(
                 "no-quorum",
                 count=count,
-                answering=len(now.answering_replicas),
-                quorum=now.quorum,
-                start=self._case.start("storage", away[0]) if away else again,
+                answering=len(condition.answering_replicas),
+                quorum=condition.quorum_size,
+                start=self._diagnosis.start_command("storage", unavailable[0])
+                if unavailable
+                else doctor,
             )
             return False
-        if now.has_no_trusted_quorum:
-            able = count - len(now.suspects)
-            self._report("no-trusted-quorum", count=count, able=able, quorum=now.quorum)
+        if condition.has_no_trusted_quorum:
+            trusted_count = count - len(condition.suspect_replicas)
+            self._add_finding(
+                "no-trusted-quorum",
+                count=count,
+                trusted=trusted_count,
+                quorum=condition.quorum_size,
+            )
             return False
-        return len(now.unknown) < now.quorum
+        return len(condition.replicas_of_unknown_state) < condition.quorum_size
 
     # --- the owner
 
-    def _check_owner(self, *, has_votes: bool) -> None:
-        now, owner = self._now, self._now.owner
+    def _check_owner(self, *, can_open_session: bool) -> None:
+        condition, owner = self._condition, self._condition.owner
         if owner is None:
-            if self._cluster.servers and self._cluster.is_settled:
-                self._report("partition-without-server", start=self._case.start("server"))
+            if self._cluster.servers and self._cluster.is_assignment_settled:
+                self._add_finding(
+                    "partition-without-server", start=self._diagnosis.start_command("server")
+                )
             return
         for other in self._cluster.servers.values():
-            if other is not owner and self._id in other.served and self._cluster.is_settled:
-                start = self._case.start("server", other.address)
+            if (
+                other is not owner
+                and self._partition_id in other.served_partitions
+                and self._cluster.is_assignment_settled
+            ):
+                start = self._diagnosis.start_command("server", other.address)
                 fields = {"server": other.address, "owner": owner.address, "start": start}
-                self._report("partition-served-by-another", other.address, **fields)
-        if owner.failure or not self._cluster.is_settled:
+                self._add_finding("partition-served-by-another", other.address, **fields)
+        if owner.failure or not self._cluster.is_assignment_settled:
             return
-        fields = {"server": owner.address, "move": self._whole.move_command(self._id, owner)}
-        if not now.is_served:
-            self._report("partition-not-served", **fields)
-        elif not now.is_open:
-            if has_votes:
-                was_opened = now.replicas.was_opened
-                self._report("session-not-open" if was_opened else "never-opened", **fields)
+        fields = {
+            "server": owner.address,
+            "move": self._cluster_diagnosis.move_command(self._partition_id, owner),
+        }
+        if not condition.is_served:
+            self._add_finding("partition-not-served", **fields)
+        elif not condition.has_open_session:
+            if can_open_session:
+                was_opened = condition.replicas.was_opened
+                self._add_finding("session-not-open" if was_opened else "never-opened", **fields)
         else:
             self._check_session(owner, fields)
 
     def _check_session(self, owner: ServerFacts, fields: dict[str, str]) -> None:
-        facts = self._now.facts
-        if self._now.is_of_other_replicas:
-            assigned, replicas = ", ".join(self._now.assigned), ", ".join(self._now.states)
-            self._report(
+        facts = self._condition.facts
+        if self._condition.has_outdated_session_replicas:
+            assigned, replicas = (
+                ", ".join(self._condition.assigned_replicas),
+                ", ".join(self._condition.replica_states),
+            )
+            self._add_finding(
                 "session-replicas-outdated", assigned=assigned, replicas=replicas, **fields
             )
-        if facts.mark_failure:
-            self._report("high-water-mark-unknown", why=facts.mark_failure, **fields)
-        if facts.stamp_ahead_ms is not None and facts.stamp_ahead_ms > CLOCK_MS_MAX:
-            seconds = f"{facts.stamp_ahead_ms / 1000:.1f}"
-            self._report("server-clock-skew", owner.address, seconds=seconds, **fields)
+        if facts.high_water_mark_error:
+            self._add_finding("high-water-mark-unknown", why=facts.high_water_mark_error, **fields)
+        if (
+            facts.commit_stamp_ahead_ms is not None
+            and facts.commit_stamp_ahead_ms > CLOCK_DIFFERENCE_MS_MAX
+        ):
+            seconds = f"{facts.commit_stamp_ahead_ms / 1000:.1f}"
+            self._add_finding("server-clock-skew", owner.address, seconds=seconds, **fields)
 
 
-def _is_nearly_full(space: SpaceFacts) -> bool:
+def _is_nearly_full(disk: DiskFacts) -> bool:
     """Whether the free space is below the limit, or the disk is full."""
-    least = NEARLY_FULL_BYTES
-    if space.size_bytes is not None:
-        least = max(space.size_bytes // NEARLY_FULL_PART, NEARLY_FULL_BYTES_MIN)
-    return space.is_full or space.free_bytes < least
+    free_bytes_min = NEARLY_FULL_FREE_BYTES_DEFAULT
+    if disk.size_bytes is not None:
+        free_bytes_min = max(
+            disk.size_bytes // NEARLY_FULL_SIZE_DIVISOR, NEARLY_FULL_FREE_BYTES_MIN
+        )
+    return disk.is_full or disk.free_bytes < free_bytes_min
 
 
 def _ranges(partitions: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""The facts about a cluster that the doctor has collected: the only input of a diagnosis.
+"""The doctor's facts about a cluster, which are the only input of a diagnosis.
 
 The probes handle sockets and timeouts, so that the diagnosis needs neither. Facts about healthy
 processes are included, because the doctor also prints a summary.
@@ -39,49 +39,49 @@ class ZooKeeperServerFacts:
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """One registered server: its entry in ZooKeeper, and its own answers."""
+    """One registered server: its entry in ZooKeeper, and its answers to the doctor."""
 
     address: str
-    preferred: tuple[PartitionId, ...] = ()
+    preferred_partitions: tuple[PartitionId, ...] = ()
     failure: str = ""
     is_silent: bool = False
     is_tls_mismatch: bool = False
     is_denied: bool = False
     latency_ms: float = 0.0
-    # For each served partition, whether the server has an open session with a quorum of replicas.
-    served: Mapping[PartitionId, bool] = field(default_factory=dict)
-    out_of_reach: tuple[ReplicaId, ...] = ()
-    # Whether it owns nothing because no other server can connect to it; and the errors of the
-    # others.
-    is_left_out: bool = False
-    unreachable: tuple[str, ...] = ()
-    # For each storage: the number of seconds, in the last minute, in which it answered appends, and
-    # the median of their mean latencies in microseconds.
-    append_times: Mapping[ReplicaId, tuple[int, int]] = field(default_factory=dict)
+    # For each served partition, whether it has an open session with a quorum of replicas.
+    served_partitions: Mapping[PartitionId, bool] = field(default_factory=dict)
+    unreachable_storages: tuple[ReplicaId, ...] = ()
+    # Whether the server owns no partition because other servers cannot connect to it, and their
+    # errors.
+    is_excluded_as_unreachable: bool = False
+    connection_errors: tuple[str, ...] = ()
+    # For each storage: the number of seconds in the last minute in which it answered appends, and
+    # the median of the mean latencies of these seconds, in microseconds.
+    append_latencies: Mapping[ReplicaId, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """One replica in one storage; `reason` is the reason why its log cannot be opened.
+    """One replica, as its storage reports it; `open_error`: why its log cannot be opened.
 
     `is_opening`: the log has no known fault, and is being opened or about to be opened.
     `is_stuck`: reads of the log get no answer, although the storage answers.
     """
 
-    is_held: bool = True
-    is_available: bool = True
+    is_present: bool = True
+    is_online: bool = True
     is_served: bool = True
-    reason: str = ""
+    open_error: str = ""
     is_suspect: bool = False
-    last_session: SessionId = NO_SESSION
-    last: TransactionId = BEFORE_FIRST
+    last_session_id: SessionId = NO_SESSION
+    last_id: TransactionId = BEFORE_FIRST
     damaged_count: int = 0
     is_opening: bool = False
     is_stuck: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class SpaceFacts:
+class DiskFacts:
     """The disk of a storage; a value is None if an older storage does not report it.
 
     `filling_bytes_per_day` is the rate of the last day; None in the first hour of the process.
@@ -115,13 +115,13 @@ class StorageFacts:
     """One storage of the assignment: its two ports, its identity, and its replicas.
 
     `is_hanging`: the administration port answers, but requests that use the disk do not complete.
-    `other_admin` is the port at which the administration was found, if it is not the port in
+    `found_admin_port` is the port at which the administration was found, if it is not the port in
     ZooKeeper. `clock_ahead_ms` is relative to this machine's clock, None if the storage does not
     report it.
     """
 
     address: ReplicaId
-    admin: str
+    admin_address: str
     failure: str = ""
     is_silent: bool = False
     is_tls_mismatch: bool = False
@@ -129,11 +129,11 @@ class StorageFacts:
     latency_ms: float = 0.0
     admin_failure: str = ""
     is_hanging: bool = False
-    other_admin: int | None = None
-    registered_id: str | None = None
+    found_admin_port: int | None = None
+    registered_storage_id: str | None = None
     storage_id: str | None = None
-    is_of_cluster: bool = True
-    space: SpaceFacts | None = None
+    belongs_to_cluster: bool = True
+    disk: DiskFacts | None = None
     clock_ahead_ms: float | None = None
     archive: ArchiveFacts | None = None
     replicas: Mapping[PartitionId, ReplicaFacts] = field(default_factory=dict)
@@ -143,33 +143,37 @@ class StorageFacts:
 class PartitionFacts:
     """One partition: its state in ZooKeeper, and its owner's answers to a client.
 
-    `stamp_ahead_ms` is the time by which the commit stamp of the last transaction is in the future.
-    `unarchived_s` is the age of the oldest transaction that is not archived, 0 if all are archived;
-    None if it is unknown, or if the cluster archives nothing. `unarchived_bytes` is the approximate
-    size of these transactions, as the owner reports it. `archive_interval_ms` is the owner's
-    setting, 0 if it archives nothing or is unknown.
+    `commit_stamp_ahead_ms` is the time by which the commit stamp of the last transaction is in the
+    future. `oldest_unarchived_age_s` is the age of the oldest transaction that is not archived, 0
+    if all are archived; None if it is unknown, or if the cluster archives nothing.
+    `unarchived_bytes` is the approximate size of these transactions, as the owner reports it.
+    `archive_interval_ms` is the owner's setting, 0 if it archives nothing or is unknown.
     """
 
     metadata: PartitionMetadata | None = None
     marker: PartitionMarker | None = None
-    mark: TransactionId | None = None
-    mark_failure: str = ""
-    stamp_ahead_ms: float | None = None
-    unarchived_s: float | None = None
+    high_water_mark: TransactionId | None = None
+    high_water_mark_error: str = ""
+    commit_stamp_ahead_ms: float | None = None
+    oldest_unarchived_age_s: float | None = None
     unarchived_bytes: int | None = None
     archive_interval_ms: int = 0
 
     @property
-    def archived(self) -> ArchivedMark | None:
+    def archived_mark(self) -> ArchivedMark | None:
         """The archived mark of the partition in ZooKeeper."""
         return None if self.marker is None else self.marker.archived
 
     @property
     def unarchived_count(self) -> int | None:
         """The number of committed transactions that are not archived; None without a mark."""
-        if self.mark is None:
+        if self.high_water_mark is None:
             return None
-        return max(0, self.mark - (BEFORE_FIRST if self.archived is None else self.archived.last))
+        return max(
+            0,
+            self.high_water_mark
+            - (BEFORE_FIRST if self.archived_mark is None else self.archived_mark.last),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,12 +200,12 @@ class ClusterFacts:
     """The state of a cluster in ZooKeeper, and the answers of its processes."""
 
     partition_count: int
-    is_settled: bool
+    is_assignment_settled: bool
     owners: Mapping[PartitionId, Ownership]
     servers: Mapping[int, ServerFacts]
     storages: Mapping[ReplicaId, StorageFacts]
-    assigned: Mapping[PartitionId, tuple[ReplicaId, ...]]
-    groups: Mapping[ReplicaId, int]
+    assigned_replicas: Mapping[PartitionId, tuple[ReplicaId, ...]]
+    storage_groups: Mapping[ReplicaId, int]
     partitions: Mapping[PartitionId, PartitionFacts]
     cluster_key: str = "CLUSTER_KEY"
     name: str = "NAME"
@@ -209,12 +213,12 @@ class ClusterFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """All facts; if `cluster` is None, one of the three fields before it has the reason."""
+    """All facts; without a `cluster`, the field before it that is set has the reason."""
 
     connect: str
     zookeeper_servers: tuple[ZooKeeperServerFacts, ...] = ()
     zookeeper_failure: str = ""
     access_error: str = ""
-    is_no_cluster: bool = False
+    is_cluster_missing: bool = False
     cluster: ClusterFacts | None = None
     local: LocalFacts | None = None

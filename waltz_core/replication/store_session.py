@@ -32,7 +32,7 @@ from waltz_core.errors import (
     SessionFenced,
     UnknownPartition,
     WaltzError,
-    from_code,
+    error_from_code,
 )
 from waltz_core.machine import Report
 from waltz_core.records.record import PartitionId, ReplicaId, SessionId, TransactionId
@@ -587,7 +587,7 @@ class StoreSession:
     def _on_request_nacked(
         self, each: ReplicaSession, request: SessionRequest, nack: messages.Nack, now_ms: int
     ) -> None:
-        error = from_code(nack.error_code, nack.message)
+        error = error_from_code(nack.error_code, nack.message)
         reason = f"{type(error).__name__}: {nack.message}"
         promised = SessionId(nack.promised)
         is_bound = isinstance(error, SessionFenced)

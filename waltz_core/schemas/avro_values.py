@@ -27,7 +27,7 @@ from decimal import Decimal
 from typing import Any, Final, NamedTuple
 from uuid import UUID
 
-from waltz_core.config.settings import shown_names
+from waltz_core.config.settings import first_names_text
 from waltz_core.schemas.avro_schemas import DEFAULT, RENAMED, branch_name
 from waltz_core.schemas.strict_values import (
     Convert,
@@ -259,7 +259,7 @@ def _map(inner: Convert) -> Convert:
 def _enum(symbols: frozenset[str]) -> Convert:
     def convert(value: Any) -> str:  # noqa: ANN401
         if not isinstance(value, str) or value not in symbols:
-            raise mismatch_error(f"one of {shown_names(sorted(symbols), 10)}", value)
+            raise mismatch_error(f"one of {first_names_text(sorted(symbols), 10)}", value)
         return value
 
     return convert

@@ -16,7 +16,7 @@ import base64
 import binascii
 from typing import Any, Final, NamedTuple
 
-from waltz_core.config.settings import shown_names
+from waltz_core.config.settings import first_names_text
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.schemas.protobuf_values import MessageBuilder, MessageReader, MessageTypes
 from waltz_core.schemas.registered_schemas import RegisteredSchema
@@ -187,7 +187,7 @@ class ProtobufCodec:
             waiting += [(f"{full}.", each, (*path, at)) for at, each in enumerate(kind.nested_type)]
         raise BadConfig(
             f"schema {self._schema_id} has no message type {name!r}; it has "
-            f"{shown_names(sorted(known), 10)}"
+            f"{first_names_text(sorted(known), 10)}"
         )
 
 

@@ -28,7 +28,7 @@ from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from typing import Any, Final, NamedTuple
 
-from waltz_core.config.settings import shown_names
+from waltz_core.config.settings import first_names_text
 from waltz_core.schemas.strict_values import (
     Convert,
     binary,
@@ -146,7 +146,7 @@ def _enum_number(names: Mapping[int, str]) -> Convert:
         if isinstance(value, str) and value in numbers:
             return numbers[value]
         if not isinstance(value, int) or isinstance(value, bool):
-            raise mismatch_error(f"one of {shown_names(list(numbers), 10)}", value)
+            raise mismatch_error(f"one of {first_names_text(list(numbers), 10)}", value)
         return value
 
     return convert

@@ -31,7 +31,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from waltz_core.config.settings import shown_names
+from waltz_core.config.settings import first_names_text
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.tables.table_marks import MarkMap, StoredRules
 from waltz_core.user_functions import is_function_name, load_function
@@ -216,7 +216,7 @@ def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
 
 def _field(schema: pa.Schema, name: str) -> pa.Field:
     if schema.names.count(name) != 1:
-        shown = shown_names(schema.names, 20)
+        shown = first_names_text(schema.names, 20)
         raise BadConfig(
             f"expected exactly one column {name!r}, found the columns {shown}. Hint: declare the "
             "column, or correct its name in the key or in the condition for deletes."

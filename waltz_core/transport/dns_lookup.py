@@ -19,7 +19,7 @@ import threading
 from concurrent.futures import Future
 from typing import TypeAlias
 
-from waltz_core.config.host_names import check_host, is_numeric
+from waltz_core.config.host_names import check_host, is_ip_address
 
 Addresses: TypeAlias = list[str]
 
@@ -56,7 +56,7 @@ def begin_lookup(host: str) -> Future[Addresses]:
 
     The lookup fails with the same errors as `addresses_of`.
     """
-    if is_numeric(host):
+    if is_ip_address(host):
         found: Future[Addresses] = Future()
         found.set_result([host])
         return found

@@ -42,7 +42,7 @@ from typing import Any, Final, NoReturn
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.config.declarations import ServerConfig, StorageConfig, TlsConfig
 from waltz_core.config.host_names import is_loopback
-from waltz_core.config.settings import load
+from waltz_core.config.settings import load_config
 from waltz_core.errors import BadConfig
 from waltz_core.transport.admission.port_access import PortAccess
 from waltz_core.transport.admission.port_limits import network_of
@@ -387,7 +387,7 @@ def _read_settings(place: str) -> TlsConfig:
         return TlsConfig(tls=ON, tls_verify="nothing" if place == UNVERIFIED else "")
     if not place.endswith(".toml"):
         return TlsConfig(tls=ON, tls_authorities=place)
-    found = load(TlsConfig, path=place).config
+    found = load_config(TlsConfig, path=place).config
     folder = Path(place).parent
     names = {name: getattr(found, name) for name in _FILE_SETTINGS}
     paths = {name: str(folder / value) for name, value in names.items() if value}

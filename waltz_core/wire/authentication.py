@@ -8,7 +8,7 @@ listener accepts the token, or answers with an error and closes the connection. 
 from dataclasses import replace
 from typing import Final, TypeAlias
 
-from waltz_core.errors import Overloaded, RemoteProtocolError, WaltzError, from_code
+from waltz_core.errors import Overloaded, RemoteProtocolError, WaltzError, error_from_code
 from waltz_core.records.record import NO_SESSION, ClientId, Generation, PartitionId, ReqId
 from waltz_core.wire.admin_messages import (
     AdminFailure,
@@ -87,11 +87,11 @@ def error_in(answer: Message) -> WaltzError | None:
         case Authenticated() | SuccessResponse() | Done():
             return None
         case ErrorResponse() | Nack():
-            return from_code(
+            return error_from_code(
                 answer.error_code, answer.message, retry_after_ms=answer.retry_after_ms
             )
         case AdminRejected():
-            return from_code(answer.error_code, answer.text)
+            return error_from_code(answer.error_code, answer.text)
         case _:
             return RemoteProtocolError(
                 f"expected an answer to a token, found {type(answer).__name__}"

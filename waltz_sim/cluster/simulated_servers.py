@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.cluster.znodes.model import ArchivedMark
-from waltz_core.errors import Damaged, NotOwned, from_code
+from waltz_core.errors import Damaged, NotOwned, error_from_code
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.replication import session_events
@@ -463,7 +463,7 @@ class SimServer(Process):
         else:
             assert isinstance(message, Nack)
             first = TransactionId(message.first_available)
-            is_damage = isinstance(from_code(message.error_code, ""), Damaged)
+            is_damage = isinstance(error_from_code(message.error_code, ""), Damaged)
             code = message.error_code if is_damage else 0
             self.step(FetchFailed(token, message.message, first, code))
 

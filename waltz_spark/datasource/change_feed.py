@@ -25,7 +25,7 @@ import numpy.typing as npt
 import pyarrow as pa
 from pyspark.sql.types import StructType
 
-from waltz_core.config.settings import shown_names
+from waltz_core.config.settings import first_names_text
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.records.unpacking import Decode, Unpacker, columns_named
@@ -72,7 +72,7 @@ def _resolve_column(wanted: str, names: Sequence[str], option: str) -> str:
     found = columns_named(wanted, names)
     if len(found) != 1:
         raise BadConfig(
-            f"option {option!r}: expected columns of your schema ({shown_names(names, 20)}), "
+            f"option {option!r}: expected columns of your schema ({first_names_text(names, 20)}), "
             f"found {wanted!r}"
         )
     return found[0]

@@ -19,7 +19,7 @@ from pyspark.sql.datasource import (
 )
 from pyspark.sql.types import BinaryType, StringType, StructType
 
-from waltz_core.config.settings import shown_names
+from waltz_core.config.settings import first_names_text
 from waltz_core.errors import BadRequest, WaltzError
 from waltz_core.records.unpacking import columns_named
 from waltz_spark.option_table import Purpose
@@ -111,7 +111,7 @@ class WaltzDataSource(DataSource):
             )
         foreign = [field for field in schema.fields if field.name not in options.log_columns]
         if foreign and options.data_format is None:
-            names = shown_names([field.name for field in foreign], 5)
+            names = first_names_text([field.name for field in foreign], 5)
             raise BadRequest(
                 f"the schema has columns that the log does not have ({names}). Hint: to "
                 "unpack them from the payload, use option dataFormat=msgpack (or json)."

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from waltz_core.client import Encryption, WaltzClient
-from waltz_core.config.settings import shown_names
+from waltz_core.config.settings import first_names_text
 from waltz_core.errors import BadRequest
 from waltz_core.records import batches
 from waltz_core.records.record import PartitionId
@@ -308,7 +308,7 @@ def _check_answer(
     if not is_fit or len(set(rows)) != len(rows):
         raise _wrong_result_error(
             f"expected {name} to return distinct row numbers in column {ROW_COLUMN!r}, 0 to "
-            f"{count - 1}, found {shown_names(list(map(str, rows)), 20)}"
+            f"{count - 1}, found {first_names_text(list(map(str, rows)), 20)}"
         )
     fields = [part.with_nullable(nullable=True) for part in source.schema]
     try:

@@ -103,7 +103,7 @@ def world(monkeypatch):
     made = World()
     for module in (access_change, access_views, access_export):
         monkeypatch.setattr(module, "open_command_session", made.connected)
-    monkeypatch.setattr(access_change, "ACCESS_OFF_AFTER_S", 0.0)
+    monkeypatch.setattr(access_change, "ACCESS_OFF_WAIT_S", 0.0)
     return made
 
 
@@ -499,14 +499,14 @@ def test_a_server_without_zookeeper_is_not_overlooked(begun, monkeypatch):
     """Its session has ended, and it may still permit what was revoked."""
     begun.publish(4, 4)
     begun.run("grant", "etl", "read", "--timeout-s", "0")
-    read = access_change.read_applied
+    read = access_change.read_revision_use
 
     async def expired(coordinator, revision, known):
         begun.expire_server()
         return await read(coordinator, revision, known)
 
     with monkeypatch.context() as patched:
-        patched.setattr(access_change, "read_applied", expired)
+        patched.setattr(access_change, "read_revision_use", expired)
         begun.publish(4, 5)
         late = begun.run("revoke", "etl", "read", "--timeout-s", "0", code=1)
     assert (
@@ -567,7 +567,7 @@ def test_a_change_is_shown_although_zookeeper_is_lost_afterwards(begun, tmp_path
     async def lost(_coordinator, _revision, _known):
         raise CoordinatorUnavailable("zk:1 does not answer")
 
-    monkeypatch.setattr(access_change, "read_applied", lost)
+    monkeypatch.setattr(access_change, "read_revision_use", lost)
     for words in ((), ("--json",)):
         file = tmp_path / f"token{len(words)}"
         failed = begun.run("token", "create", "etl", "--file", file, *words, code=1)

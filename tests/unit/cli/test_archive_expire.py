@@ -2,7 +2,7 @@
 
 import pytest
 
-from waltz_core.cli.archive.archive_expire import bounds_of
+from waltz_core.cli.archive.archive_expire import parse_before
 from waltz_core.errors import BadConfig
 
 NOW_MS = 1_000_000
@@ -18,7 +18,7 @@ NOW_MS = 1_000_000
     ],
 )
 def test_an_id_or_a_time_is_a_bound(text: str, bounds: tuple[int, int]) -> None:
-    assert bounds_of(text, NOW_MS) == bounds
+    assert parse_before(text, NOW_MS) == bounds
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,4 @@ def test_an_id_or_a_time_is_a_bound(text: str, bounds: tuple[int, int]) -> None:
 )
 def test_other_bounds_are_rejected(text: str, reason: str) -> None:
     with pytest.raises(BadConfig, match=f"--before: {reason}"):
-        bounds_of(text, NOW_MS)
+        parse_before(text, NOW_MS)

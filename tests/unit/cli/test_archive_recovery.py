@@ -41,7 +41,7 @@ def find(archive, *, start=-1, last=29, starts=None, chains=None, url=None):
 
     log = RecoveredLog(PARTITION, start, last, chain_at, {A: start, **(starts or {})})
     recovery = ArchiveRecovery(archive.store.url if url is None else url, KEY, skipped.append)
-    return asyncio.run(recovery.mark_of(log)), skipped
+    return asyncio.run(recovery.find_archived_mark(log)), skipped
 
 
 @pytest.mark.parametrize("start", [-1, 9, 19, 29])
@@ -204,4 +204,4 @@ def test_the_error_of_a_storage_is_not_a_reason_to_use_an_older_manifest(archive
     log = RecoveredLog(PARTITION, -1, 29, chain_at, {A: -1})
     recovery = ArchiveRecovery(archive.store.url, KEY, lambda _: None)
     with pytest.raises(ChecksumMismatch):
-        asyncio.run(recovery.mark_of(log))
+        asyncio.run(recovery.find_archived_mark(log))

@@ -12,7 +12,7 @@ from tests.patience import HANG_S
 from waltz_core.archive.archive_check import ArchiveCheck
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.archive import archive_status, store_calls
-from waltz_core.cli.archive.archive_verify import _verify
+from waltz_core.cli.archive.archive_verify import _verify_partition
 from waltz_core.cli.output import print_result
 from waltz_core.cluster.znodes.model import ArchivedMark, MarkerState, PartitionMarker
 from waltz_core.errors import ArchiveUnavailable
@@ -37,7 +37,7 @@ class Case:
         return SimpleNamespace(marker=PartitionMarker(MarkerState.OPEN, 7, bytes(16), mark))
 
     def verify(self):
-        return asyncio.run(_verify(self, PARTITION, self.check, print_result))
+        return asyncio.run(_verify_partition(self, PARTITION, self.check, print_result))
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_a_check_that_is_interrupted_prints_where_to_continue(case, monkeypatch,
             return open_file(name)
 
         monkeypatch.setattr(case.store, "open", interrupted)
-        await _verify(case, PARTITION, case.check, print_result)
+        await _verify_partition(case, PARTITION, case.check, print_result)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
@@ -169,7 +169,7 @@ def hang_until_reported(monkeypatch):
         printed.set()
 
     monkeypatch.setattr(store_calls, "print_error", print_error)
-    monkeypatch.setattr(store_calls, "REPORT_S", 0.01)
+    monkeypatch.setattr(store_calls, "REPORT_INTERVAL_S", 0.01)
     return lambda: lines if printed.wait(HANG_S) else pytest.fail("nothing was printed")
 
 
@@ -196,7 +196,7 @@ def test_the_status_states_which_call_of_the_store_hangs(case, monkeypatch):
     wait, read = hang_until_reported(monkeypatch), case.store.read
     found = []
     monkeypatch.setattr(case.store, "read", lambda name: found.extend(wait()) or read(name))
-    entries = asyncio.run(archive_status._entries(case.store, case.marks[0]))
+    entries = asyncio.run(archive_status._read_objects(case.store, case.marks[0]))
     assert len(entries) == len(case.log.manifest.newest)
     assert f": reading manifest {case.log.name} and its pages" in found[0]
 
@@ -206,7 +206,7 @@ def test_an_interrupted_command_does_not_wait_for_the_store(monkeypatch):
 
     async def main():
         printed = asyncio.Event()
-        monkeypatch.setattr(store_calls, "REPORT_S", 0.01)
+        monkeypatch.setattr(store_calls, "REPORT_INTERVAL_S", 0.01)
         monkeypatch.setattr(store_calls, "print_error", lambda _: printed.set())
         call = store_calls.call_store("s3://b", is_over.wait, lambda: ("reading m", 0))
         async with asyncio.TaskGroup() as tasks:

@@ -238,11 +238,11 @@ def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, li
     saved = SavedManifest.read(store, log.name, log.crc)
     assert [each.last for each in log.lineage][:7] == [2, 3, 43, 50, 53, 54, 94]
     restoration = restore_command._Restoration(store, bytes(16), 9, limits, False, [])
-    end = restoration.end_of(PARTITION, PartitionBackup(60, 8, 1, saved))
+    end = restoration.restore_partition(PARTITION, PartitionBackup(60, 8, 1, saved))
     assert (None if end is None else end.last) == expected
     if end is not None:
         assert end.manifest.startswith(f"{UUID(int=0)}/{PARTITION}/manifests/")
-    assert restoration.end_of(0, PartitionBackup(-1, 8, 1, None)) is None
+    assert restoration.restore_partition(0, PartitionBackup(-1, 8, 1, None)) is None
 
 
 def test_a_failed_restoration_leaves_neither_a_cluster_nor_a_pin(tmp_path, monkeypatch, store):
@@ -338,7 +338,7 @@ def test_a_pin_that_another_restoration_may_need_remains(
     def pin_third(store, _backup, key):
         return [pin(store, bytes(16), key)]
 
-    monkeypatch.setattr(restore_command, "_pin", pin_third)
+    monkeypatch.setattr(restore_command, "_pin_objects", pin_third)
     zookeeper = MemoryZooKeeper(asyncio.Event)
     failed_restore(BACKUP, zookeeper, tmp_path, monkeypatch, store, *words)
     assert is_pinned(store, bytes(16)) is remains

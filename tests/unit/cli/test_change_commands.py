@@ -48,7 +48,7 @@ async def test_a_change_has_an_audit_entry_while_it_runs_and_afterwards(
 
 @on_virtual_loop
 async def test_a_created_cluster_has_an_audit_entry_of_its_creation(coordinator):
-    async with audit_change(coordinator, creates=True):
+    async with audit_change(coordinator, may_create_cluster=True):
         await coordinator.create_cluster(CLUSTER)
     assert await outcomes(coordinator) == [DONE]
 
@@ -57,7 +57,7 @@ async def test_a_created_cluster_has_an_audit_entry_of_its_creation(coordinator)
 async def test_an_audit_entry_does_not_recreate_a_deleted_cluster(coordinator):
     for creates in (False, True):
         await coordinator.create_cluster(CLUSTER)
-        async with audit_change(coordinator, creates=creates):
+        async with audit_change(coordinator, may_create_cluster=creates):
             await coordinator.delete_cluster(lambda _done, _count: None)
         with pytest.raises(errors.BadConfig, match="there is no cluster at /w"):
             await coordinator.read_cluster()

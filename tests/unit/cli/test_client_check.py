@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.patience import HANG_S
 from waltz_core.cli.client import client_check
-from waltz_core.cli.client.client_check import NumberedContext, data_of_id, errors_in_transaction
+from waltz_core.cli.client.client_check import NumberedContext, errors_in_transaction, expected_data
 from waltz_core.cli.main import main
 from waltz_core.memory_waltz import MemoryWaltz
 
@@ -45,7 +45,7 @@ def test_many_clients_under_one_lock_leave_a_log_that_is_valid(capsys, connected
         assert found["attempts"] > 24, "no append was ever refused: nothing was tested"
         assert found["ids"] == {"0": [0, 11], "1": [0, 11]}
         data = [[each.data for each in waltz.transactions(p)] for p in (0, 1)]
-        assert data == [[data_of_id(number) for number in range(12)]] * 2
+        assert data == [[expected_data(number) for number in range(12)]] * 2
 
 
 def test_lost_answers_change_nothing(capsys, connected):
@@ -58,7 +58,7 @@ def test_lost_answers_change_nothing(capsys, connected):
 def test_a_log_that_does_not_reject_conflicts_is_detected(capsys, connected, monkeypatch):
     def unlocked(context, builder):
         context.attempts += 1
-        builder.data = data_of_id(builder.client_high_water_mark + 1)
+        builder.data = expected_data(builder.client_high_water_mark + 1)
         return True
 
     monkeypatch.setattr(NumberedContext, "execute", unlocked)
@@ -117,6 +117,6 @@ def test_invalid_arguments_are_reported_in_one_sentence(capsys, connected, words
 
 @given(LARGE, st.sampled_from([0, 1, -7]), st.sampled_from([0, 1, -7]))
 def test_a_record_is_valid_with_the_next_id_and_that_id_as_data(number, gap, difference):
-    found = errors_in_transaction(7, number - 1 - gap, number, data_of_id(number + difference))
+    found = errors_in_transaction(7, number - 1 - gap, number, expected_data(number + difference))
     assert len(found) == (gap != 0) + (difference != 0)
     assert all(each.startswith(f"partition 7, transaction {number}: expected ") for each in found)

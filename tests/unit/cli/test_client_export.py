@@ -13,8 +13,8 @@ import pytest
 
 from tests.commands import run_command
 from waltz_core.cli.client import client_export
-from waltz_core.cli.client.client_export import _sink, _write_csv, _write_json
-from waltz_core.cli.client.payload_columns import schema_of
+from waltz_core.cli.client.client_export import _open_output, _write_csv, _write_json
+from waltz_core.cli.client.payload_columns import declared_schema
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 
@@ -92,7 +92,7 @@ def test_parquet_has_the_log_s_schema_and_row_groups_of_many_batches(monkeypatch
     found = pq.ParquetFile(sink)
     assert found.num_row_groups == 1
     assert found.read().to_pylist() == ROWS
-    monkeypatch.setattr(client_export, "GROUP_BYTES", 1)
+    monkeypatch.setattr(client_export, "ROW_GROUP_BYTES", 1)
     sink = io.BytesIO()
     assert client_export._write_parquet(log_reader(), sink) == 2
     assert pq.ParquetFile(sink).num_row_groups == 2
@@ -100,17 +100,17 @@ def test_parquet_has_the_log_s_schema_and_row_groups_of_many_batches(monkeypatch
 
 def test_a_file_is_complete_or_absent(tmp_path):
     output = tmp_path / "log.csv"
-    with pytest.raises(ZeroDivisionError), _sink(output) as sink:  # noqa: PT012
+    with pytest.raises(ZeroDivisionError), _open_output(output) as sink:  # noqa: PT012
         sink.write(b"a")
         raise ZeroDivisionError
     assert not list(tmp_path.iterdir())
-    with _sink(output) as sink:
+    with _open_output(output) as sink:
         sink.write(b"a")
         assert not output.exists()
     assert [each.name for each in tmp_path.iterdir()] == ["log.csv"]
     with (
         pytest.raises(BadConfig, match=r"--output .*log.csv/x cannot be written: Not a directory"),
-        _sink(output / "x"),
+        _open_output(output / "x"),
     ):
         pass
 
@@ -120,18 +120,18 @@ def test_an_output_that_is_no_file_is_not_replaced(tmp_path):
     os.mkfifo(output)
     with (
         pytest.raises(BadConfig, match="expected a regular file, found another kind"),
-        _sink(output),
+        _open_output(output),
     ):
         pass
     assert output.is_fifo()
 
 
 def test_columns_are_those_of_the_log_or_have_a_type():
-    assert schema_of(()) is None
-    found = schema_of(("transaction_id", "id:int64", "header:string"))
+    assert declared_schema(()) is None
+    found = declared_schema(("transaction_id", "id:int64", "header:string"))
     assert found.names == ["transaction_id", "id", "header"]
     assert found.field("id").type == pa.int64()
-    assert schema_of(["price:decimal(10,2)"]).field("price").type == pa.decimal128(10, 2)
+    assert declared_schema(["price:decimal(10,2)"]).field("price").type == pa.decimal128(10, 2)
 
 
 @pytest.mark.parametrize(

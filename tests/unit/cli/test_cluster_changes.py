@@ -7,7 +7,7 @@ from uuid import UUID
 import pytest
 
 from tests.commands import function_of
-from waltz_core.cli.change_commands import Command
+from waltz_core.cli.change_commands import ChangeCommand
 from waltz_core.cli.cluster import cluster_changes
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
@@ -39,7 +39,7 @@ async def run(subcommand, protocol, address_name="address", **words):
         words[address_name] = f"127.0.0.1:{listener.port}"
         try:
             result = await function_of(subcommand)(
-                Command(coordinator, Line()), admin_port=None, **words
+                ChangeCommand(coordinator, Line()), admin_port=None, **words
             )
         finally:
             stored = set((await coordinator.storages.read()).assignment.partitions)
@@ -68,7 +68,7 @@ def test_a_storage_that_does_not_run_replaces_no_other():
     async def take_over():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
         await coordinator.create_cluster(CLUSTER)
-        command = Command(coordinator, Line())
+        command = ChangeCommand(coordinator, Line())
         with pytest.raises(Unreachable, match=r"storage 127.0.0.1:2 does not answer; nothing"):
             await replace_storage(command, address=OLD, successor="127.0.0.1:2", admin_port=None)
         return set((await coordinator.storages.read()).assignment.partitions)
@@ -85,7 +85,7 @@ def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
         held = {OLD: (0, 1), empty: ()}
         await coordinator.create_cluster(replace(CLUSTER, storages=storages, assignment=held))
         words = {"address": empty, "successor": empty, "admin_port": None}
-        result = await replace_storage(Command(coordinator, Line()), **words)
+        result = await replace_storage(ChangeCommand(coordinator, Line()), **words)
         await listener.close()
         return result
 

@@ -1,13 +1,13 @@
 """The output of `check-connectivity` and `server list`."""
 
-from waltz_core.cli.cluster.cluster_connectivity import THIS_COMMAND, checks_by_server
-from waltz_core.cli.output import ranges_of
+from waltz_core.cli.cluster.cluster_connectivity import THIS_COMMAND, connection_checks_of_server
+from waltz_core.cli.output import ranges_of_numbers
 
 A, B, C = "a:1", "b:1", "c:1"
 
 
 def test_a_storage_that_a_server_does_not_know_yet_counts_as_unreachable():
-    found = checks_by_server("s:1", [A, B], {A: True, C: False})
+    found = connection_checks_of_server("s:1", [A, B], {A: True, C: False})
     assert [(each.origin, each.target, each.is_reached) for each in found] == [
         (THIS_COMMAND, "server s:1", True),
         ("server s:1", f"storage {A}", True),
@@ -18,6 +18,6 @@ def test_a_storage_that_a_server_does_not_know_yet_counts_as_unreachable():
 
 
 def test_numbers_are_printed_in_the_form_that_commands_accept():
-    assert ranges_of([]) == "-"
-    assert ranges_of([3]) == "3"
-    assert ranges_of([9, 0, 1, 2, 4, 5]) == "0-2,4-5,9"
+    assert ranges_of_numbers([]) == "-"
+    assert ranges_of_numbers([3]) == "3"
+    assert ranges_of_numbers([9, 0, 1, 2, 4, 5]) == "0-2,4-5,9"

@@ -10,7 +10,7 @@ import pytest
 from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli.cluster import cluster_disaster_recovery
-from waltz_core.cli.cluster.cluster_disaster_recovery import _chosen_replica
+from waltz_core.cli.cluster.cluster_disaster_recovery import _choose_replica
 from waltz_core.cluster.change.rebuilding import IDS_EPOCH_S, NO_IDS, MaximumIds, ReportedLog
 from waltz_core.cluster.membership.assignment import assign_partitions
 from waltz_core.cluster.znodes import access_node
@@ -47,15 +47,15 @@ def log(session=7, last=90, *, is_suspect=False, is_damaged=False):
     ],
 )
 def test_the_best_log_is_chosen(logs, expected):
-    assert _chosen_replica(None, 0, logs) == expected
+    assert _choose_replica(None, 0, logs) == expected
 
 
 def test_a_named_replica_is_chosen_if_it_answered():
-    assert _chosen_replica(B, 0, {A: log(), B: log(last=1)}) == B
+    assert _choose_replica(B, 0, {A: log(), B: log(last=1)}) == B
     with pytest.raises(BadConfig, match="did not answer as a replica"):
-        _chosen_replica(C, 0, {A: log()})
+        _choose_replica(C, 0, {A: log()})
     with pytest.raises(Unavailable, match="no replica answers"):
-        _chosen_replica(None, 0, {})
+        _choose_replica(None, 0, {})
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,14 @@ def test_accepting_is_rejected_with_a_trusted_quorum(logs, is_rolled_back, is_wa
     state = ReplicaState(NO_SESSION, BEFORE_FIRST) if is_waiting else ReplicaState(7, UNRESOLVED)
     metadata = PartitionMetadata(1, 8, dict.fromkeys((A, B, C), state))
     view = SimpleNamespace(metadata=metadata, marker=PartitionMarker(MarkerState.OPEN))
-    answered = SimpleNamespace(view=view, logs=logs, is_rolled_back=is_rolled_back)
+    answered = SimpleNamespace(
+        partition_view=view, logs=logs, is_zookeeper_rolled_back=is_rolled_back
+    )
     refusal = pytest.raises(
         BadRequest, match=r"nothing was changed: .* of 3 replicas have a trusted"
     )
     with refusal if is_refused else contextlib.nullcontext():
-        cluster_disaster_recovery._check_needed(0, answered)
+        cluster_disaster_recovery._check_is_needed(0, answered)
 
 
 class Died(Exception):
@@ -91,7 +93,7 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
     marked = []
 
     class Link:
-        async def set_mark(self, *_):
+        async def set_low_water_mark(self, *_):
             marked.append(A)
 
     class Coordinator:
@@ -102,9 +104,9 @@ def test_a_command_that_dies_at_zookeeper_has_marked_no_replica():
     metadata = SimpleNamespace(generation=1)
     answered = SimpleNamespace(
         session=cluster_disaster_recovery.ClaimedSession(8, bytes(16)),
-        view=SimpleNamespace(metadata=metadata, marker=None, versions=None),
+        partition_view=SimpleNamespace(metadata=metadata, marker=None, versions=None),
         prepared={A: None},
-        links={A: Link()},
+        connections={A: Link()},
         logs={A: log()},
     )
     command = SimpleNamespace(coordinator=Coordinator())
@@ -126,7 +128,7 @@ class Storage:
         fields = (bytes(16), 3, last, True, last, bytes(16), False, b"")
         return {each: Prepared(its.session_id, 1, each, *fields) for each, its in sessions.items()}
 
-    async def newest_ids(self, partition_id, session, prepared):
+    async def highest_ids(self, partition_id, session, prepared):
         if not self.is_readable:
             raise ReadFailed("record 1 cannot be read:")
         assert prepared.synced_max == len(self.ids) - 1
@@ -158,9 +160,9 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
         zookeeper = MemoryZooKeeper(asyncio.Event)
         command = SimpleNamespace(
             coordinator=zookeeper.coordinator("/a/w"),
-            note=notes.append,
-            wait_for=lambda *_: None,
-            carry_out=lambda _: asyncio.sleep(0),
+            note_step=notes.append,
+            report_wait=lambda *_: None,
+            carry_out_plan=lambda _: asyncio.sleep(0),
         )
         chosen = cluster_disaster_recovery.FormerCluster(
             name="w",
@@ -175,7 +177,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
             access_file=access_file,
         )
         # A server has registered as soon as there were nodes, and owns the partition.
-        make_nodes = cluster_disaster_recovery._make_nodes
+        make_nodes = cluster_disaster_recovery._create_znodes
 
         async def make_nodes_and_register(*its):
             await make_nodes(*its)
@@ -189,13 +191,13 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
             )
             zookeeper.apply([SetNode(node, after.to_bytes(), zookeeper.entry(node).version)], 0)
 
-        monkeypatch.setattr(cluster_disaster_recovery, "_make_nodes", make_nodes_and_register)
+        monkeypatch.setattr(cluster_disaster_recovery, "_create_znodes", make_nodes_and_register)
         for name in dies_at:
             with monkeypatch.context() as patch:
                 patch.setattr(cluster_disaster_recovery, name, die)
                 with pytest.raises(Died):
-                    await cluster_disaster_recovery._rebuild(command, chosen)
-        await cluster_disaster_recovery._rebuild(command, chosen)
+                    await cluster_disaster_recovery._rebuild_cluster(command, chosen)
+        await cluster_disaster_recovery._rebuild_cluster(command, chosen)
         replicas = await command.coordinator.read_replica_assignment()
         assert replicas.replicas_of(0) == (address,)
         assignment = PartitionAssignment.from_bytes(zookeeper.dump()["/a/w/serverDescriptors"])
@@ -204,8 +206,8 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
         ids = await coordinator.next_client_id(), await coordinator.issued_ids.next()
         return ids, assignment.servers[1][0], metadata.generation, notes
 
-    monkeypatch.setattr(cluster_disaster_recovery, "open_links", open_links)
-    monkeypatch.setattr(cluster_disaster_recovery, "url_of_archive", no_archive)
+    monkeypatch.setattr(cluster_disaster_recovery, "open_connections", open_links)
+    monkeypatch.setattr(cluster_disaster_recovery, "reported_archive_url", no_archive)
     monkeypatch.setattr(cluster_disaster_recovery.time, "time", lambda: now_s)
     return asyncio.run(scenario())
 
@@ -227,7 +229,7 @@ def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
     file.write_bytes(access_node.encode(Permissions(17, "ann", 5, bytes(32))))
     storage = Storage(MaximumIds(70, 5))
     *_, notes = rebuilt(
-        monkeypatch, storage, now_s=IDS_EPOCH_S + 9, dies_at=("_assign",), access_file=file
+        monkeypatch, storage, now_s=IDS_EPOCH_S + 9, dies_at=("_assign_replicas",), access_file=file
     )
     restored = [each for each in notes if "permissions" in each]
     expected = (
@@ -241,7 +243,7 @@ def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
         rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 9, access_file=file)
 
 
-DIED = ("_newest_ids", "_write_verdict", "_assign", "_assign")
+DIED = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign_replicas")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from tests.certificates import make
 from tests.unit.ops.test_diagnosis import ONE, A, B, healthy
 from waltz_core.cli.doctor import doctor_command
-from waltz_core.cli.doctor.doctor_probes import _ProbeCounter, gather_facts, mode_of
+from waltz_core.cli.doctor.doctor_probes import _ProbeCounter, gather_facts, zookeeper_mode
 from waltz_core.cli.main import main
 from waltz_core.ops.diagnosis import diagnose
 from waltz_core.ops.facts import Facts
@@ -22,7 +22,7 @@ CONNECT = "127.0.0.1:1/waltz/none"
 @pytest.fixture
 def gathered(monkeypatch, tmp_path):
     """Let the doctor receive these facts, one after the other; the last one stays."""
-    monkeypatch.setattr(doctor_command, "RECHECK_AFTER_S", 0.0)
+    monkeypatch.setattr(doctor_command, "RECHECK_INTERVAL_S", 0.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     facts = [healthy()]
@@ -117,10 +117,13 @@ def test_without_a_cluster_the_doctor_states_what_it_expects(gathered, capsys):
 
 
 def test_the_mode_of_a_zookeeper_server_is_read():
-    assert mode_of(b"Zookeeper version: 3.9\nMode: leader\nNode count: 5\n") == "leader"
-    assert mode_of(b"This ZooKeeper instance is not currently serving requests\n") == ""
-    assert mode_of(b"srvr is not executed because it is not in the whitelist.\n") == "not reported"
-    assert mode_of(b"") == ""
+    assert zookeeper_mode(b"Zookeeper version: 3.9\nMode: leader\nNode count: 5\n") == "leader"
+    assert zookeeper_mode(b"This ZooKeeper instance is not currently serving requests\n") == ""
+    assert (
+        zookeeper_mode(b"srvr is not executed because it is not in the whitelist.\n")
+        == "not reported"
+    )
+    assert zookeeper_mode(b"") == ""
 
 
 def test_a_silent_zookeeper_port_is_reported():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from waltz_core import errors
-from waltz_core.cli.http_pages import parse
+from waltz_core.cli.http_pages import parse_metrics
 from waltz_core.cli.main import main
 
 PAGE = """\
@@ -87,7 +87,7 @@ def test_a_missing_page_is_reported(capsys, address, sentence):
 
 @given(st.integers(0, 2**53) | st.floats(allow_nan=False))
 def test_a_number_is_read_as_it_was_written(number):
-    (sample,) = parse(f'name{{a="b"}} {number}\n', "x:1")
+    (sample,) = parse_metrics(f'name{{a="b"}} {number}\n', "x:1")
     assert sample == ("name", 'a="b"', number)
     if number == int(number) if abs(number) != float("inf") else False:
         assert isinstance(sample.value, int)
@@ -96,4 +96,4 @@ def test_a_number_is_read_as_it_was_written(number):
 @given(st.text(max_size=40))
 def test_any_text_is_a_page_or_is_rejected(text):
     with contextlib.suppress(errors.RemoteProtocolError):
-        assert all(isinstance(each.value, int | float) for each in parse(text, "x:1"))
+        assert all(isinstance(each.value, int | float) for each in parse_metrics(text, "x:1"))

@@ -67,7 +67,9 @@ def test_all_processes_of_a_cluster_get_tls_from_its_connect_string(tmp_path):
     again = LocalCluster(tmp_path)
     for cluster in (made, again):
         assert cluster.connect.endswith(f"/waltz/local?tls={tmp_path}/tls.toml")
-        assert all(cluster._values(each)["connect"] == cluster.connect for each in cluster.members)
+        assert all(
+            cluster._settings_of(each)["connect"] == cluster.connect for each in cluster.members
+        )
 
 
 def test_a_cluster_for_other_machines_is_made_on_purpose_only(tmp_path):
@@ -76,10 +78,10 @@ def test_a_cluster_for_other_machines_is_made_on_purpose_only(tmp_path):
     made = LocalCluster(tmp_path, host="127.0.0.1")
     made._load_or_create()
     made._release_ports()
-    assert made._values(made.member("server-1"))["insecure_network"] is False
+    assert made._settings_of(made.member("server-1"))["insecure_network"] is False
     made._load_state().host = "10.1.2.3"
     for name in ("server-1", "storage-1"):
-        values = made._values(made.member(name))
+        values = made._settings_of(made.member(name))
         assert (values["insecure_network"], values["http_host"]) == (True, "10.1.2.3")
 
 
@@ -87,7 +89,7 @@ def test_an_archive_is_kept_for_later_starts_and_does_not_change(tmp_path, monke
     def up(cluster, *_):
         cluster._load_or_create()
         cluster._release_ports()
-        cluster._keep_archive()
+        cluster._store_archive_url()
         return "started:1/w"
 
     monkeypatch.setattr(LocalCluster, "up", up)
@@ -100,8 +102,8 @@ def test_an_archive_is_kept_for_later_starts_and_does_not_change(tmp_path, monke
     assert main(words) == 0
     cluster = LocalCluster(tmp_path)
     storage, server = map(cluster.member, ("storage-1", "server-1"))
-    assert cluster._values(storage)["archive_url"] == url
-    assert cluster._values(server)["archive_interval_ms"] > 0
+    assert cluster._settings_of(storage)["archive_url"] == url
+    assert cluster._settings_of(server)["archive_interval_ms"] > 0
     assert main([*words, "--archive", f"{url}-2"]) == 1
     assert f"archive: the cluster in {tmp_path} uses {url}, which" in capsys.readouterr().err
 
@@ -120,8 +122,8 @@ def test_a_running_cluster_gets_no_archive(tmp_path, monkeypatch):
         match=r"storage and no server runs, but server-1 run\. "
         r"Hint:",
     ):
-        again._keep_archive()
-    assert "archive_url" not in again._values(again.member("storage-1"))
+        again._store_archive_url()
+    assert "archive_url" not in again._settings_of(again.member("storage-1"))
 
 
 def test_an_impossible_count_is_reported(capsys):

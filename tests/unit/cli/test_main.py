@@ -8,13 +8,13 @@ import pytest
 
 from tests.commands import is_subcommand, subcommands_of
 from waltz_core import __version__
-from waltz_core.cli.main import GROUPS, main
-from waltz_core.cli.subcommands import USAGE_ERROR
-from waltz_core.config import KINDS
+from waltz_core.cli.main import COMMAND_GROUPS, main
+from waltz_core.cli.subcommands import EXIT_USAGE_ERROR
+from waltz_core.config import CONFIG_TYPES_BY_KIND
 
 
 def test_without_arguments_five_commands_are_shown(capsys):
-    assert main([]) == USAGE_ERROR
+    assert main([]) == EXIT_USAGE_ERROR
     output = capsys.readouterr().out
     assert output.count("waltz-core ") >= 5
     assert "local up" in output
@@ -36,7 +36,7 @@ def test_a_verb_of_two_words_is_shown_under_its_first(capsys):
 
 
 def test_a_noun_without_verbs_is_run_and_not_explained(capsys):
-    assert main(["bench"]) == USAGE_ERROR
+    assert main(["bench"]) == EXIT_USAGE_ERROR
     assert "the following arguments are required: WORKLOAD" in capsys.readouterr().err
 
 
@@ -136,7 +136,7 @@ def test_the_logging_option_may_precede_a_command(tmp_path, capsys, logging_as_b
 
 
 def test_every_command_has_a_help_page(capsys):
-    for group in GROUPS:
+    for group in COMMAND_GROUPS:
         assert main([group, "--help"]) == 0
         for subcommand in () if is_subcommand(group) else subcommands_of(group):
             assert main([group, *subcommand.split(), "--help"]) == 0
@@ -148,7 +148,7 @@ def test_the_version_is_printed(capsys):
     assert capsys.readouterr().out == f"waltz-core {__version__}\n"
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("group", COMMAND_GROUPS)
 def test_every_argument_and_option_of_a_command_is_explained(group):
     unexplained = [
         f"{group} {name}: {each.name}"
@@ -162,12 +162,12 @@ def test_every_argument_and_option_of_a_command_is_explained(group):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("waltz-core ", set(GROUPS)),
+        ("waltz-core ", set(COMMAND_GROUPS)),
         ("waltz-core cl", {"client", "cluster"}),
         ("waltz-core cluster add", {"add-storage", "add-replica"}),
         ("waltz-core access token ", {"create", "revoke"}),
         ("waltz-core client read --", {"--partition", "--first", "--last", "--connect", "--json"}),
-        ("waltz-core config show ", set(KINDS)),
+        ("waltz-core config show ", set(CONFIG_TYPES_BY_KIND)),
     ],
 )
 def test_a_shell_completes_nouns_verbs_options_and_values(words, expected, capsys, monkeypatch):

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from waltz_core.cli import progress
-from waltz_core.cli.client.client_command import _print
+from waltz_core.cli.client.client_command import _print_transaction
 from waltz_core.cli.output import print_table, to_one_line
 from waltz_core.cli.progress import ProgressLine
 
@@ -107,5 +107,5 @@ def test_no_progress_is_written_to_a_file(capsys):
 )
 def test_data_is_one_line_without_control_characters(data, shown, capsys):
     assert to_one_line(data) == shown
-    _print(7, 1, data, as_json=False)
+    _print_transaction(7, 1, data, as_json=False)
     assert capsys.readouterr().out == f"7\t1\t{shown}\n"

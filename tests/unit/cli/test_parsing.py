@@ -3,8 +3,8 @@
 import pytest
 
 from waltz_core.cli import subcommands
-from waltz_core.cli.main import INTERRUPTED, main
-from waltz_core.cli.subcommands import USAGE_ERROR
+from waltz_core.cli.main import EXIT_INTERRUPTED, main
+from waltz_core.cli.subcommands import EXIT_USAGE_ERROR
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _no_cluster(monkeypatch):
     ],
 )
 def test_usage_errors_are_one_line_and_a_hint(capsys, words, sentence):
-    assert main(words.split()) == USAGE_ERROR
+    assert main(words.split()) == EXIT_USAGE_ERROR
     output = capsys.readouterr()
     assert sentence in output.err
     assert output.err.count("\n") == 2
@@ -55,4 +55,4 @@ def test_an_interrupt_while_a_noun_is_loaded_ends_without_a_traceback(monkeypatc
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subcommands, "import_module", interrupted)
-    assert main(["client", "watch"]) == INTERRUPTED
+    assert main(["client", "watch"]) == EXIT_INTERRUPTED

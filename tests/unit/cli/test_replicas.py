@@ -11,7 +11,7 @@ from waltz_core.cli.storage.owner_connection import (
     ClaimedSession,
     ExpectedCluster,
     OwnerConnection,
-    log_of,
+    reported_log,
 )
 from waltz_core.cluster.change.rebuilding import NO_IDS, MaximumIds
 from waltz_core.errors import RemoteProtocolError, SessionFenced
@@ -64,7 +64,7 @@ def test_an_unrequested_damage_report_is_not_mistaken_for_an_answer():
     assert [(type(each), each.partition_id) for each in link.sent] == [(Prepare, 2), (Prepare, 3)]
     done = ReplicaEnd(7, 1_000_000, 2, 20, b"c" * 16)
     link = Link([DAMAGE, done])
-    assert asked(link, lambda replica: replica.set_mark(2, SESSION, prepared())) is None
+    assert asked(link, lambda replica: replica.set_low_water_mark(2, SESSION, prepared())) is None
     assert [type(each) for each in link.sent] == [SetLowWaterMark]
 
 
@@ -75,13 +75,13 @@ def test_unexpected_answers_and_rejections_are_reported():
         asked(Link([SuccessResponse(7, 0, 2)]), lambda replica: replica.prepare({2: SESSION}))
     refusal = Nack(7, 1_000_000, 2, SessionFenced.code, 9, "a later one")
     with pytest.raises(SessionFenced, match="a:1: a later one"):
-        asked(Link([refusal]), lambda replica: replica.set_mark(2, SESSION, prepared()))
+        asked(Link([refusal]), lambda replica: replica.set_low_water_mark(2, SESSION, prepared()))
 
 
 def test_only_damage_above_the_mark_makes_a_log_untrusted():
-    assert not log_of(prepared(damaged=[(3, 4), (9, 10)])).is_damaged
-    assert log_of(prepared(damaged=[(3, 4), (9, 11)])).is_damaged
-    assert log_of(prepared()).rank == (6, 20)
+    assert not reported_log(prepared(damaged=[(3, 4), (9, 10)])).is_damaged
+    assert reported_log(prepared(damaged=[(3, 4), (9, 11)])).is_damaged
+    assert reported_log(prepared()).rank == (6, 20)
 
 
 def heads(first, *ids):
@@ -100,18 +100,18 @@ def ending(last, **changes):
 def test_the_newest_ids_are_the_greatest_of_the_last_records():
     issued = FIRST_ISSUED + 6  # by a server: the IDs of the two counters are apart
     link = Link([heads(0, (issued, 3), (70, 2))], [DAMAGE, heads(2, (8, 4))])
-    found = asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(2)))
+    found = asked(link, lambda replica: replica.highest_ids(2, SESSION, ending(2)))
     assert found == MaximumIds(70, 4, issued)
     assert [(each.first, each.last) for each in link.sent] == [(0, 2), (2, 2)]
     assert all(isinstance(each, RangeRaw) and not each.reader for each in link.sent)
     link = Link([heads(20_000, (9, 3))])
     with pytest.raises(IndexError):  # the test's link has no more answers
-        asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(30_000)))
+        asked(link, lambda replica: replica.highest_ids(2, SESSION, ending(30_000)))
     assert link.sent[0].first == 20_001
     link = Link([heads(26_000, (9, 3))])  # the log begins there: older records are in the archive
     with pytest.raises(IndexError):
-        asked(link, lambda replica: replica.newest_ids(2, SESSION, ending(30_000, start=25_999)))
+        asked(link, lambda replica: replica.highest_ids(2, SESSION, ending(30_000, start=25_999)))
     assert link.sent[0].first == 26_000
-    assert asked(Link(), lambda replica: replica.newest_ids(2, SESSION, ending(-1))) == NO_IDS
+    assert asked(Link(), lambda replica: replica.highest_ids(2, SESSION, ending(-1))) == NO_IDS
     with pytest.raises(RemoteProtocolError, match="unexpected message, RangeBytes"):
-        asked(Link([heads(0)]), lambda replica: replica.newest_ids(2, SESSION, ending(2)))
+        asked(Link([heads(0)]), lambda replica: replica.highest_ids(2, SESSION, ending(2)))

@@ -4,7 +4,11 @@ import struct
 
 import pytest
 
-from waltz_core.cli.storage.storage_views import _row, damaged_count, state_of
+from waltz_core.cli.storage.storage_views import (
+    _replica_row,
+    damaged_record_count,
+    replica_state_text,
+)
 from waltz_core.wire.admin_messages import ReplicaResponse
 
 LONG = 1 << 40  # more than an int32 has room for
@@ -30,10 +34,10 @@ def replica(**changed):
 
 
 def test_marks_of_any_length_are_shown_whole():
-    row = _row("a:1", replica())
+    row = _replica_row("a:1", replica())
     assert (row.low_water_mark, row.last) == (LONG, LONG + 9)
     assert (row.session, row.promised) == (LONG + 1, LONG + 2)
-    assert row.damaged == damaged_count(replica()) == 4
+    assert row.damaged == damaged_record_count(replica()) == 4
 
 
 @pytest.mark.parametrize(
@@ -47,4 +51,4 @@ def test_marks_of_any_length_are_shown_whole():
     ],
 )
 def test_the_state_of_a_replica_is_described(changed, state):
-    assert state_of(replica(**changed)) == state
+    assert replica_state_text(replica(**changed)) == state

@@ -25,9 +25,9 @@ DEFINITE = {
 }
 
 
-@pytest.mark.parametrize("code", sorted(errors.BY_CODE))
+@pytest.mark.parametrize("code", sorted(errors.ERROR_CLASSES_BY_CODE))
 def test_only_errors_before_submission_are_definite_failures(code):
-    kind = errors.BY_CODE[code]
+    kind = errors.ERROR_CLASSES_BY_CODE[code]
     assert (append_errors.outcome_code_of(kind("x")) is not None) is (kind in DEFINITE)
 
 

@@ -5,8 +5,14 @@ from dataclasses import fields
 
 import pytest
 
-from waltz_core.config import KINDS, ClientConfig, ServerConfig, StorageConfig, render_toml
-from waltz_core.config.settings import load, sample_toml
+from waltz_core.config import (
+    CONFIG_TYPES_BY_KIND,
+    ClientConfig,
+    ServerConfig,
+    StorageConfig,
+    render_toml,
+)
+from waltz_core.config.settings import load_config, sample_toml
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import FRAME_BYTES_MAX, RECORD_OVERHEAD_BYTES, TRANSACTION_BYTES_MAX
 
@@ -25,18 +31,18 @@ UNITS = (
 )
 
 
-@pytest.mark.parametrize("config_type", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("config_type", CONFIG_TYPES_BY_KIND.values(), ids=CONFIG_TYPES_BY_KIND)
 def test_the_sample_alone_is_a_configuration(config_type, tmp_path):
     path = tmp_path / "sample.toml"
     path.write_text(sample_toml(config_type))
-    loaded = load(config_type, path=path)
+    loaded = load_config(config_type, path=path)
     assert all(
         shown.origin == "default" or shown.name in ("connect", "directory")
-        for shown in loaded.shown()
+        for shown in loaded.effective_settings()
     )
 
 
-@pytest.mark.parametrize("config_type", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("config_type", CONFIG_TYPES_BY_KIND.values(), ids=CONFIG_TYPES_BY_KIND)
 def test_each_setting_has_a_sentence_bounds_and_a_unit(config_type):
     for each in fields(config_type):
         assert each.metadata["doc"].endswith("."), each.name
@@ -48,7 +54,7 @@ def test_each_setting_has_a_sentence_bounds_and_a_unit(config_type):
             )
 
 
-@pytest.mark.parametrize("config_type", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("config_type", CONFIG_TYPES_BY_KIND.values(), ids=CONFIG_TYPES_BY_KIND)
 def test_every_bound_of_a_setting_is_enforced(config_type):
     given = {
         each.name: each.metadata["example"]

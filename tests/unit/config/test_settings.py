@@ -6,7 +6,14 @@ from typing import ClassVar
 
 import pytest
 
-from waltz_core.config.settings import Config, ShownSetting, load, render, sample_toml, setting
+from waltz_core.config.settings import (
+    Config,
+    ShownSetting,
+    load_config,
+    render_settings,
+    sample_toml,
+    setting,
+)
 from waltz_core.errors import BadConfig
 
 
@@ -39,14 +46,14 @@ def write(tmp_path, text):
 
 def test_flag_beats_environment_beats_file_beats_default(tmp_path):
     path = write(tmp_path, 'name = "a"\nwater_ms = 1_001\nport = 1\n')
-    loaded = load(
+    loaded = load_config(
         PlantConfig,
         path=path,
         environment={"WALTZ_PLANT_WATER_MS": "1002", "WALTZ_PLANT_PORT": "2", "HOME": "/"},
         flags={"port": 3, "is_green": None},
     )
     assert loaded.config == PlantConfig(name="a", water_ms=1_002, port=3, is_green=True)
-    assert loaded.shown() == [
+    assert loaded.effective_settings() == [
         ShownSetting("name", "a", str(path)),
         ShownSetting("water_ms", 1_002, "environment WALTZ_PLANT_WATER_MS"),
         ShownSetting("port", 3, "flag --port"),
@@ -56,10 +63,10 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path):
 
 def test_a_general_connect_applies_to_every_kind_and_a_specific_one_wins():
     environment = {"WALTZ_CONNECT": "general", "WALTZ_CACTUS_NAME": "n"}
-    assert load(CactusConfig, environment=environment).config.connect == "general"
+    assert load_config(CactusConfig, environment=environment).config.connect == "general"
     environment["WALTZ_CACTUS_CONNECT"] = "own"
-    assert load(CactusConfig, environment=environment).config.connect == "own"
-    plant = load(PlantConfig, environment={**environment, "WALTZ_PLANT_NAME": "p"})
+    assert load_config(CactusConfig, environment=environment).config.connect == "own"
+    plant = load_config(PlantConfig, environment={**environment, "WALTZ_PLANT_NAME": "p"})
     assert plant.config.name == "p", "a kind without `connect` does not mind WALTZ_CONNECT"
 
 
@@ -67,19 +74,19 @@ def test_the_connect_of_a_file_overrides_the_general_one(tmp_path):
     """It is set in a shell for commands; a daemon started there must not join another cluster."""
     path = write(tmp_path, 'connect = "test"\nname = "n"\n')
     environment = {"WALTZ_CONNECT": "production"}
-    assert load(CactusConfig, path=path, environment=environment).config.connect == "test"
+    assert load_config(CactusConfig, path=path, environment=environment).config.connect == "test"
     environment["WALTZ_CACTUS_CONNECT"] = "own"
-    assert load(CactusConfig, path=path, environment=environment).config.connect == "own"
+    assert load_config(CactusConfig, path=path, environment=environment).config.connect == "own"
 
 
 def test_an_unknown_name_is_reported_with_the_nearest(tmp_path):
     path = write(tmp_path, 'name = "a"\nwater_msec = 5\n')
     with pytest.raises(BadConfig, match=r"plant\.toml: unknown .*'water_msec'.*mean 'water_ms'"):
-        load(PlantConfig, path=path)
+        load_config(PlantConfig, path=path)
     with pytest.raises(BadConfig, match=r"WALTZ_PLANT_PROT: unknown .*'prot'.*mean 'port'"):
-        load(PlantConfig, environment={"WALTZ_PLANT_PROT": "1"})
+        load_config(PlantConfig, environment={"WALTZ_PLANT_PROT": "1"})
     with pytest.raises(BadConfig, match="unknown setting 'zzz'; expected one of name, water_ms"):
-        load(PlantConfig, flags={"zzz": 1})
+        load_config(PlantConfig, flags={"zzz": 1})
 
 
 @pytest.mark.parametrize(
@@ -108,19 +115,19 @@ def test_an_unknown_name_is_reported_with_the_nearest(tmp_path):
 )
 def test_a_wrong_value_is_reported_with_its_place(tmp_path, text, message):
     with pytest.raises(BadConfig, match=message):
-        load(PlantConfig, path=write(tmp_path, text))
+        load_config(PlantConfig, path=write(tmp_path, text))
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(BadConfig, match=r"cannot read settings file .*nothing\.toml: No such file"):
-        load(PlantConfig, path=tmp_path / "nothing.toml")
+        load_config(PlantConfig, path=tmp_path / "nothing.toml")
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(BadConfig, match=r"bytes\.toml: expected a TOML file"):
-        load(PlantConfig, path=tmp_path / "bytes.toml")
+        load_config(PlantConfig, path=tmp_path / "bytes.toml")
 
 
 def test_texts_of_flags_and_environment_get_the_type_of_the_setting():
-    loaded = load(
+    loaded = load_config(
         PlantConfig,
         environment={"WALTZ_PLANT_IS_GREEN": "FALSE", "WALTZ_PLANT_WATER_MS": "2_500"},
         flags={"name": "17"},
@@ -137,15 +144,15 @@ def test_a_config_made_by_hand_is_checked_too():
 
 def test_rendered_settings_are_read_back(tmp_path):
     values = {"name": 'a "b" \\ c', "is_green": False, "port": 15_001, "water_ms": 1_500}
-    text = render(PlantConfig, values)
+    text = render_settings(PlantConfig, values)
     assert tomllib.loads(text) == values
-    assert load(PlantConfig, path=write(tmp_path, text)).config == PlantConfig(**values)
+    assert load_config(PlantConfig, path=write(tmp_path, text)).config == PlantConfig(**values)
     with pytest.raises(BadConfig, match="plant: unknown setting 'nam'; did you mean 'name'"):
-        render(PlantConfig, {"nam": "x"})
+        render_settings(PlantConfig, {"nam": "x"})
     with pytest.raises(BadConfig, match="control characters"):
-        render(PlantConfig, {"name": "a\nb"})
+        render_settings(PlantConfig, {"name": "a\nb"})
     with pytest.raises(BadConfig, match="plant, setting water_ms: expected 1000"):
-        render(PlantConfig, {"water_ms": 1})
+        render_settings(PlantConfig, {"water_ms": 1})
 
 
 def test_a_sample_is_complete_and_its_comments_are_the_defaults(tmp_path):
@@ -154,6 +161,6 @@ def test_a_sample_is_complete_and_its_comments_are_the_defaults(tmp_path):
     live = "\n".join(
         line.removeprefix("# ") if " = " in line else line for line in sample.splitlines()
     )
-    assert load(PlantConfig, path=write(tmp_path, live)).config == PlantConfig(name="fern")
+    assert load_config(PlantConfig, path=write(tmp_path, live)).config == PlantConfig(name="fern")
     assert "# How often. Too often: it drowns. [1_000..9_000]" in sample
     assert "# port = 15000" in sample

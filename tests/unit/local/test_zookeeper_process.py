@@ -11,15 +11,15 @@ from waltz_core.errors import BadConfig
 from waltz_core.local.zookeeper_process import (
     JAVA_OPTIONS,
     MAIN_CLASS,
-    command,
     find_java,
+    zookeeper_command,
     zookeeper_config,
 )
 
 
 def test_the_users_java_options_come_after_ours(monkeypatch):
     monkeypatch.setenv("SERVER_JVMFLAGS", "-Xmx1g '-Dzookeeper.some.path=/a b'")
-    line = command(Path("zoo.cfg"))
+    line = zookeeper_command(Path("zoo.cfg"))
     theirs = ["-Xmx1g", "-Dzookeeper.some.path=/a b"]
     assert line[1 : line.index("-cp")] == [*JAVA_OPTIONS, *theirs]
     assert line[-2:] == [MAIN_CLASS, "zoo.cfg"]
@@ -53,7 +53,7 @@ def test_a_directory_that_java_cannot_name_is_rejected():
 def test_java_names_files_as_python_does(given, passed_on):
     """Without a locale Python itself has chosen one, and passed it on to its children."""
     program = (
-        "from waltz_core.local.zookeeper_process import environment as of;"
+        "from waltz_core.local.zookeeper_process import java_environment as of;"
         "print(of().get('LC_ALL'), of().get('LC_CTYPE'))"
     )
     clean = {

@@ -19,17 +19,25 @@ def standing(case):
 def test_a_healthy_partition_has_no_problems(case):
     now = standing(case)
     assert now.owner.address == ONE
-    assert (now.is_served, now.is_open, now.is_state_lost, now.is_of_other_replicas) == (
-        *(True, True, False, False),
-    )
-    assert now.answering_replicas == now.engaged == [A, B, C]
-    assert (now.not_engaged, now.suspects, now.unknown, now.has_no_trusted_quorum) == (
+    assert (
+        now.is_served,
+        now.has_open_session,
+        now.is_metadata_lost,
+        now.has_outdated_session_replicas,
+    ) == (*(True, True, False, False),)
+    assert now.answering_replicas == now.engaged_replicas == [A, B, C]
+    assert (
+        now.not_engaged_replicas,
+        now.suspect_replicas,
+        now.replicas_of_unknown_state,
+        now.has_no_trusted_quorum,
+    ) == (
         [],
         [],
         [],
         False,
     )
-    assert (now.quorum, now.last_id) == (2, 90)
+    assert (now.quorum_size, now.last_id) == (2, 90)
 
 
 def test_only_an_answering_replica_counts_for_a_session(case):
@@ -38,15 +46,15 @@ def test_only_an_answering_replica_counts_for_a_session(case):
     case.storage(C, replicas={})  # it has reported nothing, and is assumed to be well
     now = standing(case)
     assert now.answering_replicas == [C]
-    assert now.unknown == [A, B]
+    assert now.replicas_of_unknown_state == [A, B]
 
 
 def test_a_quorum_may_be_trusted_while_replicas_are_unavailable(case):
-    case.server(1, served={0: False})
+    case.server(1, served_partitions={0: False})
     case.replica(A, is_suspect=True)
     assert not standing(case).has_no_trusted_quorum
     case.replica(B, is_suspect=True)
-    assert standing(case).suspects == [A, B]
+    assert standing(case).suspect_replicas == [A, B]
     assert standing(case).has_no_trusted_quorum
     case.storage(C, failure="refused", replicas={})
     assert not standing(
@@ -57,8 +65,8 @@ def test_a_quorum_may_be_trusted_while_replicas_are_unavailable(case):
 def test_only_replicas_of_the_newest_session_are_engaged(case):
     case.states({A: ENGAGED, B: ReplicaState(6, 50), SPARE: ENGAGED})
     now = standing(case)
-    assert now.engaged == [A, SPARE]
-    assert now.not_engaged == [B, C]
-    assert now.is_of_other_replicas
+    assert now.engaged_replicas == [A, SPARE]
+    assert now.not_engaged_replicas == [B, C]
+    assert now.has_outdated_session_replicas
     case.partition(metadata=PartitionMetadata())
-    assert standing(case).is_state_lost
+    assert standing(case).is_metadata_lost

@@ -15,21 +15,21 @@ from waltz_core.cluster.znodes.model import (
     ReplicaState,
 )
 from waltz_core.ops import diagnosis
-from waltz_core.ops.diagnosis import LAG_MAX, summary
+from waltz_core.ops.diagnosis import LAG_TRANSACTIONS_MAX, cluster_summary
 from waltz_core.ops.facts import (
     ArchiveFacts,
     ClusterFacts,
+    DiskFacts,
     Facts,
     LocalFacts,
     MemberFacts,
     PartitionFacts,
     ReplicaFacts,
     ServerFacts,
-    SpaceFacts,
     StorageFacts,
     ZooKeeperServerFacts,
 )
-from waltz_core.ops.findings import KINDS
+from waltz_core.ops.findings import FINDING_KINDS
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION
 
 A, B, C, SPARE = "10.0.0.1:5280", "10.0.0.2:5280", "10.0.0.3:5280", "10.0.0.4:5280"
@@ -37,7 +37,7 @@ ONE, TWO = "10.0.1.1:5180", "10.0.1.2:5180"
 NODES = ("zk1:2181", "zk2:2181", "zk3:2181")
 CONNECT = "zk1:2181,zk2:2181,zk3:2181/waltz/payments"
 ROOMY, OPEN, NEW = (
-    SpaceFacts(1 << 40, False),
+    DiskFacts(1 << 40, False),
     PartitionMarker(MarkerState.OPEN),
     PartitionMarker(MarkerState.NEW),
 )
@@ -56,29 +56,35 @@ def storage(address, partitions=(0, 1)):
     return StorageFacts(
         address,
         address.replace("5280", "5281"),
-        registered_id="aa",
+        registered_storage_id="aa",
         storage_id="aa",
-        space=ROOMY,
+        disk=ROOMY,
         clock_ahead_ms=3.0,
-        replicas={each: ReplicaFacts(last_session=7, last=90) for each in partitions},
+        replicas={each: ReplicaFacts(last_session_id=7, last_id=90) for each in partitions},
     )
 
 
 def partition():
     return PartitionFacts(
-        PartitionMetadata(1, 7, dict.fromkeys((A, B, C), ENGAGED)), OPEN, 90, stamp_ahead_ms=-5.0
+        PartitionMetadata(1, 7, dict.fromkeys((A, B, C), ENGAGED)),
+        OPEN,
+        90,
+        commit_stamp_ahead_ms=-5.0,
     )
 
 
 def healthy():
     cluster = ClusterFacts(
         partition_count=2,
-        is_settled=True,
+        is_assignment_settled=True,
         owners={0: Ownership(1, 4), 1: Ownership(2, 4)},
-        servers={1: ServerFacts(ONE, served={0: True}), 2: ServerFacts(TWO, served={1: True})},
+        servers={
+            1: ServerFacts(ONE, served_partitions={0: True}),
+            2: ServerFacts(TWO, served_partitions={1: True}),
+        },
         storages={each: storage(each) for each in (A, B, C)} | {SPARE: storage(SPARE, ())},
-        assigned={0: (A, B, C), 1: (A, B, C)},
-        groups={A: 0, B: 1, C: 2, SPARE: 2},
+        assigned_replicas={0: (A, B, C), 1: (A, B, C)},
+        storage_groups={A: 0, B: 1, C: 2, SPARE: 2},
         partitions={0: partition(), 1: partition()},
     )
     zookeepers = tuple(ZooKeeperServerFacts(each, mode="follower") for each in NODES)
@@ -122,7 +128,7 @@ class Case:
         self.facts = replace(self.facts, local=LocalFacts("here/.waltz", members))
 
     def found(self):
-        return [(each.name, each.about) for each in diagnose(self.facts)]
+        return [(each.name, each.subject) for each in diagnose(self.facts)]
 
     def the_only(self, name):
         (found,) = diagnose(self.facts)
@@ -137,7 +143,7 @@ def case():
 
 def test_a_healthy_cluster_has_no_findings(case):
     assert case.found() == []
-    assert summary(case.facts) == (
+    assert cluster_summary(case.facts) == (
         "2 servers, 4 storages, 2 partitions with 3 replicas each, 3 ZooKeeper servers"
     )
 
@@ -154,7 +160,7 @@ def test_without_zookeeper_only_that_is_reported(case):
     assert case.the_only("zookeeper-access-denied").command.endswith(
         f"--connect '{CONNECT}?auth=FILE'"
     )
-    case.facts = Facts(CONNECT, is_no_cluster=True)
+    case.facts = Facts(CONNECT, is_cluster_missing=True)
     assert case.the_only("no-cluster").sentence.startswith(
         f"there is no cluster at {CONNECT}. Hint: "
     )
@@ -197,14 +203,14 @@ def test_local_up_does_not_start_added_storages(case):
 
 
 def test_a_server_that_does_not_answer_is_reported(case):
-    case.server(1, failure="refused", served={})
+    case.server(1, failure="refused", served_partitions={})
     assert case.the_only("server-unavailable").command == (
         f"waltz-core cluster remove-server {ONE} --connect {CONNECT}"
     )
     case.server(1, is_silent=True)
     found = case.the_only("server-silent")
     assert found.command == "waltz-core server run --config server.toml"
-    case.cluster(servers={}, owners={}, is_settled=False)
+    case.cluster(servers={}, owners={}, is_assignment_settled=False)
     assert case.the_only("no-server").sentence.startswith("no server is registered")
 
 
@@ -212,7 +218,7 @@ def test_a_doctor_without_tls_reports_a_cluster_with_tls(case):
     """No process must be ended for it, and of partitions nothing is known."""
     mismatch = "expected plain TCP, found TLS"
     for number in (1, 2):
-        case.server(number, failure=mismatch, is_tls_mismatch=True, served={})
+        case.server(number, failure=mismatch, is_tls_mismatch=True, served_partitions={})
     for address in (A, B, C, SPARE):
         case.storage(address, failure=mismatch, is_tls_mismatch=True, replicas={})
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/zk")
@@ -225,7 +231,9 @@ def test_a_doctor_without_tls_reports_a_cluster_with_tls(case):
 
 def test_a_doctor_without_a_permitted_token_suggests_no_change_of_the_cluster(case):
     for number in (1, 2):
-        case.server(number, failure="token t1 of ann is revoked", is_denied=True, served={})
+        case.server(
+            number, failure="token t1 of ann is revoked", is_denied=True, served_partitions={}
+        )
     for address in (A, B):
         case.storage(address, failure="token t1 of ann is revoked", is_denied=True, replicas={})
     for address in (C, SPARE):
@@ -250,27 +258,27 @@ def test_a_storage_with_an_expired_certificate_is_reported(case):
 
 
 def test_an_assignment_without_the_running_servers_is_reported(case):
-    case.cluster(is_settled=False)
+    case.cluster(is_assignment_settled=False)
     assert f"the leader {ONE}" in case.the_only("assignment-stale").sentence
-    case.server(1, failure="connection refused", served={})
+    case.server(1, failure="connection refused", served_partitions={})
     assert [name for name, _ in case.found()] == ["server-unavailable"]
-    case.server(1, failure="", served={0: True})
-    case.cluster(is_settled=True, owners={1: Ownership(2, 4)})
-    case.server(1, served={})
+    case.server(1, failure="", served_partitions={0: True})
+    case.cluster(is_assignment_settled=True, owners={1: Ownership(2, 4)})
+    case.server(1, served_partitions={})
     assert case.the_only("partition-without-server").sentence == "partition 0 has no owner"
 
 
 def test_two_preferred_owners_of_one_partition_are_reported(case):
-    case.server(1, preferred=(0,))
+    case.server(1, preferred_partitions=(0,))
     assert case.found() == []
-    case.server(2, preferred=(0, 1))
+    case.server(2, preferred_partitions=(0, 1))
     found = case.the_only("preference-not-granted")
     assert f"{TWO} and {ONE} are both preferred owners; {ONE} owns the partition" in found.sentence
     assert found.command == f"waltz-core cluster unprefer 0 {TWO} --connect {CONNECT}"
 
 
 def test_a_storage_unreachable_for_one_server_is_reported_unless_it_is_for_all(case):
-    case.server(1, out_of_reach=(C,))
+    case.server(1, unreachable_storages=(C,))
     assert case.found() == [("storage-out-of-reach", f"{ONE} {C}")]
     case.storage(C, failure="refused", replicas={})
     assert case.found() == [("storage-unavailable", C)]
@@ -286,8 +294,8 @@ def test_a_storage_that_does_not_answer_is_reported(case):
         == "waltz-core storage run --config storage.toml"
     )
     case.storage(A, is_silent=True)
-    assert case.the_only("storage-silent").about == A
-    case.storage(A, registered_id=None)
+    assert case.the_only("storage-silent").subject == A
+    case.storage(A, registered_storage_id=None)
     assert "has never started" in case.the_only("storage-never-started").sentence
 
 
@@ -301,8 +309,8 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
     assert found.command == again
     # Nor is it ended for the sake of a quorum.
     case.storage(B, failure="refused", replicas={})
-    case.server(1, served={0: False})
-    case.server(2, served={1: False})
+    case.server(1, served_partitions={0: False})
+    case.server(2, served_partitions={1: False})
     assert {each.name for each in diagnose(case.facts)} == {"storage-starting", "no-quorum"}
     assert {each.command for each in diagnose(case.facts)} == {again}
     # From another machine this is unknown: to start it a second time does no harm.
@@ -313,7 +321,7 @@ def test_a_storage_that_is_only_starting_is_waited_for(case):
 
 def test_a_hanging_storage_is_ended_and_a_correct_port_is_kept(case):
     case.local(MemberFacts("storage-1", A, "up", 79))
-    case.storage(A, admin_failure="no answer within 3 s", other_admin=5281, is_hanging=True)
+    case.storage(A, admin_failure="no answer within 3 s", found_admin_port=5281, is_hanging=True)
     found = case.the_only("storage-unresponsive")
     assert "them (no answer within 3 s); its disk may hang." in found.sentence
     assert found.command == "kill -9 79; waltz-core local up --directory here/.waltz"
@@ -321,14 +329,14 @@ def test_a_hanging_storage_is_ended_and_a_correct_port_is_kept(case):
     case.replica(A, is_stuck=True)
     case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
     found = case.the_only("replica-stuck")
-    assert (found.about, found.command[:10]) == (f"0 {A}", "kill -9 79")
+    assert (found.subject, found.command[:10]) == (f"0 {A}", "kill -9 79")
 
 
 def test_no_command_deletes_a_log_that_is_being_opened(case):
-    case.replica(A, is_opening=True, last=-1, last_session=-1)
+    case.replica(A, is_opening=True, last_id=-1, last_session_id=-1)
     case.states({A: ReplicaState(6, 50), B: ENGAGED, C: ENGAGED})
     found = case.the_only("replica-opening")
-    assert (found.about, found.command) == (f"0 {A}", f"waltz-core doctor --connect {CONNECT}")
+    assert (found.subject, found.command) == (f"0 {A}", f"waltz-core doctor --connect {CONNECT}")
 
 
 def test_a_storage_with_another_identity_at_the_address_is_reported(case):
@@ -336,11 +344,11 @@ def test_a_storage_with_another_identity_at_the_address_is_reported(case):
     found = case.the_only("storage-id-mismatch")
     assert "but ZooKeeper has the ID aa for" in found.sentence
     assert found.command == f"waltz-core cluster replace-storage {A} {A} --connect {CONNECT}"
-    case.storage(A, is_of_cluster=False)
-    assert case.the_only("storage-cluster-mismatch").about == A
+    case.storage(A, belongs_to_cluster=False)
+    assert case.the_only("storage-cluster-mismatch").subject == A
     # It rejects all servers of this cluster; the network is not the cause.
-    case.server(1, out_of_reach=(A,))
-    assert case.the_only("storage-cluster-mismatch").about == A
+    case.server(1, unreachable_storages=(A,))
+    assert case.the_only("storage-cluster-mismatch").subject == A
 
 
 def test_an_admin_port_that_differs_from_zookeeper_is_reported(case):
@@ -348,16 +356,16 @@ def test_an_admin_port_that_differs_from_zookeeper_is_reported(case):
     assert case.the_only("admin-port-wrong").command == (
         f"waltz-core cluster set-admin-port {A} ADMIN_PORT --connect {CONNECT}"
     )
-    case.storage(A, other_admin=5299)
+    case.storage(A, found_admin_port=5299)
     assert f"set-admin-port {A} 5299" in case.the_only("admin-port-wrong").command
 
 
 def test_replicas_move_from_a_full_disk_to_one_with_space(case):
-    case.storage(A, space=SpaceFacts(5 << 20, True))
+    case.storage(A, disk=DiskFacts(5 << 20, True))
     found = case.the_only("disk-full")
     assert found.sentence.endswith("5 MiB are free, and the storage rejects appends")
     assert found.command == (f"waltz-core cluster move-replica 0-1 {A} {SPARE} --connect {CONNECT}")
-    case.storage(A, space=SpaceFacts(900 << 20, False))
+    case.storage(A, disk=DiskFacts(900 << 20, False))
     assert case.the_only("disk-nearly-full").sentence.endswith("900 MiB are free")
     for size_mib, free_mib, is_found in (
         (100_000, 4_999, True),  # a twentieth
@@ -365,15 +373,15 @@ def test_replicas_move_from_a_full_disk_to_one_with_space(case):
         (2_000, 255, True),  # the minimum
         (2_000, 256, False),
     ):
-        case.storage(A, space=SpaceFacts(free_mib << 20, False, size_mib << 20))
+        case.storage(A, disk=DiskFacts(free_mib << 20, False, size_mib << 20))
         assert (case.found() != []) == is_found
-    case.storage(A, space=SpaceFacts(900 << 20, False))
+    case.storage(A, disk=DiskFacts(900 << 20, False))
     case.storage(SPARE, failure="refused")
     assert ("disk-nearly-full", A) in case.found()
     assert any("cluster add-storage HOST:PORT" in each.command for each in diagnose(case.facts))
     # The full disk of a storage that holds nothing is no finding.
     case.facts = healthy()
-    case.storage(SPARE, space=SpaceFacts(0, True))
+    case.storage(SPARE, disk=DiskFacts(0, True))
     assert case.found() == []
 
 
@@ -383,7 +391,7 @@ def test_replicas_move_from_a_full_disk_to_one_with_space(case):
 )
 def test_a_disk_that_will_be_full_soon_is_reported(case, free_mib, mib_per_day, days):
     rate = None if mib_per_day is None else mib_per_day << 20
-    case.storage(A, space=SpaceFacts(free_mib << 20, False, 100_000 << 20, rate))
+    case.storage(A, disk=DiskFacts(free_mib << 20, False, 100_000 << 20, rate))
     if days is None:
         assert case.found() == []
         return
@@ -393,7 +401,7 @@ def test_a_disk_that_will_be_full_soon_is_reported(case, free_mib, mib_per_day, 
     )
     assert found.command.startswith("waltz-core cluster move-replica 0-1 ")
     # The nearer danger is the only finding.
-    case.storage(A, space=SpaceFacts(900 << 20, False, 100_000 << 20, rate))
+    case.storage(A, disk=DiskFacts(900 << 20, False, 100_000 << 20, rate))
     assert case.the_only("disk-nearly-full")
 
 
@@ -402,7 +410,7 @@ def test_clocks_that_differ_are_reported(case):
     found = case.the_only("storage-clock-skew")
     assert f"storage {A} is 4.2 s behind the clock of this" in found.sentence
     case.storage(A, clock_ahead_ms=None)
-    case.partition(stamp_ahead_ms=61_000.0)
+    case.partition(commit_stamp_ahead_ms=61_000.0)
     found = case.the_only("server-clock-skew")
     assert "61.0 s in the future, so the clock" in found.sentence
     assert ONE in found.sentence
@@ -414,9 +422,9 @@ def test_clocks_that_differ_are_reported(case):
 def test_a_replica_that_is_not_served_is_reported(case):
     at = f"--connect {CONNECT} --storage {B} --partition 0"
     for changed, name, command in (
-        ({"is_available": False}, "replica-offline", f"availability {at} --online true"),
-        ({"is_held": False}, "replica-not-held", f"add-partition {at}"),
-        ({"reason": "no slot"}, "replica-unreadable", f"re-seed {at}"),
+        ({"is_online": False}, "replica-offline", f"availability {at} --online true"),
+        ({"is_present": False}, "replica-not-held", f"add-partition {at}"),
+        ({"open_error": "no slot"}, "replica-unreadable", f"re-seed {at}"),
         ({"damaged_count": 3}, "replica-damaged", f"scrub {at}"),
     ):
         case.facts = healthy()
@@ -425,15 +433,15 @@ def test_a_replica_that_is_not_served_is_reported(case):
 
 
 def test_files_of_a_partition_that_is_assigned_elsewhere_are_reported(case):
-    case.replica(SPARE, last=90, last_session=6)
+    case.replica(SPARE, last_id=90, last_session_id=6)
     remove = f"waltz-core storage remove-partition --connect {CONNECT} --storage {SPARE}"
     assert case.the_only("replica-left-over").command == f"{remove} --partition 0 --delete-files"
     # One finding and one command for all that a storage has left over.
-    case.replica(SPARE, number=1, last=90, last_session=6)
+    case.replica(SPARE, number=1, last_id=90, last_session_id=6)
     found = case.the_only("replica-left-over")
-    assert (found.about, found.partition) == (SPARE, None)
+    assert (found.subject, found.partition) == (SPARE, None)
     assert found.command == f"{remove} --partition 0-1 --delete-files"
-    case.storage(SPARE, replicas={0: ReplicaFacts(last=90, last_session=6)})
+    case.storage(SPARE, replicas={0: ReplicaFacts(last_id=90, last_session_id=6)})
     # Until its owner has left it out, it is on its way.
     case.states({A: ENGAGED, B: ENGAGED, C: ENGAGED, SPARE: ENGAGED})
     assert case.found() == [("session-replicas-outdated", "0")]
@@ -442,23 +450,23 @@ def test_files_of_a_partition_that_is_assigned_elsewhere_are_reported(case):
 @pytest.mark.parametrize(
     "doubt",
     [
-        lambda case: case.server(1, served={0: False}),
+        lambda case: case.server(1, served_partitions={0: False}),
         lambda case: case.states({A: ENGAGED, B: ENGAGED, C: ReplicaState(6, 50)}),
         lambda case: case.partition(metadata=PartitionMetadata()),
-        lambda case: case.cluster(assigned={0: (), 1: (A, B, C)}),
-        lambda case: case.replica(SPARE, last=91),  # ZooKeeper's data is older than this log
-        lambda case: case.replica(SPARE, last_session=8),
+        lambda case: case.cluster(assigned_replicas={0: (), 1: (A, B, C)}),
+        lambda case: case.replica(SPARE, last_id=91),  # ZooKeeper's data is older than this log
+        lambda case: case.replica(SPARE, last_session_id=8),
     ],
 )
 def test_no_command_deletes_records_that_others_may_lack(case, doubt):
-    case.replica(SPARE, last=90, last_session=6)
+    case.replica(SPARE, last_id=90, last_session_id=6)
     doubt(case)
     assert [each.name for each in diagnose(case.facts) if "--delete-files" in each.command] == []
 
 
 def test_a_replica_that_is_not_in_sync_is_reported(case):
     case.states({A: ENGAGED, B: ENGAGED, C: ReplicaState(6, 50)})
-    case.replica(C, last=50)
+    case.replica(C, last_id=50)
     found = case.the_only("replica-not-engaged")
     assert found.sentence.endswith("its log ends at transaction 50")
     assert "--online false && waltz-core storage availability" in found.command
@@ -467,11 +475,11 @@ def test_a_replica_that_is_not_in_sync_is_reported(case):
 
 
 def test_a_replica_that_lags_is_reported(case):
-    case.replica(A, last=91 + LAG_MAX)
-    case.replica(B, last=91 + LAG_MAX)
+    case.replica(A, last_id=91 + LAG_TRANSACTIONS_MAX)
+    case.replica(B, last_id=91 + LAG_TRANSACTIONS_MAX)
     found = case.the_only("replica-lagging")
-    assert found.about == f"0 {C}"
-    assert f"{LAG_MAX + 1} transactions, because" in found.sentence
+    assert found.subject == f"0 {C}"
+    assert f"{LAG_TRANSACTIONS_MAX + 1} transactions, because" in found.sentence
     assert f"move-replica 0 {C} {SPARE}" in found.command
 
 
@@ -479,14 +487,14 @@ def test_one_suspect_replica_is_repaired_and_a_suspect_quorum_needs_a_decision(c
     case.replica(A, is_suspect=True)
     assert case.found() == [("replica-suspect", f"0 {A}")]
     case.replica(B, is_suspect=True)
-    case.server(1, served={0: False})
+    case.server(1, served_partitions={0: False})
     found = case.the_only("no-trusted-quorum")
     assert "only 1 of 3 replicas have a trusted log" in found.sentence
     assert found.command == f"waltz-core cluster accept-replicas 0 --connect {CONNECT}"
 
 
 def test_a_missing_voter_that_may_return_needs_no_accept_replicas(case):
-    case.server(1, served={0: False})
+    case.server(1, served_partitions={0: False})
     case.replica(A, is_suspect=True)
     case.storage(B, failure="refused", replicas={})
     names = [each.name for each in diagnose(case.facts)]
@@ -499,8 +507,8 @@ def test_a_missing_voter_that_may_return_needs_no_accept_replicas(case):
 def test_a_lost_quorum_is_reported_for_every_cause(case):
     for address in (A, B):
         case.storage(address, failure="refused", replicas={})
-    case.server(1, served={0: False})
-    case.server(2, served={1: False})
+    case.server(1, served_partitions={0: False})
+    case.server(2, served_partitions={1: False})
     assert case.found() == [
         ("storage-unavailable", A),
         ("storage-unavailable", B),
@@ -517,9 +525,9 @@ def test_no_healthy_storage_is_stopped_for_a_quorum(case):
         MemberFacts(f"storage-{at}", each, "up", 77 + at) for at, each in enumerate((A, B, C))
     ]
     case.local(*members)
-    case.server(1, served={0: False})
-    case.replica(A, is_available=False)
-    case.replica(B, is_available=False)
+    case.server(1, served_partitions={0: False})
+    case.replica(A, is_online=False)
+    case.replica(B, is_online=False)
     assert [each.name for each in diagnose(case.facts)] == [
         "replica-offline",
         "replica-offline",
@@ -532,56 +540,59 @@ def test_no_healthy_storage_is_stopped_for_a_quorum(case):
 
 
 def test_a_session_that_is_not_open_despite_a_quorum_is_reported(case):
-    case.server(1, served={0: False})
+    case.server(1, served_partitions={0: False})
     assert case.the_only("session-not-open").command == (
         f"waltz-core cluster prefer 0 {TWO} --connect {CONNECT}"
     )
-    case.server(2, failure="refused", served={})
+    case.server(2, failure="refused", served_partitions={})
     opened = next(each for each in diagnose(case.facts) if each.name == "session-not-open")
     assert opened.command == "waltz-core server run --config server.toml"
 
 
 def test_a_partition_that_was_never_opened_is_reported(case):
-    case.server(1, served={0: False})
+    case.server(1, served_partitions={0: False})
     case.partition(metadata=None, marker=NEW)
-    assert case.the_only("never-opened").about == "0"
+    assert case.the_only("never-opened").subject == "0"
 
 
 def test_a_partition_served_by_another_server_than_its_owner_is_reported(case):
-    case.server(1, served={})
-    assert case.the_only("partition-not-served").about == "0"
-    case.server(1, served={0: True})
-    case.server(2, served={0: True, 1: True})
+    case.server(1, served_partitions={})
+    assert case.the_only("partition-not-served").subject == "0"
+    case.server(1, served_partitions={0: True})
+    case.server(2, served_partitions={0: True, 1: True})
     found = case.the_only("partition-served-by-another")
     assert f"server {TWO} answers requests for it, but {ONE} owns it." in found.sentence
 
 
 def test_a_session_with_other_replicas_and_a_missing_mark_are_reported(case):
     case.states({A: ENGAGED, B: ENGAGED})
-    case.partition(mark=None, mark_failure="no answer")
+    case.partition(high_water_mark=None, high_water_mark_error="no answer")
     assert case.found() == [("session-replicas-outdated", "0"), ("high-water-mark-unknown", "0")]
 
 
 def test_replicas_that_are_too_few_or_in_the_wrong_groups_are_reported(case):
-    case.cluster(assigned={0: (A, B), 1: (A, B, C)}, groups=dict.fromkeys((A, B, C, SPARE), 0))
+    case.cluster(
+        assigned_replicas={0: (A, B), 1: (A, B, C)},
+        storage_groups=dict.fromkeys((A, B, C, SPARE), 0),
+    )
     case.states({A: ENGAGED, B: ENGAGED})
-    case.storage(C, replicas={1: ReplicaFacts(last=90)})
+    case.storage(C, replicas={1: ReplicaFacts(last_id=90)})
     assert case.the_only("too-few-replicas").command == (
         f"waltz-core cluster auto-assign --replicas 3 --connect {CONNECT}"
     )
     case.facts = healthy()
-    case.cluster(groups={A: 0, B: 0, C: 2, SPARE: 3})
+    case.cluster(storage_groups={A: 0, B: 0, C: 2, SPARE: 3})
     assert case.found() == [("replicas-share-group", "0"), ("replicas-share-group", "1")]
     assert {each.command for each in diagnose(case.facts)} == {
         f"waltz-core cluster auto-assign --connect {CONNECT}"
     }
     # If the only storage of a group is full, its replicas would return to it.
-    case.storage(SPARE, space=SpaceFacts(5 << 20, True))
+    case.storage(SPARE, disk=DiskFacts(5 << 20, True))
     assert {each.command for each in diagnose(case.facts)} == {
         f"waltz-core cluster add-storage HOST:PORT --group 3 --connect {CONNECT}"
     }
     case.facts = healthy()
-    case.cluster(assigned={0: (), 1: ()})
+    case.cluster(assigned_replicas={0: (), 1: ()})
     for address in (A, B, C):
         case.storage(address, replicas={})
     assert case.found() == [("no-replicas", "0"), ("no-replicas", "1")]
@@ -618,16 +629,16 @@ def test_an_interrupted_rebuild_continues(case):
     case.cluster(cluster_key=KEY, name="pay")
     case.states(dict.fromkeys((A, B, C), ReplicaState(NO_SESSION, BEFORE_FIRST)))
     found = case.the_only("rebuilding-unfinished")
-    assert found.about == "0"
+    assert found.subject == "0"
     assert found.command == REBUILD.replace("--replicas 3", "--replicas COUNT")
     # It is reported also while nothing is assigned, as when the command has just made the nodes.
-    case.cluster(assigned={0: (), 1: (A, B, C)})
-    case.storage(A, replicas={1: ReplicaFacts(last_session=7, last=90)})
+    case.cluster(assigned_replicas={0: (), 1: (A, B, C)})
+    case.storage(A, replicas={1: ReplicaFacts(last_session_id=7, last_id=90)})
     assert " --replicas COUNT --storage " in case.the_only("rebuilding-unfinished").command
 
 
 def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_again(case):
-    case.facts = Facts(CONNECT, is_no_cluster=True)
+    case.facts = Facts(CONNECT, is_cluster_missing=True)
     case.local(
         MemberFacts("zookeeper", NODES[0], "up", 78), MemberFacts("storage-1", A, "up", 79, 5281)
     )
@@ -644,27 +655,27 @@ def test_a_cluster_on_this_machine_that_zookeeper_has_lost_is_not_created_again(
 
 
 def test_findings_come_in_the_order_of_the_table(case):
-    case.replica(A, is_available=False)
+    case.replica(A, is_online=False)
     case.node(failure="refused")
-    case.server(2, failure="refused", served={})
+    case.server(2, failure="refused", served_partitions={})
     names = [each.name for each in diagnose(case.facts)]
-    assert names == sorted(names, key=list(KINDS).index)
+    assert names == sorted(names, key=list(FINDING_KINDS).index)
     assert len(names) == 3
 
 
 def test_a_connect_string_is_quoted_for_a_shell(case):
     case.facts = replace(case.facts, connect=f"{CONNECT}?auth=/etc/my file")
-    case.server(1, failure="refused", served={})
+    case.server(1, failure="refused", served_partitions={})
     assert case.the_only("server-unavailable").command.endswith(f"'{CONNECT}?auth=/etc/my file'")
 
 
 def test_a_server_that_others_cannot_connect_to_is_reported():
     case = Case()
-    case.server(2, is_left_out=True, unreachable=(f"{ONE}: refused",))
+    case.server(2, is_excluded_as_unreachable=True, connection_errors=(f"{ONE}: refused",))
     found = case.the_only("server-unreachable")
-    assert found.about == TWO
+    assert found.subject == TWO
     assert f"cannot connect to it ({ONE}: refused)." in found.sentence
-    case.server(2, unreachable=())
+    case.server(2, connection_errors=())
     assert "none has connected to it yet" in case.the_only("server-unreachable").sentence
 
 
@@ -673,8 +684,8 @@ def test_a_server_that_others_cannot_connect_to_is_reported():
 
 def test_a_storage_that_answers_appends_much_later_than_the_others_is_reported(case):
     usual = {B: (30, 2_000), C: (30, 3_000)}
-    case.server(1, append_times={A: (30, 180_000), **usual})
-    case.server(2, append_times={A: (10, 100_000)})
+    case.server(1, append_latencies={A: (30, 180_000), **usual})
+    case.server(2, append_latencies={A: (10, 100_000)})
     assert case.the_only("storage-slow").sentence.startswith(
         f"storage {A} takes 160 ms to answer an append, 64 times as long as the other "
         "storages. Hint: "
@@ -686,8 +697,8 @@ def test_a_storage_that_answers_appends_much_later_than_the_others_is_reported(c
         {A: (30, 180_000), B: (30, 60_000), C: (30, 40_000)},
         usual,
     ):
-        case.server(1, append_times=times)
-        case.server(2, append_times={})
+        case.server(1, append_latencies=times)
+        case.server(2, append_latencies={})
         assert case.found() == []
 
 
@@ -711,7 +722,10 @@ def archive():
         case.storage(address, archive=ArchiveFacts(URL, 600_000))
     for number in (0, 1):
         case.partition(
-            number, marker=archived(90), unarchived_s=0.0, archive_interval_ms=INTERVAL_MS
+            number,
+            marker=archived(90),
+            oldest_unarchived_age_s=0.0,
+            archive_interval_ms=INTERVAL_MS,
         )
     assert case.found() == []
     return case
@@ -762,7 +776,7 @@ def test_storages_without_the_archive_of_the_cluster_are_reported(archive):
 
 def test_an_archive_that_cannot_be_written_is_reported(archive):
     failed = ArchiveFacts(URL, 600_000, 1, "archive: cannot write x: ACCESS_DENIED")
-    archive.partition(0, unarchived_s=1.0, marker=archived(89))
+    archive.partition(0, oldest_unarchived_age_s=1.0, marker=archived(89))
     archive.storage(A, archive=failed)
     assert archive.found() == []  # A throttled request is no finding.
     archive.storage(A, archive=replace(failed, failure_count=2))
@@ -770,7 +784,7 @@ def test_an_archive_that_cannot_be_written_is_reported(archive):
     assert "2 times in a row: archive: cannot write x: ACCESS_DENIED. Hint" in found.sentence
     assert found.command == f"waltz-core archive status --connect {CONNECT}"
     # That the archive lags is a consequence, also of a single failure of each storage.
-    archive.partition(0, unarchived_s=100 * HOUR_S)
+    archive.partition(0, oldest_unarchived_age_s=100 * HOUR_S)
     assert archive.the_only("archive-unavailable")
     archive.storage(A, archive=failed)
     archive.storage(B, archive=replace(failed, error="archive: cannot write y: ACCESS_DENIED"))
@@ -778,19 +792,19 @@ def test_an_archive_that_cannot_be_written_is_reported(archive):
     assert f"storages {A}, {B} could not write to the archive 1 times" in found.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 600_000))
     # Another storage has archived everything meanwhile.
-    archive.partition(0, unarchived_s=0.0, marker=archived(90))
+    archive.partition(0, oldest_unarchived_age_s=0.0, marker=archived(90))
     assert archive.found() == []
 
 
 def test_a_damaged_file_of_the_archive_is_reported(archive):
     failed = ArchiveFacts(URL, 600_000, 1, "object 7: expected CRC 1, found 2", is_damaged=True)
     archive.storage(A, archive=failed)
-    archive.partition(0, unarchived_s=1.0, marker=archived(89))
+    archive.partition(0, oldest_unarchived_age_s=1.0, marker=archived(89))
     found = archive.the_only("archive-damaged")
     assert "missing or corrupt (object 7: expected CRC 1, found 2). Hint:" in found.sentence
     assert found.command == f"waltz-core archive verify --repair --connect {CONNECT}"
     # One that a read has found stays, also when everything is archived.
-    archive.partition(0, unarchived_s=0.0, marker=archived(90))
+    archive.partition(0, oldest_unarchived_age_s=0.0, marker=archived(90))
     damaged = ArchiveFacts(URL, 600_000, read_damage="object 8: bad")
     archive.storage(A, archive=damaged)
     assert "object 8: bad" in archive.the_only("archive-damaged").sentence
@@ -802,23 +816,25 @@ def test_a_damaged_file_of_the_archive_is_reported(archive):
 
 
 def test_an_archive_that_lags_is_reported(archive):
-    archive.partition(0, marker=archived(20), unarchived_s=HOUR_S + 1_210)
+    archive.partition(0, marker=archived(20), oldest_unarchived_age_s=HOUR_S + 1_210)
     assert archive.found() == []
-    archive.partition(0, unarchived_s=HOUR_S + 1_211)
+    archive.partition(0, oldest_unarchived_age_s=HOUR_S + 1_211)
     found = archive.the_only("archive-lagging")
     assert "partition 0: 70 committed transactions are not archived" in found.sentence
     assert "the oldest was committed 1.3 h ago." in found.sentence
     archive.storage(B, archive=ArchiveFacts(URL, 3_600_000))
     assert archive.found() == []  # with a greater `archive_age_ms`
     # A partition of which nothing is archived yet.
-    archive.partition(1, marker=OPEN, unarchived_s=4 * HOUR_S)
+    archive.partition(1, marker=OPEN, oldest_unarchived_age_s=4 * HOUR_S)
     assert "partition 1: 91 committed" in archive.the_only("archive-lagging").sentence
-    archive.partition(1, unarchived_s=None)
+    archive.partition(1, oldest_unarchived_age_s=None)
     assert archive.found() == []  # rule 2
 
 
 def test_an_archive_that_is_turned_off_does_not_lag(archive):
-    archive.partition(0, marker=archived(20), unarchived_s=100 * HOUR_S, archive_interval_ms=0)
+    archive.partition(
+        0, marker=archived(20), oldest_unarchived_age_s=100 * HOUR_S, archive_interval_ms=0
+    )
     assert archive.the_only("archive-lagging"), "another owner archives"
     archive.partition(1, archive_interval_ms=0)
     assert archive.found() == []
@@ -826,12 +842,12 @@ def test_an_archive_that_is_turned_off_does_not_lag(archive):
 
 def test_an_archive_without_an_interval_is_reported(archive):
     for number in (0, 1):
-        archive.partition(number, marker=OPEN, unarchived_s=None)
+        archive.partition(number, marker=OPEN, oldest_unarchived_age_s=None)
     found = archive.the_only("archive-idle")
     assert found.command == (
         "waltz-core server run --config server.toml --archive-interval-ms 10000"
     )
     assert "set archive_interval_ms in the settings of the servers" in found.sentence
     for number in (0, 1):
-        archive.partition(number, mark=-1)
+        archive.partition(number, high_water_mark=-1)
     assert archive.found() == []  # There is nothing to archive.

@@ -5,20 +5,20 @@ import re
 import pytest
 
 from tests.unit.ops.printed_commands import check_understood
-from waltz_core.ops.findings import KINDS, fields_of, finding
+from waltz_core.ops.findings import FINDING_KINDS, new_finding, placeholder_names
 
 
 def test_each_finding_has_a_sentence_of_its_own():
-    assert len(KINDS) >= 20
-    sentences = [each.sentence for each in KINDS.values()]
+    assert len(FINDING_KINDS) >= 20
+    sentences = [each.sentence for each in FINDING_KINDS.values()]
     assert len(set(sentences)) == len(sentences)
-    assert all(re.fullmatch(r"[a-z-]+", name) for name in KINDS)
+    assert all(re.fullmatch(r"[a-z-]+", name) for name in FINDING_KINDS)
 
 
-@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("name", list(FINDING_KINDS))
 def test_a_finding_shows_the_value_of_each_field(name):
-    fields = {field: f"<{field}>" for field in fields_of(KINDS[name])}
-    found = finding(name, "it", **fields)
+    fields = {field: f"<{field}>" for field in placeholder_names(FINDING_KINDS[name])}
+    found = new_finding(name, "it", **fields)
     assert found.key == (name, "it")
     for field in fields.values():
         assert field in found.sentence + found.command
@@ -26,15 +26,15 @@ def test_a_finding_shows_the_value_of_each_field(name):
     first, *_ = found.command.split()
     assert first in (
         *("waltz-core", "kill", "timedatectl"),
-        *("<start>", "<move>", "<empty>", "<rebuild>", "<spread>"),
+        *("<start>", "<move>", "<drain>", "<rebuild>", "<spread>"),
     )
 
 
 # Values of a row's fields. The diagnosis composes whole commands; its tests check them.
 VALUES = {
     "connect": "zk1:2181/waltz/payments",
-    "scheme_free": "'zk1:2181/waltz/payments?tls=FILE'",
-    "with_token": "'zk1:2181/waltz/payments?tls=ca.pem&token_file=FILE'",
+    "connect_with_tls_file": "'zk1:2181/waltz/payments?tls=FILE'",
+    "connect_with_token_file": "'zk1:2181/waltz/payments?tls=ca.pem&token_file=FILE'",
     "hosts": "zk1:2181/waltz/payments",
     "partition": "3",
     "partitions": "0-3,7",
@@ -45,12 +45,12 @@ VALUES = {
     "usual": "3",
     "directory": "here/.waltz",
 }
-COMPOSED = {"start", "move", "empty", "rebuild", "spread"}
+COMPOSED = {"start", "move", "drain", "rebuild", "spread"}
 
 
-@pytest.mark.parametrize("name", list(KINDS))
+@pytest.mark.parametrize("name", list(FINDING_KINDS))
 def test_a_printed_command_can_be_parsed(name):
-    command = KINDS[name].command
+    command = FINDING_KINDS[name].command
     if command.strip("{}") not in COMPOSED:
         check_understood(command.format_map(VALUES))
 
@@ -71,5 +71,5 @@ def test_a_printed_command_that_does_not_exist_is_detected(line):
 
 def test_a_finding_of_a_partition_names_the_partition():
     fields = {"storage": "a:1", "connect": "z:1/w", "partition": 3}
-    assert finding("replica-offline", "3 a:1", **fields).partition == 3
-    assert finding("no-server", "servers", start="x").partition is None
+    assert new_finding("replica-offline", "3 a:1", **fields).partition == 3
+    assert new_finding("no-server", "servers", start="x").partition is None

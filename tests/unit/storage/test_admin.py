@@ -9,7 +9,7 @@ import pytest
 
 from tests.storage_owner import records_of
 from waltz_core import errors
-from waltz_core.errors import CoordinatorUnavailable, DiskFailed, from_code
+from waltz_core.errors import CoordinatorUnavailable, DiskFailed, error_from_code
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId
 from waltz_core.storage.files.format import FLAG_ASSIGNED, FLAG_AVAILABLE, IdRange, PartitionInfo
@@ -122,7 +122,7 @@ class Terminal:
 
 def refused(answer, error):
     assert isinstance(answer, wire.AdminRejected), answer
-    assert from_code(answer.error_code, "").__class__ is error
+    assert error_from_code(answer.error_code, "").__class__ is error
     return answer.text
 
 

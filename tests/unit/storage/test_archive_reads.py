@@ -17,7 +17,7 @@ from waltz_core.errors import (
     BeforeLogStart,
     ChecksumMismatch,
     ObjectMissing,
-    from_code,
+    error_from_code,
 )
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
@@ -90,7 +90,7 @@ class Archived:
     def error(self, message, connection=1):
         found = self.answer(message, connection)
         assert isinstance(found, Nack), found
-        return from_code(found.error_code, found.message, found.first_available)
+        return error_from_code(found.error_code, found.message, found.first_available)
 
     def lineage(self, first, last):
         return self.answer(self.owner.make(LineageRequest, first, last))
@@ -306,7 +306,7 @@ def test_reads_that_wait_for_the_archive_stop_no_connection_and_are_limited(arch
     assert not bench.only(service_effects.PauseReading)
     (rejected,) = (each for each in bench.answers(7) if isinstance(each, Nack))
     assert rejected.sequence == messages[-1].sequence
-    error = from_code(rejected.error_code, rejected.message)
+    error = error_from_code(rejected.error_code, rejected.message)
     assert isinstance(error, ArchiveUnavailable)
     assert str(error).endswith(
         f"; {QUERIES_MAX} requests already wait for the archive, which is the limit"

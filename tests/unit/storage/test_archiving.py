@@ -13,7 +13,7 @@ from waltz_core.archive.manifest_jobs import ExpiredManifest, ExpiryJob, NewMani
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
-from waltz_core.errors import ArchiveUnavailable, BadRequest, SessionFenced, from_code
+from waltz_core.errors import ArchiveUnavailable, BadRequest, SessionFenced, error_from_code
 from waltz_core.machine import Wakeup
 from waltz_core.records.record import GENESIS_CHAIN, RECONSTRUCTED
 from waltz_core.storage.files.format import AckedMarker, IdRange
@@ -90,7 +90,7 @@ def notices(bench, connection=1):
 def rejection(bench, message, connection=1):
     answer = bench.ask(connection, message)
     assert isinstance(answer, Nack), answer
-    return from_code(answer.error_code, answer.message)
+    return error_from_code(answer.error_code, answer.message)
 
 
 def test_a_range_is_uploaded_and_its_manifest_is_reported(make, tmp_path):

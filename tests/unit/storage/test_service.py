@@ -12,7 +12,7 @@ import pytest
 
 from tests.storage_owner import Owner, records_of
 from waltz_core import errors
-from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, UnknownPartition, from_code
+from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, UnknownPartition, error_from_code
 from waltz_core.machine import Report, Wakeup
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
 from waltz_core.storage.disk.file_system import RealDisk
@@ -153,7 +153,7 @@ class Bench:
         answer = self.ask(connection, message)
         assert isinstance(answer, Nack), answer
         assert answer.message
-        return type(from_code(answer.error_code, answer.message))
+        return type(error_from_code(answer.error_code, answer.message))
 
     def answers(self, connection=None):
         found = [

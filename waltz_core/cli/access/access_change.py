@@ -1,4 +1,4 @@
-"""Runs the changes of `waltz-core access`: writes an audit entry, and waits for the daemons.
+"""Runs a change of permissions: writes an audit entry, and waits until all daemons use it.
 
 Rules:
     1. The audit entry contains the outcome of the change. The wait for the daemons comes after the
@@ -27,7 +27,7 @@ from waltz_core.access.client_ids import KEY_BYTES
 from waltz_core.access.permission_changes import check_replicate
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import audit_change, now_ms, open_command_session, user_name
+from waltz_core.cli.change_commands import audit_change, now_ms, open_command_session, user_and_host
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import SubcommandFunction
@@ -39,40 +39,40 @@ from waltz_core.errors import Unavailable
 
 APPLY_TIMEOUT_S: Final = 10.0
 # A daemon that reads the first permissions publishes their revision within this time.
-ACCESS_OFF_AFTER_S: Final = 2.0
+ACCESS_OFF_WAIT_S: Final = 2.0
 POLL_INTERVAL_S: Final = 0.1
 
 PermissionsEdit: TypeAlias = Callable[[Permissions], Permissions]
 
 
 def new_client_key() -> bytes:
-    """Return a new key that signs client IDs, as a proof of their principals."""
+    """Return a new key, with which servers sign the client IDs of principals."""
     return secrets.token_bytes(KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class AccessCommand:
-    """One run of a command that changes permissions."""
+    """The state of a command that changes permissions."""
 
     coordinator: Coordinator
     partition_count: int
     author: Author
 
-    async def change(self, change: PermissionsEdit, *, force: bool = False) -> PermissionsChange:
+    async def change(self, edit: PermissionsEdit, *, force: bool = False) -> PermissionsChange:
         """Change the permissions; without `force`, each partition keeps a grant of `replicate`."""
 
-        def checked(old: Permissions) -> Permissions:
-            new = change(old)
+        def edit_and_check(old: Permissions) -> Permissions:
+            new = edit(old)
             if not force:
                 check_replicate(old, new, self.partition_count)
             return new
 
-        return await self.coordinator.permissions.change(checked, self.author)
+        return await self.coordinator.permissions.change(edit_and_check, self.author)
 
 
 @dataclass(frozen=True, slots=True)
 class AccessResult:
-    """A completed change: a sentence about it, further lines, and values for JSON."""
+    """A completed change of permissions: its summary, further lines, and values for JSON."""
 
     change: PermissionsChange
     summary: str
@@ -82,45 +82,51 @@ class AccessResult:
 
 @dataclass(slots=True)
 class RevisionUse:
-    """The daemons that use a revision, and those that do not, with reasons; daemons are texts."""
+    """The daemons that use a revision of the permissions, and those that do not."""
 
-    using: list[str] = field(default_factory=list)
-    late: dict[str, str] = field(default_factory=dict)
-    silent: list[str] = field(default_factory=list)  # daemons that publish no revision
-    unregistered: list[str] = field(default_factory=list)  # servers; they publish none either
+    updated_daemons: list[str] = field(default_factory=list)
+    outdated_daemons: dict[str, str] = field(default_factory=dict)
+    daemons_without_revision: list[str] = field(
+        default_factory=list
+    )  # daemons that publish no revision
+    unregistered_servers: list[str] = field(
+        default_factory=list
+    )  # servers; they publish none either
     was_revision_published: bool = False  # whether any daemon has ever published a revision
 
     @property
-    def count(self) -> int:
+    def daemon_count(self) -> int:
         """The number of daemons, whether they use the revision or not."""
-        return len(self.using) + len(self.missing)
+        return len(self.updated_daemons) + len(self.not_updated_daemons)
 
     @property
-    def missing(self) -> list[str]:
+    def not_updated_daemons(self) -> list[str]:
         """The daemons that do not use the revision, as far as the command can determine."""
-        return [*self.late, *self.silent, *self.unregistered]
+        return [*self.outdated_daemons, *self.daemons_without_revision, *self.unregistered_servers]
 
     @property
-    def is_complete(self) -> bool:
+    def is_used_by_all(self) -> bool:
         """Whether every daemon uses the revision."""
-        return not self.missing
+        return not self.not_updated_daemons
 
     @property
-    def is_off(self) -> bool:
+    def is_access_control_off(self) -> bool:
         """Whether no daemon has ever published a revision (rule 3)."""
-        return bool(self.count) and not (self.was_revision_published or self.using or self.late)
+        return bool(self.daemon_count) and not (
+            self.was_revision_published or self.updated_daemons or self.outdated_daemons
+        )
 
 
-AccessWork: TypeAlias = Callable[[AccessCommand], Awaitable[AccessResult]]
+AccessChangeFunction: TypeAlias = Callable[[AccessCommand], Awaitable[AccessResult]]
 
 
 def access_change_command(work: Callable[..., Awaitable[AccessResult]]) -> SubcommandFunction:
-    """Make a subcommand of a function that changes permissions; the module's rules apply."""
+    """Turn a function that changes permissions into a subcommand (rules 1 and 2)."""
 
-    @with_wait
+    @with_wait_options
     @functools.wraps(work)
     async def run(*, connect: str, as_json: bool, timeout_s: float, **words: Any) -> int:  # noqa: ANN401
-        return await run_change(
+        return await run_access_change(
             lambda command: work(command, **words),
             connect=connect,
             as_json=as_json,
@@ -130,40 +136,45 @@ def access_change_command(work: Callable[..., Awaitable[AccessResult]]) -> Subco
     return run
 
 
-def with_wait(function: SubcommandFunction) -> SubcommandFunction:
+def with_wait_options(function: SubcommandFunction) -> SubcommandFunction:
     """Declare the options that every change has: `--connect`, `--json` and `--timeout-s`."""
     what = "seconds to wait until all daemons use the change"
     with_timeout = options.timeout_option(what, default_s=APPLY_TIMEOUT_S)(function)
-    return options.connect(options.as_json(with_timeout))
+    return options.connect_option(options.json_option(with_timeout))
 
 
-async def run_change(work: AccessWork, *, connect: str, as_json: bool, timeout_s: float) -> int:
-    """Change the permissions, wait for the daemons, and print the results; return the exit code."""
+async def run_access_change(
+    work: AccessChangeFunction, *, connect: str, as_json: bool, timeout_s: float
+) -> int:
+    """Change the permissions, wait for the daemons, and print the result; return the exit code."""
     async with open_command_session(connect) as coordinator:
         cluster = await coordinator.read_cluster()
-        author = Author(user_name(), now_ms())
-        known = await _known_servers(coordinator)
+        author = Author(user_and_host(), now_ms())
+        servers_before = await _servers_before_change(coordinator)
         async with audit_change(coordinator):
             result = await work(AccessCommand(coordinator, cluster.params.partition_count, author))
         if not as_json:
             _print_change(result)  # before the wait: the result may contain the ID of a new token
-        applied = await _wait_for_daemons(coordinator, result, known, timeout_s)
+        use = await _wait_for_daemons(coordinator, result, servers_before, timeout_s)
     if as_json:
-        _print_json(result, applied)
+        _print_json(result, use)
     else:
-        for text in applied_lines(applied, result.change.after.revision):
+        for text in revision_use_lines(use, result.change.after.revision):
             print_error(text)
-    return 0 if applied.is_complete or applied.is_off else 1
+    return 0 if use.is_used_by_all or use.is_access_control_off else 1
 
 
 async def _wait_for_daemons(
-    coordinator: Coordinator, result: AccessResult, known: Mapping[str, str], timeout_s: float
+    coordinator: Coordinator,
+    result: AccessResult,
+    servers_before: Mapping[str, str],
+    timeout_s: float,
 ) -> RevisionUse:
     """Wait for the daemons; raises Unavailable with a text that names the change."""
     revision = result.change.after.revision
     try:
         with ProgressLine() as line:
-            return await wait_until_applied(coordinator, revision, known, timeout_s, line)
+            return await wait_until_applied(coordinator, revision, servers_before, timeout_s, line)
     except Unavailable as error:
         raise Unavailable(
             f"{result.summary}, as revision {revision}, but the command could not check which "
@@ -175,74 +186,73 @@ async def _wait_for_daemons(
 async def wait_until_applied(
     coordinator: Coordinator,
     revision: int,
-    known: Mapping[str, str],
+    servers_before: Mapping[str, str],
     timeout_s: float,
     line: ProgressLine,
 ) -> RevisionUse:
-    """Wait until all daemons use a revision, or the timeout; return their state (rules 2 to 5).
+    """Wait until all daemons use a revision, or until the timeout (rules 2 to 5).
 
     `known` has the servers before the change: their texts by name.
     """
     begun_s = time.monotonic()
     while True:
-        found = await read_applied(coordinator, revision, known)
+        found = await read_revision_use(coordinator, revision, servers_before)
         took_s = time.monotonic() - begun_s
-        is_off = found.is_off and took_s >= ACCESS_OFF_AFTER_S
-        if found.is_complete or is_off or took_s >= timeout_s:
+        is_off = found.is_access_control_off and took_s >= ACCESS_OFF_WAIT_S
+        if found.is_used_by_all or is_off or took_s >= timeout_s:
             return found
         line.show(
-            len(found.using),
-            found.count,
-            f"waiting until these daemons use the change: {', '.join(found.missing)}",
+            len(found.updated_daemons),
+            found.daemon_count,
+            f"waiting until these daemons use the change: {', '.join(found.not_updated_daemons)}",
         )
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
-async def read_applied(
-    coordinator: Coordinator, revision: int, known: Mapping[str, str] | None = None
+async def read_revision_use(
+    coordinator: Coordinator, revision: int, servers_before: Mapping[str, str] | None = None
 ) -> RevisionUse:
-    """Return which daemons use a revision now; `known` are servers before a change (rule 5)."""
+    """Return the daemons that use a revision now, and those that do not (rule 5)."""
     published = await coordinator.read_applied()
     # This is read after `published`, so it is not below a revision that the znode had.
     stored = await coordinator.permissions.read()
     newest = 0 if stored is None else stored.revision
-    found = RevisionUse(
-        was_revision_published=await coordinator.permissions.was_revision_published()
-    )
+    use = RevisionUse(was_revision_published=await coordinator.permissions.was_revision_published())
     servers = await coordinator.read_servers_now()
-    daemons = {**_servers(servers), **await _storages(coordinator)}
+    daemons = {**_registered_server_texts(servers), **await _storage_texts(coordinator)}
     absent = {server_name(each): f"server {each}" for each in servers.absent}
-    for name, text in {**absent, **(known or {}), **daemons}.items():
+    for name, text in {**absent, **(servers_before or {}), **daemons}.items():
         used = published.get(name)
         if used is None and name not in daemons:
-            found.unregistered.append(text)
+            use.unregistered_servers.append(text)
         elif used is None:
-            found.silent.append(text)
+            use.daemons_without_revision.append(text)
         elif used > newest:
-            found.late[text] = f"it uses revision {used}, and ignores older revisions"
+            use.outdated_daemons[text] = f"it uses revision {used}, and ignores older revisions"
         elif used < revision:
-            found.late[text] = f"it uses revision {used}"
+            use.outdated_daemons[text] = f"it uses revision {used}"
         else:
-            found.using.append(text)
-    return found
+            use.updated_daemons.append(text)
+    return use
 
 
-async def _known_servers(coordinator: Coordinator) -> dict[str, str]:
-    """Return the texts, by name, of registered servers and of servers with a revision (rule 5)."""
+async def _servers_before_change(coordinator: Coordinator) -> dict[str, str]:
+    """Return the servers that are registered or have published a revision (rule 5)."""
     published = {
         name: f"server {name.removeprefix(SERVER_PREFIX)}"
         for name in await coordinator.read_applied()
         if name.startswith(SERVER_PREFIX)
     }
-    return {**published, **_servers(await coordinator.read_servers_now())}
+    return {**published, **_registered_server_texts(await coordinator.read_servers_now())}
 
 
-def _servers(found: ServersView) -> dict[str, str]:
-    return {server_name(key): f"server {each.address}" for key, each in found.servers.items()}
+def _registered_server_texts(view: ServersView) -> dict[str, str]:
+    """Return the registered servers as texts, by the name of their applied revision."""
+    return {server_name(key): f"server {each.address}" for key, each in view.servers.items()}
 
 
-async def _storages(coordinator: Coordinator) -> dict[str, str]:
-    """Return the texts, by name, of the storages that have replicas."""
+async def _storage_texts(coordinator: Coordinator) -> dict[str, str]:
+    """Return the storages with replicas as texts, by the name of their applied revision."""
     held = (await coordinator.read_replica_assignment()).partitions
     return {storage_name(each): f"storage {each}" for each, its in held.items() if its}
 
@@ -257,41 +267,41 @@ def _print_change(result: AccessResult) -> None:
         print_result(f"{result.summary}; the permissions have revision {change.after.revision}")
 
 
-def applied_lines(applied: RevisionUse, revision: int) -> list[str]:
-    """Return lines of text that state which daemons use a revision."""
-    if not applied.count:
+def revision_use_lines(use: RevisionUse, revision: int) -> list[str]:
+    """Return lines of text about the daemons that use a revision."""
+    if not use.daemon_count:
         return ["no server is registered, and no storage has replicas"]
-    if applied.is_off:
-        where = f"at all {applied.count} daemons, or they are not connected to ZooKeeper"
+    if use.is_access_control_off:
+        where = f"at all {use.daemon_count} daemons, or they are not connected to ZooKeeper"
         return [
             f"access control is off {where}: no daemon has ever published the revision that it uses"
         ]
-    if applied.is_complete:
-        return [f"all {applied.count} daemons use revision {revision}"]
-    lines = [f"{each}: {reason}" for each, reason in applied.late.items()]
+    if use.is_used_by_all:
+        return [f"all {use.daemon_count} daemons use revision {revision}"]
+    lines = [f"{each}: {reason}" for each, reason in use.outdated_daemons.items()]
     lines += [
         f"{each} publishes no revision: access control is off there, or it is not connected "
         "to ZooKeeper"
-        for each in applied.silent
+        for each in use.daemons_without_revision
     ]
     lines += [
         f"{each} is not registered in ZooKeeper: it may still use older permissions"
-        for each in applied.unregistered
+        for each in use.unregistered_servers
     ]
     hint = (
         "Hint: check the logs and /health of these daemons; `access list` prints the revision "
         "that each one uses."
     )
-    if any("ignores" in each for each in applied.late.values()):
+    if any("ignores" in each for each in use.outdated_daemons.values()):
         hint += " Restart each daemon that ignores older revisions."
     lines.append(
-        f"revision {revision} is stored, but {len(applied.missing)} of {applied.count} "
+        f"revision {revision} is stored, but {len(use.not_updated_daemons)} of {use.daemon_count} "
         f"daemons do not use it. {hint}"
     )
     return lines
 
 
-def _print_json(result: AccessResult, applied: RevisionUse) -> None:
+def _print_json(result: AccessResult, use: RevisionUse) -> None:
     change = result.change
     is_changed = change.before is None or change.before.revision != change.after.revision
     print_json(
@@ -300,9 +310,9 @@ def _print_json(result: AccessResult, applied: RevisionUse) -> None:
             "changed": is_changed,
             "revision": change.after.revision,
             **result.values,
-            "applied": applied.using,
-            "late": applied.late,
-            "without_revision": applied.silent,
-            "unregistered": applied.unregistered,
+            "applied": use.updated_daemons,
+            "late": use.outdated_daemons,
+            "without_revision": use.daemons_without_revision,
+            "unregistered": use.unregistered_servers,
         }
     )

@@ -11,11 +11,11 @@ from waltz_core.cli.access.access_change import (
     AccessCommand,
     AccessResult,
     new_client_key,
-    run_change,
-    with_wait,
+    run_access_change,
+    with_wait_options,
 )
 from waltz_core.cli.access.access_grants import force_option
-from waltz_core.cli.access.private_files import read_private, write_private
+from waltz_core.cli.access.private_files import read_private_file, write_private_file
 from waltz_core.cli.change_commands import audit_change, open_command_session
 from waltz_core.cli.output import print_json, print_result, time_text
 from waltz_core.cli.subcommands import subcommand
@@ -24,8 +24,8 @@ from waltz_core.errors import BadFormat
 
 
 def read_export(path: Path) -> Permissions:
-    """Read a file that `access export` has written; raises BadConfig, BadFormat."""
-    data = read_private(path, access_node.NODE_BYTES_MAX)
+    """Read a file that `access export` has written; raises BadConfig or BadFormat."""
+    data = read_private_file(path, access_node.NODE_BYTES_MAX)
     try:
         return access_node.decode(data)
     except BadFormat as error:
@@ -36,7 +36,7 @@ def read_export(path: Path) -> Permissions:
 
 
 def describe_permissions(found: Permissions) -> str:
-    """Return a text with the revision, the time and the size of permissions."""
+    """Return a text with the revision, the time and the number of grants, groups and tokens."""
     return (
         f"permissions of revision {found.revision}, written at {time_text(found.changed_ms)} "
         f"by {found.changed_by}, with {len(found.grants)} grants, {len(found.groups)} groups "
@@ -44,7 +44,7 @@ def describe_permissions(found: Permissions) -> str:
     )
 
 
-def revision_values(found: Permissions) -> dict[str, object]:
+def revision_json(found: Permissions) -> dict[str, object]:
     """Return the revision of permissions, its author and its time, for JSON."""
     return {
         "revision": found.revision,
@@ -55,24 +55,30 @@ def revision_values(found: Permissions) -> dict[str, object]:
 
 @subcommand
 @click.option(
-    "--file", "file", type=options.PATH, required=True, metavar="FILE", help="the file to create"
+    "--file",
+    "file",
+    type=options.PATH_TYPE,
+    required=True,
+    metavar="FILE",
+    help="the file to create",
 )
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 async def export(*, file: Path, connect: str, as_json: bool) -> int:
+    """Write the permissions of a cluster, including secrets, to a new file."""
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         async with audit_change(coordinator):
             found = await coordinator.permissions.require()
-            write_private(file, access_node.encode(found))
+            write_private_file(file, access_node.encode(found))
     if as_json:
-        print_json({"done": True, "file": str(file), **revision_values(found)})
+        print_json({"done": True, "file": str(file), **revision_json(found)})
     else:
         print_result(f"wrote the {describe_permissions(found)} to {file}")
     return 0
 
 
-export.details = (
+export.help_details = (
     "The file contains the key that signs client IDs, and the hashes of all tokens. Its mode "
     "is 600; protect it as well as ZooKeeper's data."
 )
@@ -82,7 +88,7 @@ export.details = (
 @click.option(
     "--file",
     "file",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     required=True,
     metavar="FILE",
     help="a file that `access export` has written",
@@ -94,13 +100,14 @@ export.details = (
     "the cluster",
 )
 @force_option
-@with_wait
+@with_wait_options
 async def import_command(
     *, file: Path, yes: bool, force: bool, connect: str, as_json: bool, timeout_s: float
 ) -> int:
+    """Replace the permissions of a cluster with those of a file."""
     saved = read_export(file)
     if not yes:
-        return await _preview(saved, connect, as_json=as_json)
+        return await _show_preview(saved, connect, as_json=as_json)
 
     async def work(command: AccessCommand) -> AccessResult:
         def check(before: Permissions, after: Permissions) -> None:
@@ -111,10 +118,10 @@ async def import_command(
         change = await permissions.replace(saved, command.author, check, new_key=new_client_key())
         return AccessResult(change, f"the cluster now has the {describe_permissions(saved)}")
 
-    return await run_change(work, connect=connect, as_json=as_json, timeout_s=timeout_s)
+    return await run_access_change(work, connect=connect, as_json=as_json, timeout_s=timeout_s)
 
 
-import_command.details = (
+import_command.help_details = (
     "The command replaces all grants, groups, limits and tokens, and the key that signs "
     "client IDs. If the cluster has no permissions, it gets a new key. Permissions and "
     "tokens that were revoked after the export are valid again. The new revision number is "
@@ -122,7 +129,8 @@ import_command.details = (
 )
 
 
-async def _preview(saved: Permissions, connect: str, *, as_json: bool) -> int:
+async def _show_preview(saved: Permissions, connect: str, *, as_json: bool) -> int:
+    """Print the permissions of the file and of the cluster, without a change."""
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         try:

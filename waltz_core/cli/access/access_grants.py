@@ -18,7 +18,7 @@ from waltz_core.cluster.change.replica_steps import parse_partitions
 from waltz_core.cluster.change.stored_permissions import PermissionsChange
 from waltz_core.errors import BadConfig
 
-holder_argument = options.argument(
+grantee_argument = options.argument(
     "grantee", "GRANTEE", "the name of the principal, or with --group of the group"
 )
 verbs_argument = options.argument(
@@ -42,8 +42,8 @@ force_option = click.option(
 )
 
 
-def ranges_in(text: str, partition_count: int) -> Ranges:
-    """Parse the partitions of an option, None for all; raises BadConfig."""
+def parse_ranges(text: str, partition_count: int) -> Ranges:
+    """Parse the value of `--partitions`; return None for all. Raises BadConfig."""
     partitions = parse_partitions(text, partition_count)
     return None if text == "all" else changes.ranges_of(partitions)
 
@@ -57,6 +57,7 @@ def ranges_in(text: str, partition_count: int) -> Ranges:
 )
 @access_change_command
 async def init(command: AccessCommand, *, accepts_0_13: bool) -> AccessResult:
+    """Create the permissions of a cluster, without a grant."""
     first = changes.first_permissions(new_client_key(), accepts_0_13=accepts_0_13)
     made = await command.coordinator.permissions.create(first, command.author)
     return AccessResult(
@@ -64,14 +65,14 @@ async def init(command: AccessCommand, *, accepts_0_13: bool) -> AccessResult:
     )
 
 
-init.details = (
+init.help_details = (
     "Grant `replicate` to the servers before you enable access control at any daemon. The "
     "cluster key and the data stay unchanged."
 )
 
 
 @subcommand
-@holder_argument
+@grantee_argument
 @verbs_argument
 @partitions_option
 @group_option
@@ -79,19 +80,20 @@ init.details = (
 async def grant(
     command: AccessCommand, *, grantee: str, verbs: str, partitions: str, is_group: bool
 ) -> AccessResult:
+    """Grant verbs to a principal or a group."""
     named, chosen = Grantee(grantee, is_group), changes.parse_verbs(verbs)
-    ranges = ranges_in(partitions, command.partition_count)
+    ranges = parse_ranges(partitions, command.partition_count)
     change = await command.change(lambda old: changes.grant(old, named, chosen, ranges))
     return AccessResult(
         change, f"{named} has the verbs {_verbs_text(chosen)} for partitions {ranges_text(ranges)}"
     )
 
 
-grant.details = "If the grantee already has the verb for other partitions, it keeps them."
+grant.help_details = "If the grantee already has the verb for other partitions, it keeps them."
 
 
 @subcommand
-@holder_argument
+@grantee_argument
 @verbs_argument
 @partitions_option
 @group_option
@@ -106,8 +108,9 @@ async def revoke(
     is_group: bool,
     force: bool,
 ) -> AccessResult:
+    """Revoke verbs from a principal or a group."""
     named, chosen = Grantee(grantee, is_group), changes.parse_verbs(verbs)
-    ranges, count = ranges_in(partitions, command.partition_count), command.partition_count
+    ranges, count = parse_ranges(partitions, command.partition_count), command.partition_count
     change = await command.change(
         lambda old: changes.revoke(old, named, chosen, ranges, partition_count=count), force=force
     )
@@ -116,17 +119,21 @@ async def revoke(
         f"{ranges_text(ranges)}"
     )
     numbers = parse_partitions(partitions, count)
-    kept = () if is_group else _remaining_grants(change.after, grantee, chosen, set(numbers), count)
+    kept = (
+        ()
+        if is_group
+        else _remaining_verbs_texts(change.after, grantee, chosen, set(numbers), count)
+    )
     return AccessResult(change, summary, kept)
 
 
-revoke.details = (
+revoke.help_details = (
     "A principal keeps the verbs that its groups have; the command lists them. The last "
     "grant of `replicate` for a partition is only revoked with --force."
 )
 
 
-def _remaining_grants(
+def _remaining_verbs_texts(
     after: Permissions,
     principal: str,
     verbs: tuple[AccessVerb, ...],
@@ -168,6 +175,7 @@ def _verbs_text(verbs: tuple[AccessVerb, ...]) -> str:
 async def limit(
     command: AccessCommand, *, principal: str, remove: bool, **given: int | None
 ) -> AccessResult:
+    """Set or remove the limits of a principal."""
     limits = PrincipalLimits(**given)
     if remove == (limits != PrincipalLimits()):
         options_text = ", ".join(f"--{key.replace('_', '-')}" for key in given)
@@ -177,17 +185,22 @@ async def limit(
         return AccessResult(change, f"{principal} has no limits of its own")
     change = await command.change(lambda old: changes.set_limits(old, principal, limits))
     words = ", ".join(f"{key} {value}" for key, value in given.items() if value is not None)
-    notes = () if _is_named(change.after, principal) else (_not_named(change.after, principal),)
+    notes = (
+        ()
+        if _is_known_principal(change.after, principal)
+        else (_unknown_principal_text(change.after, principal),)
+    )
     return AccessResult(change, f"the limits of {principal} are {words}", notes)
 
 
-def _not_named(found: Permissions, principal: str) -> str:
+def _unknown_principal_text(found: Permissions, principal: str) -> str:
+    """Return a note that no grant, group or token names a principal."""
     hint = f". Hint: {principal} is a group, but only principals can have limits."
     is_group = principal in found.groups
     return f"no permission or token names {principal} yet{hint if is_group else ''}"
 
 
-def _is_named(found: Permissions, principal: str) -> bool:
+def _is_known_principal(found: Permissions, principal: str) -> bool:
     """Whether a grant, a group or a token names a principal."""
     return principal in {
         DEFAULT_LIMITS,
@@ -197,7 +210,7 @@ def _is_named(found: Permissions, principal: str) -> bool:
     }
 
 
-limit.details = (
+limit.help_details = (
     "A limit applies to the sum of all connections of the principal at one daemon. A limit "
     "that the command does not name stays unchanged. Principals with `replicate` have no "
     "limits."
@@ -209,10 +222,11 @@ limit.details = (
     "state",
     "on|off",
     "on: the daemons accept these client IDs; off: they reject them",
-    type=options.NamedChoice(["on", "off"]),
+    type=options.SuggestingChoice(["on", "off"]),
 )
 @access_change_command
 async def accept_0_13(command: AccessCommand, *, state: str) -> AccessResult:
+    """Set whether daemons accept the client IDs of Waltz 0.13 clients."""
     accepts = state == "on"
     change = await command.change(lambda old: changes.accept_0_13(old, accepts=accepts))
     what = "accepted" if accepts else "not accepted"

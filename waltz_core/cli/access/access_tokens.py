@@ -21,21 +21,21 @@ from waltz_core.access.requirements import AccessVerb
 from waltz_core.access.tokens import TOKEN_BYTES, Token, hash_of
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_change import AccessCommand, AccessResult, access_change_command
-from waltz_core.cli.access.private_files import remove_private, write_private
+from waltz_core.cli.access.private_files import remove_private_file, write_private_file
 from waltz_core.cli.output import time_text
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.stored_permissions import PermissionsChange
 from waltz_core.errors import BadConfig, CoordinatorOutcomeUnknown, WaltzError
 
-ID_BYTES: Final = 4
+TOKEN_ID_BYTES: Final = 4
 _UNITS_MS: Final = {"m": 60_000, "h": 3_600_000, "d": 86_400_000}
-_DURATION: Final = re.compile(r"([1-9][0-9]{0,5})([mhd])")
+_DURATION_PATTERN: Final = re.compile(r"([1-9][0-9]{0,5})([mhd])")
 _DAYS_MAX: Final = 3_650
 
 
-def duration_ms(text: str) -> int:
+def parse_duration_ms(text: str) -> int:
     """Parse a duration such as 90d, 12h or 30m into milliseconds; raises BadConfig."""
-    match = _DURATION.fullmatch(text)
+    match = _DURATION_PATTERN.fullmatch(text)
     found = int(match[1]) * _UNITS_MS[match[2]] if match else 0
     if not 0 < found <= _DAYS_MAX * _UNITS_MS["d"]:
         raise BadConfig(
@@ -50,7 +50,7 @@ def duration_ms(text: str) -> int:
 @click.option(
     "--file",
     "file",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     required=True,
     metavar="FILE",
     help="the file to create for the token; its mode is 600",
@@ -65,12 +65,15 @@ def duration_ms(text: str) -> int:
 async def token_create(
     command: AccessCommand, *, principal: str, file: Path, expires: str
 ) -> AccessResult:
-    expires_ms = command.author.now_ms + duration_ms(expires)
+    """Create a token for a principal, and write it to a new file."""
+    expires_ms = command.author.now_ms + parse_duration_ms(expires)
     changes.check_token_principal(principal)
     await command.coordinator.permissions.require()  # fails before the file is written
-    known = KnownToken(f"t{secrets.token_hex(ID_BYTES)}", principal, expires_ms)
-    change = await _create(command, known, file)
-    notes = () if _has_grant(change.after, principal, command.partition_count) else (_NO_GRANT,)
+    known = KnownToken(f"t{secrets.token_hex(TOKEN_ID_BYTES)}", principal, expires_ms)
+    change = await _create_token(command, known, file)
+    notes = (
+        () if _has_grant(change.after, principal, command.partition_count) else (_NO_GRANT_NOTE,)
+    )
     summary = (
         f"created token {known.token_id} of {principal} in {file}; it expires at "
         f"{time_text(expires_ms)}"
@@ -79,18 +82,18 @@ async def token_create(
     return AccessResult(change, summary, tuple(each.format(principal) for each in notes), values)
 
 
-token_create.details = (
+token_create.help_details = (
     "A client presents the token in FILE if its connect string has ?token_file=FILE. To "
     "replace a token, first create another one, then replace the client's file, and then "
     "revoke the old token."
 )
-_NO_GRANT: Final = "principal {} has no grant yet. Hint: `access grant` adds one."
+_NO_GRANT_NOTE: Final = "principal {} has no grant yet. Hint: `access grant` adds one."
 
 
-async def _create(command: AccessCommand, known: KnownToken, file: Path) -> PermissionsChange:
-    """Write the file, then the znode (rules 1 and 2)."""
+async def _create_token(command: AccessCommand, known: KnownToken, file: Path) -> PermissionsChange:
+    """Write the token's file, then its hash to ZooKeeper (rules 1 and 2)."""
     token = Token(secrets.token_bytes(TOKEN_BYTES))
-    write_private(file, f"{token.text}\n".encode())
+    write_private_file(file, f"{token.text}\n".encode())
     token_hash = hash_of(token.secret)
     try:
         return await command.change(lambda old: changes.add_token(old, token_hash, known))
@@ -100,7 +103,7 @@ async def _create(command: AccessCommand, known: KnownToken, file: Path) -> Perm
             f"{known.token_id} exists; if not, delete {file}."
         ) from error
     except WaltzError:
-        remove_private(file)
+        remove_private_file(file)
         raise
 
 
@@ -119,6 +122,7 @@ def _has_grant(permissions: Permissions, principal: str, count: int) -> bool:
 async def token_revoke(
     command: AccessCommand, *, token_id: str | None, expired: bool
 ) -> AccessResult:
+    """Revoke one token, or remove all expired tokens."""
     if expired == (token_id is not None):
         raise BadConfig("expected the ID of a token, or --expired; found neither")
     if token_id is not None:

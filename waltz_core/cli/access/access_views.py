@@ -11,8 +11,8 @@ from waltz_core.access.permission_changes import Grantee, ranges_text
 from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb, Requirement, Scope
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.access.access_change import applied_lines, read_applied
-from waltz_core.cli.access.access_export import revision_values
+from waltz_core.cli.access.access_change import read_revision_use, revision_use_lines
+from waltz_core.cli.access.access_export import revision_json
 from waltz_core.cli.change_commands import now_ms, open_command_session
 from waltz_core.cli.output import print_error, print_json, print_result, print_table, time_text
 from waltz_core.cli.subcommands import subcommand
@@ -22,31 +22,32 @@ EXIT_DENIED = 1
 
 
 @subcommand
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 async def list_command(*, connect: str, as_json: bool) -> int:
+    """Show the permissions, the tokens, and the revisions that the daemons use."""
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         found = await coordinator.permissions.require()
-        applied = await read_applied(coordinator, found.revision)
+        use = await read_revision_use(coordinator, found.revision)
     if as_json:
         print_json(
             {
                 **permissions_json(found, now_ms()),
-                "applied": applied.using,
-                "late": applied.late,
-                "without_revision": applied.silent,
-                "unregistered": applied.unregistered,
+                "applied": use.updated_daemons,
+                "late": use.outdated_daemons,
+                "without_revision": use.daemons_without_revision,
+                "unregistered": use.unregistered_servers,
             }
         )
         return 0
-    _print(found)
-    for text in applied_lines(applied, found.revision):
+    _print_permissions(found)
+    for text in revision_use_lines(use, found.revision):
         print_error(text)
     return 0
 
 
-list_command.details = (
+list_command.help_details = (
     "The command prints neither the hashes of tokens nor the key that signs client IDs. "
     "After ZooKeeper was restored from a backup, check the revision and its time: "
     "permissions that were revoked after the backup are valid again."
@@ -54,9 +55,9 @@ list_command.details = (
 
 
 def permissions_json(found: Permissions, at_ms: int) -> dict[str, Any]:
-    """Return the permissions for JSON, without secrets; `at_ms` determines expired tokens."""
+    """Return the permissions for JSON, without secrets; `at_ms` is the time for expired tokens."""
     return {
-        **revision_values(found),
+        **revision_json(found),
         "accepts_0_13": found.accepts_0_13,
         "groups": {name: list(members) for name, members in found.groups.items()},
         "grants": [
@@ -67,7 +68,7 @@ def permissions_json(found: Permissions, at_ms: int) -> dict[str, Any]:
             }
             for each in found.grants
         ],
-        "limits": {name: _limits(its) for name, its in found.limits.items()},
+        "limits": {name: _limits_json(its) for name, its in found.limits.items()},
         "tokens": [
             {
                 "id": each.token_id,
@@ -80,12 +81,12 @@ def permissions_json(found: Permissions, at_ms: int) -> dict[str, Any]:
     }
 
 
-def _limits(limits: PrincipalLimits) -> Mapping[str, int]:
+def _limits_json(limits: PrincipalLimits) -> Mapping[str, int]:
     values = {key: getattr(limits, key) for key in PrincipalLimits.__dataclass_fields__}
     return {key: value for key, value in values.items() if value is not None}
 
 
-def _print(found: Permissions) -> None:
+def _print_permissions(found: Permissions) -> None:
     print_result(
         f"revision {found.revision}, written at {time_text(found.changed_ms)} by "
         f"{found.changed_by}; client IDs of Waltz 0.13 clients are "
@@ -124,7 +125,7 @@ def _print(found: Permissions) -> None:
     "verb",
     "VERB",
     "the verb: read, append, administer or replicate",
-    type=options.NamedChoice([each.value for each in AccessVerb]),
+    type=options.SuggestingChoice([each.value for each in AccessVerb]),
 )
 @click.option(
     "--partition",
@@ -132,18 +133,19 @@ def _print(found: Permissions) -> None:
     metavar="P",
     help="the partition for which to check [default: all partitions]",
 )
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 async def check(
     *, principal: str, verb: str, partition: int | None, connect: str, as_json: bool
 ) -> int:
+    """Show whether the permissions permit a verb to a principal; exit code 1 if not."""
     changes.check_principal(principal)
     async with open_command_session(connect) as coordinator:
         count = (await coordinator.read_cluster()).params.partition_count
         found = await coordinator.permissions.require()
     if partition is not None and not 0 <= partition < count:
         raise BadConfig(f"--partition: expected a partition in 0..{count - 1}, found {partition}")
-    is_all = _has_all(found, principal, AccessVerb(verb))
+    is_all = _has_verb_for_all(found, principal, AccessVerb(verb))
     held = changes.granted_partitions(found, principal, AccessVerb(verb), count)
     is_permitted = is_all if partition is None else partition in held
     if as_json:
@@ -167,13 +169,13 @@ async def check(
     return 0 if is_permitted else EXIT_DENIED
 
 
-def _has_all(found: Permissions, principal: str, verb: AccessVerb) -> bool:
+def _has_verb_for_all(found: Permissions, principal: str, verb: AccessVerb) -> bool:
     """Whether a principal has a verb for `all`; a grant that lists all partitions is not enough."""
     required = Requirement((verb,), Scope.ALL, is_all=True)
     return Grants(found).for_principal(principal).missing_verb(required, None) is None
 
 
-check.details = (
+check.help_details = (
     "The exit code is 0 if the permissions in ZooKeeper permit the verb, and 1 if they deny "
     "it. Without --partition, the verb must be granted for `all`, as requests that concern "
     "the whole cluster require. A grant that lists every partition number is not sufficient "

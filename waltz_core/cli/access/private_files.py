@@ -1,4 +1,4 @@
-"""Files with secrets: only their owner can read them, and they are never overwritten."""
+"""Reads and writes files with secrets, which only their owner can read."""
 
 import contextlib
 import os
@@ -7,17 +7,17 @@ from typing import Final
 
 from waltz_core.errors import BadConfig
 
-_MODE: Final = 0o600
+_FILE_MODE: Final = 0o600
 
 
-def write_private(path: Path, data: bytes) -> None:
+def write_private_file(path: Path, data: bytes) -> None:
     """Write a new file with mode 600; return after it is synced to disk.
 
     Raises BadConfig if the file exists or cannot be written. In this case, no incomplete file
     remains.
     """
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _MODE)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _FILE_MODE)
     except FileExistsError:
         raise BadConfig(
             f"{path} exists already, and the command does not overwrite it. Hint: use another "
@@ -27,25 +27,25 @@ def write_private(path: Path, data: bytes) -> None:
         raise BadConfig(f"the file {path} cannot be created: {error.strerror}") from error
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, _MODE)
+            os.fchmod(descriptor, _FILE_MODE)
             file.write(data)
             file.flush()
             os.fsync(descriptor)
         _sync_folder(path)
     except BaseException as error:
-        remove_private(path)
+        remove_private_file(path)
         if isinstance(error, OSError):
             raise BadConfig(f"the file {path} cannot be written: {error.strerror}") from error
         raise
 
 
-def remove_private(path: Path) -> None:
-    """Delete a file that `write_private` has written; ignore errors of the file system."""
+def remove_private_file(path: Path) -> None:
+    """Delete a file that `write_private_file` has written; ignore errors of the file system."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
-def read_private(path: Path, bytes_max: int) -> bytes:
+def read_private_file(path: Path, bytes_max: int) -> bytes:
     """Read a file; raises BadConfig if it cannot be read or has more than `bytes_max` bytes."""
     try:
         with path.open("rb") as file:

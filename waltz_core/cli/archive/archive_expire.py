@@ -1,4 +1,4 @@
-"""`waltz-core archive expire`: move the beginning of partitions' logs to a later transaction.
+"""`waltz-core archive expire`: expire old transactions, so that partitions' logs begin later.
 
 The owner of each partition carries out the request. The command repeats the request until it is
 done, so a move of the partition to another server does no harm.
@@ -19,11 +19,11 @@ from waltz_core.client import AsyncWaltzClient
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import PartitionId
 
-PAUSE_S: Final = 0.5
+RETRY_INTERVAL_S: Final = 0.5
 
 
-def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
-    """Parse `--before`; return the ID and the time in ms before which to expire, one of them 0.
+def parse_before(text: str, now_ms: int) -> tuple[int, int]:
+    """Parse `--before`; return a transaction ID and a time in ms, one of which is 0.
 
     Raises:
         BadConfig: the text is neither an ID nor a time in the past.
@@ -46,7 +46,7 @@ def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
 
 
 @subcommand
-@options.connect
+@options.connect_option
 @click.option(
     "--before",
     required=True,
@@ -65,7 +65,7 @@ def bounds_of(text: str, now_ms: int) -> tuple[int, int]:
     help="expire the transactions; without --yes, only show which ones would expire",
 )
 @options.timeout_option()
-@options.as_json
+@options.json_option
 async def expire(
     *,
     connect: str,
@@ -75,7 +75,8 @@ async def expire(
     timeout_s: float,
     as_json: bool,
 ) -> int:
-    bounds = bounds_of(before, time.time_ns() // 1_000_000)
+    """Expire the archived transactions before an ID or a time."""
+    bounds = parse_before(before, time.time_ns() // 1_000_000)
     if bounds[0] and partition is None:
         raise BadConfig(
             "--before: a transaction ID also needs --partition, because each partition has "
@@ -99,7 +100,7 @@ async def expire(
             async with audit_change(coordinator):
                 for number in sorted(archived):
                     waits_for = f"the owner of partition {number} to record the expiry"
-                    await _expire(client, PartitionId(number), bounds)
+                    await _expire_partition(client, PartitionId(number), bounds)
             sets = await client.replica_sets(archived)
         for number, known in archived.items():
             now = sets[number].archived or known
@@ -128,7 +129,7 @@ async def expire(
     return 0
 
 
-expire.details = (
+expire.help_details = (
     "Archived objects expire as a whole, the oldest first. An object expires if all of its "
     "transactions are before the given ID, or were committed before the given time. The log "
     "then begins after the expired objects, and reads of earlier transactions fail. The "
@@ -137,11 +138,11 @@ expire.details = (
 )
 
 
-async def _expire(
+async def _expire_partition(
     client: AsyncWaltzClient, partition_id: PartitionId, bounds: tuple[int, int]
 ) -> None:
-    """Repeat the request for expiry until the owner has recorded it."""
+    """Repeat the request for expiry until the owner of the partition has recorded it."""
     while True:
         if await client.requests.expire(partition_id, *bounds):
             return
-        await asyncio.sleep(PAUSE_S)  # the owner does not notify its clients
+        await asyncio.sleep(RETRY_INTERVAL_S)  # the owner does not notify its clients

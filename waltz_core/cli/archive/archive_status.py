@@ -24,10 +24,10 @@ from waltz_core.records.record import TransactionId
 
 ResultT = TypeVar("ResultT")
 # Seconds to wait for an answer of a server or storage.
-ANSWER_S: Final = 10.0
+ANSWER_TIMEOUT_S: Final = 10.0
 # The cache for manifests and their pages; each of them is read once.
-CACHE_BYTES: Final = 16 * 1024 * 1024
-TITLES: Final = (
+MANIFEST_CACHE_BYTES: Final = 16 * 1024 * 1024
+COLUMN_TITLES: Final = (
     "partition",
     "first available",
     "archived",
@@ -39,7 +39,7 @@ TITLES: Final = (
     "bytes",
 )
 
-archive_url = click.option(
+archive_option = click.option(
     "--archive",
     metavar="URL",
     help="the URL of the archive, as in `archive_url` [default: the archive of the storages]",
@@ -47,25 +47,26 @@ archive_url = click.option(
 
 
 @subcommand
-@options.connect
-@archive_url
+@options.connect_option
+@archive_option
 @click.option(
     "--objects",
     is_flag=True,
     help="with --json: also list all objects, with their URLs and transaction IDs",
 )
-@options.as_json
+@options.json_option
 async def status(*, connect: str, archive: str | None, objects: bool, as_json: bool) -> int:
+    """Show the archived transactions and the lag of each partition."""
     if objects and not as_json:
         raise BadConfig("--objects requires --json")
     async with open_command_session(connect) as coordinator:
         key = (await coordinator.read_cluster()).store.cluster_key
-        facts = await _query(coordinator)
-    url = archive or url_in(facts)
-    rows, errors = await _rows(facts, url, lists_objects=objects)
+        facts = await _query_cluster(coordinator)
+    url = archive or archive_url_in(facts)
+    rows, errors = await _partition_rows(facts, url, lists_objects=objects)
     pins: list[str] = []
     if url and not errors:
-        pins = await _call(
+        pins = await _call_store(
             url,
             "reading the pins of restored clusters",
             lambda: pins_of(ArchiveStore(url), key.bytes),
@@ -73,8 +74,13 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
     if as_json:
         print_json({"archive": url or None, "partitions": rows, "pins": pins, "errors": errors})
     else:
-        cells = [[row[each.replace(" ", "_").replace("-", "_")] for each in TITLES] for row in rows]
-        print_table(TITLES, [["-" if cell is None else cell for cell in row] for row in cells])
+        cells = [
+            [row[each.replace(" ", "_").replace("-", "_")] for each in COLUMN_TITLES]
+            for row in rows
+        ]
+        print_table(
+            COLUMN_TITLES, [["-" if cell is None else cell for cell in row] for row in cells]
+        )
         print_error(f"archive: {url or 'no storage reports one'}")
         for each in pins:
             print_error(
@@ -86,7 +92,7 @@ async def status(*, connect: str, archive: str | None, objects: bool, as_json: b
     return 1 if errors else 0
 
 
-status.details = (
+status.help_details = (
     "The command reads ZooKeeper, the high-water marks of the servers, and the manifests in "
     "the archive. For each partition it prints the lag: the number of committed transactions "
     "that are not archived, their approximate size, and the age of the oldest of them in "
@@ -95,15 +101,16 @@ status.details = (
 )
 
 
-async def _query(coordinator: Coordinator) -> ClusterFacts:
+async def _query_cluster(coordinator: Coordinator) -> ClusterFacts:
+    """Query all processes of the cluster, as the doctor does."""
     from waltz_core.cli.doctor.doctor_probes import query_cluster  # noqa: PLC0415 - loads Arrow
 
     with ProgressLine() as line:
-        return await query_cluster(coordinator, timeout_s=ANSWER_S, on_progress=line.show)
+        return await query_cluster(coordinator, timeout_s=ANSWER_TIMEOUT_S, on_progress=line.show)
 
 
-def url_in(facts: ClusterFacts) -> str:
-    """Return the URL that storages report, or ""; raises BadConfig if their URLs differ."""
+def archive_url_in(facts: ClusterFacts) -> str:
+    """Return the URL that the storages report, or ""; raises BadConfig if their URLs differ."""
     found = {each.archive.url for each in facts.storages.values() if each.archive is not None}
     if len(found) > 1:
         raise BadConfig(
@@ -113,9 +120,9 @@ def url_in(facts: ClusterFacts) -> str:
     return next(iter(found), "")
 
 
-async def url_of_storages(coordinator: Coordinator) -> str:
+async def query_archive_url(coordinator: Coordinator) -> str:
     """Query the storages for the archive's URL; raises BadConfig if none reports one."""
-    found = url_in(await _query(coordinator))
+    found = archive_url_in(await _query_cluster(coordinator))
     if not found:
         raise BadConfig(
             "no storage that answers has the setting archive_url. Hint: use --archive URL."
@@ -123,7 +130,7 @@ async def url_of_storages(coordinator: Coordinator) -> str:
     return found
 
 
-async def _rows(
+async def _partition_rows(
     facts: ClusterFacts, url: str, *, lists_objects: bool
 ) -> tuple[list[dict[str, object]], list[str]]:
     """Return a row for each partition, and the texts of all errors."""
@@ -137,58 +144,58 @@ async def _rows(
         for each in facts.storages.values()
         if each.admin_failure or each.failure
     ]
-    if not url and any(each.archived for each in facts.partitions.values()):
+    if not url and any(each.archived_mark for each in facts.partitions.values()):
         errors.append("no storage reports its setting archive_url. Hint: use --archive URL.")
     try:
-        store = await _call(url, "opening it", lambda: ArchiveStore(url)) if url else None
+        store = await _call_store(url, "opening it", lambda: ArchiveStore(url)) if url else None
     except WaltzError as error:
         store = None
         errors.append(str(error))
     rows = []
     for number, partition in facts.partitions.items():
-        mark = partition.archived
-        row: dict[str, object] = {"partition": int(number), **_marks(partition, mark)}
+        mark = partition.archived_mark
+        row: dict[str, object] = {"partition": int(number), **_mark_cells(partition, mark)}
         try:
-            entries = None if store is None or mark is None else await _entries(store, mark)
+            entries = None if store is None or mark is None else await _read_objects(store, mark)
         except WaltzError as error:
             entries = None
             errors.append(f"partition {number}: {error}")
         row["objects"] = None if entries is None else len(entries)
         row["bytes"] = None if entries is None else sum(each.file_bytes for each in entries)
         if lists_objects:
-            row["files"] = [_file(url, each, mark) for each in entries or ()]
+            row["files"] = [_object_json(url, each, mark) for each in entries or ()]
         rows.append(row)
     return rows, errors
 
 
-def _marks(partition: PartitionFacts, mark: ArchivedMark | None) -> dict[str, object]:
+def _mark_cells(partition: PartitionFacts, mark: ArchivedMark | None) -> dict[str, object]:
     return {
         "first_available": None if mark is None else mark.first,
         "archived": None if mark is None else mark.last,
         "chain": None if mark is None else mark.chain.hex(),
         "commit_time_ms": None if mark is None else mark.stamp_ms or None,
-        "high_water_mark": partition.mark,
+        "high_water_mark": partition.high_water_mark,
         "lag": partition.unarchived_count,
         "lag_bytes": partition.unarchived_bytes,
-        "lag_s": partition.unarchived_s,
+        "lag_s": partition.oldest_unarchived_age_s,
         "manifest": None if mark is None else mark.manifest,
     }
 
 
-async def _call(url: str, what: str, call: Callable[[], ResultT]) -> ResultT:
+async def _call_store(url: str, what: str, call: Callable[[], ResultT]) -> ResultT:
     return await call_store(url, call, lambda: (what, 0))
 
 
-async def _entries(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEntry]:
-    """Return the objects that the manifest lists.
+async def _read_objects(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEntry]:
+    """Return the objects that the manifest of a partition lists.
 
     Raises:
         The errors of `ArchiveReader.manifest`.
     """
-    cache = ArchiveCache(CACHE_BYTES)
+    cache = ArchiveCache(MANIFEST_CACHE_BYTES)
     reader = ArchiveReader(store, mark.manifest, mark.manifest_crc, cache)
     try:
-        return await _call(
+        return await _call_store(
             store.url,
             f"reading manifest {mark.manifest} and its pages",
             lambda: reader.objects_between(TransactionId(0), mark.last),
@@ -197,8 +204,8 @@ async def _entries(store: ArchiveStore, mark: ArchivedMark) -> Sequence[ObjectEn
         cache.close()
 
 
-def _file(url: str, entry: ObjectEntry, mark: ArchivedMark | None) -> dict[str, object]:
-    """Describe an object for its reader, who may use only the IDs `first` to `last` in it."""
+def _object_json(url: str, entry: ObjectEntry, mark: ArchivedMark | None) -> dict[str, object]:
+    """Describe an object for JSON; only its IDs `first` to `last` are available."""
     assert mark is not None
     return {
         "name": entry.name,

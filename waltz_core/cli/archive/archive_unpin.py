@@ -8,7 +8,7 @@ import click
 from waltz_core.archive.pins import unpin as remove_pin
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
+from waltz_core.cli.archive.archive_status import archive_option, query_archive_url
 from waltz_core.cli.change_commands import audit_change, open_command_session
 from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.subcommands import subcommand
@@ -22,10 +22,11 @@ from waltz_core.errors import BadRequest
     "the cluster key (a UUID) of the restored cluster, as `archive status` prints it",
     type=click.UUID,
 )
-@options.connect
-@archive_url
-@options.as_json
+@options.connect_option
+@archive_option
+@options.json_option
 async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_json: bool) -> int:
+    """Remove the pin of a restored cluster from an archive."""
     async with open_command_session(connect) as coordinator:
         source = (await coordinator.read_cluster()).store.cluster_key
         root = await coordinator.root_of(restored_key)
@@ -35,7 +36,7 @@ async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_jso
                 f"{restored_key}, and needs the pinned objects. Hint: delete that cluster "
                 "first."
             )
-        store = ArchiveStore(archive or await url_of_storages(coordinator))
+        store = ArchiveStore(archive or await query_archive_url(coordinator))
         async with audit_change(coordinator):
             await asyncio.to_thread(remove_pin, store, source.bytes, restored_key.bytes)
     if as_json:
@@ -45,7 +46,7 @@ async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_jso
     return 0
 
 
-unpin.details = (
+unpin.help_details = (
     "A restored cluster uses the archived objects of the cluster that was backed up. A pin, a file "
     "in the archive, prevents that storages delete these objects. `archive status` lists the pins. "
     "Use the command if the restored cluster will never run again, or if its restore was "

@@ -1,4 +1,4 @@
-"""`waltz-core archive verify`: read and verify every file of the archive that manifests list.
+"""`waltz-core archive verify`: verify every file of the archive that a manifest lists.
 
 The command needs ZooKeeper and the archive. It needs storages only to find the URL of the archive,
 and no servers. It can be interrupted: it prints from where to continue.
@@ -19,7 +19,7 @@ import click
 from waltz_core.archive.archive_check import ArchiveCheck, BadArchiveFile, RecordedArchive
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
+from waltz_core.cli.archive.archive_status import archive_option, query_archive_url
 from waltz_core.cli.archive.store_calls import call_store
 from waltz_core.cli.change_commands import audit_change, open_command_session
 from waltz_core.cli.output import print_error, print_json, print_result
@@ -31,9 +31,9 @@ from waltz_core.errors import BadConfig, ObjectMissing, WaltzError
 from waltz_core.records.record import PartitionId, TransactionId
 
 ResultT = TypeVar("ResultT")
-Show: TypeAlias = Callable[[str], None]
+ShowText: TypeAlias = Callable[[str], None]
 # For a file of a manifest, and for an object that no storage can write again.
-ACTION: Final = (
+RESTORE_ACTION: Final = (
     "restore the file from a copy or an earlier version in the object store, then verify "
     "again; until then, do not lower local_retention_bytes and local_retention_ms"
 )
@@ -42,12 +42,12 @@ REPAIR_ACTION: Final = (
     "add --repair to write the file again from a storage that still has its transactions; "
     "otherwise restore the file from a copy or an earlier version in the object store"
 )
-PAUSE_S: Final = 0.2
+RETRY_INTERVAL_S: Final = 0.2
 
 
 @subcommand
-@options.connect
-@archive_url
+@options.connect_option
+@archive_option
 @click.option("--partition", type=int, metavar="P", help="the partition [default: all]")
 @click.option(
     "--first",
@@ -67,7 +67,7 @@ PAUSE_S: Final = 0.2
     is_flag=True,
     help="write missing and corrupt objects again from the logs of storages; the servers must run",
 )
-@options.as_json
+@options.json_option
 async def verify(  # noqa: PLR0913 - one for each option
     *,
     connect: str,
@@ -78,6 +78,7 @@ async def verify(  # noqa: PLR0913 - one for each option
     repair: bool,
     as_json: bool,
 ) -> int:
+    """Read and verify the archive of the chosen partitions, and repair it with `--repair`."""
     if first < 0 or (last is not None and last < first):
         found = f"--first {first}" if last is None else f"--first {first} and --last {last}"
         raise BadConfig(f"expected 0 <= --first <= --last, found {found}")
@@ -88,7 +89,7 @@ async def verify(  # noqa: PLR0913 - one for each option
             raise BadConfig(
                 f"--partition: expected a partition in 0..{count - 1}, found {partition}"
             )
-        url = archive or await url_of_storages(coordinator)
+        url = archive or await query_archive_url(coordinator)
         store = await call_store(url, lambda: ArchiveStore(url), lambda: ("opening it", 0))
         show = print_error if as_json else print_result
         shown: dict[int, dict[str, Any]] = {}
@@ -100,14 +101,14 @@ async def verify(  # noqa: PLR0913 - one for each option
                 first=TransactionId(first),
                 last=None if last is None else TransactionId(last),
             )
-            shown[number] = await _verify(
+            shown[number] = await _verify_partition(
                 coordinator, PartitionId(number), check, show, repairs=repair
             )
         if repair and any(each["problems"] for each in shown.values()):
             async with audit_change(coordinator), AsyncWaltzClient.connect(connect) as client:
                 for number, row in shown.items():
                     for problem in row["problems"]:
-                        await _repair(client, PartitionId(number), problem, show)
+                        await _repair_object(client, PartitionId(number), problem, show)
     wrong = any(
         not problem["is_repaired"] for each in shown.values() for problem in each["problems"]
     )
@@ -121,7 +122,7 @@ async def verify(  # noqa: PLR0913 - one for each option
     return 0 if has_passed else 1
 
 
-verify.details = (
+verify.help_details = (
     "The command reads every object completely. It verifies the checksums of records and "
     "Parquet pages, and the chain hash through all objects up to the hash that ZooKeeper "
     "records. With --repair, a storage that still has all transactions of a missing or "
@@ -132,7 +133,7 @@ verify.details = (
 )
 
 
-async def recorded_archive(
+async def read_recorded_archive(
     coordinator: Coordinator, partition_id: PartitionId
 ) -> RecordedArchive | None:
     """Return ZooKeeper's record of a partition's archive; None if nothing is archived."""
@@ -143,16 +144,16 @@ async def recorded_archive(
     return RecordedArchive(mark.first, mark.last, mark.chain, mark.manifest, mark.manifest_crc)
 
 
-async def _verify(
+async def _verify_partition(
     coordinator: Coordinator,
     partition_id: PartitionId,
     check: ArchiveCheck,
-    show: Show,
+    show: ShowText,
     *,
     repairs: bool = False,
 ) -> dict[str, Any]:
-    """Verify one partition, and show problems when they are found; return the summary."""
-    recorded = await recorded_archive(coordinator, partition_id)
+    """Verify the archive of one partition; show each problem when it is found."""
+    recorded = await read_recorded_archive(coordinator, partition_id)
     missing, is_empty = _unarchived_note(check, recorded)
     if missing:
         show(f"partition {partition_id}: {missing}")
@@ -182,14 +183,14 @@ async def _verify(
         "objects": check.object_count,
         "bytes": check.byte_count,
         "problems": [
-            {**each._asdict(), "is_repaired": False, "action": _action(each, repairs=repairs)}
+            {**each._asdict(), "is_repaired": False, "action": _action_text(each, repairs=repairs)}
             for each in check.found
         ],
     }
 
 
 def _unarchived_note(check: ArchiveCheck, recorded: RecordedArchive | None) -> tuple[str, bool]:
-    """Return a text about the part of the range that is not archived, and whether nothing is left.
+    """Return a text about requested transactions that are not archived, and whether all are not.
 
     The text is empty if the whole range is archived. Without a range, the manifest is checked even
     if all of its objects have expired.
@@ -213,19 +214,19 @@ def _unarchived_note(check: ArchiveCheck, recorded: RecordedArchive | None) -> t
     return f"transactions {expired} have expired; the first available one is {available}", is_empty
 
 
-def _action(wrong: BadArchiveFile, *, repairs: bool) -> str:
-    return REPAIR_ACTION if wrong.is_object and not repairs else ACTION
+def _action_text(wrong: BadArchiveFile, *, repairs: bool) -> str:
+    return REPAIR_ACTION if wrong.is_object and not repairs else RESTORE_ACTION
 
 
-async def _repair(
-    client: AsyncWaltzClient, partition_id: PartitionId, problem: dict[str, Any], show: Show
+async def _repair_object(
+    client: AsyncWaltzClient, partition_id: PartitionId, problem: dict[str, Any], show: ShowText
 ) -> None:
     """Request the repair of an object; print the outcome, and add it to `problem`."""
     what = f"partition {partition_id}, file {problem['name']}"
     if not problem["is_object"]:
         show(
             f"{what}: not repaired, because storages cannot write this kind of file again. Hint: "
-            f"{ACTION}."
+            f"{RESTORE_ACTION}."
         )
         return
     listed = (problem["name"], problem["first"], problem["last"])
@@ -234,7 +235,7 @@ async def _repair(
         answer = await client.requests.replace_object(partition_id, *listed, token=token)
         if answer.is_ended:
             break
-        await asyncio.sleep(PAUSE_S)  # the owner does not notify its clients
+        await asyncio.sleep(RETRY_INTERVAL_S)  # the owner does not notify its clients
     if answer.is_replaced:
         problem.update(is_repaired=True, repaired_by=answer.storage, action="")
         done = (
@@ -248,30 +249,30 @@ async def _repair(
     show(
         f"{what}: not repaired, because no storage has written transactions "
         f"{problem['first']}..{problem['last']} again: {'; '.join(answer.failures)}. Hint: "
-        f"{ACTION}."
+        f"{RESTORE_ACTION}."
     )
 
 
 class _PartitionCheck(NamedTuple):
-    """The check of a partition's archive; a thread makes the calls that block."""
+    """Checks the archive of one partition; the blocking calls run in a thread."""
 
     coordinator: Coordinator
     partition_id: PartitionId
     check: ArchiveCheck
-    show: Show
-    repairs: bool
+    show: ShowText
+    is_repair_requested: bool
 
     async def run(self, recorded: RecordedArchive, line: ProgressLine) -> None:
-        """Check file after file; switch to a manifest that replaces this one (rule 4 there)."""
+        """Check all files; continue with the newer manifest if this one was replaced."""
         check, is_begun, shown = self.check, False, 0
         while True:
             try:
                 if not is_begun:
-                    await self._call(partial(check.begin, recorded))
+                    await self._call_store(partial(check.begin, recorded))
                     is_begun = True
-                is_continued = await self._call(check.check_next)
+                is_continued = await self._call_store(check.check_next)
             except ObjectMissing as error:
-                now = await recorded_archive(self.coordinator, self.partition_id)
+                now = await read_recorded_archive(self.coordinator, self.partition_id)
                 if now is not None and now.manifest != recorded.manifest:
                     recorded, is_begun = now, False
                     continue
@@ -288,10 +289,10 @@ class _PartitionCheck(NamedTuple):
             done, whole = check.next_id, recorded.last + 1
             line.show(done, whole, f"transactions of partition {self.partition_id} verified")
 
-    async def _call(self, call: Callable[[], ResultT]) -> ResultT:
+    async def _call_store(self, call: Callable[[], ResultT]) -> ResultT:
         return await call_store(self.check.store_url, call, lambda: self.check.activity)
 
     def _show_problem(self, wrong: BadArchiveFile) -> None:
         where = f"partition {self.partition_id}, transactions {wrong.first}..{wrong.last}"
-        hint = "" if self.repairs else f" Hint: {_action(wrong, repairs=False)}."
+        hint = "" if self.is_repair_requested else f" Hint: {_action_text(wrong, repairs=False)}."
         self.show(f"{where}, file {wrong.name}: {wrong.problem}.{hint}")

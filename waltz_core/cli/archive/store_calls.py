@@ -1,4 +1,4 @@
-"""Calls of an object store by a command; while the store hangs, the command reports the call."""
+"""Calls the object store for a command, and prints a line whenever the store does not answer."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,14 +8,14 @@ from waltz_core.cli.output import print_error
 from waltz_core.storage.service.writer_threads import CallThreads
 
 # A call without progress is reported after this number of seconds, repeatedly.
-REPORT_S: Final = 10.0
+REPORT_INTERVAL_S: Final = 10.0
 ResultT = TypeVar("ResultT")
 
 
 async def call_store(
     store_url: str, call: Callable[[], ResultT], activity: Callable[[], tuple[str, int]]
 ) -> ResultT:
-    """Run a call that blocks, and return its result; print a line whenever it makes no progress.
+    """Run a blocking call in a thread; print a line whenever it makes no progress.
 
     `activity` returns a text and a number. The text states what the call does, and is empty if the
     call does not wait for the store; the number grows with the progress. The call runs in its own
@@ -25,9 +25,9 @@ async def call_store(
     future = asyncio.wrap_future(threads.submit(call))
     threads.shutdown()
     before, waited_s = activity(), 0.0
-    while not (await asyncio.wait((future,), timeout=REPORT_S))[0]:
+    while not (await asyncio.wait((future,), timeout=REPORT_INTERVAL_S))[0]:
         now = activity()
-        waited_s = waited_s + REPORT_S if now == before else 0.0
+        waited_s = waited_s + REPORT_INTERVAL_S if now == before else 0.0
         before = now
         if waited_s and now[0]:
             print_error(

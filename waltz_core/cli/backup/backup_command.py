@@ -1,4 +1,4 @@
-"""`waltz-core backup`: save a consistent state of all partitions while the cluster works."""
+"""`waltz-core backup`: save a consistent state of all partitions while the cluster runs."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ import click
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.archive.archive_status import archive_url, url_of_storages
+from waltz_core.cli.archive.archive_status import archive_option, query_archive_url
 from waltz_core.cli.backup.backup_files import BackupLocation
 from waltz_core.cli.change_commands import open_command_session, time_limit
 from waltz_core.cli.output import print_json, print_result
@@ -27,8 +27,8 @@ from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 POLL_INTERVAL_S = 0.5
 READ_ATTEMPTS_MAX = 5
 # Storages archive the end of a log only after `archive_age_ms`, 10 minutes by default.
-TIMEOUT_S = 3_600.0
-HINT = (
+ARCHIVE_TIMEOUT_S = 3_600.0
+TIMEOUT_HINT = (
     "No backup was written. Hint: check that the servers have `archive_interval_ms` and the "
     "storages `archive_url`. A range that is smaller than an object is archived only after "
     "`archive_age_ms` of the storages."
@@ -38,27 +38,28 @@ RequestMarks = Callable[[], Awaitable[Mapping[int, TransactionId]]]
 
 
 @subcommand
-@archive_url
+@archive_option
 @click.option(
     "--output", required=True, metavar="FILE", help="the file to create for the backup, or its URL"
 )
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 @options.timeout_option(
-    "maximum seconds to wait until the archive has all transactions", default_s=TIMEOUT_S
+    "maximum seconds to wait until the archive has all transactions", default_s=ARCHIVE_TIMEOUT_S
 )
 async def backup(
     *, archive: str | None, output: str, connect: str, as_json: bool, timeout_s: float
 ) -> int:
+    """Write a backup of the cluster to a new file."""
     place = BackupLocation.parse(output)
     await asyncio.to_thread(place.check_absent)
     with ProgressLine() as line:
         async with (
             open_command_session(connect) as coordinator,
             AsyncWaltzClient.connect(connect) as client,
-            time_limit(timeout_s, lambda: line.awaited or "ZooKeeper", afterwards=HINT),
+            time_limit(timeout_s, lambda: line.awaited or "ZooKeeper", hint=TIMEOUT_HINT),
         ):
-            store = ArchiveStore(archive or await url_of_storages(coordinator))
+            store = ArchiveStore(archive or await query_archive_url(coordinator))
             taken = await take_backup(
                 coordinator,
                 lambda: client.high_water_marks(linearizable=True),
@@ -94,7 +95,7 @@ async def take_backup(
     *,
     now_ms: int,
 ) -> Backup:
-    """Read the state of the cluster in the order that `backup.py` states; wait for the archive.
+    """Read the state of the cluster in the order of `backup.py`, and wait for the archive.
 
     Raises:
         ObjectMissing, ArchiveUnavailable, BadFormat, ChecksumMismatch: a manifest cannot be read.
@@ -113,7 +114,9 @@ async def take_backup(
         manifest = None
         if marks[number] != BEFORE_FIRST:
             show = partial(line.show, len(partitions), len(numbers))
-            manifest = await _save_manifest(coordinator, store, number, marks[number], show)
+            manifest = await _read_manifest_with_mark(
+                coordinator, store, number, marks[number], show
+            )
         metadata = view.metadata or EMPTY_METADATA
         partitions.append(
             PartitionBackup(marks[number], metadata.session_id, metadata.generation, manifest)
@@ -133,14 +136,14 @@ async def take_backup(
     return taken
 
 
-async def _save_manifest(
+async def _read_manifest_with_mark(
     coordinator: Coordinator,
     store: ArchiveStore,
     partition_id: PartitionId,
     mark: TransactionId,
     show: Callable[[str], None],
 ) -> SavedManifest:
-    """Return a manifest that contains a mark; retry if the manifest is replaced and deleted."""
+    """Return the manifest of a partition that contains `mark`; wait until it exists."""
     missing: ObjectMissing | None = None
     name = ""
     for _ in range(READ_ATTEMPTS_MAX):

@@ -1,4 +1,4 @@
-"""The location of a backup: a file, or a URL as for an archive; all calls block."""
+"""The file of a backup, in a directory or an object store; all calls block."""
 
 from pathlib import Path
 from typing import Final, NamedTuple, Self
@@ -12,7 +12,7 @@ _FILE_MODE: Final = 0o600
 
 
 class BackupLocation(NamedTuple):
-    """A file in an object store or a directory."""
+    """The file of a backup: its object store or directory, and its name there."""
 
     text: str
     store: ArchiveStore

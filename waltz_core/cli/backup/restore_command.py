@@ -15,9 +15,9 @@ from waltz_core.archive.pins import pin
 from waltz_core.archive.restored_manifest import RestoredRange
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.access.access_change import new_client_key
-from waltz_core.cli.access.access_export import describe_permissions, revision_values
+from waltz_core.cli.access.access_export import describe_permissions, revision_json
 from waltz_core.cli.backup.backup_files import BackupLocation
-from waltz_core.cli.change_commands import Command, Result, change_command
+from waltz_core.cli.change_commands import ChangeCommand, ChangeResult, change_command
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
@@ -32,7 +32,7 @@ NONCE_BYTES = 16
 
 
 class RequestedEnds(NamedTuple):
-    """The ends that options specify: high-water marks by partition, and a time in ms."""
+    """The requested ends of the restored logs: IDs by partition, and a commit time in ms."""
 
     marks: Mapping[PartitionId, TransactionId]
     until_ms: int | None
@@ -56,10 +56,10 @@ class RequestedEnds(NamedTuple):
                     f"the last one of partition {number} in the backup, found {mark}"
                 )
             found[number] = mark
-        return cls(found, None if until is None else _time_ms(until))
+        return cls(found, None if until is None else _parse_until_ms(until))
 
 
-def _time_ms(text: str) -> int:
+def _parse_until_ms(text: str) -> int:
     try:
         found = datetime.fromisoformat(text)
     except ValueError:
@@ -114,13 +114,14 @@ def _time_ms(text: str) -> int:
     help="begin the log after the transactions that have expired since the backup; without it, a "
     "missing object is an error",
 )
-@change_command(creates=True)
-async def restore(command: Command, **words: Any) -> Result:  # noqa: ANN401
-    return await _restore(command, **words)
+@change_command(may_create_cluster=True)
+async def restore(command: ChangeCommand, **words: Any) -> ChangeResult:  # noqa: ANN401
+    """Create a cluster from a backup and the archive."""
+    return await _restore_cluster(command, **words)
 
 
-async def _restore(  # noqa: PLR0913 - one for each option
-    command: Command,
+async def _restore_cluster(  # noqa: PLR0913 - one for each option
+    command: ChangeCommand,
     *,
     place: str,
     archive: str,
@@ -129,34 +130,36 @@ async def _restore(  # noqa: PLR0913 - one for each option
     marks: tuple[str, ...],
     same_key: bool,
     without_expired: bool,
-) -> Result:
+) -> ChangeResult:
     coordinator, store = command.coordinator, ArchiveStore(archive)
-    command.wait_for("the backup")
+    command.report_wait("the backup")
     backup = await asyncio.to_thread(BackupLocation.parse(place).read)
     limits = RequestedEnds.parse(marks, until, backup)
     key = backup.cluster_key if same_key else uuid.uuid4()  # noqa: TID251 - a new cluster's key
     storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(storage))
     new = NewCluster(backup.name, len(backup.partitions), key, storages)
-    await _check_absent(coordinator, backup, same_key=same_key)
+    await _check_no_cluster(coordinator, backup, same_key=same_key)
     ids = ids_from(int(time.time()))  # noqa: TID251
-    pins = await asyncio.to_thread(_pin, store, backup, key.bytes)
+    pins = await asyncio.to_thread(_pin_objects, store, backup, key.bytes)
     ends: dict[PartitionId, ArchivedMark | None] = {}
     ranges: list[RestoredRange] = []
     is_creating = False
     try:
         for number, each in enumerate(backup.partitions):
             partition_id = PartitionId(number)
-            command.wait_for(f"the archive of partition {number}", number, len(backup.partitions))
+            command.report_wait(
+                f"the archive of partition {number}", number, len(backup.partitions)
+            )
             session_id = next_session(backup, partition_id, ids)
             work = _Restoration(store, key.bytes, session_id, limits, without_expired, ranges)
-            ends[partition_id] = await asyncio.to_thread(work.end_of, partition_id, each)
+            ends[partition_id] = await asyncio.to_thread(work.restore_partition, partition_id, each)
         # A garbage collection by the source cluster, begun before the pins, may have deleted
         # objects.
         for found in ranges:
             await asyncio.to_thread(found.check_again)
-        command.wait_for("ZooKeeper")
+        command.report_wait("ZooKeeper")
         # Another command may have restored the backup in the meantime.
-        await _check_absent(coordinator, backup, same_key=same_key)
+        await _check_no_cluster(coordinator, backup, same_key=same_key)
         is_creating = True
         restored = restored_cluster(backup, key.bytes, ends, ids, new_client_key())
         await coordinator.create_restored(new, restored)
@@ -166,17 +169,18 @@ async def _restore(  # noqa: PLR0913 - one for each option
             # With the same key, the cluster of another command may depend on the same pins.
             written = [] if same_key else list(pins)
             written += [name for each in ranges for name in each.written]
-            await asyncio.to_thread(_delete, store, written)
+            await asyncio.to_thread(_delete_files, store, written)
         raise
-    return _result(coordinator, backup, key, ends)
+    return _restore_result(coordinator, backup, key, ends)
 
 
-def _result(
+def _restore_result(
     coordinator: Coordinator,
     backup: Backup,
     key: uuid.UUID,
     ends: Mapping[PartitionId, ArchivedMark | None],
-) -> Result:
+) -> ChangeResult:
+    """Return the values and the summary that the command prints."""
     lines = []
     for partition_id, end in ends.items():
         mark = backup.marks[partition_id]
@@ -199,12 +203,12 @@ def _result(
         "partitions": {
             each: None if end is None else [end.first, end.last] for each, end in ends.items()
         },
-        "access": None if backup.access is None else revision_values(backup.access),
+        "access": None if backup.access is None else revision_json(backup.access),
         "summary": "\n".join(lines),
     }
 
 
-async def _check_absent(coordinator: Coordinator, backup: Backup, *, same_key: bool) -> None:
+async def _check_no_cluster(coordinator: Coordinator, backup: Backup, *, same_key: bool) -> None:
     """Raise BadRequest if a cluster exists at this root, or with `same_key` one with that key."""
     try:
         found = await coordinator.read_cluster()
@@ -226,8 +230,8 @@ async def _check_absent(coordinator: Coordinator, backup: Backup, *, same_key: b
         )
 
 
-def _pin(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
-    """Pin objects of other clusters that the restored cluster may list; return the new pins."""
+def _pin_objects(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
+    """Pin the objects that the restored cluster may use; return the names of the new pins."""
     manifests = [each.manifest for each in backup.partitions if each.manifest is not None]
     sources = {each.manifest.writer_of(entry) for each in manifests for entry in each.entries()}
     # If an object is missing, the cluster that was backed up may have written another one later.
@@ -236,8 +240,8 @@ def _pin(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
     return [name for name in pins if name is not None]
 
 
-def _delete(store: ArchiveStore, names: Sequence[str]) -> None:
-    """Delete files of a cluster that was not created, and ignore errors.
+def _delete_files(store: ArchiveStore, names: Sequence[str]) -> None:
+    """Delete files that a failed restore has written, and ignore errors.
 
     Pins would prevent the deletion of objects. If another command has created a cluster with the
     same key, manifests of a later session than that cluster's would stop its garbage collections.
@@ -248,24 +252,26 @@ def _delete(store: ArchiveStore, names: Sequence[str]) -> None:
 
 
 class _Restoration(NamedTuple):
-    """Restores the archive of one partition; its methods block."""
+    """Restores the archives of partitions one by one; its methods block."""
 
     store: ArchiveStore
     cluster_key: bytes
     session_id: SessionId
-    limits: RequestedEnds
+    requested_ends: RequestedEnds
     may_have_expired: bool
-    ranges: list[RestoredRange]  # `end_of` appends its range
+    restored_ranges: list[RestoredRange]  # `end_of` appends its range
 
-    def end_of(self, partition_id: PartitionId, saved: PartitionBackup) -> ArchivedMark | None:
-        """Write the manifest; return the end of the partition's log, None if the log is empty."""
-        limit = self.limits.marks.get(partition_id, saved.mark)
+    def restore_partition(
+        self, partition_id: PartitionId, saved: PartitionBackup
+    ) -> ArchivedMark | None:
+        """Write a partition's manifest; return the end of its log, None if the log is empty."""
+        limit = self.requested_ends.marks.get(partition_id, saved.mark)
         if saved.manifest is None or limit == BEFORE_FIRST:
             return None
         found = RestoredRange(self.store, saved.manifest, may_have_expired=self.may_have_expired)
-        self.ranges.append(found)
-        if self.limits.until_ms is not None:
-            limit = min(limit, found.last_until(self.limits.until_ms))
+        self.restored_ranges.append(found)
+        if self.requested_ends.until_ms is not None:
+            limit = min(limit, found.last_until(self.requested_ends.until_ms))
         end = found.end_at(limit)
         if end is None:
             return None

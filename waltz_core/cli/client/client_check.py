@@ -1,4 +1,4 @@
-"""`waltz-core client validate | produce | consume`: check the guarantees of the log from outside.
+"""`waltz-core client validate | produce | consume`: check the guarantees of the log as a client.
 
 As data, each producer writes the ID that its transaction will have. All producers write with the
 same lock. So each transaction either gets the ID of its client's high-water mark + 1, or the server
@@ -36,11 +36,11 @@ from waltz_core.client.model.callbacks import policy_of
 from waltz_core.errors import BadConfig, Unavailable, WaltzError
 
 LOCK_NAME = "client validate"
-FAULTS_SHOWN_MAX = 10
+ERRORS_SHOWN_MAX = 10
 
 
 class CheckOptions(NamedTuple):
-    """The options of a check; each of the three subcommands has some of them."""
+    """The options of `validate`, `produce` and `consume`."""
 
     connect: str
     as_json: bool
@@ -52,7 +52,7 @@ class CheckOptions(NamedTuple):
     first: int | None = None
 
 
-_interval_ms = click.option(
+_interval_option = click.option(
     "--interval-ms",
     type=float,
     default=0.0,
@@ -65,8 +65,8 @@ def _check_options(function: SubcommandFunction) -> SubcommandFunction:
     """Declare the options that all three subcommands have."""
     for declare in (
         options.gather_options(CheckOptions),
-        options.as_json,
-        options.connect,
+        options.json_option,
+        options.connect_option,
         options.timeout_option("seconds after which the command fails"),
         click.option(
             "--partitions",
@@ -109,7 +109,7 @@ def _partitions_of(chosen: CheckOptions, client: AsyncWaltzClient) -> list[int]:
 
 
 class NumberedContext(TransactionContext):
-    """One transaction; its data is the ID that it will have."""
+    """Appends one transaction, whose data is the ID that it will get."""
 
     def __init__(self, partition: int, timeout_s: float) -> None:
         super().__init__()
@@ -123,52 +123,52 @@ class NumberedContext(TransactionContext):
         return self._partition
 
     def execute(self, builder: TransactionBuilder) -> bool:
-        """Write the high-water mark + 1 as data, with the lock that all producers use."""
+        """Set the data to the expected ID, and set the lock that all producers use."""
         self.attempts += 1
-        builder.data = data_of_id(builder.client_high_water_mark + 1)
+        builder.data = expected_data(builder.client_high_water_mark + 1)
         builder.set_write_locks([lock(LOCK_NAME)])
         return True
 
 
-def data_of_id(transaction_id: int) -> bytes:
-    """Return the expected data of the transaction with this ID."""
+def expected_data(transaction_id: int) -> bytes:
+    """Return the data that the transaction with this ID must have."""
     return str(transaction_id).encode("ascii")
 
 
 @dataclass(slots=True)
-class CheckResult:
-    """The transactions that producers have written, and the number of attempts."""
+class WrittenTransactions:
+    """The transactions that the producers have written, and the number of attempts."""
 
-    wanted: int  # the number of transactions to write
-    ends: dict[int, int] = field(default_factory=dict)  # by partition, the last ID
-    count: int = 0
-    attempts: int = 0
+    wanted_count: int  # the number of transactions to write
+    last_ids: dict[int, int] = field(default_factory=dict)  # by partition, the last ID
+    written_count: int = 0
+    attempt_count: int = 0
 
     def add(self, partition: int, transaction_id: int, attempts: int) -> None:
         """Count one transaction, and the number of its attempts."""
-        self.ends[partition] = max(transaction_id, self.ends.get(partition, transaction_id))
-        self.count += 1
-        self.attempts += attempts
+        self.last_ids[partition] = max(transaction_id, self.last_ids.get(partition, transaction_id))
+        self.written_count += 1
+        self.attempt_count += attempts
 
     def __str__(self) -> str:
-        return f"{self.count} of {self.wanted} transactions were written"
+        return f"{self.written_count} of {self.wanted_count} transactions were written"
 
 
-async def _write(
+async def _append_transactions(
     client: AsyncWaltzClient,
     chosen: CheckOptions,
     first: int,
-    written: CheckResult,
+    written: WrittenTransactions,
     line: ProgressLine,
 ) -> None:
-    """Write one client's transactions, one after the other, round-robin to the partitions."""
+    """Append one client's transactions, round-robin to the partitions."""
     for turn in range(chosen.transactions):
         partition = (first + turn) % chosen.partitions
         context = NumberedContext(partition, chosen.timeout_s)
         result = await (await client.submit(context))
         assert result is not None, "it never aborts"
         written.add(partition, result, context.attempts)
-        line.show(written.count, written.wanted, "written")
+        line.show(written.written_count, written.wanted_count, "written")
         if chosen.interval_ms:
             await asyncio.sleep(chosen.interval_ms / 1000)
 
@@ -177,13 +177,13 @@ async def _write(
 
 
 class CheckCallbacks(AsyncCallbacks):
-    """Checks the transactions of feeds after the given marks, at most `limit` of them."""
+    """Checks the transactions of feeds that begin after the given marks."""
 
     def __init__(self, marks: Mapping[int, int], limit: int | None = None) -> None:
         self.marks = dict(marks)
         self._limit = limit
         self.seen_count = 0
-        self.wrong: list[str] = []
+        self.errors: list[str] = []
         self.is_stopped = False
         self._changed = asyncio.Event()
 
@@ -197,7 +197,7 @@ class CheckCallbacks(AsyncCallbacks):
             return
         partition, data = transaction.partition_id, await transaction.data()
         last = self.marks[partition]
-        self.wrong += errors_in_transaction(partition, last, transaction.transaction_id, data)
+        self.errors += errors_in_transaction(partition, last, transaction.transaction_id, data)
         self.marks[partition] = transaction.transaction_id
         self.seen_count += 1
         self._changed.set()
@@ -208,32 +208,34 @@ class CheckCallbacks(AsyncCallbacks):
         """Record an error that ends the feed; if a server is unavailable, the client retries."""
         policy = policy_of(error)
         if policy is PoisonPolicy.STOP:
-            self.wrong.append(f"partition {partition}, transaction {transaction_id}: {error}")
+            self.errors.append(f"partition {partition}, transaction {transaction_id}: {error}")
             self.is_stopped = True
             self._changed.set()
         return policy
 
-    async def has_seen(self, count: int, on_seen: Callable[[], None]) -> None:
-        """Wait until `count` transactions were checked, or a feed has ended; report progress."""
+    async def wait_until_seen(self, count: int, on_progress: Callable[[], None]) -> None:
+        """Wait until `count` transactions were checked, or a feed has ended."""
         while self.seen_count < count and not self.is_stopped:
-            on_seen()
+            on_progress()
             self._changed.clear()
             await self._changed.wait()
 
-    async def has_reached(self, ends: Mapping[int, int]) -> None:
+    async def wait_until_reached(self, ends: Mapping[int, int]) -> None:
         """Wait until the transactions up to `ends` were checked, or a feed has ended."""
         while any(self.marks[each] < end for each, end in ends.items()) and not self.is_stopped:
             self._changed.clear()
             await self._changed.wait()
 
 
-def errors_in_transaction(partition: int, last: int, transaction_id: int, data: bytes) -> list[str]:
+def errors_in_transaction(
+    partition: int, previous_id: int, transaction_id: int, data: bytes
+) -> list[str]:
     """Return the errors in a transaction that follows the transaction with ID `last`."""
     where = f"partition {partition}, transaction {transaction_id}"
     found = []
-    if transaction_id != last + 1:
-        found.append(f"{where}: expected transaction ID {last + 1} after {last}")
-    if data != data_of_id(transaction_id):
+    if transaction_id != previous_id + 1:
+        found.append(f"{where}: expected transaction ID {previous_id + 1} after {previous_id}")
+    if data != expected_data(transaction_id):
         found.append(
             f"{where}: expected the transaction's own ID as data, found {bytes(data)!r:.60}"
         )
@@ -245,9 +247,10 @@ def errors_in_transaction(partition: int, last: int, transaction_id: int, data: 
 
 @subcommand
 @click.option("--clients", type=int, default=2, metavar="N", help="number of clients [default: 2]")
-@_interval_ms
+@_interval_option
 @_check_options
 async def validate(chosen: CheckOptions) -> int:
+    """Append with several clients, and check that each of them receives the same correct log."""
     async with AsyncExitStack() as stack:
         first = await stack.enter_async_context(AsyncWaltzClient.connect(chosen.connect))
         partitions, clients = _partitions_of(chosen, first), [first]
@@ -256,20 +259,22 @@ async def validate(chosen: CheckOptions) -> int:
             clients.append(await stack.enter_async_context(other))
         starts = {each: await first.high_water_mark(each) for each in partitions}
         checks = [CheckCallbacks(starts) for _ in clients]
-        written = CheckResult(chosen.clients * chosen.transactions)
+        written = WrittenTransactions(chosen.clients * chosen.transactions)
 
         async def work() -> None:
             for client, check in zip(clients, checks, strict=True):
                 await client.subscribe(check, partitions)
-            await _write_all(clients, chosen, written)
+            await _append_with_all(clients, chosen, written)
             for check in checks:
-                await check.has_reached(written.ends)
+                await check.wait_until_reached(written.last_ids)
 
-        await _with_timeout(
-            chosen, work(), lambda: f"{written}, and {_unread_text(checks, written)}"
+        await _run_with_timeout(
+            chosen, work(), lambda: f"{written}, and {_received_text(checks, written)}"
         )
-    wrong = list(dict.fromkeys(fault for check in checks for fault in check.wrong))
-    foreign_count = sum(end - starts[each] for each, end in written.ends.items()) - written.count
+    wrong = list(dict.fromkeys(fault for check in checks for fault in check.errors))
+    foreign_count = (
+        sum(end - starts[each] for each, end in written.last_ids.items()) - written.written_count
+    )
     if foreign_count:
         wrong.append(
             f"found {foreign_count} more transactions than the clients have written: "
@@ -277,27 +282,30 @@ async def validate(chosen: CheckOptions) -> int:
         )
     result = {
         "clients": len(clients),
-        "written": written.count,
-        "attempts": written.attempts,
+        "written": written.written_count,
+        "attempts": written.attempt_count,
         "checked": sum(check.seen_count for check in checks),
-        "ids": _spans(starts, written.ends),
+        "ids": _new_id_ranges(starts, written.last_ids),
     }
     return _print_result(chosen, wrong, result)
 
 
 @subcommand
-@_interval_ms
+@_interval_option
 @_check_options
 async def produce(chosen: CheckOptions) -> int:
+    """Append the transactions of one client, for `consume` to check."""
     async with AsyncWaltzClient.connect(chosen.connect) as client:
         partitions = _partitions_of(chosen, client)
         starts = {each: await client.high_water_mark(each) for each in partitions}
-        written = CheckResult(chosen.transactions)
-        await _with_timeout(chosen, _write_all([client], chosen, written), lambda: str(written))
+        written = WrittenTransactions(chosen.transactions)
+        await _run_with_timeout(
+            chosen, _append_with_all([client], chosen, written), lambda: str(written)
+        )
     result = {
-        "written": written.count,
-        "attempts": written.attempts,
-        "ids": _spans(starts, written.ends),
+        "written": written.written_count,
+        "attempts": written.attempt_count,
+        "ids": _new_id_ranges(starts, written.last_ids),
     }
     return _print_result(chosen, None, result)
 
@@ -311,11 +319,14 @@ async def produce(chosen: CheckOptions) -> int:
 )
 @_check_options
 async def consume(chosen: CheckOptions) -> int:
+    """Read and check transactions that `produce` or `validate` has appended."""
     async with AsyncWaltzClient.connect(chosen.connect) as client:
         partitions = _partitions_of(chosen, client)
         first: int | None = chosen.first
         starts = {
-            each: await client.high_water_mark(each) if first is None else mark_before(first)
+            each: await client.high_water_mark(each)
+            if first is None
+            else high_water_mark_before(first)
             for each in partitions
         }
         wanted: int = chosen.transactions
@@ -329,31 +340,33 @@ async def consume(chosen: CheckOptions) -> int:
         async def work() -> None:
             await client.subscribe(check, partitions)
             with ProgressLine() as line:
-                await check.has_seen(wanted, lambda: line.show(check.seen_count, wanted, "checked"))
+                await check.wait_until_seen(
+                    wanted, lambda: line.show(check.seen_count, wanted, "checked")
+                )
 
-        await _with_timeout(
+        await _run_with_timeout(
             chosen, work(), lambda: f"{check.seen_count} of {wanted} transactions were checked"
         )
-    result = {"checked": check.seen_count, "ids": _spans(starts, check.marks)}
-    return _print_result(chosen, check.wrong, result)
+    result = {"checked": check.seen_count, "ids": _new_id_ranges(starts, check.marks)}
+    return _print_result(chosen, check.errors, result)
 
 
-def mark_before(first: int) -> int:
-    """Return the high-water mark before the ID of `--first`; raises BadConfig if it is negative."""
+def high_water_mark_before(first: int) -> int:
+    """Return the high-water mark before the ID of `--first`; raises BadConfig if negative."""
     if first < 0:
         raise BadConfig(f"--first: expected a transaction ID, 0 or more, found {first}")
     return first - 1
 
 
-async def _write_all(
-    clients: list[AsyncWaltzClient], chosen: CheckOptions, written: CheckResult
+async def _append_with_all(
+    clients: list[AsyncWaltzClient], chosen: CheckOptions, written: WrittenTransactions
 ) -> None:
-    """Let all clients write concurrently; after all have finished, raise the first error."""
+    """Append with all clients concurrently; afterwards, raise the first error."""
     failures: list[WaltzError] = []
 
     async def write(number: int, client: AsyncWaltzClient, line: ProgressLine) -> None:
         try:
-            await _write(client, chosen, number, written, line)
+            await _append_transactions(client, chosen, number, written, line)
         except WaltzError as error:
             failures.append(error)
 
@@ -365,9 +378,10 @@ async def _write_all(
         raise failures[0]
 
 
-async def _with_timeout(
+async def _run_with_timeout(
     chosen: CheckOptions, work: Coroutine[Any, Any, None], progress: Callable[[], str]
 ) -> None:
+    """Run the work of a check; at the timeout, raise Unavailable with `progress()`."""
     try:
         async with asyncio.timeout(chosen.timeout_s):
             await work
@@ -377,14 +391,15 @@ async def _with_timeout(
         ) from None
 
 
-def _unread_text(checks: list[CheckCallbacks], written: CheckResult) -> str:
+def _received_text(checks: list[CheckCallbacks], written: WrittenTransactions) -> str:
+    """Return a text with the number of clients that have received all transactions."""
     reached = [
-        all(check.marks[each] >= end for each, end in written.ends.items()) for check in checks
+        all(check.marks[each] >= end for each, end in written.last_ids.items()) for check in checks
     ]
     return f"{sum(reached)} of {len(checks)} clients have received all transactions"
 
 
-def _spans(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:
+def _new_id_ranges(starts: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, list[int]]:
     """Return the first and the last new ID of each partition that has new IDs."""
     return {each: [starts[each] + 1, end] for each, end in ends.items() if end > starts[each]}
 
@@ -394,7 +409,7 @@ def _print_result(
 ) -> int:
     if chosen.as_json:
         verdict = (
-            {} if wrong is None else {"is_valid": not wrong, "wrong": wrong[:FAULTS_SHOWN_MAX]}
+            {} if wrong is None else {"is_valid": not wrong, "wrong": wrong[:ERRORS_SHOWN_MAX]}
         )
         print_json({**verdict, **result})
         return 1 if wrong else 0
@@ -408,9 +423,9 @@ def _print_result(
         print_result(f"{name}: {text}")
     if wrong is None:
         return 0
-    for fault in wrong[:FAULTS_SHOWN_MAX]:
+    for fault in wrong[:ERRORS_SHOWN_MAX]:
         print_result(fault)
-    if len(wrong) > FAULTS_SHOWN_MAX:
-        print_result(f"and {len(wrong) - FAULTS_SHOWN_MAX} more errors")
+    if len(wrong) > ERRORS_SHOWN_MAX:
+        print_result(f"and {len(wrong) - ERRORS_SHOWN_MAX} more errors")
     print_result("failed" if wrong else "passed")
     return 1 if wrong else 0

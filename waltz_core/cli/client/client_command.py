@@ -64,8 +64,8 @@ from waltz_core.records.record import TransactionId
     help="fail if another transaction has written the lock after this transaction ID "
     "[default: the partition's high-water mark]",
 )
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 def append(  # noqa: PLR0913 - one for each option
     *,
     data: tuple[str, ...],
@@ -76,9 +76,10 @@ def append(  # noqa: PLR0913 - one for each option
     connect: str,
     as_json: bool,
 ) -> int:
-    locks = [_lock(text) for text in write_lock]
+    """Append one transaction for each argument or line of input; print their IDs."""
+    locks = [_parse_lock(text) for text in write_lock]
     with WaltzClient(connect) as client:
-        chosen = _partitions(partitions, client.partition_count, has_locks=bool(locks))
+        chosen = _partitions_in_turn(partitions, client.partition_count, has_locks=bool(locks))
         futures = [
             client.append(
                 payload,
@@ -87,9 +88,9 @@ def append(  # noqa: PLR0913 - one for each option
                 write_locks=locks,
                 client_high_water_mark=high_water_mark,
             )
-            for payload, partition in zip(_payloads(data), chosen, strict=False)
+            for payload, partition in zip(_read_payloads(data), chosen, strict=False)
         ]
-        ids, failures = _outcomes(futures)
+        ids, failures = _wait_for_outcomes(futures)
     if as_json:
         print_json(ids)
     else:
@@ -103,8 +104,8 @@ def append(  # noqa: PLR0913 - one for each option
     return 0
 
 
-def _partitions(text: str | None, count: int, *, has_locks: bool) -> Iterator[int | None]:
-    """Yield the partition of each row, endlessly; None: the client chooses the partition."""
+def _partitions_in_turn(text: str | None, count: int, *, has_locks: bool) -> Iterator[int | None]:
+    """Yield the partition of each row, endlessly; None: the client chooses it."""
     if text is None:
         return itertools.repeat(None)
     chosen = parse_partitions(text, count)
@@ -113,8 +114,10 @@ def _partitions(text: str | None, count: int, *, has_locks: bool) -> Iterator[in
     return itertools.cycle(chosen)
 
 
-def _outcomes(futures: Sequence[Future[TransactionId]]) -> tuple[list[int], list[WaltzError]]:
-    """Return the IDs of the transactions that were appended, and the errors of all others."""
+def _wait_for_outcomes(
+    futures: Sequence[Future[TransactionId]],
+) -> tuple[list[int], list[WaltzError]]:
+    """Wait for all appends; return the IDs of committed transactions, and the errors."""
     ids, failures = [], []
     for future in futures:
         try:
@@ -124,24 +127,25 @@ def _outcomes(futures: Sequence[Future[TransactionId]]) -> tuple[list[int], list
     return ids, failures
 
 
-def _payloads(words: tuple[str, ...]) -> Iterator[bytes]:
+def _read_payloads(words: tuple[str, ...]) -> Iterator[bytes]:
+    """Yield the payloads: the arguments, otherwise the lines of standard input."""
     if words:
         yield from (word.encode() for word in words)
     else:
         yield from (line.rstrip(b"\n") for line in sys.stdin.buffer)
 
 
-def _lock(text: str) -> int:
+def _parse_lock(text: str) -> int:
     name, colon, key = text.rpartition(":")
     if not colon or not key.lstrip("-").isdigit():
         raise BadConfig(f"--write-lock: expected NAME:KEY with an integer as key, found {text!r}")
     return lock(name, int(key))
 
 
-def _chunks(
+def _read_chunks(
     client: WaltzClient, partition: int, first: int | None, last: int
 ) -> Iterator[RangeChunk]:
-    """Read a range of transactions; without `first`, from the first available ID on."""
+    """Read a range of transactions; without `first`, begin at the first available ID."""
     chunks = client.read_range(partition, first or 0, last, form=RangeForm.WHOLE)
     try:
         head = next(chunks, None)
@@ -156,7 +160,7 @@ def _chunks(
 
 
 @subcommand
-@options.partition
+@options.partition_option
 @click.option(
     "--first",
     type=int,
@@ -169,11 +173,12 @@ def _chunks(
     metavar="ID",
     help="the last transaction to read, by its ID [default: the high-water mark]",
 )
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 def read(
     *, partition: int, first: int | None, last: int | None, connect: str, as_json: bool
 ) -> int:
+    """Print a range of transactions."""
     with WaltzClient(connect) as client:
         if last is None:
             last = client.high_water_mark(partition)
@@ -182,14 +187,16 @@ def read(
                     f"--first: expected at most {last}, the last transaction of partition "
                     f"{partition}, found {first}"
                 )
-        for chunk in _chunks(client, partition, first, last):
+        for chunk in _read_chunks(client, partition, first, last):
             for each in chunk.rows():
-                _print(int(each.transaction_id), each.header, each.data, as_json=as_json)
+                _print_transaction(
+                    int(each.transaction_id), each.header, each.data, as_json=as_json
+                )
     return 0
 
 
 @subcommand
-@options.partition
+@options.partition_option
 @click.option(
     "--first",
     type=int,
@@ -202,18 +209,19 @@ def read(
     metavar="N",
     help="end after this number of transactions [default: never]",
 )
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 async def watch(
     *, partition: int, first: int | None, transactions: int | None, connect: str, as_json: bool
 ) -> int:
+    """Print transactions as they are committed."""
     if transactions is not None and transactions < 1:
         raise BadConfig(f"--transactions: expected 1 or more, found {transactions}")
     async with AsyncWaltzClient.connect(connect) as client:
-        mark = LATEST if first is None else client_check.mark_before(first)
+        mark = LATEST if first is None else client_check.high_water_mark_before(first)
         printing = _PrintCallbacks(mark, transactions, as_json=as_json)
         await client.subscribe(printing, [partition])
-        await printing.is_over.wait()
+        await printing.finished.wait()
     if printing.error is not None:
         raise printing.error
     return 0
@@ -222,12 +230,12 @@ async def watch(
 class _PrintCallbacks(AsyncCallbacks):
     """Prints the transactions of a feed, in the format of `read`."""
 
-    def __init__(self, mark: int, wanted: int | None, *, as_json: bool) -> None:
+    def __init__(self, mark: int, count: int | None, *, as_json: bool) -> None:
         self._mark = mark
-        self._wanted = wanted
+        self._remaining_count = count
         self._as_json = as_json
         self.error: Exception | None = None
-        self.is_over = asyncio.Event()
+        self.finished = asyncio.Event()
 
     async def client_high_water_mark(self, partition: int) -> int:
         """Return the high-water mark after which the feed begins."""
@@ -235,15 +243,15 @@ class _PrintCallbacks(AsyncCallbacks):
 
     async def apply_transaction(self, transaction: AsyncTransaction) -> None:
         """Print one transaction, unless the limit is reached."""
-        if self._wanted == 0:
+        if self._remaining_count == 0:
             return
         data = await transaction.data()
         number, header = int(transaction.transaction_id), transaction.header
-        _print(number, header, data, as_json=self._as_json)
-        if self._wanted is not None:
-            self._wanted -= 1
-            if self._wanted == 0:
-                self.is_over.set()
+        _print_transaction(number, header, data, as_json=self._as_json)
+        if self._remaining_count is not None:
+            self._remaining_count -= 1
+            if self._remaining_count == 0:
+                self.finished.set()
 
     async def uncaught_exception(
         self, partition: int, transaction_id: int, error: Exception
@@ -252,11 +260,11 @@ class _PrintCallbacks(AsyncCallbacks):
         policy = policy_of(error)
         if policy is PoisonPolicy.STOP:
             self.error = error
-            self.is_over.set()
+            self.finished.set()
         return policy
 
 
-def _print(transaction_id: int, header: int, data: bytes, *, as_json: bool) -> None:
+def _print_transaction(transaction_id: int, header: int, data: bytes, *, as_json: bool) -> None:
     """Print a transaction; in JSON, control characters stay in the text, and JSON escapes them."""
     if as_json:
         text = data.decode("utf-8", "backslashreplace")
@@ -265,11 +273,11 @@ def _print(transaction_id: int, header: int, data: bytes, *, as_json: bool) -> N
         print_result(f"{transaction_id}\t{header}\t{to_one_line(data)}")
 
 
-_DETAILS = (
+_OUTPUT_FORMAT_HELP = (
     "Each line has the transaction ID, the header and the data, separated by tabs. In the "
     "data, control characters and bytes that are not UTF-8 are escaped with a backslash."
 )
-read.details = watch.details = _DETAILS
+read.help_details = watch.help_details = _OUTPUT_FORMAT_HELP
 
 
 @subcommand
@@ -279,11 +287,12 @@ read.details = watch.details = _DETAILS
     is_flag=True,
     help="let each server confirm its high-water marks with a quorum of replicas",
 )
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 def high_water_mark(
     *, partition: int | None, linearizable: bool, connect: str, as_json: bool
 ) -> int:
+    """Print the high-water marks of partitions."""
     with WaltzClient(connect) as client:
         if partition is None:
             marks = client.high_water_marks(linearizable=linearizable)

@@ -1,4 +1,4 @@
-"""`waltz-core client export`: export transactions as Parquet, CSV or JSON, from `scan`."""
+"""`waltz-core client export`: export transactions as Parquet, CSV or JSON."""
 
 import os
 import sys
@@ -24,20 +24,20 @@ from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.strict_json import to_json
 
 # The size of a row group in a Parquet file; its batches are in memory together.
-GROUP_BYTES = 64 * 1024 * 1024
+ROW_GROUP_BYTES = 64 * 1024 * 1024
 
 
 @subcommand
 @click.option(
     "--format",
     "file_format",
-    type=options.NamedChoice(["parquet", "csv", "json"]),
+    type=options.SuggestingChoice(["parquet", "csv", "json"]),
     required=True,
     help="format of the output; json writes one line for each transaction",
 )
 @click.option(
     "--output",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     metavar="FILE",
     help="the file to write [default: standard output]",
 )
@@ -63,7 +63,7 @@ GROUP_BYTES = 64 * 1024 * 1024
 )
 @payload_columns.column_option("the columns of the log")
 @payload_columns.payload_format_options
-@options.connect
+@options.connect_option
 def export(  # noqa: PLR0913 - one for each option
     *,
     file_format: str,
@@ -77,10 +77,13 @@ def export(  # noqa: PLR0913 - one for each option
     schema_registry_auth_file: Path | None,
     connect: str,
 ) -> int:
+    """Write transactions to a file or to standard output."""
     if file_format == "parquet" and output is None and sys.stdout.isatty():
         raise BadConfig("a Parquet file cannot be printed on a terminal. Hint: use --output FILE.")
-    schema = payload_columns.schema_of(columns)
-    payloads = payload_columns.format_of(data_format, schema_registry, schema_registry_auth_file)
+    schema = payload_columns.declared_schema(columns)
+    payloads = payload_columns.payload_format(
+        data_format, schema_registry, schema_registry_auth_file
+    )
     with WaltzClient(connect) as client:
         reader = client.scan(
             partitions or None,
@@ -89,23 +92,24 @@ def export(  # noqa: PLR0913 - one for each option
             schema=schema,
             data_format=payloads,
         )
-        with reader, _sink(output) as sink:
+        with reader, _open_output(output) as sink:
             count = _WRITERS[file_format](reader, sink)
     print_error(f"exported {count} transactions")
     return 0
 
 
-export.details = (
-    f"Types of payload columns: {payload_columns.TYPES_TEXT}. If a payload does not have such a "
-    "value, the command fails with an error that names the transaction, and does not write FILE. "
+export.help_details = (
+    f"Types of payload columns: {payload_columns.COLUMN_TYPES_TEXT}. If a payload does not have "
+    "such a value, the command fails with an error that names the transaction, and does not write "
+    "FILE. "
     "CSV and JSON have binary values as text, in which bytes that are not UTF-8 are escaped "
     "with a backslash. JSON has decimals as text, and dates and timestamps in ISO 8601."
 )
 
 
 @contextmanager
-def _sink(output: Path | None) -> Iterator[IO[bytes]]:
-    """Open the output; a file is renamed to its final name when it is complete."""
+def _open_output(output: Path | None) -> Iterator[IO[bytes]]:
+    """Open the output; a file gets its final name only when it is complete."""
     if output is None:
         sys.stdout.flush()
         with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as sink:
@@ -138,20 +142,20 @@ def _sink(output: Path | None) -> Iterator[IO[bytes]]:
 def _write_parquet(reader: ArrowReader, sink: IO[bytes]) -> int:
     count = 0
     with pyarrow.parquet.ParquetWriter(sink, reader.schema) as writer:
-        for group in _grouped_batches(reader):
+        for group in _row_groups(reader):
             writer.write_table(group, row_group_size=max(1, group.num_rows))
             count += group.num_rows
     return count
 
 
-def _grouped_batches(reader: ArrowReader) -> Iterator[Any]:
-    """Combine batches into tables of about `GROUP_BYTES`, and yield the tables."""
+def _row_groups(reader: ArrowReader) -> Iterator[Any]:
+    """Combine batches into tables of about `ROW_GROUP_BYTES`, and yield the tables."""
     waiting: list[pa.RecordBatch] = []
     size = 0
     for batch in reader:
         waiting.append(batch)
         size += batch.nbytes
-        if size >= GROUP_BYTES:
+        if size >= ROW_GROUP_BYTES:
             yield pa.Table.from_batches(waiting)
             waiting, size = [], 0
     if waiting:

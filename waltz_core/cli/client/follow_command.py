@@ -1,4 +1,4 @@
-"""`waltz-core follow`: keep tables equal to the log.
+"""`waltz-core follow`: apply the log to tables continuously.
 
 `tables/follower.py` contains the loop; docs/tables.md describes the guarantees.
 """
@@ -15,7 +15,7 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.client import payload_columns
-from waltz_core.cli.client.followed_tables import TABLE_FORMATS, TableOptions, tables_in
+from waltz_core.cli.client.followed_tables import TABLE_FORMATS, TableOptions, read_tables
 from waltz_core.cli.output import print_error, print_json
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import subcommand
@@ -33,12 +33,12 @@ from waltz_core.tables.table_marks import MarkMap, TableMarks
 if TYPE_CHECKING:
     from waltz_core.tables.delta_table import FollowedDeltaTable
 
-BATCH_TRANSACTIONS = 100_000
-INTERVAL_S = 1.0
+BATCH_TRANSACTIONS_DEFAULT = 100_000
+INTERVAL_S_DEFAULT = 1.0
 
 
-class FollowCommand(NamedTuple):
-    """The options of `follow`, as click has parsed them."""
+class FollowOptions(NamedTuple):
+    """The values of the options of `follow`."""
 
     connect: str
     table: str | None
@@ -65,19 +65,19 @@ class FollowCommand(NamedTuple):
 
 
 @subcommand
-@options.gather_options(FollowCommand)
+@options.gather_options(FollowOptions)
 @options.argument(
     "table", "[TABLE]", "directory of the table, or its URL in an object store", required=False
 )
 @click.option(
     "--tables",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     metavar="FILE",
     help="several tables: a TOML file with a section for each, instead of TABLE and its options",
 )
 @click.option(
     "--format",
-    type=options.NamedChoice(TABLE_FORMATS),
+    type=options.SuggestingChoice(TABLE_FORMATS),
     help="format of the table; a parquet table has no key, and the follower only adds rows to it "
     "[default: delta]",
 )
@@ -147,30 +147,31 @@ class FollowCommand(NamedTuple):
 )
 @click.option(
     "--until",
-    type=options.NamedChoice(["now"]),
+    type=options.SuggestingChoice(["now"]),
     help="end when the table has all transactions that were in the log at the start [default: "
     "continue until interrupted]",
 )
 @click.option(
     "--batch-transactions",
     type=int,
-    default=BATCH_TRANSACTIONS,
+    default=BATCH_TRANSACTIONS_DEFAULT,
     metavar="N",
-    help=f"maximum number of transactions of a commit [default: {BATCH_TRANSACTIONS}]",
+    help=f"maximum number of transactions of a commit [default: {BATCH_TRANSACTIONS_DEFAULT}]",
 )
 @click.option(
     "--interval-s",
     type=float,
-    default=INTERVAL_S,
+    default=INTERVAL_S_DEFAULT,
     metavar="S",
-    help=f"seconds between requests for new transactions [default: {INTERVAL_S:g}]",
+    help=f"seconds between requests for new transactions [default: {INTERVAL_S_DEFAULT:g}]",
 )
-@options.as_json
-@options.connect
-def follow(chosen: FollowCommand) -> int:
+@options.json_option
+@options.connect_option
+def follow(chosen: FollowOptions) -> int:
+    """Apply the log to one or several tables, batch by batch."""
     if chosen.interval_s <= 0:
         raise BadConfig(f"--interval-s: expected more than 0, found {chosen.interval_s:g}")
-    payloads = payload_columns.format_of(
+    payloads = payload_columns.payload_format(
         chosen.data_format, chosen.schema_registry, chosen.schema_registry_auth_file
     )
     tables = _table_options(chosen)
@@ -178,14 +179,14 @@ def follow(chosen: FollowCommand) -> int:
         sys.path.insert(0, "")  # the function may be in the current directory
     opened = []
     for each in tables:
-        with errors_of_table(each.place):
-            declared = each.declared()
-            rules = each.rules(declared)
+        with errors_of_table(each.location):
+            declared = each.declared_columns()
+            rules = each.change_rules(declared)
             columns = declared if rules.function is None else rules.function.columns
             table = _open_table(each, columns, rules)
             schema = table.columns if declared is None else declared
             logged = LoggedTable(
-                each.place,
+                each.location,
                 schema=schema,
                 rules=rules,
                 data_format=payloads,
@@ -201,7 +202,7 @@ def follow(chosen: FollowCommand) -> int:
     with WaltzClient(chosen.connect, config) as client, ProgressLine() as line:
         position = LogPosition(client, interval_s=chosen.interval_s)
         if since_ms is not None:
-            given = _marks_since(client, position, since_ms)
+            given = _marks_before_time(client, position, since_ms)
         name = TableMarks(chosen.follower, client.cluster().key.hex(), given)
         follower = Follower(
             ClientFollowedLog(client, position, [logged for _, logged in opened]),
@@ -217,11 +218,11 @@ def follow(chosen: FollowCommand) -> int:
     return _print_marks(chosen, found)
 
 
-follow.details = (
+follow.help_details = (
     "Each batch of transactions is one commit of the table. The commit also contains the marks up "
     "to which the table contains the log. So the table is correct even if the command is killed at "
     "any time, and a repeated command continues at the marks of the table. "
-    f"Types of payload columns: {payload_columns.TYPES_TEXT}."
+    f"Types of payload columns: {payload_columns.COLUMN_TYPES_TEXT}."
 )
 
 
@@ -229,15 +230,15 @@ def _open_table(
     table: TableOptions, columns: ArrowSchema | None, rules: ChangeRules
 ) -> "FollowedDeltaTable | FollowedParquetTable":
     if table.format == "parquet":
-        return FollowedParquetTable(table.place, columns, rules)
+        return FollowedParquetTable(table.location, columns, rules)
     # deltalake is an optional dependency, and its import is slow.
     from waltz_core.tables.delta_table import FollowedDeltaTable  # noqa: PLC0415
 
-    return FollowedDeltaTable(table.place, columns, rules.key)
+    return FollowedDeltaTable(table.location, columns, rules.key)
 
 
-def _table_options(chosen: FollowCommand) -> list[TableOptions]:
-    """Return the table that the options describe, or the tables of the file."""
+def _table_options(chosen: FollowOptions) -> list[TableOptions]:
+    """Return the table that the options describe, or the tables that the file describes."""
     options_of_table = {name: getattr(chosen, name) for name in TableOptions._fields[1:]}
     if chosen.tables is None:
         if chosen.table is None or not (chosen.key or chosen.format == "parquet"):
@@ -249,11 +250,11 @@ def _table_options(chosen: FollowCommand) -> list[TableOptions]:
             "--tables: expected that only the file names tables and their options, found TABLE "
             f"or one of the options {', '.join(options_of_table)} on the command line"
         )
-    return tables_in(chosen.tables)
+    return read_tables(chosen.tables)
 
 
-def _parse_start_marks(chosen: FollowCommand) -> MarkMap:
-    """Parse `--start-marks`; return no marks without the option."""
+def _parse_start_marks(chosen: FollowOptions) -> MarkMap:
+    """Parse `--start-marks`; without this option, return no marks."""
     if chosen.start_marks is None:
         return {}
     if chosen.start_time is not None:
@@ -274,7 +275,7 @@ def _is_mark(partition: str, mark: object) -> bool:
     return partition.isascii() and partition.isdecimal() and type(mark) is int and mark >= -1
 
 
-def _parse_start_time(chosen: FollowCommand) -> int | None:
+def _parse_start_time(chosen: FollowOptions) -> int | None:
     """Parse `--start-time` into milliseconds since 1970; None without the option."""
     if chosen.start_time is None:
         return None
@@ -290,7 +291,9 @@ def _parse_start_time(chosen: FollowCommand) -> int | None:
     return int(moment.timestamp() * 1000)
 
 
-def _marks_since(client: WaltzClient, position: LogPosition, since_ms: int) -> Mapping[int, int]:
+def _marks_before_time(
+    client: WaltzClient, position: LogPosition, since_ms: int
+) -> Mapping[int, int]:
     """Return the marks before the first transactions that may be committed at or after a time."""
     log = position.state()
     found = {}
@@ -303,7 +306,7 @@ def _marks_since(client: WaltzClient, position: LogPosition, since_ms: int) -> M
     return found
 
 
-def _print_marks(chosen: FollowCommand, found: Mapping[str, TableMarks]) -> int:
+def _print_marks(chosen: FollowOptions, found: Mapping[str, TableMarks]) -> int:
     if chosen.as_json:
         marks = {
             place: {"marks": {str(part): mark for part, mark in sorted(each.marks.items())}}

@@ -1,4 +1,4 @@
-"""The tables of `follow`: one from the options of the command, or several from a TOML file.
+"""The tables of `waltz-core follow`, from its options or from a TOML file.
 
 ["/lake/accounts"]
 key = "id"
@@ -22,9 +22,9 @@ TABLE_FORMATS = ("delta", "parquet")
 
 
 class TableOptions(NamedTuple):
-    """A table; each field but `place` is an option of the command and a name in the file."""
+    """The options of one table; each field except `location` is also a name in the TOML file."""
 
-    place: str
+    location: str
     format: str | None = None
     key: tuple[str, ...] = ()
     columns: tuple[str, ...] = ()
@@ -33,8 +33,8 @@ class TableOptions(NamedTuple):
     delete_where: str | None = None
     changes: str | None = None
 
-    def rules(self, declared: ArrowSchema | None) -> ChangeRules:
-        """Return the rules for the table, whose transactions have the columns `declared`.
+    def change_rules(self, declared: ArrowSchema | None) -> ChangeRules:
+        """Return the rules by which transactions change the table.
 
         Raises:
             BadConfig: an option is not valid, or the changes function does not exist.
@@ -51,17 +51,17 @@ class TableOptions(NamedTuple):
             function = changes_function(self.changes, transactions_schema(declared), self.key)
         return ChangeRules(self.key, self.delete_headers, where, function)
 
-    def declared(self) -> ArrowSchema | None:
-        """Return the declared columns of transactions; None if they are found in payloads."""
-        return payload_columns.schema_of(self.columns)
+    def declared_columns(self) -> ArrowSchema | None:
+        """Return the declared columns; None if they are to be found in the payloads."""
+        return payload_columns.declared_schema(self.columns)
 
 
-_LISTS = {"key": str, "columns": str, "headers": int, "delete_headers": int}
-_TEXTS = ("format", "delete_where", "changes")
+_LIST_OPTIONS = {"key": str, "columns": str, "headers": int, "delete_headers": int}
+_TEXT_OPTIONS = ("format", "delete_where", "changes")
 
 
-def tables_in(file: Path) -> list[TableOptions]:
-    """Parse the tables in a TOML file, which has a section for each table.
+def read_tables(file: Path) -> list[TableOptions]:
+    """Read the tables in a TOML file, which has a section for each table.
 
     Raises:
         BadConfig: the file cannot be read, has no table, or a name or a value is not valid.
@@ -76,26 +76,26 @@ def tables_in(file: Path) -> list[TableOptions]:
             f'--tables {file}: expected a section such as ["/lake/accounts"] for each table'
         )
     return [
-        TableOptions(place, **_check_section(file, place, each)) for place, each in found.items()
+        TableOptions(place, **_parse_section(file, place, each)) for place, each in found.items()
     ]
 
 
-def _check_section(file: Path, place: str, section: Mapping[str, Any]) -> dict[str, Any]:
-    where = f'--tables {file}, section ["{place}"]'
+def _parse_section(file: Path, location: str, section: Mapping[str, Any]) -> dict[str, Any]:
+    where = f'--tables {file}, section ["{location}"]'
     found: dict[str, Any] = {}
     for name, value in section.items():
-        if name not in _LISTS and name not in _TEXTS:
-            known = [*_LISTS, *_TEXTS]
+        if name not in _LIST_OPTIONS and name not in _TEXT_OPTIONS:
+            known = [*_LIST_OPTIONS, *_TEXT_OPTIONS]
             raise BadConfig(f"{where}: unknown option {name!r}{nearest_name_hint(name, known)}")
-        kind = _LISTS.get(name, str)
-        parts = value if isinstance(value, list) and name in _LISTS else [value]
+        kind = _LIST_OPTIONS.get(name, str)
+        parts = value if isinstance(value, list) and name in _LIST_OPTIONS else [value]
         if not all(type(part) is kind for part in parts):
             expected = "a number" if kind is int else "text"
-            several = " or a list of them" if name in _LISTS else ""
+            several = " or a list of them" if name in _LIST_OPTIONS else ""
             raise BadConfig(
                 f"{where}, option {name}: expected {expected}{several}, found {value!r}"
             )
-        found[name] = tuple(parts) if name in _LISTS else value
+        found[name] = tuple(parts) if name in _LIST_OPTIONS else value
     if found.get("format") not in (None, *TABLE_FORMATS):
         expected = " or ".join(TABLE_FORMATS)
         raise BadConfig(f"{where}, option format: expected {expected}, found {found['format']!r}")

@@ -1,4 +1,4 @@
-"""Options that declare columns of payloads, for the subcommands that produce tables."""
+"""The options that declare the format and the columns of payloads (`export`, `follow`)."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from waltz_core.client.api.scanning import DATA_FORMATS, ArrowSchema, DataFormat
 from waltz_core.errors import BadConfig
 from waltz_core.records.batches import READ_SCHEMA
 
-_TYPES = {
+_COLUMN_TYPES = {
     "bool": pa.bool_(),
     "int8": pa.int8(),
     "int16": pa.int16(),
@@ -28,18 +28,21 @@ _TYPES = {
     "date": pa.date32(),
     "timestamp": pa.timestamp("us", "UTC"),
 }
-_DECIMAL = re.compile(r"decimal\((\d{1,2}),\s*(\d{1,2})\)")
-TYPES_TEXT: Final = f"{', '.join(_TYPES)}, decimal(P,S)"
+_DECIMAL_PATTERN = re.compile(r"decimal\((\d{1,2}),\s*(\d{1,2})\)")
+COLUMN_TYPES_TEXT: Final = f"{', '.join(_COLUMN_TYPES)}, decimal(P,S)"
 
-_WITH_SCHEMAS: Final[dict[str, type[Avro] | type[Protobuf]]] = {"avro": Avro, "protobuf": Protobuf}
+_SCHEMA_FORMATS: Final[dict[str, type[Avro] | type[Protobuf]]] = {
+    "avro": Avro,
+    "protobuf": Protobuf,
+}
 
 
 def payload_format_options(function: FC) -> FC:
-    """Declare the options from which `format_of` derives the format."""
+    """Declare the options that describe the format of payloads."""
     for declare in (
         click.option(
             "--schema-registry-auth-file",
-            type=options.PATH,
+            type=options.PATH_TYPE,
             metavar="FILE",
             help="a file with user:password for the schema registry",
         ),
@@ -50,7 +53,7 @@ def payload_format_options(function: FC) -> FC:
         ),
         click.option(
             "--data-format",
-            type=options.NamedChoice([*DATA_FORMATS, *_WITH_SCHEMAS]),
+            type=options.SuggestingChoice([*DATA_FORMATS, *_SCHEMA_FORMATS]),
             default="msgpack",
             help="format of the payloads, if there are columns of the payload [default: msgpack]",
         ),
@@ -59,13 +62,13 @@ def payload_format_options(function: FC) -> FC:
     return function
 
 
-def format_of(name: str, registry: str | None, auth_file: Path | None) -> DataFormat:
-    """Return the format that `--data-format` names, with its schema registry.
+def payload_format(name: str, registry: str | None, auth_file: Path | None) -> DataFormat:
+    """Return the format of payloads that the options describe.
 
     Raises:
         BadConfig: the format needs a schema registry and there is none, or the other way round.
     """
-    kind = _WITH_SCHEMAS.get(name)
+    kind = _SCHEMA_FORMATS.get(name)
     if kind is not None and registry is not None:
         return kind(registry, auth_file=None if auth_file is None else str(auth_file))
     if kind is not None:
@@ -87,7 +90,7 @@ def column_option(default: str) -> Callable[[FC], FC]:
     )
 
 
-def schema_of(columns: Sequence[str]) -> ArrowSchema | None:
+def declared_schema(columns: Sequence[str]) -> ArrowSchema | None:
     """Return the schema that the `--column` options declare; None without these options.
 
     Raises:
@@ -104,16 +107,18 @@ def schema_of(columns: Sequence[str]) -> ArrowSchema | None:
                 f"of the payload; the columns of the log are {', '.join(READ_SCHEMA.names)}."
             )
         else:
-            fields.append(pa.field(name, _type_of(name, kind)))
+            fields.append(pa.field(name, _parse_type(name, kind)))
     return pa.schema(fields) if fields else None
 
 
-def _type_of(name: str, kind: str) -> pa.DataType:
-    if kind in _TYPES:
-        return _TYPES[kind]
-    if found := _DECIMAL.fullmatch(kind):
+def _parse_type(name: str, kind: str) -> pa.DataType:
+    if kind in _COLUMN_TYPES:
+        return _COLUMN_TYPES[kind]
+    if found := _DECIMAL_PATTERN.fullmatch(kind):
         try:
             return pa.decimal128(int(found[1]), int(found[2]))
         except ValueError as error:
             raise BadConfig(f"--column {name}: {error}") from None
-    raise BadConfig(f"--column {name}: expected one of the types {TYPES_TEXT}, found {kind!r}")
+    raise BadConfig(
+        f"--column {name}: expected one of the types {COLUMN_TYPES_TEXT}, found {kind!r}"
+    )

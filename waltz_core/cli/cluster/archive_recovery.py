@@ -1,4 +1,4 @@
-"""Finds the archived mark of a partition again, after ZooKeeper has lost its data.
+"""Finds the archived marks of partitions in the archive after ZooKeeper's data was lost.
 
 Only the archive and the replicas' logs remain. The newest manifest that continues in the chosen log
 is as good as the recorded one, because a chain hash identifies the whole log up to it.
@@ -29,46 +29,46 @@ from waltz_core.archive.file_names import manifests_folder, origin_of, version_o
 from waltz_core.archive.manifest import ObjectEntry
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
-from waltz_core.cli.archive.archive_status import url_in
+from waltz_core.cli.archive.archive_status import archive_url_in
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import BEFORE_FIRST, Chain, PartitionId, ReplicaId, TransactionId
 
-ANSWER_S: Final = 10.0
-HINT: Final = "Hint: see docs/operations.md, section 'When ZooKeeper's data is lost'"
+ANSWER_TIMEOUT_S: Final = 10.0
+DOCS_HINT: Final = "Hint: see docs/operations.md, section 'When ZooKeeper's data is lost'"
 
 # Errors of a manifest, which continue the search. The errors of a storage end the search.
-_FILE_ERRORS: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
+_MANIFEST_ERRORS: Final = (ObjectMissing, BadFormat, ChecksumMismatch)
 
 ShowProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredLog:
-    """The log that was chosen for a partition: the transactions after `start`, up to `last`.
+    """The log chosen for a partition: the transactions after `start_id`, up to `last_id`.
 
     `chain_at` requests the chain hash of the log at an ID; it is None if no batch ends there.
     `starts` has the start of every replica's log.
     """
 
     partition_id: PartitionId
-    start: TransactionId
-    last: TransactionId
-    chain_at: Callable[[TransactionId], Awaitable[Chain | None]]
-    starts: Mapping[ReplicaId, TransactionId]
+    start_id: TransactionId
+    last_id: TransactionId
+    request_chain: Callable[[TransactionId], Awaitable[Chain | None]]
+    replica_start_ids: Mapping[ReplicaId, TransactionId]
 
 
-class _Candidate(NamedTuple):
-    """The archived mark that a manifest describes, and the objects with available IDs."""
+class _CandidateManifest(NamedTuple):
+    """A manifest that may be the newest valid one: its archived mark, and its available objects."""
 
     mark: ArchivedMark
-    entries: list[ObjectEntry]
+    objects: list[ObjectEntry]
 
 
-async def url_of_archive(coordinator: Coordinator, show: ShowProgress) -> str:
-    """Return the URL of the archive that the storages report; empty if none reports one.
+async def reported_archive_url(coordinator: Coordinator, show: ShowProgress) -> str:
+    """Return the archive's URL that the storages report; empty if none reports one.
 
     Raises:
         BadConfig: the storages report different URLs.
@@ -76,13 +76,13 @@ async def url_of_archive(coordinator: Coordinator, show: ShowProgress) -> str:
     from waltz_core.cli.doctor.doctor_probes import query_cluster  # noqa: PLC0415 - loads Arrow
 
     facts = await query_cluster(
-        coordinator, timeout_s=ANSWER_S, on_progress=lambda _done, _count, what: show(what)
+        coordinator, timeout_s=ANSWER_TIMEOUT_S, on_progress=lambda _done, _count, what: show(what)
     )
-    return url_in(facts)
+    return archive_url_in(facts)
 
 
 class ArchiveRecovery:
-    """The archive of a cluster; if the URL is empty, logs must begin at transaction 0."""
+    """Finds archived marks in an archive; without a URL, each log must begin at transaction 0."""
 
     def __init__(self, url: str, cluster_key: bytes, on_skipped: ShowProgress) -> None:
         """`on_skipped` is called with a sentence for each newer manifest that does not fit.
@@ -94,8 +94,8 @@ class ArchiveRecovery:
         self._cluster_key = cluster_key
         self._on_skipped = on_skipped
 
-    async def mark_of(self, log: RecoveredLog) -> ArchivedMark | None:
-        """Return the archived mark of a partition; None if nothing of the partition is archived.
+    async def find_archived_mark(self, log: RecoveredLog) -> ArchivedMark | None:
+        """Return the archived mark of a partition; None if nothing of it is archived.
 
         Raises:
             BadRequest: the partition is refused because of one of the rules 3 to 5.
@@ -103,24 +103,24 @@ class ArchiveRecovery:
             The error that a storage returns.
         """
         where = "no archive is configured" if self._store is None else self._store.url
-        names = await asyncio.to_thread(self._names, log.partition_id)
+        names = await asyncio.to_thread(self._manifest_names, log.partition_id)
         problems: list[str] = []
         for name in names:
             try:
-                found = await asyncio.to_thread(self._read, name, log.partition_id)
-            except _FILE_ERRORS as error:
+                found = await asyncio.to_thread(self._read_manifest, name, log.partition_id)
+            except _MANIFEST_ERRORS as error:
                 problems.append(f"{name}: {error}")
                 continue
-            if found.mark.last > log.last:
+            if found.mark.last > log.last_id:
                 raise BadRequest(
                     f"partition {log.partition_id}: the log of the storages ends at "
-                    f"transaction {log.last}, before the end of the archive, "
+                    f"transaction {log.last_id}, before the end of the archive, "
                     f"{found.mark.last} (manifest {name} in {where}). Hint: start the "
                     "storages of the other replicas. If their logs are lost, move this "
                     "manifest out of the archive; the transactions that only the archive has "
                     "are then lost"
                 )
-            problem = await self._problem_of(found, log)
+            problem = await self._manifest_problem(found, log)
             if problem:
                 problems.append(f"{name}: {problem}")
                 continue
@@ -129,7 +129,7 @@ class ArchiveRecovery:
                     f"partition {log.partition_id}: a newer manifest is ignored: {each}"
                 )
             return found.mark
-        replica, start = max(log.starts.items(), key=lambda each: each[1])
+        replica, start = max(log.replica_start_ids.items(), key=lambda each: each[1])
         if not names and start == BEFORE_FIRST:
             return None
         shown = (
@@ -140,10 +140,10 @@ class ArchiveRecovery:
         raise BadRequest(
             f"partition {log.partition_id}: the log of {replica} begins at transaction "
             f"{start + 1}, so the archive ({where}) must have a manifest that ends at a "
-            f"transaction in {max(start, log.start)}..{log.last}; found {shown}. {HINT}"
+            f"transaction in {max(start, log.start_id)}..{log.last_id}; found {shown}. {DOCS_HINT}"
         )
 
-    def _names(self, partition_id: PartitionId) -> list[str]:
+    def _manifest_names(self, partition_id: PartitionId) -> list[str]:
         """Return the names of a partition's manifests, the newest first (rule 1)."""
         if self._store is None:
             return []
@@ -154,25 +154,27 @@ class ArchiveRecovery:
                 ranked.append((origin.session_id, origin.attempt, version, name))
         return [name for *_, name in sorted(ranked, reverse=True)]
 
-    async def _problem_of(self, found: _Candidate, log: RecoveredLog) -> str:
+    async def _manifest_problem(self, found: _CandidateManifest, log: RecoveredLog) -> str:
         """Return the reason why a manifest does not fit; empty if it fits (rules 2 and 3).
 
         Raises the error that a storage returns.
         """
         last, chain = found.mark.last, found.mark.chain
-        lowest = max(log.start, *log.starts.values())
-        if not lowest <= last <= log.last:
-            return f"expected that it ends at a transaction in {lowest}..{log.last}, found {last}"
-        chain_there = await log.chain_at(last)
+        lowest = max(log.start_id, *log.replica_start_ids.values())
+        if not lowest <= last <= log.last_id:
+            return (
+                f"expected that it ends at a transaction in {lowest}..{log.last_id}, found {last}"
+            )
+        chain_there = await log.request_chain(last)
         if chain_there != chain:
             shown = "no batch that ends there" if chain_there is None else chain_there.hex()
             return (
                 f"it ends at transaction {last} with chain hash {chain.hex()}, but the log has "
                 f"{shown}"
             )
-        return await asyncio.to_thread(self._problem_of_objects, found.entries)
+        return await asyncio.to_thread(self._objects_problem, found.objects)
 
-    def _read(self, name: str, partition_id: PartitionId) -> _Candidate:
+    def _read_manifest(self, name: str, partition_id: PartitionId) -> _CandidateManifest:
         """Read the head and the pages of a manifest; the call blocks.
 
         Raises:
@@ -201,10 +203,10 @@ class ArchiveRecovery:
             saved.file_crc,
             name,
         )
-        return _Candidate(mark, available)
+        return _CandidateManifest(mark, available)
 
-    def _problem_of_objects(self, entries: list[ObjectEntry]) -> str:
-        """Return which object is missing or has another size; empty if none; the call blocks."""
+    def _objects_problem(self, entries: list[ObjectEntry]) -> str:
+        """Return a text about an object that is missing or has the wrong size; empty if none."""
         assert self._store is not None
         folders = {each.name.rpartition("/")[0]: None for each in entries}
         sizes = {file.name: file.byte_count for each in folders for file in self._store.files(each)}

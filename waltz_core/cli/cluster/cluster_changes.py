@@ -1,4 +1,4 @@
-"""`waltz-core cluster add-storage | move-replica | auto-assign | ...`: change storages, replicas.
+"""`waltz-core cluster add-storage | move-replica | ...`: change storages, replicas and servers.
 
 Each subcommand determines the wanted placement of replicas. `cluster/change/replica_steps.py` plans
 the steps to it, and `cli/change_commands.py` runs them.
@@ -11,9 +11,9 @@ import click
 
 from waltz_core.cli import command_connections
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import Command, Result, change_command
-from waltz_core.cli.output import ranges_of
-from waltz_core.cli.queries import is_answering, name_at
+from waltz_core.cli.change_commands import ChangeCommand, ChangeResult, change_command
+from waltz_core.cli.output import ranges_of_numbers
+from waltz_core.cli.queries import hello_text_at, is_answering
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client.links.storage_admin import admin_connection
 from waltz_core.cluster.change import replica_steps as placements
@@ -27,27 +27,30 @@ from waltz_core.wire.messages import WireProtocol
 
 POLL_INTERVAL_S = 0.1
 
-_admin_port = click.option(
+_admin_port_option = click.option(
     "--admin-port", type=int, help="the admin port of the storage [default: its port + 1]"
 )
-_storages = options.argument("addresses", "HOST:PORT...", "the storages", nargs=-1, required=True)
+_storages_argument = options.argument(
+    "addresses", "HOST:PORT...", "the storages", nargs=-1, required=True
+)
 
 
 # --- storages
 
 
 @subcommand
-@options.storage_address
+@options.storage_argument
 @click.option("--group", type=int, help="the number of the storage's group [default: a new group]")
-@_admin_port
+@_admin_port_option
 @change_command()
 async def add_storage(
-    command: Command, *, address: str, group: int | None, admin_port: int | None
-) -> Result:
-    address, port = ReplicaId(address), _port_of(admin_port, address)
+    command: ChangeCommand, *, address: str, group: int | None, admin_port: int | None
+) -> ChangeResult:
+    """Add an empty storage to the cluster."""
+    address, port = ReplicaId(address), _admin_port_or_default(admin_port, address)
     before = await command.coordinator.storages.read()
     before.with_storage(address, port, group)  # rejects invalid options first
-    await _check_storage(address)
+    await _check_data_port(address)
     layout = await command.coordinator.storages.change(
         lambda old: old.with_storage(address, port, group)
     )
@@ -59,9 +62,9 @@ async def add_storage(
     }
 
 
-async def _check_storage(address: ReplicaId) -> None:
+async def _check_data_port(address: ReplicaId) -> None:
     """Raise Unreachable if no process answers, BadConfig if it is not a storage's data port."""
-    name = await name_at(WireProtocol.STORAGE, address)
+    name = await hello_text_at(WireProtocol.STORAGE, address)
     if name is None:
         raise Unreachable(
             f"storage {address} does not answer; nothing was changed. Hint: start the storage "
@@ -76,7 +79,7 @@ async def _check_storage(address: ReplicaId) -> None:
 
 
 @subcommand
-@options.storage_address
+@options.storage_argument
 @options.argument(
     "admin_port",
     "ADMIN_PORT",
@@ -84,22 +87,24 @@ async def _check_storage(address: ReplicaId) -> None:
     type=int,
 )
 @change_command()
-async def set_admin_port(command: Command, *, address: str, admin_port: int) -> Result:
+async def set_admin_port(command: ChangeCommand, *, address: str, admin_port: int) -> ChangeResult:
+    """Change the admin port of a storage in ZooKeeper."""
     storage = ReplicaId(address)
     await command.coordinator.storages.change(lambda old: old.with_admin_port(storage, admin_port))
     return {"storage": storage, "summary": f"the admin port of storage {storage} is {admin_port}"}
 
 
 @subcommand
-@options.storage_address
+@options.storage_argument
 @change_command()
-async def remove_storage(command: Command, *, address: str) -> Result:
+async def remove_storage(command: ChangeCommand, *, address: str) -> ChangeResult:
+    """Move a storage's replicas to other storages, then remove it from the cluster."""
     storage = ReplicaId(address)
     layout, now = await _read_layout(command)
     layout.check_known(storage)
     wanted = placements.placement_without_storage(now, layout.groups, storage)
-    await command.carry_out(ReplicaPlan.for_placement(wanted, layout.assignment))
-    await _forget_storage(command, storage)
+    await command.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
+    await _unregister_storage(command, storage)
     return {
         "storage": address,
         "moved": len(wanted),
@@ -114,28 +119,29 @@ async def remove_storage(command: Command, *, address: str) -> Result:
     "NEW",
     "HOST:PORT of its replacement; the same as OLD for an empty storage at the same address",
 )
-@_admin_port
+@_admin_port_option
 @change_command()
 async def replace_storage(
-    command: Command, *, address: str, successor: str, admin_port: int | None
-) -> Result:
+    command: ChangeCommand, *, address: str, successor: str, admin_port: int | None
+) -> ChangeResult:
+    """Move all replicas of a storage to its replacement."""
     old, new = ReplicaId(address), ReplicaId(successor)
     layout, now = await _read_layout(command)
     layout.check_known(old)
     if old == new:
         return await _replace_in_place(command, layout, now, old)
     if new not in layout.assignment.partitions:
-        port = _port_of(admin_port, new)
+        port = _admin_port_or_default(admin_port, new)
         group = layout.groups.get(old)
         layout.with_storage(new, port, group)  # rejects invalid options first
-        await _check_storage(new)
+        await _check_data_port(new)
         layout = await command.coordinator.storages.change(
             lambda before: before.with_storage(new, port, group)
         )
-        command.note(f"storage {new} is in group {group}")
+        command.note_step(f"storage {new} is in group {group}")
     wanted = placements.placement_with_replacement(now, old, new, now)
-    await command.carry_out(ReplicaPlan.for_placement(wanted, layout.assignment))
-    await _forget_storage(command, old)
+    await command.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
+    await _unregister_storage(command, old)
     return {
         "storage": new,
         "moved": len(wanted),
@@ -144,12 +150,12 @@ async def replace_storage(
 
 
 async def _replace_in_place(
-    command: Command, layout: StorageLayout, now: Placement, address: ReplicaId
-) -> Result:
-    """Remove a storage and its registration, then register its empty successor."""
+    command: ChangeCommand, layout: StorageLayout, now: Placement, address: ReplicaId
+) -> ChangeResult:
+    """Replace a lost storage by an empty one at the same address."""
     held = {each: replicas for each, replicas in now.items() if address in replicas}
     if not held:
-        return await _restore_storage(
+        return await _add_replacement(
             command, placements.placement_with_restored(now, address), address
         )
     alone = [each for each, replicas in held.items() if len(replicas) == 1]
@@ -164,23 +170,25 @@ async def _replace_in_place(
             "replacement with an empty directory."
         )
     without = {each: tuple(its for its in held[each] if its != address) for each in held}
-    await command.carry_out(ReplicaPlan.for_placement(without, layout.assignment))
-    return await _restore_storage(command, held, address)
+    await command.carry_out_plan(ReplicaPlan.for_placement(without, layout.assignment))
+    return await _add_replacement(command, held, address)
 
 
-async def _restore_storage(command: Command, wanted: Placement, address: ReplicaId) -> Result:
-    """Register an empty storage at an address, and give it the missing replicas."""
+async def _add_replacement(
+    command: ChangeCommand, wanted: Placement, address: ReplicaId
+) -> ChangeResult:
+    """Wait for the empty storage at an address, and give it the missing replicas."""
     if not await is_answering(WireProtocol.STORAGE, address):
         await command.coordinator.storages.forget_id(address)
-        command.note(f"an empty storage may now start at {address}")
+        command.note_step(f"an empty storage may now start at {address}")
     while not await is_answering(WireProtocol.STORAGE, address):
-        command.wait_for(
+        command.report_wait(
             f"an empty storage at {address} to start; it then gets replicas of partitions "
-            f"{ranges_of(sorted(wanted))}"
+            f"{ranges_of_numbers(sorted(wanted))}"
         )
         await asyncio.sleep(POLL_INTERVAL_S)
     layout = await command.coordinator.storages.read()
-    await command.carry_out(ReplicaPlan.for_placement(wanted, layout.assignment))
+    await command.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
     summary = f"the new storage at {address} has all replicas of the old one: {len(wanted)}"
     if not wanted:
         summary = (
@@ -191,13 +199,14 @@ async def _restore_storage(command: Command, wanted: Placement, address: Replica
     return {"storage": address, "moved": len(wanted), "summary": summary}
 
 
-async def _forget_storage(command: Command, address: ReplicaId) -> None:
+async def _unregister_storage(command: ChangeCommand, address: ReplicaId) -> None:
+    """Remove a storage and its ID from ZooKeeper."""
     await command.coordinator.storages.change(lambda old: old.without_storage(address))
     await command.coordinator.storages.forget_id(address)
-    command.note(f"storage {address} is excluded from new replicas")
+    command.note_step(f"storage {address} is excluded from new replicas")
 
 
-def _port_of(requested: int | None, address: str) -> int:
+def _admin_port_or_default(requested: int | None, address: str) -> int:
     return split_address(address)[1] + 1 if requested is None else requested
 
 
@@ -205,32 +214,35 @@ def _port_of(requested: int | None, address: str) -> int:
 
 
 @subcommand
-@options.partitions
-@_storages
+@options.partitions_argument
+@_storages_argument
 @change_command()
-async def add_replica(command: Command, *, partitions: str, addresses: tuple[str, ...]) -> Result:
-    """Add the storages to the replicas of each partition, one storage after the other."""
+async def add_replica(
+    command: ChangeCommand, *, partitions: str, addresses: tuple[str, ...]
+) -> ChangeResult:
+    """Add storages to the replicas of each partition, one storage after the other."""
     layout, now = await _read_layout(command)
-    chosen = await _chosen_partitions(command, partitions)
+    chosen = await _parse_partitions(command, partitions)
     added = [ReplicaId(each) for each in addresses]
     wanted = {each: tuple(dict.fromkeys([*now[each], *added])) for each in chosen}
-    return await _carry_out(command, layout, wanted)
+    return await _change_replicas(command, layout, wanted)
 
 
 @subcommand
-@options.partitions
-@_storages
+@options.partitions_argument
+@_storages_argument
 @change_command()
 async def remove_replica(
-    command: Command, *, partitions: str, addresses: tuple[str, ...]
-) -> Result:
+    command: ChangeCommand, *, partitions: str, addresses: tuple[str, ...]
+) -> ChangeResult:
+    """Remove the replicas of partitions from storages."""
     layout, now = await _read_layout(command)
     removed = [ReplicaId(each) for each in addresses]
     for address in removed:
         layout.check_known(address)
     wanted = {
         each: tuple(name for name in now[each] if name not in removed)
-        for each in await _chosen_partitions(command, partitions)
+        for each in await _parse_partitions(command, partitions)
     }
     for partition_id, replicas in wanted.items():
         if not replicas:
@@ -238,25 +250,28 @@ async def remove_replica(
                 "nothing was changed, because the command would remove all replicas of partition "
                 f"{partition_id}"
             )
-    return await _carry_out(command, layout, wanted)
+    return await _change_replicas(command, layout, wanted)
 
 
 @subcommand
-@options.partitions
+@options.partitions_argument
 @options.argument("origin", "FROM", "HOST:PORT of the storage that has the replicas")
 @options.argument("target", "TO", "HOST:PORT of the storage that should get them")
 @change_command()
-async def move_replica(command: Command, *, partitions: str, origin: str, target: str) -> Result:
+async def move_replica(
+    command: ChangeCommand, *, partitions: str, origin: str, target: str
+) -> ChangeResult:
+    """Move replicas of partitions from one storage to another."""
     layout, now = await _read_layout(command)
     old, new = ReplicaId(origin), ReplicaId(target)
-    chosen = await _chosen_partitions(command, partitions)
+    chosen = await _parse_partitions(command, partitions)
     for partition_id in chosen:
         if old not in now[partition_id] and new not in now[partition_id]:
             raise BadRequest(
                 f"nothing was changed, because storage {old} has no replica of partition "
                 f"{partition_id}"
             )
-    return await _carry_out(
+    return await _change_replicas(
         command, layout, placements.placement_with_replacement(now, old, new, chosen)
     )
 
@@ -269,16 +284,20 @@ async def move_replica(command: Command, *, partitions: str, origin: str, target
     help="number of replicas of each partition [default: unchanged]",
 )
 @change_command()
-async def auto_assign(command: Command, *, replicas: int | None) -> Result:
+async def auto_assign(command: ChangeCommand, *, replicas: int | None) -> ChangeResult:
+    """Distribute all replicas evenly over groups and storages."""
     layout, now = await _read_layout(command)
-    return await _carry_out(
+    return await _change_replicas(
         command, layout, placements.spread_replicas(now, layout.groups, replicas)
     )
 
 
-async def _carry_out(
-    command: Command, layout: StorageLayout, wanted: Mapping[PartitionId, tuple[ReplicaId, ...]]
-) -> Result:
+async def _change_replicas(
+    command: ChangeCommand,
+    layout: StorageLayout,
+    wanted: Mapping[PartitionId, tuple[ReplicaId, ...]],
+) -> ChangeResult:
+    """Add and remove replicas until each partition has the wanted ones."""
     for replicas in wanted.values():
         for address in replicas:
             layout.check_known(address)
@@ -287,8 +306,8 @@ async def _carry_out(
         for each, replicas in wanted.items()
         if set(replicas) != set(layout.assignment.replicas_of(each))
     }
-    await command.carry_out(ReplicaPlan.for_placement(wanted, layout.assignment))
-    await _delete_files(command, layout, moved)
+    await command.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
+    await _delete_replica_files(command, layout, moved)
     return {
         "changed": sorted(moved),
         "summary": f"{len(moved)} of {len(wanted)} partitions were changed"
@@ -297,7 +316,9 @@ async def _carry_out(
     }
 
 
-async def _delete_files(command: Command, layout: StorageLayout, moved: Placement) -> None:
+async def _delete_replica_files(
+    command: ChangeCommand, layout: StorageLayout, moved: Placement
+) -> None:
     """Delete the files of partitions on storages that are no longer assigned to them.
 
     The partitions' sessions are open without these storages. If a storage does not answer, its
@@ -311,24 +332,26 @@ async def _delete_files(command: Command, layout: StorageLayout, moved: Placemen
     for address, partitions in left.items():
         admin = f"{split_address(address)[0]}:{layout.admin_ports[address]}"
         try:
-            async with admin_connection(admin, ssl=command_connections.ssl()) as storage:
+            async with admin_connection(admin, ssl=command_connections.ssl_context()) as storage:
                 for partition_id in partitions:
                     await storage.request(Done, RemovePartition, partition_id, True, False)  # noqa: FBT003 - the wire's
         except WaltzError as error:
             names = ", ".join(map(str, partitions))
-            command.note(f"storage {address} may still have files of partitions {names}: {error}")
+            command.note_step(
+                f"storage {address} may still have files of partitions {names}: {error}"
+            )
 
 
-async def _read_layout(command: Command) -> tuple[StorageLayout, Placement]:
+async def _read_layout(command: ChangeCommand) -> tuple[StorageLayout, Placement]:
     layout = await command.coordinator.storages.read()
     return layout, placements.placement_of(layout.assignment, await _partition_count(command))
 
 
-async def _chosen_partitions(command: Command, partitions: str) -> tuple[PartitionId, ...]:
+async def _parse_partitions(command: ChangeCommand, partitions: str) -> tuple[PartitionId, ...]:
     return placements.parse_partitions(partitions, await _partition_count(command))
 
 
-async def _partition_count(command: Command) -> int:
+async def _partition_count(command: ChangeCommand) -> int:
     return (await command.coordinator.read_cluster()).params.partition_count
 
 
@@ -336,9 +359,10 @@ async def _partition_count(command: Command) -> int:
 
 
 @subcommand
-@options.server
+@options.server_argument
 @change_command()
-async def remove_server(command: Command, *, server: str) -> Result:
+async def remove_server(command: ChangeCommand, *, server: str) -> ChangeResult:
+    """Remove a server that no longer runs from ZooKeeper."""
     servers = (await command.coordinator.read_servers()).servers
     found = [each for each in servers.values() if each.address == server]
     if not found:

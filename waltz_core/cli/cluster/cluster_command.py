@@ -34,7 +34,7 @@ from waltz_core.records.record import PartitionId
 )
 @click.option("--if-absent", is_flag=True, help="exit successfully if the cluster already exists")
 @with_cluster_argument
-@options.wait_option
+@options.zookeeper_timeout_option
 async def create(
     *,
     name: str,
@@ -44,6 +44,7 @@ async def create(
     connect: str,
     wait_s: float,
 ) -> int:
+    """Create the znodes of a new cluster in ZooKeeper."""
     storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(storage))
     new = NewCluster(
         name=name,
@@ -52,10 +53,10 @@ async def create(
         storages=storages,
     )
     async with open_command_session(connect, wait_s) as found:
-        if if_absent and await _exists(found):
+        if if_absent and await _cluster_exists(found):
             print_error(f"a cluster exists already at {connect}")
             return 0
-        async with audit_change(found, creates=True):
+        async with audit_change(found, may_create_cluster=True):
             await found.create_cluster(new)
         print_error(
             f"created cluster {new.name} at {connect}: {new.partition_count} partitions, "
@@ -64,7 +65,7 @@ async def create(
     return 0
 
 
-async def _exists(coordinator: Coordinator) -> bool:
+async def _cluster_exists(coordinator: Coordinator) -> bool:
     try:
         await coordinator.read_cluster()
     except BadConfig:
@@ -74,22 +75,27 @@ async def _exists(coordinator: Coordinator) -> bool:
 
 @subcommand
 @with_cluster_argument
-@options.wait_option
+@options.zookeeper_timeout_option
 async def protect(*, connect: str, wait_s: float) -> int:
+    """Restrict access to the cluster's znodes to the users in the auth file."""
     count = await zookeeper_session.protect(connect, connect_timeout_ms=round(wait_s * 1000))
     if not count:
         raise BadConfig(f"there is no cluster at {connect}: ZooKeeper has no such znode")
     # The audit entry is written with the same credentials.
-    async with open_command_session(connect, wait_s) as found, audit_change(found, creates=True):
+    async with (
+        open_command_session(connect, wait_s) as found,
+        audit_change(found, may_create_cluster=True),
+    ):
         print_error(f"restricted the access to {count} znodes")
     return 0
 
 
 @subcommand
-@options.as_json
+@options.json_option
 @with_cluster_argument
-@options.wait_option
+@options.zookeeper_timeout_option
 async def show_command(*, as_json: bool, connect: str, wait_s: float) -> int:
+    """Show the servers, storages and partitions of a cluster."""
     async with open_command_session(connect, wait_s) as found:
         cluster = await found.read_cluster()
         servers = await found.read_servers()
@@ -103,7 +109,7 @@ async def show_command(*, as_json: bool, connect: str, wait_s: float) -> int:
             if owner is not None and owner.server_id in servers.servers:
                 descriptor = servers.servers[owner.server_id]
                 name = f"{descriptor.host}:{descriptor.port}"
-            partitions[number] = _partition(name, view.metadata)
+            partitions[number] = _partition_json(name, view.metadata)
     summary = {
         "name": cluster.params.name,
         "cluster_key": str(cluster.store.cluster_key),
@@ -122,11 +128,11 @@ async def show_command(*, as_json: bool, connect: str, wait_s: float) -> int:
     if as_json:
         print_json(summary)
     else:
-        _print(summary)
+        _print_cluster(summary)
     return 0
 
 
-def _partition(owner: str | None, metadata: PartitionMetadata | None) -> dict[str, object]:
+def _partition_json(owner: str | None, metadata: PartitionMetadata | None) -> dict[str, object]:
     if metadata is None:
         return {"server": owner, "generation": None, "session": None, "engaged": []}
     engaged = [
@@ -142,7 +148,7 @@ def _partition(owner: str | None, metadata: PartitionMetadata | None) -> dict[st
     }
 
 
-def _print(summary: dict[str, Any]) -> None:
+def _print_cluster(summary: dict[str, Any]) -> None:
     print_result(f"{summary['name']}  cluster key {summary['cluster_key']}")
     storages = summary["storages"]
     print_table(

@@ -1,4 +1,4 @@
-"""`waltz-core cluster check-connectivity`: this command to servers, and servers to storages.
+"""`waltz-core cluster check-connectivity`: check connections to servers and between processes.
 
 The command cannot detect a firewall between a server and a storage. So it requests each server to
 connect to every storage (message 13 of Waltz 0.13, which 0.13 servers also answer).
@@ -12,7 +12,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import open_command_session
 from waltz_core.cli.output import print_json, print_table
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.queries import query
+from waltz_core.cli.queries import query_server
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivityResponse
@@ -30,14 +30,15 @@ class ConnectionCheck(NamedTuple):
 
 
 @subcommand
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 async def check_connectivity(*, connect: str, as_json: bool) -> int:
+    """Check that this command can connect to all servers, and they to all storages."""
     async with open_command_session(connect) as coordinator:
         servers = [each.address for each in (await coordinator.read_servers()).servers.values()]
         storages = [str(each) for each in (await coordinator.storages.read()).assignment.partitions]
     with ProgressLine() as line:
-        found = await _query_all(servers, storages, line)
+        found = await _check_all_servers(servers, storages, line)
     is_healthy = bool(servers) and all(each.is_reached for each in found)
     if as_json:
         print_json({"is_healthy": is_healthy, "connections": [each._asdict() for each in found]})
@@ -50,14 +51,17 @@ async def check_connectivity(*, connect: str, as_json: bool) -> int:
     return 0 if is_healthy else 1
 
 
-async def _query_all(
+async def _check_all_servers(
     servers: list[str], storages: list[str], line: ProgressLine
 ) -> list[ConnectionCheck]:
+    """Request each server concurrently to check its connections."""
     done: list[str] = []
 
     async def check_server(address: str) -> list[ConnectionCheck]:
         try:
-            answer = await query(address, CheckConnectivityResponse, CheckConnectivityRequest)
+            answer = await query_server(
+                address, CheckConnectivityResponse, CheckConnectivityRequest
+            )
         except WaltzError as error:
             found = [
                 ConnectionCheck(
@@ -65,7 +69,7 @@ async def _query_all(
                 )
             ]
         else:
-            found = checks_by_server(address, storages, dict(answer.reachable))
+            found = connection_checks_of_server(address, storages, dict(answer.reachable))
         done.append(address)
         waits = ", ".join(each for each in servers if each not in done)
         line.show(len(done), len(servers), f"waiting for {waits}")
@@ -76,10 +80,10 @@ async def _query_all(
     return [check for task in started for check in task.result()]
 
 
-def checks_by_server(
+def connection_checks_of_server(
     server: str, storages: list[str], reported: Mapping[str, bool]
 ) -> list[ConnectionCheck]:
-    """Return a server's answer about every storage, also one that it does not use yet."""
+    """Return a server's connection to each storage, including storages that it does not use yet."""
     name = f"server {server}"
     found = [ConnectionCheck(THIS_COMMAND, name, is_reached=True)]
     for storage in dict.fromkeys([*storages, *reported]):

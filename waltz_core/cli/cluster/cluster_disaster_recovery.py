@@ -1,4 +1,4 @@
-"""`waltz-core cluster accept-replicas | rebuild-metadata`: recover from the logs of storages.
+"""`waltz-core cluster accept-replicas | rebuild-metadata`: recover a cluster from storages' logs.
 
 Both commands choose one replica's log by a decision, not by a quorum.
 `cluster/change/rebuilding.py` makes the decision. This module queries the storages, reports to the
@@ -20,16 +20,26 @@ from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_change import new_client_key
 from waltz_core.cli.access.access_export import describe_permissions, read_export
-from waltz_core.cli.archive.archive_status import archive_url
-from waltz_core.cli.change_commands import Command, Result, change_command, now_ms, user_name
-from waltz_core.cli.cluster.archive_recovery import ArchiveRecovery, RecoveredLog, url_of_archive
+from waltz_core.cli.archive.archive_status import archive_option
+from waltz_core.cli.change_commands import (
+    ChangeCommand,
+    ChangeResult,
+    change_command,
+    now_ms,
+    user_and_host,
+)
+from waltz_core.cli.cluster.archive_recovery import (
+    ArchiveRecovery,
+    RecoveredLog,
+    reported_archive_url,
+)
 from waltz_core.cli.output import print_table
 from waltz_core.cli.storage.owner_connection import (
     ClaimedSession,
     ExpectedCluster,
     OwnerConnection,
-    log_of,
-    open_links,
+    open_connections,
+    reported_log,
 )
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change import rebuilding
@@ -77,21 +87,21 @@ NONCE_BYTES = 16
 
 @dataclass(slots=True)
 class _ReplicaAnswers:
-    """The answers of one partition's replicas, in a session that was claimed for the queries."""
+    """The answers of the replicas of one partition, in a session that the command has claimed."""
 
     session: ClaimedSession
-    view: PartitionView
+    partition_view: PartitionView
     prepared: dict[ReplicaId, Prepared]
-    links: dict[ReplicaId, OwnerConnection]
-    unanswered: dict[ReplicaId, str]
-    is_rolled_back: bool  # a replica has a later session than ZooKeeper
+    connections: dict[ReplicaId, OwnerConnection]
+    errors: dict[ReplicaId, str]
+    is_zookeeper_rolled_back: bool  # a replica has a later session than ZooKeeper
 
     @property
     def logs(self) -> dict[ReplicaId, ReportedLog]:
-        return {each: log_of(prepared) for each, prepared in self.prepared.items()}
+        return {each: reported_log(prepared) for each, prepared in self.prepared.items()}
 
     def close(self) -> None:
-        for link in self.links.values():
+        for link in self.connections.values():
             link.close()
 
 
@@ -108,14 +118,15 @@ class _ReplicaAnswers:
     help="the replica whose log to accept, by the address of its storage [default: the one with "
     "the most transactions]",
 )
-@archive_url
+@archive_option
 @click.option(
     "--yes", is_flag=True, help="accept the log; without --yes, only show what could be lost"
 )
 @change_command()
 async def accept_replicas(
-    command: Command, *, partition: int, replica: str | None, archive: str | None, yes: bool
-) -> Result:
+    command: ChangeCommand, *, partition: int, replica: str | None, archive: str | None, yes: bool
+) -> ChangeResult:
+    """Make one replica's log the log of a partition that has no trusted quorum."""
     coordinator = command.coordinator
     cluster = await coordinator.read_cluster()
     partition_id = PartitionId(partition)
@@ -124,14 +135,16 @@ async def accept_replicas(
             "argument PARTITION: expected a partition in "
             f"0..{cluster.params.partition_count - 1}, found {partition_id}"
         )
-    facts = ExpectedCluster(cluster.store.cluster_key.bytes, cluster.params.partition_count)
+    expected = ExpectedCluster(cluster.store.cluster_key.bytes, cluster.params.partition_count)
     newest = NO_SESSION
     for _ in range(ATTEMPTS_MAX):
-        command.wait_for(f"the replicas of partition {partition_id}")
+        command.report_wait(f"the replicas of partition {partition_id}")
         try:
-            answers = await _query(coordinator, partition_id, facts, newest)
+            answers = await _query_replicas(coordinator, partition_id, expected, newest)
             try:
-                return await _decide(command, partition_id, answers, (replica, archive, yes))
+                return await _choose_and_declare_log(
+                    command, partition_id, answers, (replica, archive, yes)
+                )
             finally:
                 answers.close()
         except SessionFenced as fenced:
@@ -144,8 +157,11 @@ async def accept_replicas(
     )
 
 
-async def _query(
-    coordinator: Coordinator, partition_id: PartitionId, facts: ExpectedCluster, newest: SessionId
+async def _query_replicas(
+    coordinator: Coordinator,
+    partition_id: PartitionId,
+    expected: ExpectedCluster,
+    newest: SessionId,
 ) -> _ReplicaAnswers:
     """Claim a session later than `newest`, as an owner does, and query every replica in it."""
     view = await coordinator.read_partition(partition_id)
@@ -158,7 +174,7 @@ async def _query(
         )
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
     members = tuple(dict.fromkeys([*assigned, *metadata.states]))
-    links, unanswered = await open_links(members, facts)
+    links, unanswered = await open_connections(members, expected)
     session_id = SessionId(max(metadata.session_id, newest) + 1)
     session = ClaimedSession(session_id, secrets.token_bytes(NONCE_BYTES))
     claimed = replace(metadata, session_id=session_id)
@@ -188,39 +204,40 @@ def _check_not_fenced(address: ReplicaId, answer: Nack, session_id: SessionId) -
         raise SessionFenced(f"{address}: {answer.message}", answer.promised)
 
 
-async def _decide(
-    command: Command,
+async def _choose_and_declare_log(
+    command: ChangeCommand,
     partition_id: PartitionId,
     answers: _ReplicaAnswers,
     requested: tuple[str | None, str | None, bool],
-) -> Result:
+) -> ChangeResult:
+    """Choose a log and show the possible losses; with `--yes`, declare it to be the log."""
     logs, (replica, archive, is_accepted) = answers.logs, requested
-    chosen = _chosen_replica(replica, partition_id, logs)
+    chosen = _choose_replica(replica, partition_id, logs)
     lost = rebuilding.missing_in_chosen(logs[chosen], logs)
     lost += [
         f"{each} did not answer: {reason.removeprefix(f'{each}: ')}"
-        for each, reason in answers.unanswered.items()
+        for each, reason in answers.errors.items()
     ]
     shown: dict[str, object] = {
         "partition": partition_id,
         "chosen": chosen,
         "replicas": {each: log._asdict() for each, log in logs.items()},
-        "unanswered": answers.unanswered,
+        "unanswered": answers.errors,
         "may_be_lost": lost,
         "accepted": is_accepted,
     }
     if not command.as_json:
-        _show_replicas(logs, answers.unanswered)
+        _show_replicas(logs, answers.errors)
     for each in lost:
-        command.note(each)
+        command.note_step(each)
     if not is_accepted:
         return {
             **shown,
             "summary": f"nothing was changed. Hint: add --yes to make the log of {chosen} the log "
             f"of partition {partition_id}. Records that only other replicas have are then lost.",
         }
-    _check_needed(partition_id, answers)
-    archived = await _archived_mark_of(command, partition_id, answers, (chosen, archive))
+    _check_is_needed(partition_id, answers)
+    archived = await _find_archived_mark(command, partition_id, answers, (chosen, archive))
     members = await _declare_chosen_log(command, partition_id, answers, chosen, archived)
     return {
         **shown,
@@ -229,11 +246,11 @@ async def _decide(
     }
 
 
-def _check_needed(partition_id: PartitionId, answers: _ReplicaAnswers) -> None:
+def _check_is_needed(partition_id: PartitionId, answers: _ReplicaAnswers) -> None:
     """Raise BadRequest if the partition's server can open a session without this command."""
-    metadata, marker = answers.view.metadata, answers.view.marker
+    metadata, marker = answers.partition_view.metadata, answers.partition_view.marker
     assert metadata is not None
-    if answers.is_rolled_back or rebuilding.is_waiting(metadata, marker):
+    if answers.is_zookeeper_rolled_back or rebuilding.is_waiting(metadata, marker):
         return
     trusted = [
         each
@@ -251,7 +268,7 @@ def _check_needed(partition_id: PartitionId, answers: _ReplicaAnswers) -> None:
         )
 
 
-def _chosen_replica(
+def _choose_replica(
     requested: str | None, partition_id: PartitionId, logs: Mapping[ReplicaId, ReportedLog]
 ) -> ReplicaId:
     if not logs:
@@ -259,7 +276,7 @@ def _chosen_replica(
             f"partition {partition_id}: no replica answers. Hint: start a storage that has one."
         )
     if requested is None:
-        return max(logs, key=lambda each: _rank(logs[each]))
+        return max(logs, key=lambda each: _log_sort_key(logs[each]))
     if requested not in logs:
         raise BadConfig(
             f"storage {requested} did not answer as a replica of partition {partition_id}"
@@ -267,8 +284,8 @@ def _chosen_replica(
     return ReplicaId(requested)
 
 
-def _rank(log: ReportedLog) -> tuple[bool, int, int, bool]:
-    """Return the sort key of a log: undamaged logs first, then the most data, then trusted logs."""
+def _log_sort_key(log: ReportedLog) -> tuple[bool, int, int, bool]:
+    """Return a sort key that prefers undamaged logs, then the most data, then trusted logs."""
     return not log.is_damaged, *log.rank, not log.is_suspect
 
 
@@ -288,43 +305,45 @@ def _show_replicas(
     print_table(("replica", "last session", "last ID", "problem"), rows)
 
 
-async def _archived_mark_of(
-    command: Command,
+async def _find_archived_mark(
+    command: ChangeCommand,
     partition_id: PartitionId,
     answers: _ReplicaAnswers,
     requested: tuple[ReplicaId, str | None],
 ) -> ArchivedMark | None:
-    """Return the archived mark: from ZooKeeper or, for a partition to be rebuilt, the archive."""
-    marker, (chosen, url) = answers.view.marker, requested
+    """Return the archived mark from ZooKeeper; while it is being rebuilt, from the archive."""
+    marker, (chosen, url) = answers.partition_view.marker, requested
     assert marker is not None
-    if not rebuilding.is_waiting(answers.view.metadata, marker):
+    if not rebuilding.is_waiting(answers.partition_view.metadata, marker):
         return marker.archived
     cluster_key = (await command.coordinator.read_cluster()).store.cluster_key
-    recovery = await _archive_recovery(command, url, cluster_key)
-    link = answers.links[chosen]
+    recovery = await _open_archive(command, url, cluster_key)
+    link = answers.connections[chosen]
     log = _recovered_log(partition_id, answers.session, link, answers.prepared)
-    return await recovery.mark_of(log)
+    return await recovery.find_archived_mark(log)
 
 
 async def _declare_chosen_log(
-    command: Command,
+    command: ChangeCommand,
     partition_id: PartitionId,
     answers: _ReplicaAnswers,
     chosen: ReplicaId,
     archived: ArchivedMark | None,
 ) -> tuple[ReplicaId, ...]:
-    """Declare one replica's log to be the log; the other replicas copy what they lack."""
+    """Declare one replica's log to be the log; the other replicas copy the missing records."""
     session_id, logs = answers.session.session_id, answers.logs
     others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
     members = (chosen, *(each for each in others if each != chosen))
-    verdict = RebuildDecision(partition_id, chosen, logs[chosen], members).declared_in(session_id)
-    metadata = answers.view.metadata
+    decision = RebuildDecision(partition_id, chosen, logs[chosen], members).declared_in(session_id)
+    metadata = answers.partition_view.metadata
     assert metadata is not None
-    operations = _CommandOperations(command.coordinator, verdict, answers, archived)
-    await rebuilding.declare_log(verdict.metadata(metadata.generation, session_id), operations)
-    command.note(f"partition {partition_id}: the log of {chosen} is accepted")
+    operations = _CommandOperations(command.coordinator, decision, answers, archived)
+    await rebuilding.declare_log(decision.metadata(metadata.generation, session_id), operations)
+    command.note_step(f"partition {partition_id}: the log of {chosen} is accepted")
     layout = await command.coordinator.storages.read()
-    await command.carry_out(ReplicaPlan.for_placement({partition_id: members}, layout.assignment))
+    await command.carry_out_plan(
+        ReplicaPlan.for_placement({partition_id: members}, layout.assignment)
+    )
     return members
 
 
@@ -333,45 +352,47 @@ class _CommandOperations:
     """The operations that `rebuilding.declare_log` needs (`rebuilding.RebuildOperations`)."""
 
     coordinator: Coordinator
-    verdict: RebuildDecision
+    decision: RebuildDecision
     answers: _ReplicaAnswers
     archived: ArchivedMark | None
 
     async def write(self, metadata: PartitionMetadata) -> None:
         """Write the metadata and the marker of the partition to ZooKeeper."""
         await self.coordinator.write_partition(
-            self.verdict.partition_id,
+            self.decision.partition_id,
             metadata,
-            _opened_marker(self.answers.session, self.archived),
-            self.answers.view.versions,
+            _open_marker(self.answers.session, self.archived),
+            self.answers.partition_view.versions,
         )
 
     async def mark(self) -> None:
         """Set the low-water mark of the chosen replica, which makes its log trusted."""
-        source = self.verdict.source
-        prepared, link = self.answers.prepared[source], self.answers.links[source]
-        await link.set_mark(self.verdict.partition_id, self.answers.session, prepared)
+        source = self.decision.source
+        prepared, link = self.answers.prepared[source], self.answers.connections[source]
+        await link.set_low_water_mark(self.decision.partition_id, self.answers.session, prepared)
 
     async def assign(self) -> None:
         """Assign the first replicas of the partition to their storages."""
-        await _assign(self.coordinator, [self.verdict])
+        await _assign_replicas(self.coordinator, [self.decision])
 
 
-async def _assign(coordinator: Coordinator, verdicts: Sequence[RebuildDecision]) -> None:
-    """Assign the first replicas of partitions whose log was chosen (rebuilding.py, rule 2)."""
+async def _assign_replicas(coordinator: Coordinator, decisions: Sequence[RebuildDecision]) -> None:
+    """Assign the first replicas of partitions with a chosen log (rebuilding.py, rule 2)."""
 
-    def assigned(old: ReplicaAssignments) -> ReplicaAssignments:
+    def with_decisions(old: ReplicaAssignments) -> ReplicaAssignments:
         held = {each: list(its) for each, its in old.partitions.items()}
-        for verdict in verdicts:
+        for decision in decisions:
             for address, its in held.items():
-                is_member = address in verdict.first_members
-                if verdict.partition_id in its and not is_member:
-                    its.remove(verdict.partition_id)
-                elif verdict.partition_id not in its and is_member:
-                    its.append(verdict.partition_id)
+                is_member = address in decision.first_members
+                if decision.partition_id in its and not is_member:
+                    its.remove(decision.partition_id)
+                elif decision.partition_id not in its and is_member:
+                    its.append(decision.partition_id)
         return ReplicaAssignments({each: tuple(sorted(its)) for each, its in held.items()})
 
-    await coordinator.storages.change(lambda old: replace(old, assignment=assigned(old.assignment)))
+    await coordinator.storages.change(
+        lambda old: replace(old, assignment=with_decisions(old.assignment))
+    )
 
 
 # --- rebuild-metadata
@@ -417,7 +438,7 @@ class FormerCluster(NamedTuple):
 @click.option("--partitions", type=int, help="the partition count of the cluster")
 @click.option(
     "--from-directory",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     metavar="DIRECTORY",
     help="the directory of a storage, which contains cluster key and partition count",
 )
@@ -432,27 +453,28 @@ class FormerCluster(NamedTuple):
     help="only create the znodes, so that the storages can start; then run the command again "
     "without this option",
 )
-@archive_url
+@archive_option
 @click.option(
     "--access-file",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     metavar="FILE",
     help="a file that `access export` has written, if the cluster had permissions",
 )
-@change_command(creates=True)
-async def rebuild_metadata(command: Command, **words: Any) -> Result:  # noqa: ANN401
-    return await _rebuild(command, FormerCluster(**words))
+@change_command(may_create_cluster=True)
+async def rebuild_metadata(command: ChangeCommand, **words: Any) -> ChangeResult:  # noqa: ANN401
+    """Rebuild the znodes of a cluster from the data of its storages."""
+    return await _rebuild_cluster(command, FormerCluster(**words))
 
 
-rebuild_metadata.details = (
+rebuild_metadata.help_details = (
     "The storages do not record whether the cluster had permissions. If it had, restore them "
     "with --access-file. Otherwise the cluster has no permissions, and daemons with access "
     "control reject all requests until `access import` has restored them."
 )
 
 
-async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
-    new, missing = _new_cluster(chosen), [ReplicaId(each) for each in chosen.missing]
+async def _rebuild_cluster(command: ChangeCommand, chosen: FormerCluster) -> ChangeResult:
+    new, missing = _described_cluster(chosen), [ReplicaId(each) for each in chosen.missing]
     saved = None if chosen.access_file is None else read_export(chosen.access_file)
     replica_count = chosen.replicas or len(set(new.groups.values()))
     for each in missing:
@@ -461,63 +483,63 @@ async def _rebuild(command: Command, chosen: FormerCluster) -> Result:
                 f"--missing {each}: expected a storage that --storage also names, found only "
                 f"{', '.join(map(str, new.groups))}"
             )
-    await _make_nodes(command, new)
+    await _create_znodes(command, new)
     if saved is not None:
-        await _restore_access(command, saved)
+        await _restore_permissions(command, saved)
     if chosen.only_znodes:
         key = str(new.cluster_key)
         return {
             "cluster_key": key,
             "summary": "start the storages, then the servers, then run the command again",
         }
-    facts = ExpectedCluster(new.cluster_key.bytes, new.partition_count)
-    there = [each for each in new.groups if each not in missing]
-    links = await _await_storages(command, there, facts)
+    expected = ExpectedCluster(new.cluster_key.bytes, new.partition_count)
+    present_storages = [each for each in new.groups if each not in missing]
+    links = await _await_storages(command, present_storages, expected)
     try:
-        verdicts, failures = await _decide_all(command, chosen, new, missing, links)
+        decisions, failures = await _choose_and_write_logs(command, chosen, new, missing, links)
     finally:
         for link in links.values():
             link.close()
-    result = await _open_all(command, new, verdicts, replica_count, missing)
+    result = await _open_partitions(command, new, decisions, replica_count, missing)
     if failures:
         raise BadRequest(
-            f"{len(verdicts)} partitions are open again, {len(failures)} are not: {failures[0]}"
+            f"{len(decisions)} partitions are open again, {len(failures)} are not: {failures[0]}"
         )
     return result
 
 
-async def _decide_all(
-    command: Command,
+async def _choose_and_write_logs(
+    command: ChangeCommand,
     chosen: FormerCluster,
     new: NewCluster,
     missing: Sequence[ReplicaId],
     links: Mapping[ReplicaId, OwnerConnection],
 ) -> tuple[list[RebuildDecision], list[WaltzError]]:
-    """Write the log and the archived mark of each partition; also return the errors of others."""
+    """Choose the log of each partition and write its metadata; also return errors."""
     undecided = [
         partition_id
         for partition_id in map(PartitionId, range(new.partition_count))
         if await _is_undecided(command.coordinator, partition_id)
     ]
-    sessions, prepared = await _query_all(undecided, links)
+    sessions, prepared = await _prepare_all(undecided, links)
     replica_count = chosen.replicas or len(set(new.groups.values()))
-    verdicts, failures = _choose_all(undecided, prepared, new.groups, replica_count, missing)
-    recovery = await _archive_recovery(command, chosen.archive, new.cluster_key)
+    decisions, failures = _choose_logs(undecided, prepared, new.groups, replica_count, missing)
+    recovery = await _open_archive(command, chosen.archive, new.cluster_key)
     marks: dict[PartitionId, ArchivedMark | None] = {}
-    for verdict in verdicts:
-        each, link = verdict.partition_id, links[verdict.source]
+    for decision in decisions:
+        each, link = decision.partition_id, links[decision.source]
         answers = {name: its[each] for name, its in prepared.items() if each in its}
         try:
             log = _recovered_log(each, sessions[each], link, answers)
-            marks[each] = await recovery.mark_of(log)
+            marks[each] = await recovery.find_archived_mark(log)
         except WaltzError as error:
             failures.append(error)
-    verdicts = [each for each in verdicts if each.partition_id in marks]
+    decisions = [each for each in decisions if each.partition_id in marks]
     newest = {
-        verdict.partition_id: await _newest_ids(
-            command, verdict, sessions[verdict.partition_id], links, prepared
+        decision.partition_id: await _highest_ids(
+            command, decision, sessions[decision.partition_id], links, prepared
         )
-        for verdict in verdicts
+        for decision in decisions
     }
     # Raise the IDs before any partition can be opened. So no server gets a generation that was
     # used.
@@ -527,29 +549,29 @@ async def _decide_all(
         ClientId(max((each.client_id for each in newest.values()), default=0)),
         {each: Generation(its.generation + 1) for each, its in newest.items()},
     )
-    for verdict in verdicts:
-        each, archived = verdict.partition_id, marks[verdict.partition_id]
+    for decision in decisions:
+        each, archived = decision.partition_id, marks[decision.partition_id]
         generation = Generation(newest[each].generation + 1)
-        marker = _opened_marker(sessions[each], archived)
-        await _write_verdict(command.coordinator, verdict, marker, generation)
+        marker = _open_marker(sessions[each], archived)
+        await _write_decision(command.coordinator, decision, marker, generation)
         shown = (
-            f"partition {each}: transactions 0..{verdict.log.synced_max} of the log of "
-            f"{verdict.source}"
+            f"partition {each}: transactions 0..{decision.log.synced_max} of the log of "
+            f"{decision.source}"
         )
         if archived is not None:
             shown += f", of which the archive has {archived.first}..{archived.last}"
-        command.note(shown)
-    return verdicts, failures
+        command.note_step(shown)
+    return decisions, failures
 
 
-async def _archive_recovery(
-    command: Command, url: str | None, cluster_key: UUID
+async def _open_archive(
+    command: ChangeCommand, url: str | None, cluster_key: UUID
 ) -> ArchiveRecovery:
     """Open the archive at a URL, by default at the URL that the storages report."""
-    command.wait_for("the storages")
-    found = url or await url_of_archive(command.coordinator, command.wait_for)
-    command.wait_for(f"the archive {found}")
-    return ArchiveRecovery(found, cluster_key.bytes, command.note)
+    command.report_wait("the storages")
+    found = url or await reported_archive_url(command.coordinator, command.report_wait)
+    command.report_wait(f"the archive {found}")
+    return ArchiveRecovery(found, cluster_key.bytes, command.note_step)
 
 
 def _recovered_log(
@@ -570,30 +592,31 @@ def _recovered_log(
     )
 
 
-def _choose_all(
+def _choose_logs(
     undecided: Sequence[PartitionId],
     prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
     groups: Mapping[ReplicaId, int],
     replica_count: int,
     missing: Sequence[ReplicaId],
 ) -> tuple[list[RebuildDecision], list[WaltzError]]:
-    """Choose the log of every partition; also return the errors of partitions without a choice."""
-    verdicts: list[RebuildDecision] = []
+    """Choose the log of each partition; also return the errors of the others."""
+    decisions: list[RebuildDecision] = []
     failures: list[WaltzError] = []
     for each in undecided:
-        logs = {name: log_of(its[each]) for name, its in prepared.items() if each in its}
+        logs = {name: reported_log(its[each]) for name, its in prepared.items() if each in its}
         try:
-            verdict = rebuilding.choose_log(
+            decision = rebuilding.choose_log(
                 each, logs, groups=groups, replica_count=replica_count, unanswered=missing
             )
         except BadRequest as error:
             failures.append(error)
         else:
-            verdicts.append(verdict)
-    return verdicts, failures
+            decisions.append(decision)
+    return decisions, failures
 
 
-def _new_cluster(chosen: FormerCluster) -> NewCluster:
+def _described_cluster(chosen: FormerCluster) -> NewCluster:
+    """Return the cluster that the options describe."""
     from waltz_core.storage.files.control_file import CONTROL_NAME  # noqa: PLC0415 - loads NumPy
     from waltz_core.storage.files.format import CONTROL_HEADER_BYTES, ControlHeader  # noqa: PLC0415 - as above
 
@@ -616,14 +639,14 @@ def _new_cluster(chosen: FormerCluster) -> NewCluster:
     return NewCluster(chosen.name, count, key, storages)
 
 
-async def _make_nodes(command: Command, new: NewCluster) -> None:
+async def _create_znodes(command: ChangeCommand, new: NewCluster) -> None:
     """Create the znodes, unless an earlier run has created them."""
     coordinator = command.coordinator
     try:
         found = await coordinator.read_cluster()
     except BadConfig:
         await coordinator.create_for_rebuilding(new, rebuilding.ids_from(int(time.time())))  # noqa: TID251
-        command.note(f"created the znodes of the cluster with key {new.cluster_key}")
+        command.note_step(f"created the znodes of the cluster with key {new.cluster_key}")
         return
     if found.store.cluster_key != new.cluster_key:
         raise BadRequest(
@@ -640,20 +663,20 @@ async def _make_nodes(command: Command, new: NewCluster) -> None:
     )
 
 
-async def _restore_access(command: Command, saved: Permissions) -> None:
+async def _restore_permissions(command: ChangeCommand, saved: Permissions) -> None:
     """Create the permissions from a file, unless an earlier run has created them."""
     permissions = command.coordinator.permissions
     if await permissions.read() is None:
-        author = Author(user_name(), now_ms())
+        author = Author(user_and_host(), now_ms())
         change = await permissions.replace(
             saved, author, lambda _before, _after: None, new_key=new_client_key()
         )
         what = f"restored the {describe_permissions(saved)}"
-        command.note(f"{what}, as revision {change.after.revision}")
+        command.note_step(f"{what}, as revision {change.after.revision}")
 
 
 async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> bool:
-    """Whether a partition still needs a chosen log, or the replicas of the chosen log.
+    """Whether no log was chosen yet for a partition, or its replicas are not assigned yet.
 
     If an earlier command died before it assigned the replicas, they are missing. The partition was
     never opened then, so its log is chosen again.
@@ -664,15 +687,16 @@ async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> 
 
 
 async def _await_storages(
-    command: Command, storages: Sequence[ReplicaId], facts: ExpectedCluster
+    command: ChangeCommand, storages: Sequence[ReplicaId], expected: ExpectedCluster
 ) -> dict[ReplicaId, OwnerConnection]:
+    """Connect to all storages; wait until all of them answer."""
     while True:
-        links, failures = await open_links(storages, facts)
+        links, failures = await open_connections(storages, expected)
         if not failures:
             return links
         for link in links.values():
             link.close()
-        command.wait_for(
+        command.report_wait(
             f"an answer of {', '.join(failures)}. Hint: start that storage, or name it with "
             "--missing if it is lost.",
             len(links),
@@ -681,10 +705,10 @@ async def _await_storages(
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
-async def _query_all(
+async def _prepare_all(
     partitions: Sequence[PartitionId], links: Mapping[ReplicaId, OwnerConnection]
 ) -> tuple[dict[PartitionId, ClaimedSession], dict[ReplicaId, dict[PartitionId, Prepared]]]:
-    """Let every replica promise a session later than all others, and return their states."""
+    """Open a session later than all others at each replica; return the sessions and answers."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     newest = dict.fromkeys(partitions, NO_SESSION)
     for link in links.values():
@@ -708,63 +732,63 @@ async def _query_all(
     return sessions, prepared
 
 
-async def _newest_ids(
-    command: Command,
-    verdict: RebuildDecision,
+async def _highest_ids(
+    command: ChangeCommand,
+    decision: RebuildDecision,
     session: ClaimedSession,
     links: Mapping[ReplicaId, OwnerConnection],
     prepared: Mapping[ReplicaId, Mapping[PartitionId, Prepared]],
 ) -> MaximumIds:
     """Return the highest IDs in the last records of the chosen log (rebuilding.py, rule 5)."""
-    answer = prepared[verdict.source][verdict.partition_id]
+    answer = prepared[decision.source][decision.partition_id]
     try:
-        return await links[verdict.source].newest_ids(verdict.partition_id, session, answer)
+        return await links[decision.source].highest_ids(decision.partition_id, session, answer)
     except Damaged as error:
-        command.note(
-            f"partition {verdict.partition_id}: the client IDs in its last records cannot be "
+        command.note_step(
+            f"partition {decision.partition_id}: the client IDs in its last records cannot be "
             "read, so the command derives the next client IDs from the clock of this "
             f"machine: {error}"
         )
         return NO_IDS
 
 
-def _opened_marker(session: ClaimedSession, archived: ArchivedMark | None) -> PartitionMarker:
+def _open_marker(session: ClaimedSession, archived: ArchivedMark | None) -> PartitionMarker:
     """Return the marker of a partition that is open in a session."""
     return PartitionMarker(MarkerState.OPEN, session.session_id, session.nonce, archived)
 
 
-async def _write_verdict(
+async def _write_decision(
     coordinator: Coordinator,
-    verdict: RebuildDecision,
+    decision: RebuildDecision,
     marker: PartitionMarker,
     generation: Generation,
 ) -> None:
-    view = await coordinator.read_partition(verdict.partition_id)
+    view = await coordinator.read_partition(decision.partition_id)
     metadata = view.metadata
     assert metadata is not None
     # The generation must not decrease: a server that has not read it yet cannot claim the
     # partition.
     generation = max(metadata.generation, generation)
-    written: PartitionMetadata = verdict.metadata(generation, marker.session_id)
-    await coordinator.write_partition(verdict.partition_id, written, marker, view.versions)
+    written: PartitionMetadata = decision.metadata(generation, marker.session_id)
+    await coordinator.write_partition(decision.partition_id, written, marker, view.versions)
 
 
-async def _open_all(
-    command: Command,
+async def _open_partitions(
+    command: ChangeCommand,
     new: NewCluster,
-    verdicts: Sequence[RebuildDecision],
+    decisions: Sequence[RebuildDecision],
     replica_count: int,
     missing: Sequence[ReplicaId],
-) -> Result:
+) -> ChangeResult:
     """Assign the chosen logs, wait until servers have opened them, and add the other replicas."""
-    await _assign(command.coordinator, verdicts)
+    await _assign_replicas(command.coordinator, decisions)
     groups = {each: group for each, group in new.groups.items() if each not in missing}
-    members = {each.partition_id: each.members for each in verdicts}
+    members = {each.partition_id: each.members for each in decisions}
     wanted = fill_up_replicas(members, groups, min(replica_count, len(groups)))
     layout = await command.coordinator.storages.read()
-    await command.carry_out(ReplicaPlan.for_placement(wanted, layout.assignment))
+    await command.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
     return {
         "cluster_key": str(new.cluster_key),
-        "partitions": {each.partition_id: each.log.synced_max for each in verdicts},
-        "summary": f"{len(verdicts)} partitions are open again",
+        "partitions": {each.partition_id: each.log.synced_max for each in decisions},
+        "summary": f"{len(decisions)} partitions are open again",
     }

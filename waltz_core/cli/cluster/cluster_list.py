@@ -6,8 +6,8 @@ import click
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import (
-    Command,
-    Result,
+    ChangeCommand,
+    ChangeResult,
     change_command,
     open_command_session,
     with_cluster_argument,
@@ -21,7 +21,7 @@ from waltz_core.wire.messages import WireProtocol
 
 # A session needs a root. If the connect string has none, use a root that is never a cluster's.
 ROOT_FOR_CONNECTING = "/zookeeper"
-DETAILS = ("servers", "storages", "key")
+DETAIL_COLUMNS = ("servers", "storages", "key")
 
 
 # --- list, show-key
@@ -29,9 +29,10 @@ DETAILS = ("servers", "storages", "key")
 
 @subcommand
 @with_cluster_argument
-@options.as_json
+@options.json_option
 async def list_command(*, connect: str, as_json: bool) -> int:
-    place, below = _place(connect)
+    """List the clusters in a ZooKeeper ensemble, or below one of its znodes."""
+    place, below = _split_search_path(connect)
     rows: list[dict[str, object]] = []
     async with open_command_session(place) as session:
         for root, params in await session.find_clusters(below):
@@ -41,9 +42,9 @@ async def list_command(*, connect: str, as_json: bool) -> int:
                 "partitions": params.partition_count,
             }
             try:
-                rows.append({**row, **await _counts_of(session.at(root))})
+                rows.append({**row, **await _read_details(session.at(root))})
             except WaltzError as error:  # a partly deleted cluster must not hide the others
-                rows.append({**row, **dict.fromkeys(DETAILS)})
+                rows.append({**row, **dict.fromkeys(DETAIL_COLUMNS)})
                 print_error(f"{root}: {error}")
     if as_json:
         print_json(rows)
@@ -55,16 +56,17 @@ async def list_command(*, connect: str, as_json: bool) -> int:
     return 0
 
 
-async def _counts_of(cluster: Coordinator) -> dict[str, object]:
+async def _read_details(cluster: Coordinator) -> dict[str, object]:
+    """Return the number of servers and storages of a cluster, and its key."""
     view = await cluster.read_cluster()
     servers = (await cluster.read_servers()).servers
     storages = (await cluster.storages.read()).assignment.partitions
     values = (len(servers), len(storages), str(view.store.cluster_key))
-    return dict(zip(DETAILS, values, strict=True))
+    return dict(zip(DETAIL_COLUMNS, values, strict=True))
 
 
-def _place(text: str) -> tuple[str, str]:
-    """Return a connect string with a root, and the path in ZooKeeper below which to search."""
+def _split_search_path(text: str) -> tuple[str, str]:
+    """Return a connect string with a root, and the znode below which to search for clusters."""
     place, question, query = text.partition("?")
     hosts, _, path = place.partition("/")
     if path.strip("/"):
@@ -74,8 +76,9 @@ def _place(text: str) -> tuple[str, str]:
 
 @subcommand
 @with_cluster_argument
-@options.as_json
+@options.json_option
 async def show_key(*, connect: str, as_json: bool) -> int:
+    """Print the cluster key."""
     async with open_command_session(connect) as coordinator:
         key = str((await coordinator.read_cluster()).store.cluster_key)
     if as_json:
@@ -96,7 +99,8 @@ async def show_key(*, connect: str, as_json: bool) -> int:
     help="delete the znodes even while servers or storages run, or after an interrupted deletion",
 )
 @change_command()
-async def delete(command: Command, *, name: str, force: bool) -> Result:
+async def delete(command: ChangeCommand, *, name: str, force: bool) -> ChangeResult:
+    """Delete a cluster's znodes from ZooKeeper; the storages keep their files."""
     coordinator = command.coordinator
     key = None
     try:
@@ -104,7 +108,7 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
     except BadConfig:
         if not force:
             raise
-        command.note(
+        command.note_step(
             f"there is no complete cluster at {coordinator.where}: only the remains of one are "
             "deleted"
         )
@@ -116,10 +120,10 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
                 f"{view.params.name}, found {name}"
             )
         if not force:
-            await _expect_no_process(command)
+            await _check_all_stopped(command)
 
     def show_progress(done_count: int, count: int) -> None:
-        command.wait_for(f"the znodes of {coordinator.where} to be deleted", done_count, count)
+        command.report_wait(f"the znodes of {coordinator.where} to be deleted", done_count, count)
 
     count = await coordinator.delete_cluster(show_progress)
     if not count:
@@ -133,13 +137,13 @@ async def delete(command: Command, *, name: str, force: bool) -> Result:
     }
 
 
-async def _expect_no_process(command: Command) -> None:
+async def _check_all_stopped(command: ChangeCommand) -> None:
     """Raise BadRequest if a server is registered or a storage answers."""
     coordinator = command.coordinator
     servers = (await coordinator.read_servers()).servers
     found = [f"server {each.address}" for each in servers.values()]
     storages = list((await coordinator.storages.read()).assignment.partitions)
-    command.wait_for("the check that all storages are stopped")
+    command.report_wait("the check that all storages are stopped")
     async with asyncio.TaskGroup() as tasks:
         queried = {
             each: tasks.create_task(is_answering(WireProtocol.STORAGE, each), name=f"query {each}")

@@ -4,9 +4,14 @@ import asyncio
 from collections.abc import Sequence
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import Command, Result, change_command, open_command_session
+from waltz_core.cli.change_commands import (
+    ChangeCommand,
+    ChangeResult,
+    change_command,
+    open_command_session,
+)
 from waltz_core.cli.output import print_json, print_table, time_text
-from waltz_core.cli.queries import query
+from waltz_core.cli.queries import query_server
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.replica_steps import parse_partitions
 from waltz_core.cluster.membership.registration import ServersView
@@ -28,20 +33,22 @@ POLL_INTERVAL_S = 0.1
 
 
 @subcommand
-@options.partitions
-@options.server
+@options.partitions_argument
+@options.server_argument
 @change_command()
-async def prefer(command: Command, *, partitions: str, server: str) -> Result:
+async def prefer(command: ChangeCommand, *, partitions: str, server: str) -> ChangeResult:
+    """Make a server the preferred owner of partitions."""
     return await _change_preference(
         command, partitions, server, (AddPreferredRequest, AddPreferredResponse)
     )
 
 
 @subcommand
-@options.partitions
-@options.server
+@options.partitions_argument
+@options.server_argument
 @change_command()
-async def unprefer(command: Command, *, partitions: str, server: str) -> Result:
+async def unprefer(command: ChangeCommand, *, partitions: str, server: str) -> ChangeResult:
+    """Remove a server's preference for partitions."""
     return await _change_preference(
         command, partitions, server, (RemovePreferredRequest, RemovePreferredResponse)
     )
@@ -51,23 +58,23 @@ add_preferred_partition, remove_preferred_partition = prefer, unprefer
 
 
 async def _change_preference(
-    command: Command,
+    command: ChangeCommand,
     chosen: str,
     address: str,
-    kinds: tuple[
+    message_types: tuple[
         type[AddPreferredRequest | RemovePreferredRequest],
         type[AddPreferredResponse | RemovePreferredResponse],
     ],
-) -> Result:
-    coordinator, (request, response) = command.coordinator, kinds
+) -> ChangeResult:
+    coordinator, (request, response) = command.coordinator, message_types
     count = (await coordinator.read_cluster()).params.partition_count
     partitions = parse_partitions(chosen, count)
     view = await coordinator.read_servers()
     if address not in [each.address for each in view.servers.values()]:
         names = ", ".join(each.address for each in view.servers.values()) or "none"
         raise BadConfig(f"no server is registered at {address}; registered servers: {names}")
-    command.wait_for(f"the server at {address}")
-    answer = await query(address, response, lambda req_id: request(req_id, partitions))
+    command.report_wait(f"the server at {address}")
+    answer = await query_server(address, response, lambda req_id: request(req_id, partitions))
     if not answer.is_done:
         raise Unavailable(
             f"the server at {address} has not made the change for partitions {partitions}. Hint: "
@@ -86,24 +93,30 @@ async def _change_preference(
     }
 
 
-async def _wait_until_open(command: Command, partitions: Sequence[PartitionId]) -> ServersView:
+async def _wait_until_open(
+    command: ChangeCommand, partitions: Sequence[PartitionId]
+) -> ServersView:
     """Wait until the owners of the partitions have opened them; return the servers."""
     while True:
         view = await command.coordinator.read_servers()
         owners = {each: view.owners[each].server_id for each in partitions if each in view.owners}
-        queried = {key: await _open_at(view.servers[key].address) for key in set(owners.values())}
+        queried = {
+            key: await _query_open_partitions(view.servers[key].address)
+            for key in set(owners.values())
+        }
         is_open = [each for each, key in owners.items() if each in queried[key]]
         if view.is_settled and len(is_open) == len(partitions):
             return view
         waits = ", ".join(str(each) for each in partitions if each not in is_open) or "all"
         what = f"the servers to open these partitions: {waits}"
-        command.wait_for(what, len(is_open), len(partitions))
+        command.report_wait(what, len(is_open), len(partitions))
         await asyncio.sleep(POLL_INTERVAL_S)
 
 
-async def _open_at(address: str) -> set[int]:
+async def _query_open_partitions(address: str) -> set[int]:
+    """Return the partitions for which a server has an open store session."""
     try:
-        response = await query(address, PartitionsHealthResponse, PartitionsHealthRequest)
+        response = await query_server(address, PartitionsHealthResponse, PartitionsHealthRequest)
     except WaltzError:  # the server has just exited; the next check queries its successor
         return set()
     return {partition for partition, is_healthy in response.healthy if is_healthy}
@@ -113,9 +126,10 @@ async def _open_at(address: str) -> set[int]:
 
 
 @subcommand
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 async def audit(*, connect: str, as_json: bool) -> int:
+    """List the changes that commands have made to the cluster."""
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         entries = await coordinator.audit.read()

@@ -14,10 +14,10 @@ from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change import replica_steps
-from waltz_core.ops.checks import CHECKS, check_cluster, failed_checks
+from waltz_core.ops.checks import CHECK_CONDITIONS, check_cluster, names_of_failed_checks
 
 # Seconds to wait for an answer of a process.
-ANSWER_S: Final = 10.0
+ANSWER_TIMEOUT_S: Final = 10.0
 
 
 @subcommand
@@ -27,35 +27,38 @@ ANSWER_S: Final = 10.0
 @click.option(
     "--by-partition",
     is_flag=True,
-    help=f"also print the result of each check of each partition: {', '.join(CHECKS)}",
+    help=f"also print the result of each check of each partition: {', '.join(CHECK_CONDITIONS)}",
 )
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 async def verify(*, partitions: str, by_partition: bool, connect: str, as_json: bool) -> int:
+    """Run seven checks of each partition; exit code 1 if one fails."""
     from waltz_core.cli.doctor.doctor_probes import query_cluster  # noqa: PLC0415 - loads Arrow
 
     async with open_command_session(connect) as coordinator:
         count = (await coordinator.read_cluster()).params.partition_count
         chosen = replica_steps.parse_partitions(partitions, count)
         with ProgressLine() as line:
-            facts = await query_cluster(coordinator, timeout_s=ANSWER_S, on_progress=line.show)
+            facts = await query_cluster(
+                coordinator, timeout_s=ANSWER_TIMEOUT_S, on_progress=line.show
+            )
     found = check_cluster(facts, chosen)
-    failed = {each: failed_checks(found, each) for each in chosen}
+    failed = {each: names_of_failed_checks(found, each) for each in chosen}
     if as_json:
         shown: dict[str, object] = {"passed": not found, "findings": [each.text for each in found]}
         if by_partition:
             shown["partitions"] = {
-                int(each): {name: name not in its for name in CHECKS}
+                int(each): {name: name not in its for name in CHECK_CONDITIONS}
                 for each, its in failed.items()
             }
         print_json(shown)
         return 1 if found else 0
     if by_partition:
         rows = [
-            (int(each), *("FAILED" if name in its else "ok" for name in CHECKS))
+            (int(each), *("FAILED" if name in its else "ok" for name in CHECK_CONDITIONS))
             for each, its in failed.items()
         ]
-        print_table(("partition", *CHECKS), rows)
+        print_table(("partition", *CHECK_CONDITIONS), rows)
     for finding in found:
         print_result(finding.text)
     print_result("failed" if found else "passed")

@@ -1,11 +1,11 @@
-"""`waltz-core disk dump-control-file`: print the control file and control slots, valid or not."""
+"""`waltz-core disk dump-control-file`: print the control file and control slots of a storage."""
 
 from pathlib import Path
 
 import click
 
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.disk.disk_text import fields_json, utc_text, uuid
+from waltz_core.cli.disk.disk_text import fields_json, utc_text, uuid_text
 from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadRequest
@@ -48,6 +48,7 @@ _SLOT_FLAGS = {
 def dump_control_file(
     *, path: Path, partitions: list[int] | None, assigned: bool, as_json: bool
 ) -> int:
+    """Print the control file and the control slots, even if they are damaged."""
     control, identity, slot_paths = _read_control_files(path)
     entries = dict(enumerate(control.entries)) if control is not None else {}
     numbers = sorted({*entries, *slot_paths})
@@ -62,7 +63,7 @@ def dump_control_file(
     if as_json:
         value = {
             "control_file": None if control is None else _header_json(control),
-            "storage_id": None if identity is None else _id_json(identity),
+            "storage_id": None if identity is None else _storage_id_json(identity),
             "partitions": [
                 _partition_json(number, entries.get(number), slots.get(number)) for number in shown
             ],
@@ -74,7 +75,7 @@ def dump_control_file(
         print_result("")
     if identity is not None:
         storage, errors = storage_id(identity)
-        print_result(f"{ID_NAME}: storage {uuid(storage)}{_errors_text(errors)}")
+        print_result(f"{ID_NAME}: storage {uuid_text(storage)}{_errors_text(errors)}")
         print_result("")
     for number, pair in slots.items():
         if pair is not None:
@@ -83,20 +84,20 @@ def dump_control_file(
 
 
 def _read_control_files(path: Path) -> tuple[Control | None, bytes | None, dict[int, Path]]:
-    """Return the control file and the ID of a storage, and the slot files by partition."""
+    """Return the control file and the ID of a storage, and its slot files by partition."""
     if path.is_file() and path.name == SLOTS_NAME:
-        return None, None, {_number(path.absolute().parent): path}
+        return None, None, {_partition_number(path.absolute().parent): path}
     if path.is_file() and path.name == CONTROL_NAME:
         return read_control(path), None, {}
     if path.is_dir() and is_storage(path):
         held = {number: path / str(number) / SLOTS_NAME for number in partitions_in(path)}
         return read_control(path / CONTROL_NAME), read_all(path / ID_NAME), held
     if path.is_dir() and (path / SLOTS_NAME).exists():
-        return None, None, {_number(path.absolute()): path / SLOTS_NAME}
+        return None, None, {_partition_number(path.absolute()): path / SLOTS_NAME}
     raise BadRequest(f"{path}: expected a directory with {CONTROL_NAME} or {SLOTS_NAME}")
 
 
-def _number(directory: Path) -> int:
+def _partition_number(directory: Path) -> int:
     if not directory.name.isdecimal():
         raise BadRequest(f"{directory}: expected a directory whose name is a partition number")
     return int(directory.name)
@@ -106,7 +107,7 @@ def _errors_text(errors: tuple[str, ...]) -> str:
     return f"; wrong: {'; '.join(errors)}" if errors else ""
 
 
-def _names(flags: int, known: dict[int, str]) -> list[str]:
+def _flag_names(flags: int, known: dict[int, str]) -> list[str]:
     names = [name for bit, name in known.items() if flags & bit]
     rest = flags & ~sum(known)
     return [*names, f"{rest:#x}"] if rest else names
@@ -122,16 +123,16 @@ def _header_json(control: Control) -> dict[str, object]:
         "version": header.version,
         "created": utc_text(header.created_ms),
         "created_ms": header.created_ms,
-        "cluster_key": uuid(header.cluster_key),
+        "cluster_key": uuid_text(header.cluster_key),
         "partition_count": header.partition_count,
         "bytes": control.size,
         "wrong": header.errors,
     }
 
 
-def _id_json(data: bytes) -> dict[str, object]:
+def _storage_id_json(data: bytes) -> dict[str, object]:
     number, errors = storage_id(data)
-    return {"id": uuid(number), "wrong": errors}
+    return {"id": uuid_text(number), "wrong": errors}
 
 
 def _partition_json(
@@ -143,7 +144,7 @@ def _partition_json(
         value["structures"] = [
             {
                 **fields_json(info),
-                "flags": _names(info.flags, _INFO_FLAGS),
+                "flags": _flag_names(info.flags, _INFO_FLAGS),
                 "counts": position == entry.current,
             }
             for position, info in enumerate(entry.infos)
@@ -158,7 +159,7 @@ def _slot_json(slot: ControlSlot, *, is_current: bool) -> dict[str, object]:
     value: dict[str, object] = fields_json(slot)
     first, last, session, stamp_ms, chain = slot.shortened
     value |= {
-        "flags": _names(slot.flags, _SLOT_FLAGS),
+        "flags": _flag_names(slot.flags, _SLOT_FLAGS),
         "nonce": slot.nonce.hex(),
         "acked_chain": slot.acked_chain.hex(),
         "start_chain": slot.start_chain.hex(),
@@ -189,7 +190,7 @@ def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
     print_result(
         f"{CONTROL_NAME}: version {header.version}, {control.size} bytes, "
         f"{header.partition_count} partitions, created {utc_text(header.created_ms)}, cluster key "
-        f"{uuid(header.cluster_key)}{_errors_text(header.errors)}"
+        f"{uuid_text(header.cluster_key)}{_errors_text(header.errors)}"
     )
     rows = []
     for number, entry in entries.items():
@@ -202,7 +203,7 @@ def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
                     info.session,
                     info.low_water_mark,
                     info.local_low_water_mark,
-                    " ".join(_names(info.flags, _INFO_FLAGS)) or "-",
+                    " ".join(_flag_names(info.flags, _INFO_FLAGS)) or "-",
                     info.sequence,
                     "; ".join(info.errors) or "valid",
                 )
@@ -241,7 +242,7 @@ def _slot_texts(slot: ControlSlot, *, is_current: bool) -> dict[str, str]:
         "partition": str(slot.partition),
         "sequence": str(slot.sequence),
         "sequence of 0.13": str(slot.old_sequence),
-        "flags": " ".join(_names(slot.flags, _SLOT_FLAGS)) or "-",
+        "flags": " ".join(_flag_names(slot.flags, _SLOT_FLAGS)) or "-",
         "promised session": str(slot.promised),
         "nonce": slot.nonce.hex(),
         "last session": str(slot.last_session),

@@ -17,11 +17,11 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.disk.disk_text import (
     Deserializer,
     fields_json,
-    named_deserializer,
+    find_deserializer,
     payload_json,
     payload_text,
     utc_text,
-    uuid,
+    uuid_text,
 )
 from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.subcommands import subcommand
@@ -49,12 +49,12 @@ class _DumpOptions(NamedTuple):
     batches: bool
     first: int
     last: int | None
-    read: Deserializer | None
-    json: bool
+    deserializer: Deserializer | None
+    as_json: bool
 
 
-class SegmentChoice(NamedTuple):
-    """The options of `dump-segment`, as click has parsed them."""
+class DumpArguments(NamedTuple):
+    """The values of the options of `dump-segment`."""
 
     as_json: bool
     metadata: bool
@@ -94,9 +94,10 @@ class SegmentChoice(NamedTuple):
     "bytes, or of a serializer; implies --data [default: bytes]",
 )
 @options.storage_file_options("a .seg file, a partition's directory or a storage directory")
-@options.gather_options(SegmentChoice)
-def dump_segment(chosen: SegmentChoice, *, path: Path, partitions: list[int] | None) -> int:
-    wanted = _dump_options_of(chosen)
+@options.gather_options(DumpArguments)
+def dump_segment(chosen: DumpArguments, *, path: Path, partitions: list[int] | None) -> int:
+    """Print the header, records and batches of segments."""
+    wanted = _parse_dump_arguments(chosen)
     paths = segments_at(path, partitions)
     for each, behind in zip(paths, [*paths[1:], None], strict=True):
         is_next = behind is not None and behind.parent == each.parent
@@ -107,7 +108,7 @@ def dump_segment(chosen: SegmentChoice, *, path: Path, partitions: list[int] | N
     return 0
 
 
-def _dump_options_of(chosen: SegmentChoice) -> _DumpOptions:
+def _parse_dump_arguments(chosen: DumpArguments) -> _DumpOptions:
     first, last = chosen.first, chosen.last
     if chosen.transaction is not None:
         if first is not None or last is not None:
@@ -124,8 +125,8 @@ def _dump_options_of(chosen: SegmentChoice) -> _DumpOptions:
         batches=chosen.batches,
         first=first or 0,
         last=last,
-        read=None if name is None else named_deserializer(name),
-        json=chosen.as_json,
+        deserializer=None if name is None else find_deserializer(name),
+        as_json=chosen.as_json,
     )
 
 
@@ -135,7 +136,7 @@ def _dump_options_of(chosen: SegmentChoice) -> _DumpOptions:
 
 def _dump_segment(path: Path, wanted: _DumpOptions) -> None:
     first = int(path.stem)
-    batches = _batches(path, wanted) if wanted.batches else iter(())
+    batches = _read_batches(path, wanted) if wanted.batches else iter(())
     with OpenFile(path) as file:
         header = file_header(file.pread(FILE_HEADER_BYTES, 0))
         if wanted.header:
@@ -150,7 +151,7 @@ def _dump_records(
     file: OpenFile, path: Path, first: int, wanted: _DumpOptions, batches: Iterator[BatchEntry]
 ) -> Iterator[BatchEntry]:
     """Print records, and each batch after its last record; return the remaining batches."""
-    if not wanted.json:
+    if not wanted.as_json:
         _show_record_titles(wanted)
     batch = next(batches, None)
     for part in walk_records(file, *_start_position(file, path, first, wanted.first)):
@@ -177,7 +178,7 @@ def _prepend_batch(batch: BatchEntry, rest: Iterator[BatchEntry]) -> Iterator[Ba
 
 
 def _start_position(file: OpenFile, path: Path, first: int, wanted: int) -> tuple[int, int]:
-    """Return the ID of the first record to read, and its offset, from the index if possible."""
+    """Return the ID and the offset of the first record to read, from the index if possible."""
     index = segment_path(path.parent, first, ".idx")
     if wanted > first and index.exists():
         with OpenFile(index) as entries:
@@ -188,7 +189,7 @@ def _start_position(file: OpenFile, path: Path, first: int, wanted: int) -> tupl
     return first, FILE_HEADER_BYTES
 
 
-def _batches(path: Path, wanted: _DumpOptions) -> Iterator[BatchEntry]:
+def _read_batches(path: Path, wanted: _DumpOptions) -> Iterator[BatchEntry]:
     chain_path = segment_path(path.parent, int(path.stem), ".chn")
     if not chain_path.exists():
         return
@@ -203,13 +204,13 @@ def _batches(path: Path, wanted: _DumpOptions) -> Iterator[BatchEntry]:
 
 
 def _show_header(path: Path, header: FileHeader, size: int, wanted: _DumpOptions) -> None:
-    if wanted.json:
+    if wanted.as_json:
         print_json({"kind": "segment", "file": str(path), **_header_json(header), "bytes": size})
         return
     print_result(
         f"{path}: version {header.version}, partition {header.partition}, first transaction "
         f"{header.first}, {size} bytes, created {utc_text(header.created_ms)}, cluster key "
-        f"{uuid(header.cluster_key)}"
+        f"{uuid_text(header.cluster_key)}"
     )
     for error in header.errors:
         print_result(f"  wrong: {error}")
@@ -220,19 +221,33 @@ def _header_json(header: FileHeader) -> dict[str, object]:
         "version": header.version,
         "created": utc_text(header.created_ms),
         "created_ms": header.created_ms,
-        "cluster_key": uuid(header.cluster_key),
+        "cluster_key": uuid_text(header.cluster_key),
         "partition": header.partition,
         "first": header.first,
         "wrong": header.errors,
     }
 
 
-_TITLES = ("id", "offset", "client/gen/part/seq", "header", "bytes", "CRC", "data CRC", "valid")
-_ROW = "{:>10}  {:>11}  {:>20}  {:>11}  {:>8}  {:8}  {:8}  {:5}"
+_RECORD_TITLES = (
+    "id",
+    "offset",
+    "client/gen/part/seq",
+    "header",
+    "bytes",
+    "CRC",
+    "data CRC",
+    "valid",
+)
+_RECORD_ROW = "{:>10}  {:>11}  {:>20}  {:>11}  {:>8}  {:8}  {:8}  {:5}"
 
 
 def _show_record_titles(wanted: _DumpOptions) -> None:
-    print_result((_ROW.format(*_TITLES) + ("  data" if wanted.read is not None else "")).rstrip())
+    print_result(
+        (
+            _RECORD_ROW.format(*_RECORD_TITLES)
+            + ("  data" if wanted.deserializer is not None else "")
+        ).rstrip()
+    )
 
 
 def _show_record(offset: int, record: bytes, wanted: _DumpOptions) -> None:
@@ -240,11 +255,13 @@ def _show_record(offset: int, record: bytes, wanted: _DumpOptions) -> None:
     data = record[36:-4]
     stated = int.from_bytes(record[-4:], "big")
     is_valid = crc32(record[:-4]) == stated and crc32(data) == found.data_crc
-    if wanted.json:
-        print_json(_record_json(found, offset, stated, is_valid=is_valid) | _data(wanted, data))
+    if wanted.as_json:
+        print_json(
+            _record_json(found, offset, stated, is_valid=is_valid) | _data_json(wanted, data)
+        )
         return
     identity = f"{found.client}/{found.generation}/{found.partition}/{found.sequence}"
-    row = _ROW.format(
+    row = _RECORD_ROW.format(
         found.transaction_id,
         offset,
         identity,
@@ -255,7 +272,9 @@ def _show_record(offset: int, record: bytes, wanted: _DumpOptions) -> None:
         "yes" if is_valid else "NO",
     )
     print_result(
-        row.rstrip() if wanted.read is None else f"{row}  {payload_text(wanted.read, data)}"
+        row.rstrip()
+        if wanted.deserializer is None
+        else f"{row}  {payload_text(wanted.deserializer, data)}"
     )
 
 
@@ -278,12 +297,12 @@ def _record_json(
     }
 
 
-def _data(wanted: _DumpOptions, data: bytes) -> dict[str, object]:
-    return {} if wanted.read is None else payload_json(wanted.read, data)
+def _data_json(wanted: _DumpOptions, data: bytes) -> dict[str, object]:
+    return {} if wanted.deserializer is None else payload_json(wanted.deserializer, data)
 
 
 def _show_gap(gap: Gap, wanted: _DumpOptions) -> None:
-    if wanted.json:
+    if wanted.as_json:
         print_json({"kind": "gap", **gap._asdict()})
         return
     what = f"records from {gap.first} on"
@@ -293,7 +312,7 @@ def _show_gap(gap: Gap, wanted: _DumpOptions) -> None:
 
 
 def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
-    if wanted.json:
+    if wanted.as_json:
         value = {"kind": "batch", **fields_json(batch), "chain": batch.chain.hex()}
         print_json({**value, "stamp": utc_text(batch.stamp_ms)})
         return
@@ -312,6 +331,7 @@ def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
 @subcommand
 @options.storage_file_options("a .seg file, a partition's directory or a storage directory")
 def segment_statistic(*, path: Path, partitions: list[int] | None, as_json: bool) -> int:
+    """Print sizes, IDs, batches and sessions of segments."""
     found = (statistic_of(path) for path in segments_at(path, partitions))
     if as_json:
         print_json([_statistic_json(statistic) for statistic in found])

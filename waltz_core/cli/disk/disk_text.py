@@ -17,7 +17,7 @@ Deserializer = Callable[[bytes], object]
 
 
 def utc_text(milliseconds: int) -> str:
-    """Return a time, in milliseconds since 1970, as UTC text; it may be invalid if damaged."""
+    """Return a time in milliseconds since 1970 as UTC text; an invalid time as a number."""
     try:
         time = datetime.fromtimestamp(milliseconds / 1000, UTC)
     except (ValueError, OverflowError, OSError):
@@ -31,12 +31,12 @@ def fields_json(value: BatchEntry | ControlInfo | ControlSlot) -> dict[str, obje
     return {"wrong" if name == "errors" else name: each for name, each in fields.items()}
 
 
-def uuid(key: bytes) -> str:
-    """Return 16 bytes in the usual notation for UUIDs."""
+def uuid_text(key: bytes) -> str:
+    """Return 16 bytes in the usual notation of UUIDs."""
     return str(UUID(bytes=key))
 
 
-def named_deserializer(name: str) -> Deserializer:
+def find_deserializer(name: str) -> Deserializer:
     """Return the deserializer that `--deserializer` names.
 
     Raises:
@@ -72,10 +72,10 @@ def named_deserializer(name: str) -> Deserializer:
     return read  # type: ignore[no-any-return]  # the user states that it takes bytes
 
 
-def payload_json(read: Deserializer, data: bytes) -> dict[str, object]:
+def payload_json(deserializer: Deserializer, data: bytes) -> dict[str, object]:
     """Deserialize a payload for JSON: bytes become hexadecimal digits, an error becomes text."""
     try:
-        value = read(data)
+        value = deserializer(data)
     except Exception as error:  # noqa: BLE001 - the user's code; the dump continues
         return {"data_error": f"{type(error).__name__}: {error}"}
     if isinstance(value, bytes | bytearray | memoryview):
@@ -83,9 +83,9 @@ def payload_json(read: Deserializer, data: bytes) -> dict[str, object]:
     return {"data": value}
 
 
-def payload_text(read: Deserializer, data: bytes) -> str:
+def payload_text(deserializer: Deserializer, data: bytes) -> str:
     """Deserialize a payload, and return it as one line of text."""
-    shown = payload_json(read, data)
+    shown = payload_json(deserializer, data)
     if "data_error" in shown:
         return f"({shown['data_error']})"
     if "data_hex" in shown:

@@ -18,31 +18,32 @@ from waltz_core.offline.verify import verify as verify_at
 from waltz_core.offline.verify_segment import FoundLog
 from waltz_core.storage.disk.file_system import RealDisk
 
-FINDINGS_LIMIT = 1000
+FINDINGS_SHOWN_MAX = 1000
 
 
 @subcommand
 @click.option(
     "--limit",
     type=int,
-    default=FINDINGS_LIMIT,
+    default=FINDINGS_SHOWN_MAX,
     metavar="N",
     help="maximum number of findings to print; further ones are only counted [default: "
-    f"{FINDINGS_LIMIT}]",
+    f"{FINDINGS_SHOWN_MAX}]",
 )
 @options.storage_file_options("a storage directory, a partition's directory or a .seg file")
 def verify(*, path: Path, partitions: list[int] | None, limit: int, as_json: bool) -> int:
+    """Verify the checksums and chain hashes of a storage directory; exit code 1 if one is wrong."""
     if limit < 0:
         raise BadConfig(f"--limit: expected a number of at least 0, found {limit}")
     found = verify_at(path, partitions, limit)
     if as_json:
-        print_json(_verified_json(found))
+        print_json(_verification_json(found))
     else:
-        _print_verified(found)
+        _print_verification(found)
     return 1 if found.findings.error_count else 0
 
 
-def _verified_json(found: VerificationResult) -> dict[str, object]:
+def _verification_json(found: VerificationResult) -> dict[str, object]:
     findings = found.findings
     return {
         "path": str(found.path),
@@ -50,7 +51,7 @@ def _verified_json(found: VerificationResult) -> dict[str, object]:
         "notes": findings.note_count,
         "findings": [
             {
-                "kind": _kind(finding),
+                "kind": _finding_kind(finding),
                 "file": finding.path,
                 "offset": finding.offset,
                 "what": finding.what,
@@ -76,15 +77,15 @@ def _verified_json(found: VerificationResult) -> dict[str, object]:
     }
 
 
-def _kind(finding: FileFinding) -> str:
+def _finding_kind(finding: FileFinding) -> str:
     return "wrong" if finding.is_wrong else "note"
 
 
-def _print_verified(found: VerificationResult) -> None:
+def _print_verification(found: VerificationResult) -> None:
     findings = found.findings
     for finding in findings.kept:
         where = finding.path if finding.offset is None else f"{finding.path} at {finding.offset}"
-        print_result(f"{_kind(finding)}: {where}: {finding.what}")
+        print_result(f"{_finding_kind(finding)}: {where}: {finding.what}")
     if findings.omitted_count:
         print_result(f"{findings.omitted_count} more findings were omitted; --limit shows more")
     if found.logs and next(iter(found.logs)) >= 0:
@@ -99,7 +100,7 @@ def _print_verified(found: VerificationResult) -> None:
                 "last ID",
                 "chain",
             ),
-            [_row(number, seen) for number, seen in found.logs.items()],
+            [_log_row(number, seen) for number, seen in found.logs.items()],
         )
     logs = found.logs.values()
     print_result(
@@ -110,7 +111,7 @@ def _print_verified(found: VerificationResult) -> None:
     )
 
 
-def _row(number: int, seen: FoundLog) -> tuple[object, ...]:
+def _log_row(number: int, seen: FoundLog) -> tuple[object, ...]:
     chain = "-" if seen.end is None else seen.end.chain.hex()
     unchecked = seen.unchecked_chains
     return (
@@ -133,31 +134,33 @@ def _row(number: int, seen: FoundLog) -> tuple[object, ...]:
 @click.option("--dry-run", is_flag=True, help="only print the changes")
 @options.storage_file_options("a .seg file, a partition's directory or a storage directory")
 def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_json: bool) -> int:
+    """Rebuild wrong or missing index files from their segment files."""
     disk = RealDisk()
     segments = segments_at(path, partitions)
     repaired: list[IndexRepairResult] = []
     rejected: list[str] = []
-    with _locked(disk, path, dry_run=dry_run):
+    with _lock_directory(disk, path, dry_run=dry_run):
         for segment in segments:
             try:
                 repaired.append(rebuild_index(disk, segment, dry_run=dry_run))
             except BadFormat as error:  # other segments can still be repaired
                 rejected.append(str(error))
     if as_json:
-        print_json([_repaired_json(index, dry_run=dry_run) for index in repaired])
+        print_json([_repair_json(index, dry_run=dry_run) for index in repaired])
     else:
         for index in repaired:
-            print_result(_repaired_text(index, dry_run=dry_run))
+            print_result(_repair_text(index, dry_run=dry_run))
     for message in rejected:
         print_error(f"waltz-core: {message}")
     return 1 if rejected else 0
 
 
-def _locked(disk: RealDisk, path: Path, *, dry_run: bool) -> AbstractContextManager[None]:
+def _lock_directory(disk: RealDisk, path: Path, *, dry_run: bool) -> AbstractContextManager[None]:
+    """Lock the storage directory: shared for a dry run, otherwise exclusively."""
     return locked_shared(path) if dry_run else locked_exclusively(disk, path)
 
 
-def _repaired_json(index: IndexRepairResult, *, dry_run: bool) -> dict[str, object]:
+def _repair_json(index: IndexRepairResult, *, dry_run: bool) -> dict[str, object]:
     return {
         "file": str(index.path),
         "is_valid": index.is_valid,
@@ -169,7 +172,7 @@ def _repaired_json(index: IndexRepairResult, *, dry_run: bool) -> dict[str, obje
     }
 
 
-def _repaired_text(index: IndexRepairResult, *, dry_run: bool) -> str:
+def _repair_text(index: IndexRepairResult, *, dry_run: bool) -> str:
     if index.is_valid:
         return f"{index.path}: correct, {index.entries} entries; unchanged"
     done = "would be rebuilt" if dry_run else "rebuilt"

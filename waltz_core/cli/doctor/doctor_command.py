@@ -19,20 +19,20 @@ import click
 
 from waltz_core.cli import command_connections
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.doctor.doctor_probes import gather_facts, local_cluster
+from waltz_core.cli.doctor.doctor_probes import find_local_cluster, gather_facts
 from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.config.declarations import LocalConfig
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
-from waltz_core.ops.diagnosis import diagnose, summary
+from waltz_core.ops.diagnosis import cluster_summary, diagnose
 from waltz_core.ops.facts import Facts, ServerFacts
-from waltz_core.ops.findings import KINDS, Finding
+from waltz_core.ops.findings import FINDING_KINDS, Finding
 from waltz_core.records.record import PartitionId
 
-TIMEOUT_S: Final = 3.0
+ANSWER_TIMEOUT_S: Final = 3.0
 # Enough time to open a session or to move a partition in a healthy cluster.
-RECHECK_AFTER_S: Final = 1.5
+RECHECK_INTERVAL_S: Final = 1.5
 CHECKS_MAX: Final = 5
 NOT_MEASURED: Final = (
     "the clocks of ZooKeeper servers, which ZooKeeper does not report",
@@ -53,7 +53,7 @@ NOT_MEASURED: Final = (
 )
 @click.option(
     "--directory",
-    type=options.PATH,
+    type=options.PATH_TYPE,
     envvar="WALTZ_LOCAL_DIRECTORY",
     default=LocalConfig().directory,
     help="the directory of a cluster on this machine; the doctor then also checks its processes "
@@ -62,17 +62,18 @@ NOT_MEASURED: Final = (
 @click.option(
     "--timeout-s",
     type=float,
-    default=TIMEOUT_S,
+    default=ANSWER_TIMEOUT_S,
     metavar="S",
-    help=f"seconds to wait for each answer [default: {TIMEOUT_S:g}]",
+    help=f"seconds to wait for each answer [default: {ANSWER_TIMEOUT_S:g}]",
 )
-@options.as_json
+@options.json_option
 async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_json: bool) -> int:
+    """Report the problems of a cluster; exit code 1 if there are any."""
     if timeout_s <= 0:
         raise BadConfig(f"--timeout-s: expected a number above 0, found {timeout_s:g}")
-    connect, local = _cluster_of(connect, directory)
-    command_connections.use_scheme_of(connect)
-    command_connections.ssl()  # raises BadConfig for the files of ?tls= before any query
+    connect, local = _find_cluster(connect, directory)
+    command_connections.use_settings_of(connect)
+    command_connections.ssl_context()  # raises BadConfig for the files of ?tls= before any query
     facts, found = await _stable_findings(connect, local, timeout_s=timeout_s)
     if as_json:
         print_json(findings_json(facts, found))
@@ -82,18 +83,18 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     return 0 if _is_healthy(facts, found) else 1
 
 
-doctor.details = (
+doctor.help_details = (
     "The doctor changes nothing. If it finds problems, it checks the cluster again after "
-    f"{RECHECK_AFTER_S:g} s, and reports the problems that remain. For each problem, it prints a "
-    "command that repairs it; replace the words in capitals in this command. The exit code is 0 if "
-    "there is no problem, and 1 if there are problems or the cluster could not be queried. "
+    f"{RECHECK_INTERVAL_S:g} s, and reports the problems that remain. For each problem, it prints "
+    "a command that repairs it; replace the words in capitals in this command. The exit code is 0 "
+    "if there is no problem, and 1 if there are problems or the cluster could not be queried. "
     "docs/doctor.md lists all findings."
 )
 
 
-def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster | None]:
-    """Return the cluster's connect string, and its processes if they run on this machine."""
-    local = local_cluster(directory)
+def _find_cluster(connect: str | None, directory: Path) -> tuple[str, LocalCluster | None]:
+    """Return the connect string, and the local cluster if it runs on this machine."""
+    local = find_local_cluster(directory)
     if connect is None:
         if local is None:
             raise BadConfig(
@@ -107,14 +108,14 @@ def _cluster_of(connect: str | None, directory: Path) -> tuple[str, LocalCluster
 async def _stable_findings(
     connect: str, local: LocalCluster | None, *, timeout_s: float
 ) -> tuple[Facts, list[Finding]]:
-    """Check repeatedly; return the facts and the findings to report (rule 2)."""
+    """Check repeatedly; return the facts, and the findings that are not temporary (rule 2)."""
     facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
     found = diagnose(facts)
     for _ in range(CHECKS_MAX - 1):
         if not found:
             break
         known = {each.key for each in found}
-        await asyncio.sleep(RECHECK_AFTER_S)
+        await asyncio.sleep(RECHECK_INTERVAL_S)
         facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
         found = diagnose(facts)
         lasting = [each for each in found if each.key in known]
@@ -128,14 +129,14 @@ def findings_text(facts: Facts, found: list[Finding]) -> list[str]:
     if not found:
         if facts.cluster is None:
             return ["no lasting problem was found, but the cluster could not be queried: try again"]
-        return [f"no problems: {summary(facts)}", f"clocks: {_clocks(facts)}"]
+        return [f"no problems: {cluster_summary(facts)}", f"clocks: {_clocks_text(facts)}"]
     lines = []
     for number, each in enumerate(found, 1):
         lines += [f"{number}. {each.sentence}", f"   {each.command}"]
     return lines
 
 
-def _clocks(facts: Facts) -> str:
+def _clocks_text(facts: Facts) -> str:
     assert facts.cluster is not None
     apart = [each.clock_ahead_ms for each in facts.cluster.storages.values()]
     known = [0.0, *(each for each in apart if each is not None)]
@@ -159,8 +160,8 @@ def findings_json(facts: Facts, found: list[Finding]) -> dict[str, object]:
         "findings": [
             {
                 "name": each.name,
-                "area": KINDS[each.name].area.value,
-                "about": each.about,
+                "area": FINDING_KINDS[each.name].area.value,
+                "about": each.subject,
                 "partition": each.partition,
                 "sentence": each.sentence,
                 "command": each.command,
@@ -173,7 +174,7 @@ def findings_json(facts: Facts, found: list[Finding]) -> dict[str, object]:
 
 
 def _open_partitions(server: ServerFacts) -> set[PartitionId]:
-    return {number for number, is_open in server.served.items() if is_open}
+    return {number for number, is_open in server.served_partitions.items() if is_open}
 
 
 def _facts_json(facts: Facts) -> dict[str, object]:
@@ -190,21 +191,21 @@ def _facts_json(facts: Facts) -> dict[str, object]:
             each.address: {
                 "latency_ms": each.latency_ms,
                 "open": sorted(_open_partitions(each)),
-                "not_open": sorted(each.served.keys() - _open_partitions(each)),
-                "preferred": sorted(each.preferred),
-                "out_of_reach": sorted(each.out_of_reach),
+                "not_open": sorted(each.served_partitions.keys() - _open_partitions(each)),
+                "preferred": sorted(each.preferred_partitions),
+                "out_of_reach": sorted(each.unreachable_storages),
             }
             for each in cluster.servers.values()
         },
         "storages": {
             each.address: {
                 "latency_ms": each.latency_ms,
-                "free_bytes": None if each.space is None else each.space.free_bytes,
-                "is_full": None if each.space is None else each.space.is_full,
+                "free_bytes": None if each.disk is None else each.disk.free_bytes,
+                "is_full": None if each.disk is None else each.disk.is_full,
                 "clock_ahead_ms": each.clock_ahead_ms,
                 "replicas": len(each.replicas),
             }
             for each in cluster.storages.values()
         },
-        "marks": {number: each.mark for number, each in cluster.partitions.items()},
+        "marks": {number: each.high_water_mark for number, each in cluster.partitions.items()},
     }

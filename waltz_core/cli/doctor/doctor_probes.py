@@ -1,4 +1,4 @@
-"""Queries ZooKeeper, the servers, the storages and this machine for the doctor.
+"""Collects the facts of the doctor: queries ZooKeeper, servers, storages and this machine.
 
 `ops/diagnosis.py` evaluates the answers.
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, TypedDict, TypeVar
 
 from waltz_core.cli import command_connections
-from waltz_core.cli.storage.storage_views import damaged_count
+from waltz_core.cli.storage.storage_views import damaged_record_count
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
 from waltz_core.cluster.change import replica_steps
@@ -41,13 +41,13 @@ from waltz_core.local import LocalCluster
 from waltz_core.ops.facts import (
     ArchiveFacts,
     ClusterFacts,
+    DiskFacts,
     Facts,
     LocalFacts,
     MemberFacts,
     PartitionFacts,
     ReplicaFacts,
     ServerFacts,
-    SpaceFacts,
     StorageFacts,
     ZooKeeperServerFacts,
 )
@@ -103,11 +103,11 @@ CONCURRENT_LISTS_MAX: Final = 8
 CLOCK_READ_MS_MAX: Final = 500.0
 NO_CLIENT_ID: Final = -1
 # A process that answers with one of these errors works: the doctor needs another token.
-DENIALS: Final = (AuthenticationFailed, PermissionDenied)
+DENIAL_ERRORS: Final = (AuthenticationFailed, PermissionDenied)
 # The text with which a storage reports a log that is not open yet, without an error
 # (storage/service/admin_execution.py).
-OPENING: Final = "the storage has not opened its log"
-NOT_SERVING, NOT_ALLOWED = b"not currently serving", b"is not executed because"
+OPENING_REASON: Final = "the storage has not opened its log"
+NOT_SERVING_TEXT, NOT_ALLOWED_TEXT = b"not currently serving", b"is not executed because"
 ResultT = TypeVar("ResultT")
 AnswerT = TypeVar("AnswerT", bound=ClientMessage)
 ItemT = TypeVar("ItemT")
@@ -121,20 +121,22 @@ def _ignore_progress(_done_count: int, _count: int, _what: str) -> None:
 async def gather_facts(connect: str, *, timeout_s: float, local: LocalCluster | None) -> Facts:
     """Query all processes; raises BadConfig if the connect string is not valid."""
     place = parse_connect_string(connect)
-    found = Facts(connect, local=None if local is None else _members_of(local))
+    found = Facts(connect, local=None if local is None else _local_facts(local))
     async with asyncio.TaskGroup() as tasks:
-        zookeepers = [tasks.create_task(_zookeeper_server(each, timeout_s)) for each in place.hosts]
+        zookeepers = [
+            tasks.create_task(_query_zookeeper_server(each, timeout_s)) for each in place.hosts
+        ]
         cluster = tasks.create_task(_gather_cluster_facts(place, found, timeout_s))
     return replace(await cluster, zookeeper_servers=tuple([await each for each in zookeepers]))
 
 
-def local_cluster(directory: Path) -> LocalCluster | None:
-    """Return the cluster in a directory of this machine; None if there is none."""
+def find_local_cluster(directory: Path) -> LocalCluster | None:
+    """Return the local cluster in a directory, or None if there is none."""
     found = LocalCluster(directory)
     return found if found.exists() else None
 
 
-def _members_of(local: LocalCluster) -> LocalFacts:
+def _local_facts(local: LocalCluster) -> LocalFacts:
     members = [
         MemberFacts(each.name, f"{local.host}:{each.port}", each.state, each.pid, each.admin_port)
         for each in local.members
@@ -145,7 +147,7 @@ def _members_of(local: LocalCluster) -> LocalFacts:
 async def _query_concurrently(
     items: Iterable[ItemT], query: Callable[[ItemT], Awaitable[ResultT]]
 ) -> list[ResultT]:
-    """Run a query for each item, a limited number concurrently; return the answers in order."""
+    """Query all items, a limited number concurrently; return the answers in order."""
     permits = asyncio.Semaphore(CONCURRENT_PROBES_MAX)
 
     async def limited(item: ItemT) -> ResultT:
@@ -177,6 +179,8 @@ async def _accepts_connections(address: str, timeout_s: float) -> bool:
 
 
 class _ProbeFailure(TypedDict):
+    """The facts about a process that could not be queried (see `facts.py`, rule 2)."""
+
     failure: str
     is_silent: bool
     is_tls_mismatch: bool
@@ -184,20 +188,20 @@ class _ProbeFailure(TypedDict):
 
 
 async def _probe_failure(error: WaltzError, address: str, timeout_s: float) -> _ProbeFailure:
-    """Return the facts about a process that a query could not reach."""
+    """Return the facts about a process that could not be queried."""
     is_tls_mismatch = isinstance(error, TlsFailed)
-    is_denied = isinstance(error, DENIALS)
+    is_denied = isinstance(error, DENIAL_ERRORS)
     has_answered = is_tls_mismatch or is_denied
     is_silent = not has_answered and await _accepts_connections(address, timeout_s)
     return {
-        "failure": _reason(error, address),
+        "failure": _short_error_text(error, address),
         "is_silent": is_silent,
         "is_tls_mismatch": is_tls_mismatch,
         "is_denied": is_denied,
     }
 
 
-def _reason(error: Exception, address: str) -> str:
+def _short_error_text(error: Exception, address: str) -> str:
     """Return the text of an error without address and hint: each finding has its own hint."""
     return str(error).removeprefix(f"{address}: ").partition(". Hint: ")[0]
 
@@ -205,8 +209,8 @@ def _reason(error: Exception, address: str) -> str:
 # --- ZooKeeper
 
 
-async def _zookeeper_server(address: str, timeout_s: float) -> ZooKeeperServerFacts:
-    """Query one ZooKeeper server with `srvr`, which it answers unless this is disabled."""
+async def _query_zookeeper_server(address: str, timeout_s: float) -> ZooKeeperServerFacts:
+    """Query one ZooKeeper server with its command `srvr`."""
     host, port = net.split_address(address)
     began_s = time.monotonic()
     try:
@@ -222,34 +226,35 @@ async def _zookeeper_server(address: str, timeout_s: float) -> ZooKeeperServerFa
         return ZooKeeperServerFacts(address, f"no answer within {timeout_s:g} s", is_silent)
     except OSError as error:
         return ZooKeeperServerFacts(address, failure_text(error))
-    return ZooKeeperServerFacts(address, mode=mode_of(answer), latency_ms=_ms_since(began_s))
+    return ZooKeeperServerFacts(address, mode=zookeeper_mode(answer), latency_ms=_ms_since(began_s))
 
 
-def mode_of(answer: bytes) -> str:
-    """Return the mode in an answer to `srvr`; empty for a ZooKeeper server without a quorum."""
-    if NOT_ALLOWED in answer:
+def zookeeper_mode(answer: bytes) -> str:
+    """Return the mode in an answer to `srvr`; empty if the server has no quorum."""
+    if NOT_ALLOWED_TEXT in answer:
         return "not reported"
     for line in answer.decode("utf-8", "replace").splitlines():
         title, _, value = line.partition(":")
         if title == "Mode":
             return value.strip()
-    return "" if NOT_SERVING in answer or not answer else "not reported"
+    return "" if NOT_SERVING_TEXT in answer or not answer else "not reported"
 
 
 async def _gather_cluster_facts(place: ConnectString, found: Facts, timeout_s: float) -> Facts:
+    """Read the cluster from ZooKeeper, and query its processes."""
     timeout_ms = round(timeout_s * 1000)
     try:
         async with zookeeper_session.open_session(
             place, connect_timeout_ms=timeout_ms, request_timeout_ms=timeout_ms
         ) as coordinator:
-            registry = await _ClusterSnapshot.read(coordinator)
+            snapshot = await _ClusterSnapshot.read(coordinator)
     except ClusterNotFound:
-        return replace(found, is_no_cluster=True)
+        return replace(found, is_cluster_missing=True)
     except Unavailable as error:
         return replace(found, zookeeper_failure=str(error))
     except WaltzError as error:
         return replace(found, access_error=str(error))
-    return replace(found, cluster=await registry.probe(timeout_s, found.local))
+    return replace(found, cluster=await snapshot.probe(timeout_s, found.local))
 
 
 async def query_cluster(
@@ -260,7 +265,7 @@ async def query_cluster(
 
 
 class _ProbeCounter:
-    """Counts the processes that have answered, and lists those that have not."""
+    """Counts the processes that have answered, and reports those that have not."""
 
     def __init__(self, on_progress: ProbeProgress) -> None:
         self._on_progress = on_progress
@@ -279,7 +284,7 @@ class _ProbeCounter:
 
 
 class _ClusterSnapshot:
-    """The state of a cluster in ZooKeeper, which determines the queries."""
+    """The state of a cluster in ZooKeeper: it determines the processes to query."""
 
     def __init__(
         self,
@@ -288,13 +293,13 @@ class _ClusterSnapshot:
         layout: StorageLayout,
         storage_ids: Mapping[ReplicaId, str],
         partitions: Sequence[PartitionView],
-        reports: Mapping[ServerId, ReachReport],
+        reach_reports: Mapping[ServerId, ReachReport],
     ) -> None:
         self.view, self.servers, self.layout = view, servers, layout
-        self.reports = reports
+        self.reach_reports = reach_reports
         self.storage_ids, self.partitions = storage_ids, partitions
-        self.count = view.params.partition_count
-        self.assigned = replica_steps.placement_of(layout.assignment, self.count)
+        self.partition_count = view.params.partition_count
+        self.assigned_replicas = replica_steps.placement_of(layout.assignment, self.partition_count)
 
     @staticmethod
     async def read(coordinator: Coordinator) -> "_ClusterSnapshot":
@@ -345,12 +350,12 @@ class _ClusterSnapshot:
             for partition_id, found in (await task)[1].items():
                 partitions[partition_id] = replace(partitions[partition_id], **found._asdict())
         return ClusterFacts(
-            self.count,
+            self.partition_count,
             self.servers.is_settled,
             self.servers.owners,
             {int(each): (await task)[0] for each, task in response.items()},
             {facts.address: facts for facts in [await each for each in storages]},
-            self.assigned,
+            self.assigned_replicas,
             self.layout.groups,
             partitions,
             str(self.view.store.cluster_key),
@@ -362,42 +367,42 @@ class _ClusterSnapshot:
 
 
 class _PartitionAnswers(NamedTuple):
-    """A server's answers about one partition, as fields of `PartitionFacts`."""
+    """A server's answers about one partition; the fields are those of `PartitionFacts`."""
 
-    mark: TransactionId | None
-    mark_failure: str = ""
-    stamp_ahead_ms: float | None = None
-    unarchived_s: float | None = None
+    high_water_mark: TransactionId | None
+    high_water_mark_error: str = ""
+    commit_stamp_ahead_ms: float | None = None
+    oldest_unarchived_age_s: float | None = None
     unarchived_bytes: int | None = None
     archive_interval_ms: int = 0
 
 
 class _ServerProbe:
-    """The queries to one server."""
+    """Sends the queries of the doctor to one server."""
 
-    def __init__(self, registry: _ClusterSnapshot, server_id: int, timeout_s: float) -> None:
-        servers = registry.servers.servers
+    def __init__(self, snapshot: _ClusterSnapshot, server_id: int, timeout_s: float) -> None:
+        servers = snapshot.servers.servers
         number, descriptor = next(each for each in servers.items() if each[0] == server_id)
         blames = {
             servers[witness].address: report.unreachable[number]
-            for witness, report in registry.reports.items()
+            for witness, report in snapshot.reach_reports.items()
             if number in report.unreachable
         }
         self._facts = ServerFacts(
             descriptor.address,
             tuple(descriptor.preferred),
-            is_left_out=number in registry.servers.left_out,
-            unreachable=tuple(f"{address}: {why}" for address, why in blames.items()),
+            is_excluded_as_unreachable=number in snapshot.servers.left_out,
+            connection_errors=tuple(f"{address}: {why}" for address, why in blames.items()),
         )
         self._owned = [
             partition_id
-            for partition_id, owner in registry.servers.owners.items()
+            for partition_id, owner in snapshot.servers.owners.items()
             if owner.server_id == server_id
         ]
         marks = [
-            None if each.marker is None else each.marker.archived for each in registry.partitions
+            None if each.marker is None else each.marker.archived for each in snapshot.partitions
         ]
-        self._archived = [BEFORE_FIRST if each is None else each.last for each in marks]
+        self._archived_last_ids = [BEFORE_FIRST if each is None else each.last for each in marks]
         self._has_archive = any(each is not None for each in marks)
         self._timeout_s = timeout_s
 
@@ -406,7 +411,7 @@ class _ServerProbe:
             dial_timeout_s=self._timeout_s,
             late_answers_s=0.0,
             silent=None,
-            ssl=command_connections.ssl(),
+            ssl=command_connections.ssl_context(),
         )
         address, began_s = self._facts.address, time.monotonic()
         try:
@@ -430,20 +435,21 @@ class _ServerProbe:
         )
         served = {PartitionId(each): is_open for each, is_open in health.healthy}
         async with asyncio.TaskGroup() as tasks:
-            reach = tasks.create_task(self._unreachable_replicas(link))
+            reach = tasks.create_task(self._query_unreachable_storages(link))
             opened = [each for each in self._owned if served.get(each)]
             marks = tasks.create_task(
-                _query_concurrently(opened, lambda each: self._query_mark(link, each))
+                _query_concurrently(opened, lambda each: self._query_partition(link, each))
             )
         facts = replace(
             facts,
-            served=served,
-            out_of_reach=await reach,
-            append_times=await self._append_times(link),
+            served_partitions=served,
+            unreachable_storages=await reach,
+            append_latencies=await self._query_append_latencies(link),
         )
         return facts, dict(zip(opened, await marks, strict=True))
 
-    async def _unreachable_replicas(self, link: ServerLink) -> tuple[ReplicaId, ...]:
+    async def _query_unreachable_storages(self, link: ServerLink) -> tuple[ReplicaId, ...]:
+        """Return the storages to which the server cannot connect."""
         try:
             answer = await link.request(
                 CheckConnectivityResponse,
@@ -458,7 +464,10 @@ class _ServerProbe:
             return ()
         return tuple(ReplicaId(name) for name, is_there in answer.reachable if not is_there)
 
-    async def _append_times(self, link: ServerLink) -> Mapping[ReplicaId, tuple[int, int]]:
+    async def _query_append_latencies(
+        self, link: ServerLink
+    ) -> Mapping[ReplicaId, tuple[int, int]]:
+        """Return the storages' append latencies that the server has measured."""
         if link.is_legacy_server:
             return {}
         try:
@@ -474,8 +483,10 @@ class _ServerProbe:
         figures = zip(response.second_counts, response.medians_us, strict=True)
         return dict(zip(map(ReplicaId, response.storages), figures, strict=True))
 
-    async def _query_mark(self, link: ServerLink, partition_id: PartitionId) -> _PartitionAnswers:
-        """Request the high-water mark and related facts of a partition, like a client."""
+    async def _query_partition(
+        self, link: ServerLink, partition_id: PartitionId
+    ) -> _PartitionAnswers:
+        """Query the high-water mark and the archive state of a partition, like a client."""
         try:
             mark = await self._request_for_partition(
                 link, HighWaterMarkResponse, HighWaterMarkRequest, partition_id
@@ -483,14 +494,16 @@ class _ServerProbe:
         except WaltzError as error:
             return _PartitionAnswers(None, str(error))
         last = TransactionId(mark.high_water_mark)
-        ahead_ms = await self._stamp_ahead_ms(link, partition_id, last)
-        unarchived_s = await self._unarchived_s(link, partition_id, last)
-        byte_count, interval_ms = await self._archive(link, partition_id)
+        ahead_ms = await self._query_commit_stamp_ahead_ms(link, partition_id, last)
+        unarchived_s = await self._query_oldest_unarchived_age_s(link, partition_id, last)
+        byte_count, interval_ms = await self._query_archive(link, partition_id)
         return _PartitionAnswers(last, "", ahead_ms, unarchived_s, byte_count, interval_ms)
 
-    async def _archive(self, link: ServerLink, partition_id: PartitionId) -> tuple[int | None, int]:
+    async def _query_archive(
+        self, link: ServerLink, partition_id: PartitionId
+    ) -> tuple[int | None, int]:
         """Return the approximate bytes that are not archived, and the archiver's interval in ms."""
-        if self._archived[partition_id] == BEFORE_FIRST:
+        if self._archived_last_ids[partition_id] == BEFORE_FIRST:
             return None, 0
 
         def request(req_id: ReqId) -> ClientMessage:
@@ -505,21 +518,22 @@ class _ServerProbe:
         byte_count = None if answer.unarchived_bytes < 0 else answer.unarchived_bytes
         return byte_count, answer.archive_interval_ms
 
-    async def _unarchived_s(
+    async def _query_oldest_unarchived_age_s(
         self, link: ServerLink, partition_id: PartitionId, last: TransactionId
     ) -> float | None:
         """Return the age in seconds of the oldest transaction that is not archived."""
         if not self._has_archive:
             return None
-        oldest = TransactionId(self._archived[partition_id] + 1)
+        oldest = TransactionId(self._archived_last_ids[partition_id] + 1)
         if oldest > last:
             return 0.0
-        ahead_ms = await self._stamp_ahead_ms(link, partition_id, oldest)
+        ahead_ms = await self._query_commit_stamp_ahead_ms(link, partition_id, oldest)
         return None if ahead_ms is None else max(0.0, round(-ahead_ms / 1000, 1))
 
-    async def _stamp_ahead_ms(
+    async def _query_commit_stamp_ahead_ms(
         self, link: ServerLink, partition_id: PartitionId, last: TransactionId
     ) -> float | None:
+        """Return by how much the commit stamp of a transaction is in the future."""
         if last < 0:
             return None
 
@@ -551,8 +565,8 @@ class _ServerProbe:
 # --- storages
 
 
-def archive_of(gauges: Mapping[str, Mapping[str, Any]]) -> ArchiveFacts | None:
-    """Return the facts in a storage's gauges about its archive; None without an archive."""
+def archive_facts(gauges: Mapping[str, Mapping[str, Any]]) -> ArchiveFacts | None:
+    """Return the facts about the archive in the gauges of a storage; None without an archive."""
     gauge = gauges.get("waltz-storage.archive")
     if gauge is None:
         return None
@@ -565,22 +579,22 @@ class _StorageProbe:
 
     def __init__(
         self,
-        registry: _ClusterSnapshot,
+        snapshot: _ClusterSnapshot,
         address: ReplicaId,
         timeout_s: float,
         local: LocalFacts | None,
     ) -> None:
-        self._registry, self._address, self._timeout_s = registry, address, timeout_s
+        self._snapshot, self._address, self._timeout_s = snapshot, address, timeout_s
         self._host, port = split_address(address)
         members = () if local is None else local.members
         noted = [each.admin_port for each in members if each.address == address]
-        registered_port = registry.layout.admin_ports.get(address, port + 1)
+        registered_port = snapshot.layout.admin_ports.get(address, port + 1)
         # Possible admin ports: the registered one, those of local processes, the one after the data
         # port.
         self._admin_ports = list(dict.fromkeys([registered_port, *filter(None, noted), port + 1]))
         admin = f"{self._host}:{registered_port}"
-        registered = registry.storage_ids.get(address)
-        self._facts = StorageFacts(address, admin, registered_id=registered)
+        registered = snapshot.storage_ids.get(address)
+        self._facts = StorageFacts(address, admin, registered_storage_id=registered)
 
     async def probe(self) -> StorageFacts:
         began_s = time.monotonic()
@@ -595,32 +609,36 @@ class _StorageProbe:
         link.abort("answered")
         facts = replace(self._facts, latency_ms=_ms_since(began_s))
         try:
-            async with admin_connection(facts.admin, ssl=command_connections.ssl()) as admin:
+            async with admin_connection(
+                facts.admin_address, ssl=command_connections.ssl_context()
+            ) as admin:
                 return await self._query(admin, facts)
         except ClusterKeyMismatch:
-            return replace(facts, is_of_cluster=False)
+            return replace(facts, belongs_to_cluster=False)
         except (WaltzError, TimeoutError) as error:
-            if isinstance(error, DENIALS):
-                why = _reason(error, facts.admin)
+            if isinstance(error, DENIAL_ERRORS):
+                why = _short_error_text(error, facts.admin_address)
                 return replace(facts, admin_failure=why, is_denied=True)
-            why = str(error).removeprefix(f"{facts.admin}: ")
+            why = str(error).removeprefix(f"{facts.admin_address}: ")
             why = why or f"no answer within {self._timeout_s:g} s"
-            port = await self._admin_port()
-            is_hanging = isinstance(error, TimeoutError) and port == split_address(facts.admin)[1]
-            return replace(facts, admin_failure=why, is_hanging=is_hanging, other_admin=port)
+            port = await self._find_admin_port()
+            is_hanging = (
+                isinstance(error, TimeoutError) and port == split_address(facts.admin_address)[1]
+            )
+            return replace(facts, admin_failure=why, is_hanging=is_hanging, found_admin_port=port)
 
     async def _query(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
-        store = self._registry.view.store
+        store = self._snapshot.view.store
         async with asyncio.timeout(self._timeout_s):
             await admin.request(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
-            held = dict((await admin.request(HeldResponse, HeldRequest)).available)
-        assigned = self._registry.layout.assignment.partitions[self._address]
-        every = sorted({*held, *assigned})
+            present = dict((await admin.request(HeldResponse, HeldRequest)).available)
+        assigned = self._snapshot.layout.assignment.partitions[self._address]
+        every = sorted({*present, *assigned})
         async with asyncio.timeout(self._timeout_s):
             response = await admin.request(StorageResponse, StorageRequest)
-        facts = await self._with_gauges(admin, facts)
+        facts = await self._add_gauges(admin, facts)
         facts = replace(facts, storage_id=bytes(response.storage_id).hex())
-        replicas = {PartitionId(each): await self._replica(admin, each) for each in every}
+        replicas = {PartitionId(each): await self._query_replica(admin, each) for each in every}
         stuck = await self._stuck_partitions(replicas)
         return replace(
             facts,
@@ -633,8 +651,8 @@ class _StorageProbe:
     async def _stuck_partitions(
         self, replicas: Mapping[PartitionId, ReplicaFacts]
     ) -> set[PartitionId]:
-        """Return the served logs that do not answer a read; rule 2 applies to each list."""
-        served = [each for each, its in replicas.items() if its.is_served and its.last >= 0]
+        """Return the served partitions whose logs do not answer a read (rule 2)."""
+        served = [each for each, its in replicas.items() if its.is_served and its.last_id >= 0]
         lists = [
             served[at::CONCURRENT_LISTS_MAX] for at in range(min(CONCURRENT_LISTS_MAX, len(served)))
         ]
@@ -646,11 +664,13 @@ class _StorageProbe:
     async def _first_stuck_partition(
         self, partitions: Sequence[PartitionId], replicas: Mapping[PartitionId, ReplicaFacts]
     ) -> PartitionId | None:
-        """Read the last record of log after log; return the first log that does not answer."""
+        """Read the last record of each log in turn; return the first log that does not answer."""
         with suppress(WaltzError):
-            async with admin_connection(self._facts.admin, ssl=command_connections.ssl()) as admin:
+            async with admin_connection(
+                self._facts.admin_address, ssl=command_connections.ssl_context()
+            ) as admin:
                 for partition in partitions:
-                    last = replicas[partition].last
+                    last = replicas[partition].last_id
                     try:
                         # An error is an answer; other findings report its cause.
                         with suppress(WaltzError):
@@ -662,8 +682,8 @@ class _StorageProbe:
                         return partition
         return None
 
-    async def _with_gauges(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
-        """Add disk, clock and archive from the gauges; an older storage reports none of them."""
+    async def _add_gauges(self, admin: StorageAdmin, facts: StorageFacts) -> StorageFacts:
+        """Add disk, clock and archive from the gauges; older storages do not report all of them."""
         async with asyncio.timeout(self._timeout_s):
             before_ms = _now_ms()
             answer = await admin.request(MetricsResponse, MetricsRequest)
@@ -676,24 +696,24 @@ class _StorageProbe:
 
         free, is_full, clock_ms = gauge("free-bytes"), gauge("is-full"), gauge("clock-ms")
         sizes = gauge("size-bytes"), gauge("filling-bytes-per-day")
-        space = None if free is None else SpaceFacts(free, bool(is_full), *sizes)
-        archive = archive_of(gauges)
+        space = None if free is None else DiskFacts(free, bool(is_full), *sizes)
+        archive = archive_facts(gauges)
         ahead_ms = None
         if clock_ms is not None and after_ms - before_ms < CLOCK_READ_MS_MAX:
             ahead_ms = round(clock_ms - (before_ms + after_ms) / 2, 1)
-        return replace(facts, space=space, clock_ahead_ms=ahead_ms, archive=archive)
+        return replace(facts, disk=space, clock_ahead_ms=ahead_ms, archive=archive)
 
-    async def _replica(self, admin: StorageAdmin, partition: int) -> ReplicaFacts:
+    async def _query_replica(self, admin: StorageAdmin, partition: int) -> ReplicaFacts:
         async with asyncio.timeout(self._timeout_s):
             response = await admin.request(ReplicaResponse, ReplicaRequest, partition)
-            if response.is_held and response.reason == OPENING:
+            if response.is_held and response.reason == OPENING_REASON:
                 marks = await admin.request(SessionInfoResponse, SessionInfoRequest, partition)
                 return ReplicaFacts(
-                    is_available=response.is_available,
+                    is_online=response.is_available,
                     is_served=response.is_served,
                     is_opening=True,
-                    last_session=SessionId(marks.last_session),
-                    last=TransactionId(max(marks.low_water_mark, marks.local_low_water_mark)),
+                    last_session_id=SessionId(marks.last_session),
+                    last_id=TransactionId(max(marks.low_water_mark, marks.local_low_water_mark)),
                 )
         return ReplicaFacts(
             response.is_held,
@@ -703,10 +723,10 @@ class _StorageProbe:
             response.is_suspect,
             SessionId(response.last_session),
             TransactionId(response.synced_max),
-            damaged_count(response),
+            damaged_record_count(response),
         )
 
-    async def _admin_port(self) -> int | None:
+    async def _find_admin_port(self) -> int | None:
         """Try all possible admin ports; return the storage's port, or None."""
         found = await _query_concurrently(self._admin_ports, self._is_admin_port)
         return next(
@@ -717,7 +737,9 @@ class _StorageProbe:
         with suppress(WaltzError, TimeoutError):
             async with (
                 asyncio.timeout(self._timeout_s),
-                admin_connection(f"{self._host}:{port}", ssl=command_connections.ssl()) as admin,
+                admin_connection(
+                    f"{self._host}:{port}", ssl=command_connections.ssl_context()
+                ) as admin,
             ):
                 response = await admin.request(StorageResponse, StorageRequest)
                 return response.address == self._address

@@ -5,14 +5,14 @@ from typing import NamedTuple
 
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import open_command_session
-from waltz_core.cli.output import print_json, print_table, ranges_of
+from waltz_core.cli.output import print_json, print_table, ranges_of_numbers
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.queries import query
+from waltz_core.cli.queries import query_server
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import PartitionsHealthRequest, PartitionsHealthResponse
 
-OK = "ok"
+STATE_OK = "ok"
 
 
 class ServerRow(NamedTuple):
@@ -26,16 +26,17 @@ class ServerRow(NamedTuple):
 
 
 @subcommand
-@options.connect
-@options.as_json
+@options.connect_option
+@options.json_option
 async def list_command(*, connect: str, as_json: bool) -> int:
+    """List the servers; exit code 1 if one has a problem."""
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         view = await coordinator.read_servers()
     with ProgressLine() as line:
         async with asyncio.TaskGroup() as tasks:
             answers = {
-                key: tasks.create_task(_state_of(descriptor.address), name=descriptor.address)
+                key: tasks.create_task(_query_state(descriptor.address), name=descriptor.address)
                 for key, descriptor in view.servers.items()
             }
             line.show(0, len(answers), "waiting for the servers to answer")
@@ -60,20 +61,25 @@ async def list_command(*, connect: str, as_json: bool) -> int:
                     each.server,
                     each.address,
                     len(each.partitions),
-                    ranges_of(each.partitions),
-                    ranges_of(each.preferred),
+                    ranges_of_numbers(each.partitions),
+                    ranges_of_numbers(each.preferred),
                     each.state,
                 )
                 for each in rows
             ],
         )
-    return 0 if all(each.state == OK for each in rows) else 1
+    return 0 if all(each.state == STATE_OK for each in rows) else 1
 
 
-async def _state_of(address: str) -> str:
+async def _query_state(address: str) -> str:
+    """Return the state of a server: `STATE_OK`, or a description of its problem."""
     try:
-        response = await query(address, PartitionsHealthResponse, PartitionsHealthRequest)
+        response = await query_server(address, PartitionsHealthResponse, PartitionsHealthRequest)
     except WaltzError as error:
         return f"does not answer: {error}"
     unhealthy = [partition for partition, is_healthy in response.healthy if not is_healthy]
-    return f"has no open store session for partitions {ranges_of(unhealthy)}" if unhealthy else OK
+    return (
+        f"has no open store session for partitions {ranges_of_numbers(unhealthy)}"
+        if unhealthy
+        else STATE_OK
+    )

@@ -1,4 +1,4 @@
-"""Sends storages the requests of a session's owner: promise a session, read it, mark the log.
+"""Sends storages the requests that normally only the owner of a session sends.
 
 A server sends the same messages in its sessions, and a storage applies the same rules to them.
 `cluster/change/rebuilding.py` decides, based on the answers.
@@ -15,7 +15,7 @@ from typing import Final
 
 from waltz_core.cli import command_connections
 from waltz_core.cluster.change.rebuilding import NO_IDS, MaximumIds, ReportedLog
-from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
+from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, error_from_code
 from waltz_core.records.record import (
     RECORD_HEADER,
     REQ_ID,
@@ -46,15 +46,15 @@ from waltz_core.wire.messages import (
 )
 
 DIAL_TIMEOUT_S: Final = 3.0
-ANSWER_S: Final = 30.0
-IDS_ROWS_MAX: Final = 10_000
+ANSWER_TIMEOUT_S: Final = 30.0
+ID_RECORDS_MAX: Final = 10_000
 _NO_CLIENT_ID: Final = -1
 _ANY_STORAGE: Final = bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCluster:
-    """The cluster to which a storage must belong."""
+    """The key and the partition count of the cluster to which a storage must belong."""
 
     cluster_key: bytes
     partition_count: int
@@ -69,26 +69,30 @@ class ClaimedSession:
 
 
 class OwnerConnection:
-    """A connection to one storage, for the requests of a session's owner."""
+    """A connection to one storage, over which the command acts as the owner of a session."""
 
-    def __init__(self, address: ReplicaId, link: Link, facts: ExpectedCluster) -> None:
+    def __init__(self, address: ReplicaId, link: Link, expected: ExpectedCluster) -> None:
         self.address = address
         self._link = link
-        self._facts = facts
+        self._expected = expected
 
     @staticmethod
-    async def open(address: ReplicaId, facts: ExpectedCluster) -> "OwnerConnection":
+    async def open(address: ReplicaId, expected: ExpectedCluster) -> "OwnerConnection":
         """Connect; raises Unreachable, or ClusterKeyMismatch for a storage of another cluster."""
         link = await command_connections.dial(
             WireProtocol.STORAGE, address, timeout_s=DIAL_TIMEOUT_S
         )
-        made = OwnerConnection(address, link, facts)
+        made = OwnerConnection(address, link, expected)
         opening = OpenRequest(
-            _NO_CLIENT_ID, _NO_CLIENT_ID, _NO_CLIENT_ID, facts.cluster_key, facts.partition_count
+            _NO_CLIENT_ID,
+            _NO_CLIENT_ID,
+            _NO_CLIENT_ID,
+            expected.cluster_key,
+            expected.partition_count,
         )
         try:
             (answer,) = await made._request([opening])
-            made._expect(answer, SuccessResponse)
+            made._check_answer(answer, SuccessResponse)
         except BaseException:
             made.close()
             raise
@@ -97,7 +101,7 @@ class OwnerConnection:
     async def prepare(
         self, sessions: Mapping[PartitionId, ClaimedSession]
     ) -> dict[PartitionId, Prepared | Nack]:
-        """Request the storage to promise sessions; return its state, or its error, by partition."""
+        """Request the storage to promise sessions; return each replica's state or error."""
         requests = [
             Prepare(
                 session.session_id,
@@ -105,8 +109,8 @@ class OwnerConnection:
                 partition_id,
                 session.nonce,
                 _ANY_STORAGE,
-                self._facts.cluster_key,
-                self._facts.partition_count,
+                self._expected.cluster_key,
+                self._expected.partition_count,
             )
             for number, (partition_id, session) in enumerate(sessions.items())
         ]
@@ -118,19 +122,19 @@ class OwnerConnection:
             found[PartitionId(answer.partition_id)] = answer
         return found
 
-    async def set_mark(
+    async def set_low_water_mark(
         self, partition_id: PartitionId, session: ClaimedSession, prepared: Prepared
     ) -> None:
         """Store the session and the low-water mark at the end of the log, which is then trusted."""
         fields = (session.session_id, 1_000_000, partition_id)
         mark = SetLowWaterMark(*fields, prepared.synced_max, bytes(prepared.chain))
         (answer,) = await self._request([mark])
-        self._expect(answer, ReplicaEnd)
+        self._check_answer(answer, ReplicaEnd)
 
     async def chain_at(
         self, partition_id: PartitionId, session: ClaimedSession, last: TransactionId
     ) -> Chain | None:
-        """Return the chain hash of the log up to an ID; None if the ID is inside a batch.
+        """Return the chain hash of the log up to an ID; None if no batch ends there.
 
         Raises the error in the storage's answer.
         """
@@ -138,28 +142,28 @@ class OwnerConnection:
         (answer,) = await self._request(
             [LineageRequest(session.session_id, 1_000_002, partition_id, first, first)]
         )
-        self._expect(answer, LineageResponse)
+        self._check_answer(answer, LineageResponse)
         assert isinstance(answer, LineageResponse)
         begins = not answer.lineage or answer.lineage[0].first == first
         return Chain(bytes(answer.chain_before)) if begins else None
 
-    async def newest_ids(
+    async def highest_ids(
         self, partition_id: PartitionId, session: ClaimedSession, prepared: Prepared
     ) -> MaximumIds:
-        """Return the highest client ID and generation in the last `IDS_ROWS_MAX` records on disk.
+        """Return the highest client ID and generation in the last `ID_RECORDS_MAX` records on disk.
 
         Raises the error in the storage's answer, also if it cannot read a record.
         """
         last = prepared.synced_max
-        first = max(0, prepared.start + 1, last - IDS_ROWS_MAX + 1)
+        first = max(0, prepared.start + 1, last - ID_RECORDS_MAX + 1)
         fields = (session.session_id, 1_000_001, partition_id)
-        size = RECORD_HEADER.size * IDS_ROWS_MAX
+        size = RECORD_HEADER.size * ID_RECORDS_MAX
         newest = NO_IDS
         while first <= last:
             window = (first, last, size, RangeForm.HEADERS)
             requests = RangeRaw(*fields, *window, whole_batches=False, reader=False)
             (answer,) = await self._request([requests])
-            self._expect(answer, RangeBytes)
+            self._check_answer(answer, RangeBytes)
             assert isinstance(answer, RangeBytes)
             if not answer.count:
                 raise self._unexpected_answer_error(answer)
@@ -179,7 +183,7 @@ class OwnerConnection:
             self._link.send(request)
         answers: list[StorageMessage] = []
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 while len(answers) < len(requests):
                     for message in await self._link.receive():
                         if isinstance(message, DamageFound):
@@ -188,12 +192,14 @@ class OwnerConnection:
                             raise self._unexpected_answer_error(message)
                         answers.append(message)
         except TimeoutError as error:
-            raise Unreachable(f"{self.address} did not answer within {ANSWER_S} s") from error
+            raise Unreachable(
+                f"{self.address} did not answer within {ANSWER_TIMEOUT_S} s"
+            ) from error
         return answers
 
-    def _expect(self, answer: Message, kind: type[Message]) -> None:
+    def _check_answer(self, answer: Message, kind: type[Message]) -> None:
         if isinstance(answer, Nack):
-            raise from_code(answer.error_code, f"{self.address}: {answer.message}")
+            raise error_from_code(answer.error_code, f"{self.address}: {answer.message}")
         if not isinstance(answer, kind):
             raise self._unexpected_answer_error(answer)
 
@@ -203,27 +209,27 @@ class OwnerConnection:
         )
 
 
-async def open_links(
-    storages: Sequence[ReplicaId], facts: ExpectedCluster
+async def open_connections(
+    storages: Sequence[ReplicaId], expected: ExpectedCluster
 ) -> tuple[dict[ReplicaId, OwnerConnection], dict[ReplicaId, str]]:
     """Connect to all storages concurrently; return the connections, and errors by storage."""
-    links: dict[ReplicaId, OwnerConnection] = {}
+    connections: dict[ReplicaId, OwnerConnection] = {}
     failures: dict[ReplicaId, str] = {}
 
     async def dial(address: ReplicaId) -> None:
         try:
-            links[address] = await OwnerConnection.open(address, facts)
+            connections[address] = await OwnerConnection.open(address, expected)
         except WaltzError as error:
             failures[address] = str(error)
 
     async with asyncio.TaskGroup() as tasks:
         for address in storages:
             tasks.create_task(dial(address))
-    return {each: links[each] for each in storages if each in links}, failures
+    return {each: connections[each] for each in storages if each in connections}, failures
 
 
-def log_of(prepared: Prepared) -> ReportedLog:
-    """Return the description of a log from the answer of its replica."""
+def reported_log(prepared: Prepared) -> ReportedLog:
+    """Return the description of a replica's log from its answer."""
     pairs = memoryview(prepared.damaged)
     lasts = (int.from_bytes(pairs[at + 8 : at + 16], "big") for at in range(0, len(pairs), 16))
     return ReportedLog(

@@ -18,13 +18,13 @@ from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
     StorageChoice,
     StorageTarget,
-    audited_choice,
-    numbers_of,
-    partitions,
-    read_facts,
-    storages_of,
-    target_of,
-    with_storages,
+    audit_storage_change,
+    choose_storages,
+    find_one_storage,
+    parse_partition_numbers,
+    partitions_option,
+    read_cluster_storages,
+    with_storage_options,
 )
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client.links.storage_admin import (
@@ -48,7 +48,7 @@ from waltz_core.wire.admin_messages import (
     SetAvailable,
 )
 
-_force = click.option(
+_force_option = click.option(
     "--force",
     is_flag=True,
     help=(
@@ -62,29 +62,29 @@ _force = click.option(
 # Changes of one storage
 
 
-async def _change_each(
+async def _change_partitions(
     where: StorageChoice,
     partitions: str,
-    what: str,
+    subcommand_name: str,
     change: Callable[[StorageAdmin, int], Awaitable[object]],
 ) -> int:
-    """Apply a change to each partition of a storage, and report the completed changes (rule 1)."""
-    chosen = numbers_of(partitions)
-    target = await target_of(where)
+    """Apply a change to each partition of a storage, and report the completed ones (rule 1)."""
+    chosen = parse_partition_numbers(partitions)
+    target = await find_one_storage(where)
     done: list[int] = []
     try:
         async with (
-            audited_choice(where),
-            admin_connection(target.admin, ssl=command_connections.ssl()) as admin,
+            audit_storage_change(where),
+            admin_connection(target.admin_address, ssl=command_connections.ssl_context()) as admin,
         ):
             for partition in chosen:
                 await change(admin, partition)
                 done.append(partition)
     finally:
         if where.as_json:
-            print_json({"storage": str(target), "subcommand": what, "done": done})
+            print_json({"storage": str(target), "subcommand": subcommand_name, "done": done})
         elif done:
-            print_error(f"{target}: {what}. Partitions already done: {_ranges(done)}")
+            print_error(f"{target}: {subcommand_name}. Partitions already done: {_ranges(done)}")
     return 0
 
 
@@ -93,68 +93,78 @@ def _ranges(numbers: list[int]) -> str:
 
 
 @subcommand
-@partitions
-@with_storages()
+@partitions_option
+@with_storage_options()
 async def add_partition(where: StorageChoice, *, partitions: str) -> int:
+    """Assign partitions to a storage."""
+
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, SetAssigned, (partition,), True, False)  # noqa: FBT003 - the wire's
 
-    return await _change_each(where, partitions, "add-partition", change)
+    return await _change_partitions(where, partitions, "add-partition", change)
 
 
 @subcommand
-@partitions
+@partitions_option
 @click.option("--delete-files", is_flag=True, help="also delete the files of the partitions")
-@_force
-@with_storages()
+@_force_option
+@with_storage_options()
 async def remove_partition(
     where: StorageChoice, *, partitions: str, delete_files: bool, force: bool
 ) -> int:
+    """Remove partitions from a storage."""
+
     async def change(admin: StorageAdmin, partition: int) -> None:
         if admin.is_current:
             await admin.request(Done, RemovePartition, partition, delete_files, force)
         else:
             await admin.request(Done, SetAssigned, (partition,), False, delete_files)  # noqa: FBT003 - the wire's
 
-    return await _change_each(where, partitions, "remove-partition", change)
+    return await _change_partitions(where, partitions, "remove-partition", change)
 
 
 @subcommand
-@partitions
+@partitions_option
 @click.option(
     "--online",
-    type=options.NamedChoice(("true", "false")),
+    type=options.SuggestingChoice(("true", "false")),
     required=True,
     help="true: servers use the replica (online); false: they do not (offline)",
 )
-@with_storages()
+@with_storage_options()
 async def availability(where: StorageChoice, *, partitions: str, online: str) -> int:
+    """Take replicas online or offline."""
+
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, SetAvailable, (partition,), online == "true")
 
-    return await _change_each(where, partitions, f"availability {online}", change)
+    return await _change_partitions(where, partitions, f"availability {online}", change)
 
 
 @subcommand
-@partitions
-@_force
-@with_storages()
+@partitions_option
+@_force_option
+@with_storage_options()
 async def mark_suspect(where: StorageChoice, *, partitions: str, force: bool) -> int:
+    """Mark replicas as suspect."""
+
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, MarkSuspect, partition, force)
 
-    return await _change_each(where, partitions, "mark-suspect", change)
+    return await _change_partitions(where, partitions, "mark-suspect", change)
 
 
 @subcommand
-@partitions
-@_force
-@with_storages()
+@partitions_option
+@_force_option
+@with_storage_options()
 async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
+    """Delete the logs of replicas, and copy them from the other replicas."""
+
     async def change(admin: StorageAdmin, partition: int) -> None:
         await admin.request(Done, ReSeed, partition, force)
 
-    return await _change_each(where, partitions, "re-seed", change)
+    return await _change_partitions(where, partitions, "re-seed", change)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -162,7 +172,7 @@ async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
 
 
 @subcommand
-@partitions
+@partitions_option
 @click.option(
     "--from",
     "source",
@@ -179,7 +189,7 @@ async def re_seed(where: StorageChoice, *, partitions: str, force: bool) -> int:
     metavar="BYTES",
     help=f"bytes of one copy request [default: {COPY_BYTES_MAX}]",
 )
-@with_storages()
+@with_storage_options()
 async def recover_partition(
     where: StorageChoice,
     *,
@@ -188,15 +198,16 @@ async def recover_partition(
     from_admin: str | None,
     batch_bytes: int,
 ) -> int:
+    """Copy committed transactions from another storage to a replica that is offline."""
     if (source is None) == (from_admin is None):
         raise click.UsageError(
             "expected either --from or --from-admin, found both or neither",
             click.get_current_context(),
         )
-    chosen = numbers_of(partitions)
-    target = await target_of(where)
-    source_at = await _source_of(where, source, from_admin)
-    if source_at.admin == target.admin:
+    chosen = parse_partition_numbers(partitions)
+    target = await find_one_storage(where)
+    source_target = await _copy_source(where, source, from_admin)
+    if source_target.admin_address == target.admin_address:
         raise BadConfig(
             f"expected another storage as the source of the copy, found {target} itself"
         )
@@ -204,16 +215,20 @@ async def recover_partition(
         raise BadConfig(f"--batch-bytes: expected at least 1, found {batch_bytes}")
     results: list[tuple[int, int, int]] = []
     async with (
-        audited_choice(where),
-        admin_connection(source_at.admin, ssl=command_connections.ssl()) as giver,
-        admin_connection(target.admin, ssl=command_connections.ssl()) as taker,
+        audit_storage_change(where),
+        admin_connection(
+            source_target.admin_address, ssl=command_connections.ssl_context()
+        ) as source_admin,
+        admin_connection(
+            target.admin_address, ssl=command_connections.ssl_context()
+        ) as target_admin,
     ):
         with ProgressLine() as line:
             for partition in chosen:
                 line.show(len(results), len(chosen), f"copying partition {partition}")
-                before = await _last_of(taker, target, partition)
+                before = await _query_last_id(target_admin, target, partition)
                 after = await copy_partition(
-                    giver, taker, partition, before + 1, bytes_max=batch_bytes
+                    source_admin, target_admin, partition, before + 1, bytes_max=batch_bytes
                 )
                 results.append((partition, before, after))
     titles = ("partition", "last before", "last after")
@@ -224,20 +239,22 @@ async def recover_partition(
     return 0
 
 
-async def _source_of(
+async def _copy_source(
     where: StorageChoice, source: str | None, from_admin: str | None
 ) -> StorageTarget:
+    """Return the storage from which to copy."""
     if from_admin is not None:
         return StorageTarget(from_admin, None)
-    if where.cluster is None or source is None:
+    if where.cluster_connect is None or source is None:
         raise BadConfig(
             "--from needs --connect. Hint: without --connect, use --from-admin HOST:ADMIN_PORT."
         )
-    facts = await read_facts(where)
+    facts = await read_cluster_storages(where)
     return StorageTarget(facts.admin_address(source), source)
 
 
-async def _last_of(admin: StorageAdmin, target: StorageTarget, partition: int) -> int:
+async def _query_last_id(admin: StorageAdmin, target: StorageTarget, partition: int) -> int:
+    """Return the last ID of an offline replica; raises BadRequest if it is not offline."""
     replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
     if not replica.is_held:
         raise BadRequest(f"{target}: partition {partition} is not assigned to this storage")
@@ -258,19 +275,20 @@ async def _last_of(admin: StorageAdmin, target: StorageTarget, partition: int) -
 
 
 @subcommand
-@with_storages(is_cluster=True)
+@with_storage_options(works_on_cluster=True)
 async def sync_partitions(where: StorageChoice) -> int:
-    facts = await read_facts(where)
-    targets = storages_of(facts, where)
+    """Assign partitions to storages, and remove them, as ZooKeeper records it."""
+    facts = await read_cluster_storages(where)
+    targets = choose_storages(facts, where)
     rows: list[tuple[str, str, object, str]] = []
-    async with audited_choice(where):
+    async with audit_storage_change(where):
         with ProgressLine() as line:
             for at, target in enumerate(targets):
                 line.show(at, len(targets), f"storage {target}")
                 wanted = facts.assignments.partitions.get(ReplicaId(str(target)), ())
                 try:
                     async with admin_connection(
-                        target.admin, ssl=command_connections.ssl()
+                        target.admin_address, ssl=command_connections.ssl_context()
                     ) as admin:
                         rows += await _sync_storage(admin, target, [int(each) for each in wanted])
                 except WaltzError as error:
@@ -299,7 +317,7 @@ def _print_synced(
 async def _sync_storage(
     admin: StorageAdmin, target: StorageTarget, wanted: list[int]
 ) -> list[tuple[str, str, object, str]]:
-    """Make the partitions of a storage match its assignment; never delete files."""
+    """Change a storage's partitions to those that are assigned to it; never delete files."""
     held = [
         partition for partition, _ in (await admin.request(HeldResponse, HeldRequest)).available
     ]

@@ -6,13 +6,13 @@ the start time.
 
 from collections.abc import Callable
 
-from waltz_core.cli.daemon_command import daemon
+from waltz_core.cli.daemon_command import with_daemon_options
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.config.declarations import StorageConfig
 
 
 @subcommand
-@daemon(StorageConfig)
+@with_daemon_options(StorageConfig)
 def run_command() -> Callable[[StorageConfig], None]:
     from waltz_core.storage.process.storage_daemon import run  # noqa: PLC0415 - only a storage needs it
 

@@ -15,12 +15,12 @@ from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
     StorageChoice,
-    numbers_of,
-    partitions,
-    target_of,
-    with_storages,
+    find_one_storage,
+    parse_partition_numbers,
+    partitions_option,
+    with_storage_options,
 )
-from waltz_core.cli.storage.storage_views import damaged_count
+from waltz_core.cli.storage.storage_views import damaged_record_count
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
 from waltz_core.errors import BadRequest
@@ -32,23 +32,24 @@ from waltz_core.wire.admin_messages import (
 )
 
 POLL_INTERVAL_S: Final = 0.2
-_CONTINUES: Final = "The storage continues the scrub; --status shows its progress"
+_CONTINUE_HINT: Final = "The storage continues the scrub; --status shows its progress"
 _TITLES: Final = ("partition", "next ID", "last ID", "passes", "damaged", "error")
 
 
 @subcommand
-@partitions
+@partitions_option
 @click.option("--status", is_flag=True, help="only show the progress of the scrub")
 @options.timeout_option()
-@with_storages(has_timeout=True)
+@with_storage_options(has_timeout=True)
 async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_s: float) -> int:
-    chosen = numbers_of(partitions)
-    target = await target_of(where)
+    """Verify the records of partitions on disk now, and wait for the result."""
+    chosen = parse_partition_numbers(partitions)
+    target = await find_one_storage(where)
     with ProgressLine() as line:
         line.show(0, len(chosen), f"waiting for {target} to answer")
         async with (
-            time_limit(timeout_s, lambda: line.awaited, afterwards=_CONTINUES),
-            admin_connection(target.admin, ssl=command_connections.ssl()) as admin,
+            time_limit(timeout_s, lambda: line.awaited, hint=_CONTINUE_HINT),
+            admin_connection(target.admin_address, ssl=command_connections.ssl_context()) as admin,
         ):
             if not admin.is_current:
                 raise BadRequest(
@@ -76,7 +77,7 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
 async def _scrub_state(
     admin: StorageAdmin, partition: int, line: ProgressLine, *, is_requested: bool
 ) -> dict[str, object]:
-    """Return the scrub state of a partition; if requested, first run a scrub pass to its end."""
+    """Return the scrub state of a partition; if requested, first run a complete scrub."""
     line.show(0, 1, f"waiting for {admin.address} to report the scrub of partition {partition}")
     state = await admin.request(ScrubResponse, ScrubRequest, partition, is_requested)
     passes_count = state.passes_count
@@ -87,10 +88,10 @@ async def _scrub_state(
         state = await admin.request(ScrubResponse, ScrubRequest, partition, False)  # noqa: FBT003 - the wire's
     line.show(1, 1, f"waiting for {admin.address} to report damage of partition {partition}")
     replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
-    return _row(state, damaged_count(replica))
+    return _scrub_json(state, damaged_record_count(replica))
 
 
-def _row(state: ScrubResponse, damaged: int) -> dict[str, object]:
+def _scrub_json(state: ScrubResponse, damaged: int) -> dict[str, object]:
     return {
         "partition": state.partition_id,
         "next_id": state.next_id,

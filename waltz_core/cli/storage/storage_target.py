@@ -1,4 +1,4 @@
-"""The options with which the subcommands of `storage` select storages and partitions.
+"""The options with which the `storage` subcommands select storages and partitions.
 
 A storage has two addresses: that of its admin port and, within a cluster, that of its data port, to
 which servers connect. All subcommands accept both.
@@ -20,7 +20,7 @@ from waltz_core.config.connect_string import split_address
 from waltz_core.errors import BadConfig
 from waltz_core.records.record import ReplicaId
 
-PARTITIONS_MAX: Final = 1 << 20
+PARTITION_COUNT_MAX: Final = 1 << 20
 
 
 class ClusterStorages(NamedTuple):
@@ -45,11 +45,11 @@ class ClusterStorages(NamedTuple):
 class StorageTarget(NamedTuple):
     """A storage: the address of its admin port and, if known, its name in the cluster."""
 
-    admin: str
+    admin_address: str
     name: str | None
 
     def __str__(self) -> str:
-        return self.name or self.admin
+        return self.name or self.admin_address
 
 
 class StorageChoice(NamedTuple):
@@ -58,19 +58,19 @@ class StorageChoice(NamedTuple):
     connect: str | None
     storage: str | None
     as_json: bool
-    wait_s: float = options.CONNECT_WAIT_S
+    wait_s: float = options.CONNECT_TIMEOUT_S
     admin: str | None = None
     tls: str | None = None  # for `command_connections`
 
     @property
-    def cluster(self) -> str | None:
+    def cluster_connect(self) -> str | None:
         """The connect string; without `--connect` and `--admin`, that of $WALTZ_CONNECT."""
         if self.connect is None and self.admin is None:
             return os.environ.get(options.CONNECT_VARIABLE)
         return self.connect
 
 
-partitions = click.option(
+partitions_option = click.option(
     "--partition",
     "--partitions",
     "partitions",
@@ -80,10 +80,10 @@ partitions = click.option(
 )
 
 
-def with_storages(
-    *, is_cluster: bool = False, has_timeout: bool = False
+def with_storage_options(
+    *, works_on_cluster: bool = False, has_timeout: bool = False
 ) -> Callable[[SubcommandFunction], SubcommandFunction]:
-    """Pass a `StorageChoice` to a subcommand; if `is_cluster`, it works on a whole cluster."""
+    """Declare the options that select storages, and pass them as one `StorageChoice`."""
     connect = click.option(
         "--connect",
         metavar="CONNECT",
@@ -92,7 +92,7 @@ def with_storages(
     )
     which = (
         "the storage, by its address [default: all]"
-        if is_cluster
+        if works_on_cluster
         else "address of the storage, as `cluster show` prints it"
     )
     storage = click.option("--storage", metavar="HOST:PORT", help=which)
@@ -102,10 +102,12 @@ def with_storages(
         help="address of the storage's admin port; replaces --connect and --storage",
     )
     # A hidden option of earlier versions: the timeout for ZooKeeper only.
-    hidden = click.option("--wait-s", type=float, default=options.CONNECT_WAIT_S, hidden=True)
-    wait_s = hidden if has_timeout else options.wait_option
-    declared = [options.gather_options(StorageChoice), options.as_json, wait_s, storage]
-    declared += [options.connect] if is_cluster else [connect, options.tls, admin]
+    hidden = click.option("--wait-s", type=float, default=options.CONNECT_TIMEOUT_S, hidden=True)
+    wait_s = hidden if has_timeout else options.zookeeper_timeout_option
+    declared = [options.gather_options(StorageChoice), options.json_option, wait_s, storage]
+    declared += (
+        [options.connect_option] if works_on_cluster else [connect, options.tls_option, admin]
+    )
 
     def decorate(function: SubcommandFunction) -> SubcommandFunction:
         for declare in declared:
@@ -116,20 +118,20 @@ def with_storages(
 
 
 @asynccontextmanager
-async def audited_choice(where: StorageChoice) -> AsyncIterator[None]:
+async def audit_storage_change(where: StorageChoice) -> AsyncIterator[None]:
     """Write an audit entry for the block, unless the options name only an admin port."""
-    if where.cluster is None:
+    if where.cluster_connect is None:
         yield
         return
     async with (
-        open_command_session(where.cluster, where.wait_s) as coordinator,
+        open_command_session(where.cluster_connect, where.wait_s) as coordinator,
         audit_change(coordinator),
     ):
         yield
 
 
-def numbers_of(text: str) -> tuple[int, ...]:
-    """Parse `--partition`; return the partitions in order, each once; raises BadConfig."""
+def parse_partition_numbers(text: str) -> tuple[int, ...]:
+    """Parse `--partition` into numbers in the given order, each once; raises BadConfig."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -138,7 +140,7 @@ def numbers_of(text: str) -> tuple[int, ...]:
             raise BadConfig(
                 f"--partition: expected partitions or ranges such as 0-6,7, found {part.strip()!r}"
             )
-        if not int(first) <= int(last) < PARTITIONS_MAX:
+        if not int(first) <= int(last) < PARTITION_COUNT_MAX:
             raise BadConfig(
                 "--partition: expected a range from a lower to a higher number, found "
                 f"{part.strip()!r}"
@@ -147,9 +149,9 @@ def numbers_of(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(found))
 
 
-async def read_facts(where: StorageChoice) -> ClusterStorages:
+async def read_cluster_storages(where: StorageChoice) -> ClusterStorages:
     """Read a cluster's storages from ZooKeeper; raises CoordinatorUnavailable, BadConfig."""
-    async with open_command_session(where.cluster or "", where.wait_s) as found:
+    async with open_command_session(where.cluster_connect or "", where.wait_s) as found:
         ids = {
             address: storage_id.bytes
             for address, storage_id in (await found.read_storage_ids()).items()
@@ -162,32 +164,32 @@ async def read_facts(where: StorageChoice) -> ClusterStorages:
         )
 
 
-async def targets_of(where: StorageChoice) -> tuple[StorageTarget, ...]:
+async def find_storages(where: StorageChoice) -> tuple[StorageTarget, ...]:
     """Return the chosen storage, or all storages of a cluster; raises BadConfig if neither."""
     if where.admin is not None and (where.connect is not None or where.storage is not None):
         raise BadConfig("expected either --admin or --connect with --storage, found both")
     if where.admin is not None:
         split_address(where.admin)
         return (StorageTarget(where.admin, None),)
-    if where.cluster is None:
+    if where.cluster_connect is None:
         raise BadConfig(
             "expected --admin HOST:ADMIN_PORT, or --connect with --storage HOST:PORT; found neither"
         )
-    return storages_of(await read_facts(where), where)
+    return choose_storages(await read_cluster_storages(where), where)
 
 
-def storages_of(facts: ClusterStorages, where: StorageChoice) -> tuple[StorageTarget, ...]:
+def choose_storages(storages: ClusterStorages, where: StorageChoice) -> tuple[StorageTarget, ...]:
     """Return the chosen storage of a cluster, or all of its storages."""
-    names = facts.admin_ports if where.storage is None else (where.storage,)
-    return tuple(StorageTarget(facts.admin_address(name), str(name)) for name in names)
+    names = storages.admin_ports if where.storage is None else (where.storage,)
+    return tuple(StorageTarget(storages.admin_address(name), str(name)) for name in names)
 
 
-async def target_of(where: StorageChoice) -> StorageTarget:
+async def find_one_storage(where: StorageChoice) -> StorageTarget:
     """Return the chosen storage; raises BadConfig unless exactly one storage is chosen."""
-    if where.admin is None and where.cluster is not None and where.storage is None:
+    if where.admin is None and where.cluster_connect is not None and where.storage is None:
         raise BadConfig(
             "this command works on one storage: expected --storage HOST:PORT in addition to "
             "--connect, found none"
         )
-    (target,) = await targets_of(where)
+    (target,) = await find_storages(where)
     return target

@@ -8,13 +8,13 @@ from waltz_core.cli.storage.storage_target import (
     ClusterStorages,
     StorageChoice,
     StorageTarget,
-    numbers_of,
-    partitions,
-    read_facts,
-    storages_of,
-    target_of,
-    targets_of,
-    with_storages,
+    choose_storages,
+    find_one_storage,
+    find_storages,
+    parse_partition_numbers,
+    partitions_option,
+    read_cluster_storages,
+    with_storage_options,
 )
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
@@ -53,14 +53,17 @@ class ReplicaRow(NamedTuple):
 
 
 @subcommand
-@with_storages()
+@with_storage_options()
 async def list_command(where: StorageChoice) -> int:
+    """List the replicas of storages, and the state of each."""
     rows: list[ReplicaRow] = []
     unreached: dict[str, str] = {}
-    for target in await targets_of(where):
+    for target in await find_storages(where):
         try:
-            async with admin_connection(target.admin, ssl=command_connections.ssl()) as admin:
-                rows += await _rows(admin, str(target))
+            async with admin_connection(
+                target.admin_address, ssl=command_connections.ssl_context()
+            ) as admin:
+                rows += await _replica_rows(admin, str(target))
         except WaltzError as error:
             if target.name is None:
                 raise
@@ -75,11 +78,13 @@ async def list_command(where: StorageChoice) -> int:
     return 1 if unreached else 0
 
 
-async def _rows(admin: StorageAdmin, name: str) -> list[ReplicaRow]:
+async def _replica_rows(admin: StorageAdmin, name: str) -> list[ReplicaRow]:
     rows = []
     for partition, is_available in (await admin.request(HeldResponse, HeldRequest)).available:
         if admin.is_current:
-            rows.append(_row(name, await admin.request(ReplicaResponse, ReplicaRequest, partition)))
+            rows.append(
+                _replica_row(name, await admin.request(ReplicaResponse, ReplicaRequest, partition))
+            )
         else:
             marks = await admin.request(SessionInfoResponse, SessionInfoRequest, partition)
             state = "online" if is_available else "offline"
@@ -89,20 +94,20 @@ async def _rows(admin: StorageAdmin, name: str) -> list[ReplicaRow]:
     return rows
 
 
-def _row(name: str, replica: ReplicaResponse) -> ReplicaRow:
+def _replica_row(name: str, replica: ReplicaResponse) -> ReplicaRow:
     return ReplicaRow(
         name,
         replica.partition_id,
-        state_of(replica),
+        replica_state_text(replica),
         replica.last_session,
         replica.low_water_mark,
         replica.synced_max,
         replica.promised,
-        damaged_count(replica),
+        damaged_record_count(replica),
     )
 
 
-def state_of(replica: ReplicaResponse) -> str:
+def replica_state_text(replica: ReplicaResponse) -> str:
     """Return the state of a replica in words: online, offline, suspect and so on."""
     if not replica.is_held:
         return "not held"
@@ -116,7 +121,7 @@ def state_of(replica: ReplicaResponse) -> str:
     return ", ".join(words)
 
 
-def damaged_count(replica: ReplicaResponse) -> int:
+def damaged_record_count(replica: ReplicaResponse) -> int:
     """Return the number of records that the replica cannot read."""
     pairs = memoryview(replica.damaged)
     ids = [int.from_bytes(pairs[at : at + 8], "big") for at in range(0, len(pairs), 8)]
@@ -128,15 +133,16 @@ def damaged_count(replica: ReplicaResponse) -> int:
 
 
 @subcommand
-@with_storages(is_cluster=True)
+@with_storage_options(works_on_cluster=True)
 async def validate(where: StorageChoice) -> int:
-    facts = await read_facts(where)
+    """Check that each storage of a cluster answers at both of its ports."""
+    facts = await read_cluster_storages(where)
     results = {
         str(target): {
             "data_port": await _data_port_problem(str(target)),
             "admin_port": await _admin_port_problem(facts, target),
         }
-        for target in storages_of(facts, where)
+        for target in choose_storages(facts, where)
     }
     is_healthy = all(wrong is None for ports in results.values() for wrong in ports.values())
     if where.as_json:
@@ -152,6 +158,7 @@ async def validate(where: StorageChoice) -> int:
 
 
 async def _data_port_problem(address: str) -> str | None:
+    """Return the error of a connection to a data port; None if it works."""
     try:
         link = await command_connections.dial(WireProtocol.STORAGE, address)
     except WaltzError as error:
@@ -162,10 +169,12 @@ async def _data_port_problem(address: str) -> str | None:
 
 
 async def _admin_port_problem(facts: ClusterStorages, target: StorageTarget) -> str | None:
-    """Connect; return an error if it is not the registered storage of this cluster."""
+    """Return an error unless the admin port is that of the registered storage."""
     store = facts.view.store
     try:
-        async with admin_connection(target.admin, ssl=command_connections.ssl()) as admin:
+        async with admin_connection(
+            target.admin_address, ssl=command_connections.ssl_context()
+        ) as admin:
             await admin.request(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             if admin.is_current:
                 response = await admin.request(StorageResponse, StorageRequest)
@@ -186,13 +195,16 @@ async def _admin_port_problem(facts: ClusterStorages, target: StorageTarget) -> 
 
 
 @subcommand
-@partitions
-@with_storages()
+@partitions_option
+@with_storage_options()
 async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
-    chosen = numbers_of(partitions)
-    target = await target_of(where)
+    """Print the last transaction ID of replicas on a storage."""
+    chosen = parse_partition_numbers(partitions)
+    target = await find_one_storage(where)
     found: dict[int, int] = {}
-    async with admin_connection(target.admin, ssl=command_connections.ssl()) as admin:
+    async with admin_connection(
+        target.admin_address, ssl=command_connections.ssl_context()
+    ) as admin:
         for partition in chosen:
             replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)
             if not replica.is_held or replica.reason:

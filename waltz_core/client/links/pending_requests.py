@@ -60,7 +60,7 @@ class PendingRequests:
         finally:
             self._waiting.pop(req_id, None)
         if isinstance(message, ErrorResponse):
-            raise errors.from_code(
+            raise errors.error_from_code(
                 message.error_code,
                 message.message,
                 message.first_available,

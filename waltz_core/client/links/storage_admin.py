@@ -21,7 +21,7 @@ from waltz_core.errors import (
     RemoteProtocolError,
     Unreachable,
     WaltzError,
-    from_code,
+    error_from_code,
 )
 from waltz_core.transport import net
 from waltz_core.transport.net import Link
@@ -90,7 +90,7 @@ class StorageAdmin:
         if isinstance(answer, expected):
             return answer
         if isinstance(answer, AdminRejected):
-            raise from_code(answer.error_code, answer.text)
+            raise error_from_code(answer.error_code, answer.text)
         if isinstance(answer, AdminFailure):
             reason = answer.text or "the request failed, and the storage gave no reason"
             raise WaltzError(f"{self.address}: {reason}")

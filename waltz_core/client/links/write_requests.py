@@ -222,7 +222,7 @@ class WriteRequests:
                 break
             except errors.Unavailable as error:
                 if loop.time() + pause_s >= deadline_s:
-                    raise errors.from_code(
+                    raise errors.error_from_code(
                         error.code,
                         "the servers did not answer a request about an exactly-once write "
                         f"within {self._config.request_timeout_ms} ms: {error}",

@@ -477,7 +477,7 @@ class ReaderConnection:
         assert isinstance(answer, messages.StorageMessage)
         if isinstance(answer, messages.Nack):
             text = f"{self._link.address}: {answer.message}"
-            raise errors.from_code(
+            raise errors.error_from_code(
                 answer.error_code, text, answer.first_available, answer.retry_after_ms
             )
         if answer.sequence != request.sequence:

@@ -145,7 +145,7 @@ class OwnerRequests:
                 if now_s + pause_s >= deadline_s:
                     was_cut = now_s >= deadline_s and timeout_s < whole_s * _ATTEMPT_SHARE_MIN
                     last_error = before if was_cut and before is not None else error
-                    raise errors.from_code(
+                    raise errors.error_from_code(
                         last_error.code,
                         f"no server answered a read of partition {partition_id} within "
                         f"{self._config.request_timeout_ms} ms: {last_error}",

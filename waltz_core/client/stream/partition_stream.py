@@ -476,7 +476,7 @@ class PartitionStream:
     def _on_error_received(
         self, message: messages.ErrorResponse, now_ms: int, out: list[Effect]
     ) -> None:
-        error = errors.from_code(
+        error = errors.error_from_code(
             message.error_code, message.message, message.first_available, message.retry_after_ms
         )
         self._note_pause(error, now_ms)

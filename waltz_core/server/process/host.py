@@ -24,7 +24,7 @@ from typing import Final
 from waltz_core.cluster.coordinator import Coordinator, PartitionVersions
 from waltz_core.driver import Driver, loop_clock_ms
 from waltz_core.errors import (
-    ARCHIVE_DAMAGE,
+    ARCHIVE_DAMAGE_ERRORS,
     BeforeLogStart,
     CoordinatorConflict,
     Overloaded,
@@ -289,7 +289,7 @@ class Host:
             )
         except WaltzError as error:
             first = error.first_available if isinstance(error, BeforeLogStart) else BEFORE_FIRST
-            damage_code = error.code if isinstance(error, ARCHIVE_DAMAGE) else 0
+            damage_code = error.code if isinstance(error, ARCHIVE_DAMAGE_ERRORS) else 0
             self.post(FetchFailed(effect.token, str(error), TransactionId(first), damage_code))
             return
         size = len(answer.blocks if isinstance(answer, LockBlocks) else answer.records)

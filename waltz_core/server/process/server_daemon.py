@@ -124,7 +124,7 @@ async def serve(
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise errors.first_in(known) from group
+            raise errors.first_error_in(known) from group
 
 
 class _ServerStopped(Exception):

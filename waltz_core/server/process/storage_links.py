@@ -18,7 +18,7 @@ from itertools import count
 from ssl import SSLContext
 from typing import Any, Final, Protocol, TypeAlias
 
-from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, from_code
+from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, error_from_code
 from waltz_core.records.record import ReplicaId, SessionId
 from waltz_core.replication import session_events as replication
 from waltz_core.transport.net import Link, dial
@@ -246,7 +246,7 @@ def _settle(replica: ReplicaId, waiting: asyncio.Future[_Answer], message: Stora
         waiting.set_result(message)
     elif isinstance(message, Nack):
         text = f"{replica}: {message.message}"
-        waiting.set_exception(from_code(message.error_code, text, message.first_available))
+        waiting.set_exception(error_from_code(message.error_code, text, message.first_available))
     else:
         name = type(message).__name__
         waiting.set_exception(

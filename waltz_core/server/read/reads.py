@@ -44,7 +44,7 @@ from waltz_core.errors import (
     ChecksumMismatch,
     Unreachable,
     WaltzError,
-    from_code,
+    error_from_code,
 )
 from waltz_core.records import raw_records
 from waltz_core.records.batches import select_records
@@ -451,7 +451,7 @@ class Reads:
         error = Unreachable(text)
         out: list[ReadOutcome] = []
         if job.rounds >= ROUNDS_MAX and job.waiting:
-            final = from_code(job.damage_code, text) if job.is_damaged_everywhere else error
+            final = error_from_code(job.damage_code, text) if job.is_damaged_everywhere else error
             out.extend(reject(request, final) for request in job.waiting)
             job.waiting.clear()
             job.rounds = 0

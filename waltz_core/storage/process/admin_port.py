@@ -303,5 +303,5 @@ def _write_outcome(audited: AuditedRequest, answer: AdminMessage) -> None:
 
 def _raise_if_rejected(answer: StorageMessage) -> StorageMessage:
     if isinstance(answer, Nack):
-        raise errors.from_code(answer.error_code, answer.message)
+        raise errors.error_from_code(answer.error_code, answer.message)
     return answer

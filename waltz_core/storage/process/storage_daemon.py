@@ -250,7 +250,7 @@ class StorageDaemon:
             known, _ = group.split(errors.WaltzError)
             if known is None:
                 raise
-            raise errors.first_in(known) from group
+            raise errors.first_error_in(known) from group
         finally:
             if not self._has_pending_work:
                 await self._drain()  # for work that began before the driver stopped
@@ -706,7 +706,7 @@ class StorageDaemon:
     def _on_archive_read_done(self, read: ArchiveQuery, outcome: WorkOutcome) -> None:
         self._storage_metrics.count_archive_read(read.mark.partition_id, outcome)
         failure = archive_error_of(outcome)
-        if failure is None or isinstance(failure, errors.ARCHIVE_DAMAGE):
+        if failure is None or isinstance(failure, errors.ARCHIVE_DAMAGE_ERRORS):
             self._archive.on_place_read(read.place, "" if failure is None else str(failure))
         self._post(service.ArchiveAnswered(read, outcome))
 
@@ -746,7 +746,7 @@ class StorageDaemon:
             config.archive_age_ms,
             self._archive.failure_count,
             "" if failure is None else str(failure)[:ERROR_CHARACTERS_MAX],
-            isinstance(failure, errors.ARCHIVE_DAMAGE),
+            isinstance(failure, errors.ARCHIVE_DAMAGE_ERRORS),
             self._archive.read_damage[:ERROR_CHARACTERS_MAX],
         )
 

@@ -23,7 +23,7 @@ Rules (docs/decisions/054):
 from typing import Final, Protocol
 
 from waltz_core.errors import (
-    ARCHIVE_DAMAGE,
+    ARCHIVE_DAMAGE_ERRORS,
     ArchiveUnavailable,
     BeforeLogStart,
     ChecksumMismatch,
@@ -148,7 +148,7 @@ class ArchiveReads:
         if failure is None or isinstance(failure, BeforeLogStart):
             return []
         partition, first = query.place
-        is_damage = isinstance(failure, ARCHIVE_DAMAGE)
+        is_damage = isinstance(failure, ARCHIVE_DAMAGE_ERRORS)
         key = partition, str(failure) if is_damage else type(failure).__name__
         reported_ms = self._reported_ms.get(key)
         if reported_ms is not None and now_ms - reported_ms < REPORT_INTERVAL_MS:
@@ -197,7 +197,7 @@ def _read_error(of_log: WaltzError, of_archive: WaltzError) -> WaltzError:
     text, kind = str(of_archive), type(of_archive)
     if isinstance(of_log, ChecksumMismatch):
         text = f"{of_log}; in the archive: {text}"
-    if isinstance(of_archive, ARCHIVE_DAMAGE):
+    if isinstance(of_archive, ARCHIVE_DAMAGE_ERRORS):
         text = f"{text}. {_HINT}"
         kind = type(of_log) if isinstance(of_log, ChecksumMismatch) else kind
     elif not isinstance(of_log, ChecksumMismatch):
