@@ -234,7 +234,7 @@ def test_a_client_that_catches_up_needs_one_storage_read_for_many_transactions()
             await writer.mount()
             assert await ids(writer.append(2_000, size=100)) == list(range(2_000))
             reads = server.hosts[PartitionId(0)].partition.reads
-            reads.forget_all()  # as in a server that has just got the partition
+            reads.clear_caches()  # as in a server that has just got the partition
             applied: list[tuple[int, int]] = []
 
             def apply(_partition: int, number: int, header: int, _req: Req, data: bytes) -> None:

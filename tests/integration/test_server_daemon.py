@@ -370,8 +370,10 @@ def test_a_replaced_storage_joins_without_a_new_session(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     soon = partial(dataclasses.replace, redial_ms_min=10, redial_ms_max=20, rejected_retry_ms=30)
-    limits_of = server_daemon.store_limits_of
-    monkeypatch.setattr(server_daemon, "store_limits_of", lambda config: soon(limits_of(config)))
+    partition_limits_of = server_daemon.session_limits_of
+    monkeypatch.setattr(
+        server_daemon, "session_limits_of", lambda config: soon(partition_limits_of(config))
+    )
 
     async def main() -> None:
         async with cluster() as (world, server):

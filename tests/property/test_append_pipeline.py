@@ -28,7 +28,12 @@ from waltz_core.records.record import (
 from waltz_core.replication.session_events import Batch, SessionOpened
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.mounts import Mounts
-from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, BarrierReached, SubmitBatch
+from waltz_core.server.append.outcomes import (
+    AppendOutcome,
+    BarrierReached,
+    ConfirmAheadOfLog,
+    SubmitBatch,
+)
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.pending_appends import LARGE_BYTES, PendingAppend
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits, SendToClient
@@ -169,7 +174,7 @@ class World:
             is_proved = self.rng.random() < 0.8
         appends, self.unproved = self.unproved, []
         for pending in appends:
-            self.take(self.pipeline.answer_ahead(pending, is_proved=is_proved))
+            self.take(self.pipeline.answer_ahead_of_log(pending, is_proved=is_proved))
 
     def open(self) -> None:
         if self.is_open:
@@ -258,7 +263,7 @@ class World:
                 open_rows = {row for batch in self.in_flight for row in req_ids_of(batch)}
                 assert not any(self.rows_of(each) & open_rows for each in waited)
                 assert self.due(self.unanswered_at_flush[outcome.token]) <= set(self.answers)
-            elif isinstance(outcome, AheadOfLog):
+            elif isinstance(outcome, ConfirmAheadOfLog):
                 self.unproved.append(outcome.pending)
             elif isinstance(outcome, SendToClient):
                 message = outcome.message

@@ -178,13 +178,13 @@ def loss_answered_before_settled() -> Patches:
         pipeline = self.pipeline
         outcomes = []
         pipeline._in_flight.gathered = None
-        for sent in pipeline._in_flight.pop_lost()[0]:
+        for sent in pipeline._in_flight.pop_lost_batches()[0]:
             for pending in sent.appends:
                 if pending.settle(pipeline.high_water_mark):
-                    pipeline._mounts.invalidate(pending.req_id.client_id)
+                    pipeline._mounts.require_remount(pending.req_id.client_id)
                 pipeline._finish_part(pending, outcomes)
             outcomes.extend(BarrierReached(token) for token in sent.waiting)
-        self._route(outcomes)
+        self._route_appends(outcomes)
 
     yield replaced(Partition, "_on_session_closed", _on_session_closed)
 
@@ -202,7 +202,7 @@ def mount_does_not_wait() -> Patches:
 @switch
 def connection_checked_on_arrival_only() -> Patches:
     """A connection's right to append is checked at arrival, not when its request is processed."""
-    receive, stale = AppendPipeline.receive, Admission.stale_code
+    receive, stale = AppendPipeline.receive, Admission.invalid_mount_code
     passed = {}
 
     def receive_checked(self, connection, message, **others):
@@ -219,7 +219,7 @@ def connection_checked_on_arrival_only() -> Patches:
         return []
 
     yield replaced(AppendPipeline, "receive", receive_checked)
-    yield replaced(Admission, "stale_code", still_fresh)
+    yield replaced(Admission, "invalid_mount_code", still_fresh)
     yield replaced(AppendPipeline, "close", drop_nothing)
 
 
@@ -262,15 +262,15 @@ def mount_fences_when_answered() -> Patches:
 @switch
 def lost_row_keeps_its_mount() -> Patches:
     """After a lost row, later appends that the client had sent are accepted."""
-    yield replaced(Mounts, "invalidate", do_nothing)
+    yield replaced(Mounts, "require_remount", do_nothing)
 
 
 @switch
 def cache_filled_at_submission() -> Patches:
     """Appends in flight can be read from the caches, and stay there when they are lost."""
-    original = Partition._route
+    original = Partition._route_appends
 
-    def _route(self, outcomes):
+    def _route_appends(self, outcomes):
         for outcome in outcomes:
             if isinstance(outcome, pipeline.SubmitBatch):
                 sent = [*self.pipeline._in_flight][-1]
@@ -278,16 +278,16 @@ def cache_filled_at_submission() -> Patches:
             if not isinstance(outcome, pipeline.BatchCommitted):
                 original(self, [outcome])
 
-    yield replaced(Partition, "_route", _route)
-    yield replaced(Reads, "forget_all", do_nothing)
+    yield replaced(Partition, "_route_appends", _route_appends)
+    yield replaced(Reads, "clear_caches", do_nothing)
 
 
 @switch
 def feed_reaches_what_is_in_flight() -> Patches:
     """The feed includes transactions in flight."""
-    original = Partition._route
+    original = Partition._route_appends
 
-    def _route(self, outcomes):
+    def _route_appends(self, outcomes):
         original(self, outcomes)
         for outcome in outcomes:
             if isinstance(outcome, pipeline.SubmitBatch):
@@ -297,7 +297,7 @@ def feed_reaches_what_is_in_flight() -> Patches:
                     self.reads.on_mark_advanced(sent.entry.last)
                     self.feed.on_mark_advanced(self._session_id, sent.entry.last)
 
-    yield replaced(Partition, "_route", _route)
+    yield replaced(Partition, "_route_appends", _route_appends)
 
 
 @switch
@@ -327,8 +327,8 @@ def mark_answered_without_proof() -> Patches:
     def is_fresh(self, now_ms):
         return True
 
-    def _answer_mark(self, event, *, always=False):
-        self._out.append(self._present_mark_answer(event))
+    def _answer_mark(self, event, *, needs_proof=False):
+        self._out.append(self._current_mark_answer(event))
 
     yield replaced(LinearizableRequests, "is_fresh", is_fresh)
     yield replaced(Partition, "_answer_mark", _answer_mark)

@@ -163,12 +163,12 @@ class Quota:
         size_bytes: int,
         is_append: bool,
         waited_ns: int,
-        is_overrun: bool = False,
+        has_rejected_append: bool = False,
     ) -> int | Overloaded:
         """Charge a request and return its delay in nanoseconds, or return the rejection (rule 4).
 
-        `waited_ns` is the time that the request has already waited. `is_overrun` states that it
-        follows a rejected append, so that its partition would reject it.
+        `waited_ns` is the time that the request has already waited. `has_rejected_append` states
+        that it follows a rejected append, so that its partition would reject it.
         """
         size_bytes = max(size_bytes, REQUEST_BYTES_MIN)
         byte_wait_ns = 0 if self._bytes is None else self._bytes.wait_ns(now_ns)
@@ -176,7 +176,7 @@ class Quota:
         if is_append and self._appends is not None:
             append_wait_ns = self._appends.wait_ns(now_ns)
         wait_ns = max(byte_wait_ns, append_wait_ns)
-        if is_overrun or (wait_ns and waited_ns + wait_ns > WAIT_NS_MAX):
+        if has_rejected_append or (wait_ns and waited_ns + wait_ns > WAIT_NS_MAX):
             is_by_bytes = self._appends is None or (
                 self._bytes is not None and byte_wait_ns >= append_wait_ns
             )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from waltz_core.replication import session_events
 from waltz_core.server.locking.lock_table_loader import IN_FLIGHT_MAX
-from waltz_core.server.read.read_ahead import AHEAD_BYTES
+from waltz_core.server.read.read_ahead import PREFETCH_BYTES_MAX
 from waltz_core.storage.service.lane import REQUEST_BYTES
 from waltz_core.wire.messages import AppendRaw, StorageMessage
 
@@ -96,7 +96,7 @@ class LimitGuarantees:
             return
         # The lag counts the bytes of records. The queue also counts the rest of each request, and
         # the answer to a read. Each session may send one more read before its connection is paused.
-        limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES + AHEAD_BYTES)
+        limit = QUEUE_BYTES_MAX + 2 * (lag_bytes_max + FRAME_BYTES + PREFETCH_BYTES_MAX)
         held = service.queue_limits
         for queued_bytes in (held.owner_bytes, held.reader_bytes):
             if queued_bytes - REQUEST_BYTES * service.queued_count > limit:

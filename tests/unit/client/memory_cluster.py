@@ -35,7 +35,7 @@ from waltz_core.server.partition_events import (
     SendToClient,
     error_answer,
 )
-from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
+from waltz_core.server.process.log_in_memory import MEMORY_REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport import net
 from waltz_core.transport.listening import Listener, listen
@@ -144,7 +144,7 @@ class MemoryServer:
                 self.partitions[number] = Hosted(partition, driver, store)
             partition, driver, _ = self.partitions[number]
             if partition.generation != generation:
-                driver.post(replication.TakeOwnership(generation, (REPLICA,)))
+                driver.post(replication.TakeOwnership(generation, (MEMORY_REPLICA,)))
 
     def _accept(self, link: net.Link) -> None:
         self._connections += 1

@@ -32,14 +32,14 @@ from waltz_core.server.append.large_batch_throttle import (
 )
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import (
-    AheadOfLog,
     AppendOutcome,
     BarrierReached,
     BatchCommitted,
+    ConfirmAheadOfLog,
     SubmitBatch,
 )
 from waltz_core.server.append.pipeline import AppendPipeline
-from waltz_core.server.locking.lock_table_loader import HELD_MS_MAX
+from waltz_core.server.locking.lock_table_loader import HOLD_APPENDS_MS_MAX
 from waltz_core.server.locking.pending_appends import LARGE_BYTES
 from waltz_core.server.partition_events import ConnectionId, Fetch, PartitionLimits, SendToClient
 from waltz_core.wire.messages import (
@@ -212,8 +212,10 @@ def results(
 
 def proved(world: World, outcomes: Sequence[AppendOutcome]) -> list[AppendOutcome]:
     """Return the answers for the rows that are ahead, once the session is proven."""
-    found = [each.pending for each in outcomes if isinstance(each, AheadOfLog)]
-    answers_ahead = [world.pipeline.answer_ahead(pending, is_proved=True) for pending in found]
+    found = [each.pending for each in outcomes if isinstance(each, ConfirmAheadOfLog)]
+    answers_ahead = [
+        world.pipeline.answer_ahead_of_log(pending, is_proved=True) for pending in found
+    ]
     return [
         each for outcomes in answers_ahead for each in outcomes if isinstance(each, SendToClient)
     ]
@@ -428,7 +430,7 @@ def test_rejections_are_counted_by_their_reason() -> None:
     world.turn()
     world.single(write=[5])
     world.turn()
-    world.mounts.invalidate(ALICE)
+    world.mounts.require_remount(ALICE)
     world.single()
     world.batch([b"a", b"b"])
     assert len(results([*world.turn(), *world.commit()])) == 4
@@ -439,10 +441,10 @@ def test_rejections_are_counted_by_their_reason() -> None:
 def test_a_client_that_has_mounted_meanwhile_keeps_its_mount_without_a_proof() -> None:
     world = World()
     world.single(mark=9)
-    (found,) = [each for each in world.turn() if isinstance(each, AheadOfLog)]
+    (found,) = [each for each in world.turn() if isinstance(each, ConfirmAheadOfLog)]
     world.mounts.begin(ALICE, A, 2)
     world.mounts.finish(ALICE, A)
-    world.pipeline.answer_ahead(found.pending, is_proved=False)
+    world.pipeline.answer_ahead_of_log(found.pending, is_proved=False)
     world.single()
     assert results(world.turn()) == {}
     assert results(world.commit())
@@ -986,8 +988,8 @@ def test_the_wait_for_the_lock_table_is_limited() -> None:
     world.pipeline.lock_loader.query_locks(SessionId(1), (ReplicaId("s1:1"),), 0, holds=True)
     world.single(write=[1], mark=3)
     world.single(write=[1], mark=5)
-    assert world.pipeline.due_ms(0) == HELD_MS_MAX
-    world.now_ms = HELD_MS_MAX
+    assert world.pipeline.due_ms(0) == HOLD_APPENDS_MS_MAX
+    world.now_ms = HOLD_APPENDS_MS_MAX
     assert world.wants_turn
     (batch,) = world.turns()
     assert batch.last == 6

@@ -30,14 +30,14 @@ async def test_requests_that_wait_at_the_same_time_share_a_write():
     counter = Counter()
     queue = ClientIdQueue(counter.allocate)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(queue.next()) for _ in range(100)]
-        cancelled = group.create_task(queue.next())
+        tasks = [group.create_task(queue.next_client_id()) for _ in range(100)]
+        cancelled = group.create_task(queue.next_client_id())
         await until(lambda: counter.writes)
         cancelled.cancel()
         counter.may_write.set()
     assert len({task.result() for task in tasks}) == 100
     assert counter.writes == [1, 99]  # the second one for all that came during the first
-    assert await queue.next() == 100
+    assert await queue.next_client_id() == 100
 
 
 @on_virtual_loop
@@ -48,6 +48,6 @@ async def test_an_error_is_that_of_each_request_that_has_met_it():
     counter.error = CoordinatorUnavailable("no ZooKeeper")
     for _ in range(2):
         with pytest.raises(CoordinatorUnavailable):
-            await queue.next()
+            await queue.next_client_id()
     counter.error = None
-    assert await queue.next() == 0
+    assert await queue.next_client_id() == 0

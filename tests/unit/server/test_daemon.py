@@ -12,7 +12,7 @@ from waltz_core.cluster.znodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.config import ServerConfig
 from waltz_core.records.record import FRAME_BYTES_MAX, Generation, PartitionId, ReplicaId
 from waltz_core.server.process import server_daemon
-from waltz_core.server.process.server_daemon import Server, limits_of, store_limits_of
+from waltz_core.server.process.server_daemon import Server, partition_limits_of, session_limits_of
 
 MIB = 1024 * 1024
 STORAGES = [ReplicaId(f"10.0.0.{number}:5280") for number in (1, 2, 3)]
@@ -23,25 +23,27 @@ def config(**settings: int) -> ServerConfig:
 
 
 def test_lock_tables_share_a_budget() -> None:
-    assert limits_of(config(), 4).lock_slot_count == 1_048_573
-    many = limits_of(config(), 1_000)
+    assert partition_limits_of(config(), 4).lock_slot_count == 1_048_573
+    many = partition_limits_of(config(), 1_000)
     assert many.lock_slot_count * 8 * 1_000 <= config().lock_table_bytes_max
 
 
 def test_appends_joined_in_one_turn_fit_into_one_storage_frame() -> None:
     for batch_bytes in (5 * MIB, 8 * MIB, 12 * MIB):
-        limits = limits_of(config(batch_bytes_max=batch_bytes, batch_rows_max=1_000_000), 4)
+        limits = partition_limits_of(
+            config(batch_bytes_max=batch_bytes, batch_rows_max=1_000_000), 4
+        )
         rows = limits.batch_rows_max + limits.slice_rows_max
         assert limits.batch_bytes_max + limits.slice_bytes_max + 48 * rows < FRAME_BYTES_MAX
 
 
 def test_batch_bytes_max_must_fit_into_a_storage_frame() -> None:
     with pytest.raises(errors.BadConfig, match="batch_bytes_max"):
-        limits_of(config(batch_bytes_max=15 * MIB), 4)
+        partition_limits_of(config(batch_bytes_max=15 * MIB), 4)
 
 
 def test_settings_reach_replication() -> None:
-    limits = store_limits_of(
+    limits = session_limits_of(
         config(
             replica_lag_bytes_max=20 * MIB,
             quorum_timeout_ms=700,
@@ -107,7 +109,7 @@ async def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_rel
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1, 2, 3)
     async with asyncio.TaskGroup() as tasks:
-        asked = [tasks.create_task(server._hand_over(each, 1)) for each in range(4)]
+        asked = [tasks.create_task(server._hand_over_partition(each, 1)) for each in range(4)]
         await turns()
         assert coordinator.asked == [0]
         # Meanwhile one has begun again, and one has moved away.
@@ -123,11 +125,11 @@ async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it
     coordinator = HandOverRecorder()
     coordinator.go.set()
     server = server_of(coordinator, 0, 1)
-    assert await server._hand_over(0, 1)
-    assert not await server._hand_over(0, 3)  # it has returned
+    assert await server._hand_over_partition(0, 1)
+    assert not await server._hand_over_partition(0, 3)  # it has returned
     coordinator.is_taken = False
-    assert not await server._hand_over(1, 1)
-    assert not await server._hand_over(1, 1)
+    assert not await server._hand_over_partition(1, 1)
+    assert not await server._hand_over_partition(1, 1)
     assert coordinator.asked == [0, 1, 1]
     # So it gets no partitions, although it seems idle.
     assert not server._make_rebalancer()._is_fit()
@@ -148,7 +150,7 @@ async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answ
 
     server.check_connectivity = check  # type: ignore[method-assign]
     await server.prefer([PartitionId(1), PartitionId(0)], [])
-    assert await server._hand_over(PartitionId(0), Generation(1))
+    assert await server._hand_over_partition(PartitionId(0), Generation(1))
     # A command prefers another one meanwhile; this does not prefer the failing one.
     await server.prefer([PartitionId(3)], [])
     looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
@@ -177,7 +179,7 @@ async def test_a_preference_that_was_removed_is_not_restored(
 
     server.check_connectivity = check  # type: ignore[method-assign]
     await server.prefer([PartitionId(1), PartitionId(0)], [])
-    assert await server._hand_over(PartitionId(0), Generation(1))
+    assert await server._hand_over_partition(PartitionId(0), Generation(1))
     looking = asyncio.get_running_loop().create_task(server._run_preference_restore())
     await looked.wait()
     await turns()
@@ -189,9 +191,9 @@ async def test_a_preference_that_was_removed_is_not_restored(
 async def test_a_cancelled_hand_over_delays_no_other() -> None:
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1)
-    first = asyncio.get_running_loop().create_task(server._hand_over(0, 1))
+    first = asyncio.get_running_loop().create_task(server._hand_over_partition(0, 1))
     await turns()
     first.cancel()
     await turns()
     coordinator.go.set()
-    assert await server._hand_over(1, 1)
+    assert await server._hand_over_partition(1, 1)

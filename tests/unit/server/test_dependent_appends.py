@@ -18,10 +18,10 @@ from tests.unit.server.test_append import (
 )
 from waltz_core.client.model.predecessors import NO_PREDECESSORS
 from waltz_core.records.record import NO_SESSION, PartitionId, ReqId
-from waltz_core.server.append.outcomes import AheadOfLog, BarrierReached
+from waltz_core.server.append.outcomes import BarrierReached, ConfirmAheadOfLog
 from waltz_core.server.locking import dependent_appends
 from waltz_core.server.locking.dependent_appends import GATHER_MS
-from waltz_core.server.locking.lock_queues import HELD_MS_MAX, NOTIFY_MS_MIN
+from waltz_core.server.locking.lock_queues import NOTIFY_MS_MIN, WAIT_MS_MAX
 from waltz_core.server.partition_events import PartitionLimits, SendToClient
 from waltz_core.wire.messages import AppendFollowing, Predecessors
 
@@ -185,7 +185,7 @@ def test_predecessors_are_those_of_its_locks_above_its_mark():
 def predecessor_ids_for(world: Authors, **asked) -> list[int] | None:
     req_id = world.follow(BOB, **asked)
     out = world.turn()
-    world.now_ms += HELD_MS_MAX  # no author is expected back any more
+    world.now_ms += WAIT_MS_MAX  # no author is expected back any more
     return predecessor_ids([*out, *world.turn()]).get(req_id)
 
 
@@ -266,7 +266,7 @@ def test_if_a_notified_writer_does_not_return_the_next_is_notified():
     assert at_ms == world.now_ms + NOTIFY_MS_MIN
     world.now_ms = at_ms
     assert list(predecessor_ids(world.turn())) == losers[1:]
-    world.now_ms += HELD_MS_MAX
+    world.now_ms += WAIT_MS_MAX
     world.turn()
     assert world.pipeline.due_ms(world.now_ms) is None
 
@@ -333,7 +333,7 @@ def test_a_conflict_in_flight_without_predecessors_is_answered_when_it_is_final(
 def test_appends_in_flight_are_not_in_the_log_for_a_client_without_an_answer():
     world, winner = in_flight()
     world.follow(BOB, mark=0)
-    assert [type(each) for each in world.turn()] == [AheadOfLog]
+    assert [type(each) for each in world.turn()] == [ConfirmAheadOfLog]
     assert list(results(world.commit())) == [winner]
     assert not world.pipeline.in_flight_bytes
 

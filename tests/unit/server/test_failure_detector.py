@@ -80,7 +80,7 @@ class World:
         """Have another server listen, and wait until it is reached."""
         listener = await self.listen()
         other = ServerDescriptor(OTHER, HOST, listener.port)
-        self.detector.follow(view_of(other))
+        self.detector.watch_servers(view_of(other))
         await until(lambda: self.links)
         return listener, other
 
@@ -115,7 +115,7 @@ async def test_a_dead_server_is_removed_by_its_current_descriptor():
     async with world() as here:
         listener, _ = await here.reached()
         now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))
-        here.detector.follow(view_of(now))
+        here.detector.watch_servers(view_of(now))
         await listener.close()
         await until(lambda: here.taken_out)
         assert here.taken_out == [now]
@@ -136,7 +136,7 @@ async def test_a_rejection_that_did_not_reach_zookeeper_is_reported_again():
 async def test_a_lost_connection_alone_logs_nothing():
     async with world() as here:
         listener = await here.listen()
-        here.detector.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+        here.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         for count in range(1, 4):
             await until(lambda count=count: len(here.links) == count)
             here.links[-1].abort("for the test")
@@ -148,7 +148,7 @@ async def test_a_lost_connection_alone_logs_nothing():
 @on_loop
 async def test_a_server_that_was_never_reached_is_not_declared_dead():
     async with world() as here:
-        here.detector.follow(view_of(ServerDescriptor(OTHER, HOST, free_port())))
+        here.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, free_port())))
         await some_dials()
         assert here.taken_out == []
 
@@ -159,7 +159,7 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(reachability, "FAILING_MS", 0)
         async with world() as here:
-            here.detector.follow(view_of(ServerDescriptor(OTHER, host, 1)))
+            here.detector.watch_servers(view_of(ServerDescriptor(OTHER, host, 1)))
             await some_dials()
             report = here.detector._results.reachability.report(0)
     assert report.unreachable.keys() == {OTHER}
@@ -209,7 +209,7 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
         await asyncio.sleep(0)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(failure_detector._Watch, "_pause", noted)
+        patched.setattr(failure_detector._ServerWatch, "_pause", noted)
         patched.setattr(failure_detector, "RETRY_PAUSE_S", 60.0)  # no connection lives that long
         async with world() as here:
 
@@ -218,7 +218,7 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
                 link.close("no")
 
             listener = await listen(WireProtocol.CLIENT, HOST, free_port(), close)
-            here.detector.follow(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
+            here.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
             await until(lambda: len(here.links) >= 19)
             here.detector.stop()
             await listener.close()
@@ -229,7 +229,7 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
 async def test_a_server_that_left_is_not_watched():
     async with world() as here:
         listener, _ = await here.reached()
-        here.detector.follow(view_of())
+        here.detector.watch_servers(view_of())
         await until(lambda: here.links[0].is_closed)
         await listener.close()
     # Its watch has ended with the others, or this would still wait.

@@ -31,7 +31,7 @@ from waltz_core.server.partition_events import (
 )
 from waltz_core.server.process.host import (
     Host,
-    ReplicaInSync,
+    InSyncReplicaMetric,
     ReplicaWaitReporter,
     _PublishedCounters,
 )
@@ -153,7 +153,7 @@ def test_a_replica_that_does_not_answer_is_reported_until_it_does(caplog) -> Non
 def test_each_assigned_replica_is_shown_as_in_sync_or_not() -> None:
     metrics = Metrics("server")
     one, two, three = (ReplicaId(f"10.0.0.{each}:15280") for each in (1, 2, 3))
-    shown = ReplicaInSync(PartitionId(3), metrics)
+    shown = InSyncReplicaMetric(PartitionId(3), metrics)
 
     def lines() -> list[str]:
         page = metrics.page().decode().splitlines()
@@ -227,6 +227,8 @@ async def test_only_damage_of_the_archive_is_final_for_a_read(error, damage_code
     host, _, _ = made_host(read_links=Links())
     posted = []
     host.post = posted.append
-    await host._fetch(SimpleNamespace(replica=A_REPLICA, message=None, is_urgent=False, token=7))
+    await host._fetch_from_storage(
+        SimpleNamespace(replica=A_REPLICA, message=None, is_urgent=False, token=7)
+    )
     (found,) = posted
     assert (found.token, found.damage_code) == (7, damage_code)

@@ -93,25 +93,25 @@ def test_a_request_taken_in_parts_stays_at_the_head_and_is_charged_by_part() -> 
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "cut", 3_000))
     lanes.push(item(1, "behind"))
-    lanes.take_part(1_000)
+    lanes.charge_part(1_000)
     assert (lanes.bytes, lanes.bytes_of(ConnectionId(1)), len(lanes)) == (2_010, 2_010, 2)
     for name in ("b0", "b1"):
         lanes.push(item(2, name, 900))
     # The lane of parts is 1,000 ahead: another gets as much first.
     assert [each.name for each in (lanes.take(), lanes.take()) if each] == ["b0", "b1"]
-    lanes.take_part(0)
-    lanes.take_part(1_999)
+    lanes.charge_part(0)
+    lanes.charge_part(1_999)
     assert taken(lanes) == ["cut", "behind"]
     assert lanes.bytes == 0
     lanes.push(item(1, "next", 3_000))
     with pytest.raises(AssertionError):
-        lanes.take_part(3_000)
+        lanes.charge_part(3_000)
 
 
 def test_the_rest_of_a_request_is_dropped_with_its_lane() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "cut", 3_000))
-    lanes.take_part(1_000)
+    lanes.charge_part(1_000)
     assert [each.name for each in lanes.drop(ConnectionId(1))] == ["cut"]
     assert lanes.bytes == 0
     lanes.push(item(1, "whole", 3_000))
@@ -146,7 +146,7 @@ def test_any_order_of_events_loses_nothing_and_keeps_each_lane_s_order() -> None
         elif choice < 0.6:
             head = lanes.peek()
             if head is not None and head.is_large:
-                lanes.take_part(1)
+                lanes.charge_part(1)
         elif choice < 0.98:
             found = lanes.take()
             assert (found is None) == (not any(waiting.values()))

@@ -4,13 +4,13 @@ import pytest
 
 from waltz_core.server.append.large_batch_throttle import (
     BASELINE_KEPT_MS,
-    FACTOR_FIRST,
-    FACTOR_MAX,
-    FACTOR_MIN,
+    PAUSE_FACTOR_FIRST,
+    PAUSE_FACTOR_MAX,
+    PAUSE_FACTOR_MIN,
     PAUSE_MS_MAX,
     PIECE_BYTES,
+    PIECE_WAIT_MS_MAX,
     SHARED_MS,
-    STALLED_MS,
     LargeBatchThrottle,
 )
 from waltz_core.server.partition_events import ConnectionId
@@ -80,7 +80,7 @@ def test_after_each_piece_there_is_a_limited_pause_in_proportion(took_ms: int) -
     throttle.on_large_batch_finished(100, finished_ms)
     throttle.on_small_request_started(MODEST, finished_ms)
     pause_ms = throttle.large_allowed_at_ms(finished_ms) - finished_ms
-    assert pause_ms == min(FACTOR_FIRST * max(took_ms, 1), PAUSE_MS_MAX)
+    assert pause_ms == min(PAUSE_FACTOR_FIRST * max(took_ms, 1), PAUSE_MS_MAX)
     assert throttle.large_allowed_at_ms(finished_ms + pause_ms) == finished_ms + pause_ms
 
 
@@ -97,8 +97,8 @@ def test_the_wait_for_a_hanging_piece_is_limited() -> None:
     throttle = shared()
     throttle.on_large_batch_started(FLOOD, 100)
     throttle.on_small_request_started(MODEST, 900)
-    assert throttle.large_allowed_at_ms(100 + STALLED_MS - 1) > 100 + STALLED_MS - 1
-    assert throttle.large_allowed_at_ms(100 + STALLED_MS) == 100 + STALLED_MS
+    assert throttle.large_allowed_at_ms(100 + PIECE_WAIT_MS_MAX - 1) > 100 + PIECE_WAIT_MS_MAX - 1
+    assert throttle.large_allowed_at_ms(100 + PIECE_WAIT_MS_MAX) == 100 + PIECE_WAIT_MS_MAX
 
 
 def test_sharing_ends_without_small_requests() -> None:
@@ -121,17 +121,17 @@ def steered(took_ms: list[int]) -> LargeBatchThrottle:
 
 
 def test_slow_small_requests_lengthen_the_pauses_for_a_while() -> None:
-    assert steered([9]).factor > FACTOR_FIRST
-    assert steered([500] * 100).factor == FACTOR_MAX
+    assert steered([9]).factor > PAUSE_FACTOR_FIRST
+    assert steered([500] * 100).factor == PAUSE_FACTOR_MAX
 
 
 def test_fast_small_requests_shorten_the_pauses() -> None:
-    assert steered([6]).factor < FACTOR_FIRST
-    assert steered([6] * 5_000).factor == FACTOR_MIN
+    assert steered([6]).factor < PAUSE_FACTOR_FIRST
+    assert steered([6] * 5_000).factor == PAUSE_FACTOR_MIN
 
 
 def test_one_slow_request_in_two_hundred_does_not_change_the_pauses() -> None:
-    assert steered(([6] * 199 + [30]) * 3).factor == pytest.approx(FACTOR_FIRST)
+    assert steered(([6] * 199 + [30]) * 3).factor == pytest.approx(PAUSE_FACTOR_FIRST)
 
 
 def test_the_calm_time_is_the_99th_percentile_of_the_latency() -> None:
@@ -141,9 +141,9 @@ def test_the_calm_time_is_the_99th_percentile_of_the_latency() -> None:
         throttle.on_small_request_finished(start_ms, start_ms + slow)
     throttle.on_large_batch_started(FLOOD, 200_100)
     throttle.on_small_request_finished(200_100, 200_123)
-    assert throttle.factor < FACTOR_FIRST  # not a fifth more than 20 ms
+    assert throttle.factor < PAUSE_FACTOR_FIRST  # not a fifth more than 20 ms
     throttle.on_small_request_finished(200_100, 200_140)
-    assert throttle.factor > FACTOR_FIRST
+    assert throttle.factor > PAUSE_FACTOR_FIRST
 
 
 def test_times_during_a_piece_do_not_count_as_calm() -> None:
@@ -152,10 +152,10 @@ def test_times_during_a_piece_do_not_count_as_calm() -> None:
     throttle.on_small_request_finished(100, 200)
     throttle.on_large_batch_finished(100, 200)
     throttle.on_small_request_finished(190, 250)  # a piece was in flight when it came
-    assert throttle.factor < FACTOR_FIRST  # nothing is known yet of what is calm
+    assert throttle.factor < PAUSE_FACTOR_FIRST  # nothing is known yet of what is calm
     throttle.on_small_request_finished(201, 206)
     throttle.on_small_request_finished(190, 250)
-    assert throttle.factor > FACTOR_FIRST
+    assert throttle.factor > PAUSE_FACTOR_FIRST
 
 
 def after_a_long_flood(for_ms: int) -> LargeBatchThrottle:

@@ -2,7 +2,7 @@
 
 from waltz_core.records.record import BEFORE_FIRST, ClientId, Generation, PartitionId, ReqId
 from waltz_core.replication.session_events import ProveMark
-from waltz_core.server.partition.linearizable_requests import LinearizableRequests, claim_of
+from waltz_core.server.partition.linearizable_requests import LinearizableRequests, assumed_id_of
 from waltz_core.wire import messages
 
 
@@ -70,5 +70,5 @@ def test_the_assumed_mark_is_found_in_each_request() -> None:
         messages.RangeRequest(req_id, 5, 9, 100, 0, ()),
         messages.TransactionDataRequest(req_id, 5),
     ]
-    assert [claim_of(message) for message in asked] == [5] * 5
-    assert claim_of(messages.HighWaterMarkRequest(req_id)) == BEFORE_FIRST
+    assert [assumed_id_of(message) for message in asked] == [5] * 5
+    assert assumed_id_of(messages.HighWaterMarkRequest(req_id)) == BEFORE_FIRST

@@ -10,7 +10,7 @@ from waltz_core.records.record import PartitionId, ReplicaId, SessionId, Transac
 from waltz_core.server.locking import lock_table_loader as module
 from waltz_core.server.locking.lock_table import LockTable
 from waltz_core.server.locking.lock_table_loader import (
-    HELD_MS_MAX,
+    HOLD_APPENDS_MS_MAX,
     IN_FLIGHT_MAX,
     RETRY_MS,
     LockTableLoader,
@@ -179,8 +179,8 @@ def test_locks_entered_meanwhile_stay() -> None:
 def test_mounts_wait_a_limited_time_and_later_blocks_are_used() -> None:
     world = World()
     world.query_locks()
-    assert world.lock_loader.due_ms(world.now_ms) == world.now_ms + HELD_MS_MAX
-    world.now_ms += HELD_MS_MAX
+    assert world.lock_loader.due_ms(world.now_ms) == world.now_ms + HOLD_APPENDS_MS_MAX
+    world.now_ms += HOLD_APPENDS_MS_MAX
     assert not world.lock_loader.is_holding_appends(world.now_ms)
     assert world.lock_loader.due_ms(world.now_ms) is None
     world.answer(blocks(0, MARK))
@@ -206,7 +206,7 @@ def test_a_failed_replica_is_queried_again_later() -> None:
 def test_a_failing_refill_stops_when_no_request_waits_any_more() -> None:
     world = World()
     world.query_locks()
-    world.now_ms += HELD_MS_MAX
+    world.now_ms += HOLD_APPENDS_MS_MAX
     for _ in REPLICAS:
         world.fail()
     assert len(world.fetches) == len(REPLICAS)
@@ -265,7 +265,7 @@ def test_a_source_that_was_empty_or_silent_is_queried_again() -> None:
     world.query_locks()
     world.answer(b"")
     world.run()
-    world.now_ms += HELD_MS_MAX
+    world.now_ms += HOLD_APPENDS_MS_MAX
     world.fail()
     world.answer(blocks(8, MARK))
     world.run()

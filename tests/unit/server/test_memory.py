@@ -11,7 +11,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication import session_events as replication
-from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
+from waltz_core.server.process.log_in_memory import MEMORY_REPLICA, MemoryLog, MemoryStore
 
 REQ_ID = ReqId(ClientId(7), Generation(1), PartitionId(0), 5)
 
@@ -28,7 +28,7 @@ def batch_of(first: int, *rows: bytes) -> replication.Batch:
 
 def opened() -> MemoryStore:
     store = MemoryStore(MemoryLog())
-    session, settled = store.step(replication.TakeOwnership(Generation(1), (REPLICA,)), 0)
+    session, settled = store.step(replication.TakeOwnership(Generation(1), (MEMORY_REPLICA,)), 0)
     assert session.high_water_mark == settled.committed_last == BEFORE_FIRST
     return store
 
@@ -47,6 +47,6 @@ def test_a_batch_is_committed_in_the_step_that_submits_it():
 def test_a_later_owner_finds_what_an_earlier_one_has_committed():
     store = opened()
     store.step(replication.SubmitToSession(SessionId(0), batch_of(0, b"a")), 0)
-    session, _ = store.step(replication.TakeOwnership(Generation(2), (REPLICA,)), 0)
+    session, _ = store.step(replication.TakeOwnership(Generation(2), (MEMORY_REPLICA,)), 0)
     assert (session.session_id, session.high_water_mark, session.generation) == (1, 0, 2)
     assert session.chain == store.log.chain

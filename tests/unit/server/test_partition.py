@@ -874,7 +874,7 @@ def test_own_headers_are_filtered_from_those_of_a_storage() -> None:
         world.run()
         world.commit()
     heads = ranged(world, ask_range(world, 0, 1, form=RangeForm.HEADERS))
-    world.partition.reads.forget_all()
+    world.partition.reads.clear_caches()
     asked = own_headers(world, BOB, B, 1)
     (fetch,) = world.fetches
     assert fetch.message.form == RangeForm.HEADERS

@@ -12,10 +12,10 @@ def preferring(*partitions):
 
 def test_preferences_are_kept_in_order():
     found = preferring(2, 0)
-    assert found.active_after((1, 0), (2,)) == (0, 1)
+    assert found.active_preferences_after((1, 0), (2,)) == (0, 1)
     assert found.wanted == (2, 0)
     found.change((1, 0), (2,))
-    assert found.wanted == found.active_after((), ()) == (0, 1)
+    assert found.wanted == found.active_preferences_after((), ()) == (0, 1)
 
 
 def test_a_handed_over_partition_pauses_for_a_while():
@@ -23,18 +23,18 @@ def test_a_handed_over_partition_pauses_for_a_while():
     assert found.suspend(1, 100.0)
     assert not found.suspend(7, 100.0)  # no command prefers that one
     assert (found.wanted, found.suspended) == ((0, 1), [1])
-    assert found.active_after((3,), ()) == (0, 3)
-    assert found.resumable(159.0) == []
-    assert found.resumable(160.0) == [1]
+    assert found.active_preferences_after((3,), ()) == (0, 3)
+    assert found.resumable_partitions(159.0) == []
+    assert found.resumable_partitions(160.0) == [1]
     found.change((1,), ())
-    assert (found.suspended, found.active_after((), ())) == ([], (0, 1))
+    assert (found.suspended, found.active_preferences_after((), ())) == ([], (0, 1))
 
 
 def test_a_changed_preference_ends_the_pause():
     found = preferring(0, 1)
     found.suspend(0, 5.0)
     found.suspend(1, 5.0)
-    assert found.active_after((0,), (1,)) == (0,)
+    assert found.active_preferences_after((0,), (1,)) == (0,)
     assert found.suspended == [0, 1]
     found.change((0,), (1,))
     assert (found.wanted, found.suspended) == ((0,), [])

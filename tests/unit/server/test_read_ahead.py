@@ -5,7 +5,7 @@ import pytest
 from tests.unit.storage.logs import make_run
 from waltz_core.records.record import TransactionId
 from waltz_core.server.read.cache import CacheBudget
-from waltz_core.server.read.read_ahead import NEAR_COUNT, PREFETCHED_RANGES_MAX, ReadAhead
+from waltz_core.server.read.read_ahead import NEAR_DISTANCE_MAX, PREFETCHED_RANGES_MAX, ReadAhead
 
 
 def keep(ahead: ReadAhead, first: int, count: int, *, size: int = 100) -> None:
@@ -51,7 +51,8 @@ def test_all_partitions_share_the_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("after", "is_wanted"), [(0, False), (1, True), (NEAR_COUNT, True), (NEAR_COUNT + 1, False)]
+    ("after", "is_wanted"),
+    [(0, False), (1, True), (NEAR_DISTANCE_MAX, True), (NEAR_DISTANCE_MAX + 1, False)],
 )
 def test_a_request_that_follows_another_closely_is_read_ahead(after: int, is_wanted: bool) -> None:
     ahead = ReadAhead(CacheBudget(1 << 20))

@@ -33,9 +33,9 @@ from waltz_core.server.partition_events import (
     SendToClient,
 )
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
-from waltz_core.server.read.read_ahead import AHEAD_BYTES, AHEAD_COUNT
+from waltz_core.server.read.read_ahead import PREFETCH_BYTES_MAX, PREFETCH_COUNT_MAX
 from waltz_core.server.read.reads import (
-    AVOIDED_FETCHES,
+    AVOIDED_FETCH_COUNT,
     RETRY_FIRST_MS,
     RETRY_MAX_MS,
     ROUNDS_MAX,
@@ -189,7 +189,7 @@ def test_a_failed_fetch_is_sent_to_every_replica_and_then_waits() -> None:
     assert isinstance(answer.message, RangeData)
 
 
-@pytest.mark.parametrize("others", range(AVOIDED_FETCHES, AVOIDED_FETCHES + 6))
+@pytest.mark.parametrize("others", range(AVOIDED_FETCH_COUNT, AVOIDED_FETCH_COUNT + 6))
 def test_a_fetch_is_not_repeated_at_a_failed_replica_while_others_are_left(others: int) -> None:
     each = reads(mark=10_000)
     fetch = fetch_of(ask(each, 0, 9))
@@ -217,12 +217,12 @@ def test_a_failed_storage_is_queried_last_for_a_while() -> None:
     failed = fetch.replica
     asked = []
     fetch = fetch_of(each.on_fetch_failed(FetchFailed(fetch.token, "no answer"), 0))
-    for place in range(1, 2 * AVOIDED_FETCHES):
+    for place in range(1, 2 * AVOIDED_FETCH_COUNT):
         asked.append(fetch.replica)
         each.on_range_fetched(fetch.token, headers(fetch, 10), 0)
         fetch = fetch_of(ask(each, 10 * place, 10 * place + 9))
-    assert failed not in asked[:AVOIDED_FETCHES]
-    assert failed in asked[AVOIDED_FETCHES : AVOIDED_FETCHES + 3]
+    assert failed not in asked[:AVOIDED_FETCH_COUNT]
+    assert failed in asked[AVOIDED_FETCH_COUNT : AVOIDED_FETCH_COUNT + 3]
     # None is left out where there is no other.
     each.replicas = [failed]
     assert (
@@ -423,8 +423,8 @@ def test_sequential_reads_are_read_ahead() -> None:
     (answer,) = each.on_range_fetched(fetch.token, whole(fetch, 7), 0)
     assert data_of(answer) == written(7)
     fetch = fetch_of(ask_data(each, 8))
-    assert (fetch.message.first, fetch.message.last) == (8, 8 + AHEAD_COUNT - 1)
-    assert fetch.message.bytes_max == AHEAD_BYTES
+    assert (fetch.message.first, fetch.message.last) == (8, 8 + PREFETCH_COUNT_MAX - 1)
+    assert fetch.message.bytes_max == PREFETCH_BYTES_MAX
     (answer,) = each.on_range_fetched(fetch.token, whole(fetch, *range(8, 20)), 0)
     assert data_of(answer) == written(8)
     # The records that came with it are cached, and the next range is requested.
@@ -433,7 +433,7 @@ def test_sequential_reads_are_read_ahead() -> None:
         assert data_of(answer) == written(transaction_id)
     assert each.cache_reads()["transaction", "hit"] == 11
     fetch = fetch_of(ask_data(each, 20))
-    assert fetch.message.last == 20 + AHEAD_COUNT - 1
+    assert fetch.message.last == 20 + PREFETCH_COUNT_MAX - 1
     assert each.fetches == 3
 
 
@@ -500,7 +500,7 @@ def test_read_ahead_is_dropped_if_the_session_cannot_confirm_it() -> None:
     for wanted, until in ((7, 7), (8, 12)):
         fetch = fetch_of(ask_data(each, wanted))
         each.on_range_fetched(fetch.token, whole(fetch, *range(wanted, until + 1)), 0)
-    each.forget_all()
+    each.clear_caches()
     assert fetch_of(ask_data(each, 9)).message.first == 9
 
 

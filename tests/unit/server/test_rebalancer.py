@@ -173,7 +173,7 @@ def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, betwe
         views = [shows(1, 2), shows(1, 2), between]
         balancing = Rebalancer(1, ScriptedCoordinator(views), dict, PACE)
         for _ in views[:3]:
-            await balancing._check()
+            await balancing._measure_and_balance()
             now_ms += PACE.window_ms
 
     in_virtual_time(scenario())

@@ -27,10 +27,10 @@ from waltz_core.cluster.write_registry import WriteState
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.process.registry_requests import (
+    CONCURRENT_READS_MAX,
     KEEP_MS_MAX,
-    READS_MAX,
+    OPERATIONS_IN_PROGRESS_MAX,
     TASKS_MAX,
-    TURNS_MAX,
     RegistryRequests,
 )
 from waltz_core.wire.messages import RegistryOperation, RegistryRequest
@@ -260,7 +260,7 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
     of_principal.read = slow_read
     write_registry.for_principal = lambda *_, **__: of_principal
     async with asyncio.TaskGroup() as group:
-        for _ in range(TURNS_MAX):
+        for _ in range(OPERATIONS_IN_PROGRESS_MAX):
             group.create_task(requests.answer(request(OPERATIONS.READ), mine))
         forget = requests.answer(request(OPERATIONS.FORGET), mine, is_closed=lambda: is_closed)
         dropped = group.create_task(_outcome(forget))
@@ -278,7 +278,7 @@ async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, i
     requests, _ = await with_requests()
     mine, left, most, is_open = Requester("mine"), [], [], asyncio.Event()
     await requests.answer(request(OPERATIONS.BEGIN), mine)
-    for task in range(3 * READS_MAX):
+    for task in range(3 * CONCURRENT_READS_MAX):
         await requests.answer(request(OPERATIONS.ENTER, task=task), mine)
     real, under_way = writes_module.WriteRegistry.task_state, []
 
@@ -302,10 +302,12 @@ async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, i
         await until(lambda: most)
         left += [1] * is_left
         is_open.set()
-    assert max(most) == READS_MAX
+    assert max(most) == CONCURRENT_READS_MAX
     if is_left:
         assert [each.result() for each in listings] == [errors.Unreachable] * 3
-        assert len(most) == READS_MAX, "the rest of the first one, and the others, are not read"
+        assert len(most) == CONCURRENT_READS_MAX, (
+            "the rest of the first one, and the others, are not read"
+        )
     else:
         assert [each.result() for each in listings] == [None] * 3
 

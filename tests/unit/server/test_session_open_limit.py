@@ -17,7 +17,7 @@ from waltz_core.server.process.session_open_limit import (
 async def test_a_limited_number_opens_at_a_time_and_the_others_wait(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    monkeypatch.setattr(session_open_limit, "PERMIT_S", 600.0)  # no permit expires
+    monkeypatch.setattr(session_open_limit, "PERMIT_S_MAX", 600.0)  # no permit expires
     limit, permits = SessionOpenLimit(), list[SessionOpenPermit]()
 
     async def begin() -> None:

@@ -24,8 +24,8 @@ class Admission:
         self._completions = completions
         self.generation = Generation(-1)  # the generation of the open session
 
-    def stale_code(self, pending: PendingAppend) -> RowOutcomeCode | None:
-        """Return why an append's mount or generation is no longer valid; None if both are valid."""
+    def invalid_mount_code(self, pending: PendingAppend) -> RowOutcomeCode | None:
+        """Return why an append's mount or generation is no longer valid; None if they are valid."""
         req_id = pending.req_id
         if not self._mounts.is_ready(req_id.client_id, pending.connection):
             return RowOutcomeCode.NOT_MOUNTED
@@ -38,7 +38,7 @@ class Admission:
     def try_admit(self, pending: PendingSingle, out: list[AppendOutcome]) -> bool:
         """Check a single append; if it may not be validated, answer it and return False."""
         message = pending.message
-        reason = self.stale_code(pending)
+        reason = self.invalid_mount_code(pending)
         if reason is None and len(message.data) > TRANSACTION_BYTES_MAX:
             reason = RowOutcomeCode.TOO_LARGE
         if reason is not None:
@@ -47,7 +47,7 @@ class Admission:
         try:
             verify_data(message)
         except WaltzError as error:
-            self._completions.fail(pending, error, out)
+            self._completions.answer_error(pending, error, out)
             return False
         return True
 
@@ -58,7 +58,7 @@ class Admission:
                 pending.open(decode_batch(pending.message, self._limits))
             except WaltzError as error:
                 pending.message = None
-                self._completions.fail(pending, error, out)
+                self._completions.answer_error(pending, error, out)
                 return False
         return True
 
@@ -69,4 +69,4 @@ class Admission:
         if isinstance(pending, PendingBatch) and not self.try_decode(pending, out):
             return
         pending.reject(reason)
-        self._completions.finish(pending, out)
+        self._completions.answer_final(pending, out)

@@ -39,23 +39,23 @@ from waltz_core.wire.messages import (
 
 
 class ArchivePosition(NamedTuple):
-    """The state of a partition's archive: its recorded mark and the backlog that it lacks.
+    """The state of a partition's archive: its recorded mark, and the backlog not archived yet.
 
     `interval_ms` is the interval between two archive attempts; 0 if the server archives nothing.
     """
 
-    recorded: ArchivedMark
+    recorded_mark: ArchivedMark
     backlog: ArchiveBacklog | None
     interval_ms: int
 
 
-def reject(request: RequestReceived, error: errors.WaltzError) -> SendToClient:
+def request_error_answer(request: RequestReceived, error: errors.WaltzError) -> SendToClient:
     """Build the answer that reports an error for a request."""
     message = request.message
     return error_answer(request.connection, message.req_id, request.cost_bytes, error, message)
 
 
-def reject_pending(pending: PendingAppend, error: errors.WaltzError) -> SendToClient:
+def append_error_answer(pending: PendingAppend, error: errors.WaltzError) -> SendToClient:
     """Build the answer that reports an error for a whole append."""
     return error_answer(
         pending.connection, pending.req_id, pending.cost_bytes, error, pending.message
@@ -65,21 +65,21 @@ def reject_pending(pending: PendingAppend, error: errors.WaltzError) -> SendToCl
 def superseded_answer(request: RequestReceived) -> SendToClient:
     """Build the answer that a later request of the same client has replaced this one."""
     error = errors.ConnectionSuperseded("a later mount of the same client has replaced this one")
-    return reject(request, error)
+    return request_error_answer(request, error)
 
 
 def not_owned_answer(request: RequestReceived, place: PartitionPosition) -> SendToClient:
     """Build the answer that this server does not own the partition."""
     if isinstance(request.message, MountRequest):
         return _mount_state_answer(request, MountState.NOT_READY)
-    return reject(request, errors.NotOwned(f"this server does not own {place}"))
+    return request_error_answer(request, errors.NotOwned(f"this server does not own {place}"))
 
 
-def reject_mount(request: RequestReceived, error: errors.WaltzError) -> SendToClient:
+def mount_error_answer(request: RequestReceived, error: errors.WaltzError) -> SendToClient:
     """Build the answer that rejects a mount, with the reason."""
     if isinstance(request.message, MountRequest) and isinstance(error, errors.ClientAheadOfLog):
         return _mount_state_answer(request, MountState.CLIENT_AHEAD)
-    return reject(request, error)
+    return request_error_answer(request, error)
 
 
 def mounted_answer(
@@ -144,7 +144,7 @@ def expiry_answer(
     """Build the answer to a request for an expiry of the archive."""
     if archived is None:
         fault = "no transaction of the partition is archived, so none can expire"
-        return reject(request, errors.BadRequest(fault))
+        return request_error_answer(request, errors.BadRequest(fault))
     answer = ExpireResponse(request.message.req_id, archived.first, is_done)
     return SendToClient(request.connection, answer, request.cost_bytes, request.message)
 

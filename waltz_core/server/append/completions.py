@@ -1,13 +1,13 @@
-"""Ends append requests: answers each request when it is final, and the flushes that wait for it.
+"""Answers append requests when they are final, and the flushes that wait for them.
 
 Every request ends here exactly once, whichever way it took through the pipeline.
 
 Rules:
     1. A request is answered once, and then leaves its flush group (the requests that a flush waits
        for). When all requests of a group have left, the waiting flushes are notified.
-    2. AHEAD is not reported directly. `AheadOfLog` first requests a confirmation by a quorum that
-       the session in which the row was validated is still the newest. Without this confirmation the
-       answer is NOT_MOUNTED, so that the client mounts again.
+    2. AHEAD is not reported directly. `ConfirmAheadOfLog` first requests a confirmation by a quorum
+       that the session in which the row was validated is still the newest. Without this
+       confirmation the answer is NOT_MOUNTED, so that the client mounts again.
 """
 
 from collections import deque
@@ -17,9 +17,9 @@ import numpy as np
 
 from waltz_core.errors import TooLarge, WaltzError
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, TransactionId
-from waltz_core.server.append.answers import reject_pending
+from waltz_core.server.append.answers import append_error_answer
 from waltz_core.server.append.mounts import Mounts
-from waltz_core.server.append.outcomes import AheadOfLog, AppendOutcome, BarrierReached
+from waltz_core.server.append.outcomes import AppendOutcome, BarrierReached, ConfirmAheadOfLog
 from waltz_core.server.locking.dependent_appends import DependentAppends
 from waltz_core.server.locking.pending_appends import (
     AppendCounters,
@@ -70,7 +70,7 @@ class Completions:
         return []
 
     def abandon(self) -> list[AppendOutcome]:
-        """Notify all waiting flushes and drop all groups: no request will end any more."""
+        """Notify all waiting flushes and drop all groups, because the partition is released."""
         out: list[AppendOutcome] = [
             BarrierReached(token) for group in self._flush_groups for token in group.waiting
         ]
@@ -83,10 +83,10 @@ class Completions:
         """Answer the rejected writers that leave the lock queues (`lock_queues.py`)."""
         out: list[AppendOutcome] = []
         for pending in rejected:
-            self.finish(pending, out)
+            self.answer_final(pending, out)
         return out
 
-    def answer_dependent(
+    def answer_dependent_writers(
         self, rejected: Iterable[PendingSingle], dependent: DependentAppends, next_id: TransactionId
     ) -> list[AppendOutcome]:
         """Answer rejected writers with their predecessors, or with LOCK if these are unknown."""
@@ -95,50 +95,56 @@ class Completions:
             answer = dependent.predecessors_answer(pending, self.high_water_mark, next_id)
             if answer is None:
                 pending.reject_for(min(pending.conflict, self.high_water_mark))
-                self.finish(pending, out)
+                self.answer_final(pending, out)
             else:
                 self._counters.rejected[RowOutcomeCode.LOCK] += 1
                 out.append(answer)
                 self.remove_request(pending, out)
         return out
 
-    def finish_if_final(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
+    def answer_if_final(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
         """Answer a request if all of its rows are final."""
         if isinstance(pending, PendingSingle) or pending.is_final:
-            self.finish(pending, out)
+            self.answer_final(pending, out)
 
-    def finish(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
+    def answer_final(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
         """Answer a request whose rows are all final (rule 2)."""
         if not pending.is_ahead:
-            out.append(self._answer(pending))
+            out.append(self._build_answer(pending))
             self.remove_request(pending, out)
         elif pending.session_id == self.session_id:
-            out.append(AheadOfLog(pending))  # Flushes wait for the answer to this event, too.
+            out.append(
+                ConfirmAheadOfLog(pending)
+            )  # Flushes wait for the answer to this event, too.
         else:
-            out.extend(self.answer_ahead(pending, is_proved=False))
+            out.extend(self.answer_ahead_of_log(pending, is_proved=False))
 
-    def answer_ahead(self, pending: PendingAppend, *, is_proved: bool) -> list[AppendOutcome]:
+    def answer_ahead_of_log(
+        self, pending: PendingAppend, *, is_proved: bool
+    ) -> list[AppendOutcome]:
         """Answer a request that has rows ahead of the log (rule 2).
 
         `is_proved`: a quorum has confirmed the session. Otherwise the client must mount again.
         """
         if not is_proved:
             client_id = pending.req_id.client_id
-            pending.end_unproved()
+            pending.reject_unconfirmed()
             if pending.mount == self._mounts.mount_number(client_id, pending.connection):
-                self._mounts.invalidate(client_id)
-        out: list[AppendOutcome] = [self._answer(pending)]
+                self._mounts.require_remount(client_id)
+        out: list[AppendOutcome] = [self._build_answer(pending)]
         self.remove_request(pending, out)
         return out
 
-    def fail(self, pending: PendingAppend, error: WaltzError, out: list[AppendOutcome]) -> None:
+    def answer_error(
+        self, pending: PendingAppend, error: WaltzError, out: list[AppendOutcome]
+    ) -> None:
         """Answer a request with an error: none of its rows is in the log."""
         if isinstance(error, TooLarge):
             self._counters.rejected[RowOutcomeCode.TOO_LARGE] += 1
-        out.append(reject_pending(pending, error))
+        out.append(append_error_answer(pending, error))
         self.remove_request(pending, out)
 
-    def _answer(self, pending: PendingAppend) -> SendToClient:
+    def _build_answer(self, pending: PendingAppend) -> SendToClient:
         rejected = self._counters.rejected
         if isinstance(pending, PendingSingle):
             if pending.reason:

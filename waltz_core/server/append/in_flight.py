@@ -50,7 +50,7 @@ class InFlightBatch:
 
 
 @dataclass(slots=True)
-class Draft:
+class BatchDraft:
     """The rows that a turn has admitted, including rows gathered in earlier turns.
 
     `waiting` has the tokens of the mounts that wait until the whole draft is final. `is_urgent`:
@@ -94,11 +94,11 @@ class InFlightBatches:
     def __init__(self, throttle: LargeBatchThrottle) -> None:
         self._throttle = throttle
         self._batches: deque[InFlightBatch] = deque()
-        self.gathered: Draft | None = None  # rows that are admitted, but not submitted yet
+        self.gathered: BatchDraft | None = None  # rows that are admitted, but not submitted yet
         self.submitted_bytes = 0
         self._large_count = 0
         self.next_id = TransactionId(0)
-        self._submitted = BEFORE_FIRST
+        self._submitted_last = BEFORE_FIRST
         self.submitted_ms = 0  # when the last batch was submitted
         self._chain: Chain = GENESIS_CHAIN
         self._stamp_ms = 0
@@ -120,33 +120,33 @@ class InFlightBatches:
     @property
     def gathered_count(self) -> int:
         """The number of IDs of rows that are not submitted yet."""
-        return self.next_id - 1 - self._submitted if self.gathered is not None else 0
+        return self.next_id - 1 - self._submitted_last if self.gathered is not None else 0
 
     @property
-    def last(self) -> InFlightBatch | Draft | None:
+    def last(self) -> InFlightBatch | BatchDraft | None:
         """The batch in flight, or the draft, with the highest IDs."""
         return self.gathered or (self._batches[-1] if self._batches else None)
 
     # ---- the store session
 
-    def pop_settled(self, last: TransactionId) -> Iterator[InFlightBatch]:
+    def pop_settled_batches(self, last: TransactionId) -> Iterator[InFlightBatch]:
         """Remove and yield the batches of an earlier session that are in the log (rule 2)."""
         while self._batches and self._batches[0].entry.last <= last:
             yield self._batches.popleft()
 
-    def pop_lost(self) -> tuple[list[InFlightBatch | Draft], TransactionId]:
+    def pop_lost_batches(self) -> tuple[list[InFlightBatch | BatchDraft], TransactionId]:
         """Remove the other batches and the draft, which are lost.
 
         Return these, and the last ID that was submitted to the store.
         """
-        lost: list[InFlightBatch | Draft] = [*self._batches]
+        lost: list[InFlightBatch | BatchDraft] = [*self._batches]
         if self.gathered is not None:
             lost.append(self.gathered)
         self._batches.clear()
         self.gathered = None
         self.stop()
         self.submitted_bytes = 0
-        return lost, self._submitted
+        return lost, self._submitted_last
 
     def begin(self, high_water_mark: TransactionId, chain: Chain, stamp_ms: int) -> None:
         """Start to assign the IDs above `high_water_mark`.
@@ -155,7 +155,7 @@ class InFlightBatches:
         """
         assert not self._batches
         self._chain, self.next_id = chain, TransactionId(high_water_mark + 1)
-        self._submitted = high_water_mark
+        self._submitted_last = high_water_mark
         self._stamp_ms = max(self._stamp_ms, stamp_ms)
 
     def stop(self) -> None:
@@ -166,7 +166,7 @@ class InFlightBatches:
     # ---- batches
 
     def submit(
-        self, draft: Draft, session_id: SessionId, *, now_ms: int, wall_ms: int
+        self, draft: BatchDraft, session_id: SessionId, *, now_ms: int, wall_ms: int
     ) -> Batch | None:
         """Create a batch in flight from the records of a draft; None if it has no records."""
         if not draft.parts:
@@ -182,7 +182,7 @@ class InFlightBatches:
         self._chain = next_chain(self._chain, first, last, session_id, batch.record_crcs)
         entry = LineageEntry(first, last, session_id, self._stamp_ms, self._chain)
         assert last + 1 == self.next_id
-        self._submitted, self.submitted_ms = last, now_ms
+        self._submitted_last, self.submitted_ms = last, now_ms
         self._batches.append(
             InFlightBatch(entry, batch, now_ms, draft.appends, draft.is_large, draft.waiting)
         )
@@ -192,7 +192,9 @@ class InFlightBatches:
             self._throttle.on_large_batch_started(draft.appends[0].connection, now_ms)
         return batch
 
-    def pop_committed(self, last: TransactionId, chain: Chain, now_ms: int) -> list[InFlightBatch]:
+    def pop_committed_batches(
+        self, last: TransactionId, chain: Chain, now_ms: int
+    ) -> list[InFlightBatch]:
         """Remove and return the batches committed up to `last`, where the chain is `chain`."""
         committed: list[InFlightBatch] = []
         while self._batches and self._batches[0].entry.last <= last:

@@ -40,11 +40,15 @@ class LaneItem(Protocol):
 
 
 WaitingT = TypeVar("WaitingT", bound=LaneItem)
-_Entry: TypeAlias = tuple[int, int, ConnectionId]  # clock, serial number, connection of the lane
+_LaneEntry: TypeAlias = tuple[
+    int, int, ConnectionId
+]  # clock, serial number, connection of the lane
 
 
 @dataclass(slots=True)
 class _Lane(Generic[WaitingT]):
+    """The queue of one connection, with its clock for fair queueing."""
+
     items: deque[WaitingT] = field(default_factory=deque)
     bytes: int = 0
     clock: int = 0
@@ -61,8 +65,8 @@ class Lanes(Generic[WaitingT]):
         self._lanes: dict[ConnectionId, _Lane[WaitingT]] = {}
         # The lanes with requests, ordered by clock and then by arrival, and stale entries. The
         # request at the head of a lane determines in which of the two heaps the lane is.
-        self._small: list[_Entry] = []
-        self._large: list[_Entry] = []
+        self._small: list[_LaneEntry] = []
+        self._large: list[_LaneEntry] = []
         self._serial = 0
         self._clock = 0
         self.bytes = 0
@@ -99,7 +103,7 @@ class Lanes(Generic[WaitingT]):
         lane.items.append(item)
         if was_empty:
             lane.clock = max(lane.clock, self._clock)
-            self._put_in_order(item.connection, lane)
+            self._push_entry(item.connection, lane)
         lane.bytes += item.cost_bytes
         self.bytes += item.cost_bytes
 
@@ -117,14 +121,14 @@ class Lanes(Generic[WaitingT]):
         self._charge(lane, item.cost_bytes - lane.head_taken_bytes)
         lane.head_taken_bytes = 0
         if lane.items:
-            self._put_in_order(item.connection, lane)
+            self._push_entry(item.connection, lane)
         elif not self.bytes:
             self._lanes.clear()  # No request waits, so all clocks may start again.
             self._small.clear()
             self._large.clear()
         return item
 
-    def take_part(self, part_bytes: int) -> None:
+    def charge_part(self, part_bytes: int) -> None:
         """Charge the next lane for a part of its request, which stays at its head (rule 3)."""
         lane = self._take_lane(with_large=True)
         assert lane is not None
@@ -132,7 +136,7 @@ class Lanes(Generic[WaitingT]):
         lane.head_taken_bytes += part_bytes
         assert 0 <= part_bytes <= lane.head_taken_bytes < item.cost_bytes
         self._charge(lane, part_bytes)
-        self._put_in_order(item.connection, lane)
+        self._push_entry(item.connection, lane)
 
     def drop(self, connection: ConnectionId) -> list[WaitingT]:
         """Empty the lane of a connection and return its requests."""
@@ -149,21 +153,25 @@ class Lanes(Generic[WaitingT]):
         assert self.bytes == 0
         return dropped
 
-    def _first_entry(self, *, with_large: bool) -> _Entry | None:
+    def _first_entry(self, *, with_large: bool) -> _LaneEntry | None:
         """Remove stale entries; return the entry of the next lane, or None."""
-        small = self._drop_stale(self._small, is_large=False) if self._small else None
-        large = self._drop_stale(self._large, is_large=True) if with_large and self._large else None
+        small = self._drop_stale_entries(self._small, is_large=False) if self._small else None
+        large = (
+            self._drop_stale_entries(self._large, is_large=True)
+            if with_large and self._large
+            else None
+        )
         if small is None or large is None:
             return small or large
         return min(small, large)
 
-    def _drop_stale(self, order: list[_Entry], *, is_large: bool) -> _Entry | None:
-        while order:
-            clock, _, connection = order[0]
+    def _drop_stale_entries(self, heap: list[_LaneEntry], *, is_large: bool) -> _LaneEntry | None:
+        while heap:
+            clock, _, connection = heap[0]
             lane = self._lanes.get(connection)
             if lane and lane.items and lane.clock == clock and lane.items[0].is_large == is_large:
-                return order[0]
-            heapq.heappop(order)
+                return heap[0]
+            heapq.heappop(heap)
         return None
 
     def _take_lane(self, *, with_large: bool) -> _Lane[WaitingT] | None:
@@ -181,7 +189,7 @@ class Lanes(Generic[WaitingT]):
         lane.clock += part_bytes
         self.bytes -= part_bytes
 
-    def _put_in_order(self, connection: ConnectionId, lane: _Lane[WaitingT]) -> None:
+    def _push_entry(self, connection: ConnectionId, lane: _Lane[WaitingT]) -> None:
         self._serial += 1
-        order = self._large if lane.items[0].is_large else self._small
-        heapq.heappush(order, (lane.clock, self._serial, connection))
+        heap = self._large if lane.items[0].is_large else self._small
+        heapq.heappush(heap, (lane.clock, self._serial, connection))

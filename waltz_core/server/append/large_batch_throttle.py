@@ -9,9 +9,9 @@ Rules:
     2. The server is *shared* for `SHARED_MS` after a small request of one client met large requests
        of another client. While it is shared, large requests go in pieces, one at a time. Each piece
        is followed by a pause: the time that the piece took, multiplied by a factor.
-    3. The factor depends on the latency of small requests. The *calm time* is the latency that one
+    3. The factor depends on the latency of small requests. The *baseline* is the latency that one
        small request in a hundred exceeds while the server is not shared. If a small request meets a
-       piece and takes more than a fifth longer than the calm time, the factor rises. Any other
+       piece and takes more than a fifth longer than the baseline, the factor rises. Any other
        small request lowers it a little. In equilibrium one request in two hundred takes longer.
        With idle CPUs the factor falls to its minimum.
     4. Nothing waits without a limit: a pause is bounded. If a piece never becomes final, because
@@ -33,25 +33,25 @@ PIECE_BYTES: Final = 64 * 1024
 # How long the server counts as shared after a small request met large requests.
 SHARED_MS: Final = 1_000
 # The pause after a piece, as a multiple of the time that the piece took (rule 3).
-FACTOR_FIRST, FACTOR_MIN, FACTOR_MAX = 4.0, 0.25, 16.0
-FACTOR_UP: Final = 1.5
-FACTOR_DOWN: Final = FACTOR_UP ** (-1 / 199)
-# The accepted latency of a small request that meets a piece, as a multiple of the calm time. A
+PAUSE_FACTOR_FIRST, PAUSE_FACTOR_MIN, PAUSE_FACTOR_MAX = 4.0, 0.25, 16.0
+PAUSE_FACTOR_INCREASE: Final = 1.5
+PAUSE_FACTOR_DECREASE: Final = PAUSE_FACTOR_INCREASE ** (-1 / 199)
+# The accepted latency of a small request that meets a piece, as a multiple of the baseline. A
 # client waits for the answer, too, so its delay grows more than the server's. This factor keeps the
 # client's latency below twice its normal latency.
 SLOWDOWN_FACTOR: Final = 1.2
-# How long a calm time stays valid. After that, the throttle measures it with requests that met no
+# How long a baseline stays valid. After that, the throttle measures it with requests that met no
 # piece.
 BASELINE_KEPT_MS: Final = 60_000
-# The factors by which the calm time rises and falls. It falls a hundred times as often as it rises.
-BASELINE_UP: Final = 1.2
-BASELINE_DOWN: Final = BASELINE_UP ** (-1 / 99)
+# The factors by which the baseline rises and falls. It falls a hundred times as often as it rises.
+BASELINE_INCREASE: Final = 1.2
+BASELINE_DECREASE: Final = BASELINE_INCREASE ** (-1 / 99)
 PAUSE_MS_MAX: Final = 100
 # How long other large batches wait until a piece is final. After this time they start without
 # waiting.
-STALLED_MS: Final = 1_000
+PIECE_WAIT_MS_MAX: Final = 1_000
 # How soon to check again while a piece of another partition is in flight.
-RETRY_MS: Final = 2
+RECHECK_MS: Final = 2
 
 
 class LargeBatchThrottle:
@@ -78,9 +78,9 @@ class LargeBatchThrottle:
         self._free_at_ms = 0
         self._shared_until_ms = 0
         self._busy_ms = -1  # when a piece was last in flight, as far as known
-        self._baseline_ms: float | None = None  # the calm time (rule 3)
+        self._baseline_ms: float | None = None  # the baseline latency (rule 3)
         self._baseline_kept_until_ms = 0
-        self.factor = FACTOR_FIRST
+        self.factor = PAUSE_FACTOR_FIRST
 
     def on_small_request_started(self, connection: ConnectionId, now_ms: int) -> None:
         """Record that a small request takes its turn (rule 2)."""
@@ -94,12 +94,12 @@ class LargeBatchThrottle:
         if not self._in_flight and self._busy_ms < received_ms:
             self._update_baseline(took_ms, now_ms)
         elif self._baseline_ms is not None and took_ms > SLOWDOWN_FACTOR * self._baseline_ms:
-            self.factor = min(self.factor * FACTOR_UP, FACTOR_MAX)
+            self.factor = min(self.factor * PAUSE_FACTOR_INCREASE, PAUSE_FACTOR_MAX)
         else:
-            self.factor = max(self.factor * FACTOR_DOWN, FACTOR_MIN)
+            self.factor = max(self.factor * PAUSE_FACTOR_DECREASE, PAUSE_FACTOR_MIN)
 
     def _update_baseline(self, took_ms: int, now_ms: int) -> None:
-        """Update the calm time (rule 3), unless the server is shared and the time is still valid.
+        """Update the baseline (rule 3), unless the server is shared and the time is still valid.
 
         While the server is shared, all requests are slower.
         """
@@ -109,15 +109,15 @@ class LargeBatchThrottle:
             return
         baseline_ms = self._baseline_ms or 2.0 * max(1, took_ms)
         self._baseline_ms = max(
-            1.0, baseline_ms * (BASELINE_UP if took_ms > baseline_ms else BASELINE_DOWN)
+            1.0, baseline_ms * (BASELINE_INCREASE if took_ms > baseline_ms else BASELINE_DECREASE)
         )
 
     def large_allowed_at_ms(self, now_ms: int) -> int:
         """Return when a large batch may start, or when to call this function again."""
         if now_ms >= self._shared_until_ms:
             return now_ms
-        if self._in_flight and now_ms - self._large_ms < STALLED_MS:
-            return now_ms + RETRY_MS
+        if self._in_flight and now_ms - self._large_ms < PIECE_WAIT_MS_MAX:
+            return now_ms + RECHECK_MS
         return max(now_ms, self._free_at_ms)
 
     def piece_bytes(self, now_ms: int) -> int | None:

@@ -61,18 +61,22 @@ class PartitionPosition(NamedTuple):
 
 @dataclass(slots=True)
 class _MountEntry:
+    """The latest mount of one client."""
+
     connection: ConnectionId
     sequence: int
     number: int
     is_ready: bool
     principal: str  # rule 7; empty if the client ID has a proof
-    is_overrun: bool = False  # an append was rejected for lack of room or over a limit (rule 4)
+    has_rejected_append: bool = (
+        False  # an append was rejected for lack of room or over a limit (rule 4)
+    )
 
 
 class Mounts:
     """The mounts of one partition in one generation."""
 
-    __slots__ = ("_clients_of", "_left", "_limit", "_mounts", "_numbers")
+    __slots__ = ("_clients_of", "_disconnected", "_limit", "_mounts", "_numbers")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -80,7 +84,7 @@ class Mounts:
         self._clients_of: dict[ConnectionId, list[ClientId]] = {}
         # The highest sequence and the principal of disconnected clients, in the order of
         # disconnection.
-        self._left: OrderedDict[ClientId, tuple[int, str]] = OrderedDict()
+        self._disconnected: OrderedDict[ClientId, tuple[int, str]] = OrderedDict()
         self._numbers = count(1)
 
     def highest_sequence(self, client_id: ClientId) -> int | None:
@@ -91,14 +95,14 @@ class Mounts:
     def _last_known_mount(self, client_id: ClientId) -> tuple[int, str] | None:
         mount = self._mounts.get(client_id)
         if mount is None:
-            return self._left.get(client_id)
+            return self._disconnected.get(client_id)
         return mount.sequence, mount.principal
 
     def mount_error(
         self,
         message: MountRequest | MountWriter,
         connection: ConnectionId,
-        place: PartitionPosition,
+        position: PartitionPosition,
         principal: str = "",
     ) -> WaltzError | None:
         """Return why this connection may not mount; None if it may.
@@ -106,26 +110,26 @@ class Mounts:
         `principal` is the principal of the connection if access control applies to its client ID
         (rule 7).
         """
-        generation, mark = message.req_id.generation, mark_of(message)
-        if generation > place.generation:
+        generation, mark = message.req_id.generation, requested_mark_of(message)
+        if generation > position.generation:
             return NotOwned(
-                f"{place}: the request is for generation {generation} of the partition, but "
-                f"this server owns it in generation {place.generation}"
+                f"{position}: the request is for generation {generation} of the partition, but "
+                f"this server owns it in generation {position.generation}"
             )
-        if generation < place.generation:
+        if generation < position.generation:
             return GenerationMismatch(
-                f"{place}: the request is for generation {generation} of the partition, "
-                f"which is now in generation {place.generation}"
+                f"{position}: the request is for generation {generation} of the partition, "
+                f"which is now in generation {position.generation}"
             )
         if mark < LATEST_MARK:
-            return BadRequest(f"{place}: expected a high-water mark of -1 or more, found {mark}")
-        if mark > place.high_water_mark:
+            return BadRequest(f"{position}: expected a high-water mark of -1 or more, found {mark}")
+        if mark > position.high_water_mark:
             return ClientAheadOfLog(
-                f"{place}: the client's high-water mark {mark} is above the log's, "
-                f"{place.high_water_mark}. Hint: the client may be connected to another "
+                f"{position}: the client's high-water mark {mark} is above the log's, "
+                f"{position.high_water_mark}. Hint: the client may be connected to another "
                 "cluster, or the log has lost transactions."
             )
-        excess = self._excess_error(message, connection, place)
+        excess = self._excess_error(message, connection, position)
         client_id, sequence = message.req_id.client_id, message.connection_sequence
         foreign = self._foreign_id_error(client_id, principal)
         return excess or foreign or self._fenced_error(client_id, connection, sequence)
@@ -144,20 +148,20 @@ class Mounts:
         self,
         message: MountRequest | MountWriter,
         connection: ConnectionId,
-        place: PartitionPosition,
+        position: PartitionPosition,
     ) -> WaltzError | None:
         """Return the error if the mount exceeds a limit (rule 6)."""
         count = len(message.header_values) if isinstance(message, MountWriter) else 0
         if count > FILTER_HEADERS_MAX:
             return BadRequest(
-                f"{place}: expected at most {FILTER_HEADERS_MAX} headers to filter by, found "
+                f"{position}: expected at most {FILTER_HEADERS_MAX} headers to filter by, found "
                 f"{count}"
             )
         others = self._clients_of.get(connection, ())
         if len(others) < CLIENTS_MAX or self.is_current(message.req_id.client_id, connection):
             return None
         return Overloaded(
-            f"{place}: the connection has {CLIENTS_MAX} client IDs already, which is the "
+            f"{position}: the connection has {CLIENTS_MAX} client IDs already, which is the "
             "limit, and requests another one"
         )
 
@@ -183,7 +187,7 @@ class Mounts:
         mount = self._mounts.get(client_id)
         if mount is not None:
             self._clients_of[mount.connection].remove(client_id)
-        self._left.pop(client_id, None)
+        self._disconnected.pop(client_id, None)
         number = next(self._numbers)
         self._mounts[client_id] = _MountEntry(
             connection, sequence, number, is_ready=False, principal=principal
@@ -196,22 +200,24 @@ class Mounts:
         return mount.number if mount is not None and mount.connection == connection else 0
 
     def mount_number_on_arrival(self, client_id: ClientId, connection: ConnectionId) -> int:
-        """Return the mount number of an append that arrives now.
+        """Return the mount number for an append that arrives now.
 
         If the number is 0, the append must not enter the log.
         """
         mount = self._mounts.get(client_id)
-        is_open = mount is not None and mount.connection == connection and not mount.is_overrun
+        is_open = (
+            mount is not None and mount.connection == connection and not mount.has_rejected_append
+        )
         return mount.number if mount is not None and is_open else 0
 
-    def note_overrun(self, client_id: ClientId, connection: ConnectionId) -> None:
+    def note_rejected_append(self, client_id: ClientId, connection: ConnectionId) -> None:
         """Record that an append was rejected for lack of room or over a limit.
 
         No append that arrives later on this mount may enter the log (rule 4).
         """
         mount = self._mounts.get(client_id)
         if mount is not None and mount.connection == connection:
-            mount.is_overrun = True
+            mount.has_rejected_append = True
 
     def is_current(self, client_id: ClientId, connection: ConnectionId) -> bool:
         """Whether the client has mounted, or is mounting, on this connection."""
@@ -219,7 +225,7 @@ class Mounts:
         return mount is not None and mount.connection == connection
 
     def finish(self, client_id: ClientId, connection: ConnectionId) -> None:
-        """The mount was answered: accept appends on this connection from now on (rule 2)."""
+        """Accept appends on this connection from now on: the mount was answered (rule 2)."""
         assert self.is_current(client_id, connection)
         self._mounts[client_id].is_ready = True
 
@@ -228,8 +234,8 @@ class Mounts:
         mount = self._mounts.get(client_id)
         return mount is not None and mount.is_ready and mount.connection == connection
 
-    def invalidate(self, client_id: ClientId) -> None:
-        """The client has lost a row: it must mount again before its next append (rule 4)."""
+    def require_remount(self, client_id: ClientId) -> None:
+        """Reject the client's appends until it mounts again, because it has lost a row (rule 4)."""
         mount = self._mounts.get(client_id)
         if mount is not None:
             mount.is_ready = False
@@ -238,9 +244,9 @@ class Mounts:
         """The connection was closed: end its mounts, but keep their fences (rule 1)."""
         for client_id in self._clients_of.pop(connection, ()):
             gone = self._mounts.pop(client_id)
-            self._left[client_id] = gone.sequence, gone.principal
-        while len(self._left) > self._limit:
-            self._left.popitem(last=False)
+            self._disconnected[client_id] = gone.sequence, gone.principal
+        while len(self._disconnected) > self._limit:
+            self._disconnected.popitem(last=False)
 
     def on_released(self) -> None:
         """The server has released the partition: no connection may append; fences stay (rule 1)."""
@@ -251,7 +257,7 @@ class Mounts:
         """A new generation begins: every client must mount again, with any sequence."""
         self._mounts.clear()
         self._clients_of.clear()
-        self._left.clear()
+        self._disconnected.clear()
 
     @property
     def count(self) -> int:
@@ -259,7 +265,7 @@ class Mounts:
         return len(self._mounts)
 
 
-def mark_of(message: MountRequest | MountWriter) -> int:
+def requested_mark_of(message: MountRequest | MountWriter) -> int:
     """Return the high-water mark in a mount request: the client's mark, or `LATEST_MARK`."""
     if isinstance(message, MountWriter):
         return message.high_water_mark

@@ -33,15 +33,21 @@ class BarrierReached:
 
 
 @value(frozen=True, slots=True)
-class AheadOfLog:
+class ConfirmAheadOfLog:
     """Request a confirmation of the session by a quorum (pipeline.py, rule 9).
 
-    Pass the result to `answer_ahead`.
+    Pass the result to `answer_ahead_of_log`.
     """
 
     pending: PendingAppend
 
 
 AppendOutcome: TypeAlias = (
-    SendToClient | SubmitBatch | BatchCommitted | BarrierReached | AheadOfLog | Fetch | Report
+    SendToClient
+    | SubmitBatch
+    | BatchCommitted
+    | BarrierReached
+    | ConfirmAheadOfLog
+    | Fetch
+    | Report
 )

@@ -46,7 +46,7 @@ from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, Chain, Partition
 from waltz_core.replication.session_events import SessionOpened
 from waltz_core.server.append.admission import Admission
 from waltz_core.server.append.completions import Completions
-from waltz_core.server.append.in_flight import Draft, InFlightBatch, InFlightBatches
+from waltz_core.server.append.in_flight import BatchDraft, InFlightBatch, InFlightBatches
 from waltz_core.server.append.lanes import Lanes
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
 from waltz_core.server.append.mounts import Mounts
@@ -90,7 +90,7 @@ class AppendPipeline:
         self._mounts = mounts
         self._throttle = throttle
         self._lanes: Lanes[PendingAppend] = Lanes()
-        self._lock_queues = LockQueues(expects_return=False)
+        self._lock_queues = LockQueues(expects_next_attempt=False)
         self._dependent = DependentAppends()
         self.counters = AppendCounters()
         self._completions = Completions(mounts, self.counters)
@@ -98,8 +98,8 @@ class AppendPipeline:
         self._in_flight = InFlightBatches(throttle)
         self._table: LockTable | None = None
         self._is_open = False
-        self._loss = RowOutcomeCode.LOST
-        self._is_held = False
+        self._loss_code = RowOutcomeCode.LOST
+        self._are_submissions_held = False
         self._session_id = NO_SESSION
         self._high_water_mark = BEFORE_FIRST
         self.lock_loader = LockTableLoader(partition_id, limits)
@@ -141,7 +141,9 @@ class AppendPipeline:
         if in_flight.gathered is None or not self._is_open or len(in_flight):
             return None
         return (
-            now_ms if self._is_held else self._dependent.gathering_ends_ms(in_flight.submitted_ms)
+            now_ms
+            if self._are_submissions_held
+            else self._dependent.gathering_end_ms(in_flight.submitted_ms)
         )
 
     @property
@@ -175,13 +177,13 @@ class AppendPipeline:
         self._session_id, self._admission.generation = opened.session_id, opened.generation
         self._completions.session_id = opened.session_id
         self._completions.high_water_mark = opened.high_water_mark
-        for settled in self._in_flight.pop_settled(last):
+        for settled in self._in_flight.pop_settled_batches(last):
             self._finish_batch(settled, out, now_ms=None, is_owner=follows_own_session)
-        lost, submitted = self._in_flight.pop_lost()
+        lost, submitted = self._in_flight.pop_lost_batches()
         for each in lost:
             for pending in each.appends:
-                if pending.settle(min(last, submitted), self._loss):
-                    self._mounts.invalidate(pending.req_id.client_id)
+                if pending.settle(min(last, submitted), self._loss_code):
+                    self._mounts.require_remount(pending.req_id.client_id)
                 self._finish_part(pending, out)
             out.extend(BarrierReached(token) for token in each.waiting)
         self._in_flight.begin(opened.high_water_mark, opened.chain, stamp_ms)
@@ -194,7 +196,7 @@ class AppendPipeline:
         if not follows_own_session:
             self.lock_loader.begin(self._table, LogEnd(opened.high_water_mark, opened.chain))
         self._is_open = True
-        self._is_held = False
+        self._are_submissions_held = False
         self._dependent.on_session_opened(opened.session_id)
         return out
 
@@ -208,7 +210,7 @@ class AppendPipeline:
         assert self._table is not None
         self._table.on_committed(last)
         out: list[AppendOutcome] = []
-        for each in self._in_flight.pop_committed(last, chain, now_ms):
+        for each in self._in_flight.pop_committed_batches(last, chain, now_ms):
             self.proved_ms = each.submitted_ms
             if each.appends:
                 self.counters.took_ms.append(now_ms - each.appends[0].received_ms)
@@ -217,7 +219,7 @@ class AppendPipeline:
 
     def hold_submissions(self) -> None:
         """Submit nothing more in this session, so that it can end with nothing in flight."""
-        self._is_held = True
+        self._are_submissions_held = True
 
     def on_session_closed(self, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> list[AppendOutcome]:
         """The session has ended; appends in flight wait until the next session is settled.
@@ -226,13 +228,13 @@ class AppendPipeline:
         """
         self._is_open = False
         self.lock_loader.stop()
-        self._loss = loss
+        self._loss_code = loss
         self._in_flight.stop()
         self._dependent.on_session_closed()
         # Report final rejections now: it may take long until the next session opens.
-        return self._completions.answer_rejected(self._lock_queues.all()) + self._notify_dependent(
-            self._dependent.waiting.all()
-        )
+        return self._completions.answer_rejected(
+            self._lock_queues.all()
+        ) + self._answer_dependent_writers(self._dependent.waiting.all())
 
     def abandon(self) -> tuple[list[PendingAppend], list[PendingAppend], list[AppendOutcome]]:
         """Release the partition and drop its appends.
@@ -248,9 +250,9 @@ class AppendPipeline:
         # By identity: a request may be in several batches in flight, and the rest of it in its
         # lane.
         doubtful: dict[int, PendingAppend] = {}
-        for each in self._in_flight.pop_lost()[0]:
+        for each in self._in_flight.pop_lost_batches()[0]:
             for pending in each.appends:
-                if isinstance(each, Draft) and isinstance(pending, PendingSingle):
+                if isinstance(each, BatchDraft) and isinstance(pending, PendingSingle):
                     queued.append(pending)  # This append was not submitted.
                 else:
                     doubtful[id(pending)] = pending
@@ -293,11 +295,13 @@ class AppendPipeline:
             )
         out: list[AppendOutcome] = []
         if over_limit is not None:
-            self._mounts.note_overrun(req_id.client_id, connection)
-            self._completions.fail(pending, over_limit, out)  # Decoding would be wasted work.
+            self._mounts.note_rejected_append(req_id.client_id, connection)
+            self._completions.answer_error(
+                pending, over_limit, out
+            )  # Decoding would be wasted work.
             return out
         if self._lanes.is_over_share(connection, cost_bytes, self._limits.queue_bytes_max):
-            self._mounts.note_overrun(req_id.client_id, connection)
+            self._mounts.note_rejected_append(req_id.client_id, connection)
             self._admission.reject(pending, RowOutcomeCode.OVERLOADED, out)
             return out
         self._lanes.push(pending)
@@ -326,9 +330,11 @@ class AppendPipeline:
         last.waiting.append(token)
         return []
 
-    def answer_ahead(self, pending: PendingAppend, *, is_proved: bool) -> list[AppendOutcome]:
+    def answer_ahead_of_log(
+        self, pending: PendingAppend, *, is_proved: bool
+    ) -> list[AppendOutcome]:
         """Answer a request that has rows ahead of the log (rule 9)."""
-        return self._completions.answer_ahead(pending, is_proved=is_proved)
+        return self._completions.answer_ahead_of_log(pending, is_proved=is_proved)
 
     def flush(self, token: int) -> list[AppendOutcome]:
         """Return `BarrierReached` when everything received until now is final."""
@@ -340,12 +346,12 @@ class AppendPipeline:
     def process_slice(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
         """Take requests of about one slice from the lanes, validate and submit them (rule 5)."""
         in_flight = self._in_flight
-        draft, in_flight.gathered = in_flight.gathered or Draft(), None
+        draft, in_flight.gathered = in_flight.gathered or BatchDraft(), None
         draft.out = [*self.lock_loader.load_slice(now_ms)]
         draft.out += self._completions.answer_rejected(self._lock_queues.take_due(now_ms))
-        draft.out += self._notify_dependent(self._dependent.waiting.take_due(now_ms))
+        draft.out += self._answer_dependent_writers(self._dependent.waiting.take_due(now_ms))
         self._take_slice(draft, now_ms)
-        if draft.parts and self._may_gather(draft, now_ms):
+        if draft.parts and self._must_keep_draft(draft, now_ms):
             in_flight.gathered = draft
             draft.out, out = [], draft.out
             return out
@@ -356,7 +362,7 @@ class AppendPipeline:
             draft.out.append(SubmitBatch(batch))
         return draft.out
 
-    def _take_slice(self, draft: Draft, now_ms: int) -> None:
+    def _take_slice(self, draft: BatchDraft, now_ms: int) -> None:
         """Take requests of about one slice from their lanes, and validate them into the draft."""
         group: list[PendingSingle] = []
         bytes_left, rows_left = self._limits.slice_bytes_max, self._limits.slice_rows_max
@@ -383,7 +389,7 @@ class AppendPipeline:
         self._validate_group(group, draft)
 
     def _take_single(
-        self, pending: PendingSingle, group: list[PendingSingle], draft: Draft, now_ms: int
+        self, pending: PendingSingle, group: list[PendingSingle], draft: BatchDraft, now_ms: int
     ) -> list[PendingSingle]:
         """Take a single append from its lane, and check it.
 
@@ -400,7 +406,7 @@ class AppendPipeline:
         self._validate_dependent(pending, draft, now_ms)
         return []
 
-    def _may_gather(self, draft: Draft, now_ms: int) -> bool:
+    def _must_keep_draft(self, draft: BatchDraft, now_ms: int) -> bool:
         """Whether the draft must wait: by rule 10, or because the session has closed."""
         if not self._is_open:
             return True
@@ -408,15 +414,15 @@ class AppendPipeline:
             return False
         if len(self._in_flight):
             return True
-        until_ms = self._dependent.gathering_ends_ms(self._in_flight.submitted_ms)
-        return now_ms < until_ms and not self._is_held and not draft.waiting
+        until_ms = self._dependent.gathering_end_ms(self._in_flight.submitted_ms)
+        return now_ms < until_ms and not self._are_submissions_held and not draft.waiting
 
     def _next_request(self, now_ms: int) -> tuple[PendingAppend | None, int | None]:
         """Return the request to take now, and when the next turn may be.
 
         The request is None if none may be taken. The time is None if only an event can change this.
         """
-        if not self._lanes.bytes or not self._is_open or self._is_held:
+        if not self._lanes.bytes or not self._is_open or self._are_submissions_held:
             return None, None
         if self.lock_loader.is_holding_appends(now_ms):
             return None, None
@@ -435,7 +441,7 @@ class AppendPipeline:
             return head, now_ms
         return None, at_ms
 
-    def _take_rows(self, pending: PendingBatch, draft: Draft, now_ms: int) -> int:
+    def _take_rows(self, pending: PendingBatch, draft: BatchDraft, now_ms: int) -> int:
         """Take a batch or a piece of it from its lane, and validate it; return its number of rows.
 
         Only large batches are split. A small one is taken whole, together with other requests.
@@ -445,13 +451,13 @@ class AppendPipeline:
             self._lanes.take(with_large=pending.is_large)
             return 0
         start, stop = pending.validated_count, pending.piece_end(piece_bytes)
-        if reason := self._admission.stale_code(pending):
+        if reason := self._admission.invalid_mount_code(pending):
             self._lanes.take(with_large=pending.is_large)
             pending.reject(reason)
-            self._completions.finish_if_final(pending, draft.out)
+            self._completions.answer_if_final(pending, draft.out)
             return 0
         if stop < pending.ids.size:
-            self._lanes.take_part(pending.cost_up_to(stop) - pending.cost_up_to(start))
+            self._lanes.charge_part(pending.cost_up_to(stop) - pending.cost_up_to(start))
         else:
             self._lanes.take(with_large=pending.is_large)
         assert self._table is not None
@@ -461,13 +467,13 @@ class AppendPipeline:
         self._add_piece(validate_rows(pending, stop, self._table, self._in_flight_range), draft)
         return stop - start
 
-    def _validate_group(self, group: list[PendingSingle], draft: Draft) -> None:
+    def _validate_group(self, group: list[PendingSingle], draft: BatchDraft) -> None:
         if group:
             assert self._table is not None
             draft.is_urgent = True
             self._add_piece(validate_singles(group, self._table, self._in_flight_range), draft)
 
-    def _validate_dependent(self, pending: PendingSingle, draft: Draft, now_ms: int) -> None:
+    def _validate_dependent(self, pending: PendingSingle, draft: BatchDraft, now_ms: int) -> None:
         """Validate a dependent append (rule 10)."""
         assert self._table is not None
         message = pending.message
@@ -477,7 +483,7 @@ class AppendPipeline:
         has_seen = message.session_id != NO_SESSION
         if has_seen and not self._dependent.knows_predecessors(message, last):
             pending.reject_for(self._high_water_mark)
-            self._completions.finish(pending, draft.out)
+            self._completions.answer_final(pending, draft.out)
             return
         mark = last if has_seen else self._high_water_mark
         piece = validate_singles(
@@ -485,17 +491,17 @@ class AppendPipeline:
         )
         if pending.reason is RowOutcomeCode.LOCK and self._dependent.has_predecessors(pending):
             notified = self._dependent.waiting.on_rejected(pending, now_ms)
-            draft.out += self._notify_dependent(notified)
+            draft.out += self._answer_dependent_writers(notified)
             return
         if pending.conflict > self._high_water_mark:
             piece = ValidatedPiece(None, [pending], [])
         self._add_piece(piece, draft)
         if piece.part is not None:
             notified = self._dependent.waiting.on_writer_admitted(pending, now_ms)
-            draft.out += self._notify_dependent(notified)
+            draft.out += self._answer_dependent_writers(notified)
 
-    def _notify_dependent(self, rejected: Iterable[PendingSingle]) -> list[AppendOutcome]:
-        return self._completions.answer_dependent(
+    def _answer_dependent_writers(self, rejected: Iterable[PendingSingle]) -> list[AppendOutcome]:
+        return self._completions.answer_dependent_writers(
             rejected, self._dependent, self._in_flight.next_id
         )
 
@@ -503,7 +509,7 @@ class AppendPipeline:
     def _in_flight_range(self) -> InFlightRange:
         return InFlightRange(self._high_water_mark, self._in_flight.next_id)
 
-    def _add_piece(self, piece: ValidatedPiece, draft: Draft) -> None:
+    def _add_piece(self, piece: ValidatedPiece, draft: BatchDraft) -> None:
         if piece.part is not None:
             draft.add(piece.part, piece.locks, piece.writers)
             self._in_flight.next_id = TransactionId(piece.part.last + 1)
@@ -513,7 +519,7 @@ class AppendPipeline:
                 pending.in_flight_count += 1
             draft.appends.append(pending)
         for pending in piece.rejected:
-            self._completions.finish_if_final(pending, draft.out)
+            self._completions.answer_if_final(pending, draft.out)
 
     # -----------------------------------------------------------------------------------------
     # the end of a batch
@@ -533,7 +539,7 @@ class AppendPipeline:
             out.append(BatchCommitted(finished.entry, batch))
         held: list[PendingSingle] = []
         for pending in finished.appends:
-            if now_ms is not None and self._may_be_held(pending):
+            if now_ms is not None and self._may_wait_in_lock_queue(pending):
                 held.append(pending)
             else:
                 self._finish_part(pending, out)
@@ -546,7 +552,7 @@ class AppendPipeline:
             )
         out.extend(BarrierReached(token) for token in finished.waiting)
 
-    def _may_be_held(self, pending: PendingAppend) -> TypeGuard[PendingSingle]:
+    def _may_wait_in_lock_queue(self, pending: PendingAppend) -> TypeGuard[PendingSingle]:
         if not is_contending(pending):
             return False
         # The append's writer must still be mounted, otherwise it could not be notified later.
@@ -560,4 +566,4 @@ class AppendPipeline:
         """One of the batches with rows of this request is final: answer the request if all are."""
         if isinstance(pending, PendingBatch):
             pending.in_flight_count -= 1
-        self._completions.finish_if_final(pending, out)
+        self._completions.answer_if_final(pending, out)

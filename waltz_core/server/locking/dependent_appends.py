@@ -76,7 +76,7 @@ class RecentAppends:
         self._after: int | None = None
 
     @property
-    def is_begun(self) -> bool:
+    def is_remembering(self) -> bool:
         """Whether transactions are being remembered."""
         return self._after is not None
 
@@ -112,7 +112,7 @@ class RecentAppends:
             if entry.last <= mark:
                 break
             if entry.locks is None:
-                if _may_hold(bytes(entry.content), locks):
+                if _may_contain_lock(bytes(entry.content), locks):
                     return None
                 continue
             if entry.locks.isdisjoint(locks):
@@ -133,7 +133,7 @@ class RecentAppends:
             self._after = oldest.last
 
 
-def _may_hold(packed_locks: bytes, locks: Sequence[int]) -> bool:
+def _may_contain_lock(packed_locks: bytes, locks: Sequence[int]) -> bool:
     """Whether packed locks may contain one of the given locks.
 
     Bytes that span two packed locks can match by chance.
@@ -148,7 +148,7 @@ class DependentAppends:
 
     def __init__(self) -> None:
         self._admitted = RecentAppends()
-        self.waiting = LockQueues(expects_return=True)
+        self.waiting = LockQueues(expects_next_attempt=True)
         self._session_id = NO_SESSION  # the session in which dependent appends are possible
         self._sessions_max = NO_SESSION
 
@@ -175,7 +175,7 @@ class DependentAppends:
         is_same = message.session_id == self._session_id != NO_SESSION
         return is_same and message.client_high_water_mark <= last
 
-    def gathering_ends_ms(self, submitted_ms: int) -> int:
+    def gathering_end_ms(self, submitted_ms: int) -> int:
         """Return when the gathered draft must be submitted if no batch is in flight."""
         return submitted_ms + (GATHER_MS if self.waiting.waiting_count else 0)
 
@@ -183,12 +183,12 @@ class DependentAppends:
 
     def begin(self, last: TransactionId) -> None:
         """Start to remember transactions; called for the first dependent append of a session."""
-        if not self._admitted.is_begun and self._session_id != NO_SESSION:
+        if not self._admitted.is_remembering and self._session_id != NO_SESSION:
             self._admitted.begin(last)
 
     def on_rows_admitted(self, piece: ValidatedPiece) -> None:
         """Remember the rows of a validated piece that were admitted."""
-        if not self._admitted.is_begun:
+        if not self._admitted.is_remembering:
             return
         part = piece.part
         assert part is not None
@@ -206,7 +206,7 @@ class DependentAppends:
         """Whether the predecessors of a rejected append are known, and within the limit."""
         if self._session_id == NO_SESSION:
             return False
-        return self._admitted.records_above(*_view_of(pending)) is not None
+        return self._admitted.records_above(*_mark_and_locks_of(pending)) is not None
 
     def predecessors_answer(
         self, pending: PendingSingle, high_water_mark: TransactionId, next_id: TransactionId
@@ -217,7 +217,7 @@ class DependentAppends:
         """
         if self._session_id == NO_SESSION:
             return None
-        found = self._admitted.records_above(*_view_of(pending))
+        found = self._admitted.records_above(*_mark_and_locks_of(pending))
         if found is None:
             return None
         lengths = struct.pack(f">{len(found)}i", *map(len, found))
@@ -229,6 +229,6 @@ class DependentAppends:
         return SendToClient(pending.connection, message, pending.cost_bytes)
 
 
-def _view_of(pending: PendingSingle) -> tuple[int, tuple[int, ...]]:
+def _mark_and_locks_of(pending: PendingSingle) -> tuple[int, tuple[int, ...]]:
     message = pending.message
     return message.client_high_water_mark, (*message.write_locks, *message.read_locks)

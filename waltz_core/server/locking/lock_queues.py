@@ -11,7 +11,7 @@ Rules:
        notified when a transaction with these locks is committed or, among writers of dependent
        appends (`dependent_appends.py`), was admitted. It is also notified some time after the
        previous writer was notified.
-    3. No writer waits for longer than `HELD_MS_MAX`, or beyond the end of the session.
+    3. No writer waits for longer than `WAIT_MS_MAX`, or beyond the end of the session.
     4. The rejection names the last committed transaction with the queue's locks.
 """
 
@@ -25,7 +25,7 @@ from waltz_core.server.locking.pending_appends import PendingAppend, PendingSing
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.wire.messages import RowOutcomeCode
 
-HELD_MS_MAX: Final = 100
+WAIT_MS_MAX: Final = 100
 # The next writer is notified after this multiple of the time that the last commit or answer took.
 NOTIFY_FACTOR: Final = 3
 NOTIFY_MS_MIN: Final = 2
@@ -34,21 +34,21 @@ LockKey: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(slots=True)
-class _Queue:
+class _LockQueue:
     """The writers that wait for the same locks.
 
     The first writer is notified at `due_ms` at the latest.
     """
 
     due_ms: int
-    notify_after_ms: int = NOTIFY_MS_MIN
+    notify_interval_ms: int = NOTIFY_MS_MIN
     notified_ms: int = 0
     last_id: int = REJECTED  # the ID of the last transaction with these locks
     waiting: deque[tuple[PendingSingle, int]] = field(default_factory=deque)  # with deadlines
 
     @property
-    def next_ms(self) -> int:
-        """When to process the queue next, if there is no commit or admission before."""
+    def process_at_ms(self) -> int:
+        """When to process the queue next, unless a commit or an admission comes first."""
         return min(self.due_ms, self.waiting[0][1]) if self.waiting else self.due_ms
 
 
@@ -62,15 +62,15 @@ def is_contending(pending: PendingAppend) -> TypeGuard[PendingSingle]:
 class LockQueues:
     """Queues of rejected writers, by the module's rules.
 
-    With `expects_return`, a later writer also waits in an empty queue, until the queue is due: the
-    writer that was notified last is expected to send its next attempt first.
+    With `expects_next_attempt`, a later writer also waits in an empty queue, until the queue is
+    due: the writer that was notified last is expected to send its next attempt first.
     """
 
-    __slots__ = ("_expects_return", "_not_before_ms", "_queues", "waiting_count")
+    __slots__ = ("_expects_next_attempt", "_not_before_ms", "_queues", "waiting_count")
 
-    def __init__(self, *, expects_return: bool) -> None:
-        self._expects_return = expects_return
-        self._queues: dict[LockKey, _Queue] = {}
+    def __init__(self, *, expects_next_attempt: bool) -> None:
+        self._expects_next_attempt = expects_next_attempt
+        self._queues: dict[LockKey, _LockQueue] = {}
         self.waiting_count = 0
         # The earliest time at which a queue must be processed. It may be too early, but is never
         # too late.
@@ -78,7 +78,7 @@ class LockQueues:
 
     @property
     def due_ms(self) -> int | None:
-        """When `take_due` may return a writer, if there is no commit or admission before."""
+        """When `take_due` may return a writer, unless a commit or an admission comes first."""
         return self._not_before_ms
 
     def on_rejected(self, pending: PendingSingle, now_ms: int) -> list[PendingSingle]:
@@ -94,10 +94,10 @@ class LockQueues:
 
         `pending` is the append of this transaction; the writer has the same locks.
         """
-        queue = self._queues.get(key_of(pending))
+        queue = self._queues.get(lock_key_of(pending))
         if queue is None:
             return []
-        queue.notify_after_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * (now_ms - queue.notified_ms))
+        queue.notify_interval_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * (now_ms - queue.notified_ms))
         if not queue.waiting:
             queue.due_ms = now_ms
             return []
@@ -116,22 +116,22 @@ class LockQueues:
         `finished` are the appends of the batch. `rejected` are the rejected ones among them that
         may wait.
         """
-        touched: dict[LockKey, _Queue] = {}
+        touched: dict[LockKey, _LockQueue] = {}
         for pending in rejected:
             queue = self._enqueue(pending, now_ms, due_ms=now_ms)
             queue.last_id = max(queue.last_id, pending.conflict)
-            touched[key_of(pending)] = queue
+            touched[lock_key_of(pending)] = queue
         if not self._queues:
             return []
         for each in finished:
             if isinstance(each, PendingSingle) and each.transaction_id != REJECTED:
-                key = key_of(each)
+                key = lock_key_of(each)
                 if key in self._queues:
                     touched[key] = self._queues[key]
                     touched[key].last_id = max(touched[key].last_id, each.transaction_id)
         notified: list[PendingSingle] = []
         for queue in touched.values():
-            queue.notify_after_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * took_ms)
+            queue.notify_interval_ms = max(NOTIFY_MS_MIN, NOTIFY_FACTOR * took_ms)
             notified.append(self._take_first(queue, now_ms))
         self._remove_unused(now_ms)
         return notified
@@ -142,7 +142,7 @@ class LockQueues:
             return []
         notified: list[PendingSingle] = []
         for queue in self._queues.values():
-            while queue.waiting and queue.next_ms <= now_ms:
+            while queue.waiting and queue.process_at_ms <= now_ms:
                 notified.append(self._take_first(queue, now_ms))
         self._remove_unused(now_ms)
         return notified
@@ -160,31 +160,33 @@ class LockQueues:
         self._not_before_ms = None
         return taken
 
-    def _enqueue(self, pending: PendingSingle, now_ms: int, *, due_ms: int) -> _Queue:
-        queue = self._queues.setdefault(key_of(pending), _Queue(due_ms))
-        queue.waiting.append((pending, now_ms + HELD_MS_MAX))
+    def _enqueue(self, pending: PendingSingle, now_ms: int, *, due_ms: int) -> _LockQueue:
+        queue = self._queues.setdefault(lock_key_of(pending), _LockQueue(due_ms))
+        queue.waiting.append((pending, now_ms + WAIT_MS_MAX))
         self.waiting_count += 1
         return queue
 
-    def _take_first(self, queue: _Queue, now_ms: int) -> PendingSingle:
+    def _take_first(self, queue: _LockQueue, now_ms: int) -> PendingSingle:
         pending, _ = queue.waiting.popleft()
         self.waiting_count -= 1
         pending.conflict = max(pending.conflict, queue.last_id)  # rule 4
-        queue.notified_ms, queue.due_ms = now_ms, now_ms + queue.notify_after_ms
+        queue.notified_ms, queue.due_ms = now_ms, now_ms + queue.notify_interval_ms
         self._note_due_time(queue)
         return pending
 
-    def _note_due_time(self, queue: _Queue) -> None:
-        at_ms = queue.next_ms
+    def _note_due_time(self, queue: _LockQueue) -> None:
+        at_ms = queue.process_at_ms
         if self._not_before_ms is None or at_ms < self._not_before_ms:
             self._not_before_ms = at_ms
 
     def _remove_unused(self, now_ms: int) -> None:
         """Remove unused queues, and compute when the remaining queues must be processed."""
         for key, queue in list(self._queues.items()):
-            if not queue.waiting and not (self._expects_return and queue.due_ms > now_ms):
+            if not queue.waiting and not (self._expects_next_attempt and queue.due_ms > now_ms):
                 del self._queues[key]
-        self._not_before_ms = min((each.next_ms for each in self._queues.values()), default=None)
+        self._not_before_ms = min(
+            (each.process_at_ms for each in self._queues.values()), default=None
+        )
 
     def _take_matching(self, wanted: Callable[[PendingSingle], bool]) -> list[PendingSingle]:
         taken: list[PendingSingle] = []
@@ -195,6 +197,6 @@ class LockQueues:
         return taken
 
 
-def key_of(pending: PendingSingle) -> LockKey:
+def lock_key_of(pending: PendingSingle) -> LockKey:
     """Return the locks of an append, sorted: all writers of one queue have the same locks."""
     return tuple(sorted(pending.message.write_locks)), tuple(sorted(pending.message.read_locks))

@@ -58,10 +58,10 @@ _MULTIPLIER: Final = np.uint32(1103515245)
 _INCREMENT: Final = np.uint32(12345)
 _INDEX_MASK: Final = np.uint32(0x3FFFFFFF)
 # The same constants as plain Python numbers.
-_A: Final = int(_MULTIPLIER)
-_B: Final = int(_INCREMENT)
-_WORD: Final = 0xFFFFFFFF
-_INDEX: Final = int(_INDEX_MASK)
+_MULTIPLIER_INT: Final = int(_MULTIPLIER)
+_INCREMENT_INT: Final = int(_INCREMENT)
+_UINT32_MASK: Final = 0xFFFFFFFF
+_INDEX_MASK_INT: Final = int(_INDEX_MASK)
 _I64_MIN: Final = int(np.iinfo(np.int64).min)
 _I64_MAX: Final = int(np.iinfo(np.int64).max)
 # Above every transaction ID. `_IN_BATCH + row` in a slot means "row of the batch being validated".
@@ -184,14 +184,14 @@ class LockTable:
         # Flat arrays only: NumPy 2.4's `ufunc.at` does not broadcast over two dimensions.
         entries = np.tile(entering.rows, HASH_COUNT), entering.slots.ravel()
         found = self._estimates(write.concatenate(read), entering, entries)
-        accepted, conflicts = _decide(found, marks, open_rows, entries)
+        accepted, conflicts = _decide_rows(found, marks, open_rows, entries)
         ranks = np.cumsum(accepted)
         # A conflict with a row of this batch contains the row's number. Replace it by the row's ID.
         inside = conflicts >= _IN_BATCH
         if inside.any():
             conflicts[inside] = next_id - 1 + ranks[conflicts[inside] - _IN_BATCH]
         ids = np.where(accepted, next_id - 1 + ranks, REJECTED)
-        self._enter(*entries, ids)
+        self._enter_accepted(*entries, ids)
         return Validation(
             ids=ids,
             conflicts=conflicts,
@@ -318,7 +318,7 @@ class LockTable:
         earlier = (entered >= _IN_BATCH) & (entered - _IN_BATCH < checked.rows)
         return _Estimates(checked.rows, checked.slots, before, np.where(earlier, entered, before))
 
-    def _enter(self, rows: I64, slots: I64, ids: I64) -> None:
+    def _enter_accepted(self, rows: I64, slots: I64, ids: I64) -> None:
         entering = ids[rows]
         accepted = entering != REJECTED
         slots, entering = slots[accepted], entering[accepted]
@@ -343,13 +343,13 @@ def slot_indices(locks: I32 | Sequence[int], slot_count: int) -> I64:
 
 def _slots_of(lock: int, slot_count: int) -> tuple[int, int, int]:
     """Return the slots of a single lock; for one lock this is faster than `slot_indices`."""
-    first = (lock * _A + _B) & _WORD
-    second = (first * _A + _B) & _WORD
-    third = (second * _A + _B) & _WORD
+    first = (lock * _MULTIPLIER_INT + _INCREMENT_INT) & _UINT32_MASK
+    second = (first * _MULTIPLIER_INT + _INCREMENT_INT) & _UINT32_MASK
+    third = (second * _MULTIPLIER_INT + _INCREMENT_INT) & _UINT32_MASK
     return (
-        (first & _INDEX) % slot_count,
-        (second & _INDEX) % slot_count,
-        (third & _INDEX) % slot_count,
+        (first & _INDEX_MASK_INT) % slot_count,
+        (second & _INDEX_MASK_INT) % slot_count,
+        (third & _INDEX_MASK_INT) % slot_count,
     )
 
 
@@ -366,7 +366,7 @@ def slot_count_within(budget_bytes: int, table_count: int) -> int:
     return count
 
 
-def _decide(
+def _decide_rows(
     found: _Estimates, marks: I64, open_rows: Mask, entries: tuple[I64, I64]
 ) -> tuple[Mask, I64]:
     """Return a mask of the accepted rows, and the conflicts of the other open rows.
@@ -382,7 +382,9 @@ def _decide(
     conflicts = np.where(open_rows & ~accepted, lowest, NO_CONFLICT)
     if doubtful.any():
         accepted &= ~doubtful
-        _decide_in_order(_collect_doubtful(found, doubtful, entries), marks, accepted, conflicts)
+        _decide_in_order(
+            _collect_doubtful_slots(found, doubtful, entries), marks, accepted, conflicts
+        )
     return accepted, conflicts
 
 
@@ -404,7 +406,7 @@ class _DoubtfulSlots(NamedTuple):
     targets: list[int]  # the index of the slot of each entry
 
 
-def _collect_doubtful(
+def _collect_doubtful_slots(
     found: _Estimates, doubtful: Mask, entries: tuple[I64, I64]
 ) -> _DoubtfulSlots:
     checked = np.flatnonzero(doubtful[found.rows])

@@ -15,9 +15,9 @@ Rules:
     3. One replica is queried at a time. The next replica may have blocks that the first one lacks,
        so the descent continues where it stopped. The floor is kept for later sessions of this
        owner, if no other owner came in between.
-    4. No append is validated until the descent has ended, but for at most `HELD_MS_MAX`, because
-       the first appends after a move are from clients below the mark. Blocks that arrive later are
-       used as well.
+    4. No append is validated until the descent has ended, but for at most `HOLD_APPENDS_MS_MAX`,
+       because the first appends after a move are from clients below the mark. Blocks that arrive
+       later are used as well.
     5. A turn processes a part of the blocks: a whole table of locks would block everything else for
        too long.
     6. If a replica has no block that ends at the floor, it will never have one, since later blocks
@@ -45,14 +45,14 @@ from waltz_core.server.locking.lock_table import I64, LockTable
 from waltz_core.server.partition_events import Fetch, PartitionLimits
 from waltz_core.wire.messages import LockBlocks, LockBlocksRequest
 
-HELD_MS_MAX: Final = 150
+HOLD_APPENDS_MS_MAX: Final = 150
 RETRY_MS: Final = 10
 SLICE_BLOCKS_MAX: Final = 1_024
 SLICE_LOCKS_MAX: Final = 65_536
 # The maximum number of requests without an answer, including those of sessions that have ended.
 IN_FLIGHT_MAX: Final = 4
 # The number of tokens for each session. They are negative; the tokens of `reads.py` are not.
-_TOKENS: Final = 1 << 16
+_TOKENS_PER_SESSION: Final = 1 << 16
 
 
 class LockTableLoader:
@@ -63,17 +63,17 @@ class LockTableLoader:
         self._limits = limits
         self._table: LockTable | None = None
         self._floor = LogEnd(BEFORE_FIRST, GENESIS_CHAIN)
-        self._wanted = BEFORE_FIRST  # the lowest floor that is useful
+        self._target_floor = BEFORE_FIRST  # the lowest floor that is useful
         self._mark = BEFORE_FIRST  # the mark at which the descent began
         self._session_id = NO_SESSION
-        self._left: list[ReplicaId] = []
+        self._replicas_left: list[ReplicaId] = []
         self._failed: list[ReplicaId] = []
         # The floor at which each replica had no block (rule 6).
-        self._lacking: dict[ReplicaId, TransactionId] = {}
+        self._floors_without_block: dict[ReplicaId, TransactionId] = {}
         self._sender: ReplicaId | None = None  # the replica that has sent `_blocks`
         self._fetch: Fetch | None = None
         self._fetch_count = 0
-        self._under_way: set[int] = set()
+        self._fetches_in_progress: set[int] = set()
         self._blocks: LockBlockReader | None = None
         self._retry_at_ms: int | None = None
         self._held_until_ms: int | None = None
@@ -87,10 +87,10 @@ class LockTableLoader:
     # the session
 
     def begin(self, table: LockTable, mark: LogEnd) -> None:
-        """Start with a table in which all locks count as written at `mark`."""
+        """Start to load a table in which all locks count as written at `mark`."""
         self._table, self._floor, self._mark = table, mark, mark.last
-        self._lacking.clear()
-        self._wanted = TransactionId(
+        self._floors_without_block.clear()
+        self._target_floor = TransactionId(
             max(BEFORE_FIRST, mark.last - self._limits.lock_load_count_max)
         )
 
@@ -99,17 +99,17 @@ class LockTableLoader:
     ) -> list[Fetch | Report]:
         """A session has opened: query its replicas for missing locks (rules 3 and 4)."""
         self.stop()
-        left = [each for each in replicas if self._lacking.get(each) != self.floor]
+        left = [each for each in replicas if self._floors_without_block.get(each) != self.floor]
         if self._is_done or not left:
             return []
         self._session_id, self._fetch_count = session_id, 0
-        self._left = left
-        self._held_until_ms = now_ms + HELD_MS_MAX if holds else None
+        self._replicas_left = left
+        self._held_until_ms = now_ms + HOLD_APPENDS_MS_MAX if holds else None
         return self._fetch_next(now_ms)
 
     def stop(self) -> None:
         """Stop because the session or the descent has ended; the floor stays."""
-        self._left, self._failed = [], []
+        self._replicas_left, self._failed = [], []
         self._fetch = self._blocks = None
         self._retry_at_ms = self._held_until_ms = None
 
@@ -130,7 +130,7 @@ class LockTableLoader:
 
     def on_blocks_fetched(self, token: int, message: LockBlocks) -> None:
         """A replica has sent its newest lock blocks; the next turns process them."""
-        self._under_way.discard(token)
+        self._fetches_in_progress.discard(token)
         if self._fetch is not None and token == self._fetch.token:
             self._sender = self._fetch.replica if message.blocks else None
             self._fetch = None
@@ -138,7 +138,7 @@ class LockTableLoader:
 
     def on_fetch_failed(self, token: int, now_ms: int) -> list[Fetch | Report]:
         """A replica has not sent its lock blocks: query the next one."""
-        self._under_way.discard(token)
+        self._fetches_in_progress.discard(token)
         if self._fetch is None or token != self._fetch.token:
             return []
         self._failed.append(self._fetch.replica)
@@ -154,7 +154,7 @@ class LockTableLoader:
             if not has_more:
                 self._blocks = None
                 if self._sender is not None:
-                    self._lacking[self._sender] = self.floor
+                    self._floors_without_block[self._sender] = self.floor
                 return self._fetch_next(now_ms)
         elif self._retry_at_ms is not None and self._retry_at_ms <= now_ms:
             self._retry_at_ms = None
@@ -166,27 +166,27 @@ class LockTableLoader:
 
     @property
     def _is_done(self) -> bool:
-        return self._table is None or self._floor.last <= self._wanted
+        return self._table is None or self._floor.last <= self._target_floor
 
     def _fetch_next(self, now_ms: int) -> list[Fetch | Report]:
         """Query the next replica.
 
         After the last one, query those that failed again, after `RETRY_MS`.
         """
-        if not self._left:
+        if not self._replicas_left:
             if self._failed and self.is_holding_appends(now_ms):
-                self._left, self._failed = self._failed, []
+                self._replicas_left, self._failed = self._failed, []
                 self._retry_at_ms = now_ms + RETRY_MS
                 return []
             return self._finish("locks.partially_loaded")
-        if len(self._under_way) >= IN_FLIGHT_MAX:
+        if len(self._fetches_in_progress) >= IN_FLIGHT_MAX:
             return self._finish("locks.partially_loaded")
         self._fetch_count += 1
-        token = -(self._session_id * _TOKENS + self._fetch_count)
+        token = -(self._session_id * _TOKENS_PER_SESSION + self._fetch_count)
         prefix = self._session_id, token, self._partition_id
         message = LockBlocksRequest(*prefix, self._limits.lock_tail_bytes_max)
-        self._fetch = Fetch(token, self._left.pop(0), message)
-        self._under_way.add(token)
+        self._fetch = Fetch(token, self._replicas_left.pop(0), message)
+        self._fetches_in_progress.add(token)
         return [self._fetch]
 
     def _finish(self, name: str) -> list[Fetch | Report]:
@@ -200,7 +200,7 @@ class LockTableLoader:
         found: list[LockBlock] = []
         bytes_left, floor = SLICE_LOCKS_MAX * HASH_BYTES, self._floor
         steps_left = SLICE_BLOCKS_MAX
-        while steps_left > 0 and bytes_left > 0 and floor.last > self._wanted:
+        while steps_left > 0 and bytes_left > 0 and floor.last > self._target_floor:
             block = blocks.block_ending_at(floor, SLICE_BLOCKS_MAX)
             steps_left -= 1
             if block is None:

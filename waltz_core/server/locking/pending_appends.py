@@ -53,10 +53,10 @@ U8 = npt.NDArray[np.uint8]
 LARGE_BYTES: Final = 64 * 1024
 # The number of latencies that are kept for metrics.
 LATENCIES_MAX: Final = 4_096
-_ID = struct.Struct(">q")
-_NONE: Final = _ID.pack(REJECTED)
+_ID_STRUCT = struct.Struct(">q")
+_PACKED_NO_ID: Final = _ID_STRUCT.pack(REJECTED)
 assert REJECTED == NO_CONFLICT == -1
-_REASONS: Final = {reason: bytes((reason,)) for reason in RowOutcomeCode}
+_PACKED_REASONS: Final = {reason: bytes((reason,)) for reason in RowOutcomeCode}
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class PendingSingle:
         """Whether the outcome of the append is AHEAD (rule 5)."""
         return self.reason is RowOutcomeCode.AHEAD
 
-    def end_unproved(self) -> None:
+    def reject_unconfirmed(self) -> None:
         """Replace AHEAD by NOT_MOUNTED, because no quorum has confirmed the session (rule 5)."""
         assert self.is_ahead
         self.reason = RowOutcomeCode.NOT_MOUNTED
@@ -122,7 +122,7 @@ class PendingSingle:
         self.transaction_id, self.reason, self.conflict = REJECTED, RowOutcomeCode.LOCK, conflict
 
     def settle(self, last: TransactionId, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> bool:
-        """Apply rule 2, with `loss` as the reason to report; return whether it was lost."""
+        """Mark the append as lost if it is above `last` (rule 2); return whether it is."""
         is_lost = self.transaction_id > last or self.conflict > last
         if is_lost:
             self.reject(loss)
@@ -134,9 +134,9 @@ class PendingSingle:
         message = AppendResult(
             self.message.req_id,
             high_water_mark,
-            _ID.pack(self.transaction_id) if accepted else _NONE,
-            _REASONS[self.reason],
-            _NONE if self.conflict == NO_CONFLICT else _ID.pack(self.conflict),
+            _ID_STRUCT.pack(self.transaction_id) if accepted else _PACKED_NO_ID,
+            _PACKED_REASONS[self.reason],
+            _PACKED_NO_ID if self.conflict == NO_CONFLICT else _ID_STRUCT.pack(self.conflict),
         )
         return SendToClient(self.connection, message, self.cost_bytes)
 
@@ -187,7 +187,7 @@ class PendingBatch:
         """Whether the outcome of at least one row is AHEAD (rule 5)."""
         return bool((self.reasons == RowOutcomeCode.AHEAD).any())
 
-    def end_unproved(self) -> None:
+    def reject_unconfirmed(self) -> None:
         """Replace AHEAD by NOT_MOUNTED, because no quorum has confirmed the session (rule 5)."""
         assert self.is_ahead
         self.reasons[self.reasons == RowOutcomeCode.AHEAD] = RowOutcomeCode.NOT_MOUNTED
@@ -232,7 +232,7 @@ class PendingBatch:
         self.on_rows_validated(self.ids.size)
 
     def settle(self, last: TransactionId, loss: RowOutcomeCode = RowOutcomeCode.LOST) -> bool:
-        """Apply rule 2 to all rows, with `loss` as the reason; return whether a row was lost."""
+        """Mark the rows above `last` as lost, with reason `loss`; return whether there are any."""
         lost = (self.ids > last) | (self.conflicts > last)
         self.ids = np.where(lost, REJECTED, self.ids)
         self.conflicts = np.where(lost, NO_CONFLICT, self.conflicts)

@@ -37,7 +37,7 @@ _SEQUENCE_MAX: Final = 0x7FFFFFFF
 # Up to this number of single transactions are validated in plain Python, which is faster than
 # arrays.
 ONE_BY_ONE_MAX: Final = 16
-_ROWS: Final = tuple(bytes([row]) for row in range(DISTANCES_TRANSACTIONS_MAX))
+_ROW_BYTES: Final = tuple(bytes([row]) for row in range(DISTANCES_TRANSACTIONS_MAX))
 
 
 class ValidatedPiece(NamedTuple):
@@ -99,7 +99,7 @@ def verify_data(message: AppendRequest) -> None:
 
 
 def validate_rows(
-    pending: PendingBatch, stop: int, table: LockTable, place: InFlightRange
+    pending: PendingBatch, stop: int, table: LockTable, in_flight: InFlightRange
 ) -> ValidatedPiece:
     """Validate the next rows of a batch, up to row `stop` - 1."""
     assert pending.rows is not None
@@ -116,8 +116,8 @@ def validate_rows(
             np.maximum(marks, BEFORE_FIRST),
             None if all_small else small_enough,
         ),
-        high_water_mark=place.high_water_mark,
-        next_id=place.next_id,
+        high_water_mark=in_flight.high_water_mark,
+        next_id=in_flight.next_id,
     )
     accepted = validation.accepted
     reasons = np.where(accepted, np.uint8(RowOutcomeCode.COMMITTED), np.uint8(RowOutcomeCode.LOCK))
@@ -131,7 +131,7 @@ def validate_rows(
     if validation.accepted_count:
         keep = None if validation.accepted_count == rows.count else accepted
         req_id = pending.req_id._replace(sequence=pending.req_id.sequence + start)
-        part = encode_records(rows, keep, place.next_id, req_id)
+        part = encode_records(rows, keep, in_flight.next_id, req_id)
         is_few = validation.accepted_count <= DISTANCES_TRANSACTIONS_MAX
         writers = writers_of(rows, keep) if is_few else b""
         return ValidatedPiece(part, [pending], [], entered_locks(rows, keep), writers)
@@ -160,7 +160,7 @@ def writers_of(rows: AppendRows, keep: Mask | None) -> bytes:
 
 
 def validate_singles(
-    group: list[PendingSingle], table: LockTable, place: InFlightRange
+    group: list[PendingSingle], table: LockTable, in_flight: InFlightRange
 ) -> ValidatedPiece:
     """Validate single transactions, in order."""
     validate = _validate_one_by_one if len(group) <= ONE_BY_ONE_MAX else _validate_together
@@ -168,7 +168,7 @@ def validate_singles(
     doubtful: list[PendingAppend] = []
     rejected: list[PendingAppend] = []
     for pending, (transaction_id, conflict) in zip(
-        group, validate(group, table, place), strict=True
+        group, validate(group, table, in_flight), strict=True
     ):
         if transaction_id >= 0:
             pending.transaction_id = transaction_id
@@ -179,7 +179,7 @@ def validate_singles(
             rejected.append(pending)
         else:
             pending.reason, pending.conflict = RowOutcomeCode.LOCK, conflict
-            (doubtful if conflict > place.high_water_mark else rejected).append(pending)
+            (doubtful if conflict > in_flight.high_water_mark else rejected).append(pending)
     if not kept:
         return ValidatedPiece(None, doubtful, rejected)
     messages = [pending.message for pending in kept]
@@ -187,39 +187,39 @@ def validate_singles(
     writers = b""
     if locks and len(kept) <= DISTANCES_TRANSACTIONS_MAX:
         counts = [len(each.write_locks) + len(each.append_locks) for each in messages]
-        writers = b"".join(_ROWS[row] * number for row, number in enumerate(counts))
+        writers = b"".join(_ROW_BYTES[row] * number for row, number in enumerate(counts))
     packed = struct.pack(f">{len(locks)}i", *locks)
     return ValidatedPiece(encode_singles(kept), doubtful, rejected, packed, writers)
 
 
 # A row's ID, and its conflict: an ID, NO_CONFLICT or AHEAD.
-_Verdict: TypeAlias = tuple[int, int]
+_RowResult: TypeAlias = tuple[int, int]
 
 
 def _validate_one_by_one(
-    group: list[PendingSingle], table: LockTable, place: InFlightRange
-) -> list[_Verdict]:
-    verdicts: list[_Verdict] = []
-    next_id = place.next_id
+    group: list[PendingSingle], table: LockTable, in_flight: InFlightRange
+) -> list[_RowResult]:
+    results: list[_RowResult] = []
+    next_id = in_flight.next_id
     for pending in group:
         message = pending.message
         estimate = table.validate_one(
             (message.write_locks, message.read_locks, message.append_locks),
             max(message.client_high_water_mark, BEFORE_FIRST),
-            high_water_mark=place.high_water_mark,
+            high_water_mark=in_flight.high_water_mark,
             next_id=next_id,
         )
         if estimate == PASSED:
-            verdicts.append((next_id, NO_CONFLICT))
+            results.append((next_id, NO_CONFLICT))
             next_id = TransactionId(next_id + 1)
         else:
-            verdicts.append((REJECTED, estimate))
-    return verdicts
+            results.append((REJECTED, estimate))
+    return results
 
 
 def _validate_together(
-    group: list[PendingSingle], table: LockTable, place: InFlightRange
-) -> list[_Verdict]:
+    group: list[PendingSingle], table: LockTable, in_flight: InFlightRange
+) -> list[_RowResult]:
     messages = [pending.message for pending in group]
     marks = np.array([message.client_high_water_mark for message in messages], dtype=np.int64)
     validation = table.validate(
@@ -229,8 +229,8 @@ def _validate_together(
             lock_column([message.append_locks for message in messages]),
             np.maximum(marks, BEFORE_FIRST),
         ),
-        high_water_mark=place.high_water_mark,
-        next_id=place.next_id,
+        high_water_mark=in_flight.high_water_mark,
+        next_id=in_flight.next_id,
     )
     conflicts = np.where(validation.ahead, AHEAD, validation.conflicts)
     return list(zip(validation.ids.tolist(), conflicts.tolist(), strict=True))

@@ -20,7 +20,7 @@ from typing import Generic, TypeVar
 
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.replication.session_events import ProveMark
-from waltz_core.server.append.mounts import mark_of
+from waltz_core.server.append.mounts import requested_mark_of
 from waltz_core.wire.messages import (
     ClientMessage,
     FeedRequest,
@@ -110,11 +110,11 @@ class LinearizableRequests(Generic[RequestT]):
         return [ProveMark(self._token)]
 
 
-def claim_of(message: ClientMessage) -> int:
+def assumed_id_of(message: ClientMessage) -> int:
     """Return the highest ID that a request assumes to be in the log (rule 3); not for appends."""
     match message:
         case MountRequest() | MountWriter():
-            return mark_of(message)
+            return requested_mark_of(message)
         case FeedRequest():
             return message.client_high_water_mark
         case RangeRequest():

@@ -35,10 +35,10 @@ from waltz_core.records.record import (
 from waltz_core.replication import session_events as replication
 from waltz_core.server.append import answers, outcomes
 from waltz_core.server.append.large_batch_throttle import LargeBatchThrottle
-from waltz_core.server.append.mounts import Mounts, PartitionPosition, mark_of
+from waltz_core.server.append.mounts import Mounts, PartitionPosition, requested_mark_of
 from waltz_core.server.append.pipeline import AppendPipeline
 from waltz_core.server.locking.pending_appends import PendingAppend
-from waltz_core.server.partition.linearizable_requests import LinearizableRequests, claim_of
+from waltz_core.server.partition.linearizable_requests import LinearizableRequests, assumed_id_of
 from waltz_core.server.partition.waiting_requests import WaitingMount, WaitingRequests
 from waltz_core.server.partition_events import (
     ConnectionClosed,
@@ -188,9 +188,9 @@ class Partition:
         match event:
             case RequestReceived():
                 self._wall_ms = max(self._wall_ms, event.wall_ms)
-                self._receive(event)
+                self._on_request_received(event)
             case ConnectionClosed():
-                self._close(event.connection)
+                self._on_connection_closed(event.connection)
             case ConnectionCongested():
                 self.feed.on_connection_congested(event.connection)
             case ConnectionDrained():
@@ -198,9 +198,9 @@ class Partition:
             case FetchAnswered() | FetchFailed():
                 self._on_fetch_answered(event)
             case Wakeup():
-                self._wake()
+                self._on_wakeup()
             case replication.TakeOwnership():
-                self._on_own_store_event(event)
+                self._on_ownership_taken(event)
             case replication.ReleaseOwnership():
                 self._step_store(event)
                 self._stop_serving("the partition has moved to another server")
@@ -209,7 +209,7 @@ class Partition:
         out, self._out = self._out, []
         return out
 
-    def _wake(self) -> None:
+    def _on_wakeup(self) -> None:
         store_at_ms = self._store.wake_at_ms
         if store_at_ms is not None and store_at_ms <= self._now_ms:
             self._step_store(Wakeup())
@@ -218,9 +218,9 @@ class Partition:
                 f"{self._position} has had no store session for "
                 f"{self._limits.session_wait_ms_max} ms"
             )
-            self._out.append(answers.reject(request, error))
+            self._out.append(answers.request_error_answer(request, error))
         self._route_reads(self.reads.wake(self._now_ms))
-        self._route(self.pipeline.process_slice(now_ms=self._now_ms, wall_ms=self._wall_ms))
+        self._route_appends(self.pipeline.process_slice(now_ms=self._now_ms, wall_ms=self._wall_ms))
         self._deliver_feed()
 
     def _on_fetch_answered(self, event: FetchAnswered | FetchFailed) -> None:
@@ -235,7 +235,7 @@ class Partition:
     # -----------------------------------------------------------------------------------------
     # clients
 
-    def _receive(self, event: RequestReceived) -> None:
+    def _on_request_received(self, event: RequestReceived) -> None:
         message = event.message
         if not self._is_owned:
             self._out.append(answers.not_owned_answer(event, self._position))
@@ -247,43 +247,43 @@ class Partition:
                 now_ms=self._now_ms,
                 over_limit=event.over_limit,
             )
-            self._route(received)
+            self._route_appends(received)
         elif isinstance(message, messages.FlushRequest):
-            self._route(self.pipeline.flush(self._waiting.begin_flush(event)))
+            self._route_appends(self.pipeline.flush(self._waiting.add_flush(event)))
         elif self._is_open:
-            self._answer(event)
+            self._answer_request(event)
         else:
             self._wait_for_session(event)
 
     def _wait_for_session(self, event: RequestReceived) -> None:
         self._waiting.wait_for_session(event, self._now_ms)
 
-    def _answer(self, event: RequestReceived, *, is_proved: bool = False) -> None:
+    def _answer_request(self, event: RequestReceived, *, is_proved: bool = False) -> None:
         assert self._is_open
         message = event.message
-        if claim_of(message) > self._high_water_mark and not is_proved:
-            self._prove(event)
+        if assumed_id_of(message) > self._high_water_mark and not is_proved:
+            self._request_proof(event)
             return
         match message:
             case messages.MountRequest() | messages.MountWriter():
-                self._mount(event)
+                self._begin_mount(event)
             case messages.FeedRequest():
                 self._grant_feed(event, message)
             case messages.HighWaterMarkRequest():
                 self._answer_mark(event)
             case messages.ReplicasRequest():
-                self._answer_mark(event, always=message.linearizable)
+                self._answer_mark(event, needs_proof=message.linearizable)
             case messages.ExpireRequest():
-                self._expire(event, message)
+                self._answer_expiry(event, message)
             case messages.ObjectReplacementRequest():
-                self._replace(event, message)
+                self._answer_replacement(event, message)
             case messages.RangeRequest():
                 self._answer_range(event, message)
             case messages.TransactionDataRequest():
                 self._route_reads(self.reads.request_data(event, message))
             case _:
                 fault = f"a server accepts no {type(message).__name__} as a request for a partition"
-                self._out.append(answers.reject(event, errors.BadRequest(fault)))
+                self._out.append(answers.request_error_answer(event, errors.BadRequest(fault)))
 
     def _answer_range(self, event: RequestReceived, message: messages.RangeRequest) -> None:
         """Answer a range request. Only the client's mounted connection may read its own headers."""
@@ -291,44 +291,44 @@ class Partition:
         is_own = message.form == messages.OWN_HEADERS
         if is_own and not self._mounts.is_current(client_id, event.connection):
             fault = f"{self._position}: client {client_id} is not mounted on this connection"
-            self._out.append(answers.reject(event, errors.NotMounted(fault)))
+            self._out.append(answers.request_error_answer(event, errors.NotMounted(fault)))
         else:
             self._route_reads(self.reads.request_range(event, message))
 
-    def _close(self, connection: ConnectionId) -> None:
+    def _on_connection_closed(self, connection: ConnectionId) -> None:
         self._mounts.close(connection)
         self.feed.close(connection)
-        self.reads.close(connection, self.feed.fetching_from)
+        self.reads.close(connection, self.feed.fetched_first_ids)
         self._waiting.drop(connection)
         # Appends that wait for a proof stay, unanswered: flushes of other connections wait for
         # them.
         self._linearizable.drop(
             lambda each: isinstance(each, RequestReceived) and each.connection == connection
         )
-        self._route(self.pipeline.close(connection))
+        self._route_appends(self.pipeline.close(connection))
 
     # -----------------------------------------------------------------------------------------
     # mounts
 
-    def _mount(self, event: RequestReceived) -> None:
+    def _begin_mount(self, event: RequestReceived) -> None:
         message, connection = event.message, event.connection
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
         req_id = message.req_id
         fault = self._mounts.mount_error(message, connection, self._position, event.principal)
         if fault is not None:
-            self._out.append(answers.reject_mount(event, fault))
+            self._out.append(answers.mount_error_answer(event, fault))
             return
         # End all older feeds and mounts of this client, even those of the same connection.
         older = self.feed.drop_client(req_id.client_id)
         if older:
-            self.reads.on_feeds_ended(self.feed.fetching_from)
-        older += self._waiting.supersede(req_id.client_id)
+            self.reads.on_feeds_ended(self.feed.fetched_first_ids)
+        older += self._waiting.take_older_mounts(req_id.client_id)
         self._out.extend(answers.superseded_answer(request) for request in older)
         sequence = message.connection_sequence
         self._mounts.begin(req_id.client_id, connection, sequence, event.principal)
         wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed
-        self._route(
-            self.pipeline.add_barrier(self._waiting.begin_mount(event, wants_feed=wants_feed))
+        self._route_appends(
+            self.pipeline.add_barrier(self._waiting.add_mount(event, wants_feed=wants_feed))
         )
 
     def _on_mount_drained(self, mount: WaitingMount) -> None:
@@ -336,9 +336,9 @@ class Partition:
         event = mount.request
         message = event.message
         assert isinstance(message, messages.MountRequest | messages.MountWriter)
-        if self._is_outdated(event):
+        if self._reject_outdated(event):
             return
-        mark = mark_of(message)
+        mark = requested_mark_of(message)
         if not mount.wants_feed:
             self._finish_mount(event)
             return
@@ -355,11 +355,11 @@ class Partition:
         """
         if not self._is_open:
             self._wait_for_session(event)
-        elif not self._is_outdated(event):
+        elif not self._reject_outdated(event):
             self._finish_mount(event)
 
-    def _is_outdated(self, event: RequestReceived) -> bool:
-        """Whether the generation or the connection of a mount has ended while the mount waited."""
+    def _reject_outdated(self, event: RequestReceived) -> bool:
+        """Reject a mount whose generation or connection has ended; return False if valid."""
         req_id = event.message.req_id
         if self._mounts.is_current(req_id.client_id, event.connection):
             return False
@@ -368,7 +368,7 @@ class Partition:
                 f"{self._position}: the append is for generation {req_id.generation} of the "
                 "partition, which has ended"
             )
-            self._out.append(answers.reject_mount(event, errors.GenerationMismatch(fault)))
+            self._out.append(answers.mount_error_answer(event, errors.GenerationMismatch(fault)))
         return True
 
     def _finish_mount(self, event: RequestReceived) -> None:
@@ -380,7 +380,7 @@ class Partition:
     def _grant_feed(self, event: RequestReceived, message: messages.FeedRequest) -> None:
         fault = self.feed.add_request(event, message.client_high_water_mark, self._position)
         if fault is not None:
-            self._out.append(answers.reject(event, fault))
+            self._out.append(answers.request_error_answer(event, fault))
 
     def _deliver_feed(self) -> None:
         if self.feed.has_work:
@@ -389,31 +389,31 @@ class Partition:
     # -----------------------------------------------------------------------------------------
     # high-water marks
 
-    def _answer_mark(self, event: RequestReceived, *, always: bool = False) -> None:
-        """Answer with the high-water mark; if the last proof is too old, request one (rule 4)."""
-        if not always and self._linearizable.is_fresh(self._now_ms):
-            self._out.append(self._present_mark_answer(event))
+    def _answer_mark(self, event: RequestReceived, *, needs_proof: bool = False) -> None:
+        """Answer with the high-water mark; if the last proof is too old, wait for one (rule 4)."""
+        if not needs_proof and self._linearizable.is_fresh(self._now_ms):
+            self._out.append(self._current_mark_answer(event))
         else:
-            self._prove(event)
+            self._request_proof(event)
 
-    def _prove(self, request: RequestReceived | PendingAppend) -> None:
+    def _request_proof(self, request: RequestReceived | PendingAppend) -> None:
         for effect in self._linearizable.wait_for_proof(request, self._now_ms):
             self._step_store(effect)
 
     def _on_request_proved(self, request: RequestReceived | PendingAppend) -> None:
         if not isinstance(request, RequestReceived):
-            self._route(self.pipeline.answer_ahead(request, is_proved=self._is_open))
+            self._route_appends(self.pipeline.answer_ahead_of_log(request, is_proved=self._is_open))
         elif not self._is_open:
             self._wait_for_session(request)
         elif isinstance(
             request.message,
             messages.FlushRequest | messages.HighWaterMarkRequest | messages.ReplicasRequest,
         ):
-            self._out.append(self._present_mark_answer(request))
+            self._out.append(self._current_mark_answer(request))
         else:
-            self._answer(request, is_proved=True)
+            self._answer_request(request, is_proved=True)
 
-    def _present_mark_answer(self, event: RequestReceived) -> SendToClient:
+    def _current_mark_answer(self, event: RequestReceived) -> SendToClient:
         # Return the present mark, not the mark of the proof: the client may already know the
         # present one.
         mark, replicas = self._high_water_mark, self.reads.replicas
@@ -426,27 +426,29 @@ class Partition:
             event, mark, self._session_id, replicas, self._identity, archived
         )
 
-    def _expire(self, event: RequestReceived, message: messages.ExpireRequest) -> None:
+    def _answer_expiry(self, event: RequestReceived, message: messages.ExpireRequest) -> None:
         before = TransactionId(message.before)
         if before < 0 or message.before_ms < 0:
             fault = (
                 f"expiry: expected IDs and times of 0 or more, found {before} and "
                 f"{message.before_ms}"
             )
-            self._out.append(answers.reject(event, errors.BadRequest(fault)))
+            self._out.append(answers.request_error_answer(event, errors.BadRequest(fault)))
             return
         is_done = self._store.is_expiry_done(before, message.before_ms)
         self._out.append(answers.expiry_answer(event, self._store.archived_mark, is_done=is_done))
         if not is_done:
             self._step_store(replication.ExpireArchive(before, message.before_ms))
 
-    def _replace(self, event: RequestReceived, message: messages.ObjectReplacementRequest) -> None:
+    def _answer_replacement(
+        self, event: RequestReceived, message: messages.ObjectReplacementRequest
+    ) -> None:
         first, last = TransactionId(message.first), TransactionId(message.last)
         archived = self._store.archived_mark
         end = -1 if archived is None else archived.last
         if not 0 <= first <= last <= end:
             fault = f"expected an object with transactions in 0..{end}, found {first}..{last}"
-            self._out.append(answers.reject(event, errors.BadRequest(fault)))
+            self._out.append(answers.request_error_answer(event, errors.BadRequest(fault)))
             return
         request = replication.ReplaceArchivedObject(message.object, first, last, message.token)
         self._out.append(
@@ -471,7 +473,7 @@ class Partition:
                     self._on_session_closed(effect)
                 case replication.CheckpointDue():
                     self._is_much_archived = True
-                    self._consider_checkpoint()
+                    self._begin_due_checkpoint()
                 case replication.MarkProved() | replication.MarkProofFailed():
                     self._on_proof_ended(effect)
                 case replication.OwnershipReleased():
@@ -484,7 +486,7 @@ class Partition:
                     self._out.append(effect)
         self.reads.replicas = self._store.readable_replicas
 
-    def _on_own_store_event(self, event: replication.TakeOwnership) -> None:
+    def _on_ownership_taken(self, event: replication.TakeOwnership) -> None:
         if event.generation != self._generation:
             self._mounts.clear()
             self._generation = event.generation
@@ -503,7 +505,9 @@ class Partition:
             )
             return
         if event.has_unknown_outcomes:
-            self._abandon("batches of an earlier store session are before the start of the log")
+            self._release_partition(
+                "batches of an earlier store session are before the start of the log"
+            )
             return
         follows_own_session = (
             opened.follows_own_session and opened.generation == self._settled_generation
@@ -517,7 +521,7 @@ class Partition:
         # Do not use the present time: a paused process may see the result of the write much later.
         self._linearizable.note_confirmation(self._written_ms)
         if not follows_own_session:
-            self.reads.forget_all()
+            self.reads.clear_caches()
         self.reads.replicas = self._store.readable_replicas
         settled = self.pipeline.on_session_settled(
             opened,
@@ -531,12 +535,12 @@ class Partition:
         )
         self.feed.on_mark_advanced(opened.session_id, mark)
         self._route_reads(self.reads.on_session_opened(opened.session_id, mark))
-        self._route(settled)
+        self._route_appends(settled)
         self._out.append(
             Report("session.opened", (("session", opened.session_id), ("high_water_mark", mark)))
         )
         for request in self._waiting.on_session_opened():
-            self._receive(request)
+            self._on_request_received(request)
 
     def _on_committed(self, event: replication.TransactionsCommitted) -> None:
         assert self._is_open
@@ -546,13 +550,13 @@ class Partition:
         # All parts receive the new mark before a mount that waited for it continues.
         self.reads.on_mark_advanced(event.last)
         self.feed.on_mark_advanced(self._session_id, event.last)
-        self._route(landed)
+        self._route_appends(landed)
         if self.pipeline.proved_ms is not None:
             self._linearizable.note_confirmation(self.pipeline.proved_ms)
         self._deliver_feed()
-        self._consider_checkpoint()
+        self._begin_due_checkpoint()
 
-    def _consider_checkpoint(self) -> None:
+    def _begin_due_checkpoint(self) -> None:
         """Periodically start a new session with nothing in flight, to raise the low-water marks.
 
         The end of a session wastes an archive attempt that is running. Therefore checkpoints are
@@ -578,7 +582,7 @@ class Partition:
         self._opening = None
         is_full = event.error_code == errors.NoSpace.code
         loss = messages.RowOutcomeCode.NO_SPACE if is_full else messages.RowOutcomeCode.LOST
-        self._route(self.pipeline.on_session_closed(loss))
+        self._route_appends(self.pipeline.on_session_closed(loss))
         self.reads.on_session_closed()
         # The requests arrived in the session that ended. The next session may answer them as well.
         for request in self._reject_unproved(self._linearizable.reset()):
@@ -599,7 +603,8 @@ class Partition:
                 f"{self._position}: no quorum of storages has confirmed the store session"
             )
             self._out.extend(
-                answers.reject(each, unproved) for each in self._reject_unproved(requests)
+                answers.request_error_answer(each, unproved)
+                for each in self._reject_unproved(requests)
             )
         for proof in proofs:
             self._step_store(proof)
@@ -613,7 +618,7 @@ class Partition:
             if isinstance(each, RequestReceived):
                 rest.append(each)
             else:
-                self._route(self.pipeline.answer_ahead(each, is_proved=False))
+                self._route_appends(self.pipeline.answer_ahead_of_log(each, is_proved=False))
         return rest
 
     # -----------------------------------------------------------------------------------------
@@ -621,10 +626,10 @@ class Partition:
 
     def _release_for_data_loss(self, reason: str) -> None:
         """Release the partition: committed transactions are missing from the log (rule 5)."""
-        self._abandon(f"committed transactions are missing: {reason}")
+        self._release_partition(f"committed transactions are missing: {reason}")
         self._out.append(Report("partition.data_loss", (("reason", reason),)))
 
-    def _abandon(self, reason: str) -> None:
+    def _release_partition(self, reason: str) -> None:
         """Release the partition; the outcome of appends in flight is unknown."""
         self._stop_serving(reason)
         self._step_store(replication.ReleaseOwnership())
@@ -638,20 +643,20 @@ class Partition:
         where = f"{self._position}: {reason}"
         gone = errors.NotOwned(where)
         unknown = errors.OutcomeUnknown(f"{where}; the transaction may or may not be in the log")
-        self._out.extend(answers.reject_pending(pending, gone) for pending in queued)
-        self._out.extend(answers.reject_pending(pending, unknown) for pending in in_flight)
-        waiting = self._waiting.abandon()
+        self._out.extend(answers.append_error_answer(pending, gone) for pending in queued)
+        self._out.extend(answers.append_error_answer(pending, unknown) for pending in in_flight)
+        waiting = self._waiting.take_all()
         waiting += self._reject_unproved(self._linearizable.reset())
         waiting += self.feed.abandon()
         waiting += self.reads.abandon()
         self._mounts.on_released()
-        self._out.extend(answers.reject(request, gone) for request in waiting)
+        self._out.extend(answers.request_error_answer(request, gone) for request in waiting)
         assert all(isinstance(outcome, outcomes.BarrierReached) for outcome in reached)
 
     # -----------------------------------------------------------------------------------------
     # routing between the parts
 
-    def _route(self, found: Sequence[outcomes.AppendOutcome]) -> None:
+    def _route_appends(self, found: Sequence[outcomes.AppendOutcome]) -> None:
         for outcome in found:
             match outcome:
                 case SendToClient() | Fetch() | Report():
@@ -662,8 +667,8 @@ class Partition:
                     self.reads.cache_batch(outcome.entry, outcome.batch)
                 case outcomes.BarrierReached():
                     self._on_barrier_reached(outcome.token)
-                case outcomes.AheadOfLog():
-                    self._prove(outcome.pending)
+                case outcomes.ConfirmAheadOfLog():
+                    self._request_proof(outcome.pending)
                 case _:
                     assert_never(outcome)
 
@@ -686,12 +691,14 @@ class Partition:
                 self._route_feed(self.feed.on_headers_fetched(outcome))
             elif isinstance(outcome, FeedFailed):
                 requests = self.feed.on_fetch_failed(outcome.first)
-                self._out.extend(answers.reject(each, outcome.error) for each in requests)
+                self._out.extend(
+                    answers.request_error_answer(each, outcome.error) for each in requests
+                )
             else:
                 self._out.append(outcome)
 
     def _on_barrier_reached(self, token: int) -> None:
-        found = self._waiting.end(token)
+        found = self._waiting.take_waiting(token)
         if found is None:
             return  # A later mount has replaced this one, or its request was dropped.
         request = found.request if isinstance(found, WaitingMount) else found

@@ -68,13 +68,13 @@ class WaitingRequests:
 
     # ---- requests that wait for a token (rule 2)
 
-    def begin_mount(self, request: RequestReceived, *, wants_feed: bool) -> int:
-        """Keep a mount; return the token for which it waits."""
+    def add_mount(self, request: RequestReceived, *, wants_feed: bool) -> int:
+        """Add a mount; return the token for which it waits."""
         token = next(self._tokens)
         self._mounts[token] = WaitingMount(request, wants_feed)
         return token
 
-    def supersede(self, client_id: ClientId) -> list[RequestReceived]:
+    def take_older_mounts(self, client_id: ClientId) -> list[RequestReceived]:
         """Remove and return the older mounts of a client."""
         older = [
             token
@@ -83,17 +83,17 @@ class WaitingRequests:
         ]
         return [self._mounts.pop(token).request for token in older]
 
-    def begin_flush(self, request: RequestReceived) -> int:
-        """Keep a flush; return the token for which it waits."""
+    def add_flush(self, request: RequestReceived) -> int:
+        """Add a flush; return the token for which it waits."""
         token = next(self._tokens)
         self._flushes[token] = request
         return token
 
-    def end(self, token: int) -> WaitingMount | RequestReceived | None:
+    def take_waiting(self, token: int) -> WaitingMount | RequestReceived | None:
         """Remove and return the mount or flush that waits for a token; None if it was dropped."""
         return self._mounts.pop(token, None) or self._flushes.pop(token, None)
 
-    def abandon(self) -> list[RequestReceived]:
+    def take_all(self) -> list[RequestReceived]:
         """Remove and return all waiting requests."""
         waiting = self.on_session_opened()
         waiting += self._flushes.values()

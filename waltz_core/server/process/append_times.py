@@ -30,6 +30,8 @@ class AppendTime(NamedTuple):
 
 @dataclass(slots=True)
 class _Second:
+    """The appends of one storage in one second."""
+
     number: int
     count: int = 0
     total_ms: int = 0

@@ -22,7 +22,7 @@ class ClientIdQueue:
         self._waiting = 0
         self._allocated: deque[int] = deque()
 
-    async def next(self) -> ClientId:
+    async def next_client_id(self) -> ClientId:
         """Return a client ID that was never used before; raises the error of `allocate`."""
         self._waiting += 1
         try:

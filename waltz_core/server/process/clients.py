@@ -97,9 +97,9 @@ from waltz_core.wire.messages import (
 _log = logging.getLogger(__name__)
 
 # How soon to check the memory again while connections are not read because of the limit.
-_RECOUNT_S: Final = 0.1
-_APPENDS = (AppendBatch, AppendRequest)
-_TO_A_PARTITION = (
+_MEMORY_CHECK_INTERVAL_S: Final = 0.1
+_APPEND_TYPES = (AppendBatch, AppendRequest)
+_PARTITION_REQUEST_TYPES = (
     AppendBatch,
     AppendRequest,
     ExpireRequest,
@@ -173,6 +173,8 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class _ClientConnection:
+    """One connected client."""
+
     link: Link
     legacy_client: LegacyClientAdapter | None
     hosts: dict[PartitionId, PartitionHost] = field(default_factory=dict)  # with its requests
@@ -258,19 +260,19 @@ class ClientConnections:
 
     def _on_messages_received(self, connection: ConnectionId, messages: list[Message]) -> None:
         self._flow.receive(connection, cast("list[ClientMessage]", messages))
-        self._admit(connection)
-        self._balance()
+        self._admit_requests(connection)
+        self._apply_memory_limit()
 
     def _on_link_drained(self, connection: ConnectionId) -> None:
         client = self._clients.get(connection)
         if client is None:
             return
-        self._note_backlog(connection, client)
+        self._update_backlog(connection, client)
         if client.is_feed_paused and not client.link.must_pause_feeds:
             client.is_feed_paused = False
             for host in list(client.hosts.values()):
                 host.post(ConnectionDrained(connection))
-        self._admit(connection)
+        self._admit_requests(connection)
 
     def _on_link_closed(self, connection: ConnectionId, reason: str) -> None:
         client = self._clients.pop(connection)
@@ -281,7 +283,7 @@ class ClientConnections:
             audited.end("unknown", "the connection was closed before the answer")
         for host in client.hosts.values():
             host.post(ConnectionClosed(connection))
-        self._balance()
+        self._apply_memory_limit()
 
     # -----------------------------------------------------------------------------------------
     # answers
@@ -294,9 +296,9 @@ class ClientConnections:
             return
         audited = client.audited.pop(id(effect.request), None)
         if audited is not None:
-            _write_outcome(audited[1], effect.message)
+            _write_audit_outcome(audited[1], effect.message)
         if client.legacy_client is None:
-            self._send(connection, client, effect.message)
+            self._send_answer(connection, client, effect.message)
         else:
             translated = client.legacy_client.translate_answer(
                 effect.message, effect.request, self._loop.time()
@@ -309,7 +311,7 @@ class ClientConnections:
             self._loop.call_soon(self._flush_answers)
         self._answered[connection] = None
 
-    def _send(
+    def _send_answer(
         self, connection: ConnectionId, client: _ClientConnection, message: ClientMessage
     ) -> None:
         if isinstance(message, AppendResult):
@@ -322,9 +324,9 @@ class ClientConnections:
                 )
             client.outbox.append(message)
             return
-        self._empty_outbox(client)
+        self._send_outbox(client)
         client.link.send(message)
-        self._note_sent(connection, client)
+        self._update_congestion(connection, client)
 
     def _send_to_legacy_client(
         self, connection: ConnectionId, client: _ClientConnection, answer: LegacyResponse
@@ -332,13 +334,15 @@ class ClientConnections:
         match answer:
             case Frames():
                 client.link.send_frames(answer.data)
-                self._note_sent(connection, client)
+                self._update_congestion(connection, client)
             case LockFailure() | FlushResponse():
                 # These name a transaction that the feed sends next, so they must be sent after the
                 # feed.
                 client.outbox.append(answer)
             case EndConnection():
-                self._loop.call_later(answer.after_s, self._end, connection, answer.reason)
+                self._loop.call_later(
+                    answer.after_s, self._close_after_answers, connection, answer.reason
+                )
             case InexpressibleError():
                 _log.warning(
                     "client.inexpressible_error address=%s error=%s",
@@ -346,19 +350,19 @@ class ClientConnections:
                     answer.text,
                 )
             case _:
-                self._send(connection, client, answer)
+                self._send_answer(connection, client, answer)
 
-    def _end(self, connection: ConnectionId, reason: str) -> None:
+    def _close_after_answers(self, connection: ConnectionId, reason: str) -> None:
         """Close a connection after its pending answers are sent."""
         client = self._clients.get(connection)
         if client is not None and not client.link.is_closed:
             _log.info(
                 "client.legacy_connection_closed address=%s reason=%s", client.link.address, reason
             )
-            self._empty_outbox(client)
+            self._send_outbox(client)
             client.link.close(reason)
 
-    def _empty_outbox(self, client: _ClientConnection) -> None:
+    def _send_outbox(self, client: _ClientConnection) -> None:
         if client.outbox:
             outbox, client.outbox = client.outbox, []
             client.link.send_all(outbox)
@@ -369,21 +373,21 @@ class ClientConnections:
         for connection in connections:
             client = self._clients.get(connection)
             if client is not None and client.outbox:
-                self._empty_outbox(client)
-                self._note_sent(connection, client)
+                self._send_outbox(client)
+                self._update_congestion(connection, client)
         for connection in connections:
-            self._admit(connection)
-        self._balance()
+            self._admit_requests(connection)
+        self._apply_memory_limit()
 
-    def _note_sent(self, connection: ConnectionId, client: _ClientConnection) -> None:
+    def _update_congestion(self, connection: ConnectionId, client: _ClientConnection) -> None:
         if client.link.must_pause_feeds and not client.is_feed_paused:
             client.is_feed_paused = True
             # Notify at once: a partition may take a turn of its feeds before the loop's next turn.
             for host in list(client.hosts.values()):
                 host.post(ConnectionCongested(connection))
-        self._note_backlog(connection, client)  # last: `flow` must consider the congestion, too
+        self._update_backlog(connection, client)  # last: `flow` must consider the congestion, too
 
-    def _note_backlog(self, connection: ConnectionId, client: _ClientConnection) -> None:
+    def _update_backlog(self, connection: ConnectionId, client: _ClientConnection) -> None:
         self._flow.note_backlog(
             connection, client.link.write_backlog_bytes, is_congested=client.link.is_congested
         )
@@ -391,31 +395,33 @@ class ClientConnections:
     # -----------------------------------------------------------------------------------------
     # requests
 
-    def _admit(self, connection: ConnectionId) -> None:
+    def _admit_requests(self, connection: ConnectionId) -> None:
         for request in self._flow.admit(connection):
             self._dispatch(connection, request)
         self._update_reading(connection)
 
-    def _balance(self) -> None:
+    def _apply_memory_limit(self) -> None:
         """Apply the memory limit.
 
         Read the present backlogs first, because no event reports that a backlog has decreased.
         """
         if self._flow.is_over_limit and self._recount is None:
-            self._note_backlogs()
+            self._update_backlogs()
         for connection in self._flow.balance():
-            self._admit(connection)
-        if self._flow.has_greedy and self._recount is None:
-            self._recount = self._loop.call_later(_RECOUNT_S, self._balance_again)
+            self._admit_requests(connection)
+        if self._flow.has_paused_connections and self._recount is None:
+            self._recount = self._loop.call_later(
+                _MEMORY_CHECK_INTERVAL_S, self._recheck_memory_limit
+            )
 
-    def _balance_again(self) -> None:
+    def _recheck_memory_limit(self) -> None:
         self._recount = None
-        self._note_backlogs()
-        self._balance()
+        self._update_backlogs()
+        self._apply_memory_limit()
 
-    def _note_backlogs(self) -> None:
+    def _update_backlogs(self) -> None:
         for connection, client in self._clients.items():
-            self._note_backlog(connection, client)
+            self._update_backlog(connection, client)
 
     def _update_reading(self, connection: ConnectionId) -> None:
         client = self._clients.get(connection)
@@ -435,18 +441,18 @@ class ClientConnections:
         if client is None or client.link.is_closed:
             return
         message = request.message
-        if isinstance(message, _APPENDS) and _log.isEnabledFor(logging.DEBUG):
+        if isinstance(message, _APPEND_TYPES) and _log.isEnabledFor(logging.DEBUG):
             _log.debug(
                 "server.append_received request=%s client=%s", message.req_id, client.link.address
             )
         if client.legacy_client is not None:
             end = client.legacy_client.note_request(message, self._loop.time())
             if end is not None:
-                self._end(connection, end.reason)
+                self._close_after_answers(connection, end.reason)
                 return
         denial, over_limit = client.link.denial(message), None
         if denial is not None:  # rule 5
-            if isinstance(denial, errors.Overloaded) and isinstance(message, _APPENDS):
+            if isinstance(denial, errors.Overloaded) and isinstance(message, _APPEND_TYPES):
                 over_limit = denial
             else:
                 answer = error_answer(
@@ -456,7 +462,7 @@ class ClientConnections:
                 return
         audited = client.link.audit_request(message)
         if audited is None:
-            self._route(connection, client, request, over_limit)
+            self._route_request(connection, client, request, over_limit)
         else:
             client.audited[id(message)] = message, audited
             audited.begin(partial(self._on_audit_line_written, connection, request))
@@ -469,12 +475,12 @@ class ClientConnections:
         if client is None or client.link.is_closed or client.link.access is None:
             return
         if client.link.access.may_begin(error):
-            self._route(connection, client, request)
+            self._route_request(connection, client, request)
             return
         assert error is not None
         self.answer(error_answer(connection, message.req_id, request.cost_bytes, error, message))
 
-    def _route(
+    def _route_request(
         self,
         connection: ConnectionId,
         client: _ClientConnection,
@@ -482,8 +488,8 @@ class ClientConnections:
         over_limit: errors.Overloaded | None = None,
     ) -> None:
         message = request.message
-        if not isinstance(message, _TO_A_PARTITION):
-            self._serve(connection, request)
+        if not isinstance(message, _PARTITION_REQUEST_TYPES):
+            self._serve_server_request(connection, request)
             return
         partition_id = message.req_id.partition_id
         host = self._backend.hosts.get(partition_id)
@@ -519,7 +525,7 @@ class ClientConnections:
             error = errors.NotOwned(f"this server does not own partition {partition_id}")
         return error_answer(connection, message.req_id, cost_bytes, error, message)
 
-    def _serve(self, connection: ConnectionId, request: AdmittedRequest) -> None:
+    def _serve_server_request(self, connection: ConnectionId, request: AdmittedRequest) -> None:
         """Answer a request that concerns the server as a whole."""
         message, cost_bytes = request
         answer: ClientMessage
@@ -545,7 +551,7 @@ class ClientConnections:
                 self._tasks.create_task(self._check_connectivity())
             return
         elif isinstance(message, AddPreferredRequest | RemovePreferredRequest):
-            self._tasks.create_task(self._prefer(connection, message, cost_bytes))
+            self._tasks.create_task(self._change_preferences(connection, message, cost_bytes))
             return
         elif isinstance(message, ClientIdRequest):
             self._tasks.create_task(self._issue_client_id(connection, message, cost_bytes))
@@ -608,7 +614,7 @@ class ClientConnections:
             return
         self.answer(SendToClient(connection, answer, cost_bytes))
 
-    async def _prefer(
+    async def _change_preferences(
         self,
         connection: ConnectionId,
         message: AddPreferredRequest | RemovePreferredRequest,
@@ -629,7 +635,7 @@ class ClientConnections:
         self.answer(SendToClient(connection, answer(message.req_id, is_done), cost_bytes, message))
 
 
-def _write_outcome(audited: AuditedRequest, answer: ClientMessage) -> None:
+def _write_audit_outcome(audited: AuditedRequest, answer: ClientMessage) -> None:
     if isinstance(answer, ErrorResponse):
         audited.end("rejected", answer.message)
     else:

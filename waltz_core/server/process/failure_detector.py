@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 REFUSALS_MIN: Final = 3
 REFUSED_PAUSE_S: Final = 0.02
 RETRY_PAUSE_S: Final = 1.0
-REPORT_S: Final = 1.0
+PUBLISH_INTERVAL_S: Final = 1.0
 DIAL_TIMEOUT_S: Final = 3.0
 
 
@@ -71,10 +71,10 @@ class FailureDetector:
         self._tasks = tasks
         self._remove_dead = remove_dead
         self._ssl = ssl
-        self._watches: dict[tuple[ServerId, str], _Watch] = {}
+        self._watches: dict[tuple[ServerId, str], _ServerWatch] = {}
         self._results = _DialResults()
 
-    def follow(self, view: ServersView) -> None:
+    def watch_servers(self, view: ServersView) -> None:
         """Watch exactly the other servers of this view."""
         others = {
             (each.server_id, each.address): each
@@ -87,13 +87,15 @@ class FailureDetector:
             if key in self._watches:
                 self._watches[key].descriptor = descriptor  # rule 4
                 continue
-            watch = self._watches[key] = _Watch(
+            watch = self._watches[key] = _ServerWatch(
                 descriptor, self._remove_dead, self._ssl, self._results
             )
             self._tasks.create_task(watch.run())
         self._results.reachability.keep_only({server_id for server_id, _ in others})
 
-    async def report(self, board: PublishedReachability, is_witness: Callable[[], bool]) -> None:
+    async def publish_results(
+        self, board: PublishedReachability, is_witness: Callable[[], bool]
+    ) -> None:
         """Publish the results of the dials periodically, until cancelled (rule 6)."""
         while True:
             self._results.is_changed.clear()
@@ -105,7 +107,7 @@ class FailureDetector:
             except WaltzError as error:
                 _log.info("server.reachability_publish_failed error=%s", error)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_S):
+                async with asyncio.timeout(PUBLISH_INTERVAL_S):
                     await self._results.is_changed.wait()
 
     def stop(self) -> None:
@@ -133,7 +135,7 @@ class _DialResults:
         self.is_changed.set()
 
 
-class _Watch:
+class _ServerWatch:
     """A connection to one server, established again whenever it is lost."""
 
     def __init__(
@@ -141,10 +143,10 @@ class _Watch:
         descriptor: ServerDescriptor,
         remove_dead: Callable[[ServerDescriptor], Awaitable[None]],
         ssl: SSLContext | None,
-        seen: _DialResults,
+        results: _DialResults,
     ) -> None:
         self.descriptor = descriptor
-        self._results = seen
+        self._results = results
         self._remove_dead = remove_dead
         self._ssl = ssl
         self._stopped = asyncio.Event()
@@ -168,7 +170,7 @@ class _Watch:
                     ssl=self._ssl,
                 )
             except WaltzError as error:
-                self._note(error)
+                self._record_dial(error)
                 is_refused = isinstance(error.__cause__, ConnectionRefusedError)
                 refusals = refusals + 1 if is_refused and was_connected else 0
                 if refusals < REFUSALS_MIN:
@@ -177,10 +179,10 @@ class _Watch:
                     continue
                 # If the server is still alive, it must be reached before it can be declared dead
                 # again.
-                refusals, was_connected = 0, not await self._is_removed()
+                refusals, was_connected = 0, not await self._remove_dead_server()
                 await self._pause(RETRY_PAUSE_S)
             else:
-                self._note(None)
+                self._record_dial(None)
                 was_connected, refusals, since_ms = True, 0, loop_clock_ms()
                 if self._stopped.is_set():
                     self._link.abort("this server no longer checks the other server")
@@ -192,11 +194,11 @@ class _Watch:
                 await self._pause(pause_s)
                 pause_s = min(2 * pause_s, RETRY_PAUSE_S)
 
-    def _note(self, error: WaltzError | None) -> None:
+    def _record_dial(self, error: WaltzError | None) -> None:
         if not self._stopped.is_set():
             self._results.record_dial(self.descriptor.server_id, error)
 
-    async def _is_removed(self) -> bool:
+    async def _remove_dead_server(self) -> bool:
         dead = self.descriptor
         try:
             await self._remove_dead(dead)

@@ -59,6 +59,8 @@ class AdmittedRequest(NamedTuple):
 
 @dataclass(slots=True)
 class _Account:
+    """The requests and bytes that one connection uses."""
+
     count: int = 0
     in_flight_bytes: int = 0
     waiting: deque[ClientMessage] = field(default_factory=deque)
@@ -82,8 +84,10 @@ class FlowControl:
     def __init__(self, limits: FlowLimits) -> None:
         self._limits = limits
         self._accounts: dict[ConnectionId, _Account] = {}
-        self._greedy: dict[ConnectionId, None] = {}  # connections that are not read (rule 3)
-        self._without_room: dict[ConnectionId, None] = {}  # connections whose reads wait (rule 3)
+        self._paused: dict[ConnectionId, None] = {}  # connections that are not read (rule 3)
+        self._reads_without_room: dict[
+            ConnectionId, None
+        ] = {}  # connections whose reads wait (rule 3)
         self.bytes = 0
 
     # -----------------------------------------------------------------------------------------
@@ -97,13 +101,13 @@ class FlowControl:
     def close(self, connection: ConnectionId) -> None:
         """Close the account of a closed connection; its bytes are free."""
         self.bytes -= self._accounts.pop(connection).bytes
-        self._greedy.pop(connection, None)
-        self._without_room.pop(connection, None)
+        self._paused.pop(connection, None)
+        self._reads_without_room.pop(connection, None)
         assert self.bytes >= 0
 
     def may_read(self, connection: ConnectionId) -> bool:
         """Whether the server should read more from the connection."""
-        return not self._accounts[connection].waiting and connection not in self._greedy
+        return not self._accounts[connection].waiting and connection not in self._paused
 
     def in_flight_count(self, connection: ConnectionId) -> int:
         """Return how many requests of the connection are in progress."""
@@ -165,19 +169,19 @@ class FlowControl:
         return self.bytes > self._limits.memory_bytes_max
 
     @property
-    def has_greedy(self) -> bool:
+    def has_paused_connections(self) -> bool:
         """Whether rule 3 has paused the reading of a connection."""
-        return bool(self._greedy)
+        return bool(self._paused)
 
     def balance(self) -> list[ConnectionId]:
         """Apply rule 3; return the connections for which `admit` or `may_read` may have changed."""
         if self.is_over_limit:
             return self._pause_largest()
-        freed = self._without_room
-        self._without_room = {}
-        if self._greedy and self.bytes <= self._limits.memory_bytes_max // 8 * 7:
-            freed |= self._greedy
-            self._greedy.clear()
+        freed = self._reads_without_room
+        self._reads_without_room = {}
+        if self._paused and self.bytes <= self._limits.memory_bytes_max // 8 * 7:
+            freed |= self._paused
+            self._paused.clear()
         return list(freed)
 
     def _pause_largest(self) -> list[ConnectionId]:
@@ -188,8 +192,8 @@ class FlowControl:
         while over_bytes > 0 and held:
             held_bytes, connection = held.pop()
             over_bytes -= held_bytes
-            if connection not in self._greedy:
-                self._greedy[connection] = None
+            if connection not in self._paused:
+                self._paused[connection] = None
                 stopped.append(connection)
         return stopped
 
@@ -203,7 +207,7 @@ class FlowControl:
         bytes_max = limits.connection_in_flight_bytes_max
         is_read = isinstance(account.waiting[0], RangeRequest | TransactionDataRequest)
         if is_read and account.has_data and self.is_over_limit:
-            self._without_room[connection] = None
+            self._reads_without_room[connection] = None
             return False
         if isinstance(account.waiting[0], RangeRequest):
             bytes_max //= 2

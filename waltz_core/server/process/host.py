@@ -80,7 +80,7 @@ _ARCHIVE_GAUGES: Final = (
 SLOW_REPLICA_MS: Final = 1_000
 SILENT_REPLICA_MS: Final = 10_000
 # The log levels of reports; other reports have level INFO.
-LEVELS: Final = {
+LOG_LEVELS: Final = {
     "append.slow": logging.WARNING,
     "archive.garbage_collection_failed": logging.WARNING,
     "archive.expiry_failed": logging.WARNING,
@@ -91,7 +91,7 @@ LEVELS: Final = {
     "replica.damaged": logging.WARNING,
 }
 # The reports that end an attempt to open a session, successful or not.
-_OPENING_ENDED: Final = frozenset({"session.opened", "session.closed", "session.abandoned"})
+_OPENING_END_REPORTS: Final = frozenset({"session.opened", "session.closed", "session.abandoned"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +136,13 @@ class Host:
             ssl=services.ssl,
         )
         self._published = _PublishedCounters()
-        self._in_sync = ReplicaInSync(partition_id, services.metrics)
+        self._in_sync = InSyncReplicaMetric(partition_id, services.metrics)
         self._permit: SessionOpenPermit | None = None
         self._answers = self._answer_bytes = 0
         self._driver: Driver[Event, Effect] = Driver(
             partition,
-            self._perform,
-            on_report=self._report,
+            self._perform_effect,
+            on_report=self._log_report,
             on_failure=services.failed,
             name=f"partition-{partition_id}",
         )
@@ -197,7 +197,7 @@ class Host:
     # -----------------------------------------------------------------------------------------
     # effects
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform_effect(self, effect: Effect) -> None:
         match effect:
             case SendToClient():
                 self._answers += 1
@@ -212,7 +212,7 @@ class Host:
             case replication.CloseReplica():
                 self._links.close(effect)
             case Fetch():
-                self._services.tasks.create_task(self._fetch(effect))
+                self._services.tasks.create_task(self._fetch_from_storage(effect))
             case replication.ReadMetadata():
                 self._services.tasks.create_task(self._read_metadata(effect))
             case replication.WriteMetadata():
@@ -225,11 +225,11 @@ class Host:
     def _on_ownership_released(self, effect: replication.OwnershipReleased) -> None:
         _log.warning("partition.released partition=%s reason=%s", self.partition_id, effect.reason)
         if effect.should_hand_over:
-            self._services.tasks.create_task(self._hand_over(self.partition.generation))
+            self._services.tasks.create_task(self._hand_over_partition(self.partition.generation))
         loop = asyncio.get_running_loop()
         loop.call_later(REOPEN_PAUSE_S, self._retake_ownership)
 
-    async def _hand_over(self, generation: Generation) -> None:
+    async def _hand_over_partition(self, generation: Generation) -> None:
         try:
             is_handed_over = await self._services.hand_over(self.partition_id, generation)
         except WaltzError as error:
@@ -282,7 +282,7 @@ class Host:
         else:
             self.post(replication.MetadataWritten(effect.attempt, written.metadata, written.marker))
 
-    async def _fetch(self, effect: Fetch) -> None:
+    async def _fetch_from_storage(self, effect: Fetch) -> None:
         try:
             answer = await self._services.read_links.fetch(
                 effect.replica, effect.message, is_urgent=effect.is_urgent
@@ -301,11 +301,11 @@ class Host:
     # -----------------------------------------------------------------------------------------
     # reports and metrics
 
-    def _report(self, report: Report) -> None:
-        level = LEVELS.get(report.name, logging.INFO)
+    def _log_report(self, report: Report) -> None:
+        level = LOG_LEVELS.get(report.name, logging.INFO)
         log_report(_log, level, report, partition=self.partition_id)
         self._services.metrics.report(report)
-        if report.name in _OPENING_ENDED:
+        if report.name in _OPENING_END_REPORTS:
             self._release_permit()
         if report.name == "replica.rejected":
             self._services.tasks.create_task(self._refresh_storage_ids())
@@ -346,7 +346,7 @@ class Host:
         return sorted(self._waits.silent)
 
 
-class ReplicaInSync:
+class InSyncReplicaMetric:
     """Publishes which of the assigned replicas of a partition are in sync."""
 
     def __init__(self, partition_id: PartitionId, metrics: Metrics) -> None:
@@ -448,7 +448,7 @@ class _PublishedCounters:
                 self._before[name] = total
                 metrics.add("waltz_server_cache_reads_total", more, cache=cache, outcome=outcome)
         self._publish_gauges(partition_id, partition, metrics)
-        self._publish_archive(partition_id, partition, metrics)
+        self._publish_archive_gauges(partition_id, partition, metrics)
 
     def _publish_gauges(
         self, partition_id: PartitionId, partition: Partition, metrics: Metrics
@@ -474,7 +474,7 @@ class _PublishedCounters:
                 partition=partition_id,
             )
 
-    def _publish_archive(
+    def _publish_archive_gauges(
         self, partition_id: PartitionId, partition: Partition, metrics: Metrics
     ) -> None:
         if partition.archive_progress is None:

@@ -38,9 +38,9 @@ from waltz_core.replication import session_events as replication
 from waltz_core.server.read.cache import CacheBudget, TransactionCache
 from waltz_core.wire.messages import RangeBytes, RangeForm, RangeRaw
 
-REPLICA: Final = ReplicaId("memory:1")
+MEMORY_REPLICA: Final = ReplicaId("memory:1")
 # More bytes than a process can store, so that the cache never drops a batch.
-_ENOUGH_BYTES: Final = 1 << 62
+_UNLIMITED_BYTES: Final = 1 << 62
 _CRC_BYTES: Final = 4
 
 
@@ -57,7 +57,7 @@ class MemoryLog:
     """The log of one partition, in memory."""
 
     def __init__(self) -> None:
-        self._batches = TransactionCache(CacheBudget(_ENOUGH_BYTES))
+        self._batches = TransactionCache(CacheBudget(_UNLIMITED_BYTES))
         self.mark = BEFORE_FIRST
         self.chain = GENESIS_CHAIN
         self.session = NO_SESSION
@@ -97,7 +97,7 @@ class MemoryLog:
         if self.mark == BEFORE_FIRST:
             return []
         found: list[StoredTransaction] = []
-        for part in self._batches.read(TransactionId(0), self.mark, _ENOUGH_BYTES):
+        for part in self._batches.read(TransactionId(0), self.mark, _UNLIMITED_BYTES):
             offsets = offsets_of(part.lengths).tolist()
             heads = np.frombuffer(headers_of(part.records, part.lengths), HEADER_DTYPE)
             for index, head in enumerate(heads):
@@ -149,7 +149,7 @@ class MemoryStore:
         """Open a session (rule 2)."""
         log = self.log
         log.session = SessionId(log.session + 1)
-        self.readable_replicas = (REPLICA,)
+        self.readable_replicas = (MEMORY_REPLICA,)
         return (
             replication.SessionOpened(
                 log.session, self.generation, log.mark, log.chain, follows_own_session=False

@@ -33,20 +33,22 @@ class Preferences:
         """The partitions whose preference is suspended."""
         return sorted(self._suspended)
 
-    def active_after(
+    def active_preferences_after(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> tuple[PartitionId, ...]:
         """Return the preferences to write to ZooKeeper for this change; does not apply it yet."""
         suspended = self._suspended.keys() - {*added, *removed}
-        return tuple(each for each in self._wanted_after(added, removed) if each not in suspended)
+        return tuple(
+            each for each in self._preferences_after(added, removed) if each not in suspended
+        )
 
     def change(self, added: Collection[PartitionId], removed: Collection[PartitionId]) -> None:
         """Apply a change that was written to ZooKeeper (rule 3)."""
-        self.wanted = self._wanted_after(added, removed)
+        self.wanted = self._preferences_after(added, removed)
         for each in {*added, *removed}:
             self._suspended.pop(each, None)
 
-    def _wanted_after(
+    def _preferences_after(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> tuple[PartitionId, ...]:
         kept = [each for each in self.wanted if each not in removed]
@@ -62,7 +64,7 @@ class Preferences:
         self._suspended[partition_id] = now_s + self._suspension_s
         return True
 
-    def resumable(self, now_s: float) -> list[PartitionId]:
+    def resumable_partitions(self, now_s: float) -> list[PartitionId]:
         """Return the partitions that have been suspended for the minimum time (rule 2)."""
         return sorted(each for each, until_s in self._suspended.items() if until_s <= now_s)
 
@@ -74,9 +76,9 @@ def reachable_partitions(
 ) -> list[PartitionId]:
     """Return the partitions with a quorum of reachable replicas."""
 
-    def is_reached(partition_id: PartitionId) -> bool:
+    def has_reachable_quorum(partition_id: PartitionId) -> bool:
         replicas = replicas_of(partition_id)
         count = sum(reached.get(each, False) for each in replicas)
         return bool(replicas) and count >= quorum_size(len(replicas))
 
-    return [each for each in partitions if is_reached(each)]
+    return [each for each in partitions if has_reachable_quorum(each)]

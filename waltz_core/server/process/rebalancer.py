@@ -60,7 +60,7 @@ class Rebalancer:
         self._server_id = server_id
         self._coordinator = coordinator
         self._costs = costs
-        self._pace = times
+        self._times = times
         self._is_fit = is_fit
         self._meter = LoadMeter(times.window_ms)
         self._averages = LoadAverages(times.window_ms)
@@ -75,13 +75,13 @@ class Rebalancer:
     async def run(self) -> None:
         """Measure and balance periodically, until cancelled."""
         while True:
-            await asyncio.sleep(self._pace.interval_ms / 1000)
+            await asyncio.sleep(self._times.interval_ms / 1000)
             try:
-                await self._check()
+                await self._measure_and_balance()
             except WaltzError as error:
                 _log.info("balance.check_failed reason=%s", error)  # rule 2
 
-    async def _check(self) -> None:
+    async def _measure_and_balance(self) -> None:
         loads = self._meter.take(self._costs(), loop_clock_ms())
         if self._is_fit():
             await self._coordinator.loads.publish(self._server_id, loads)
@@ -92,14 +92,14 @@ class Rebalancer:
             self._servers = frozenset()
             self._balancer.reset_history()
             return
-        await self._balance(view)
+        await self._plan_and_write_moves(view)
 
-    async def _balance(self, view: ServersView) -> None:
+    async def _plan_and_write_moves(self, view: ServersView) -> None:
         """Plan and write moves, as the leader."""
         now_ms = loop_clock_ms()
         if view.servers.keys() != self._servers:
             self._servers = frozenset(view.servers)
-            self._paused_until_ms = now_ms + self._pace.window_ms
+            self._paused_until_ms = now_ms + self._times.window_ms
         published = await self._coordinator.loads.read(
             view.servers.keys() - view.left_out,
             lambda error: _log.info("balance.load_unreadable error=%s", error),

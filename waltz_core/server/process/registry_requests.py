@@ -11,15 +11,16 @@ Rules (decision 048, AC 14):
        `anonymous`.
     3. ZooKeeper keeps the registry in memory, so everything is limited: the size of a name, a run
        and the arguments; the tasks of a write (`TASKS_MAX`); the time for which a write is kept (a
-       year); and the operations of one principal in progress in this server (`TURNS_MAX`).
+       year); and the operations of one principal in progress in this server
+       (`OPERATIONS_IN_PROGRESS_MAX`).
     4. An operation may be repeated, as after an unknown outcome in ZooKeeper.
     5. After a write was finished or removed, the server removes some expired writes. Only one such
        removal runs at a time.
     6. If a connection is closed before the turn of its operation, the operation is dropped: its
        principal may have lost its permissions.
     7. The operation TASKS reads a node for each task. So one principal has one such operation at a
-       time, with `READS_MAX` concurrent reads. The operation ends with its connection, and keeps
-       only what the answer needs.
+       time, with `CONCURRENT_READS_MAX` concurrent reads. The operation ends with its connection,
+       and keeps only what the answer needs.
 """
 
 import asyncio
@@ -51,13 +52,13 @@ from waltz_core.wire.messages import RegistryOperation, RegistryRequest, Registr
 _log = logging.getLogger(__name__)
 
 KEEP_MS_MAX: Final = 365 * 24 * 3_600 * 1_000
-TURNS_MAX: Final = 16
+OPERATIONS_IN_PROGRESS_MAX: Final = 16
 TASKS_MAX: Final = 100_000
 # A summary has a mark for each partition, and a few texts, one of which may be a path.
 _ARGUMENTS_BYTES: Final = 16 * 1024
-_ARGUMENTS_BYTES_OF_PARTITION: Final = 64
+_ARGUMENTS_BYTES_PER_PARTITION: Final = 64
 _SUMMARY_LEVELS_MAX: Final = 10
-READS_MAX: Final = 16
+CONCURRENT_READS_MAX: Final = 16
 
 
 class RegistryRequests:
@@ -76,10 +77,10 @@ class RegistryRequests:
         self._tasks = tasks
         self._is_removing = False
         self._arguments_bytes_max = min(
-            NODE_BYTES_MAX, _ARGUMENTS_BYTES + _ARGUMENTS_BYTES_OF_PARTITION * partition_count
+            NODE_BYTES_MAX, _ARGUMENTS_BYTES + _ARGUMENTS_BYTES_PER_PARTITION * partition_count
         )
         self._turns: dict[str, asyncio.Semaphore] = defaultdict(
-            lambda: asyncio.Semaphore(TURNS_MAX)
+            lambda: asyncio.Semaphore(OPERATIONS_IN_PROGRESS_MAX)
         )
         self._listings: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
@@ -106,15 +107,15 @@ class RegistryRequests:
             if request.operation == RegistryOperation.TASKS:
                 await turn.enter_async_context(self._listings[principal])  # rule 7
             await turn.enter_async_context(self._turns[principal])
-            _check_open(is_closed)
-            answer = await self._answer(request, access, is_closed)
+            _check_connection_open(is_closed)
+            answer = await self._process_for_principal(request, access, is_closed)
         is_over = request.operation in (RegistryOperation.FINISH, RegistryOperation.FORGET)
         if is_over and not self._is_removing:
             self._is_removing = True
             self._tasks.create_task(self._forget_expired())
         return answer
 
-    async def _answer(
+    async def _process_for_principal(
         self,
         request: RegistryRequest,
         access: ConnectionAccess | None,
@@ -123,14 +124,14 @@ class RegistryRequests:
         if access is not None:
             own = self._writes.for_principal(access.principal, is_limited=access.is_enforced)
             try:
-                return await self._carry_out(request, own, access, is_closed)
+                return await self._carry_out_operation(request, own, access, is_closed)
             except errors.PermissionDenied as error:
                 if not access.is_only_reported(error, request):
                     raise
         # No proof (rule 2): it would stay valid when such requests are denied later.
-        return await self._carry_out(request, self._writes, None, is_closed)
+        return await self._carry_out_operation(request, self._writes, None, is_closed)
 
-    async def _carry_out(
+    async def _carry_out_operation(
         self,
         request: RegistryRequest,
         writes: WriteRegistry,
@@ -141,7 +142,7 @@ class RegistryRequests:
         write = request.write
         match request.operation:
             case RegistryOperation.BEGIN:
-                marks = self._marks(request)
+                marks = self._starting_marks(request)
                 keep_ms, in_series = given.keep_ms(), given.flag("in_series")
                 begun = await writes.begin(write, marks, keep_ms, in_series=in_series)
                 return RegistryResponse(request.req_id, begun.to_bytes())
@@ -149,18 +150,20 @@ class RegistryRequests:
                 found = await writes.read(write)
                 return RegistryResponse(request.req_id, b"" if found is None else found.to_bytes())
             case RegistryOperation.ENTER:
-                task, run = _task(request), given.text("run")
+                task, run = _task_number(request), given.text("run")
                 issue = partial(self._issue_client_id, access)
                 entered = await writes.enter(write, task, run, issue)
                 proof = NO_PROOF if access is None else access.proof_of(entered.client_id)
                 return RegistryResponse(request.req_id, entered.to_bytes(), proof)
             case RegistryOperation.CHECK:
-                await writes.check(write, _task(request), request.attempt)
+                await writes.check(write, _task_number(request), request.attempt)
             case RegistryOperation.TASKS:
                 result = await _read_tasks(writes, write, given.text("run"), is_closed)
                 return RegistryResponse(request.req_id, result)
             case RegistryOperation.FINISH:
-                by = TaskAttempt(_task(request), request.attempt) if request.attempt else None
+                by = (
+                    TaskAttempt(_task_number(request), request.attempt) if request.attempt else None
+                )
                 done = await writes.finish(write, given.summary(), given.keep_ms(), by=by)
                 return RegistryResponse(request.req_id, done.to_bytes())
             case RegistryOperation.FORGET:
@@ -176,7 +179,7 @@ class RegistryRequests:
             access.charge_client_id()
         return await self._next_client_id()
 
-    def _marks(self, request: RegistryRequest) -> dict[int, int]:
+    def _starting_marks(self, request: RegistryRequest) -> dict[int, int]:
         if len(request.partitions) > self._partition_count:
             raise errors.BadRequest(
                 f"registry request: expected at most {self._partition_count} partitions, found "
@@ -289,15 +292,17 @@ async def _read_tasks(
     numbers = await writes.task_numbers(write)
     found: list[int] = []
     others: dict[str, int] = {}
-    for start in range(0, len(numbers), READS_MAX):
-        _check_open(is_closed)
-        tasks = await _states_of(writes, write, numbers[start : start + READS_MAX])
+    for start in range(0, len(numbers), CONCURRENT_READS_MAX):
+        _check_connection_open(is_closed)
+        tasks = await _read_task_states(
+            writes, write, numbers[start : start + CONCURRENT_READS_MAX]
+        )
         found += tasks
         others |= {str(number): each for number, each in client_ids_of_others(run, tasks).items()}
     return strict_json.to_json({"tasks": found, "others": others})
 
 
-async def _states_of(
+async def _read_task_states(
     writes: WriteRegistry, write: str, numbers: Sequence[int]
 ) -> dict[int, TaskState]:
     """Read the states of the given tasks concurrently."""
@@ -306,7 +311,7 @@ async def _states_of(
     return {number: state for number, state in found if state is not None}
 
 
-def _check_open(is_closed: Callable[[], bool]) -> None:
+def _check_connection_open(is_closed: Callable[[], bool]) -> None:
     if is_closed():
         raise errors.Unreachable("the connection was closed before its request was processed")
 
@@ -319,7 +324,7 @@ def _has_levels(value: object, levels_max: int) -> bool:
     return levels_max > 0 and all(_has_levels(each, levels_max - 1) for each in children)
 
 
-def _task(request: RegistryRequest) -> int:
+def _task_number(request: RegistryRequest) -> int:
     if not 0 <= request.task < TASKS_MAX:
         raise errors.BadRequest(
             f"task number of a write: expected 0 to {TASKS_MAX - 1}, found {request.task}"

@@ -148,7 +148,7 @@ class Server:
         self.partition_count = cluster.params.partition_count
         self.hosts: dict[PartitionId, Host] = {}
         self.metrics = Metrics("server", with_process=True)
-        self._limits = limits_of(config, self.partition_count)
+        self._limits = partition_limits_of(config, self.partition_count)
         self._budget = CacheBudget(config.transaction_cache_bytes)
         self._throttle = LargeBatchThrottle(is_on=config.small_requests_first)
         # The budget is for all partitions of the cluster, because one server may own all of them.
@@ -208,7 +208,7 @@ class Server:
                 ssl=ssl,
                 limits=LinkLimits(config.connections_max, config.memory_bytes_max),
             )
-            stack.push_async_callback(_close, listener)
+            stack.push_async_callback(_close_listener, listener)
             host = config.advertised_host or config.listen_host
             port = config.advertised_port or listener.port
             self.address = f"{host}:{port}"
@@ -248,17 +248,19 @@ class Server:
                 tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
                 tasks.create_task(self._run_preference_restore())
                 tasks.create_task(
-                    self._failure_detector.report(coordinator.reachability, self._is_open)
+                    self._failure_detector.publish_results(
+                        coordinator.reachability, self._has_open_partition
+                    )
                 )
                 if self._config.balance == "load":
                     tasks.create_task(self._make_rebalancer().run())
                 on_ready(self.address)
                 await self._wait_until(stop)
-                await self._end()
+                await self._shut_down()
         except* _ServerStopped:
             _log.info("server.stopped server=%s", self._server_id)
 
-    def _is_open(self) -> bool:
+    def _has_open_partition(self) -> bool:
         """Whether at least one partition is open: then the network and the TLS settings work."""
         return any(host.partition.is_open for host in self.hosts.values())
 
@@ -284,7 +286,7 @@ class Server:
         if self._failure.done():
             self._failure.result()
 
-    async def _end(self) -> None:
+    async def _shut_down(self) -> None:
         """Shut down (rule 3); raises `_ServerStopped`, which ends all tasks."""
         self._failure_detector.stop()
         self._clients.pause()
@@ -302,7 +304,7 @@ class Server:
             self._drop_host(partition_id)
         raise _ServerStopped
 
-    def _fail(self, error: Exception) -> None:
+    def _on_partition_failed(self, error: Exception) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
 
@@ -326,15 +328,15 @@ class Server:
             _log.warning("server.storages_read_failed error=%r", error)
         if assignments is self._newest_assignments:
             self._assignments = assignments
-            self._assign_hosts()
+            self._apply_ownership()
 
     def _on_ownership_changed(self, view: ServersView) -> None:
         """The assignment of partitions to servers has changed."""
         self._view = view
-        self._failure_detector.follow(view)
-        self._assign_hosts()
+        self._failure_detector.watch_servers(view)
+        self._apply_ownership()
 
-    def _assign_hosts(self) -> None:
+    def _apply_ownership(self) -> None:
         if self._view is None:
             return
         own = self._view.partitions_of(self._server_id)
@@ -345,7 +347,7 @@ class Server:
             replicas = self._assignments.replicas_of(partition_id)
             host = self.hosts.get(partition_id)
             if host is None:
-                host = self.hosts[partition_id] = self._new_host(partition_id)
+                host = self.hosts[partition_id] = self._create_host(partition_id)
             host.assign(generation, replicas)
 
     def _drop_host(self, partition_id: PartitionId) -> None:
@@ -353,7 +355,7 @@ class Server:
         host.stop()
         self._clients.forget_partition(host)
 
-    def _new_host(self, partition_id: PartitionId) -> Host:
+    def _create_host(self, partition_id: PartitionId) -> Host:
         config = self._config
         store = PartitionStore(
             partition_id,
@@ -361,7 +363,7 @@ class Server:
             self.partition_count,
             self._storage_ids,
             rng=self._random,
-            limits=store_limits_of(config),
+            limits=session_limits_of(config),
         )
         partition = Partition(
             PartitionIdentity(partition_id, self.partition_count, self._cluster_key),
@@ -380,15 +382,15 @@ class Server:
             append_times=self._append_times,
             metrics=self.metrics,
             refresh_storage_ids=self._storage_id_reads.answered,
-            hand_over=self._hand_over,
+            hand_over=self._hand_over_partition,
             answer=self._clients.answer,
-            failed=self._fail,
+            failed=self._on_partition_failed,
             write_backlog_bytes_max=2 * config.replica_lag_bytes_max + FRAME_BYTES_MAX,
             ssl=self._ssl,
         )
         return Host(partition_id, partition, store, services)
 
-    async def _hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
+    async def _hand_over_partition(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Give a partition to another server, but only rarely: perhaps no server has a quorum."""
         self._without_quorum_s = time.monotonic()
         last_s = self._handed_over_s.get(partition_id, -math.inf)
@@ -428,7 +430,7 @@ class Server:
     async def _change_preferences(
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
-        in_force = self._preferences.active_after(added, removed)
+        in_force = self._preferences.active_preferences_after(added, removed)
         await self._coordinator.prefer(replace(self._descriptor, preferred=in_force))
         self._preferences.change(added, removed)
 
@@ -436,11 +438,13 @@ class Server:
         """Restore suspended preferences when a quorum of the partition's storages answers."""
         while True:
             await asyncio.sleep(PREFERENCE_CHECK_S)
-            resumable = self._preferences.resumable(time.monotonic())
-            if not resumable:
+            resumable_partitions = self._preferences.resumable_partitions(time.monotonic())
+            if not resumable_partitions:
                 continue
             reached = {ReplicaId(name): is_it for name, is_it in await self.check_connectivity()}
-            back = reachable_partitions(resumable, self._assignments.replicas_of, reached)
+            back = reachable_partitions(
+                resumable_partitions, self._assignments.replicas_of, reached
+            )
             if back:
                 await self._restore_preferences(back)
 
@@ -468,7 +472,7 @@ class Server:
 
     async def next_client_id(self) -> ClientId:
         """Issue a client ID that was never used before (`clients.Backend`)."""
-        return await self._client_ids.next()
+        return await self._client_ids.next_client_id()
 
     async def check_connectivity(self) -> Sequence[tuple[str, bool]]:
         """Try to connect to every storage of the replica assignment (`clients.Backend`)."""
@@ -536,7 +540,7 @@ class Server:
             await asyncio.sleep(METRICS_INTERVAL_S)
 
 
-async def _close(listener: Listener) -> None:
+async def _close_listener(listener: Listener) -> None:
     """Close all links; abort congested links."""
     for link in listener.links:
         if link.is_congested:
@@ -544,7 +548,7 @@ async def _close(listener: Listener) -> None:
     await listener.close()
 
 
-def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
+def partition_limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
     """Return the limits of a partition; raises BadConfig if a batch would not fit into a frame."""
     slot_count = min(
         config.lock_slot_count, slot_count_within(config.lock_table_bytes_max, partition_count)
@@ -579,7 +583,7 @@ def limits_of(config: ServerConfig, partition_count: int) -> PartitionLimits:
     )
 
 
-def store_limits_of(config: ServerConfig) -> SessionLimits:
+def session_limits_of(config: ServerConfig) -> SessionLimits:
     """Return the limits of a store session."""
     return SessionLimits(
         redial_ms_min=config.retry_interval_ms_min,

@@ -41,7 +41,7 @@ from waltz_core.server.partition_events import (
 from waltz_core.server.process.append_times import AppendTime
 from waltz_core.server.process.clients import ClientConnections
 from waltz_core.server.process.flow_control import FlowLimits
-from waltz_core.server.process.log_in_memory import REPLICA, MemoryLog, MemoryStore
+from waltz_core.server.process.log_in_memory import MEMORY_REPLICA, MemoryLog, MemoryStore
 from waltz_core.server.process.storage_links import TaskStarter
 from waltz_core.server.read.cache import CacheBudget, FeedCache, TransactionCache
 from waltz_core.transport.listening import Listener, listen
@@ -66,9 +66,9 @@ LOCK_SLOT_COUNT: Final = 65_537
 GENERATION: Final = Generation(1)
 # `MemoryStore` has no low-water marks to raise, and ends no session. A partition that waited for
 # the end of a session would accept no more appends.
-_NEVER_COUNT: Final = 1 << 62
-_NONE: Final = BEFORE_FIRST.to_bytes(8, "big", signed=True)
-_FLOW: Final = FlowLimits(
+_NO_CHECKPOINT_COUNT: Final = 1 << 62
+_PACKED_NO_ID: Final = BEFORE_FIRST.to_bytes(8, "big", signed=True)
+_FLOW_LIMITS: Final = FlowLimits(
     connection_in_flight_count_max=1_024,
     connection_in_flight_bytes_max=64 * MIB,
     memory_bytes_max=512 * MIB,
@@ -145,7 +145,7 @@ class MemoryServer:
         self.registry: RegistryRequests | None = None  # there is no ZooKeeper
         # How long each client waits for an outcome.
         self.outcome_timeout_s: dict[int, float] = {}
-        self.clients = ClientConnections(self, _FLOW, tasks, Metrics("server"))
+        self.clients = ClientConnections(self, _FLOW_LIMITS, tasks, Metrics("server"))
         self.hosts: dict[PartitionId, MemoryHost] = {
             PartitionId(number): MemoryHost(PartitionId(number), self)
             for number in range(self.partition_count)
@@ -157,7 +157,7 @@ class MemoryServer:
     async def start(self) -> None:
         """Take ownership of all partitions, and start to listen."""
         for host in self.hosts.values():
-            host.post(TakeOwnership(GENERATION, (REPLICA,)))
+            host.post(TakeOwnership(GENERATION, (MEMORY_REPLICA,)))
         self._listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, self.clients.accept)
         self.address = f"127.0.0.1:{self._listener.port}"
 
@@ -202,9 +202,9 @@ class MemoryServer:
         self._delayed.setdefault(connection, deque()).append(effect)
         due_s = max(self.loop.time() + delay_s, self._due_s.get(connection, 0.0))
         self._due_s[connection] = due_s
-        self.loop.call_at(due_s, self._release, connection)
+        self.loop.call_at(due_s, self._send_delayed_answer, connection)
 
-    def _release(self, connection: ConnectionId) -> None:
+    def _send_delayed_answer(self, connection: ConnectionId) -> None:
         waiting = self._delayed[connection]
         self.clients.answer(waiting.popleft())
         if not waiting:
@@ -224,7 +224,7 @@ class MemoryHost:
             PartitionLimits(
                 lock_slot_count=LOCK_SLOT_COUNT,
                 lock_load_count_max=0,
-                checkpoint_interval_count=_NEVER_COUNT,
+                checkpoint_interval_count=_NO_CHECKPOINT_COUNT,
             ),
             TransactionCache(CacheBudget(4 * MIB)),
             FeedCache(MIB),
@@ -236,7 +236,7 @@ class MemoryHost:
         self._disconnected_until_s: dict[int, float] = {}
         self._driver: Driver[Event, Effect] = Driver(
             self._partition,
-            self._perform,
+            self._perform_effect,
             on_report=lambda report: None,
             on_failure=server.on_machine_failed,
             name=f"memory-{partition_id}",
@@ -288,7 +288,9 @@ class MemoryHost:
         if faults.should_reject(message):
             mark = self._partition.high_water_mark
             conflict = mark.to_bytes(8, "big", signed=True)
-            result = AppendResult(req_id, mark, _NONE, bytes((RowOutcomeCode.LOCK,)), conflict)
+            result = AppendResult(
+                req_id, mark, _PACKED_NO_ID, bytes((RowOutcomeCode.LOCK,)), conflict
+            )
             self._server.answer(SendToClient(connection, result, cost_bytes))
             return True
         return faults.is_lost() and self._lose_message(connection, req_id, enters_log=None)
@@ -306,17 +308,17 @@ class MemoryHost:
         self._server.clients.disconnect(connection, "an append was lost")
         return True
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform_effect(self, effect: Effect) -> None:
         match effect:
             case SendToClient():
-                self._answer(effect)
+                self._send_or_lose_answer(effect)
             case Fetch(message=RangeRaw() as message):
                 fetched = FetchAnswered(effect.token, self.store.log.read(message))
                 self._server.loop.call_soon(self.post, fetched)
             case _:
                 raise AssertionError(f"unexpected effect: {effect!r}")
 
-    def _answer(self, effect: SendToClient) -> None:
+    def _send_or_lose_answer(self, effect: SendToClient) -> None:
         message = effect.message
         if message.req_id in self._muted and isinstance(message, AppendResult):
             self._muted.discard(message.req_id)

@@ -6,7 +6,7 @@ wasted.
 
 Rules:
     1. At most `PERMITS_MAX` partitions have a permit; the others wait in order of arrival.
-    2. A permit ends when the session is open or abandoned, and after `PERMIT_S` in any case. A
+    2. A permit ends when the session is open or abandoned, and after `PERMIT_S_MAX` in any case. A
        partition without a quorum tries again and again, but does not block the others.
 """
 
@@ -15,7 +15,7 @@ from typing import Final
 
 # Enough to keep ZooKeeper, the network and the storages' disks busy.
 PERMITS_MAX: Final = 64
-PERMIT_S: Final = 0.25
+PERMIT_S_MAX: Final = 0.25
 
 
 class SessionOpenPermit:
@@ -24,7 +24,7 @@ class SessionOpenPermit:
     def __init__(self, permits: asyncio.Semaphore) -> None:
         self._permits = permits
         self._is_released = False
-        self._timer = asyncio.get_running_loop().call_later(PERMIT_S, self.release)
+        self._timer = asyncio.get_running_loop().call_later(PERMIT_S_MAX, self.release)
 
     def release(self) -> None:
         """Return the permit, so that another partition can begin; idempotent."""

@@ -39,8 +39,8 @@ DIAL_TIMEOUT_S: Final = 3.0
 READ_TIMEOUT_S: Final = 15.0
 # The timeout of a read if another storage can be queried: a frozen storage keeps its connections.
 URGENT_READ_TIMEOUT_S: Final = 2.0
-_NONE: Final = -1
-_Answer: TypeAlias = RangeBytes | LockBlocks
+_NO_ID: Final = -1
+_ReadAnswer: TypeAlias = RangeBytes | LockBlocks
 
 
 class TaskStarter(Protocol):
@@ -52,6 +52,8 @@ class TaskStarter(Protocol):
 
 @dataclass(slots=True)
 class _SessionLink:
+    """The link of one store session to one replica."""
+
     link: Link | None = None
     is_closed: bool = False
 
@@ -125,7 +127,7 @@ class SessionLinks:
             return
         entry.link = link
 
-        def take(messages: list[Message]) -> None:
+        def post_answers(messages: list[Message]) -> None:
             for message in messages:
                 # Rule 2. The machine may close the link while it processes one of these messages.
                 if entry.is_closed:
@@ -135,7 +137,7 @@ class SessionLinks:
 
         self._post(replication.ReplicaOpened(session_id, replica))
         if not entry.is_closed:
-            link.start(take, lambda reason: self._on_link_lost(key, entry, reason))
+            link.start(post_answers, lambda reason: self._on_link_lost(key, entry, reason))
 
     def _on_link_lost(
         self, key: tuple[SessionId, ReplicaId], entry: _SessionLink, reason: str
@@ -150,8 +152,10 @@ class SessionLinks:
 
 @dataclass(slots=True)
 class _ReadLink:
+    """A link for reads, with the requests that wait for answers."""
+
     link: Link
-    waiting: dict[int, asyncio.Future[_Answer]] = field(default_factory=dict)  # by sequence
+    waiting: dict[int, asyncio.Future[_ReadAnswer]] = field(default_factory=dict)  # by sequence
 
 
 class ReadLinks:
@@ -162,7 +166,7 @@ class ReadLinks:
     ) -> None:
         self._ssl = ssl
         # A storage answers readers only after this request, which contains the cluster key.
-        self._opening = OpenRequest(_NONE, _NONE, _NONE, cluster_key, partition_count)
+        self._opening = OpenRequest(_NO_ID, _NO_ID, _NO_ID, cluster_key, partition_count)
         self._links: dict[ReplicaId, _ReadLink] = {}
         self._dialing: dict[ReplicaId, asyncio.Lock] = {}
         # Own sequence numbers: those of callers may collide, and late answers must not be confused.
@@ -174,7 +178,7 @@ class ReadLinks:
         message: RangeRaw | LockBlocksRequest,
         *,
         is_urgent: bool = False,
-    ) -> _Answer:
+    ) -> _ReadAnswer:
         """Send a request to a storage and return its answer, with the sequence number of `message`.
 
         `is_urgent`: use the shorter timeout, because another storage can be queried.
@@ -185,8 +189,8 @@ class ReadLinks:
         timeout_s = URGENT_READ_TIMEOUT_S if is_urgent else READ_TIMEOUT_S
         try:
             async with asyncio.timeout(timeout_s):
-                read_link = await self._link(replica)
-                answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+                read_link = await self._get_link(replica)
+                answer: asyncio.Future[_ReadAnswer] = asyncio.get_running_loop().create_future()
                 read_link.waiting[number] = answer
                 read_link.link.send(replace(message, sequence=number))
                 try:
@@ -202,7 +206,7 @@ class ReadLinks:
         for read_link in self._links.values():
             read_link.link.close("shutting down")
 
-    async def _link(self, replica: ReplicaId) -> _ReadLink:
+    async def _get_link(self, replica: ReplicaId) -> _ReadLink:
         lock = self._dialing.setdefault(replica, asyncio.Lock())
         async with lock:
             found = self._links.get(replica)
@@ -232,16 +236,18 @@ class ReadLinks:
 def _take_answers(replica: ReplicaId, read_link: _ReadLink, messages: list[Message]) -> None:
     for message in messages:
         assert isinstance(message, StorageMessage)
-        if message.partition_id == _NONE and isinstance(message, Nack):
+        if message.partition_id == _NO_ID and isinstance(message, Nack):
             # The answer to the open request: the storage belongs to another cluster.
             read_link.link.abort(message.message)
             return
         waiting = read_link.waiting.get(message.sequence)
         if waiting is not None and not waiting.done():
-            _settle(replica, waiting, message)
+            _settle_answer(replica, waiting, message)
 
 
-def _settle(replica: ReplicaId, waiting: asyncio.Future[_Answer], message: StorageMessage) -> None:
+def _settle_answer(
+    replica: ReplicaId, waiting: asyncio.Future[_ReadAnswer], message: StorageMessage
+) -> None:
     if isinstance(message, RangeBytes | LockBlocks):
         waiting.set_result(message)
     elif isinstance(message, Nack):
@@ -264,7 +270,7 @@ async def is_reachable(
         return False
     try:
         async with asyncio.timeout(DIAL_TIMEOUT_S):
-            link.send(OpenRequest(_NONE, _NONE, _NONE, cluster_key, partition_count))
+            link.send(OpenRequest(_NO_ID, _NO_ID, _NO_ID, cluster_key, partition_count))
             (answer, *_) = await link.receive()
             return isinstance(answer, SuccessResponse)
     except (WaltzError, TimeoutError):

@@ -32,7 +32,7 @@ I64 = npt.NDArray[np.int64]
 
 # The overhead of Python and NumPy for each batch, measured on batches of one small record.
 BATCH_OVERHEAD_BYTES: Final = 1024
-_FEED: Final = raw_records.FEED_HEADER_BYTES
+_FEED_HEADER_BYTES: Final = raw_records.FEED_HEADER_BYTES
 
 
 class CachedBatch(NamedTuple):
@@ -228,10 +228,10 @@ class FeedCache:
     __slots__ = ("_capacity", "_first", "_last", "_ring", "hits", "misses")
 
     def __init__(self, limit_bytes: int) -> None:
-        self._capacity = limit_bytes // _FEED
+        self._capacity = limit_bytes // _FEED_HEADER_BYTES
         assert self._capacity > 0
         # The operating system allocates zeroed memory only when it is first written to.
-        self._ring = memoryview(bytearray(self._capacity * _FEED))
+        self._ring = memoryview(bytearray(self._capacity * _FEED_HEADER_BYTES))
         self._first = 0
         self._last = -1
         self.hits = 0
@@ -249,19 +249,23 @@ class FeedCache:
 
     def put(self, first: TransactionId, packed: Buffer) -> None:
         """Add committed transactions, 20 bytes each (`raw_records.feed_headers_of`)."""
-        assert len(packed) % _FEED == 0
-        count = len(packed) // _FEED
+        assert len(packed) % _FEED_HEADER_BYTES == 0
+        count = len(packed) // _FEED_HEADER_BYTES
         if first != self._last + 1:
             self._first = first  # rule 1
         self._last = first + count - 1
         self._first = max(self._first, self._last - self._capacity + 1)
         kept = min(count, self._capacity)
-        view = memoryview(packed)[(count - kept) * _FEED :]
+        view = memoryview(packed)[(count - kept) * _FEED_HEADER_BYTES :]
         start = (self._last - kept + 1) % self._capacity
         until_end = min(kept, self._capacity - start)
-        self._ring[start * _FEED : (start + until_end) * _FEED] = view[: until_end * _FEED]
+        self._ring[start * _FEED_HEADER_BYTES : (start + until_end) * _FEED_HEADER_BYTES] = view[
+            : until_end * _FEED_HEADER_BYTES
+        ]
         if until_end < kept:
-            self._ring[: (kept - until_end) * _FEED] = view[until_end * _FEED :]
+            self._ring[: (kept - until_end) * _FEED_HEADER_BYTES] = view[
+                until_end * _FEED_HEADER_BYTES :
+            ]
 
     def read(self, first: TransactionId, last: TransactionId) -> bytes:
         """Return 20 bytes for each transaction from `first` up to `last` or the newest cached one.
@@ -278,11 +282,13 @@ class FeedCache:
         start = first % self._capacity
         until_end = min(count, self._capacity - start)
         if until_end == count:
-            return bytes(self._ring[start * _FEED : (start + count) * _FEED])
+            return bytes(
+                self._ring[start * _FEED_HEADER_BYTES : (start + count) * _FEED_HEADER_BYTES]
+            )
         return b"".join(
             (
-                self._ring[start * _FEED : (start + until_end) * _FEED],
-                self._ring[: (count - until_end) * _FEED],
+                self._ring[start * _FEED_HEADER_BYTES : (start + until_end) * _FEED_HEADER_BYTES],
+                self._ring[: (count - until_end) * _FEED_HEADER_BYTES],
             )
         )
 

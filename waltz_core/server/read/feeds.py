@@ -78,6 +78,8 @@ FeedOutcome: TypeAlias = SendToClient | FetchHeaders | MountCaughtUp
 
 @dataclass(slots=True)
 class _ClientFeed:
+    """The feed of one client: the transactions `next` to `until` are granted."""
+
     request: RequestReceived  # the mount until it is answered, then the last granted feed request
     mount_id: ReqId
     next: TransactionId
@@ -120,7 +122,7 @@ class Feed:
         return len(self._contexts)
 
     @property
-    def fetching_from(self) -> set[TransactionId]:
+    def fetched_first_ids(self) -> set[TransactionId]:
         """The first IDs of the ranges that are being fetched for feeds."""
         return {each.next for each in self._contexts.values() if each.is_fetching}
 
@@ -159,18 +161,18 @@ class Feed:
         return context is not None and context.mount_id == mount_id
 
     def add_request(
-        self, request: RequestReceived, mark: int, place: PartitionPosition
+        self, request: RequestReceived, mark: int, position: PartitionPosition
     ) -> WaltzError | None:
         """Grant a feed request; return the error, or None if it is granted."""
-        where = f"feed request after transaction {mark} of {place}"
+        where = f"feed request after transaction {mark} of {position}"
         if not self.is_mounted(request):
             return NotMounted(
                 f"{where}: the client has not mounted the partition, or only in an earlier "
                 "generation"
             )
-        if mark > place.high_water_mark:
+        if mark > position.high_water_mark:
             return ClientAheadOfLog(
-                f"{where}: the log ends before it, at transaction {place.high_water_mark}"
+                f"{where}: the log ends before it, at transaction {position.high_water_mark}"
             )
         if mark < BEFORE_FIRST or not self.grant(request, mark=TransactionId(mark)):
             return BadRequest(
@@ -249,7 +251,7 @@ class Feed:
             if frames == FRAMES_PER_TURN_MAX:
                 self._has_more = True
                 break
-            if self._serve(context, out):
+            if self._serve_context(context, out):
                 frames += 1
                 self._contexts.move_to_end(key)
         return out
@@ -261,7 +263,7 @@ class Feed:
             if context.is_fetching and context.next == stretch.first:
                 context.is_fetching = False
                 if context.connection not in self._congested:
-                    self._send(context, stretch, out)
+                    self._send_frame(context, stretch, out)
                     self._end_grant(context, out)
                 self._has_more = True
         return out
@@ -273,7 +275,7 @@ class Feed:
         ]
         return [self._contexts.pop(key).request for key in keys]
 
-    def _serve(self, context: _ClientFeed, out: list[FeedOutcome]) -> bool:
+    def _serve_context(self, context: _ClientFeed, out: list[FeedOutcome]) -> bool:
         """Send a frame, end the grant, or fetch headers; return whether a frame was sent."""
         last = min(context.until, self._high_water_mark)
         if context.next > last:
@@ -290,11 +292,13 @@ class Feed:
             if fetch not in out:
                 out.append(fetch)
             return False
-        self._send(context, stretch, out)
+        self._send_frame(context, stretch, out)
         self._end_grant(context, out)
         return True
 
-    def _send(self, context: _ClientFeed, stretch: FeedHeaders, out: list[FeedOutcome]) -> None:
+    def _send_frame(
+        self, context: _ClientFeed, stretch: FeedHeaders, out: list[FeedOutcome]
+    ) -> None:
         # Headers that were fetched for another context may exceed the grant of this one.
         count = min(stretch.size, context.until - context.next + 1)
         assert stretch.first == context.next

@@ -5,7 +5,8 @@ that are no longer in the transaction cache, each request would be a round trip 
 
 Rules:
     1. A range is fetched if a request closely follows an earlier request of the same partition. The
-       range has at most `AHEAD_COUNT` records and `AHEAD_BYTES`, or one larger record.
+       range has at most `PREFETCH_COUNT_MAX` records and `PREFETCH_BYTES_MAX`, or one larger
+       record.
     2. The last `PREFETCHED_RANGES_MAX` ranges of a partition are kept. They count in the budget of
        the transaction caches, which all partitions share.
     3. Only verified records of committed transactions are kept, and only as long as no other owner
@@ -24,16 +25,18 @@ from waltz_core.server.read.cache import BATCH_OVERHEAD_BYTES, CacheBudget
 
 I64 = npt.NDArray[np.int64]
 
-AHEAD_COUNT: Final = 1_024
-AHEAD_BYTES: Final = 64 * 1024
+PREFETCH_COUNT_MAX: Final = 1_024
+PREFETCH_BYTES_MAX: Final = 64 * 1024
 PREFETCHED_RANGES_MAX: Final = 4
 # The maximum distance between a request and the one that it follows: clients skip transactions
 # whose header they do not need.
-NEAR_COUNT: Final = 32
-_ENDS_MAX: Final = 16
+NEAR_DISTANCE_MAX: Final = 32
+_REMEMBERED_ENDS_MAX: Final = 16
 
 
 class _PrefetchedRange(NamedTuple):
+    """A range of records that was fetched before it was requested."""
+
     receipt: int
     cost_bytes: int
     offsets: I64
@@ -46,7 +49,7 @@ class ReadAhead:
     def __init__(self, budget: CacheBudget) -> None:
         self._budget = budget
         self._ranges: OrderedDict[TransactionId, _PrefetchedRange] = OrderedDict()  # by first ID
-        self._ends: deque[TransactionId] = deque(maxlen=_ENDS_MAX)
+        self._ends: deque[TransactionId] = deque(maxlen=_REMEMBERED_ENDS_MAX)
         self.hits = 0
 
     def find(self, transaction_id: TransactionId) -> memoryview | None:
@@ -60,7 +63,7 @@ class ReadAhead:
 
     def is_wanted(self, transaction_id: TransactionId) -> bool:
         """Whether a range should be fetched that starts with this transaction (rule 1)."""
-        return any(0 < transaction_id - end <= NEAR_COUNT for end in self._ends)
+        return any(0 < transaction_id - end <= NEAR_DISTANCE_MAX for end in self._ends)
 
     def note_fetched_up_to(self, transaction_id: TransactionId) -> None:
         """Record that records up to this transaction were fetched."""

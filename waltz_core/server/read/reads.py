@@ -14,7 +14,7 @@ Rules:
     5. If a session ends while a fetch is pending, the fetch is repeated in the next session.
     6. Nearby replicas are queried first, in turn. Replicas outside the session are never queried.
     7. A replica that answers slowly may be frozen. So another replica is queried soon, until all
-       were tried. A failed replica is queried last for the next `AVOIDED_FETCHES` fetches.
+       were tried. A failed replica is queried last for the next `AVOIDED_FETCH_COUNT` fetches.
     8. Consecutive requests for single transactions are answered by a read-ahead. If this fails,
        each request is fetched separately.
     9. Reads of closed connections and ended feeds are not fetched. Otherwise a client that connects
@@ -64,7 +64,7 @@ from waltz_core.records.record import (
     TransactionId,
 )
 from waltz_core.replication.session_events import Batch
-from waltz_core.server.append.answers import reject
+from waltz_core.server.append.answers import request_error_answer
 from waltz_core.server.partition_events import (
     ConnectionId,
     FeedFailed,
@@ -76,7 +76,7 @@ from waltz_core.server.partition_events import (
     SendToClient,
 )
 from waltz_core.server.read.cache import FeedCache, TransactionCache
-from waltz_core.server.read.read_ahead import AHEAD_BYTES, AHEAD_COUNT, ReadAhead
+from waltz_core.server.read.read_ahead import PREFETCH_BYTES_MAX, PREFETCH_COUNT_MAX, ReadAhead
 from waltz_core.wire.messages import (
     FILTER_HEADERS_MAX,
     OWN_HEADERS,
@@ -96,10 +96,10 @@ I64 = npt.NDArray[np.int64]
 ROUNDS_MAX: Final = 2
 RETRY_FIRST_MS: Final = 100
 RETRY_MAX_MS: Final = 5_000
-AVOIDED_FETCHES: Final = 64
+AVOIDED_FETCH_COUNT: Final = 64
 # The number of the newest batches whose lineage entries are kept, in addition to the caches.
-ENTRIES_MAX: Final = 16_384
-_WHOLE_BYTES_MAX: Final = 1 << 62
+KEPT_LINEAGE_ENTRIES_MAX: Final = 16_384
+_UNLIMITED_BYTES: Final = 1 << 62
 # The maximum number of rows in an answer, which has up to 48 bytes of lineage for each row and must
 # fit into a frame.
 ROWS_MAX: Final = 65_536
@@ -116,7 +116,7 @@ class _RangeRecords(NamedTuple):
     lineage: tuple[LineageEntry, ...]
 
 
-class _Key(NamedTuple):
+class _FetchKey(NamedTuple):
     """Identifies a fetch; requests with equal keys share one answer (rule 2)."""
 
     first: TransactionId
@@ -130,11 +130,11 @@ class _Key(NamedTuple):
 class _RangeFetch:
     """A range that must be fetched from a storage, and the requests that wait for it."""
 
-    key: _Key
+    key: _FetchKey
     waiting: list[RequestReceived] = field(default_factory=list)
-    for_feed: bool = False
-    tried: list[ReplicaId] = field(default_factory=list)
-    rounds: int = 0
+    is_for_feed: bool = False
+    tried_replicas: list[ReplicaId] = field(default_factory=list)
+    round_count: int = 0
     retry_ms: int = RETRY_FIRST_MS
     # Rule 11: whether all replicas of the present round report damage, and the last damage with its
     # code.
@@ -161,12 +161,12 @@ class Reads:
         self._transactions = transactions
         self._feed = feed
         self._ahead = ReadAhead(transactions.budget)
-        self._reading_ahead: dict[_Key, None] = {}
+        self._reading_ahead: dict[_FetchKey, None] = {}
         self._entries: list[LineageEntry] = []
         self._session_id = NO_SESSION
         self._high_water_mark = BEFORE_FIRST
         self._is_open = False
-        self._jobs: dict[_Key, _RangeFetch] = {}
+        self._jobs: dict[_FetchKey, _RangeFetch] = {}
         self._ready: deque[_RangeFetch] = deque()
         self._running: dict[int, _RangeFetch | None] = {}  # None: no request waits any more
         self._delayed: list[tuple[int, _RangeFetch]] = []
@@ -220,10 +220,10 @@ class Reads:
         if self._entries and self._entries[-1].last + 1 != entry.first:
             self._entries.clear()
         self._entries.append(entry)
-        if len(self._entries) > 2 * ENTRIES_MAX:
-            del self._entries[:-ENTRIES_MAX]
+        if len(self._entries) > 2 * KEPT_LINEAGE_ENTRIES_MAX:
+            del self._entries[:-KEPT_LINEAGE_ENTRIES_MAX]
 
-    def forget_all(self) -> None:
+    def clear_caches(self) -> None:
         """Clear all caches, because another owner may have written the log."""
         self._transactions.clear()
         self._ahead.clear()
@@ -240,7 +240,7 @@ class Reads:
         self._running = dict.fromkeys(self._running)
         self._delayed.clear()
         self._is_open = False
-        self.forget_all()
+        self.clear_caches()
         return waiting
 
     # -----------------------------------------------------------------------------------------
@@ -249,18 +249,18 @@ class Reads:
     def request_range(self, request: RequestReceived, message: RangeRequest) -> list[ReadOutcome]:
         """Answer a range request from memory, or fetch the range."""
         if fault := _range_request_error(message):
-            return [reject(request, BadRequest(fault))]
+            return [request_error_answer(request, BadRequest(fault))]
         form = RangeForm.HEADERS if message.form == OWN_HEADERS else message.form
         first = TransactionId(message.first)
         last = TransactionId(min(message.last, self._high_water_mark, first + ROWS_MAX - 1))
         if first > last:
-            run = _RangeRecords(first, TransactionId(first - 1), form, _EMPTY, b"", ())
+            run = _RangeRecords(first, TransactionId(first - 1), form, _NO_LENGTHS, b"", ())
             return [self._range_answer(request, message, run)]
         bytes_max = min(max(message.bytes_max, 1), self._limits.range_bytes_max)
         run_or_none = self._read_cached_run(first, last, bytes_max, form)
         if run_or_none is not None:
             return [self._range_answer(request, message, run_or_none)]
-        return self._fetch(_Key(first, last, bytes_max, form), request)
+        return self._request_fetch(_FetchKey(first, last, bytes_max, form), request)
 
     def request_data(
         self, request: RequestReceived, message: TransactionDataRequest
@@ -280,17 +280,17 @@ class Reads:
         run = self._read_cached_run(wanted, wanted, 1, RangeForm.WHOLE)
         if run is not None:
             return [_data_answer(request, message, run.records)]
-        return self._fetch(self._key_of_one(wanted), request)
+        return self._request_fetch(self._fetch_key_of(wanted), request)
 
-    def _key_of_one(self, wanted: TransactionId) -> _Key:
+    def _fetch_key_of(self, wanted: TransactionId) -> _FetchKey:
         """Return the key of the fetch for a single transaction (rule 8)."""
         for key in self._reading_ahead:
             if key.first <= wanted <= key.last:
                 return key
         if not self._ahead.is_wanted(wanted):
-            return _key_alone(wanted)
-        last = TransactionId(min(wanted + AHEAD_COUNT - 1, self._high_water_mark))
-        key = _Key(wanted, last, AHEAD_BYTES, RangeForm.WHOLE, is_ahead=True)
+            return _single_fetch_key(wanted)
+        last = TransactionId(min(wanted + PREFETCH_COUNT_MAX - 1, self._high_water_mark))
+        key = _FetchKey(wanted, last, PREFETCH_BYTES_MAX, RangeForm.WHOLE, is_ahead=True)
         self._reading_ahead[key] = None
         return key
 
@@ -299,24 +299,24 @@ class Reads:
         last = min(last, self._high_water_mark)
         assert first <= last
         bytes_max = self._limits.feed_frame_count_max * RECORD_HEADER.size
-        return self._fetch(_Key(first, last, bytes_max, RangeForm.HEADERS), None)
+        return self._request_fetch(_FetchKey(first, last, bytes_max, RangeForm.HEADERS), None)
 
-    def close(self, connection: ConnectionId, fed: Container[TransactionId]) -> None:
-        """Drop the requests of a closed connection; `fed` as in `on_feeds_ended` (rule 9)."""
+    def close(self, connection: ConnectionId, awaited_firsts: Container[TransactionId]) -> None:
+        """Drop the requests of a closed connection, as in `on_feeds_ended` (rule 9)."""
         for job in self._jobs.values():
             job.waiting = [each for each in job.waiting if each.connection != connection]
-        self.on_feeds_ended(fed)
+        self.on_feeds_ended(awaited_firsts)
 
-    def on_feeds_ended(self, fed: Container[TransactionId]) -> None:
+    def on_feeds_ended(self, awaited_firsts: Container[TransactionId]) -> None:
         """Drop the fetches that were only for feeds that have ended (rule 9).
 
-        `fed` are the first IDs of the headers for which the remaining feeds wait.
+        `awaited_firsts` are the first IDs of the headers for which the remaining feeds wait.
         """
         running = {job.key for job in self._running.values() if job is not None}
-        dropped: set[_Key] = set()
+        dropped: set[_FetchKey] = set()
         for key, job in self._jobs.items():
-            job.for_feed = job.for_feed and key.first in fed
-            if not (job.waiting or job.for_feed or key in running):
+            job.is_for_feed = job.is_for_feed and key.first in awaited_firsts
+            if not (job.waiting or job.is_for_feed or key in running):
                 dropped.add(key)
         if dropped:
             self._ready = deque(job for job in self._ready if job.key not in dropped)
@@ -356,7 +356,7 @@ class Reads:
     ) -> _RangeRecords | None:
         if form == RangeForm.HEADERS:
             last = min(last, TransactionId(first + max(1, bytes_max // RECORD_HEADER.size) - 1))
-            bytes_max = _WHOLE_BYTES_MAX
+            bytes_max = _UNLIMITED_BYTES
         parts = self._transactions.read(first, last, bytes_max)
         if not parts:
             return None
@@ -364,7 +364,7 @@ class Reads:
         reach = parts[-1].last
         if form == RangeForm.HEADERS:
             heads = [raw_records.headers_of(part.records, part.lengths) for part in parts]
-            return _RangeRecords(first, reach, form, _EMPTY, b"".join(heads), lineage)
+            return _RangeRecords(first, reach, form, _NO_LENGTHS, b"".join(heads), lineage)
         if len(parts) == 1:
             return _RangeRecords(first, reach, form, parts[0].lengths, parts[0].records, lineage)
         lengths = np.concatenate([part.lengths for part in parts])
@@ -404,11 +404,11 @@ class Reads:
         if job.key in self._reading_ahead:
             del self._reading_ahead[job.key]
             self._ahead.keep(run.first, run.lengths, run.records)
-        elif job.key == _key_alone(run.first):
+        elif job.key == _single_fetch_key(run.first):
             self._ahead.note_fetched_up_to(run.last)
         out: list[ReadOutcome] = []
-        if job.for_feed:
-            out.append(_feed_stretch(run))
+        if job.is_for_feed:
+            out.append(_feed_headers_in(run))
         for request in job.waiting:
             out += self._range_answers(request, run)
         return out + self._start_fetches()
@@ -422,18 +422,18 @@ class Reads:
         if event.first_available > job.key.first:
             return self._reject_expired(job, event.first_available)
         self.failed_fetches += 1
-        self._avoided[job.tried[-1]] = self.fetches + AVOIDED_FETCHES
+        self._avoided[job.tried_replicas[-1]] = self.fetches + AVOIDED_FETCH_COUNT
         if job.key.is_ahead:
             return self._fetch_separately(job)
         job.is_damaged_everywhere &= event.damage_code != 0
         if event.damage_code:
             job.damage, job.damage_code = event.reason, event.damage_code
         out: list[ReadOutcome] = []
-        if all(replica in job.tried for replica in self.replicas):
+        if all(replica in job.tried_replicas for replica in self.replicas):
             out = self._on_round_ended(job, event.reason)
-        if not job.waiting and not job.for_feed:
+        if not job.waiting and not job.is_for_feed:
             del self._jobs[job.key]
-        elif job.tried:
+        elif job.tried_replicas:
             self._ready.append(job)
         else:
             self._delayed.append((now_ms + job.retry_ms, job))
@@ -441,23 +441,23 @@ class Reads:
         return out + self._start_fetches()
 
     def _on_round_ended(self, job: _RangeFetch, reason: str) -> list[ReadOutcome]:
-        """All replicas have failed: reject the requests that have waited long enough (rule 11)."""
-        job.tried.clear()
-        job.rounds += 1
+        """Reject the requests for which all replicas have failed often enough (rule 11)."""
+        job.tried_replicas.clear()
+        job.round_count += 1
         text = (
             f"no replica of partition {self._partition_id} returned transactions "
             f"{job.key.first}..{job.key.last}: {job.damage or reason}"
         )
         error = Unreachable(text)
         out: list[ReadOutcome] = []
-        if job.rounds >= ROUNDS_MAX and job.waiting:
+        if job.round_count >= ROUNDS_MAX and job.waiting:
             final = error_from_code(job.damage_code, text) if job.is_damaged_everywhere else error
-            out.extend(reject(request, final) for request in job.waiting)
+            out.extend(request_error_answer(request, final) for request in job.waiting)
             job.waiting.clear()
-            job.rounds = 0
-        if job.for_feed and job.is_damaged_everywhere and job.retry_ms >= RETRY_MAX_MS:
+            job.round_count = 0
+        if job.is_for_feed and job.is_damaged_everywhere and job.retry_ms >= RETRY_MAX_MS:
             out.append(FeedFailed(job.key.first, error))
-            job.for_feed = False
+            job.is_for_feed = False
         job.is_damaged_everywhere = True
         return out
 
@@ -473,8 +473,8 @@ class Reads:
             f"{first_available}, so {job.key.first} is not available",
             first_available,
         )
-        out: list[ReadOutcome] = [reject(request, error) for request in job.waiting]
-        if job.for_feed:
+        out: list[ReadOutcome] = [request_error_answer(request, error) for request in job.waiting]
+        if job.is_for_feed:
             out.append(FeedFailed(job.key.first, error))
         return out + self._start_fetches()
 
@@ -486,7 +486,7 @@ class Reads:
         for request in job.waiting:
             assert isinstance(request.message, TransactionDataRequest)
             wanted = TransactionId(request.message.transaction_id)
-            out += self._fetch(_key_alone(wanted), request)
+            out += self._request_fetch(_single_fetch_key(wanted), request)
         return out
 
     def _ignore_answer(self, token: int) -> list[ReadOutcome]:
@@ -494,13 +494,13 @@ class Reads:
         self._running.pop(token, None)
         return self._start_fetches()
 
-    def _fetch(self, key: _Key, request: RequestReceived | None) -> list[ReadOutcome]:
+    def _request_fetch(self, key: _FetchKey, request: RequestReceived | None) -> list[ReadOutcome]:
         job = self._jobs.get(key)
         if job is None:
             job = self._jobs[key] = _RangeFetch(key)
             self._ready.append(job)
         if request is None:
-            job.for_feed = True
+            job.is_for_feed = True
         else:
             job.waiting.append(request)
         return self._start_fetches()
@@ -514,11 +514,11 @@ class Reads:
             and len(self._running) < self._limits.fetches_max
         ):
             job = self._ready.popleft()
-            out.append(self._fetch_from(job))
+            out.append(self._create_fetch(job))
         return out
 
-    def _fetch_from(self, job: _RangeFetch) -> Fetch:
-        untried = [replica for replica in self.replicas if replica not in job.tried]
+    def _create_fetch(self, job: _RangeFetch) -> Fetch:
+        untried = [replica for replica in self.replicas if replica not in job.tried_replicas]
         untried = untried or list(self.replicas)
         trusted = [each for each in untried if self._avoided.get(each, 0) <= self.fetches]
         trusted = trusted or untried
@@ -527,7 +527,7 @@ class Reads:
         self._turn += 1
         self._token += 1
         self.fetches += 1
-        job.tried.append(replica)
+        job.tried_replicas.append(replica)
         self._running[self._token] = job
         key = job.key
         message = RangeRaw(
@@ -541,7 +541,7 @@ class Reads:
             whole_batches=False,
             reader=True,
         )
-        is_urgent = job.rounds == 0 and len(self.replicas) > 1
+        is_urgent = job.round_count == 0 and len(self.replicas) > 1
         return Fetch(self._token, replica, message, is_urgent)
 
     # -----------------------------------------------------------------------------------------
@@ -565,7 +565,7 @@ class Reads:
         count = run.last - run.first + 1
         lineage = run.lineage
         if message.form == OWN_HEADERS:
-            records, count = _own_headers(run, message.req_id.client_id)
+            records, count = _headers_of_client(run, message.req_id.client_id)
             lineage = ()
         elif message.header_values and count:
             lengths, records, count = _filter_records(run, message.header_values)
@@ -584,11 +584,11 @@ class Reads:
         return SendToClient(request.connection, answer, request.cost_bytes)
 
 
-_EMPTY: Final = np.empty(0, dtype=np.int64)
+_NO_LENGTHS: Final = np.empty(0, dtype=np.int64)
 
 
 def _range_request_error(message: RangeRequest) -> str | None:
-    """Return the fault in a range request; None if it is valid."""
+    """Return the error text for an invalid range request; None if it is valid."""
     if not 0 <= message.first <= message.last:
         return (
             "range request: expected IDs with 0 <= first <= last, found "
@@ -602,8 +602,8 @@ def _range_request_error(message: RangeRequest) -> str | None:
     return None
 
 
-def _key_alone(wanted: TransactionId) -> _Key:
-    return _Key(wanted, wanted, 1, RangeForm.WHOLE)
+def _single_fetch_key(wanted: TransactionId) -> _FetchKey:
+    return _FetchKey(wanted, wanted, 1, RangeForm.WHOLE)
 
 
 def _data_answer(
@@ -614,7 +614,7 @@ def _data_answer(
     return SendToClient(request.connection, answer, request.cost_bytes)
 
 
-def _feed_stretch(run: _RangeRecords) -> FeedHeaders:
+def _feed_headers_in(run: _RangeRecords) -> FeedHeaders:
     heads = np.frombuffer(run.records, dtype=np.uint8).reshape(-1, RECORD_HEADER.size)
     headers = heads[:, RECORD_HEADER.size - raw_records.FEED_HEADER_BYTES :].tobytes()
     chain_at, chain = BEFORE_FIRST, GENESIS_CHAIN
@@ -626,7 +626,7 @@ def _feed_stretch(run: _RangeRecords) -> FeedHeaders:
     return FeedHeaders(run.first, headers, chain_at, chain)
 
 
-def _own_headers(run: _RangeRecords, client_id: ClientId) -> tuple[Buffer, int]:
+def _headers_of_client(run: _RangeRecords, client_id: ClientId) -> tuple[Buffer, int]:
     """Return the headers of one client's transactions, and their number."""
     heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
     kept = heads[heads["req_id"]["client_id"] == client_id]
@@ -638,13 +638,13 @@ def _filter_records(run: _RangeRecords, header_values: Sequence[int]) -> tuple[I
     if run.form == RangeForm.HEADERS:
         heads = np.frombuffer(run.records, dtype=raw_records.HEADER_DTYPE)
         kept = heads[np.isin(heads["header"].astype(np.int32), header_values)]
-        return _EMPTY, kept.tobytes(), int(kept.size)
+        return _NO_LENGTHS, kept.tobytes(), int(kept.size)
     values = raw_records.application_headers_of(run.records, run.lengths)
     records, lengths = select_records(run.records, run.lengths, np.isin(values, header_values))
     return lengths, records, int(lengths.size)
 
 
-def _check_range(message: RangeBytes, key: _Key) -> _RangeRecords:
+def _check_range(message: RangeBytes, key: _FetchKey) -> _RangeRecords:
     """Check a storage's answer (rule 3); raises BadFormat or ChecksumMismatch."""
     first, last, form = key.first, key.last, key.form
     reach = TransactionId(message.first + message.count - 1)
@@ -655,7 +655,7 @@ def _check_range(message: RangeBytes, key: _Key) -> _RangeRecords:
         )
     if form == RangeForm.HEADERS:
         _check_headers(message)
-        return _RangeRecords(first, reach, form, _EMPTY, message.records, message.lineage)
+        return _RangeRecords(first, reach, form, _NO_LENGTHS, message.records, message.lineage)
     lengths = raw_records.lengths_from_wire(message.lengths, len(message.records))
     if lengths.size != message.count:
         raise BadFormat(

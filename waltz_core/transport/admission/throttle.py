@@ -183,7 +183,7 @@ class Throttle:
             size_bytes=_size_bytes(message),
             is_append=append_key is not None,
             waited_ns=now_ns - self._since_ns,
-            is_overrun=append_key in self._overrun,
+            has_rejected_append=append_key in self._overrun,
         )
         if isinstance(begun, Overloaded):
             if append_key is not None:
