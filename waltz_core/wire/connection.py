@@ -234,7 +234,7 @@ class Connection:
             elif header.payload_bytes:
                 payload = bytes(scratch[at : at + header.payload_bytes])
                 at += header.payload_bytes
-                self._take(memoryview(payload), events)
+                self._process_payload(memoryview(payload), events)
         if at:
             scratch[: end - at] = bytes(scratch[at:end])
         self._read_buffer_end = end - at
@@ -243,7 +243,7 @@ class Connection:
         payload = self._frame
         self._header = None
         self._frame = memoryview(b"")
-        self._take(payload, events)
+        self._process_payload(payload, events)
 
     def _check_header(self, header: FrameHeader) -> None:
         """Raise RemoteProtocolError unless this frame is allowed now (rules 1 and 4)."""
@@ -272,7 +272,7 @@ class Connection:
         hint = _OLD_PEER_HINTS.get(self.protocol)
         return f"; {hint}" if is_older and hint else ""
 
-    def _take(self, payload: memoryview, events: list[ConnectionEvent]) -> None:
+    def _process_payload(self, payload: memoryview, events: list[ConnectionEvent]) -> None:
         if self.version is not None:
             events.append(codec.decode(self.protocol, self.version, payload))
             return

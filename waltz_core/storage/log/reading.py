@@ -147,7 +147,7 @@ class LogReader:
     def _read_range(
         self, first: TransactionId, last: TransactionId, bytes_max: int, *, whole_batches: bool
     ) -> RangeRead | TransactionId | IdRange:
-        """Read once.
+        """Read a range without a repair.
 
         If that fails, return the ID of the first wrong record, or the unreadable range.
         """

@@ -126,7 +126,7 @@ JobT = TypeVar("JobT")
 
 @dataclass(frozen=True, slots=True)
 class StaticCluster:
-    """The facts of a cluster; replaces ZooKeeper in tests and for a single storage."""
+    """The key and the size of a cluster; replaces ZooKeeper in tests and for a single storage."""
 
     cluster_key: UUID
     partition_count: int
@@ -290,13 +290,7 @@ class StorageDaemon:
         self._storage_metrics.register(
             machine, engine.space, links_count=lambda: len(self._links), logs=serving.logs
         )
-        self._driver = Driver(
-            machine,
-            self._perform,
-            on_report=self._report,
-            on_failure=self._stop_with_error,
-            name="storage",
-        )
+        self._driver = self._create_driver(machine)
         async with AsyncExitStack() as stack:
             stack.callback(self._driver.stop)
             if config.http_port:
@@ -404,6 +398,15 @@ class StorageDaemon:
             await self._in_thread(lambda: space.note_free_bytes(_wall_clock_ms()))
             await asyncio.sleep(SAMPLE_INTERVAL_MS / 1000)
 
+    def _create_driver(self, machine: StorageService) -> "Driver[Event, Effect]":
+        return Driver(
+            machine,
+            self._perform,
+            on_report=self._report,
+            on_failure=self._on_failure,
+            name="storage",
+        )
+
     def _create_served_replicas(self, engine: StorageEngine) -> ServedReplicas:
         return ServedReplicas(
             engine,
@@ -431,7 +434,7 @@ class StorageDaemon:
             report=self._report,
             in_thread=self._in_thread,
             tasks=tasks,
-            on_failure=self._stop_with_error,
+            on_failure=self._on_failure,
             scrub_states=self.scrub_status,
             archive_state=self._archive_state,
         )
@@ -513,7 +516,7 @@ class StorageDaemon:
             self._has_pending_work = True
             _log.warning("storage.shutdown_pending_work count=%d", self._works_count)
 
-    def _stop_with_error(self, error: BaseException) -> None:
+    def _on_failure(self, error: BaseException) -> None:
         """Stop the process with an error; only the first error counts."""
         if not self._failure.done():
             self._failure.set_exception(error)
@@ -588,7 +591,7 @@ class StorageDaemon:
             ):
                 self._use_archive(effect)
             case service_effects.EndProcess():
-                self._stop_with_error(errors.DiskFailed(effect.reason))
+                self._on_failure(errors.DiskFailed(effect.reason))
             case Report():
                 self._report(effect)
             case _:
@@ -626,7 +629,7 @@ class StorageDaemon:
             if error is None:
                 take(job, future.result())
             else:
-                self._stop_with_error(error)
+                self._on_failure(error)
 
         threads.submit(call, job).add_done_callback(partial(self._post_to_loop, done))
 
@@ -713,14 +716,14 @@ class StorageDaemon:
     def _on_space_checked(self, future: "Future[None]") -> None:
         error = future.exception()
         if error is not None:
-            self._stop_with_error(error)
+            self._on_failure(error)
         else:
             self._post(service.SpaceChecked())
 
     def _on_work_done(self, work: Work, outcome: WriteOutcome) -> None:
         self._works_count -= 1
         if isinstance(outcome, BaseException):
-            self._stop_with_error(outcome)
+            self._on_failure(outcome)
         else:
             self._post(service.WorkDone(work, outcome))
         if self._works_count == 0:  # and no more work has followed

@@ -353,7 +353,7 @@ class StorageService:
                 self._check_session(lane, message)
                 _check_owner(lane, request)
                 self._archive.add(request.connection, lane.promise.nonce, message)
-                self._send_response(request, SuccessResponse(*_response_prefix(message)))
+                self._send_response(request, SuccessResponse(*_prefix_of(message)))
             case OpenRequest():
                 self._check_cluster(message.cluster_key, message.partition_count)
                 self._readers[request.connection] = None
@@ -365,7 +365,7 @@ class StorageService:
                 self._check_session(lane, message)
                 if request.connection not in self._readers:
                     _check_owner(lane, request)
-                self._send_response(request, HeartbeatResponse(*_response_prefix(message)))
+                self._send_response(request, HeartbeatResponse(*_prefix_of(message)))
             case RangeRaw(reader=True) | LockBlocksRequest():
                 lane = self._lane_of(message)
                 self._check_reader(lane, request)
@@ -575,10 +575,8 @@ class StorageService:
             self._report_event("storage.scrub_finished", partition=work.partition_id)
             self._notify_owner(lane)  # Again: unrepaired damage may be repairable now.
         is_marked = not work.requests and work.piece is None
-        lane.has_unmarked_appends = result.appended_count > 0 or (
-            lane.has_unmarked_appends and not is_marked
-        )
-        if lane.has_unmarked_appends and self._mark_at_ms is None:
+        lane.has_unmarked = result.appended_count > 0 or (lane.has_unmarked and not is_marked)
+        if lane.has_unmarked and self._mark_at_ms is None:
             self._mark_at_ms = now_ms + MARKER_INTERVAL_MS
         self._start_work(lane)
 
@@ -594,7 +592,7 @@ class StorageService:
             return
         self._mark_at_ms = None
         for lane in self._lanes.values():
-            if lane.has_unmarked_appends and lane.work is None:
+            if lane.has_unmarked and lane.work is None:
                 # A busy log moves its marker with a sync, and is checked again later.
                 self._run_work(lane, ())
 
@@ -717,9 +715,7 @@ class StorageService:
         self._fence(lane, result.failure)
 
     def _resume(self) -> None:
-        self._effects += [
-            ResumeReading(each) for each in self.queue_limits.take_resumed_connections()
-        ]
+        self._effects += [ResumeReading(each) for each in self.queue_limits.take_resumed()]
 
     # ------------------------------------------------------------------ the archive (rule 12)
 
@@ -785,9 +781,7 @@ class StorageService:
         )
         text = str(error)[:REJECTION_CHARACTERS_MAX]
         first = error.first_available if isinstance(error, BeforeLogStart) else BEFORE_FIRST
-        self._send_response(
-            request, Nack(*_response_prefix(message), error.code, promised, text, first)
-        )
+        self._send_response(request, Nack(*_prefix_of(message), error.code, promised, text, first))
 
     def _report_event(self, name: str, **fields: object) -> None:
         self._effects.append(Report(name, tuple(fields.items())))
@@ -801,5 +795,5 @@ def _check_owner(lane: Lane, request: LaneRequest) -> None:
         )
 
 
-def _response_prefix(message: StorageMessage) -> tuple[int, int, int]:
+def _prefix_of(message: StorageMessage) -> tuple[int, int, int]:
     return message.session_id, message.sequence, message.partition_id
