@@ -70,7 +70,7 @@ test-core:
 test-spark:
 	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) -m 'not versions and not slow' $(SPARK) $(ARGS)
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.java_classes
-	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.table_jars
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.table_libraries
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest -n 2 --dist loadgroup $(SPARK_AGAIN) \
 	    -m 'core and not versions and not slow' tests/spark $(ARGS)
 
@@ -83,7 +83,7 @@ test-slow: ## The tests that `make test` leaves out, because each takes long; be
 	@$(RUN) python -m pytest $(FIVE) -m slow $(REAL) $(ARGS)
 	@$(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) -m 'slow and not versions' $(SPARK) $(ARGS)
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.java_classes
-	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.table_jars
+	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m tests.table_libraries
 	@PYSPARK_VERSION=$(OLDEST_SPARK) $(RUN) python -m pytest -n 2 --dist loadgroup $(SPARK_AGAIN) \
 	    -m 'core and slow and not versions' tests/spark $(ARGS)
 
@@ -92,7 +92,7 @@ spark-versions: ## The tests of waltz_spark with each PySpark: make spark-versio
 	@for version in $(SPARKS); do \
 	    scripts/spark_version $$version; export PYSPARK_VERSION=$$version; echo "PySpark $$version"; \
 	    $(RUN) python -m tests.java_classes; \
-	    $(RUN) python -m tests.table_jars; \
+	    $(RUN) python -m tests.table_libraries; \
 	    $(RUN) python -m pytest -n $(ONE_MORE) tests/unit/spark $(ARGS); \
 	    $(RUN) python -m pytest $(THREE) $(SPARK_AGAIN) tests/spark $(ARGS); done
 

@@ -12,12 +12,12 @@ from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId, next_chain
 
-KEY = bytes(range(16))
-PARTITION = 3
-STAMP = 1_700_000_000_000
+CLUSTER_KEY = bytes(range(16))
+PARTITION_ID = 3
+FIRST_COMMIT_MS = 1_700_000_000_000
 
 
-def batches_from(first, *, sizes, chain=GENESIS_CHAIN, seed=0, stamp=STAMP):
+def make_batches(first, *, sizes, chain=GENESIS_CHAIN, seed=0, stamp=FIRST_COMMIT_MS):
     """Return the records of some batches, and their lineage; the first batch has no stamp."""
     rng, records, lineage = Random(seed), [], []
     for number, size in enumerate(sizes):
@@ -25,7 +25,7 @@ def batches_from(first, *, sizes, chain=GENESIS_CHAIN, seed=0, stamp=STAMP):
         last = first + size - 1
         for transaction_id in range(first, last + 1):
             data = rng.randbytes(rng.choice((0, 5, 300)))
-            req_id = ReqId(7, number, PARTITION, transaction_id - first)
+            req_id = ReqId(7, number, PARTITION_ID, transaction_id - first)
             header = rng.randrange(-9, 9)
             record = raw_records.encode_record(transaction_id, req_id, header, data, crc32(data))
             records.append(record)
@@ -36,7 +36,7 @@ def batches_from(first, *, sizes, chain=GENESIS_CHAIN, seed=0, stamp=STAMP):
     return records, lineage
 
 
-def pieces_of(records, lineage, rows):
+def split_into_pieces(records, lineage, rows):
     """Yield the records in pieces of the given number of rows."""
     for start in range(0, len(records), rows):
         part = records[start : start + rows]
@@ -45,13 +45,15 @@ def pieces_of(records, lineage, rows):
         yield Piece(b"".join(part), np.array([len(each) for each in part]), inside)
 
 
-def object_of(records, lineage, *, rows=10, chain_before=GENESIS_CHAIN, **changes):
+def encode_object(records, lineage, *, rows=10, chain_before=GENESIS_CHAIN, **changes):
     """Return the bytes of an object with row groups of the given number of rows."""
     first = lineage[0].first
-    facts = ObjectFacts(KEY, PARTITION, first, lineage[-1].last, chain_before, lineage[-1].chain)
+    facts = ObjectFacts(
+        CLUSTER_KEY, PARTITION_ID, first, lineage[-1].last, chain_before, lineage[-1].chain
+    )
     sink = io.BytesIO()
     writer = ObjectWriter(sink, facts._replace(**changes))
-    for piece in pieces_of(records, lineage, rows):
+    for piece in split_into_pieces(records, lineage, rows):
         writer.add([piece])
     writer.close()
     return sink.getvalue()
@@ -88,25 +90,25 @@ def write_archive(
     page_entries=0,
     unused=(),
     seed=0,
-    folder=f"{PARTITION}",
+    folder=f"{PARTITION_ID}",
 ):
     """Write a log of some objects, with a manifest and one page of its oldest `page_entries`.
 
-    Each object has one batch without and some with commit times: `STAMP` and one second more for
-    each object. `unused` are the sizes of batches in the first object that the manifest omits.
+    In each object, one batch has no commit time; the others have `FIRST_COMMIT_MS` plus one second
+    per object. `unused` are the sizes of batches in the first object that the manifest omits.
     """
-    manifest = Manifest(KEY, PARTITION, 0, 0, -1, GENESIS_CHAIN)
+    manifest = Manifest(CLUSTER_KEY, PARTITION_ID, 0, 0, -1, GENESIS_CHAIN)
     records, lineage, chain = [], [], GENESIS_CHAIN
     for number in range(objects):
-        stamp = STAMP + 1_000 * number
-        made, batches = batches_from(
+        stamp = FIRST_COMMIT_MS + 1_000 * number
+        made, batches = make_batches(
             len(records),
             sizes=(*sizes, *(unused if number == 0 else ())),
             chain=chain,
             seed=seed + number,
             stamp=stamp,
         )
-        data = object_of(made, batches, rows=rows, chain_before=chain)
+        data = encode_object(made, batches, rows=rows, chain_before=chain)
         used = batches[: len(sizes)]
         name = f"{folder}/objects/{number}.parquet"
         store.write(name, data)

@@ -8,7 +8,7 @@ from types import FrameType
 
 
 @contextmanager
-def counted_calls() -> Iterator[list[str]]:
+def record_calls() -> Iterator[list[str]]:
     """Record the caller's name of each call, also of functions in C.
 
     Garbage is not collected meanwhile: finalizers of objects that other tests have left would be
@@ -16,13 +16,13 @@ def counted_calls() -> Iterator[list[str]]:
     """
     calls: list[str] = []
 
-    def note(frame: FrameType, event: str, _argument: object) -> None:
+    def record_call(frame: FrameType, event: str, _argument: object) -> None:
         if event in {"call", "c_call"}:
             calls.append(frame.f_code.co_name)
 
     previous, was_enabled = sys.getprofile(), gc.isenabled()
     gc.disable()
-    sys.setprofile(note)
+    sys.setprofile(record_call)
     try:
         yield calls
     finally:

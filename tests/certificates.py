@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import trustme
 
-HERE = ("localhost", "127.0.0.1", "::1")
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class Certificates(NamedTuple):
@@ -29,7 +29,9 @@ class Certificates(NamedTuple):
         }
 
 
-def make(directory: Path, *, name: str = "ours", hosts: tuple[str, ...] = HERE) -> Certificates:
+def create_certificates(
+    directory: Path, *, name: str = "ours", hosts: tuple[str, ...] = LOCAL_HOSTS
+) -> Certificates:
     """Write the files of a new authority, and of a certificate for some hosts."""
     authority = trustme.CA()
     issued = authority.issue_cert(*hosts)

@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client import (
     BYTES,
@@ -35,42 +35,42 @@ MIB = 1024 * 1024
 
 
 @dataclass
-class World:
+class ScenarioSetup:
     """A Waltz in which a scenario runs, and the partition that belongs to this scenario."""
 
     open: Callable[[], WaltzClient]
     partition: int
 
 
-class Ledger(Callbacks):
+class RecordingCallbacks(Callbacks):
     """Records what is applied; may raise, or wait until it is released."""
 
     def __init__(self, mark: int) -> None:
         self.mark = mark
-        self.seen: list[tuple[int, int, bytes]] = []
+        self.applied: list[tuple[int, int, bytes]] = []
         self.poison: dict[int, int] = {}  # how often to raise, by transaction
         self.policies: dict[int, PoisonPolicy] = {}  # STOP otherwise
         self.raised: list[int] = []
-        self.may_go = threading.Event()
-        self.may_go.set()
+        self.may_apply = threading.Event()
+        self.may_apply.set()
         self._changed = threading.Condition()
 
     @property
-    def ids(self) -> list[int]:
-        return [each[0] for each in self.seen]
+    def applied_ids(self) -> list[int]:
+        return [each[0] for each in self.applied]
 
     def client_high_water_mark(self, partition: int) -> int:
         return self.mark
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        self.may_go.wait(HANG_S)
+        self.may_apply.wait(TEST_TIMEOUT_S)
         transaction_id = transaction.transaction_id
         if self.poison.get(transaction_id, 0):
             self.poison[transaction_id] -= 1
             raise ValueError(f"poison at {transaction_id}")
         data = transaction.data()
         with self._changed:
-            self.seen.append((transaction_id, transaction.header, data))
+            self.applied.append((transaction_id, transaction.header, data))
             self._changed.notify_all()
 
     def uncaught_exception(self, partition: int, transaction_id: int, error: Exception):
@@ -79,9 +79,12 @@ class Ledger(Callbacks):
             self._changed.notify_all()
         return self.policies.get(transaction_id, PoisonPolicy.STOP)
 
-    def until(self, condition: Callable[[], bool]) -> None:
+    def wait_until(self, condition: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(condition, HANG_S), (self.ids, self.raised)
+            assert self._changed.wait_for(condition, TEST_TIMEOUT_S), (
+                self.applied_ids,
+                self.raised,
+            )
 
 
 class RecordingContext(TransactionContext):
@@ -130,7 +133,7 @@ class RecordingContext(TransactionContext):
         self.hooks.append("lock failure")
 
 
-def log_of(client: WaltzClient, partition: int, first: int) -> list[bytes]:
+def read_payloads(client: WaltzClient, partition: int, first: int) -> list[bytes]:
     """Return the data of a partition from an ID on."""
     datas = []
     last = client.high_water_mark(partition, linearizable=True)
@@ -142,11 +145,11 @@ def log_of(client: WaltzClient, partition: int, first: int) -> list[bytes]:
     return datas
 
 
-def appended(client: WaltzClient, partition: int, data: bytes = b"", **more) -> int:
-    return client.append(data, partition=partition, **more).result(HANG_S)
+def append_and_wait(client: WaltzClient, partition: int, data: bytes = b"", **more) -> int:
+    return client.append(data, partition=partition, **more).result(TEST_TIMEOUT_S)
 
 
-def is_whole(world: World) -> bool:
+def is_log_complete(world: ScenarioSetup) -> bool:
     """Return whether IDs are dense from 0 and each request is in the log once."""
     with world.open() as client:
         last = client.high_water_mark(world.partition, linearizable=True)
@@ -159,18 +162,18 @@ def is_whole(world: World) -> bool:
 # --- appends
 
 
-def ids_are_dense_and_in_the_order_of_one_clients_appends(world: World) -> None:
+def ids_are_dense_and_in_the_order_of_one_clients_appends(world: ScenarioSetup) -> None:
     with world.open() as client:
         first = client.high_water_mark(world.partition) + 1
         rows = [b"%d" % i for i in range(100)]
         futures = [client.append(row, partition=world.partition) for row in rows]
-        ids = [future.result(HANG_S) for future in futures]
+        ids = [future.result(TEST_TIMEOUT_S) for future in futures]
         assert ids == sorted(ids)
-        assert log_of(client, world.partition, first) == rows
+        assert read_payloads(client, world.partition, first) == rows
         assert ids == list(range(first, first + 100))
 
 
-def what_is_written_is_read_and_fed_byte_for_byte(world: World) -> None:
+def reads_and_feeds_return_the_appended_bytes(world: ScenarioSetup) -> None:
     rows = [
         (0, b""),
         (-(1 << 31), b"\x00"),
@@ -179,18 +182,20 @@ def what_is_written_is_read_and_fed_byte_for_byte(world: World) -> None:
         (7, b"last"),
     ]
     with world.open() as client:
-        ledger = Ledger(client.high_water_mark(world.partition))
-        ids = [appended(client, world.partition, data, header=header) for header, data in rows]
-        assert log_of(client, world.partition, ids[0]) == [data for _, data in rows]
+        ledger = RecordingCallbacks(client.high_water_mark(world.partition))
+        ids = [
+            append_and_wait(client, world.partition, data, header=header) for header, data in rows
+        ]
+        assert read_payloads(client, world.partition, ids[0]) == [data for _, data in rows]
         client.subscribe(ledger, [world.partition])
-        ledger.until(lambda: len(ledger.seen) == len(rows))
-        assert ledger.seen == [(i, *row) for i, row in zip(ids, rows, strict=True)]
+        ledger.wait_until(lambda: len(ledger.applied) == len(rows))
+        assert ledger.applied == [(i, *row) for i, row in zip(ids, rows, strict=True)]
 
 
-def each_replica_returns_the_same_bytes(world: World) -> None:
+def each_replica_returns_the_same_bytes(world: ScenarioSetup) -> None:
     with world.open() as client:
-        first = appended(client, world.partition, b"one")
-        last = appended(client, world.partition, b"two")
+        first = append_and_wait(client, world.partition, b"one")
+        last = append_and_wait(client, world.partition, b"two")
         replicas = client.replicas(world.partition)
         for form in RangeForm:
             ours, theirs = (
@@ -205,58 +210,58 @@ def each_replica_returns_the_same_bytes(world: World) -> None:
             assert b"".join(ours) == b"".join(theirs) != b""
 
 
-def invalid_appends_are_rejected_and_others_continue(world: World) -> None:
+def invalid_appends_are_rejected_and_others_continue(world: ScenarioSetup) -> None:
     with world.open() as client:
         before = client.high_water_mark(world.partition)
         with pytest.raises(errors.TooLarge):
-            appended(client, world.partition, bytes(4 * MIB + 1))
+            append_and_wait(client, world.partition, bytes(4 * MIB + 1))
         for partition in (-1, client.partition_count):
             with pytest.raises(errors.UnknownPartition):
-                appended(client, partition)
+                append_and_wait(client, partition)
             with pytest.raises(errors.UnknownPartition):
                 client.high_water_mark(partition)
         with pytest.raises(errors.BadRequest):
-            appended(client, world.partition, header=1 << 31)
+            append_and_wait(client, world.partition, header=1 << 31)
         with pytest.raises(errors.BadRequest):
-            appended(client, world.partition, write_locks=[1 << 31])
+            append_and_wait(client, world.partition, write_locks=[1 << 31])
         text = rf"partition {world.partition}: the client's high-water mark {before + 99} is above "
         ahead = {"write_locks": [lock("a")], "client_high_water_mark": before + 99}
         with pytest.raises(
             errors.ClientAheadOfLog, match=rf"{text}the log's, {before}\. Hint: the clie"
         ):
-            appended(client, world.partition, **ahead)
-        assert appended(client, world.partition, write_locks=[lock("a")]) == before + 1
+            append_and_wait(client, world.partition, **ahead)
+        assert append_and_wait(client, world.partition, write_locks=[lock("a")]) == before + 1
 
 
-def a_flush_waits_for_earlier_appends(world: World) -> None:
+def a_flush_waits_for_earlier_appends(world: ScenarioSetup) -> None:
     with world.open() as client:
         futures = [client.append(b"", partition=world.partition) for _ in range(50)]
         mark = client.flush(world.partition)
-        assert mark == max(future.result(HANG_S) for future in futures)
+        assert mark == max(future.result(TEST_TIMEOUT_S) for future in futures)
         assert not client.has_pending
 
 
-def marks_of_all_partitions_are_returned(world: World) -> None:
+def marks_of_all_partitions_are_returned(world: ScenarioSetup) -> None:
     with world.open() as client:
         before = client.high_water_marks(linearizable=True)
         assert list(before) == list(range(client.partition_count))
-        appended(client, world.partition)
+        append_and_wait(client, world.partition)
         after = client.high_water_marks(linearizable=True)
         assert after == before | {world.partition: before[world.partition] + 1}
         assert client.high_water_mark(world.partition) == after[world.partition]
 
 
-def the_first_lock_chooses_the_partition(world: World) -> None:
+def the_first_lock_chooses_the_partition(world: ScenarioSetup) -> None:
     with world.open() as client:
         hashed = lock("where", 7)
         partition = partition_of(hashed, client.partition_count)
         before = client.high_water_marks()
-        transaction_id = client.append(b"", write_locks=[hashed]).result(HANG_S)
+        transaction_id = client.append(b"", write_locks=[hashed]).result(TEST_TIMEOUT_S)
         assert transaction_id == before[partition] + 1
-        appended(client, world.partition)
+        append_and_wait(client, world.partition)
 
 
-def a_closed_client_has_reported_every_outcome(world: World) -> None:
+def a_closed_client_has_reported_every_outcome(world: ScenarioSetup) -> None:
     with world.open() as reader:
         first = reader.high_water_mark(world.partition) + 1
         client = world.open()
@@ -265,7 +270,7 @@ def a_closed_client_has_reported_every_outcome(world: World) -> None:
         assert all(future.done() for future in futures)
         ids = [future.result(0) for future in futures]
         assert ids == list(range(first, first + 200))
-        assert log_of(reader, world.partition, first) == [b"%d" % i for i in range(200)]
+        assert read_payloads(reader, world.partition, first) == [b"%d" % i for i in range(200)]
         with pytest.raises(errors.UsageError, match="closed"):
             client.append(b"")
         client.close()
@@ -274,13 +279,15 @@ def a_closed_client_has_reported_every_outcome(world: World) -> None:
 # --- locks
 
 
-def write_and_append_locks_stop_write_and_read_locks_and_nothing_else(world: World) -> None:
+def write_and_append_locks_reject_only_later_write_and_read_locks(world: ScenarioSetup) -> None:
     kinds = ("write_locks", "read_locks", "append_locks")
     with world.open() as one, world.open() as two:
         for number, (earlier, later) in enumerate(product(kinds, kinds)):
             hashed = [lock("pair", number)]
             mark = one.high_water_mark(world.partition)
-            won = appended(one, world.partition, **{earlier: hashed}, client_high_water_mark=mark)
+            won = append_and_wait(
+                one, world.partition, **{earlier: hashed}, client_high_water_mark=mark
+            )
             assert won == mark + 1
             late = two.append(
                 b"late", partition=world.partition, **{later: hashed}, client_high_water_mark=mark
@@ -288,126 +295,133 @@ def write_and_append_locks_stop_write_and_read_locks_and_nothing_else(world: Wor
             if earlier != "read_locks" and later != "append_locks":
                 text = rf"transaction {won} .* has written a lock .* high-water mark {mark}"
                 with pytest.raises(errors.LockFailed, match=text) as failed:
-                    late.result(HANG_S)
+                    late.result(TEST_TIMEOUT_S)
                 assert failed.value.conflicting == won
                 assert failed.value.high_water_mark >= won
                 mark = won
             else:
-                assert late.result(HANG_S) == won + 1
+                assert late.result(TEST_TIMEOUT_S) == won + 1
             # A client that has applied all of it passes.
             seen = two.high_water_mark(world.partition)
-            passed = appended(two, world.partition, **{later: hashed}, client_high_water_mark=seen)
+            passed = append_and_wait(
+                two, world.partition, **{later: hashed}, client_high_water_mark=seen
+            )
             assert passed == seen + 1
 
 
-def one_lock_of_many_is_enough_and_others_do_not_matter(world: World) -> None:
+def one_conflicting_lock_of_many_rejects_an_append(world: ScenarioSetup) -> None:
     with world.open() as client:
         mark = client.high_water_mark(world.partition)
-        won = appended(
+        won = append_and_wait(
             client, world.partition, write_locks=[lock("many", 3)], client_high_water_mark=mark
         )
         many = [lock("many", i) for i in range(6)]
         with pytest.raises(errors.LockFailed) as failed:
-            appended(client, world.partition, read_locks=many, client_high_water_mark=mark)
+            append_and_wait(client, world.partition, read_locks=many, client_high_water_mark=mark)
         assert failed.value.conflicting == won
         del many[3]
-        appended(client, world.partition, write_locks=many, client_high_water_mark=mark)
-        appended(client, world.partition, client_high_water_mark=-1)
+        append_and_wait(client, world.partition, write_locks=many, client_high_water_mark=mark)
+        append_and_wait(client, world.partition, client_high_water_mark=-1)
 
 
 # --- contexts
 
 
-def a_context_is_executed_again_after_it_has_applied_the_winner(world: World) -> None:
+def a_context_is_executed_again_after_it_has_applied_the_winner(world: ScenarioSetup) -> None:
     with world.open() as client, world.open() as other:
-        ledger = Ledger(client.high_water_mark(world.partition))
+        ledger = RecordingCallbacks(client.high_water_mark(world.partition))
         won: list[int] = []
         seen: list[list[int]] = []
 
         def rival(attempt: int) -> None:
-            seen.append(ledger.ids)
+            seen.append(ledger.applied_ids)
             if attempt <= 2:
-                won.append(appended(other, world.partition, append_locks=[lock("retry")]))
+                won.append(append_and_wait(other, world.partition, append_locks=[lock("retry")]))
 
         client.subscribe(ledger, [world.partition])
         context = RecordingContext(world.partition, rival, "retry")
-        transaction_id = client.submit(context).result(HANG_S)
+        transaction_id = client.submit(context).result(TEST_TIMEOUT_S)
         assert transaction_id == won[1] + 1
         assert context.marks[0] < won[0] <= context.marks[1] < won[1] <= context.marks[2]
         assert won[0] in seen[1]
         assert won[1] in seen[2]
-        assert context.is_applied.wait(HANG_S)
+        assert context.is_applied.wait(TEST_TIMEOUT_S)
         assert context.hooks == ["lock failure"] * 2 + [("completion", True), "application"]
-        assert ledger.seen[-1][2] == JSON.serialize({"attempt": 3})
+        assert ledger.applied[-1][2] == JSON.serialize({"attempt": 3})
 
 
-def a_context_without_a_feed_also_applies_the_winner(world: World) -> None:
+def a_context_without_a_feed_also_applies_the_winner(world: ScenarioSetup) -> None:
     with world.open() as client, world.open() as other:
         won: list[int] = []
 
         def rival(attempt: int) -> None:
             if attempt == 1:
-                won.append(appended(other, world.partition, append_locks=[lock("retry")]))
+                won.append(append_and_wait(other, world.partition, append_locks=[lock("retry")]))
 
         context = RecordingContext(world.partition, rival, "retry")
-        assert client.submit(context).result(HANG_S) == won[0] + 1
-        assert context.has_ended.wait(HANG_S)
+        assert client.submit(context).result(TEST_TIMEOUT_S) == won[0] + 1
+        assert context.has_ended.wait(TEST_TIMEOUT_S)
         assert context.marks[1] >= won[0]
         assert context.hooks == ["lock failure", ("completion", True)]
 
 
-def a_context_ends_when_execute_returns_false_or_raises(world: World) -> None:
-    class Idle(RecordingContext):
+def a_context_ends_when_execute_returns_false_or_raises(world: ScenarioSetup) -> None:
+    class ReturnsFalse(RecordingContext):
         def execute(self, builder: TransactionBuilder) -> bool:
             return False
 
-    class Broken(RecordingContext):
+    class RaisesError(RecordingContext):
         def execute(self, builder: TransactionBuilder) -> bool:
             raise KeyError("no such account")
 
     with world.open() as client:
-        before = appended(client, world.partition)
-        idle, broken = Idle(world.partition), Broken(world.partition)
-        assert client.submit(idle).result(HANG_S) is None
+        before = append_and_wait(client, world.partition)
+        returns_false, raises_error = ReturnsFalse(world.partition), RaisesError(world.partition)
+        assert client.submit(returns_false).result(TEST_TIMEOUT_S) is None
         with pytest.raises(KeyError, match="no such account"):
-            client.submit(broken).result(HANG_S)
-        for context, hook in ((idle, ("completion", False)), (broken, ("exception", KeyError))):
-            assert context.has_ended.wait(HANG_S)
+            client.submit(raises_error).result(TEST_TIMEOUT_S)
+        for context, hook in (
+            (returns_false, ("completion", False)),
+            (raises_error, ("exception", KeyError)),
+        ):
+            assert context.has_ended.wait(TEST_TIMEOUT_S)
             assert context.hooks == [hook]
         assert client.flush(world.partition) == before
 
 
-def a_context_ends_with_its_retries(world: World) -> None:
+def a_context_ends_when_its_retries_are_used_up(world: ScenarioSetup) -> None:
     with world.open() as client, world.open() as other:
         context = RecordingContext(
             world.partition,
-            lambda attempt: appended(other, world.partition, append_locks=[lock("tired")]),
+            lambda attempt: append_and_wait(other, world.partition, append_locks=[lock("tired")]),
             "tired",
         )
         context.retries_max = 2
         with pytest.raises(errors.LockFailed):
-            client.submit(context).result(HANG_S)
-        assert context.has_ended.wait(HANG_S)
+            client.submit(context).result(TEST_TIMEOUT_S)
+        assert context.has_ended.wait(TEST_TIMEOUT_S)
         assert len(context.marks) == 3
         assert context.hooks == ["lock failure"] * 3 + ["expiration"]
 
 
-def a_context_ends_with_its_time(world: World) -> None:
+def a_context_ends_at_its_timeout(world: ScenarioSetup) -> None:
     with world.open() as client, world.open() as other:
-        ledger = Ledger(client.high_water_mark(world.partition))
-        ledger.may_go.clear()
+        ledger = RecordingCallbacks(client.high_water_mark(world.partition))
+        ledger.may_apply.clear()
         client.subscribe(ledger, [world.partition])
         for timeout_ms in (500, 2_000, 8_000, 32_000):
             context = RecordingContext(
                 world.partition,
-                lambda attempt: appended(other, world.partition, append_locks=[lock("late")]),
+                lambda attempt: append_and_wait(
+                    other, world.partition, append_locks=[lock("late")]
+                ),
                 "late",
             )
             context.timeout_ms = timeout_ms
             future = client.submit(context)
             with pytest.raises(errors.Unavailable) as ended:
-                future.result(HANG_S)
-            assert context.has_ended.wait(HANG_S)
+                future.result(TEST_TIMEOUT_S)
+            assert context.has_ended.wait(TEST_TIMEOUT_S)
             if "lock failure" in context.hooks:
                 break
             # A busy machine had not refused it by then: the next one has more time.
@@ -416,16 +430,16 @@ def a_context_ends_with_its_time(world: World) -> None:
         assert "no transaction was applied in that time" in str(behind)
         assert behind.applied is not None
         assert behind.applied < (behind.high_water_mark or 0)
-        ledger.may_go.set()
+        ledger.may_apply.set()
         assert context.hooks == ["lock failure", "expiration"]
         assert len(context.marks) == 1
 
 
-def two_clients_with_one_lock_lose_nothing(world: World) -> None:
-    class Counter(Ledger):
+def two_clients_under_one_lock_lose_no_update(world: ScenarioSetup) -> None:
+    class Counter(RecordingCallbacks):
         @property
         def value(self) -> int:
-            return int(self.seen[-1][2]) if self.seen else 0
+            return int(self.applied[-1][2]) if self.applied else 0
 
     class Increment(RecordingContext):
         def __init__(self, partition: int, counter: Counter) -> None:
@@ -446,21 +460,21 @@ def two_clients_with_one_lock_lose_nothing(world: World) -> None:
         for _ in range(10):
             for client, counter in counters:
                 futures.append(client.submit(Increment(world.partition, counter)))
-        ids = [future.result(HANG_S) for future in futures]
+        ids = [future.result(TEST_TIMEOUT_S) for future in futures]
         assert sorted(ids) == list(range(start + 1, start + 21))
-        assert log_of(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 21)]
+        assert read_payloads(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 21)]
 
 
-def dependent_appends_continue_from_those_in_flight(world: World) -> None:
+def dependent_appends_continue_from_appends_in_flight(world: ScenarioSetup) -> None:
     class Increment(RecordingContext):
         pipelined = True
 
-        def __init__(self, partition: int, counter: Ledger) -> None:
+        def __init__(self, partition: int, counter: RecordingCallbacks) -> None:
             super().__init__(partition, name="followed")
             self.counter = counter
 
         def execute(self, builder: TransactionBuilder) -> bool:
-            mark, _, data = (self.counter.seen or [(self.counter.mark, 0, b"0")])[-1]
+            mark, _, data = (self.counter.applied or [(self.counter.mark, 0, b"0")])[-1]
             predecessors = builder.predecessors(mark)
             last = int(predecessors[-1].data if predecessors else data)
             builder.set_transaction_data(b"%d" % (last + 1), BYTES)
@@ -469,7 +483,7 @@ def dependent_appends_continue_from_those_in_flight(world: World) -> None:
 
     with world.open() as one, world.open() as two:
         start = one.high_water_mark(world.partition)
-        counters = [(client, Ledger(start)) for client in (one, two)]
+        counters = [(client, RecordingCallbacks(start)) for client in (one, two)]
         for client, counter in counters:
             client.subscribe(counter, [world.partition])
         futures = [
@@ -477,124 +491,127 @@ def dependent_appends_continue_from_those_in_flight(world: World) -> None:
             for _ in range(20)
             for client, counter in counters
         ]
-        ids = [future.result(HANG_S) for future in futures]
+        ids = [future.result(TEST_TIMEOUT_S) for future in futures]
         assert sorted(ids) == list(range(start + 1, start + 41))
-        assert log_of(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 41)]
+        assert read_payloads(one, world.partition, start + 1) == [b"%d" % i for i in range(1, 41)]
 
 
-def an_append_rejected_for_one_in_flight_may_depend_on_it(world: World) -> None:
+def an_append_rejected_because_of_one_in_flight_may_depend_on_it(world: ScenarioSetup) -> None:
     with world.open() as client:
         hot = [lock("in flight")]
-        mark = appended(client, world.partition)
+        mark = append_and_wait(client, world.partition)
         asked = {"partition": world.partition, "write_locks": hot, "pipelined": True}
         first = client.append(b"first", **asked, client_high_water_mark=mark)
         late = client.append(b"late", **asked, client_high_water_mark=mark)
-        assert first.result(HANG_S) == mark + 1
+        assert first.result(TEST_TIMEOUT_S) == mark + 1
         with pytest.raises(errors.LockFailed) as refused:
-            late.result(HANG_S)
+            late.result(TEST_TIMEOUT_S)
         pipelined_state = refused.value.pipelined_state
         assert [each.data for each in pipelined_state.predecessors] == [b"first"]
         again = client.append(b"second", **{**asked, "pipelined": pipelined_state})
-        assert again.result(HANG_S) == mark + 2
+        assert again.result(TEST_TIMEOUT_S) == mark + 2
 
 
-def a_dependent_append_is_not_ahead_of_other_locks(world: World) -> None:
+def a_dependent_append_is_not_ahead_of_other_locks(world: ScenarioSetup) -> None:
     with world.open() as client:
         hot, other = [lock("in flight")], [lock("not asked for")]
-        mark = appended(client, world.partition)
+        mark = append_and_wait(client, world.partition)
         asked = {"partition": world.partition, "write_locks": hot, "pipelined": True}
         first = client.append(b"first", **asked, client_high_water_mark=mark)
-        assert first.result(HANG_S) == mark + 1
-        appended(client, world.partition, b"other", write_locks=other)
+        assert first.result(TEST_TIMEOUT_S) == mark + 1
+        append_and_wait(client, world.partition, b"other", write_locks=other)
         late = client.append(b"late", **asked, client_high_water_mark=mark)
         with pytest.raises(errors.LockFailed) as refused:
-            late.result(HANG_S)
+            late.result(TEST_TIMEOUT_S)
         pipelined_state = refused.value.pipelined_state
         assert [each.data for each in pipelined_state.predecessors] == [b"first"]
         asked["write_locks"] = [*hot, *other]
         again = client.append(b"again", **{**asked, "pipelined": pipelined_state})
         with pytest.raises(errors.LockFailed) as refused:
-            again.result(HANG_S)
+            again.result(TEST_TIMEOUT_S)
         pipelined_state = refused.value.pipelined_state
         assert [each.data for each in pipelined_state.predecessors] == [b"first", b"other"]
         at_last = client.append(b"at last", **{**asked, "pipelined": pipelined_state})
-        assert at_last.result(HANG_S) == mark + 3
+        assert at_last.result(TEST_TIMEOUT_S) == mark + 3
 
 
 # --- the feed
 
 
-def a_feed_begins_after_the_mark_and_leaves_nothing_out(world: World) -> None:
+def a_feed_begins_after_the_mark_and_has_no_gaps(world: ScenarioSetup) -> None:
     with world.open() as client, world.open() as other:
-        ids = [appended(client, world.partition, b"%d" % i) for i in range(6)]
-        ledger = Ledger(ids[2])
+        ids = [append_and_wait(client, world.partition, b"%d" % i) for i in range(6)]
+        ledger = RecordingCallbacks(ids[2])
         client.subscribe(ledger, [world.partition])
-        ledger.until(lambda: len(ledger.seen) == 3)
-        ids += [appended(other, world.partition, b"%d" % i) for i in range(6, 9)]
-        ledger.until(lambda: len(ledger.seen) == 6)
-        assert ledger.seen == [(ids[i], 0, b"%d" % i) for i in range(3, 9)]
+        ledger.wait_until(lambda: len(ledger.applied) == 3)
+        ids += [append_and_wait(other, world.partition, b"%d" % i) for i in range(6, 9)]
+        ledger.wait_until(lambda: len(ledger.applied) == 6)
+        assert ledger.applied == [(ids[i], 0, b"%d" % i) for i in range(3, 9)]
         with pytest.raises(errors.BadRequest, match="already"):
             client.subscribe(ledger, [world.partition])
 
 
-def the_latest_is_the_end_of_the_log(world: World) -> None:
+def a_feed_from_latest_begins_at_the_end_of_the_log(world: ScenarioSetup) -> None:
     with world.open() as client:
-        before = [appended(client, world.partition) for _ in range(3)][-1]
-        ledger = Ledger(LATEST)
+        before = [append_and_wait(client, world.partition) for _ in range(3)][-1]
+        ledger = RecordingCallbacks(LATEST)
         client.subscribe(ledger, [world.partition])
         last = before
-        while not ledger.seen:
-            last = appended(client, world.partition)
-        ledger.until(lambda: ledger.ids[-1] == last)
-        assert ledger.ids == list(range(ledger.ids[0], last + 1))
-        assert ledger.ids[0] > before
+        while not ledger.applied:
+            last = append_and_wait(client, world.partition)
+        ledger.wait_until(lambda: ledger.applied_ids[-1] == last)
+        assert ledger.applied_ids == list(range(ledger.applied_ids[0], last + 1))
+        assert ledger.applied_ids[0] > before
 
 
-def poison_is_skipped_or_tried_again_or_stops_one_partition(world: World) -> None:
+def a_poison_transaction_is_skipped_or_retried_or_stops_its_partition(world: ScenarioSetup) -> None:
     with world.open() as client:
         other = (world.partition + 1) % client.partition_count
         marks = client.high_water_marks()
-        ledger, other_ledger = Ledger(marks[world.partition]), Ledger(marks[other])
+        ledger, other_ledger = (
+            RecordingCallbacks(marks[world.partition]),
+            RecordingCallbacks(marks[other]),
+        )
         skipped, again, stops = (ledger.mark + each for each in (2, 3, 5))
         ledger.policies = {skipped: PoisonPolicy.SKIP, again: PoisonPolicy.RETRY}
         ledger.poison = {skipped: 1_000, again: 2, stops: 1_000}
         client.subscribe(ledger, [world.partition])
         client.subscribe(other_ledger, [other])
         for _ in range(6):
-            appended(client, world.partition)
-            appended(client, other)
-        ledger.until(lambda: stops in ledger.raised)
-        other_ledger.until(lambda: len(other_ledger.seen) == 6)
+            append_and_wait(client, world.partition)
+            append_and_wait(client, other)
+        ledger.wait_until(lambda: stops in ledger.raised)
+        other_ledger.wait_until(lambda: len(other_ledger.applied) == 6)
         assert ledger.raised == [skipped, again, again, stops]
-        assert ledger.ids == [skipped - 1, again, stops - 1]
+        assert ledger.applied_ids == [skipped - 1, again, stops - 1]
 
 
 # Where a connection breaks, what was lost is sent again behind what was not, and a context counts
 # one attempt more.
-IN_CALM = (
+SCENARIOS_WITHOUT_FAULTS = (
     ids_are_dense_and_in_the_order_of_one_clients_appends,
     a_closed_client_has_reported_every_outcome,
     a_context_is_executed_again_after_it_has_applied_the_winner,
     a_context_without_a_feed_also_applies_the_winner,
-    a_context_ends_with_its_retries,
-    a_context_ends_with_its_time,
-    an_append_rejected_for_one_in_flight_may_depend_on_it,
+    a_context_ends_when_its_retries_are_used_up,
+    a_context_ends_at_its_timeout,
+    an_append_rejected_because_of_one_in_flight_may_depend_on_it,
     a_dependent_append_is_not_ahead_of_other_locks,
 )
-ALWAYS = (
-    what_is_written_is_read_and_fed_byte_for_byte,
+SCENARIOS_UNDER_ANY_FAULTS = (
+    reads_and_feeds_return_the_appended_bytes,
     each_replica_returns_the_same_bytes,
     invalid_appends_are_rejected_and_others_continue,
     a_flush_waits_for_earlier_appends,
     marks_of_all_partitions_are_returned,
     the_first_lock_chooses_the_partition,
-    write_and_append_locks_stop_write_and_read_locks_and_nothing_else,
-    one_lock_of_many_is_enough_and_others_do_not_matter,
+    write_and_append_locks_reject_only_later_write_and_read_locks,
+    one_conflicting_lock_of_many_rejects_an_append,
     a_context_ends_when_execute_returns_false_or_raises,
-    two_clients_with_one_lock_lose_nothing,
-    dependent_appends_continue_from_those_in_flight,
-    a_feed_begins_after_the_mark_and_leaves_nothing_out,
-    the_latest_is_the_end_of_the_log,
-    poison_is_skipped_or_tried_again_or_stops_one_partition,
+    two_clients_under_one_lock_lose_no_update,
+    dependent_appends_continue_from_appends_in_flight,
+    a_feed_begins_after_the_mark_and_has_no_gaps,
+    a_feed_from_latest_begins_at_the_end_of_the_log,
+    a_poison_transaction_is_skipped_or_retried_or_stops_its_partition,
 )
-SCENARIOS = IN_CALM + ALWAYS
+SCENARIOS = SCENARIOS_WITHOUT_FAULTS + SCENARIOS_UNDER_ANY_FAULTS

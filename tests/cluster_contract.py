@@ -1,6 +1,6 @@
 """The contract of ZooKeeper towards a cluster, checked in memory and on a real ZooKeeper.
 
-A world opens sessions. `test_coordinator.py` runs the scenarios over memory, `test_zookeeper.py`
+`test_coordinator.py` runs the scenarios over memory, `test_zookeeper.py`
 over a real ZooKeeper; each scenario has a root of its own.
 """
 
@@ -13,7 +13,7 @@ from uuid import UUID
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
@@ -30,47 +30,47 @@ from waltz_core.cluster.znodes.interface import (
     Znodes,
 )
 
-KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
+CLUSTER_KEY = UUID("00112233-4455-6677-8899-aabbccddeeff")
 STORAGES = tuple(NewStorage(f"10.0.0.{n}:5280", 5281, n) for n in range(3))
 ADDRESSES = tuple(storage.address for storage in STORAGES)
 NONCE = bytes(range(16))
 
-T = TypeVar("T")
+ValueT = TypeVar("ValueT")
 
 
-class World(Protocol):
-    """A ZooKeeper in which scenarios run."""
+class ZooKeeperUnderTest(Protocol):
+    """A ZooKeeper, real or in memory, in which scenarios open sessions."""
 
     async def znodes(self) -> Znodes: ...
 
     async def expire(self, znodes: Znodes) -> None: ...
 
 
-class Inbox:
-    """Collects callbacks, and waits for an expected one."""
+class CallbackRecorder:
+    """Records the values passed to a callback, and waits for an expected one."""
 
     def __init__(self) -> None:
-        self.all: list = []
-        self._came = asyncio.Event()
+        self.values: list = []
+        self._has_new_value = asyncio.Event()
 
     def __call__(self, value: object) -> None:
-        self.all.append(value)
-        self._came.set()
+        self.values.append(value)
+        self._has_new_value.set()
 
-    async def until(self, is_right: Callable[[T], bool]) -> T:
-        async with asyncio.timeout(HANG_S):
-            while not (self.all and is_right(self.all[-1])):
-                self._came.clear()
-                await self._came.wait()
-        return self.all[-1]
+    async def wait_for(self, is_expected: Callable[[ValueT], bool]) -> ValueT:
+        async with asyncio.timeout(TEST_TIMEOUT_S):
+            while not (self.values and is_expected(self.values[-1])):
+                self._has_new_value.clear()
+                await self._has_new_value.wait()
+        return self.values[-1]
 
 
 @contextlib.asynccontextmanager
-async def running(*forever: Awaitable[object]) -> AsyncIterator[None]:
+async def run_meanwhile(*coroutines: Awaitable[object]) -> AsyncIterator[None]:
     """Run endless coroutines for the duration of the block; the block raises their errors."""
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_awaited(each)) for each in forever]
+        tasks = [group.create_task(_await(each)) for each in coroutines]
         try:
             yield
         finally:
@@ -78,39 +78,41 @@ async def running(*forever: Awaitable[object]) -> AsyncIterator[None]:
                 task.cancel()
 
 
-async def _awaited(each: Awaitable[object]) -> None:
+async def _await(each: Awaitable[object]) -> None:
     await each
 
 
-async def member(world: World, root: str) -> Coordinator:
+async def open_coordinator(world: ZooKeeperUnderTest, root: str) -> Coordinator:
     return Coordinator(await world.znodes(), root)
 
 
-async def created(world: World, root: str, *, partition_count: int = 4) -> Coordinator:
-    coordinator = await member(world, root)
-    await coordinator.create_cluster(NewCluster("payments", partition_count, KEY, STORAGES))
+async def create_cluster(
+    world: ZooKeeperUnderTest, root: str, *, partition_count: int = 4
+) -> Coordinator:
+    coordinator = await open_coordinator(world, root)
+    await coordinator.create_cluster(NewCluster("payments", partition_count, CLUSTER_KEY, STORAGES))
     return coordinator
 
 
-def descriptor(server_id: int, preferred: Sequence[int] = ()) -> model.ServerDescriptor:
+def server_descriptor(server_id: int, preferred: Sequence[int] = ()) -> model.ServerDescriptor:
     return model.ServerDescriptor(server_id, "10.0.1.1", 5000 + server_id, tuple(preferred))
 
 
-def owned(view: ServersView) -> dict[int, tuple[int, int]]:
+def owners_and_generations(view: ServersView) -> dict[int, tuple[int, int]]:
     return {partition: tuple(owner) for partition, owner in view.owners.items()}
 
 
 # --- the cluster
 
 
-async def a_cluster_is_created_once(world: World, root: str) -> None:
-    coordinator = await member(world, root)
+async def a_cluster_is_created_once(world: ZooKeeperUnderTest, root: str) -> None:
+    coordinator = await open_coordinator(world, root)
     with pytest.raises(errors.BadConfig, match=f"is no cluster at {root} .*cluster create"):
         await coordinator.read_cluster()
-    await coordinator.create_cluster(NewCluster("payments", 4, KEY, STORAGES))
+    await coordinator.create_cluster(NewCluster("payments", 4, CLUSTER_KEY, STORAGES))
     view = await coordinator.read_cluster()
     assert view.params == model.ClusterParams("payments", 4)
-    assert view.store == model.StoreParams(KEY, 4)
+    assert view.store == model.StoreParams(CLUSTER_KEY, 4)
     assert (await coordinator.read_groups()).groups == dict(zip(ADDRESSES, range(3), strict=True))
     assert (await coordinator.read_connections()).admin_ports == dict.fromkeys(ADDRESSES, 5281)
     assert (await coordinator.read_replica_assignment()).partitions == dict.fromkeys(
@@ -121,8 +123,8 @@ async def a_cluster_is_created_once(world: World, root: str) -> None:
     assert await coordinator.read_cluster() == view
 
 
-async def a_cluster_has_the_nodes_of_0_13(world: World, root: str) -> None:
-    await created(world, root, partition_count=2)
+async def a_cluster_has_the_nodes_of_0_13(world: ZooKeeperUnderTest, root: str) -> None:
+    await create_cluster(world, root, partition_count=2)
     znodes = await world.znodes()
     found: dict[str, bytes] = {}
 
@@ -148,7 +150,7 @@ async def a_cluster_has_the_nodes_of_0_13(world: World, root: str) -> None:
     assert found["/ids"] == found["/store/partition"] == b""
     assert found["/ids/client"] == found["/ids/server"] == bytes(4)
     assert found["/serverDescriptors"].hex() == "03ffffffff0000000000000000"
-    assert found["/store"].hex() == "01" + KEY.hex + "00000002"
+    assert found["/store"].hex() == "01" + CLUSTER_KEY.hex + "00000002"
     assert (await znodes.get(root)).stat.version == 1
     marker = "0101" + "ff" * 8 + "00" * 16
     assert {path: data.hex() for path, data in found.items() if path.startswith("/x")} == {
@@ -160,14 +162,14 @@ async def a_cluster_has_the_nodes_of_0_13(world: World, root: str) -> None:
     }
 
 
-async def a_large_cluster_takes_several_writes(world: World, root: str) -> None:
-    coordinator = await created(world, root, partition_count=1500)
+async def a_large_cluster_takes_several_writes(world: ZooKeeperUnderTest, root: str) -> None:
+    coordinator = await create_cluster(world, root, partition_count=1500)
     assert (await coordinator.read_cluster()).params.partition_count == 1500
     last = await coordinator.read_partition(1499)
     assert last.marker == model.PartitionMarker(model.MarkerState.NEW)
 
 
-async def the_remains_of_a_creation_are_no_cluster(world: World, root: str) -> None:
+async def an_unfinished_creation_is_no_cluster(world: ZooKeeperUnderTest, root: str) -> None:
     znodes = await world.znodes()
     coordinator = Coordinator(znodes, root)
     for path in (root[:end] for end in range(1, len(root)) if root[end] == "/"):
@@ -177,14 +179,14 @@ async def the_remains_of_a_creation_are_no_cluster(world: World, root: str) -> N
     with pytest.raises(errors.BadConfig, match="is no cluster at"):
         await coordinator.read_cluster()
     with pytest.raises(errors.CoordinatorConflict, match="remains of an unfinished one"):
-        await coordinator.create_cluster(NewCluster("payments", 4, KEY))
+        await coordinator.create_cluster(NewCluster("payments", 4, CLUSTER_KEY))
     await znodes.write([DeleteNode(f"{root}/ids", 0)])
-    await coordinator.create_cluster(NewCluster("payments", 4, KEY))
-    assert (await coordinator.read_cluster()).store.cluster_key == KEY
+    await coordinator.create_cluster(NewCluster("payments", 4, CLUSTER_KEY))
+    assert (await coordinator.read_cluster()).store.cluster_key == CLUSTER_KEY
 
 
-async def a_damaged_node_is_named(world: World, root: str) -> None:
-    coordinator = await created(world, root)
+async def an_error_names_a_damaged_node(world: ZooKeeperUnderTest, root: str) -> None:
+    coordinator = await create_cluster(world, root)
     znodes = await world.znodes()
     await znodes.write([SetNode(f"{root}/store", b"\7nonsense", 0)])
     with pytest.raises(
@@ -196,8 +198,12 @@ async def a_damaged_node_is_named(world: World, root: str) -> None:
 # --- IDs
 
 
-async def ids_are_never_allocated_twice(world: World, root: str) -> None:
-    members = [await created(world, root), await member(world, root), await member(world, root)]
+async def ids_are_never_allocated_twice(world: ZooKeeperUnderTest, root: str) -> None:
+    members = [
+        await create_cluster(world, root),
+        await open_coordinator(world, root),
+        await open_coordinator(world, root),
+    ]
     taken: list[int] = []
 
     async def take(coordinator: Coordinator) -> None:
@@ -214,8 +220,8 @@ async def ids_are_never_allocated_twice(world: World, root: str) -> None:
 # --- partitions
 
 
-async def a_partition_is_written_by_compare_and_set(world: World, root: str) -> None:
-    first, second = await created(world, root), await member(world, root)
+async def a_partition_is_written_by_compare_and_set(world: ZooKeeperUnderTest, root: str) -> None:
+    first, second = await create_cluster(world, root), await open_coordinator(world, root)
     view = await first.read_partition(2)
     new = model.PartitionMarker(model.MarkerState.NEW)
     assert view == (None, NO_NODE, new, 0)
@@ -236,8 +242,8 @@ async def a_partition_is_written_by_compare_and_set(world: World, root: str) -> 
     assert (await first.read_partition(1)).metadata is None
 
 
-async def a_partition_of_0_13_is_adopted(world: World, root: str) -> None:
-    coordinator = await created(world, root)
+async def a_partition_of_0_13_is_adopted(world: ZooKeeperUnderTest, root: str) -> None:
+    coordinator = await create_cluster(world, root)
     znodes = await world.znodes()
     for name in (
         "partition/0",
@@ -262,8 +268,8 @@ async def a_partition_of_0_13_is_adopted(world: World, root: str) -> None:
 # --- storages
 
 
-async def the_first_storage_id_stays(world: World, root: str) -> None:
-    coordinator, other = await created(world, root), await member(world, root)
+async def the_first_registered_storage_id_is_kept(world: ZooKeeperUnderTest, root: str) -> None:
+    coordinator, other = await create_cluster(world, root), await open_coordinator(world, root)
     assert await coordinator.read_storage_ids() == {}
     mine, foreign = UUID(int=1), UUID(int=2)
     assert await coordinator.register_storage_id("10.0.0.1:5280", mine) == mine
@@ -273,51 +279,58 @@ async def the_first_storage_id_stays(world: World, root: str) -> None:
     assert await other.read_storage_ids() == {"10.0.0.1:5280": mine, "[::1]:5280": foreign}
 
 
-async def the_replica_assignment_is_followed(world: World, root: str) -> None:
-    coordinator, follower = await created(world, root), await member(world, root)
-    inbox = Inbox()
+async def a_follower_receives_changes_of_the_replica_assignment(
+    world: ZooKeeperUnderTest, root: str
+) -> None:
+    coordinator, follower = await create_cluster(world, root), await open_coordinator(world, root)
+    inbox = CallbackRecorder()
     one_more = (*ADDRESSES, "10.0.0.9:5280")
-    async with running(follower.follow_replica_assignment(inbox)):
-        before = await inbox.until(lambda found: True)
+    async with run_meanwhile(follower.follow_replica_assignment(inbox)):
+        before = await inbox.wait_for(lambda found: True)
         assert list(before.partitions) == list(ADDRESSES)
         written = await coordinator.update_replica_assignment(
             lambda old: model.ReplicaAssignments(dict.fromkeys(one_more, (0, 1, 2, 3)))
         )
-        assert await inbox.until(lambda found: len(found.partitions) == 4) == written
+        assert await inbox.wait_for(lambda found: len(found.partitions) == 4) == written
         with pytest.raises(errors.BadRequest, match="partition 0 would get 2 new replicas of 3"):
             await coordinator.update_replica_assignment(
                 lambda old: model.ReplicaAssignments(
                     {ADDRESSES[0]: (0,), "10.0.0.8:1": (0,), "10.0.0.7:1": (0,)}
                 )
             )
-    assert len(inbox.all) == 2
+    assert len(inbox.values) == 2
 
 
-async def the_permissions_are_followed(world: World, root: str) -> None:
-    coordinator, follower = await created(world, root), await member(world, root)
+async def a_follower_receives_changes_of_the_permissions(
+    world: ZooKeeperUnderTest, root: str
+) -> None:
+    coordinator, follower = await create_cluster(world, root), await open_coordinator(world, root)
     znodes, path = await world.znodes(), coordinator.paths.access
-    inbox = Inbox()
-    async with running(follower.follow_permissions(inbox)):
-        assert await inbox.until(lambda found: True) is None
+    inbox = CallbackRecorder()
+    async with run_meanwhile(follower.follow_permissions(inbox)):
+        assert await inbox.wait_for(lambda found: True) is None
         first, second = (Permissions(each, "ops", 0, bytes(32)) for each in (1, 2))
         await znodes.write([CreateNode(path, access_node.encode(first))])
-        assert await inbox.until(lambda found: found is not None) == first
+        assert await inbox.wait_for(lambda found: found is not None) == first
         await znodes.write([SetNode(path, access_node.encode(second), 0)])
-        assert await inbox.until(lambda found: found.revision == 2) == second
+        assert await inbox.wait_for(lambda found: found.revision == 2) == second
         await znodes.write([DeleteNode(path, 1)])
-        assert await inbox.until(lambda found: found is None) is None
-    assert len(inbox.all) == 4
+        assert await inbox.wait_for(lambda found: found is None) is None
+    assert len(inbox.values) == 4
     await znodes.write([CreateNode(path, b"{}")])
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(TEST_TIMEOUT_S):
         with pytest.raises(errors.BadFormat, match=f"{path}: permissions: expected format 1"):
             await follower.follow_permissions(inbox)
 
 
-async def permissions_are_changed_by_compare_and_set(world: World, root: str) -> None:
-    one, two = await created(world, root), await member(world, root)
+async def permissions_are_changed_by_compare_and_set(world: ZooKeeperUnderTest, root: str) -> None:
+    one, two = await create_cluster(world, root), await open_coordinator(world, root)
     author = Author("ann\n@host", 7)
     assert await one.permissions.read() is None
-    for change in (one.permissions.require(), one.permissions.change(with_limits(1), author)):
+    for change in (
+        one.permissions.require(),
+        one.permissions.change(add_limited_principal(1), author),
+    ):
         with pytest.raises(errors.BadRequest, match=r"has no permissions.* `access init`"):
             await change
     made = await one.permissions.create(Permissions(1, "", 0, bytes(32)), author)
@@ -330,7 +343,7 @@ async def permissions_are_changed_by_compare_and_set(world: World, root: str) ->
     changes = (one, two) * 3
     async with asyncio.TaskGroup() as group:
         done = [
-            group.create_task(each.permissions.change(with_limits(number), author))
+            group.create_task(each.permissions.change(add_limited_principal(number), author))
             for number, each in enumerate(changes, 1)
         ]
     assert sorted(each.result().after.revision for each in done) == list(range(2, 8))
@@ -338,36 +351,36 @@ async def permissions_are_changed_by_compare_and_set(world: World, root: str) ->
     assert sorted(now.limits) == [f"p{number}" for number in range(1, 7)]
     assert now.revision == 7
 
-    again = await one.permissions.change(with_limits(1), Author("bob", 9))
+    again = await one.permissions.change(add_limited_principal(1), Author("bob", 9))
     assert again.before == again.after == now == await two.permissions.require()
 
-    def rejecting(_old: Permissions) -> Permissions:
+    def reject_change(_old: Permissions) -> Permissions:
         raise errors.BadRequest("not this")
 
     with pytest.raises(errors.BadRequest, match="not this"):
-        await one.permissions.change(rejecting, author)
+        await one.permissions.change(reject_change, author)
     assert await two.permissions.require() == now
 
 
-def with_limits(number: int) -> Callable[[Permissions], Permissions]:
+def add_limited_principal(number: int) -> Callable[[Permissions], Permissions]:
     """A change that adds a principal."""
     limits = PrincipalLimits(feeds=1)
     return lambda old: replace(old, limits={**old.limits, f"p{number}": limits})
 
 
-async def imported_permissions_have_a_later_revision(world: World, root: str) -> None:
-    coordinator = await created(world, root)
+async def imported_permissions_have_a_later_revision(world: ZooKeeperUnderTest, root: str) -> None:
+    coordinator = await create_cluster(world, root)
     author, seen, key = Author("ops", 5), [], b"k" * 32
     saved = Permissions(9, "ann", 1, bytes(32), limits={"*": PrincipalLimits(feeds=2)})
 
-    def note(before: Permissions, after: Permissions) -> None:
+    def record_revisions(before: Permissions, after: Permissions) -> None:
         seen.append((before.revision, after.revision))
 
-    first = await coordinator.permissions.replace(saved, author, note, new_key=key)
+    first = await coordinator.permissions.replace(saved, author, record_revisions, new_key=key)
     # Where there were none, the counter of client IDs may have begun again: proofs must not match.
     made = replace(saved, revision=10, changed_by="ops", changed_ms=5)
     assert first == (None, replace(made, client_key=key))
-    second = await coordinator.permissions.replace(saved, author, note, new_key=key)
+    second = await coordinator.permissions.replace(saved, author, record_revisions, new_key=key)
     assert second.after == replace(made, revision=11)
     assert seen == [(10, 11)]
     znodes, path = await world.znodes(), coordinator.paths.access
@@ -375,15 +388,17 @@ async def imported_permissions_have_a_later_revision(world: World, root: str) ->
     await znodes.write([SetNode(path, b"{}", found.stat.version)])
     with pytest.raises(errors.BadFormat, match=f"{path}: permissions"):
         await coordinator.permissions.require()
-    third = await coordinator.permissions.replace(saved, author, note, new_key=key)
+    third = await coordinator.permissions.replace(saved, author, record_revisions, new_key=key)
     assert third == (None, made)
     assert await coordinator.permissions.require() == made
 
 
-async def the_revision_in_use_is_published_in_each_session(world: World, root: str) -> None:
-    commands, znodes = await created(world, root), await world.znodes()
+async def the_revision_in_use_is_published_in_each_session(
+    world: ZooKeeperUnderTest, root: str
+) -> None:
+    commands, znodes = await create_cluster(world, root), await world.znodes()
     storage, name = Coordinator(znodes, root), "storage-10.0.0.1:5280"
-    author, at_storage, states = Author("ops", 0), Inbox(), Inbox()
+    author, at_storage, states = Author("ops", 0), CallbackRecorder(), CallbackRecorder()
     storage.on_session_state(states)
     signals = await world.znodes()
     assert await commands.read_applied() == {}
@@ -393,35 +408,37 @@ async def the_revision_in_use_is_published_in_each_session(world: World, root: s
             storage.publish_applied(name, permissions.revision)
         at_storage(permissions)
 
-    async with running(storage.follow_permissions(take)):
-        assert await at_storage.until(lambda found: True) is None
+    async with run_meanwhile(storage.follow_permissions(take)):
+        assert await at_storage.wait_for(lambda found: True) is None
         await commands.permissions.create(Permissions(1, "", 0, bytes(32)), author)
-        await applied_is(commands, signals, {name: 1})
-        await commands.permissions.change(with_limits(1), author)
-        await applied_is(commands, signals, {name: 2})
+        await await_applied_revisions(commands, signals, {name: 1})
+        await commands.permissions.change(add_limited_principal(1), author)
+        await await_applied_revisions(commands, signals, {name: 2})
         number = znodes.session_number
         await world.expire(znodes)
-        await states.until(lambda state: state is SessionState.CONNECTED)
+        await states.wait_for(lambda state: state is SessionState.CONNECTED)
         assert znodes.session_number != number
-        await applied_is(commands, signals, {name: 2}, znodes.session_number)
-        assert len(at_storage.all) == 3
+        await await_applied_revisions(commands, signals, {name: 2}, znodes.session_number)
+        assert len(at_storage.values) == 3
 
         # The node of a process that was killed is replaced by that of its successor.
-        successor = await member(world, root)
+        successor = await open_coordinator(world, root)
         successor.publish_applied(name, 2)
-        async with running(successor.follow_permissions(Inbox())):
-            await applied_is(commands, signals, {name: 2}, successor._znodes.session_number)
+        async with run_meanwhile(successor.follow_permissions(CallbackRecorder())):
+            await await_applied_revisions(
+                commands, signals, {name: 2}, successor._znodes.session_number
+            )
             await successor.close()
-    await applied_is(commands, signals, {})
+    await await_applied_revisions(commands, signals, {})
 
 
 async def a_revision_that_cannot_be_published_does_not_delay_the_next(
-    world: World, root: str
+    world: ZooKeeperUnderTest, root: str
 ) -> None:
     """Another daemon may have created a node in its place that cannot be deleted."""
-    commands, znodes = await created(world, root), await world.znodes()
+    commands, znodes = await create_cluster(world, root), await world.znodes()
     storage, name = Coordinator(await world.znodes(), root), "storage-10.0.0.1:5280"
-    author, taken, failed = Author("ops", 0), Inbox(), Inbox()
+    author, taken, failed = Author("ops", 0), CallbackRecorder(), CallbackRecorder()
     paths = commands.paths
     for path in (paths.every_applied, paths.applied(name), f"{paths.applied(name)}/child"):
         await znodes.write([CreateNode(path, b"{}")])
@@ -431,19 +448,19 @@ async def a_revision_that_cannot_be_published_does_not_delay_the_next(
             storage.publish_applied(name, permissions.revision)
         taken(permissions)
 
-    async with running(storage.follow_permissions(take, failed)):
+    async with run_meanwhile(storage.follow_permissions(take, failed)):
         await commands.permissions.create(Permissions(1, "", 0, bytes(32)), author)
-        assert await failed.until(lambda error: True)
-        await commands.permissions.change(with_limits(1), author)
-        await taken.until(lambda found: found is not None and found.revision == 2)
+        assert await failed.wait_for(lambda error: True)
+        await commands.permissions.change(add_limited_principal(1), author)
+        await taken.wait_for(lambda found: found is not None and found.revision == 2)
 
 
-async def applied_is(
+async def await_applied_revisions(
     commands: Coordinator, znodes: Znodes, expected: dict[str, int], owner: int | None = None
 ) -> None:
     """Wait until daemons have published these revisions, the first one in this session."""
     signal, paths = znodes.new_signal(), commands.paths
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(TEST_TIMEOUT_S):
         while True:
             await znodes.children(paths.every_applied, signal)
             await znodes.get(paths.every_applied, signal)
@@ -460,84 +477,90 @@ async def applied_is(
 # --- servers
 
 
-async def servers_come_and_go(world: World, root: str) -> None:
-    client = await created(world, root)
-    one, two = await member(world, root), await member(world, root)
-    at_client, at_one, at_two = Inbox(), Inbox(), Inbox()
-    async with running(
+async def servers_register_and_unregister(world: ZooKeeperUnderTest, root: str) -> None:
+    client = await create_cluster(world, root)
+    one, two = await open_coordinator(world, root), await open_coordinator(world, root)
+    at_client, at_one, at_two = CallbackRecorder(), CallbackRecorder(), CallbackRecorder()
+    async with run_meanwhile(
         client.follow_servers(at_client), one.follow_servers(at_one), two.follow_servers(at_two)
     ):
-        await at_client.until(lambda view: not view.servers)
-        await one.register_server(descriptor(1))
-        view = await at_client.until(lambda view: len(view.servers) == 1)
-        assert owned(view) == dict.fromkeys(range(4), (1, 1))
-        await two.register_server(descriptor(2))
+        await at_client.wait_for(lambda view: not view.servers)
+        await one.register_server(server_descriptor(1))
+        view = await at_client.wait_for(lambda view: len(view.servers) == 1)
+        assert owners_and_generations(view) == dict.fromkeys(range(4), (1, 1))
+        await two.register_server(server_descriptor(2))
         for inbox in (at_client, at_one, at_two):
-            view = await inbox.until(lambda view: len(view.servers) == 2)
+            view = await inbox.wait_for(lambda view: len(view.servers) == 2)
             assert view.is_settled
-            assert owned(view) == {0: (1, 1), 1: (1, 1), 2: (2, 2), 3: (2, 2)}
+            assert owners_and_generations(view) == {0: (1, 1), 1: (1, 1), 2: (2, 2), 3: (2, 2)}
             assert view.partitions_of(2) == {2: 2, 3: 2}
             assert view.servers[2].address == "10.0.1.1:5002"
         # The lead goes; the other one becomes the lead.
         await one.unregister_server()
         for inbox in (at_client, at_one, at_two):
-            view = await inbox.until(lambda view: list(view.servers) == [2])
-            assert owned(view) == {0: (2, 2), 1: (2, 2), 2: (2, 2), 3: (2, 2)}
+            view = await inbox.wait_for(lambda view: list(view.servers) == [2])
+            assert owners_and_generations(view) == {0: (2, 2), 1: (2, 2), 2: (2, 2), 3: (2, 2)}
         await two.close()
-        view = await at_client.until(lambda view: not view.servers)
+        view = await at_client.wait_for(lambda view: not view.servers)
         assert view.owners == {}
-    third = await member(world, root)
-    at_third = Inbox()
-    await third.register_server(descriptor(3, preferred=[3]))
-    async with running(third.follow_servers(at_third)):
-        view = await at_third.until(lambda view: list(view.servers) == [3])
-        assert owned(view) == dict.fromkeys(range(4), (3, 3))
+    third = await open_coordinator(world, root)
+    at_third = CallbackRecorder()
+    await third.register_server(server_descriptor(3, preferred=[3]))
+    async with run_meanwhile(third.follow_servers(at_third)):
+        view = await at_third.wait_for(lambda view: list(view.servers) == [3])
+        assert owners_and_generations(view) == dict.fromkeys(range(4), (3, 3))
     assert (await client.read_servers()) == view
 
 
-async def a_server_with_a_lost_session_registers_again(world: World, root: str) -> None:
-    client = await created(world, root)
+async def a_server_with_a_lost_session_registers_again(
+    world: ZooKeeperUnderTest, root: str
+) -> None:
+    client = await create_cluster(world, root)
     znodes = await world.znodes()
     server = Coordinator(znodes, root)
-    at_client, states = Inbox(), Inbox()
+    at_client, states = CallbackRecorder(), CallbackRecorder()
     server.on_session_state(states)
-    onlooker = await world.znodes()
-    async with running(client.follow_servers(at_client), server.follow_servers(Inbox())):
-        await server.register_server(descriptor(1))
-        await at_client.until(lambda view: list(view.servers) == [1])
-        await only_child(onlooker, f"{root}/serverDescriptors", "s_0000000000")
+    observer = await world.znodes()
+    async with run_meanwhile(
+        client.follow_servers(at_client), server.follow_servers(CallbackRecorder())
+    ):
+        await server.register_server(server_descriptor(1))
+        await at_client.wait_for(lambda view: list(view.servers) == [1])
+        await await_only_child(observer, f"{root}/serverDescriptors", "s_0000000000")
         first_number = znodes.session_number
         await world.expire(znodes)
-        await states.until(lambda state: state is SessionState.CONNECTED)
-        assert SessionState.LOST in states.all
+        await states.wait_for(lambda state: state is SessionState.CONNECTED)
+        assert SessionState.LOST in states.values
         assert znodes.session_number != first_number
-        await only_child(onlooker, f"{root}/serverDescriptors", "s_0000000001")
-    at_other = Inbox()
-    async with running(server.follow_servers(Inbox()), client.follow_servers(at_other)):
-        view = await at_other.until(lambda view: view.is_settled)
+        await await_only_child(observer, f"{root}/serverDescriptors", "s_0000000001")
+    at_other = CallbackRecorder()
+    async with run_meanwhile(
+        server.follow_servers(CallbackRecorder()), client.follow_servers(at_other)
+    ):
+        view = await at_other.wait_for(lambda view: view.is_settled)
     assert list(view.servers) == [1]
-    assert owned(view) == dict.fromkeys(range(4), (1, 1))
+    assert owners_and_generations(view) == dict.fromkeys(range(4), (1, 1))
 
 
-async def only_child(znodes: Znodes, path: str, name: str) -> None:
+async def await_only_child(znodes: Znodes, path: str, name: str) -> None:
     """Wait until a node has this child and no other."""
     signal = znodes.new_signal()
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(TEST_TIMEOUT_S):
         while (await znodes.children(path, signal)).names != (name,):
             await signal.wait()
             signal.clear()
     znodes.drop_signal(signal)
 
 
-async def a_server_is_registered_once(world: World, root: str) -> None:
-    server = await created(world, root)
-    inbox = Inbox()
-    await server.register_server(descriptor(1))
-    async with running(server.follow_servers(inbox)):
-        await inbox.until(lambda view: list(view.servers) == [1])
-        await server.register_server(descriptor(1))
-        await server.register_server(descriptor(1, preferred=[2]))
-        view = await inbox.until(lambda view: view.servers[1].preferred == (2,))
+async def a_server_is_registered_once(world: ZooKeeperUnderTest, root: str) -> None:
+    server = await create_cluster(world, root)
+    inbox = CallbackRecorder()
+    await server.register_server(server_descriptor(1))
+    async with run_meanwhile(server.follow_servers(inbox)):
+        await inbox.wait_for(lambda view: list(view.servers) == [1])
+        await server.register_server(server_descriptor(1))
+        await server.register_server(server_descriptor(1, preferred=[2]))
+        view = await inbox.wait_for(lambda view: view.servers[1].preferred == (2,))
     assert list(view.servers) == [1]
     znodes = await world.znodes()
     assert len((await znodes.children(f"{root}/serverDescriptors")).names) == 1
@@ -546,7 +569,7 @@ async def a_server_is_registered_once(world: World, root: str) -> None:
 # --- the interface itself
 
 
-async def a_write_is_all_or_nothing(world: World, root: str) -> None:
+async def a_write_is_atomic(world: ZooKeeperUnderTest, root: str) -> None:
     znodes = await world.znodes()
     base = "/" + root.replace("/", "-")
     assert await znodes.get(base) is None
@@ -582,13 +605,13 @@ async def a_write_is_all_or_nothing(world: World, root: str) -> None:
     assert (await other.children(base)).names == ("b",)
 
 
-async def each_kind_of_change_is_signaled(world: World, root: str) -> None:
+async def each_kind_of_change_is_signaled(world: ZooKeeperUnderTest, root: str) -> None:
     watcher, writer = await world.znodes(), await world.znodes()
     base = "/" + root.replace("/", "-") + "-signals"
     signal = watcher.new_signal()
 
     async def notified_after(*operations: object) -> None:
-        signal_was_set = asyncio.timeout(HANG_S)
+        signal_was_set = asyncio.timeout(TEST_TIMEOUT_S)
         signal.clear()
         await writer.write(operations)
         async with signal_was_set:
@@ -609,7 +632,7 @@ async def each_kind_of_change_is_signaled(world: World, root: str) -> None:
     watcher.drop_signal(signal)
 
 
-async def a_closed_session_rejects_requests(world: World, root: str) -> None:
+async def a_closed_session_rejects_requests(world: ZooKeeperUnderTest, root: str) -> None:
     znodes = await world.znodes()
     await znodes.close()
     await znodes.close()
@@ -624,22 +647,22 @@ SCENARIOS = [
     a_cluster_is_created_once,
     a_cluster_has_the_nodes_of_0_13,
     a_large_cluster_takes_several_writes,
-    the_remains_of_a_creation_are_no_cluster,
-    a_damaged_node_is_named,
+    an_unfinished_creation_is_no_cluster,
+    an_error_names_a_damaged_node,
     ids_are_never_allocated_twice,
     a_partition_is_written_by_compare_and_set,
     a_partition_of_0_13_is_adopted,
-    the_first_storage_id_stays,
-    the_replica_assignment_is_followed,
-    the_permissions_are_followed,
+    the_first_registered_storage_id_is_kept,
+    a_follower_receives_changes_of_the_replica_assignment,
+    a_follower_receives_changes_of_the_permissions,
     permissions_are_changed_by_compare_and_set,
     imported_permissions_have_a_later_revision,
     the_revision_in_use_is_published_in_each_session,
     a_revision_that_cannot_be_published_does_not_delay_the_next,
-    servers_come_and_go,
+    servers_register_and_unregister,
     a_server_with_a_lost_session_registers_again,
     a_server_is_registered_once,
-    a_write_is_all_or_nothing,
+    a_write_is_atomic,
     each_kind_of_change_is_signaled,
     a_closed_session_rejects_requests,
 ]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import java_classes, ports
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 
 # The machine may be busy, so a slow example is no failure; pytest-timeout ends what hangs.
 settings.register_profile(
@@ -20,18 +20,18 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 # Spark's workers must be this very Python; with another one they do not know waltz_spark.
 os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-java_classes.use()
-ports.keep_apart()
+java_classes.use_class_archives()
+ports.use_worker_port_range()
 
 # Tests with processes of their own, and those that try many schedules: they take minutes on a busy
 # machine. What does not end is ended all the same.
-LONG = ("integration", "fault", "chaos", "spark", "notebooks", "sim", "crash", "tools")
+LONG_TEST_FOLDERS = ("integration", "fault", "chaos", "spark", "notebooks", "sim", "crash", "tools")
 # The tests of a file share a cluster or a Spark.
-BY_FILE = ("integration", "fault", "chaos", "spark")
+FOLDERS_GROUPED_BY_FILE = ("integration", "fault", "chaos", "spark")
 # The tests of a folder share what they have read or built.
-BY_FOLDER = ("tidy", "site")
+FOLDERS_GROUPED_AS_ONE = ("tidy", "site")
 
-_left_open: list[str] = []
+_unclosed_resources: list[str] = []
 
 
 def pytest_configure(config):
@@ -50,38 +50,44 @@ def pytest_xdist_make_scheduler(config, log):
         return None
     from xdist.scheduler import LoadScopeScheduling  # noqa: PLC0415 - without it no one asks
 
-    class ByGroup(LoadScopeScheduling):
+    class GroupScheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             path, _, _ = nodeid.partition("::")
             folder = path.removeprefix("tests/").rpartition("/")[0]
-            return path if folder in BY_FILE else folder if folder in BY_FOLDER else nodeid
+            return (
+                path
+                if folder in FOLDERS_GROUPED_BY_FILE
+                else folder
+                if folder in FOLDERS_GROUPED_AS_ONE
+                else nodeid
+            )
 
-    return ByGroup(config, log)
+    return GroupScheduling(config, log)
 
 
 def pytest_collection_modifyitems(items):
     """Give long tests more time."""
     for each in items:
-        if each.path.parent.name in LONG:
-            each.add_marker(pytest.mark.timeout(3 * HANG_S))
+        if each.path.parent.name in LONG_TEST_FOLDERS:
+            each.add_marker(pytest.mark.timeout(3 * TEST_TIMEOUT_S))
 
 
 def pytest_warning_recorded(warning_message, nodeid):
     """Record connections that a test has left open; see filterwarnings in pyproject.toml."""
     if "unclosed resource <" in str(warning_message.message):
-        _left_open.append(f"{nodeid or 'somewhere'}: {warning_message.message}")
+        _unclosed_resources.append(f"{nodeid or 'somewhere'}: {warning_message.message}")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session):
     """Fail the run if there are such connections."""
-    if _left_open and session.exitstatus == 0:
+    if _unclosed_resources and session.exitstatus == 0:
         session.exitstatus = 1
 
 
 def pytest_terminal_summary(terminalreporter):
     """Print these connections, and what the crash tests have tried."""
-    for line in _left_open:
+    for line in _unclosed_resources:
         terminalreporter.write_line(f"left open by {line}")
     counts = Counter()
     for reports in terminalreporter.stats.values():

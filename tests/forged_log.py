@@ -60,16 +60,16 @@ class UnsyncedDisk(RealDisk):
         """Nothing."""
 
 
-def forge(cluster: LocalCluster, last: int) -> None:
+def write_forged_log(cluster: LocalCluster, last: int) -> None:
     """Write the log 0..last to each partition of a cluster that was prepared but never started."""
-    key, addresses = asyncio.run(_into_zookeeper(cluster.connect))
+    key, addresses = asyncio.run(_write_metadata(cluster.connect))
     for member in cluster.members:
         if member.kind == "storage":
             assert f"127.0.0.1:{member.port}" in addresses
-            _into_storage(cluster.directory / member.name, key, cluster.partition_count, last)
+            _write_storage(cluster.directory / member.name, key, cluster.partition_count, last)
 
 
-async def _into_zookeeper(connect: str) -> tuple[UUID, list[str]]:
+async def _write_metadata(connect: str) -> tuple[UUID, list[str]]:
     async with zookeeper_session.open_session(connect) as coordinator:
         store = (await coordinator.read_cluster()).store
         assignment = (await coordinator.read_replica_assignment()).partitions
@@ -92,7 +92,7 @@ async def _into_zookeeper(connect: str) -> tuple[UUID, list[str]]:
         return store.cluster_key, list(assignment)
 
 
-def _into_storage(directory: Path, key: UUID, partition_count: int, last: int) -> None:
+def _write_storage(directory: Path, key: UUID, partition_count: int, last: int) -> None:
     disk = UnsyncedDisk()
     settings = LogSettings(key.bytes, 1 << 30, lambda: STAMP_MS)
     engine = StorageEngine.open(
@@ -107,17 +107,17 @@ def _into_storage(directory: Path, key: UUID, partition_count: int, last: int) -
     engine.close()
     chain = next_chain(GENESIS_CHAIN, 0, last, SESSION, bytes(4 * (last + 1)))
     for partition in range(partition_count):
-        _into_partition(disk, directory / str(partition), key, partition, last, chain)
+        _write_partition(disk, directory / str(partition), key, partition, last, chain)
 
 
-def _into_partition(disk, directory, key, partition, last, chain):
+def _write_partition(disk, directory, key, partition, last, chain):
     segment = Segment.open(disk, directory, 0, partition_id=partition, cluster_key=key.bytes)
     entry = LineageEntry(0, last, SESSION, STAMP_MS, chain)
     segment.append_entries([entry], BEFORE_FIRST)
     segment.close()
     stem = f"{directory}/{0:019d}"
     with open(stem + ".seg", "ab") as records:
-        records.write(record(last, partition))
+        records.write(encode_record(last, partition))
     with open(stem + ".idx", "r+b") as index:  # all but its end is a hole
         index.seek(SEGMENT_HEADER_BYTES + OFFSET_BYTES * last)
         index.write(SEGMENT_HEADER_BYTES.to_bytes(OFFSET_BYTES, "big"))
@@ -130,7 +130,7 @@ def _into_partition(disk, directory, key, partition, last, chain):
     slots.close()
 
 
-def record(transaction_id: int, partition: int) -> bytes:
+def encode_record(transaction_id: int, partition: int) -> bytes:
     """Return the bytes of one record."""
     req_id = ReqId(1, GENERATION, partition, transaction_id).to_bytes()
     prefix = RECORD_PREFIX.pack(transaction_id, req_id, 7, len(DATA), zlib.crc32(DATA))

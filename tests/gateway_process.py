@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.patience import HANG_S
 from tests.ports import free_port
+from tests.time_limits import TEST_TIMEOUT_S
 
 
-class Answer(NamedTuple):
+class GatewayAnswer(NamedTuple):
     """A response."""
 
     status: int
@@ -34,10 +34,10 @@ class GatewayClient:
         if scheme == "https":
             context = ssl.create_default_context(cafile=authorities)
             self._connection = http.client.HTTPSConnection(
-                host, int(port), timeout=HANG_S, context=context
+                host, int(port), timeout=TEST_TIMEOUT_S, context=context
             )
         else:
-            self._connection = http.client.HTTPConnection(host, int(port), timeout=HANG_S)
+            self._connection = http.client.HTTPConnection(host, int(port), timeout=TEST_TIMEOUT_S)
 
     def response(
         self, method: str, path: str, body: bytes | None = None, **headers: str
@@ -51,34 +51,34 @@ class GatewayClient:
         self._connection.request(method, path, body, named)
         return self._connection.getresponse()
 
-    def get(self, path: str, **headers: str) -> Answer:
+    def get(self, path: str, **headers: str) -> GatewayAnswer:
         return self._answer(self.response("GET", path, **headers))
 
-    def append(self, *transactions: dict[str, Any], key: str | None = None) -> Answer:
+    def append(self, *transactions: dict[str, Any], key: str | None = None) -> GatewayAnswer:
         """Append transactions, each with `data` as text."""
         named = {} if key is None else {"Idempotency_Key": key}
         return self._answer(
-            self.response("POST", "/v1/transactions", body_of(*transactions), **named)
+            self.response("POST", "/v1/transactions", append_body(*transactions), **named)
         )
 
     def exchange(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str]
-    ) -> Answer:
+    ) -> GatewayAnswer:
         return self._answer(self.response(method, path, body, **headers))
 
-    def post(self, body: bytes) -> Answer:
+    def post(self, body: bytes) -> GatewayAnswer:
         return self._answer(self.response("POST", "/v1/transactions", body))
 
     def close(self) -> None:
         self._connection.close()
 
     @staticmethod
-    def _answer(response: http.client.HTTPResponse) -> Answer:
+    def _answer(response: http.client.HTTPResponse) -> GatewayAnswer:
         headers = {name.lower(): each for name, each in response.getheaders()}
-        return Answer(response.status, headers, json.loads(response.read()))
+        return GatewayAnswer(response.status, headers, json.loads(response.read()))
 
 
-def body_of(*transactions: dict[str, Any]) -> bytes:
+def append_body(*transactions: dict[str, Any]) -> bytes:
     """Return the body of an append."""
     rows = [
         {**each, "data": base64.b64encode(each["data"].encode()).decode()} for each in transactions
@@ -128,12 +128,12 @@ class GatewayProcess:
         """Stop it; return its exit code."""
         assert self._process is not None
         self._process.terminate()
-        self._process.communicate(timeout=HANG_S)
+        self._process.communicate(timeout=TEST_TIMEOUT_S)
         return self._process.returncode
 
 
 @contextlib.contextmanager
-def gateway(
+def run_gateway(
     connect: str, log_path: Path | None = None, **settings: object
 ) -> Iterator[GatewayProcess]:
     """Run a gateway while the block runs."""

@@ -21,28 +21,28 @@ SPARK_OPTIONS_VARIABLE: Final = "SPARK_SUBMIT_OPTS"
 # Most of Spark's time here is its start, when the second compiler costs more than it gives back.
 _SPARK_OPTIONS: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 # An archive that does not fit is worth no line on the standard output.
-_QUIET: Final = "-Xlog:disable -Xlog:all=error:stderr"
-_DIRECTORY: Final = Path(sys.prefix) / "java-classes"
-_QUERY: Final = "SELECT count(*), sum(id) FROM range(100) WHERE id % 2 = 0"
+_QUIET_OPTIONS: Final = "-Xlog:disable -Xlog:all=error:stderr"
+_ARCHIVE_DIRECTORY: Final = Path(sys.prefix) / "java-classes"
+_SQL_QUERY: Final = "SELECT count(*), sum(id) FROM range(100) WHERE id % 2 = 0"
 
 
-def _archive(name: str) -> Path:
+def _archive_path(name: str) -> Path:
     java = Path(find_java()).resolve()
     home = os.environ.get("SPARK_HOME", "")  # a class path of other files fits no archive
-    of = f"{java} {java.stat().st_mtime_ns} {version('pyspark')} {sys.prefix} {home}"
-    return _DIRECTORY / f"{name}-{hashlib.sha256(of.encode()).hexdigest()[:12]}.jsa"
+    identity = f"{java} {java.stat().st_mtime_ns} {version('pyspark')} {sys.prefix} {home}"
+    return _ARCHIVE_DIRECTORY / f"{name}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}.jsa"
 
 
-def _using(archive: Path) -> str:
-    return f"-XX:SharedArchiveFile={archive} {_QUIET}" if archive.exists() else ""
+def _archive_option(archive: Path) -> str:
+    return f"-XX:SharedArchiveFile={archive} {_QUIET_OPTIONS}" if archive.exists() else ""
 
 
-def use() -> None:
+def use_class_archives() -> None:
     """Use the existing archives in the processes that this one starts."""
-    spark_home.use()
-    spark = f"{_SPARK_OPTIONS} {_using(_archive('spark'))}".strip()
+    spark_home.use_spark_home()
+    spark = f"{_SPARK_OPTIONS} {_archive_option(_archive_path('spark'))}".strip()
     os.environ.setdefault(SPARK_OPTIONS_VARIABLE, spark)
-    os.environ.setdefault(JAVA_OPTIONS_VARIABLE, _using(_archive("zookeeper")))
+    os.environ.setdefault(JAVA_OPTIONS_VARIABLE, _archive_option(_archive_path("zookeeper")))
 
 
 def _start_zookeeper() -> None:
@@ -70,19 +70,21 @@ def _start_spark() -> None:
         stream = feed.writeStream.format("noop").trigger(availableNow=True)
         stream.start().awaitTermination()
         client = f"SparkSession.builder.remote('sc://127.0.0.1:{port}').getOrCreate()"
-        code = f"from pyspark.sql import SparkSession; {client}.sql({_QUERY!r}).collect()"
+        code = f"from pyspark.sql import SparkSession; {client}.sql({_SQL_QUERY!r}).collect()"
         subprocess.run([sys.executable, "-c", code], check=True)
         spark.stop()
         java.stdin.close()  # with it Java ends, and writes
         java.wait()
 
 
-def _make(name: str, variable: str, options: str) -> None:
-    archive = _archive(name)
+def _create_archive(name: str, variable: str, options: str) -> None:
+    archive = _archive_path(name)
     if archive.exists():
         return
     unfinished, log = archive.with_suffix(f".{os.getpid()}"), archive.with_suffix(".log")
-    options_with_archive = f"{options} -XX:ArchiveClassesAtExit={unfinished} {_QUIET}".strip()
+    options_with_archive = (
+        f"{options} -XX:ArchiveClassesAtExit={unfinished} {_QUIET_OPTIONS}".strip()
+    )
     line = [sys.executable, "-m", "tests.java_classes", name]
     with log.open("wb") as out:
         environment = {**os.environ, variable: options_with_archive}
@@ -95,15 +97,15 @@ def _make(name: str, variable: str, options: str) -> None:
 
 def main(names: list[str]) -> None:
     """Create missing archives; with the name of one, be the process that is archived."""
-    spark_home.use()
+    spark_home.use_spark_home()
     if names == ["zookeeper"]:
         _start_zookeeper()
     elif names == ["spark"]:
         _start_spark()
     else:
-        _DIRECTORY.mkdir(exist_ok=True)
-        _make("zookeeper", JAVA_OPTIONS_VARIABLE, "")
-        _make("spark", SPARK_OPTIONS_VARIABLE, _SPARK_OPTIONS)
+        _ARCHIVE_DIRECTORY.mkdir(exist_ok=True)
+        _create_archive("zookeeper", JAVA_OPTIONS_VARIABLE, "")
+        _create_archive("spark", SPARK_OPTIONS_VARIABLE, _SPARK_OPTIONS)
 
 
 if __name__ == "__main__":

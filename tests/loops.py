@@ -6,16 +6,16 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
 from typing import TypeVar
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.transport import net
 
 POLL_INTERVAL_S = 0.002
-TURN_S = 0.001  # what a turn of a loop in virtual time takes: what never waits ends, too
+LOOP_TURN_S = 0.001  # what a turn of a loop in virtual time takes: what never waits ends, too
 
 ResultT = TypeVar("ResultT")
 
 
-class _NoWaiting(selectors.DefaultSelector):
+class _VirtualClockSelector(selectors.DefaultSelector):
     """Adds the time until the next timer to the loop's clock instead of waiting for it."""
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class _NoWaiting(selectors.DefaultSelector):
         if not found:
             assert timeout is not None, "nothing is planned: the scenario never ends"
             self.now_s += timeout
-        self.now_s += TURN_S
+        self.now_s += LOOP_TURN_S
         return found
 
 
-class _VirtualLoop(asyncio.SelectorEventLoop):
+class _VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
-        self._clock = _NoWaiting()
+        self._clock = _VirtualClockSelector()
         super().__init__(self._clock)
 
     def time(self) -> float:
@@ -52,46 +52,47 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
         self._clock.thread_count -= 1
 
 
-def in_virtual_time(scenario: Coroutine[object, object, ResultT]) -> ResultT:
+def run_in_virtual_time(scenario: Coroutine[object, object, ResultT]) -> ResultT:
     """Run a coroutine that only waits for timers, tasks and `asyncio.to_thread`, at once.
 
-    Time passes while everything waits, and by `TURN_S` at each turn, however busy the machine is.
+    Time passes while everything waits, and by `LOOP_TURN_S` at each turn, also on a busy
+    machine.
     """
-    with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
+    with asyncio.Runner(loop_factory=_VirtualTimeLoop) as runner:
         return runner.run(scenario)
 
 
-def on_loop(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a coroutine function as a test, on the loop of daemons, within `HANG_S`."""
+def run_on_loop(scenario: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a coroutine function as a test, on the daemons' event loop, within `TEST_TIMEOUT_S`."""
 
     @wraps(scenario)
     def run(*fixtures: object, **named_fixtures: object) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(HANG_S):
+        async def run_with_timeout() -> None:
+            async with asyncio.timeout(TEST_TIMEOUT_S):
                 await scenario(*fixtures, **named_fixtures)
 
-        net.run(bounded())
+        net.run(run_with_timeout())
 
     return run
 
 
-def on_virtual_loop(
+def run_on_virtual_loop(
     scenario: Callable[..., Coroutine[object, object, None]],
 ) -> Callable[..., None]:
-    """Run a coroutine function as a test, in virtual time, within `HANG_S` of it."""
+    """Run a coroutine function as a test, in virtual time, within `TEST_TIMEOUT_S` of it."""
 
     @wraps(scenario)
     def run(*fixtures: object, **named_fixtures: object) -> None:
-        async def bounded() -> None:
-            async with asyncio.timeout(HANG_S):
+        async def run_with_timeout() -> None:
+            async with asyncio.timeout(TEST_TIMEOUT_S):
                 await scenario(*fixtures, **named_fixtures)
 
-        in_virtual_time(bounded())
+        run_in_virtual_time(run_with_timeout())
 
     return run
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def poll_until(condition: Callable[[], object]) -> None:
     """Poll a condition until it holds; the time limit of the scenario ends it otherwise."""
     while not condition():  # noqa: ASYNC110 - what is awaited has no event of its own
         await asyncio.sleep(POLL_INTERVAL_S)

@@ -3,13 +3,13 @@
 from pathlib import Path
 from random import Random
 
-from tests.storage_model import ROOT, World
+from tests.storage_model import ROOT, ModeledLog
 from waltz_core.offline.verify import VerificationResult, verify
 from waltz_core.storage.files.format import encode_storage_id
 from waltz_sim.world.simulated_disk import SimDisk
 
 PARTITION = 2
-LIMIT = 1000
+FINDINGS_MAX = 1000
 
 
 def write_to_directory(disk: SimDisk, target: Path) -> Path:
@@ -22,9 +22,9 @@ def write_to_directory(disk: SimDisk, target: Path) -> Path:
     return target
 
 
-def sample_log(segment_bytes_max=900) -> World:
+def sample_log(segment_bytes_max=900) -> ModeledLog:
     """Return a log of four segments and seven batches, not closed; the marker is at its end."""
-    world = World(Random(4), segment_bytes_max=segment_bytes_max, bytes_max=60)
+    world = ModeledLog(Random(4), segment_bytes_max=segment_bytes_max, bytes_max=60)
     world.control.set_flags(PARTITION, 5)
     world.prepare()
     world.set_mark()
@@ -35,21 +35,21 @@ def sample_log(segment_bytes_max=900) -> World:
     return world
 
 
-def sample_storage(target: Path, segment_bytes_max=900) -> tuple[Path, World]:
+def sample_storage(target: Path, segment_bytes_max=900) -> tuple[Path, ModeledLog]:
     """Return the same log, closed, in a directory."""
     world = sample_log(segment_bytes_max)
     world.close()
     return write_to_directory(world.disk, target), world
 
 
-def verified(path: Path, **options) -> VerificationResult:
+def verify_directory(path: Path, **options) -> VerificationResult:
     """Verify a directory."""
-    return verify(path, options.get("partitions"), options.get("limit", LIMIT))
+    return verify(path, options.get("partitions"), options.get("limit", FINDINGS_MAX))
 
 
-def found(path: Path) -> tuple[list[str], list[str]]:
+def verification_texts(path: Path) -> tuple[list[str], list[str]]:
     """Return the errors and notes of a directory, each with its place."""
-    findings = verified(path).findings
+    findings = verify_directory(path).findings
     texts = {True: [], False: []}
     for one in findings.kept:
         where = one.path if one.offset is None else f"{one.path} at {one.offset}"
@@ -58,20 +58,20 @@ def found(path: Path) -> tuple[list[str], list[str]]:
     return texts[True], texts[False]
 
 
-def flip(path: Path, offset: int, mask: int = 1) -> None:
+def flip_byte(path: Path, offset: int, mask: int = 1) -> None:
     """Change one byte of a file."""
     data = bytearray(path.read_bytes())
     data[offset] ^= mask
     path.write_bytes(data)
 
 
-def patch(path: Path, offset: int, content: bytes) -> None:
+def overwrite_bytes(path: Path, offset: int, content: bytes) -> None:
     """Write other bytes into a file."""
     data = bytearray(path.read_bytes())
     data[offset : offset + len(content)] = content
     path.write_bytes(data)
 
 
-def segments(directory: Path, suffix: str = ".seg") -> list[Path]:
+def segment_files(directory: Path, suffix: str = ".seg") -> list[Path]:
     """The files of the partition, in order."""
     return sorted((directory / str(PARTITION)).glob(f"*{suffix}"))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
 from typing import Any, Self
 from zlib import crc32
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client.links.directory import ClusterInfo, Owner, OwnersChanged
 from waltz_core.records.record import Generation, PartitionId
 
@@ -475,7 +475,7 @@ class OriginalCluster:
             made = call()
             return await made if asyncio.iscoroutine(made) else made
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(HANG_S)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(TEST_TIMEOUT_S)
 
     async def _start(self) -> None:
         for server in self.servers:

@@ -10,25 +10,25 @@ from waltz_core.local import ports
 
 # Workers of one run share the machine's ports, and a port is free while its daemon is away. So
 # all of them draw below the ports that commands draw from, which tests give as their users do.
-_LOWEST: Final = 5_000
-_WORKER: Final = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-_WORKERS: Final = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-_SHARE: Final = (ports.FIRST_PORT - _LOWEST) // _WORKERS
-_FIRST: Final = _LOWEST + _WORKER * _SHARE
-_drawn: set[int] = set()
+_LOWEST_PORT: Final = 5_000
+_WORKER_NUMBER: Final = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+_WORKER_COUNT: Final = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_PORTS_PER_WORKER: Final = (ports.FIRST_PORT - _LOWEST_PORT) // _WORKER_COUNT
+_FIRST_PORT: Final = _LOWEST_PORT + _WORKER_NUMBER * _PORTS_PER_WORKER
+_used_ports: set[int] = set()
 
 
-def keep_apart() -> None:
+def use_worker_port_range() -> None:
     """Make clusters in this process use its share of the ports."""
-    ports.FIRST_PORT, ports.LAST_PORT = _FIRST, _FIRST + _SHARE - 1
+    ports.FIRST_PORT, ports.LAST_PORT = _FIRST_PORT, _FIRST_PORT + _PORTS_PER_WORKER - 1
 
 
 def free_port() -> int:
     """Return a free port of this process's share, never the same one twice."""
     chooser = random.SystemRandom()
     while True:
-        port = chooser.randrange(_FIRST, _FIRST + _SHARE)
-        if port in _drawn:
+        port = chooser.randrange(_FIRST_PORT, _FIRST_PORT + _PORTS_PER_WORKER)
+        if port in _used_ports:
             continue
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -36,7 +36,7 @@ def free_port() -> int:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        _drawn.add(port)
+        _used_ports.add(port)
         return port
 
 

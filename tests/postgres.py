@@ -21,18 +21,18 @@ import psycopg
 import pytest
 
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 
-SYSTEM = Path("/usr/lib/postgresql")
-USERS = ("postgres", "nobody")
+PACKAGES_DIRECTORY = Path("/usr/lib/postgresql")
+SERVER_USERS = ("postgres", "nobody")
 CLOSE_TIMEOUT_S = 30.0
 # What a server that dies has committed is in the kernel's hands already.
-SETTINGS = ("fsync=off", "full_page_writes=off", "max_connections=60")
+SERVER_SETTINGS = ("fsync=off", "full_page_writes=off", "max_connections=60")
 
 
-def programs() -> Path | None:
+def find_programs() -> Path | None:
     """Return the folder of the newest PostgreSQL programs; None if there is none."""
-    found = [path for path in SYSTEM.glob("*/bin") if (path / "initdb").exists()]
+    found = [path for path in PACKAGES_DIRECTORY.glob("*/bin") if (path / "initdb").exists()]
     found.sort(key=lambda path: float(path.parent.name))
     on_path = shutil.which("initdb")
     if on_path is not None and shutil.which("postgres") is not None:
@@ -40,25 +40,25 @@ def programs() -> Path | None:
     return found[-1] if found else None
 
 
-def owner() -> pwd.struct_passwd | None:
+def find_server_user() -> pwd.struct_passwd | None:
     """Return the user that runs the server: the current one, or another one if that is root."""
     if os.geteuid() != 0:
         return pwd.getpwuid(os.geteuid())
-    for name in USERS:
+    for name in SERVER_USERS:
         with contextlib.suppress(KeyError):
             return pwd.getpwnam(name)
     return None
 
 
-_numbers = itertools.count(1)
+_database_numbers = itertools.count(1)
 
 
-class Postgres:
+class PostgresServer:
     """A server on a directory."""
 
-    def __init__(self, programs: Path, directory: Path, user: pwd.struct_passwd) -> None:
+    def __init__(self, find_programs: Path, directory: Path, user: pwd.struct_passwd) -> None:
         self.directory = directory
-        self._programs = programs
+        self._programs = find_programs
         self._run_options: dict[str, Any] = {"cwd": directory}
         if os.geteuid() == 0:
             self._run_options |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": []}
@@ -73,7 +73,7 @@ class Postgres:
             capture_output=True,
             text=True,
             check=False,
-            timeout=HANG_S,
+            timeout=TEST_TIMEOUT_S,
             **self._run_options,
         )
         assert made.returncode == 0, made.stderr
@@ -83,7 +83,7 @@ class Postgres:
         log = self.directory / "log"
         command = [str(self._programs / "postgres"), "-D", str(self.directory / "data")]
         command += ["-k", str(self.directory), "-c", "listen_addresses="]
-        command += [part for each in SETTINGS for part in ("-c", each)]
+        command += [part for each in SERVER_SETTINGS for part in ("-c", each)]
         with log.open("ab") as output:
             server = subprocess.Popen(
                 command,
@@ -115,7 +115,7 @@ class Postgres:
 
     def create(self) -> str:
         """Create a database; return its URL."""
-        database = f"waltz_{next(_numbers)}"
+        database = f"waltz_{next(_database_numbers)}"
         with self.connect() as connection:
             connection.execute(f'CREATE DATABASE "{database}"')
         return self.url(database)
@@ -136,17 +136,19 @@ class Postgres:
 
 
 @contextlib.contextmanager
-def running() -> Iterator[Postgres]:
+def run_postgres() -> Iterator[PostgresServer]:
     """Run a server for the duration of a `with` block; skips the test without PostgreSQL."""
-    where, user = programs(), owner()
+    where, user = find_programs(), find_server_user()
     if where is None:
         pytest.skip("no PostgreSQL on this machine: apt-get install postgresql")
     if user is None:
-        pytest.skip(f"PostgreSQL does not run as root, and there is none of the users {USERS}")
+        pytest.skip(
+            f"PostgreSQL does not run as root, and there is none of the users {SERVER_USERS}"
+        )
     # A socket's path has a hundred characters at most, so it is not pytest's own directory.
     directory = Path(tempfile.mkdtemp(prefix="waltz-postgres-"))
     os.chown(directory, user.pw_uid, user.pw_gid)
-    postgres = Postgres(where, directory, user)
+    postgres = PostgresServer(where, directory, user)
     try:
         postgres.make()
         postgres.start()
@@ -157,7 +159,7 @@ def running() -> Iterator[Postgres]:
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Postgres]:
+def postgres() -> Iterator[PostgresServer]:
     """Yield one server for the whole session; each test creates its own database."""
-    with running() as server:
+    with run_postgres() as server:
         yield server

@@ -11,32 +11,32 @@ from typing import NamedTuple
 import pytest
 
 from scripts.reference.alerts import RULES, alert_rules
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 
-STEP_MIN = 2  # between two values, and between two evaluations of the rules
-_FIRING = re.compile(r"Labels:\{(?P<labels>.*)\}\s*Annotations:\{(?P<annotations>.*)\}")
-_PAIR = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*")')
+INTERVAL_MIN = 2  # between two values, and between two evaluations of the rules
+_FIRING_ALERT = re.compile(r"Labels:\{(?P<labels>.*)\}\s*Annotations:\{(?P<annotations>.*)\}")
+_LABEL = re.compile(r'(\w+)=("(?:[^"\\]|\\.)*")')
 
 
-class Line(NamedTuple):
+class LinearValues(NamedTuple):
     """The values of a series: the first one, and how much it grows per minute."""
 
     start: float
     growth: float = 0
 
-    def after(self, minutes: int) -> "Line":
-        """Return how it continues."""
-        return Line(self.start + minutes * self.growth, self.growth)
+    def after(self, minutes: int) -> "LinearValues":
+        """Return the values from some minutes later on."""
+        return LinearValues(self.start + minutes * self.growth, self.growth)
 
 
-class Series(NamedTuple):
+class FaultSeries(NamedTuple):
     """A series before and during a fault; None: the series does not exist."""
 
-    before: Line | None
-    during: Line | None
+    before: LinearValues | None
+    during: LinearValues | None
 
 
-class Alert(NamedTuple):
+class FiringAlert(NamedTuple):
     """An alert that fires."""
 
     name: str
@@ -44,7 +44,7 @@ class Alert(NamedTuple):
     annotations: Mapping[str, str]
 
 
-def promtool() -> str:
+def find_promtool() -> str:
     """Return the path of promtool; skip the test if there is none."""
     found = shutil.which("promtool")
     if found is None:
@@ -52,17 +52,17 @@ def promtool() -> str:
     return found
 
 
-def firing(
-    series: Mapping[str, Series], directory: Path, *, before_min: int, during_min: int
-) -> list[Alert]:
+def firing_alerts(
+    series: Mapping[str, FaultSeries], directory: Path, *, before_min: int, during_min: int
+) -> list[FiringAlert]:
     """Return the alerts that fire when a fault has lasted for some minutes.
 
     promtool prints the alerts that it has not expected: here, all of them.
     """
     test = {
-        "interval": f"{STEP_MIN}m",
+        "interval": f"{INTERVAL_MIN}m",
         "input_series": [
-            {"series": name, "values": _values(each, before_min, during_min)}
+            {"series": name, "values": _series_values(each, before_min, during_min)}
             for name, each in series.items()
         ],
         "alert_rule_test": [
@@ -72,41 +72,41 @@ def firing(
     }
     content = {
         "rule_files": [str(RULES)],
-        "evaluation_interval": f"{STEP_MIN}m",
+        "evaluation_interval": f"{INTERVAL_MIN}m",
         "tests": [test],
     }
     path = directory / "alerts.test.json"  # JSON is YAML, too
     path.write_text(json.dumps(content), encoding="utf-8")
     done = subprocess.run(
-        [promtool(), "test", "rules", str(path)],
+        [find_promtool(), "test", "rules", str(path)],
         capture_output=True,
         text=True,
         check=False,
-        timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
     )
-    found = [_alert(each) for each in _FIRING.finditer(done.stdout + done.stderr)]
+    found = [_parse_alert(each) for each in _FIRING_ALERT.finditer(done.stdout + done.stderr)]
     assert bool(found) == bool(done.returncode), done.stdout + done.stderr
     return found
 
 
-def _values(series: Series, before_min: int, during_min: int) -> str:
+def _series_values(series: FaultSeries, before_min: int, during_min: int) -> str:
     """Return the values as promtool takes them: `axn` has n + 1 values."""
-    before = _line(series.before, before_min // STEP_MIN - 1)
+    before = _linear_values(series.before, before_min // INTERVAL_MIN - 1)
     if series.before is not None and series.during is None:
         return f"{before} stale"
-    return f"{before} {_line(series.during, during_min // STEP_MIN)}"
+    return f"{before} {_linear_values(series.during, during_min // INTERVAL_MIN)}"
 
 
-def _line(line: Line | None, count: int) -> str:
+def _linear_values(line: LinearValues | None, count: int) -> str:
     if line is None:
         return f"_x{count + 1}"
     # promtool takes no exponents.
-    return f"{line.start:.6f}{line.growth * STEP_MIN:+.6f}x{count}"
+    return f"{line.start:.6f}{line.growth * INTERVAL_MIN:+.6f}x{count}"
 
 
-def _alert(found: re.Match[str]) -> Alert:
+def _parse_alert(found: re.Match[str]) -> FiringAlert:
     labels, annotations = (
-        {name: str(json.loads(text)) for name, text in _PAIR.findall(found[part])}
+        {name: str(json.loads(text)) for name, text in _LABEL.findall(found[part])}
         for part in ("labels", "annotations")
     )
-    return Alert(labels.pop("alertname"), labels, annotations)
+    return FiringAlert(labels.pop("alertname"), labels, annotations)

@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.wire.messages import FieldKind, Message
 
-_VALUES: dict[FieldKind, object] = {
+_MINIMAL_VALUES: dict[FieldKind, object] = {
     FieldKind.BOOL: False,
     FieldKind.INT8: 0,
     FieldKind.INT32: 0,
@@ -22,7 +22,7 @@ _VALUES: dict[FieldKind, object] = {
 }
 
 
-def sample_of(message_class: type[Message], partition: int, **changes: object) -> Message:
+def sample_message(message_class: type[Message], partition: int, **changes: object) -> Message:
     """Return a message about a partition, or about a list with this one."""
     hints = get_type_hints(message_class, include_extras=True)
     values: dict[str, Any] = {}
@@ -35,5 +35,5 @@ def sample_of(message_class: type[Message], partition: int, **changes: object) -
         elif kind is FieldKind.REQ_ID:
             values[field.name] = ReqId(ClientId(1), Generation(1), PartitionId(partition), 1)
         else:
-            values[field.name] = _VALUES.get(kind, ())
+            values[field.name] = _MINIMAL_VALUES.get(kind, ())
     return message_class(**values | changes)

@@ -20,14 +20,14 @@ from fastavro.read import SchemaResolutionError
 from fastavro.schema import SchemaParseException, UnknownType
 from fastavro.utils import generate_one
 
-Schema = dict[str, object]
+SchemaAnswer = dict[str, object]
 
 
-class RegistryInProcess:
+class InProcessRegistry:
     """Schemas by ID and by subject; `fault` is what each answer has instead."""
 
     def __init__(self) -> None:
-        self.by_id: dict[int, Schema] = {}
+        self.by_id: dict[int, SchemaAnswer] = {}
         self.subjects: dict[str, list[int]] = {}
         self.requests: list[tuple[str, str]] = []
         self.user: str | None = None
@@ -36,9 +36,11 @@ class RegistryInProcess:
         self.ended = threading.Event()
         self.url = ""
 
-    def add(self, text: str, kind: str = "AVRO", references: list[Schema] | None = None) -> int:
+    def add(
+        self, text: str, kind: str = "AVRO", references: list[SchemaAnswer] | None = None
+    ) -> int:
         """Store a schema without a subject; return its ID."""
-        given: Schema = {"schema": text}
+        given: SchemaAnswer = {"schema": text}
         if kind != "AVRO":
             given["schemaType"] = kind
         if references:
@@ -81,7 +83,7 @@ class RegistryInProcess:
         schema_id = versions[number - 1]
         return 200, {"subject": subject, "version": number, "id": schema_id} | self.by_id[schema_id]
 
-    def _register(self, subject: str, given: Schema) -> tuple[int, object]:
+    def _register(self, subject: str, given: SchemaAnswer) -> tuple[int, object]:
         text, kind = str(given["schema"]), str(given.get("schemaType", "AVRO"))
         if kind == "AVRO":
             try:
@@ -89,13 +91,13 @@ class RegistryInProcess:
             except (SchemaParseException, UnknownType) as error:
                 return 422, {"error_code": 42201, "message": f"Invalid schema: {error}"}
             for last in self.subjects.get(subject, [])[-1:]:
-                if not reads(new, json.loads(str(self.by_id[last]["schema"]))):
+                if not can_read(new, json.loads(str(self.by_id[last]["schema"]))):
                     return 409, {"error_code": 409, "message": "Schema being registered is "
                                  "incompatible with an earlier schema"}  # fmt: skip
         return 200, {"id": self.put(subject, text, kind)}
 
 
-def reads(new: object, old: object) -> bool:
+def can_read(new: object, old: object) -> bool:
     """Whether a schema reads values of an older one."""
     old = fastavro.parse_schema(old)
     sink = io.BytesIO()
@@ -107,10 +109,10 @@ def reads(new: object, old: object) -> bool:
     return True
 
 
-class RegistryAnswers(BaseHTTPRequestHandler):
+class RegistryHandler(BaseHTTPRequestHandler):
     """Answers the requests of a registry that a subclass names."""
 
-    registry: RegistryInProcess
+    registry: InProcessRegistry
 
     def do_GET(self) -> None:
         self.answer(b"")
@@ -165,11 +167,11 @@ class RegistryAnswers(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def schema_registry(tls: ssl.SSLContext | None = None) -> Iterator[RegistryInProcess]:
+def run_schema_registry(tls: ssl.SSLContext | None = None) -> Iterator[InProcessRegistry]:
     """Run a schema registry at `url`."""
-    registry = RegistryInProcess()
+    registry = InProcessRegistry()
     server = ThreadingHTTPServer(
-        ("127.0.0.1", 0), type("_Answers", (RegistryAnswers,), {"registry": registry})
+        ("127.0.0.1", 0), type("_Answers", (RegistryHandler,), {"registry": registry})
     )
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-_PARTS: Final = ("bin", "jars", "sbin")
+_LINKED_FOLDERS: Final = ("bin", "jars", "sbin")
 
 
-def use() -> None:
+def use_spark_home() -> None:
     """Make the Sparks that this process starts use the directory; create it if it is missing."""
     spec = find_spec("pyspark")
     assert spec is not None
@@ -25,7 +25,7 @@ def use() -> None:
     home = Path(sys.prefix) / f"spark-home-{version('pyspark')}"
     if not home.exists():
         made = Path(tempfile.mkdtemp(prefix=home.name, dir=sys.prefix))
-        for part in _PARTS:
+        for part in _LINKED_FOLDERS:
             (made / part).symlink_to(Path(spec.origin).parent / part)
         made.chmod(0o755)
         with contextlib.suppress(OSError):  # another process was faster

@@ -20,24 +20,25 @@ from waltz_core.storage.log.log_files import LogSettings
 from waltz_core.storage.log.partition_log import PartitionLog
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, SimDisk, Survival
 
-KEY = bytes(range(16))
+CLUSTER_KEY = bytes(range(16))
 ROOT = Path("/storage")
 PARTITION = 2
 
 
-def record(transaction_id, data):
+def encode_record(transaction_id, data):
     """Return the bytes of one record, as in a segment file."""
     head = RECORD_PREFIX.pack(transaction_id, bytes(16), 7, len(data), crc32(data))
     return head + data + crc32(head + data).to_bytes(4, "big")
 
 
-def batches(first, counts, session, chain, rng, *, bytes_max=200):
+def make_batches(first, counts, session, chain, rng, *, bytes_max=200):
     """Return whole batches of random records: (records as a list, lineage entries)."""
     records, entries = [], []
     for count in counts:
         last = first + count - 1
         made = [
-            record(one, rng.randbytes(rng.randint(0, bytes_max))) for one in range(first, last + 1)
+            encode_record(one, rng.randbytes(rng.randint(0, bytes_max)))
+            for one in range(first, last + 1)
         ]
         chain = next_chain(chain, first, last, session, b"".join(one[-4:] for one in made))
         entries.append(LineageEntry(first, last, session, 1_000 + last, chain))
@@ -47,7 +48,7 @@ def batches(first, counts, session, chain, rng, *, bytes_max=200):
 
 
 @dataclass
-class World:
+class ModeledLog:
     """A disk, a log on it, and the expected content of the log.
 
     `records` and `entries` are all that was written in the current history; `acked` is the last ID
@@ -75,8 +76,8 @@ class World:
     # ---- the log
 
     def open(self):
-        self.control = ControlFile.open(self.disk, ROOT, KEY, 4, self.now_ms)
-        settings = LogSettings(KEY, self.segment_bytes_max, lambda: self.now_ms)
+        self.control = ControlFile.open(self.disk, ROOT, CLUSTER_KEY, 4, self.now_ms)
+        settings = LogSettings(CLUSTER_KEY, self.segment_bytes_max, lambda: self.now_ms)
         self.log = PartitionLog.open(
             self.disk, ROOT / str(PARTITION), PARTITION, self.control, settings
         )
@@ -180,7 +181,7 @@ class World:
         counts = counts or [
             self.rng.choice((1, 1, 2, 5, 12)) for _ in range(self.rng.randint(1, 3))
         ]
-        records, entries = batches(
+        records, entries = make_batches(
             self.max_id + 1,
             counts,
             self.session,
@@ -247,13 +248,13 @@ class World:
         self.check_content()
 
 
-SURVIVALS = tuple(Survival)
+ALL_SURVIVALS = tuple(Survival)
 
 
-def random_world(seed):
+def random_log(seed):
     rng = Random(seed)
     segment_bytes_max = rng.choice((300, 900, 5000, 1_000_000))
-    return World(rng, segment_bytes_max, rng.choice((20, 200, 1500)))
+    return ModeledLog(rng, segment_bytes_max, rng.choice((20, 200, 1500)))
 
 
 def run_until_power_loss(world, steps, fault_at):
@@ -269,7 +270,7 @@ def run_until_power_loss(world, steps, fault_at):
     world.disk.cancel_plans()
 
 
-def first_error(world, fault):
+def run_until_error(world, fault):
     """Run random operations with a planned fault; return the error and if in open or close."""
     world.disk.plan_fault(world.disk.step_count + world.rng.randint(1, 60), fault)
     for _ in range(25):

@@ -19,7 +19,7 @@ STAMP_MS = 1_700_000_000_000
 assert len(NONCE) == 16
 
 
-def records_of(first, count, data=b"data"):
+def encode_records(first, count, data=b"data"):
     """Return the bytes of records, their CRCs for the chain, their lengths for the wire."""
     records, crcs = [], []
     for transaction_id in range(first, first + count):
@@ -32,7 +32,7 @@ def records_of(first, count, data=b"data"):
     return b"".join(records), b"".join(crcs), lengths
 
 
-class Owner:
+class OwnerSession:
     """One session of one partition: creates requests in order and knows the chain."""
 
     def __init__(self, session_id, partition_id=0, nonce=NONCE):
@@ -49,7 +49,7 @@ class Owner:
 
     def append(self, count=1, data=b"data"):
         """Return the append of one batch of `count` records."""
-        records, crcs, lengths = records_of(self.next_id, count, data)
+        records, crcs, lengths = encode_records(self.next_id, count, data)
         first, last = self.next_id, self.next_id + count - 1
         before = self.chain
         self.chain = next_chain(before, first, last, self.session_id, crcs)

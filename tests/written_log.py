@@ -10,52 +10,52 @@ import msgpack
 import pyarrow as pa
 from deltalake import DeltaTable
 
-from tests.patience import PATIENT
+from tests.time_limits import PATIENT_CLIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import running_cluster
 from waltz_core.tables.table_marks import decode
 
-PARTITIONS = 2
-TRANSACTIONS = 120  # of an `append`
-KEYS = 12
+PARTITION_COUNT = 2
+TRANSACTION_COUNT = 120  # of an `append`
+KEY_COUNT = 12
 DELETE_HEADER = 9
 OTHER_HEADER = 5
 COLUMNS = ("id:int64", "op:string", "value:int64")
-Rows = dict[int, tuple[Any, int, int]]  # of an ID: value, partition, transaction
+TableRows = dict[int, tuple[Any, int, int]]  # of an ID: value, partition, transaction
 # From a transaction to its changes: an ID, and a value or None.
-Changes = Callable[[int, dict], list[tuple[int, int | None]]]
+ChangesFunction = Callable[[int, dict], list[tuple[int, int | None]]]
 
 
-class Written(NamedTuple):
+class WrittenLog(NamedTuple):
     """The transactions of a test, by partition: header and payload."""
 
     connect: str
     log: list[list[tuple[int, dict]]]
 
-    def append(self, client: WaltzClient, seed: int, count: int = TRANSACTIONS) -> None:
+    def append(self, client: WaltzClient, seed: int, count: int = TRANSACTION_COUNT) -> None:
         """Append upserts, deletes by header and by payload, and transactions of other kinds."""
         rng = random.Random(seed)
         futures = []
         for _ in range(count):
-            key = rng.randrange(KEYS)
+            key = rng.randrange(KEY_COUNT)
             header = rng.choice((1, 1, 1, DELETE_HEADER, OTHER_HEADER))
             row = {"id": key, "op": rng.choice("UUUD"), "value": rng.randrange(1000)}
             if header == DELETE_HEADER:
                 row = {"id": key}
             elif header == OTHER_HEADER:
                 row = {"other": True}
-            self.log[key % PARTITIONS].append((header, row))
+            self.log[key % PARTITION_COUNT].append((header, row))
             payload = msgpack.packb(row)
-            futures.append(client.append(payload, partition=key % PARTITIONS, header=header))
+            futures.append(client.append(payload, partition=key % PARTITION_COUNT, header=header))
         for future in futures:
             future.result()
 
-    def replayed(self, marks: dict[int, int], changes: Changes | None = None) -> Rows:
+    def replayed(self, marks: dict[int, int], changes: ChangesFunction | None = None) -> TableRows:
         """Return the table by its definition, with the changes of each transaction."""
-        rows: Rows = {}
+        rows: TableRows = {}
         for partition, mark in marks.items():
             for place, (header, row) in enumerate(self.log[partition][: mark + 1]):
-                for key, value in (changes or _changes)(header, row):
+                for key, value in (changes or _changes_by_rules)(header, row):
                     if value is None:
                         rows.pop(key, None)
                     else:
@@ -72,7 +72,7 @@ class Written(NamedTuple):
         ]
 
 
-def _changes(header: int, row: dict) -> list[tuple[int, int | None]]:
+def _changes_by_rules(header: int, row: dict) -> list[tuple[int, int | None]]:
     """Return the changes of a transaction by the rules of `Written.command`."""
     if header == OTHER_HEADER:
         return []
@@ -81,33 +81,35 @@ def _changes(header: int, row: dict) -> list[tuple[int, int | None]]:
 
 
 @contextmanager
-def running_log(place: Path) -> Iterator[Written]:
+def running_log(place: Path) -> Iterator[WrittenLog]:
     """Run a local cluster in a directory, and append the first transactions."""
-    options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITIONS}
+    options = {"storage_count": 1, "server_count": 1, "partition_count": PARTITION_COUNT}
     with running_cluster(place, **options) as cluster:
-        found = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
-        with WaltzClient(cluster.connect, PATIENT) as client:
+        found = WrittenLog(cluster.connect, [[] for _ in range(PARTITION_COUNT)])
+        with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
             found.append(client, 1)
         yield found
 
 
-def ends(written: Written) -> dict[int, int]:
+def end_marks(written: WrittenLog) -> dict[int, int]:
     return {each: len(log) - 1 for each, log in enumerate(written.log)}
 
 
-def content(table: Path | str, version: int | None = None) -> Rows:
+def read_table(table: Path | str, version: int | None = None) -> TableRows:
     rows = pa.table(DeltaTable(table, version=version).to_pyarrow_table()).to_pylist()
     assert len({row["id"] for row in rows}) == len(rows)
     place = ("_partition", "_transaction_id")
-    return {row["id"]: (_written(row["value"]), *(row[name] for name in place)) for row in rows}
+    return {
+        row["id"]: (_without_nulls(row["value"]), *(row[name] for name in place)) for row in rows
+    }
 
 
-def _written(value: object) -> object:
+def _without_nulls(value: object) -> object:
     """Return the value of a column without the fields that its payload lacks."""
     if isinstance(value, list):
-        return [_written(each) for each in value]
+        return [_without_nulls(each) for each in value]
     if isinstance(value, dict):
-        return {name: _written(each) for name, each in value.items() if each is not None}
+        return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return value
 
 
@@ -116,10 +118,12 @@ def marks_by_version(table: Path | str) -> dict[int, dict[int, int]]:
     return {each["version"]: dict(decode(each["userMetadata"]).marks) for each in commits}
 
 
-def check_versions(written: Written, table: Path | str, changes: Changes | None = None) -> None:
+def check_versions(
+    written: WrittenLog, table: Path | str, changes: ChangesFunction | None = None
+) -> None:
     """Each version has the rows of its marks, and marks never decrease."""
-    before = dict.fromkeys(range(PARTITIONS), -1)
+    before = dict.fromkeys(range(PARTITION_COUNT), -1)
     for version, marks in sorted(marks_by_version(table).items()):
-        assert content(table, version) == written.replayed(marks, changes)
+        assert read_table(table, version) == written.replayed(marks, changes)
         assert all(mark >= before.get(each, -1) for each, mark in marks.items())
         before = marks

@@ -17,21 +17,21 @@ from collections import Counter
 from pathlib import Path
 from random import SystemRandom
 
-from tests.chaos.archived import EVENTS
-from tests.chaos.network import ROOT
-from tests.chaos.round import Outcome, run_round
+from tests.chaos.archive_checks import EVENT_PATTERNS
+from tests.chaos.network import PROJECT_ROOT
+from tests.chaos.round import RoundOutcome, run_round
 from tests.chaos.schedule import draw_schedule
 
-ROUND_S = 60.0
+ROUND_FAULTS_S = 60.0
 KILLS_MIN = 20
-ARCHIVE = {
-    *EVENTS,
+ARCHIVE_COUNTS = {
+    *EVENT_PATTERNS,
     "collected files of failed attempts",
     "files in the archive",
     "objects",
     *(f"killed: {kind}" for kind in ("server", "storage", "store")),
 }
-SHOWN_MAX = 10
+SHOWN_ERRORS_MAX = 10
 
 
 def print_line(text: str) -> None:
@@ -45,22 +45,31 @@ def main() -> int:
         prog="python -m tests.chaos", description=__doc__.partition("\n")[0]
     )
     parser.add_argument(
-        "--minutes", type=float, default=5.0, help="no round begins later; default 5"
+        "--minutes", type=float, default=5.0, help="time after which no round begins; default 5"
     )
-    parser.add_argument("--rounds", type=int, help="so many instead")
-    parser.add_argument("--seed", type=int, help="of the first round; default: any")
+    parser.add_argument("--rounds", type=int, help="number of rounds, in place of --minutes")
+    parser.add_argument("--seed", type=int, help="seed of the first round; default: random")
     parser.add_argument(
-        "--round-s", type=float, default=ROUND_S, help=f"faults last so long; default {ROUND_S:.0f}"
+        "--round-s",
+        type=float,
+        default=ROUND_FAULTS_S,
+        help=f"duration of the faults of a round; default {ROUND_FAULTS_S:.0f}",
     )
-    parser.add_argument("--processes-only", action="store_true", help="as without root")
-    parser.add_argument("--archive", action="store_true", help="all rounds have an archive")
-    parser.add_argument("--keep", action="store_true", help="the logs of good rounds, too")
-    parser.add_argument("--report", type=Path, default=ROOT / "build" / "chaos-report.md")
-    parser.add_argument("--directory", type=Path, default=ROOT / "build" / "chaos")
+    parser.add_argument(
+        "--processes-only",
+        action="store_true",
+        help="no faults of the network and of disks, as without root",
+    )
+    parser.add_argument("--archive", action="store_true", help="use an archive in all rounds")
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the logs of successful rounds, too"
+    )
+    parser.add_argument("--report", type=Path, default=PROJECT_ROOT / "build" / "chaos-report.md")
+    parser.add_argument("--directory", type=Path, default=PROJECT_ROOT / "build" / "chaos")
     arguments = parser.parse_args()
     first = arguments.seed if arguments.seed is not None else SystemRandom().randrange(1_000_000)
     deadline_s = time.monotonic() + 60 * arguments.minutes
-    outcomes: list[Outcome] = []
+    outcomes: list[RoundOutcome] = []
     while (
         len(outcomes) < arguments.rounds
         if arguments.rounds is not None
@@ -68,25 +77,29 @@ def main() -> int:
     ):
         seed = first + len(outcomes)
         schedule = draw_schedule(seed, arguments.round_s, archives=arguments.archive)
-        where = arguments.directory / str(schedule.seed)
-        shutil.rmtree(where, ignore_errors=True)
-        print_line(f"seed {schedule.seed}: {schedule.world}")
-        outcome = run_round(schedule, where, print_line, apart=not arguments.processes_only)
+        directory = arguments.directory / str(schedule.seed)
+        shutil.rmtree(directory, ignore_errors=True)
+        print_line(f"seed {schedule.seed}: {schedule.cluster_size}")
+        outcome = run_round(
+            schedule, directory, print_line, in_namespaces=not arguments.processes_only
+        )
         outcomes.append(outcome)
-        _report(outcome, _repeat_command(outcome, arguments), where)
+        _print_outcome(outcome, _repeat_command(outcome, arguments), directory)
         if not outcome.wrong and not arguments.keep:
-            shutil.rmtree(where, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
         arguments.report.parent.mkdir(parents=True, exist_ok=True)
-        arguments.report.write_text(report(outcomes, arguments), encoding="utf-8")
+        arguments.report.write_text(format_report(outcomes, arguments), encoding="utf-8")
     wrong = [each.schedule.seed for each in outcomes if each.wrong]
-    verdict = f"seeds with something wrong: {wrong}" if wrong else "nothing wrong"
+    verdict = f"seeds with errors: {wrong}" if wrong else "no errors"
     print_line(f"chaos: {len(outcomes)} rounds, {verdict}; {arguments.report}")
     if missed := _missing_effects(outcomes):
-        print_line(f"chaos: in all rounds together there were no {', '.join(missed)}")
+        print_line(
+            f"chaos: expected in all rounds together, but found none of: {', '.join(missed)}"
+        )
     return 1 if wrong or missed else 0
 
 
-def _missing_effects(outcomes: list[Outcome]) -> list[str]:
+def _missing_effects(outcomes: list[RoundOutcome]) -> list[str]:
     """Return the expected effects of kills that no round had; empty after a few kills only."""
     counts = sum((each.counts for each in outcomes), Counter[str]())
     if counts["killed: store"] < KILLS_MIN or counts["killed: storage"] < KILLS_MIN:
@@ -95,16 +108,16 @@ def _missing_effects(outcomes: list[Outcome]) -> list[str]:
     return [what for what in expected if not counts[what]]
 
 
-def _repeat_command(outcome: Outcome, arguments: argparse.Namespace) -> str:
+def _repeat_command(outcome: RoundOutcome, arguments: argparse.Namespace) -> str:
     """Return the command that repeats the round."""
-    more = [f"--round-s {arguments.round_s:g}"] if arguments.round_s != ROUND_S else []
+    more = [f"--round-s {arguments.round_s:g}"] if arguments.round_s != ROUND_FAULTS_S else []
     more += ["--processes-only"] if arguments.processes_only else []
     more += ["--archive"] if arguments.archive else []
     words = f"make chaos SEED={outcome.schedule.seed} ROUNDS=1"
     return f"{words} ARGS='{' '.join(more)}'" if more else words
 
 
-def _report(outcome: Outcome, again: str, where: Path) -> None:
+def _print_outcome(outcome: RoundOutcome, repeat_command: str, directory: Path) -> None:
     for what, count in outcome.skipped.items():
         print_line(f"  left out: {count} x {what}")
     counts = outcome.counts
@@ -113,21 +126,24 @@ def _report(outcome: Outcome, again: str, where: Path) -> None:
         f"{counts['rejected']:,} ({counts['rejected by a new session']} by a new session), "
         f"lost {counts['lost']:,}, unknown {counts['unknown']:,}; ZooKeeper answers after "
         f"{outcome.zookeeper_s:.1f} s, all clients write again {outcome.recovered_s:.1f} s later, "
-        f"all replicas are engaged after {outcome.whole_s:.1f} s, longest gap {outcome.gap_s:.1f} s"
+        f"all replicas are engaged after {outcome.engaged_s:.1f} s, "
+        f"longest gap {outcome.gap_s:.1f} s"
     )
-    if outcome.schedule.world.stores:
-        found = "; ".join(f"{what} {counts[what]:,}" for what in sorted(counts) if what in ARCHIVE)
+    if outcome.schedule.cluster_size.stores:
+        found = "; ".join(
+            f"{what} {counts[what]:,}" for what in sorted(counts) if what in ARCHIVE_COUNTS
+        )
         print_line(f"  {found}")
-    for wrong in outcome.wrong[:SHOWN_MAX]:
+    for wrong in outcome.wrong[:SHOWN_ERRORS_MAX]:
         print_line(f"  WRONG: {wrong}")
     if outcome.wrong:
-        print_line(f"  {len(outcome.wrong)} wrong; logs in {where}")
-        print_line(f"  again: {again}")
+        print_line(f"  {len(outcome.wrong)} errors; logs in {directory}")
+        print_line(f"  to repeat: {repeat_command}")
     else:
         print_line("  OK")
 
 
-def report(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
+def format_report(outcomes: list[RoundOutcome], arguments: argparse.Namespace) -> str:
     """Return the faults, outcomes and findings of all rounds as Markdown."""
     faults: Counter[str] = Counter()
     skipped: Counter[str] = Counter()
@@ -140,7 +156,7 @@ def report(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
     lines = [
         "# Chaos",
         "",
-        f"{len(outcomes)} rounds of {arguments.round_s:g} s of faults; something wrong in {wrong}.",
+        f"{len(outcomes)} rounds of {arguments.round_s:g} s of faults; {wrong} of them had errors.",
         "",
         "| fault | times |",
         "|---|---|",
@@ -155,7 +171,7 @@ def report(outcomes: list[Outcome], arguments: argparse.Namespace) -> str:
         "|---|---|---|---|---|---|---|",
         *(
             f"| {each.schedule.seed} | {each.faults.total()} | {each.counts['committed']:,} | "
-            f"{each.recovered_s:.1f} s | {each.whole_s:.1f} s | {each.gap_s:.1f} s | "
+            f"{each.recovered_s:.1f} s | {each.engaged_s:.1f} s | {each.gap_s:.1f} s | "
             f"{f'{len(each.wrong)} wrong' if each.wrong else 'OK'} |"
             for each in outcomes
         ),

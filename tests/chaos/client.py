@@ -33,10 +33,10 @@ from waltz_core.records.batches import encode_append
 ACCOUNTS, COUNTERS = 300, 40
 PENDING_MAX = 5  # submissions of one partition under way
 BATCH_ROWS = 12
-TICK_S = 0.06
-ASK_S = 0.5
+SEND_INTERVAL_S = 0.06
+MARK_REQUEST_INTERVAL_S = 0.5
 REQUEST_TIMEOUT_MS = 12_000
-FED = struct.Struct(">iqiiii")  # partition, ID, request ID
+FEED_ENTRY = struct.Struct(">iqiiii")  # partition, ID, request ID
 
 
 class Journal:
@@ -89,7 +89,7 @@ class Feed(four_writers.Counters):  # type: ignore[misc, name-defined]
         """Add one transaction of the feed."""
         super().apply_transaction(transaction)
         partition, transaction_id = int(transaction.partition_id), int(transaction.transaction_id)
-        self._file.write(FED.pack(partition, transaction_id, *transaction.req_id))
+        self._file.write(FEED_ENTRY.pack(partition, transaction_id, *transaction.req_id))
         self.marks[partition] = transaction_id
 
     def flush(self) -> None:
@@ -97,7 +97,7 @@ class Feed(four_writers.Counters):  # type: ignore[misc, name-defined]
         self._file.flush()
 
 
-class Count(four_writers.Count):  # type: ignore[misc, name-defined]
+class JournaledIncrement(four_writers.Count):  # type: ignore[misc, name-defined]
     """Increments a counter; journals each attempt before it is sent."""
 
     timeout_ms: int | None = REQUEST_TIMEOUT_MS
@@ -108,22 +108,22 @@ class Count(four_writers.Count):  # type: ignore[misc, name-defined]
 
     def execute(self, builder: TransactionBuilder) -> bool:
         """Return the next value of the counter, under its lock."""
-        is_meant: bool = super().execute(builder)
+        is_submitted: bool = super().execute(builder)
         mark, reported = int(builder.client_high_water_mark), self.attempts[-1]
         self._journal.write(self._journal.sent_line(reported, mark, [self._lock]))
-        return is_meant
+        return is_submitted
 
 
 class Application:
     """One run of the client process."""
 
-    def __init__(self, client: WaltzClient, name: str, where: Path) -> None:
+    def __init__(self, client: WaltzClient, name: str, directory: Path) -> None:
         self._client = client
         self._name = name
         self._random = random.Random(name)
-        self._journal = Journal(where / f"{name}.jsonl")
-        self._feed = Feed(where / f"{name}.feed")
-        self._keys = 0
+        self._journal = Journal(directory / f"{name}.jsonl")
+        self._feed = Feed(directory / f"{name}.feed")
+        self._key_count = 0
         count = client.partition_count
         self._pending: dict[int, list[Any]] = {each: [] for each in range(count)}
         accounts = _by_partition("account", ACCOUNTS, count)
@@ -133,29 +133,29 @@ class Application:
     def run(self, stopping: threading.Event) -> None:
         """Send until "stop", then wait for all outcomes."""
         self._client.subscribe(self._feed)
-        asker = threading.Thread(target=self._request_marks, args=(stopping,), daemon=True)
-        asker.start()
-        while not stopping.wait(TICK_S):
+        mark_requester = threading.Thread(target=self._request_marks, args=(stopping,), daemon=True)
+        mark_requester.start()
+        while not stopping.wait(SEND_INTERVAL_S):
             for partition, pending in self._pending.items():
                 self._journal_outcomes(partition)
                 if len(pending) < PENDING_MAX:
-                    self._send(partition)
+                    self._send_random_append(partition)
             self._feed.flush()
         while any(self._pending.values()):
             for partition in self._pending:
                 self._journal_outcomes(partition)
-            time.sleep(TICK_S)
-        asker.join(REQUEST_TIMEOUT_MS / 1000)
+            time.sleep(SEND_INTERVAL_S)
+        mark_requester.join(REQUEST_TIMEOUT_MS / 1000)
 
     def await_marks(self, marks: dict[int, int]) -> None:
         """Wait until the feed has reached the given marks."""
         while any(self._feed.marks.get(each, -1) < mark for each, mark in marks.items()):
-            time.sleep(TICK_S)
+            time.sleep(SEND_INTERVAL_S)
         self._feed.flush()
 
     def _request_marks(self, stopping: threading.Event) -> None:
         partitions = list(self._pending)
-        while not stopping.wait(ASK_S):
+        while not stopping.wait(MARK_REQUEST_INTERVAL_S):
             partition, asked_s = self._random.choice(partitions), time.monotonic()
             try:
                 mark = int(self._client.high_water_mark(partition, linearizable=True))
@@ -163,23 +163,23 @@ class Application:
                 continue
             self._journal.write(["mark", partition, asked_s, mark])
 
-    def _send(self, partition: int) -> None:
+    def _send_random_append(self, partition: int) -> None:
         kind = self._random.randrange(3)
         if kind == 0:
             self._send_under_locks(partition, BATCH_ROWS)
         elif kind == 1:
             self._send_under_locks(partition, 1)
         else:
-            self._count(partition)
+            self._submit_increment(partition)
 
-    def _key(self) -> str:
-        self._keys += 1
-        return f"{self._name}.{self._keys}"
+    def _next_key(self) -> str:
+        self._key_count += 1
+        return f"{self._name}.{self._key_count}"
 
     def _send_under_locks(self, partition: int, count: int) -> None:
         """Send rows under locks: one row as a transaction, several as a batch."""
         mark = self._feed.marks.get(partition, -1)
-        rows = [self._row(partition, mark) for _ in range(count)]
+        rows = [self._random_row(partition, mark) for _ in range(count)]
         data = [row.to_bytes() for row in rows]
         now_s = time.monotonic()
         reported = [
@@ -214,13 +214,13 @@ class Application:
             future = self._client.append_batch(
                 partition, payload, count, client_high_water_mark=mark
             )
-        self._add(partition, four_writers.Pending(future, reported))
+        self._add_pending(partition, four_writers.Pending(future, reported))
 
-    def _row(self, partition: int, mark: int) -> Any:
+    def _random_row(self, partition: int, mark: int) -> Any:
         kind = self._random.randrange(4)
         write, read, append = self._random.sample(self._accounts[partition], 3)
         return four_writers.Content(
-            key=self._key(),
+            key=self._next_key(),
             partition=partition,
             mark=mark,
             writes=[write] if kind in (0, 3) else [],
@@ -229,13 +229,13 @@ class Application:
             padding="x" * self._random.randrange(120),
         )
 
-    def _count(self, partition: int) -> None:
+    def _submit_increment(self, partition: int) -> None:
         counter = self._random.choice(self._counters[partition])
-        context = Count(self._key(), counter, self._feed, self._journal)
+        context = JournaledIncrement(self._next_key(), counter, self._feed, self._journal)
         future = self._client.submit(context)
-        self._add(partition, four_writers.Pending(future, context.attempts, context))
+        self._add_pending(partition, four_writers.Pending(future, context.attempts, context))
 
-    def _add(self, partition: int, pending: Any) -> None:
+    def _add_pending(self, partition: int, pending: Any) -> None:
         pending.future.add_done_callback(lambda _: four_writers._stamp(pending.recorded))
         self._pending[partition].append(pending)
 
@@ -267,7 +267,7 @@ def _open_client(connect: str, stopping: threading.Event) -> WaltzClient | None:
             return WaltzClient(connect, config)
         except WaltzError as error:
             logging.getLogger("chaos").warning("not connected: %s", error)
-            stopping.wait(TICK_S)
+            stopping.wait(SEND_INTERVAL_S)
     return None
 
 
@@ -277,7 +277,7 @@ def main(connect: str, name: str, directory: str) -> None:
     stopping, may_end = threading.Event(), threading.Event()
     marks: dict[int, int] = {}
 
-    def listen() -> None:
+    def read_commands() -> None:
         for line in sys.stdin:
             word, _, rest = line.strip().partition(" ")
             if word == "end":
@@ -287,7 +287,7 @@ def main(connect: str, name: str, directory: str) -> None:
         stopping.set()
         may_end.set()
 
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=read_commands, daemon=True).start()
     client = _open_client(connect, stopping)
     if client is None:
         _print_line("settled")

@@ -6,8 +6,8 @@ ports, so that a link between two members can be cut without an effect on other 
 Rules:
     1. Every process ends when this one ends, for whatever reason: Linux kills it (the signal of
        the parent's death), also if it is paused. So only the main thread starts processes.
-    2. A member that ends by itself is an error, unless a fault has ended it (`ended`). A member
-       that found no ZooKeeper at its start is started again, as a supervisor does.
+    2. A member that ends by itself is an error, unless a fault has ended it (`unexpected_ends`).
+       A member that found no ZooKeeper at its start is started again, as a supervisor does.
     3. On a simulated machine a storage has a small file system of its own, which can become full.
     4. With a store the cluster archives to S3 over HTTP, and each storage keeps little locally.
        Only the proxy in front of the bucket is a member and can be killed: the bucket loses no
@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 from tests.chaos import object_store
 from tests.chaos.network import Machine, Network, environment
 from tests.commands import run_command
-from tests.patience import HANG_S, slowness
-from tests.spark.places import die_with_parent
+from tests.spark.simulated_hosts import die_with_parent
+from tests.time_limits import TEST_TIMEOUT_S, machine_slowdown
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig, render_toml
 from waltz_core.config.connect_string import ConnectString
@@ -44,12 +44,12 @@ SESSION_MS = 2_000
 QUORUM_TIMEOUT_MS = 2 * SESSION_MS
 STORAGE_BYTES = 192 * 1024 * 1024
 RESERVE_BYTES = 4 * 1024 * 1024
-FILLER = "filler"
-READY_S = 60.0
+FILLER_FILE = "filler"
+READY_TIMEOUT_S = 60.0
 # What a daemon says that has found no ZooKeeper, or has lost it again before it was ready.
-NOT_CONNECTED = ("waltz-core: no ZooKeeper answered", "waltz-core: ZooKeeper ")
+NOT_CONNECTED_ERRORS = ("waltz-core: no ZooKeeper answered", "waltz-core: ZooKeeper ")
 SEGMENT_HEADER_BYTES = 128
-SETTINGS: dict[str, dict[str, object]] = {
+DAEMON_SETTINGS: dict[str, dict[str, object]] = {
     "server": {
         "zookeeper_session_timeout_ms": SESSION_MS,
         "quorum_timeout_ms": QUORUM_TIMEOUT_MS,
@@ -82,7 +82,7 @@ class LocalLog(NamedTuple):
 
 
 @dataclass(frozen=True)
-class World:
+class ClusterSize:
     """The numbers of processes and partitions of a cluster."""
 
     zookeepers: int = 1
@@ -108,10 +108,10 @@ class Member:
 
     name: str
     machine: Machine
-    child: subprocess.Popen[bytes] | None = None
+    process: subprocess.Popen[bytes] | None = None
     is_frozen: bool = False
-    is_wanted: bool = False  # it should run; whatever runs not has ended by itself
-    log_start: int = 0  # where in its log its process begins
+    should_run: bool = False  # it should run; whatever runs not has ended by itself
+    log_start_offset: int = 0  # where in its log its process begins
 
     @property
     def kind(self) -> str:
@@ -126,22 +126,22 @@ class Member:
     @property
     def is_running(self) -> bool:
         """Whether the process runs."""
-        return self.child is not None and self.child.poll() is None
+        return self.process is not None and self.process.poll() is None
 
 
 @dataclass
 class ChaosCluster:
-    """The daemons of a `World` on a network; `with running(...) as cluster`."""
+    """The daemons of a cluster on a network; `with run_cluster(...) as cluster`."""
 
-    world: World
+    cluster_size: ClusterSize
     directory: Path
     network: Network
     members: dict[str, Member] = field(default_factory=dict)
-    ended: list[str] = field(default_factory=list)  # rule 2
-    _bucket: "subprocess.Popen[str] | None" = None
+    unexpected_ends: list[str] = field(default_factory=list)  # rule 2
+    _bucket_process: "subprocess.Popen[str] | None" = None
 
     def __post_init__(self) -> None:
-        for name in self.world.members:
+        for name in self.cluster_size.members:
             self.members[name] = Member(name, self.network.machines[name])
 
     @property
@@ -152,7 +152,7 @@ class ChaosCluster:
     @property
     def connect(self) -> str:
         """Return the connect string."""
-        hosts = tuple(self.members[name].address for name in self.world.names("zookeeper"))
+        hosts = tuple(self.members[name].address for name in self.cluster_size.names("zookeeper"))
         return str(ConnectString(hosts, "/waltz/chaos", ""))
 
     # ---- the life of it
@@ -160,16 +160,16 @@ class ChaosCluster:
     def start_all(self) -> None:
         """Start all daemons, and wait until every partition accepts appends."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for name in self.world.names("storage"):
-            self._make_disk(self.members[name])
-        for name in self.world.names("store"):
-            self._start_bucket(self.members[name].machine)
-        for name in (*self.world.names("store"), *self.world.names("zookeeper")):
+        for name in self.cluster_size.names("storage"):
+            self._mount_disk(self.members[name])
+        for name in self.cluster_size.names("store"):
+            self._start_object_store(self.members[name].machine)
+        for name in (*self.cluster_size.names("store"), *self.cluster_size.names("zookeeper")):
             self.start(name)
-        self._create()
-        for name in (*self.world.names("storage"), *self.world.names("server")):
+        self._create_cluster()
+        for name in (*self.cluster_size.names("storage"), *self.cluster_size.names("server")):
             self.start(name)
-        self.wait_until("every partition has an owner", self.is_ready, seconds=READY_S)
+        self.wait_until("every partition has an owner", self.is_ready, seconds=READY_TIMEOUT_S)
 
     def is_ready(self) -> bool:
         """Return whether every partition answers."""
@@ -183,13 +183,13 @@ class ChaosCluster:
     def kill_all(self) -> None:
         """Kill all daemons."""
         for member in self.members.values():
-            member.is_wanted = False
-            if member.child is not None:
-                member.child.kill()
-                member.child.wait()
-        if self._bucket is not None:
-            self._bucket.kill()
-            self._bucket.communicate()
+            member.should_run = False
+            if member.process is not None:
+                member.process.kill()
+                member.process.wait()
+        if self._bucket_process is not None:
+            self._bucket_process.kill()
+            self._bucket_process.communicate()
 
     def start(self, name: str) -> None:
         """Start a member if it does not run."""
@@ -198,8 +198,8 @@ class ChaosCluster:
         if member.is_running:
             return
         with self.log_path(name).open("ab") as log:
-            member.log_start = log.tell()
-            member.child = subprocess.Popen(
+            member.log_start_offset = log.tell()
+            member.process = subprocess.Popen(
                 member.machine.command(sys.executable, "-m", *self._module_and_arguments(member)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -207,18 +207,18 @@ class ChaosCluster:
                 env=self._environment(),
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - rule 1
             )
-        member.is_frozen, member.is_wanted = False, True
+        member.is_frozen, member.should_run = False, True
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a member a signal that ends it."""
         member = self.members[name]
         self.record_ended_members()
-        member.is_wanted = False
+        member.should_run = False
         if member.is_running:
-            assert member.child is not None
-            member.child.send_signal(number)
+            assert member.process is not None
+            member.process.send_signal(number)
             if number == signal.SIGKILL:
-                member.child.wait(10)
+                member.process.wait(10)
 
     def freeze(self, name: str) -> None:
         """Pause a member (SIGSTOP)."""
@@ -233,39 +233,43 @@ class ChaosCluster:
     def _signal(self, name: str, number: int) -> None:
         member = self.members[name]
         if member.is_running:
-            assert member.child is not None
-            member.child.send_signal(number)
+            assert member.process is not None
+            member.process.send_signal(number)
 
     def record_ended_members(self) -> None:
         """Record each member that has ended by itself (rule 2)."""
         for member in self.members.values():
-            if member.is_wanted and not member.is_running:
-                member.is_wanted = False
-                assert member.child is not None
-                log_text = self.log_path(member.name).read_bytes()[member.log_start :].decode()
+            if member.should_run and not member.is_running:
+                member.should_run = False
+                assert member.process is not None
+                log_text = (
+                    self.log_path(member.name).read_bytes()[member.log_start_offset :].decode()
+                )
                 *_, last = ["", *log_text.splitlines()]
-                if last.startswith(NOT_CONNECTED) and f"{member.kind} ready" not in log_text:
+                if last.startswith(NOT_CONNECTED_ERRORS) and f"{member.kind} ready" not in log_text:
                     self.start(member.name)
                 else:
-                    code = member.child.returncode
-                    self.ended.append(f"{member.name} ended by itself, with {code}: {last}")
+                    code = member.process.returncode
+                    self.unexpected_ends.append(
+                        f"{member.name} ended by itself, with {code}: {last}"
+                    )
 
     # ---- the archive
 
     @property
     def archive_url(self) -> str:
         """Return the URL of the archive (rule 4)."""
-        (store,) = self.world.names("store")
+        (store,) = self.cluster_size.names("store")
         return object_store.url_at(self.members[store].machine.address)
 
-    def order_bucket(self, order: str) -> int:
+    def send_bucket_command(self, command: str) -> int:
         """Send a command to the bucket's process; return its answer."""
-        assert self._bucket is not None
-        assert self._bucket.stdin is not None
-        assert self._bucket.stdout is not None
-        self._bucket.stdin.write(order + "\n")
-        self._bucket.stdin.flush()
-        return int(self._bucket.stdout.readline())
+        assert self._bucket_process is not None
+        assert self._bucket_process.stdin is not None
+        assert self._bucket_process.stdout is not None
+        self._bucket_process.stdin.write(command + "\n")
+        self._bucket_process.stdin.flush()
+        return int(self._bucket_process.stdout.readline())
 
     def verify_archive(self) -> dict[str, Any]:
         """Return the output of `waltz-core archive verify --json`.
@@ -288,15 +292,15 @@ class ChaosCluster:
             text=True,
             check=False,
             env=self._environment(),
-            timeout=HANG_S,
+            timeout=TEST_TIMEOUT_S,
         )
         assert done.stdout, done.stderr
         return dict(json.loads(done.stdout))
 
-    def _start_bucket(self, machine: Machine) -> None:
+    def _start_object_store(self, machine: Machine) -> None:
         words = ("-m", "tests.chaos.object_store", "bucket", machine.address)
         with (self.directory / "bucket.log").open("ab") as log:
-            self._bucket = subprocess.Popen(
+            self._bucket_process = subprocess.Popen(
                 machine.command(sys.executable, *words),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -305,35 +309,35 @@ class ChaosCluster:
                 env=environment(),
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - rule 1
             )
-        assert self._bucket.stdout is not None
-        assert self._bucket.stdout.readline() == "ready\n", "the bucket does not start"
+        assert self._bucket_process.stdout is not None
+        assert self._bucket_process.stdout.readline() == "ready\n", "the bucket does not start"
 
     # ---- disks
 
-    def _make_disk(self, member: Member) -> None:
-        directory = self._data(member)
+    def _mount_disk(self, member: Member) -> None:
+        directory = self._data_directory(member)
         directory.mkdir(parents=True, exist_ok=True)
-        if member.machine.is_apart:
+        if member.machine.has_own_network:
             size = f"size={STORAGE_BYTES}"
             member.machine.run("mount", "-t", "tmpfs", "-o", size, "tmpfs", str(directory))
 
     def fill_disk(self, name: str) -> None:
         """Fill the disk of a storage."""
-        path = self.files(name) / FILLER
+        path = self.files(name) / FILLER_FILE
         with contextlib.suppress(OSError), path.open("ab", buffering=0) as filler:
             for size in (1 << 20, 1 << 12):
                 with contextlib.suppress(OSError):
                     while filler.write(bytes(size)):
                         pass
 
-    def empty_disk(self, name: str) -> None:
+    def free_disk(self, name: str) -> None:
         """Free the disk of a storage."""
-        (self.files(name) / FILLER).unlink(missing_ok=True)
+        (self.files(name) / FILLER_FILE).unlink(missing_ok=True)
 
     def files(self, name: str) -> Path:
         """Return the path of a storage's directory from outside its namespace."""
         member = self.members[name]
-        return member.machine.path(self._data(member))
+        return member.machine.path(self._data_directory(member))
 
     def records(self, name: str) -> dict[int, LocalLog]:
         """Return the records of each partition in a storage's files."""
@@ -356,9 +360,9 @@ class ChaosCluster:
 
     def show_cluster(self) -> dict[str, Any]:
         """Return the output of `waltz-core cluster show --json`."""
-        return dict(json.loads(self.command("cluster", "show", self.connect, "--json")))
+        return dict(json.loads(self.run_command("cluster", "show", self.connect, "--json")))
 
-    def command(self, *words: str) -> str:
+    def run_command(self, *words: str) -> str:
         """Run a command in this process, on the operator's machine.
 
         Raises CalledProcessError.
@@ -386,7 +390,7 @@ class ChaosCluster:
         ):
             return False
         try:
-            found = [self.records(name) for name in self.world.names("storage")]
+            found = [self.records(name) for name in self.cluster_size.names("storage")]
         except FileNotFoundError:  # a segment is removed now
             return False
         return any(each.records for each in found[0].values()) and all(
@@ -395,7 +399,7 @@ class ChaosCluster:
 
     def _are_equal(self, logs: list[LocalLog]) -> bool:
         longest = min(logs)
-        if not self.world.stores:
+        if not self.cluster_size.stores:
             return all(each == longest for each in logs)
         return all(each.records and longest.records.endswith(each.records) for each in logs)
 
@@ -412,28 +416,28 @@ class ChaosCluster:
         """
         began = time.monotonic()
         while not condition():
-            limit_s = seconds * slowness()
+            limit_s = seconds * machine_slowdown()
             assert time.monotonic() < began + limit_s, f"not within {limit_s:.0f} s: {what}"
             time.sleep(0.05)
         return time.monotonic() - began
 
     # ---- files
 
-    def _data(self, member: Member) -> Path:
+    def _data_directory(self, member: Member) -> Path:
         return (self.directory / member.name).absolute()
 
-    def _create(self) -> None:
-        storages = [self.members[name] for name in self.world.names("storage")]
-        self.command(
+    def _create_cluster(self) -> None:
+        storages = [self.members[name] for name in self.cluster_size.names("storage")]
+        self.run_command(
             *("cluster", "create", self.connect, "--name", "chaos"),
-            *("--partitions", str(self.world.partitions)),
+            *("--partitions", str(self.cluster_size.partitions)),
             *(f"--storage={each.address}:{ADMIN_PORT}" for each in storages),
-            *("--if-absent", "--timeout-s", str(HANG_S)),
+            *("--if-absent", "--timeout-s", str(TEST_TIMEOUT_S)),
         )
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of a daemon, with the credentials of the archive."""
-        return environment() | (object_store.CREDENTIALS if self.world.stores else {})
+        return environment() | (object_store.CREDENTIALS if self.cluster_size.stores else {})
 
     def _module_and_arguments(self, member: Member) -> tuple[str, ...]:
         """Return the module that runs a member and its arguments."""
@@ -455,19 +459,19 @@ class ChaosCluster:
             "http_host": member.machine.address,
             "http_port": HTTP_PORT,
             "insecure_network": True,
-            **SETTINGS[member.kind],
+            **DAEMON_SETTINGS[member.kind],
         }
         if member.kind == "storage":
-            values |= {"directory": str(self._data(member)), "admin_port": ADMIN_PORT}
-        if self.world.stores:
+            values |= {"directory": str(self._data_directory(member)), "admin_port": ADMIN_PORT}
+        if self.cluster_size.stores:
             values |= ARCHIVE_SETTINGS[member.kind]
             values |= {"archive_url": self.archive_url} if member.kind == "storage" else {}
         where.write_text(render_toml(member.kind, values), encoding="utf-8")
         return where
 
     def _zookeeper_config(self, member: Member) -> str:
-        data, host = self._data(member), member.machine.address
-        names = self.world.names("zookeeper")
+        data, host = self._data_directory(member), member.machine.address
+        names = self.cluster_size.names("zookeeper")
         if len(names) == 1:
             return zookeeper_config(data, CLIENT_PORTS["zookeeper"], host=host)
         write_node_number(data, names.index(member.name) + 1)
@@ -479,11 +483,13 @@ class ChaosCluster:
 
 
 @contextlib.contextmanager
-def running(world: World, directory: Path, *, apart: bool = True) -> Iterator[ChaosCluster]:
+def run_cluster(
+    cluster_size: ClusterSize, directory: Path, *, in_namespaces: bool = True
+) -> Iterator[ChaosCluster]:
     """Start a cluster, and end it with the `with` block."""
-    names = [*world.members, *world.names("client"), OPERATOR]
-    with Network(names, wanted=apart) as network:
-        cluster = ChaosCluster(world, directory, network)
+    names = [*cluster_size.members, *cluster_size.names("client"), OPERATOR]
+    with Network(names, uses_namespaces=in_namespaces) as network:
+        cluster = ChaosCluster(cluster_size, directory, network)
         try:
             cluster.start_all()
             yield cluster

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.cluster import ChaosCluster, World, running
-from tests.chaos.history import Life, check, longest_gap_s, read_log
+from tests.chaos.cluster import ChaosCluster, ClusterSize, run_cluster
+from tests.chaos.history import ClientRun, check_history, longest_gap_s, read_log
 from tests.chaos.network import Network
 from tests.chaos.round import Applications
 from tests.fault.load import four_writers
 
-WORLD = World(servers=2, clients=1)
+WORLD = ClusterSize(servers=2, clients=1)
 CLIENT = "client-1"
-RECOVERY_S = 40.0
-WHOLE_S = 60.0
+RECOVERY_TIMEOUT_S = 40.0
+EQUAL_REPLICAS_TIMEOUT_S = 60.0
 
 
 class NetworkScenario:
@@ -27,9 +27,9 @@ class NetworkScenario:
         self.applications = Applications(cluster, directory)
 
     @property
-    def life(self) -> Life:
+    def current_run(self) -> ClientRun:
         """Return the journal of the current application."""
-        return self.applications.lives[-1]
+        return self.applications.client_runs[-1]
 
     def begin(self) -> None:
         """Start an application; wait until it writes everywhere and each server has partitions."""
@@ -48,20 +48,22 @@ class NetworkScenario:
         assert found, f"{server} owns nothing"
         return found
 
-    def wait(self, what: str, condition: object, *, seconds: float = RECOVERY_S) -> float:
+    def wait(self, what: str, condition: object, *, seconds: float = RECOVERY_TIMEOUT_S) -> float:
         """Wait for a condition; return the seconds that it took."""
         assert callable(condition)
         return self.cluster.wait_until(what, condition, seconds=seconds)
 
     def await_commits(
-        self, partitions: Iterable[int], *, since_s: float, seconds: float = RECOVERY_S
+        self, partitions: Iterable[int], *, since_s: float, seconds: float = RECOVERY_TIMEOUT_S
     ) -> float:
         """Wait for a commit of a newly sent row in each given partition; return the seconds."""
         wanted = list(partitions)
 
         def has_commits() -> bool:
             self.applications.poll()
-            return all(self.life.progress_s(each, since_s) is not None for each in wanted)
+            return all(
+                self.current_run.first_commit_s(each, since_s) is not None for each in wanted
+            )
 
         return self.wait(f"commits in partitions {wanted}", has_commits, seconds=seconds)
 
@@ -70,15 +72,16 @@ class NetworkScenario:
         self.applications.poll()
         now_s = time.monotonic()
         return max(
-            longest_gap_s([self.life], each, since_s=since_s, until_s=now_s) for each in partitions
+            longest_gap_s([self.current_run], each, since_s=since_s, until_s=now_s)
+            for each in partitions
         )
 
-    def waits_s(self, *, since_s: float) -> list[float]:
+    def latencies_s(self, *, since_s: float) -> list[float]:
         """Return the sorted latencies in seconds of the commits of rows sent since."""
         self.applications.poll()
         return sorted(
             each.recorded.reported_s - each.recorded.sent_s
-            for each in self.life.sent.values()
+            for each in self.current_run.sent.values()
             if each.recorded.sent_s >= since_s and each.recorded.outcome == four_writers.OK
         )
 
@@ -89,31 +92,35 @@ class NetworkScenario:
         with self.cluster.client() as client:
             log = read_log(client)
         self.applications.end({each: log.last(each) for each in log.sessions})
-        verdict = check(self.applications.lives, log)
+        verdict = check_history(self.applications.client_runs, log)
         assert verdict.wrong == []
         assert verdict.counts[four_writers.OK] > 0
-        assert self.applications.ended == []
+        assert self.applications.unexpected_ends == []
         self.applications.remove_ended()
-        self.wait("all replicas are equal", self.cluster.has_equal_replicas, seconds=WHOLE_S)
+        self.wait(
+            "all replicas are equal",
+            self.cluster.has_equal_replicas,
+            seconds=EQUAL_REPLICAS_TIMEOUT_S,
+        )
         self.cluster.record_ended_members()
-        assert self.cluster.ended == []
+        assert self.cluster.unexpected_ends == []
 
 
 @pytest.fixture(scope="session")
-def _apart() -> None:
+def _skip_without_namespaces() -> None:
     """Skip if links cannot be cut here."""
     with Network(["here", "there"]) as network:
         if not network.can_cut:
-            pytest.skip(network.why_not)
+            pytest.skip(network.cannot_cut_reason)
 
 
 @pytest.fixture(scope="module")
 def module_scenario(
-    _apart: None, tmp_path_factory: pytest.TempPathFactory
+    _skip_without_namespaces: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[NetworkScenario]:
     """Yield one cluster for all tests of a file."""
     where = tmp_path_factory.mktemp("chaos")
-    with running(WORLD, where) as cluster:
+    with run_cluster(WORLD, where) as cluster:
         yield NetworkScenario(cluster, where)
 
 
@@ -122,7 +129,7 @@ def scenario(module_scenario: NetworkScenario) -> Iterator[NetworkScenario]:
     """Yield the file's cluster with a running application; repair all faults afterwards."""
     module_scenario.begin()
     yield module_scenario
-    module_scenario.applications.down()
+    module_scenario.applications.kill_all_clients()
     module_scenario.network.repair()
     for name in module_scenario.cluster.members:
         module_scenario.cluster.start(name)

@@ -13,8 +13,8 @@ import sys
 from deltalake import DeltaTable
 
 import waltz_spark
-from tests import java_classes, table_jars
-from tests.spark.tables_job import follow
+from tests import java_classes, table_libraries
+from tests.spark.tables_job import follow_table
 from tests.written_log import DELETE_HEADER
 
 BATCH_TRANSACTIONS = 20_000  # a job that starts again catches up with the writer
@@ -23,7 +23,7 @@ COLUMNS = "id long, op string, value long, header int, partition int, transactio
 
 def main(connect: str, table: str, order: str = "") -> int:
     """Run the job; return the exit code."""
-    java_classes.use()
+    java_classes.use_class_archives()
     spark = waltz_spark.session(
         "endless",
         master="local-cluster[2,1,1024]",
@@ -31,15 +31,15 @@ def main(connect: str, table: str, order: str = "") -> int:
             "spark.sql.shuffle.partitions": "2",
             "spark.executor.memory": "512m",
             "spark.ui.enabled": "false",
-            **table_jars.settings(),
+            **table_libraries.spark_settings(),
         },
     )
     batches = {"batch_transactions": BATCH_TRANSACTIONS, "interval_s": 0.2}
     if order != "finish":
-        follow(spark, connect, table, until=None, **batches)
-    follow(spark, connect, table, **batches)
+        follow_table(spark, connect, table, until=None, **batches)
+    follow_table(spark, connect, table, **batches)
     version = DeltaTable(table).version()
-    marks = follow(spark, connect, table, **batches)
+    marks = follow_table(spark, connect, table, **batches)
     log = spark.read.format("waltz").schema(COLUMNS).option("headers", f"1,{DELETE_HEADER}")
     repeated = waltz_spark.upsert(
         log.option("dataFormat", "msgpack").load(connect),

@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tests.chaos.client import BATCH_ROWS, FED, PENDING_MAX
+from tests.chaos.client import BATCH_ROWS, FEED_ENTRY, PENDING_MAX
 from tests.fault.load import four_writers
 from waltz_core.client import WaltzClient
 
-WRONG_MAX = 40
+ERRORS_PER_RUN_MAX = 40
 
 
 class Sent(NamedTuple):
@@ -47,37 +47,37 @@ class MarkRequest(NamedTuple):
     """A request for the high-water mark, and its answer."""
 
     partition: int
-    asked_s: float
+    requested_s: float
     mark: int
 
 
-class Life:
+class ClientRun:
     """The journal of one run of a client; `poll` reads the lines added since the last call."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.sent: dict[str, Sent] = {}
-        self.asked: list[MarkRequest] = []
+        self.mark_requests: list[MarkRequest] = []
         self.has_ended = False
-        self._lines = directory / f"{name}.jsonl"
-        self._feed = directory / f"{name}.feed"
-        self._at = 0
+        self._journal_path = directory / f"{name}.jsonl"
+        self._feed_path = directory / f"{name}.feed"
+        self._offset = 0
 
     def poll(self) -> None:
         """Read the lines added since the last call; an incomplete last line is left for later."""
-        if not self._lines.exists():
+        if not self._journal_path.exists():
             return
-        with self._lines.open("rb") as lines:
-            lines.seek(self._at)
+        with self._journal_path.open("rb") as lines:
+            lines.seek(self._offset)
             text = lines.read()
         whole = text[: text.rfind(b"\n") + 1]
-        self._at += len(whole)
+        self._offset += len(whole)
         for line in whole.splitlines():
             self._add_line(*json.loads(line))
 
     def _add_line(self, kind: str, *words: Any) -> None:
         if kind == "mark":
-            self.asked.append(MarkRequest(*words))
+            self.mark_requests.append(MarkRequest(*words))
         elif kind == "sent":
             key, partition, digest, sent_s, mark, locks = words
             recorded = four_writers.RecordedOutcome(key, partition, digest, sent_s)
@@ -90,16 +90,16 @@ class Life:
 
     def feed_rows(self) -> list[tuple[int, int, bytes]]:
         """Return the partition, ID and request ID of each transaction of the feed, in order."""
-        data = self._feed.read_bytes() if self._feed.exists() else b""
-        whole = data[: len(data) - len(data) % FED.size]
+        data = self._feed_path.read_bytes() if self._feed_path.exists() else b""
+        whole = data[: len(data) - len(data) % FEED_ENTRY.size]
         return [
-            (partition, transaction_id, bytes(whole[at + 12 : at + FED.size]))
+            (partition, transaction_id, bytes(whole[at + 12 : at + FEED_ENTRY.size]))
             for at, (partition, transaction_id, *_) in zip(
-                range(0, len(whole), FED.size), FED.iter_unpack(whole), strict=True
+                range(0, len(whole), FEED_ENTRY.size), FEED_ENTRY.iter_unpack(whole), strict=True
             )
         ]
 
-    def progress_s(self, partition: int, since_s: float) -> float | None:
+    def first_commit_s(self, partition: int, since_s: float) -> float | None:
         """Return when a row sent since `since_s` was first reported committed; None if none was."""
         return min(
             (
@@ -147,21 +147,21 @@ def read_log(client: WaltzClient) -> Log:
     return log
 
 
-def check(lives: Iterable[Life], log: Log) -> Any:
+def check_history(client_runs: Iterable[ClientRun], log: Log) -> Any:
     """Return the verdict on a whole history: its errors, and the counts."""
-    lives = list(lives)
-    sent = {key: each for life in lives for key, each in life.sent.items()}
+    client_runs = list(client_runs)
+    sent = {key: each for life in client_runs for key, each in life.sent.items()}
     verdict = four_writers.compare([each.recorded for each in sent.values()], log.entries)
-    _check_rejections(sent, log, verdict, lives=len(lives))
-    _check_feeds(lives, log, verdict)
-    _check_marks(lives, sent, log, verdict)
+    _check_rejections(sent, log, verdict, client_runs=len(client_runs))
+    _check_feeds(client_runs, log, verdict)
+    _check_marks(client_runs, sent, log, verdict)
     verdict.counts["in the log"] = len(log.entries)
     verdict.counts["store sessions"] = sum(map(len, log.sessions.values()))
     return verdict
 
 
-def _check_rejections(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: int) -> None:
-    """Rule 1."""
+def _check_rejections(sent: dict[str, Sent], log: Log, verdict: Any, *, client_runs: int) -> None:
+    """Check that each rejection has a conflict or a new store session (rule 1)."""
     writers: dict[tuple[int, int], list[tuple[int, float]]] = defaultdict(list)
     for entry in log.entries:
         content = four_writers.Content.from_bytes(entry.data)
@@ -169,7 +169,7 @@ def _check_rejections(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: i
         sent_s = known.recorded.sent_s if known else 0.0
         for hashed in (*content.writes, *content.appends):
             writers[entry.partition, hashed].append((entry.transaction_id, sent_s))
-    behind: Counter[int] = Counter()
+    rejections_without_conflict: Counter[int] = Counter()
     for each in sent.values():
         recorded = each.recorded
         if recorded.outcome != four_writers.REJECTED:
@@ -181,28 +181,28 @@ def _check_rejections(sent: dict[str, Sent], log: Log, verdict: Any, *, lives: i
         ):
             continue
         if any(first - 1 > each.mark for first in log.sessions.get(recorded.partition, ())):
-            behind[recorded.partition] += 1
+            rejections_without_conflict[recorded.partition] += 1
         else:
             verdict.wrong.append(
                 f"{recorded.key} at mark {each.mark} of partition {recorded.partition} was "
                 "rejected, and no client had written its locks"
             )
-    for partition, count in behind.items():
+    for partition, count in rejections_without_conflict.items():
         sessions = len(log.sessions[partition])
-        under_way = sessions * lives * PENDING_MAX * BATCH_ROWS
+        under_way = sessions * client_runs * PENDING_MAX * BATCH_ROWS
         verdict.check(
             count <= under_way,
             f"partition {partition}: {count} rejections without a conflict for {sessions} store "
             f"sessions; {under_way} could have been under way",
         )
-    verdict.counts["rejected by a new session"] = behind.total()
+    verdict.counts["rejected by a new session"] = rejections_without_conflict.total()
 
 
-def _check_feeds(lives: list[Life], log: Log, verdict: Any) -> None:
-    """Rule 2."""
+def _check_feeds(client_runs: list[ClientRun], log: Log, verdict: Any) -> None:
+    """Check that each feed is a prefix of the log (rule 2)."""
     known = {(each.partition, each.transaction_id): each.request_id for each in log.entries}
     ends = {partition: log.last(partition) for partition in log.sessions}
-    for life in lives:
+    for life in client_runs:
         following: Counter[int] = Counter()
         wrong = []
         for partition, transaction_id, request_id in life.feed_rows():
@@ -222,11 +222,13 @@ def _check_feeds(lives: list[Life], log: Log, verdict: Any) -> None:
                 for partition, end in ends.items()
                 if following[partition] != end + 1
             ]
-        verdict.wrong += wrong[:WRONG_MAX]
+        verdict.wrong += wrong[:ERRORS_PER_RUN_MAX]
 
 
-def _check_marks(lives: list[Life], sent: dict[str, Sent], log: Log, verdict: Any) -> None:
-    """Rule 3."""
+def _check_marks(
+    client_runs: list[ClientRun], sent: dict[str, Sent], log: Log, verdict: Any
+) -> None:
+    """Check that each high-water mark covers all earlier commits (rule 3)."""
     recorded: dict[int, list[tuple[float, int]]] = defaultdict(list)
     for each in sent.values():
         if each.recorded.outcome == four_writers.OK:
@@ -242,25 +244,25 @@ def _check_marks(lives: list[Life], sent: dict[str, Sent], log: Log, verdict: An
             top = max(top, transaction_id)
             tops.append(top)
         highest[partition] = tops
-    for life in lives:
-        for asked in life.asked:
-            verdict.counts["marks asked for"] += 1
-            before = bisect_right(times.get(asked.partition, []), asked.asked_s)
-            least = highest[asked.partition][before - 1] if before else -1
+    for life in client_runs:
+        for request in life.mark_requests:
+            verdict.counts["requested marks"] += 1
+            before = bisect_right(times.get(request.partition, []), request.requested_s)
+            lowest_allowed = highest[request.partition][before - 1] if before else -1
             verdict.check(
-                least <= asked.mark <= log.last(asked.partition),
-                f"{life.name} received mark {asked.mark} of partition {asked.partition}, expected "
-                f"{least} or more, up to {log.last(asked.partition)}",
+                lowest_allowed <= request.mark <= log.last(request.partition),
+                f"{life.name} received mark {request.mark} of partition {request.partition}, "
+                f"expected {lowest_allowed} or more, up to {log.last(request.partition)}",
             )
 
 
 def longest_gap_s(
-    lives: Iterable[Life], partition: int, *, since_s: float, until_s: float
+    client_runs: Iterable[ClientRun], partition: int, *, since_s: float, until_s: float
 ) -> float:
     """Return the longest time in which no client received a commit in a partition."""
     recorded = sorted(
         each.recorded.reported_s
-        for life in lives
+        for life in client_runs
         for each in life.sent.values()
         if each.recorded.outcome == four_writers.OK
         and each.recorded.partition == partition

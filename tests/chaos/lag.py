@@ -26,11 +26,11 @@ import sys
 import time
 from typing import NamedTuple
 
-DEVICE = "lag"
+TUN_DEVICE = "lag"
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 PACKET_BYTES_MAX = 65_536
 QUEUE_S_MAX = 2.0
-ADDRESSES = slice(12, 20)  # of an IPv4 header: source and target
+ADDRESS_BYTES = slice(12, 20)  # of an IPv4 header: source and target
 
 
 class LinkSettings(NamedTuple):
@@ -51,67 +51,73 @@ class LinkSettings(NamedTuple):
 class SlowLink:
     """One slow link: computes when each packet leaves it."""
 
-    def __init__(self, lag: LinkSettings, chance: random.Random) -> None:
-        self.lag = lag
-        self._chance = chance
-        self._free_s = 0.0  # when all that was sent is on the wire
-        self._last_s = 0.0
+    def __init__(self, settings: LinkSettings, rng: random.Random) -> None:
+        self.settings = settings
+        self._rng = rng
+        self._wire_free_s = 0.0  # when all that was sent is on the wire
+        self._last_departure_s = 0.0
 
     def departure_s(self, size: int, now_s: float) -> float | None:
         """Return when a packet leaves; None if it is lost."""
-        if self._chance.random() < self.lag.loss:
+        if self._rng.random() < self.settings.loss:
             return None
-        begins_s = max(now_s, self._free_s)
+        begins_s = max(now_s, self._wire_free_s)
         if begins_s - now_s > QUEUE_S_MAX:  # rule 3
             return None
-        self._free_s = begins_s + (size / self.lag.bytes_per_s if self.lag.bytes_per_s else 0.0)
-        late_ms = self.lag.delay_ms + self._chance.random() * self.lag.jitter_ms
-        self._last_s = max(self._last_s, self._free_s + late_ms / 1000)  # rule 1
-        return self._last_s
+        self._wire_free_s = begins_s + (
+            size / self.settings.bytes_per_s if self.settings.bytes_per_s else 0.0
+        )
+        late_ms = self.settings.delay_ms + self._rng.random() * self.settings.jitter_ms
+        self._last_departure_s = max(
+            self._last_departure_s, self._wire_free_s + late_ms / 1000
+        )  # rule 1
+        return self._last_departure_s
 
 
-def delay_packets(device: int, orders: int) -> None:
+def delay_packets(device: int, commands: int) -> None:
     """Delay packets until the orders end."""
-    chance = random.Random(0)
-    lines: dict[bytes, SlowLink] = {}
-    waiting: list[tuple[float, int, bytes]] = []
+    rng = random.Random(0)
+    links: dict[bytes, SlowLink] = {}
+    queued_packets: list[tuple[float, int, bytes]] = []
     numbers = itertools.count()
     while True:
-        timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        ready, _, _ = select.select([device, orders], [], [], timeout)
+        timeout = max(0.0, queued_packets[0][0] - time.monotonic()) if queued_packets else None
+        ready, _, _ = select.select([device, commands], [], [], timeout)
         now_s = time.monotonic()
-        if orders in ready:
-            text = os.read(orders, 1 << 20).decode()
+        if commands in ready:
+            text = os.read(commands, 1 << 20).decode()
             if not text:
                 return
-            lines = _parse_links(text.splitlines()[-1], lines, chance)
+            links = _parse_links(text.splitlines()[-1], links, rng)
         if device in ready:
             packet = os.read(device, PACKET_BYTES_MAX)
-            line = lines.get(packet[ADDRESSES])
-            at_s = now_s if line is None else line.departure_s(len(packet), now_s)
+            link = links.get(packet[ADDRESS_BYTES])
+            at_s = now_s if link is None else link.departure_s(len(packet), now_s)
             if at_s is not None:
-                heapq.heappush(waiting, (at_s, next(numbers), packet))
-        while waiting and waiting[0][0] <= now_s:
-            os.write(device, heapq.heappop(waiting)[2])
+                heapq.heappush(queued_packets, (at_s, next(numbers), packet))
+        while queued_packets and queued_packets[0][0] <= now_s:
+            os.write(device, heapq.heappop(queued_packets)[2])
 
 
 def _parse_links(
-    order: str, had: dict[bytes, SlowLink], chance: random.Random
+    command: str, known_links: dict[bytes, SlowLink], rng: random.Random
 ) -> dict[bytes, SlowLink]:
     """Return the links of an order; a link that is unchanged keeps its queue."""
-    lines = {}
-    for source, target, *numbers in json.loads(order):
+    links = {}
+    for source, target, *numbers in json.loads(command):
         key = ipaddress.IPv4Address(source).packed + ipaddress.IPv4Address(target).packed
-        lag = LinkSettings(*numbers)
-        line = had.get(key)
-        lines[key] = line if line is not None and line.lag == lag else SlowLink(lag, chance)
-    return lines
+        settings = LinkSettings(*numbers)
+        link = known_links.get(key)
+        links[key] = (
+            link if link is not None and link.settings == settings else SlowLink(settings, rng)
+        )
+    return links
 
 
 def main() -> None:
     """Create the device, print "ready", and delay packets."""
     device = os.open("/dev/net/tun", os.O_RDWR)
-    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", TUN_DEVICE.encode(), IFF_TUN | IFF_NO_PI))
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     delay_packets(device, sys.stdin.fileno())

@@ -26,59 +26,68 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from tests.chaos.lag import DEVICE, LinkSettings
-from tests.patience import HANG_S
-from tests.spark.places import Place, die_with_parent, namespace
+from tests.chaos.lag import TUN_DEVICE, LinkSettings
+from tests.spark.simulated_hosts import SimulatedHost, die_with_parent, network_namespace
+from tests.time_limits import TEST_TIMEOUT_S
 
-ROOT = Path(__file__).resolve().parents[2]
-PREFIX = "10.88"
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+ADDRESS_PREFIX = "10.88"
 CUT_RANK, SLOW_RANK, SLOW_TABLE = 10, 20, 100
-TUN = Path("/dev/net/tun")
+TUN_PATH = Path("/dev/net/tun")
 
 Link = tuple[str, str]  # source, target
 
 
 @dataclass(frozen=True)
-class Machine(Place):
+class Machine(SimulatedHost):
     """A simulated machine, and the router's end of its link."""
 
     name: str = ""
-    gate: str = ""
+    router_interface: str = ""
 
     def command(self, *words: str) -> list[str]:
         """Return the command that runs another one on this machine, with its mounts."""
-        if self.holder is None:
+        if self.namespace_pid is None:
             return [*words]
-        return ["nsenter", f"-n/proc/{self.holder}/ns/net", f"-m/proc/{self.holder}/ns/mnt", *words]
+        return [
+            "nsenter",
+            f"-n/proc/{self.namespace_pid}/ns/net",
+            f"-m/proc/{self.namespace_pid}/ns/mnt",
+            *words,
+        ]
 
     def path(self, inside: Path) -> Path:
         """Return the path of a file of this machine from outside its namespace."""
-        return inside if self.holder is None else Path(f"/proc/{self.holder}/root{inside}")
+        return (
+            inside
+            if self.namespace_pid is None
+            else Path(f"/proc/{self.namespace_pid}/root{inside}")
+        )
 
 
 class Network:
     """Machines by name; `with Network(names) as network`."""
 
-    def __init__(self, names: Iterable[str], *, wanted: bool = True) -> None:
+    def __init__(self, names: Iterable[str], *, uses_namespaces: bool = True) -> None:
         self._names = list(names)
-        self._wanted = wanted
+        self._uses_namespaces = uses_namespaces
         self._stack = contextlib.ExitStack()
         self._router: Machine | None = None
-        self._lag: subprocess.Popen[str] | None = None
+        self._lag_process: subprocess.Popen[str] | None = None
         self._cuts: Counter[Link] = Counter()
-        self._slow: dict[Link, LinkSettings] = {}
+        self._slow_links: dict[Link, LinkSettings] = {}
         self.machines: dict[str, Machine] = {}
-        self.why_not = ""  # why nothing can be cut here, empty where it can
+        self.cannot_cut_reason = ""  # why nothing can be cut here, empty where it can
 
     def __enter__(self) -> Self:
         try:
-            if not self._wanted:
+            if not self._uses_namespaces:
                 raise OSError("it was asked for")  # noqa: TRY301 - as if there were none
             self._build()
         except (OSError, subprocess.SubprocessError) as error:
             self._stack.close()
-            self._router = self._lag = None
-            self.why_not = f"no network namespaces can be made ({error})"
+            self._router = self._lag_process = None
+            self.cannot_cut_reason = f"no network namespaces can be made ({error})"
             net = 1 + os.getpid() % 250
             self.machines = {
                 name: Machine(f"127.{net}.{number}.2", name=name)
@@ -87,7 +96,7 @@ class Network:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._lag = None
+        self._lag_process = None
         self._stack.close()
 
     @property
@@ -98,7 +107,7 @@ class Network:
     @property
     def can_slow(self) -> bool:
         """Whether links can be made slow here."""
-        return self._lag is not None
+        return self._lag_process is not None
 
     # ---- faults
 
@@ -122,18 +131,20 @@ class Network:
 
     def delay(self, links: Iterable[Link], lag: LinkSettings) -> None:
         """Delay the packets of links, and drop some, as `lag` states."""
-        self._set_slow({**self._slow, **dict.fromkeys(links, lag)})
+        self._set_slow_links({**self._slow_links, **dict.fromkeys(links, lag)})
 
     def remove_delays(self, links: Iterable[Link]) -> None:
         """Remove the delays of links."""
         gone = set(links)
-        self._set_slow({link: lag for link, lag in self._slow.items() if link not in gone})
+        self._set_slow_links(
+            {link: lag for link, lag in self._slow_links.items() if link not in gone}
+        )
 
     def repair(self) -> None:
         """Remove all cuts and delays."""
         self.restore([link for link, count in self._cuts.items() for _ in range(count)])
-        if self._lag is not None:
-            self._set_slow({})
+        if self._lag_process is not None:
+            self._set_slow_links({})
 
     def _count_cuts(self, links: Iterable[Link], by: int) -> None:
         lines = []
@@ -148,48 +159,51 @@ class Network:
                 lines.append(f"rule {verb} {rule}")
         self._send_to_router(lines)
 
-    def _set_slow(self, slow: dict[Link, LinkSettings]) -> None:
-        assert self._lag is not None, "no link can be made slow here"
-        assert self._lag.stdin is not None
+    def _set_slow_links(self, slow: dict[Link, LinkSettings]) -> None:
+        assert self._lag_process is not None, "no link can be made slow here"
+        assert self._lag_process.stdin is not None
         # First the link that carries, then the rule that uses it; the other way round at the end.
-        both = self._slow | slow
+        both = self._slow_links | slow
         self._send_to_lag(both)
         self._send_to_router(
             [
-                f"rule {verb} iif {self.machines[source].gate} to {self.machines[target].address} "
+                f"rule {verb} iif {self.machines[source].router_interface} "
+                f"to {self.machines[target].address} "
                 f"pref {SLOW_RANK} lookup {SLOW_TABLE}"
                 for verb, links in (
-                    ("add", slow.keys() - self._slow.keys()),
-                    ("del", self._slow.keys() - slow.keys()),
+                    ("add", slow.keys() - self._slow_links.keys()),
+                    ("del", self._slow_links.keys() - slow.keys()),
                 )
                 for source, target in sorted(links)
             ]
         )
-        self._slow = slow
+        self._slow_links = slow
 
     def _send_to_lag(self, slow: dict[Link, LinkSettings]) -> None:
-        assert self._lag is not None
-        assert self._lag.stdin is not None
+        assert self._lag_process is not None
+        assert self._lag_process.stdin is not None
         links = [
             (self.machines[source].address, self.machines[target].address, *lag)
             for (source, target), lag in slow.items()
         ]
-        self._lag.stdin.write(json.dumps(links) + "\n")
-        self._lag.stdin.flush()
+        self._lag_process.stdin.write(json.dumps(links) + "\n")
+        self._lag_process.stdin.flush()
 
     # ---- the links
 
     def _build(self) -> None:
-        holder = self._stack.enter_context(namespace())
-        self._router = Machine("", holder, name="router")
+        namespace_pid = self._stack.enter_context(network_namespace())
+        self._router = Machine("", namespace_pid, name="router")
         links = []
         for number, name in enumerate(self._names, 1):
-            held = self._stack.enter_context(namespace("-m"))
+            held = self._stack.enter_context(network_namespace("-m"))
             gate = f"to{number}"
-            self.machines[name] = Machine(f"{PREFIX}.{number}.2", held, name=name, gate=gate)
+            self.machines[name] = Machine(
+                f"{ADDRESS_PREFIX}.{number}.2", held, name=name, router_interface=gate
+            )
             links += [
                 f"link add {gate} type veth peer name eth0 netns {held}",
-                f"address add {PREFIX}.{number}.1/24 dev {gate}",
+                f"address add {ADDRESS_PREFIX}.{number}.1/24 dev {gate}",
                 f"link set {gate} up",
             ]
         self._send_to_router(["link set lo up", *links])
@@ -199,12 +213,12 @@ class Network:
                 self.machines[name],
                 [
                     "link set lo up",
-                    f"address add {PREFIX}.{number}.2/24 dev eth0",
+                    f"address add {ADDRESS_PREFIX}.{number}.2/24 dev eth0",
                     "link set eth0 up",
-                    f"route add default via {PREFIX}.{number}.1",
+                    f"route add default via {ADDRESS_PREFIX}.{number}.1",
                 ],
             )
-        if TUN.exists():
+        if TUN_PATH.exists():
             self._start_lag()
 
     def _start_lag(self) -> None:
@@ -223,9 +237,9 @@ class Network:
         assert lag.stdout is not None
         if lag.stdout.readline() != "ready\n":
             return
-        self._lag = lag
+        self._lag_process = lag
         self._send_to_router(
-            [f"link set {DEVICE} up", f"route add default dev {DEVICE} table {SLOW_TABLE}"]
+            [f"link set {TUN_DEVICE} up", f"route add default dev {TUN_DEVICE} table {SLOW_TABLE}"]
         )
 
     def _send_to_router(self, lines: list[str]) -> None:
@@ -236,15 +250,18 @@ class Network:
 
 def environment() -> dict[str, str]:
     """Return the environment of a process that may have another working directory."""
-    return {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{PROJECT_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
 
 
-def both_ways(these: Iterable[str], those: Iterable[str]) -> list[Link]:
+def both_ways(sources: Iterable[str], targets: Iterable[str]) -> list[Link]:
     """Return the links between two sets of machines, in both directions."""
-    others = list(those)
+    others = list(targets)
     return [
         link
-        for one in these
+        for one in sources
         for other in others
         for link in ((one, other), (other, one))
         if one != other
@@ -259,5 +276,5 @@ def _run_ip_batch(place: Machine, lines: list[str]) -> None:
         text=True,
         check=True,
         capture_output=True,
-        timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
     )

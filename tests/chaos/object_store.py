@@ -26,7 +26,7 @@ from moto.s3.models import FakeBucket, s3_backends
 from moto.server import ThreadedMotoServer
 from pyarrow import fs
 
-from tests.fault.gate import Gate
+from tests.fault.port_proxy import PortProxy
 
 PORT, BUCKET_PORT = 9000, 9001
 BUCKET, FOLDER, REGION = "bucket", "folder", "us-east-1"
@@ -78,7 +78,7 @@ def _save(found: FakeBucket, directory: Path) -> int:
 
 def forward_connections(host: str) -> None:
     """Forward connections until this process is killed."""
-    with Gate(lambda: BUCKET_PORT, host=host, port=PORT):
+    with PortProxy(lambda: BUCKET_PORT, host=host, port=PORT):
         _answer("store ready")
         signal.pause()
 

@@ -26,37 +26,37 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos import archived
-from tests.chaos.cluster import ChaosCluster, running
-from tests.chaos.history import Life, Log, check, longest_gap_s, read_log
+from tests.chaos import archive_checks
+from tests.chaos.cluster import ChaosCluster, run_cluster
+from tests.chaos.history import ClientRun, Log, check_history, longest_gap_s, read_log
 from tests.chaos.network import environment
 from tests.chaos.schedule import Fault, Schedule
 from tests.fault.load import four_writers
-from tests.patience import HANG_S, slowness
-from tests.spark.places import die_with_parent
+from tests.spark.simulated_hosts import die_with_parent
+from tests.time_limits import TEST_TIMEOUT_S, machine_slowdown
 from waltz_core.errors import ObjectMissing, WaltzError
 
-ZOOKEEPER_S = 60.0
-PROGRESS_S = 45.0
-WHOLE_S = 60.0
+ZOOKEEPER_TIMEOUT_S = 60.0
+PROGRESS_TIMEOUT_S = 45.0
+EQUAL_REPLICAS_TIMEOUT_S = 60.0
 # A request to the store that was cut off fails after 20 s, and may be repeated.
-ARCHIVE_S = 120.0
+ARCHIVE_TIMEOUT_S = 120.0
 # In each partition of a cluster with an archive: storages remove segments of all.
 TRANSACTIONS_MIN = 800
-CALM_S = 4.0
-TICK_S = 0.02
-POLL_S = 0.25
-# What a daemon must never log.
+FAULT_FREE_S = 4.0
+SLEEP_S = 0.02
+POLL_INTERVAL_S = 0.25
+# Lines that a daemon must never log.
 ERROR_LINE = re.compile(r" (ERROR|CRITICAL) |^Traceback |AssertionError")
 # On a machine with so much to do a process may get no time for as long as a session lasts.
 SLOWNESS_MAX = 3.0
 LOOP_UNRESPONSIVE = " process.event_loop_unresponsive "
 
-Say = Callable[[str], None]
+PrintProgress = Callable[[str], None]
 
 
 @dataclass
-class Outcome:
+class RoundOutcome:
     """The result of a round."""
 
     schedule: Schedule
@@ -66,20 +66,20 @@ class Outcome:
     skipped: Counter[str] = field(default_factory=Counter)
     zookeeper_s: float = 0.0
     recovered_s: float = 0.0
-    whole_s: float = 0.0
+    engaged_s: float = 0.0
     gap_s: float = 0.0
 
 
 class Applications:
-    """The client processes; a restarted client has another `Life`."""
+    """The client processes; a restarted client has another `ClientRun`."""
 
     def __init__(self, cluster: ChaosCluster, directory: Path) -> None:
         self._cluster = cluster
         self._directory = directory
-        self._running: dict[str, tuple[Life, subprocess.Popen[str]]] = {}
-        self._settled: set[str] = set()  # the lives that send no more
-        self.lives: list[Life] = []
-        self.ended: list[str] = []
+        self._running: dict[str, tuple[ClientRun, subprocess.Popen[str]]] = {}
+        self._settled_runs: set[str] = set()  # the lives that send no more
+        self.client_runs: list[ClientRun] = []
+        self.unexpected_ends: list[str] = []
 
     def start(self, client: str) -> None:
         """Start a client if it does not run."""
@@ -88,7 +88,7 @@ class Applications:
                 return
             self._record_ended_client(client)
             self._close_client(client)
-        life = Life(f"{client}.{len(self.lives)}", self._directory)
+        life = ClientRun(f"{client}.{len(self.client_runs)}", self._directory)
         words = (self._cluster.connect, life.name, str(self._directory.absolute()))
         machine = self._cluster.network.machines[client]
         with (self._directory / f"{client}.log").open("ab") as log:
@@ -102,13 +102,13 @@ class Applications:
                 preexec_fn=die_with_parent,  # noqa: PLW1509 - the main thread is the only one
             )
         self._running[client] = life, child
-        self.lives.append(life)
+        self.client_runs.append(life)
 
     def _record_ended_client(self, client: str) -> None:
         """Record a client that has ended by itself."""
         life, child = self._running[client]
         if not life.has_ended:
-            self.ended.append(f"{life.name} ended by itself, with {child.returncode}")
+            self.unexpected_ends.append(f"{life.name} ended by itself, with {child.returncode}")
             life.has_ended = True
 
     def kill(self, client: str) -> None:
@@ -130,29 +130,29 @@ class Applications:
 
     def poll(self) -> None:
         """Read the journals of all clients."""
-        for life in self.lives:
+        for life in self.client_runs:
             life.poll()
 
     @property
-    def living(self) -> list[Life]:
+    def live_runs(self) -> list[ClientRun]:
         """Return the lives of the running clients."""
         return [life for life, _ in self._running.values() if not life.has_ended]
 
     @property
-    def writing(self) -> list[Life]:
+    def writing_runs(self) -> list[ClientRun]:
         """Return the lives of the clients that still send."""
-        return [life for life in self.living if life.name not in self._settled]
+        return [life for life in self.live_runs if life.name not in self._settled_runs]
 
     def stop(self) -> None:
         """Stop sending in all clients; wait for all outcomes."""
-        self._send_order("stop", "settled", self.writing)
-        self._settled.update(life.name for life in self.living)
+        self._send_order("stop", "settled", self.writing_runs)
+        self._settled_runs.update(life.name for life in self.live_runs)
 
     def end(self, marks: dict[int, int]) -> None:
         """End all clients when their feeds have reached the marks."""
-        self._send_order(f"end {json.dumps(marks)}", "fed", self.living)
+        self._send_order(f"end {json.dumps(marks)}", "fed", self.live_runs)
 
-    def _send_order(self, order: str, answer: str, lives: list[Life]) -> None:
+    def _send_order(self, order: str, answer: str, lives: list[ClientRun]) -> None:
         for client, (life, child) in list(self._running.items()):
             if life not in lives:
                 continue
@@ -167,18 +167,18 @@ class Applications:
         for life, child in self._running.values():
             if life not in lives:
                 continue
-            printed = _read_line(child, HANG_S)
+            printed = _read_line(child, TEST_TIMEOUT_S)
             if printed != answer:
-                self.ended.append(f"{life.name} printed {printed!r}, expected {answer!r}")
+                self.unexpected_ends.append(f"{life.name} printed {printed!r}, expected {answer!r}")
 
     def remove_ended(self) -> None:
         """Remove the clients that have ended."""
         for client, (life, child) in list(self._running.items()):
             life.has_ended = True
-            child.wait(HANG_S)
+            child.wait(TEST_TIMEOUT_S)
             self._close_client(client)
 
-    def down(self) -> None:
+    def kill_all_clients(self) -> None:
         """Kill the remaining clients."""
         for client in list(self._running):
             self.kill(client)
@@ -192,19 +192,25 @@ def _read_line(child: "subprocess.Popen[str]", seconds: float) -> str:
 
 
 class Round:
-    """Plays a schedule."""
+    """Injects the faults of a schedule, and checks the outcomes."""
 
-    def __init__(self, cluster: ChaosCluster, schedule: Schedule, directory: Path, say: Say):
+    def __init__(
+        self,
+        cluster: ChaosCluster,
+        schedule: Schedule,
+        directory: Path,
+        print_progress: PrintProgress,
+    ):
         self._cluster = cluster
         self._schedule = schedule
         self._applications = Applications(cluster, directory)
-        self._say = say
-        self.outcome = Outcome(schedule)
+        self._print_progress = print_progress
+        self.outcome = RoundOutcome(schedule)
 
     def run(self) -> None:
-        """Play the whole round."""
+        """Run the whole round."""
         applications = self._applications
-        for client in self._schedule.world.names("client"):
+        for client in self._schedule.cluster_size.names("client"):
             applications.start(client)
         try:
             self._await_progress(time.monotonic())
@@ -216,15 +222,15 @@ class Round:
             self._await_progress(repaired_s)
             self.outcome.recovered_s = time.monotonic() - repaired_s
             self._await_engaged(repaired_s)
-            if self._schedule.world.stores:
-                self._await_archive("there is enough to remove", self._has_enough)
+            if self._schedule.cluster_size.stores:
+                self._await_archive("there is enough to remove", self._has_enough_transactions)
             self._run_without_faults()
             ended_s = time.monotonic()
-            if self._schedule.world.stores:
+            if self._schedule.cluster_size.stores:
                 self._kill_all()
             self._check_outcomes(began_s, ended_s)
         finally:
-            applications.down()
+            applications.kill_all_clients()
 
     # ---- faults
 
@@ -239,24 +245,24 @@ class Round:
             moments.append((fault.at_s + fault.for_s, number, fault, False))
         for at_s, _, fault, begins in sorted(moments, key=lambda each: each[:2]):
             while (left := began_s + at_s - time.monotonic()) > 0:
-                time.sleep(min(left, TICK_S))
+                time.sleep(min(left, SLEEP_S))
             self._cluster.record_ended_members()
             if begins:
-                self._say(f"{time.monotonic() - began_s:6.1f} s  {fault}")
+                self._print_progress(f"{time.monotonic() - began_s:6.1f} s  {fault}")
                 self.outcome.faults[fault.kind] += 1
-                self._begin(fault)
+                self._begin_fault(fault)
             else:
-                self._end(fault)
+                self._end_fault(fault)
 
     def _skip_reason(self, fault: Fault) -> str:
         network = self._cluster.network
         if fault.kind in ("cut", "full") and not network.can_cut:
-            return network.why_not
+            return network.cannot_cut_reason
         if fault.kind == "slow" and not network.can_slow:
-            return network.why_not or "no /dev/net/tun"
+            return network.cannot_cut_reason or "no /dev/net/tun"
         return ""
 
-    def _begin(self, fault: Fault) -> None:
+    def _begin_fault(self, fault: Fault) -> None:
         cluster, network = self._cluster, self._cluster.network
         match fault.kind:
             case "kill" | "stop":
@@ -278,7 +284,7 @@ class Round:
             case _:
                 raise AssertionError(fault.kind)
 
-    def _end(self, fault: Fault) -> None:
+    def _end_fault(self, fault: Fault) -> None:
         cluster, network = self._cluster, self._cluster.network
         match fault.kind:
             case "kill" | "stop":
@@ -287,7 +293,7 @@ class Round:
             case "freeze":
                 cluster.thaw(fault.targets[0])
             case "full":
-                cluster.empty_disk(fault.targets[0])
+                cluster.free_disk(fault.targets[0])
             case "cut":
                 network.restore(fault.links)
             case "slow":
@@ -306,19 +312,19 @@ class Round:
         for name, member in cluster.members.items():
             if member.is_frozen:
                 cluster.thaw(name)
-            if not member.is_wanted:
+            if not member.should_run:
                 cluster.kill(name)
             cluster.start(name)
             if member.kind == "storage":
-                cluster.empty_disk(name)
-        for client in self._schedule.world.names("client"):
+                cluster.free_disk(name)
+        for client in self._schedule.cluster_size.names("client"):
             self._applications.start(client)
 
     # ---- afterwards
 
     def _await_zookeeper(self, since_s: float) -> None:
         """Wait until ZooKeeper answers; its start takes long on a busy machine."""
-        while time.monotonic() < since_s + ZOOKEEPER_S * slowness():
+        while time.monotonic() < since_s + ZOOKEEPER_TIMEOUT_S * machine_slowdown():
             self._cluster.record_ended_members()
             with contextlib.suppress(subprocess.CalledProcessError):
                 self._cluster.show_cluster()
@@ -328,21 +334,23 @@ class Round:
     def _await_progress(self, since_s: float) -> None:
         """Wait until every client has received a commit in every partition (rule 2)."""
         outcome, applications = self.outcome, self._applications
-        partitions = range(self._schedule.world.partitions)
+        partitions = range(self._schedule.cluster_size.partitions)
 
-        def waiting() -> list[str]:
+        def runs_without_progress() -> list[str]:
             self._cluster.record_ended_members()
             applications.poll()
             return [
                 f"{life.name} in partition {partition}"
-                for life in applications.writing
+                for life in applications.writing_runs
                 for partition in partitions
-                if life.progress_s(partition, since_s) is None
+                if life.first_commit_s(partition, since_s) is None
             ]
 
         began_s = time.monotonic()
-        while (stuck := waiting()) and time.monotonic() < began_s + PROGRESS_S * slowness():
-            time.sleep(POLL_S)
+        while (
+            stuck := runs_without_progress()
+        ) and time.monotonic() < began_s + PROGRESS_TIMEOUT_S * machine_slowdown():
+            time.sleep(POLL_INTERVAL_S)
         if stuck:
             outcome.wrong.append(
                 f"no progress within {time.monotonic() - began_s:.0f} s: {'; '.join(stuck)}"
@@ -352,14 +360,14 @@ class Round:
         """Wait until ZooKeeper records every replica as engaged (rule 2)."""
         began_s = time.monotonic()
         while not (is_engaged := self._is_engaged()):
-            if time.monotonic() > began_s + WHOLE_S * slowness():
+            if time.monotonic() > began_s + EQUAL_REPLICAS_TIMEOUT_S * machine_slowdown():
                 break
-            time.sleep(POLL_S)
+            time.sleep(POLL_INTERVAL_S)
         if not is_engaged:
             self.outcome.wrong.append(
                 f"not every replica engaged within {time.monotonic() - began_s:.0f} s"
             )
-        self.outcome.whole_s = time.monotonic() - repaired_s
+        self.outcome.engaged_s = time.monotonic() - repaired_s
 
     def _is_engaged(self) -> bool:
         try:
@@ -373,30 +381,31 @@ class Round:
     def _run_without_faults(self) -> None:
         """Let the clients write without faults (rule 3), then stop them."""
         began_s = time.monotonic()
-        while time.monotonic() < began_s + CALM_S:
-            time.sleep(TICK_S)
+        while time.monotonic() < began_s + FAULT_FREE_S:
+            time.sleep(SLEEP_S)
         ended_s = time.monotonic()
         self._applications.stop()
         self._applications.poll()
         recorded = [
             each.recorded
-            for life in self._applications.living
+            for life in self._applications.live_runs
             for each in life.sent.values()
             if began_s <= each.recorded.sent_s <= ended_s
         ]
-        ill = [
+        without_outcome = [
             each
             for each in recorded
             if each.outcome not in (four_writers.OK, four_writers.REJECTED)
         ]
-        self.outcome.counts["reported in the calm"] += len(recorded)
-        if ill:
+        self.outcome.counts["reported without faults"] += len(recorded)
+        if without_outcome:
             self.outcome.wrong.append(
-                f"in the calm {len(ill)} of {len(recorded)} were neither committed nor rejected: "
-                f"{ill[0].outcome} {ill[0].why}"
+                f"without faults, {len(without_outcome)} of {len(recorded)} appends were neither "
+                f"committed nor rejected: "
+                f"{without_outcome[0].outcome} {without_outcome[0].why}"
             )
 
-    def _has_enough(self) -> bool:
+    def _has_enough_transactions(self) -> bool:
         with self._cluster.client() as client:
             return min(client.high_water_marks().values()) >= TRANSACTIONS_MIN
 
@@ -408,17 +417,17 @@ class Round:
         cluster, applications = self._cluster, self._applications
         with cluster.client() as client:
             lasts = {int(each): int(last) for each, last in client.high_water_marks().items()}
-        self._await_archive("all is archived", lambda: archived.is_archived(cluster, lasts))
+        self._await_archive("all is archived", lambda: archive_checks.is_archived(cluster, lasts))
         # Replaced manifests are not old enough yet.
-        left_over = archived.count_events(cluster)["collected files"]
+        left_over = archive_checks.count_events(cluster)["collected files"]
         self.outcome.counts["collected files of failed attempts"] = left_over
         names = [each for each in cluster.members if not each.startswith("zookeeper")]
         for name in names:
             cluster.kill(name)
-        cluster.order_bucket(f"age {archived.AGE_MS}")
+        cluster.send_bucket_command(f"age {archive_checks.AGED_BY_MS}")
         for name in names:
             cluster.start(name)
-        first, *_ = self._schedule.world.names("client")
+        first, *_ = self._schedule.cluster_size.names("client")
         applications.kill(first)
         since_s = time.monotonic()
         applications.start(first)
@@ -427,7 +436,7 @@ class Round:
 
     def _await_archive(self, what: str, condition: Callable[[], object]) -> None:
         try:
-            self._cluster.wait_until(what, condition, seconds=ARCHIVE_S)
+            self._cluster.wait_until(what, condition, seconds=ARCHIVE_TIMEOUT_S)
         except AssertionError as error:
             self.outcome.wrong.append(str(error))
 
@@ -439,22 +448,24 @@ class Round:
         orphans = ["the archive was never read"]
 
         def is_clean() -> bool:
-            if not archived.is_archived(cluster, lasts):
+            if not archive_checks.is_archived(cluster, lasts):
                 return False
             with contextlib.suppress(ObjectMissing):
-                orphans[:] = archived.copy_archive(cluster, directory).orphans(archived.now_ms())
+                orphans[:] = archive_checks.copy_archive(cluster, directory).orphans(
+                    archive_checks.now_ms()
+                )
             return not orphans
 
         self._await_archive("all is archived, and what is left over collected", is_clean)
         if orphans:
             outcome.wrong.append(f"{len(orphans)} files are not collected: {orphans[:3]}")
-        found = archived.copy_archive(cluster, directory)
+        found = archive_checks.copy_archive(cluster, directory)
         outcome.wrong += found.differences(log)
-        names = self._schedule.world.names("storage")
+        names = self._schedule.cluster_size.names("storage")
         differences = [""]
 
         def is_bounded() -> bool:
-            differences[:] = archived.local_differences(
+            differences[:] = archive_checks.local_differences(
                 ((each, cluster.records(each)) for each in names), log
             )
             return not differences
@@ -464,7 +475,7 @@ class Round:
         verified = cluster.verify_archive()
         if not verified["passed"]:
             outcome.wrong.append(f"archive verify: {verified}")
-        counts = archived.count_events(cluster)
+        counts = archive_checks.count_events(cluster)
         counts["objects"] = sum(map(len, found.objects.values()))
         counts["verified objects"] = sum(
             each["objects"] for each in verified["partitions"].values()
@@ -483,23 +494,29 @@ class Round:
         self._applications.poll()
         try:
             cluster.wait_until(
-                "all replicas hold the same", cluster.has_equal_replicas, seconds=WHOLE_S
+                "all replicas hold the same",
+                cluster.has_equal_replicas,
+                seconds=EQUAL_REPLICAS_TIMEOUT_S,
             )
         except AssertionError as error:
             outcome.wrong.append(str(error))
-        if self._schedule.world.stores:
+        if self._schedule.cluster_size.stores:
             self._check_archive(log)
-        verdict = check(self._applications.lives, log)
+        verdict = check_history(self._applications.client_runs, log)
         outcome.wrong += verdict.wrong
         outcome.counts.update(verdict.counts)
         cluster.record_ended_members()
-        outcome.wrong += cluster.ended + self._applications.ended + self._grave_log_lines()
+        outcome.wrong += (
+            cluster.unexpected_ends
+            + self._applications.unexpected_ends
+            + self._forbidden_log_lines()
+        )
         outcome.gap_s = max(
-            longest_gap_s(self._applications.lives, each, since_s=began_s, until_s=ended_s)
+            longest_gap_s(self._applications.client_runs, each, since_s=began_s, until_s=ended_s)
             for each in log.sessions
         )
 
-    def _grave_log_lines(self) -> list[str]:
+    def _forbidden_log_lines(self) -> list[str]:
         """Return the lines in the daemons' logs that must never be logged."""
         found = []
         for name in self._cluster.members:
@@ -507,19 +524,25 @@ class Round:
             if name.startswith("zookeeper"):
                 continue
             lines = [line for line in text.splitlines() if ERROR_LINE.search(line)]
-            if slowness() > SLOWNESS_MAX:
+            if machine_slowdown() > SLOWNESS_MAX:
                 lines = [line for line in lines if LOOP_UNRESPONSIVE not in line]
             if lines:
                 found.append(f"{name} has logged {len(lines)} lines like: {lines[0][:300]}")
         return found
 
 
-def run_round(schedule: Schedule, directory: Path, say: Say, *, apart: bool = True) -> Outcome:
-    """Play one round in the given directory."""
-    outcome = Outcome(schedule)
+def run_round(
+    schedule: Schedule,
+    directory: Path,
+    print_progress: PrintProgress,
+    *,
+    in_namespaces: bool = True,
+) -> RoundOutcome:
+    """Run one round in the given directory."""
+    outcome = RoundOutcome(schedule)
     try:
-        with running(schedule.world, directory, apart=apart) as cluster:
-            played = Round(cluster, schedule, directory, say)
+        with run_cluster(schedule.cluster_size, directory, in_namespaces=in_namespaces) as cluster:
+            played = Round(cluster, schedule, directory, print_progress)
             outcome = played.outcome
             played.run()
     except (WaltzError, AssertionError, subprocess.SubprocessError) as error:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from tests.chaos.cluster import SESSION_MS, World
+from tests.chaos.cluster import SESSION_MS, ClusterSize
 from tests.chaos.lag import LinkSettings
 from tests.chaos.network import Link, both_ways
 
@@ -41,11 +41,11 @@ class Schedule:
     """The cluster of a seed and its faults, ordered by time."""
 
     seed: int
-    world: World
+    cluster_size: ClusterSize
     faults: tuple[Fault, ...]
 
 
-Draw = Callable[[random.Random, World, float], Fault]
+Draw = Callable[[random.Random, ClusterSize, float], Fault]
 
 
 def draw_schedule(seed: int, round_s: float, *, archives: bool = False) -> Schedule:
@@ -56,7 +56,7 @@ def draw_schedule(seed: int, round_s: float, *, archives: bool = False) -> Sched
     kills of the processes that take part in archiving.
     """
     chance = random.Random(seed)
-    world = World(
+    cluster_size = ClusterSize(
         zookeepers=chance.choice((1, 1, 1, 3)),
         storages=chance.choice((3, 3, 3, 5)),
         servers=chance.choice((2, 3)),
@@ -67,14 +67,14 @@ def draw_schedule(seed: int, round_s: float, *, archives: bool = False) -> Sched
         KINDS[each]
         for each in chance.sample(list(KINDS), chance.randrange(KINDS_MIN, len(KINDS) + 1))
     ]
-    if world.stores:
+    if cluster_size.stores:
         kinds = [*kinds[:KINDS_MIN], *ARCHIVE_KINDS * 2]
     faults = []
     at_s = FIRST_S
     while at_s < round_s:
-        faults.append(chance.choice(kinds)(chance, world, round(at_s, 2)))
+        faults.append(chance.choice(kinds)(chance, cluster_size, round(at_s, 2)))
         at_s += chance.expovariate(1 / CALM_BETWEEN_S)
-    return Schedule(seed, world, tuple(faults))
+    return Schedule(seed, cluster_size, tuple(faults))
 
 
 def _draw_duration(chance: random.Random) -> float:
@@ -86,68 +86,76 @@ def _draw_duration(chance: random.Random) -> float:
     )
 
 
-def _daemon(chance: random.Random, world: World) -> str:
+def _daemon(chance: random.Random, cluster_size: ClusterSize) -> str:
     kinds = ["server", "storage", "server", "storage", "zookeeper"]
-    kind = chance.choice(kinds + ["store"] * world.stores)
-    return chance.choice(world.names(kind))
+    kind = chance.choice(kinds + ["store"] * cluster_size.stores)
+    return chance.choice(cluster_size.names(kind))
 
 
-def _kill(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _draw_duration(chance), "kill", (_daemon(chance, world),))
+def _kill(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
+    return Fault(at_s, _draw_duration(chance), "kill", (_daemon(chance, cluster_size),))
 
 
-def _kill_many(chance: random.Random, world: World, at_s: float) -> Fault:
+def _kill_many(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
     kind = chance.choice(("server", "storage", "zookeeper"))
-    names = world.names(kind)
+    names = cluster_size.names(kind)
     some = tuple(chance.sample(names, chance.randrange(1, len(names) + 1)))
     return Fault(at_s, _draw_duration(chance), "kill", some)
 
 
-def _kill_client(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _draw_duration(chance), "kill", (chance.choice(world.names("client")),))
+def _kill_client(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
+    return Fault(
+        at_s, _draw_duration(chance), "kill", (chance.choice(cluster_size.names("client")),)
+    )
 
 
-def _kill_storage(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _draw_duration(chance), "kill", (chance.choice(world.names("storage")),))
+def _kill_storage(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
+    return Fault(
+        at_s, _draw_duration(chance), "kill", (chance.choice(cluster_size.names("storage")),)
+    )
 
 
-def _kill_owner(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _draw_duration(chance), "kill", (chance.choice(world.names("server")),))
+def _kill_owner(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
+    return Fault(
+        at_s, _draw_duration(chance), "kill", (chance.choice(cluster_size.names("server")),)
+    )
 
 
-def _kill_store(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _draw_duration(chance), "kill", tuple(world.names("store")))
+def _kill_store(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
+    return Fault(at_s, _draw_duration(chance), "kill", tuple(cluster_size.names("store")))
 
 
-def _stop(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _draw_duration(chance), "stop", (_daemon(chance, world),))
+def _stop(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
+    return Fault(at_s, _draw_duration(chance), "stop", (_daemon(chance, cluster_size),))
 
 
-def _freeze(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _draw_duration(chance), "freeze", (_daemon(chance, world),))
+def _freeze(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
+    return Fault(at_s, _draw_duration(chance), "freeze", (_daemon(chance, cluster_size),))
 
 
-def _full(chance: random.Random, world: World, at_s: float) -> Fault:
-    return Fault(at_s, _draw_duration(chance), "full", (chance.choice(world.names("storage")),))
+def _full(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
+    return Fault(
+        at_s, _draw_duration(chance), "full", (chance.choice(cluster_size.names("storage")),)
+    )
 
 
-def _isolate(chance: random.Random, world: World, at_s: float) -> Fault:
-    name = _daemon(chance, world)
-    everything = [*world.members, *world.names("client"), "operator"]
+def _isolate(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
+    name = _daemon(chance, cluster_size)
+    everything = [*cluster_size.members, *cluster_size.names("client"), "operator"]
     links = tuple(both_ways([name], everything))
     return Fault(at_s, _draw_duration(chance), "cut", (), links, summary=f"{name} from all")
 
 
-def _cut(chance: random.Random, world: World, at_s: float) -> Fault:
+def _cut(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
     """Cut one server or client from one or all members of a kind, in one or both directions."""
     near = chance.choice(("server", "server", "server", "storage", "client"))
     far = {
         "server": chance.choice(("storage", "storage", "zookeeper", "server", "client")),
-        "storage": chance.choice(("zookeeper", "store")) if world.stores else "zookeeper",
+        "storage": chance.choice(("zookeeper", "store")) if cluster_size.stores else "zookeeper",
         "client": chance.choice(("server", "zookeeper")),
     }[near]
-    one = chance.choice(world.names(near))
-    them = [name for name in world.names(far) if name != one]
+    one = chance.choice(cluster_size.names(near))
+    them = [name for name in cluster_size.names(far) if name != one]
     if chance.random() < 0.5:
         them = chance.sample(them, chance.randrange(1, len(them) + 1))
     way = chance.choice(("<->", "<->", "->", "<-"))
@@ -157,8 +165,8 @@ def _cut(chance: random.Random, world: World, at_s: float) -> Fault:
     return Fault(at_s, _draw_duration(chance), "cut", (), tuple(links), summary=summary)
 
 
-def _slow(chance: random.Random, world: World, at_s: float) -> Fault:
-    one = chance.choice([*world.members, *world.names("client")])
+def _slow(chance: random.Random, cluster_size: ClusterSize, at_s: float) -> Fault:
+    one = chance.choice([*cluster_size.members, *cluster_size.names("client")])
     lag = chance.choice(
         (
             LinkSettings(20, 20),
@@ -169,7 +177,7 @@ def _slow(chance: random.Random, world: World, at_s: float) -> Fault:
             LinkSettings(1, 0, 0.0, 128 * 1024),
         )
     )
-    links = tuple(both_ways([one], [*world.members, *world.names("client")]))
+    links = tuple(both_ways([one], [*cluster_size.members, *cluster_size.names("client")]))
     return Fault(at_s, _draw_duration(chance), "slow", (), links, lag, summary=f"{one} ({lag})")
 
 

@@ -20,8 +20,8 @@ from typing import Protocol
 import psutil
 
 from tests.commands import run_command
-from tests.patience import HANG_S
-from tests.written_log import COLUMNS, Written
+from tests.time_limits import TEST_TIMEOUT_S
+from tests.written_log import COLUMNS, WrittenLog
 
 ROOT = Path(__file__).parents[2]
 FINISHED_TWICE = "a repeated command has written version {after}, after version {before}"
@@ -31,7 +31,7 @@ class TableFollower(Protocol):
     """A follower of a table, as a supervisor runs it."""
 
     targets: Mapping[str, int]  # what can be killed, with its weight
-    ended: list[str]  # how it has ended by itself
+    unexpected_ends: list[str]  # how it has ended by itself
 
     def start(self) -> None:
         """Start it if it does not run."""
@@ -53,7 +53,7 @@ class _Supervised:
         self._command, self._log = command, log
         self._child: subprocess.Popen[bytes] | None = None
         self._sessions: list[int] = []
-        self.ended: list[str] = []
+        self.unexpected_ends: list[str] = []
 
     def start(self) -> None:
         """Start it if it does not run."""
@@ -62,7 +62,7 @@ class _Supervised:
             if code is None:
                 return
             if code != -signal.SIGKILL:
-                self.ended.append(f"ended with {code}: {self._last_line()}")
+                self.unexpected_ends.append(f"ended with {code}: {self._last_line()}")
         with self._log.open("ab") as log:
             self._child = subprocess.Popen(
                 self._command,
@@ -84,7 +84,7 @@ class _Supervised:
     def wait(self) -> None:
         """Wait for its end, after it was killed."""
         assert self._child is not None
-        self._child.wait(HANG_S)
+        self._child.wait(TEST_TIMEOUT_S)
 
     def end_sessions(self) -> None:
         """Kill what is left of all its processes (rule 3)."""
@@ -107,13 +107,13 @@ class CommandFollower:
     targets: Mapping[str, int] = {"follower": 2}
     columns: Sequence[str] = COLUMNS
 
-    def __init__(self, written: Written, table: Path, directory: Path) -> None:
+    def __init__(self, written: WrittenLog, table: Path, directory: Path) -> None:
         self._table = table
         self._words = written.command(table, "--batch-transactions", "100", columns=self.columns)
         self._process = _Supervised(
             [sys.executable, "-m", "waltz_core", *self._words], directory / "follower.log"
         )
-        self.ended = self._process.ended
+        self.unexpected_ends = self._process.unexpected_ends
         self.start = self._process.start
         self.close = self._process.end_sessions
 
@@ -151,12 +151,12 @@ class SparkFollower:
     # The driver is a Python process and its Java, which may die together or alone.
     targets: Mapping[str, int] = {"driver": 2, "python": 1, "java": 1, "executor": 2, "worker": 1}
 
-    def __init__(self, written: Written, table: Path, directory: Path) -> None:
+    def __init__(self, written: WrittenLog, table: Path, directory: Path) -> None:
         self._command = [sys.executable, "-m", "tests.chaos.endless_spark_job", written.connect]
         self._command.append(str(table))
         self._directory = directory
         self._process = _Supervised(self._command, directory / "follower.log")
-        self.ended = self._process.ended
+        self.unexpected_ends = self._process.unexpected_ends
         self.start = self._process.start
         self.close = self._process.end_sessions
 
@@ -200,7 +200,7 @@ class SparkFollower:
                 env=os.environ | {"PYTHONPATH": str(ROOT)},
                 start_new_session=True,
             )
-        code = child.wait(2 * HANG_S)
+        code = child.wait(2 * TEST_TIMEOUT_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         if code == 3:

@@ -38,16 +38,16 @@ from deltalake import DeltaTable
 
 from tests.chaos.table_followers import CommandFollower, FoundFollower, SparkFollower, TableFollower
 from tests.fault.load import wait_until
-from tests.patience import PATIENT
+from tests.time_limits import PATIENT_CLIENT
 from tests.written_log import (
     DELETE_HEADER,
-    KEYS,
+    KEY_COUNT,
     OTHER_HEADER,
-    PARTITIONS,
-    Written,
-    content,
-    ends,
+    PARTITION_COUNT,
+    WrittenLog,
+    end_marks,
     marks_by_version,
+    read_table,
 )
 from waltz_core import local
 from waltz_core.client import WaltzClient
@@ -73,7 +73,7 @@ class Outcome:
     seed: int
     kills: Counter[str] = field(default_factory=Counter)
     counts: Counter[str] = field(default_factory=Counter)
-    ended: list[str] = field(default_factory=list)
+    unexpected_ends: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -110,14 +110,14 @@ class EndlessWriter:
 
     def _append(self) -> tuple:
         rng = self._rng
-        key = rng.randrange(KEYS)
+        key = rng.randrange(KEY_COUNT)
         header = rng.choice((1, 1, 1, DELETE_HEADER, OTHER_HEADER))
         row = {"id": key, "op": rng.choice("UUUD"), "value": self._value()}
         if header == DELETE_HEADER:
             row = {"id": key}
         elif header == OTHER_HEADER:
             row = {"other": True}
-        partition = key % PARTITIONS
+        partition = key % PARTITION_COUNT
         future = self._client.append(msgpack.packb(row), partition=partition, header=header)
         return partition, header, row, future
 
@@ -140,17 +140,17 @@ class TableKills:
         follower: TableFollower,
         table: Path,
         seed: int,
-        say: Callable[[str], None],
+        print_progress: Callable[[str], None],
     ) -> None:
         self._cluster, self._follower, self._table = cluster, follower, table
-        self._rng, self._say = random.Random(seed), say
+        self._rng, self._print_progress = random.Random(seed), print_progress
         self._due: list[tuple[float, Callable[[], None]]] = []  # starts, and their times
         self.outcome = Outcome(seed)
 
     def play(self, kills: int) -> None:
         """Kill processes; restart all in the end."""
         weights = {**self._follower.targets, **MEMBERS}
-        with WaltzClient(self._cluster.connect, PATIENT) as client:
+        with WaltzClient(self._cluster.connect, PATIENT_CLIENT) as client:
             while self.outcome.kills.total() < kills:
                 before = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
                 self._await_moment()
@@ -161,7 +161,9 @@ class TableKills:
                 if victim == "follower" and only_adds_fields(newest):
                     victim = "follower before a merge"
                 self.outcome.kills[victim] += 1
-                self._say(f"{self.outcome.kills.total():4}  {victim}, version {self._version()}")
+                self._print_progress(
+                    f"{self.outcome.kills.total():4}  {victim}, version {self._version()}"
+                )
                 if self._rng.random() < 0.5:
                     self._await_marks(before)
                 self._supervise()
@@ -251,7 +253,7 @@ def only_adds_fields(commit: Path) -> bool:
 def read_log(client: WaltzClient) -> list[list[tuple[int, dict]]]:
     """Return the transactions of each partition: header and payload."""
     log = []
-    for partition in range(PARTITIONS):
+    for partition in range(PARTITION_COUNT):
         last = client.high_water_mark(partition, linearizable=True)
         chunks = client.read_range(partition, 0, last)
         rows = [row for chunk in chunks for row in chunk.rows()]
@@ -259,7 +261,7 @@ def read_log(client: WaltzClient) -> list[list[tuple[int, dict]]]:
     return log
 
 
-def compare(written: Written, table: Path, writer: EndlessWriter) -> Iterator[str]:
+def compare(written: WrittenLog, table: Path, writer: EndlessWriter) -> Iterator[str]:
     """Yield each difference between the log and the versions of the table (rule 3)."""
     for (partition, place), sent in writer.committed.items():
         if written.log[partition][place : place + 1] != [sent]:
@@ -273,7 +275,7 @@ def compare(written: Written, table: Path, writer: EndlessWriter) -> Iterator[st
             yield f"version {version} has no marks"
             continue
         marks = dict(decoded.marks)
-        found, expected = content(table, version), written.replayed(marks)
+        found, expected = read_table(table, version), written.replayed(marks)
         if found != expected:
             keys = sorted(key for key in found | expected if found.get(key) != expected.get(key))
             yield (
@@ -287,12 +289,12 @@ def compare(written: Written, table: Path, writer: EndlessWriter) -> Iterator[st
         ):
             yield f"version {version} has the marks {marks} after {before}"
         before, schema_before = marks, schema
-    if before != ends(written):
-        yield f"the table ends at {before}, the log at {ends(written)}"
+    if before != end_marks(written):
+        yield f"the table ends at {before}, the log at {end_marks(written)}"
 
 
 def play(
-    seed: int, kills: int, follower: str, directory: Path, say: Callable[[str], None]
+    seed: int, kills: int, follower: str, directory: Path, print_progress: Callable[[str], None]
 ) -> Outcome:
     """Play one run."""
     table = directory / "table"
@@ -303,26 +305,26 @@ def play(
     with contextlib.ExitStack() as stack:
         cluster = stack.enter_context(
             local.running_cluster(
-                directory / "local", partition_count=PARTITIONS, settings=settings
+                directory / "local", partition_count=PARTITION_COUNT, settings=settings
             )
         )
-        written = Written(cluster.connect, [])
-        client = stack.enter_context(WaltzClient(cluster.connect, PATIENT))
+        written = WrittenLog(cluster.connect, [])
+        client = stack.enter_context(WaltzClient(cluster.connect, PATIENT_CLIENT))
         writer = EndlessWriter(client, seed, has_structs=follower == "found")
         stack.callback(writer.stop)
         following = FOLLOWERS[follower](written, table, directory)
         stack.callback(following.close)
         writer.start()
         following.start()
-        run = TableKills(cluster, following, table, seed, say)
+        run = TableKills(cluster, following, table, seed, print_progress)
         run.play(kills)
         writer.stop()
         following.close()
         outcome = run.outcome
         outcome.wrong += following.finish()
-        outcome.ended += following.ended
+        outcome.unexpected_ends += following.unexpected_ends
         if follower != "spark":
-            outcome.wrong += following.ended
+            outcome.wrong += following.unexpected_ends
         written.log.extend(read_log(client))
         outcome.wrong += compare(written, table, writer)
         outcome.counts = writer.counts + Counter(
@@ -357,7 +359,7 @@ def main() -> int:
     outcome = play(seed, arguments.kills, arguments.follower, arguments.directory, print_line)
     for wrong in outcome.wrong:
         print_line(f"WRONG: {wrong}")
-    for each in outcome.ended:
+    for each in outcome.unexpected_ends:
         print_line(f"the follower {each}")
     print_line(f"kills: {dict(outcome.kills)}; {dict(outcome.counts)}")
     print_line(

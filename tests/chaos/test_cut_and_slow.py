@@ -12,7 +12,7 @@ from tests.chaos.cluster import QUORUM_TIMEOUT_MS, SESSION_MS
 from tests.chaos.conftest import CLIENT, WORLD, NetworkScenario
 from tests.chaos.lag import LinkSettings
 from tests.chaos.network import both_ways
-from tests.patience import slowness
+from tests.time_limits import machine_slowdown
 
 pytestmark = pytest.mark.fault
 ALL = range(WORLD.partitions)
@@ -51,7 +51,7 @@ def test_a_server_without_zookeeper_is_replaced_by_another(scenario: NetworkScen
             "server-2 owns all", lambda: set(scenario.cluster.owners().values()) == {"server-2"}
         )
         scenario.await_commits(lost, since_s=time.monotonic())
-        assert scenario.gap_s(lost, since_s=cut_s) < (SESSION_S + MARGIN_S) * slowness()
+        assert scenario.gap_s(lost, since_s=cut_s) < (SESSION_S + MARGIN_S) * machine_slowdown()
     scenario.await_commits(ALL, since_s=time.monotonic())
     scenario.check()
 
@@ -62,8 +62,8 @@ def test_one_slow_storage_does_not_slow_appends(scenario: NetworkScenario):
     links = both_ways(["storage-3"], WORLD.names("server"))
     scenario.network.delay(links, lag)
     slow_s = time.monotonic()
-    scenario.wait("500 commits", lambda: len(scenario.waits_s(since_s=slow_s)) >= 500)
-    waits = scenario.waits_s(since_s=slow_s)
+    scenario.wait("500 commits", lambda: len(scenario.latencies_s(since_s=slow_s)) >= 500)
+    waits = scenario.latencies_s(since_s=slow_s)
     scenario.network.remove_delays(links)
     # An append that waits for the third takes at least there and back; on a busy machine others
     # may take as long.
@@ -82,7 +82,7 @@ def test_a_lost_host_is_replaced_and_cannot_write_when_it_returns(scenario: Netw
         "server-2 owns all", lambda: set(scenario.cluster.owners().values()) == {"server-2"}
     )
     scenario.await_commits(lost, since_s=gone_s)
-    assert scenario.gap_s(lost, since_s=gone_s) < (SESSION_S + 0.5 + MARGIN_S) * slowness()
+    assert scenario.gap_s(lost, since_s=gone_s) < (SESSION_S + 0.5 + MARGIN_S) * machine_slowdown()
     with scenario.cluster.client() as client:
         seen = {each: client.replicas(each, linearizable=True) for each in lost}
     scenario.network.restore(both_ways(["server-1"], everything))
@@ -105,6 +105,6 @@ def test_a_client_that_cannot_reach_one_server_continues_with_the_other(scenario
         cut_s = time.monotonic()
         scenario.await_commits(others, since_s=cut_s)
         scenario.await_commits(others, since_s=time.monotonic())
-        assert all(scenario.life.progress_s(each, cut_s) is None for each in cut_off)
+        assert all(scenario.current_run.progress_s(each, cut_s) is None for each in cut_off)
     scenario.await_commits(ALL, since_s=time.monotonic())
     scenario.check()

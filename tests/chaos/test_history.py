@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.client import FED
-from tests.chaos.history import Life, Log, check, longest_gap_s
+from tests.chaos.client import FEED_ENTRY
+from tests.chaos.history import ClientRun, Log, check_history, longest_gap_s
 from tests.fault.load import four_writers
 
 LOCK, OTHER = 7, 8
@@ -45,7 +45,9 @@ class History:
         self.fed = [(0, number, *request_id(number)) for number in range(len(ROWS))]
         self.log = Log(
             [
-                four_writers.Entry(0, at, FED.pack(0, 0, *request_id(at))[12:], row.to_bytes())
+                four_writers.Entry(
+                    0, at, FEED_ENTRY.pack(0, 0, *request_id(at))[12:], row.to_bytes()
+                )
                 for at, row in enumerate(ROWS)
             ],
             {0: [0, 2]},
@@ -55,16 +57,18 @@ class History:
         digest = four_writers.digest_of(row.to_bytes())
         self.lines.append(["sent", row.key, 0, digest, at, row.mark, row.writes])
 
-    def life(self) -> Life:
+    def current_run(self) -> ClientRun:
         text = "".join(json.dumps(line) + "\n" for line in self.lines)
         (self.directory / "one.jsonl").write_text(text)
-        (self.directory / "one.feed").write_bytes(b"".join(FED.pack(*each) for each in self.fed))
-        life = Life("one", self.directory)
+        (self.directory / "one.feed").write_bytes(
+            b"".join(FEED_ENTRY.pack(*each) for each in self.fed)
+        )
+        life = ClientRun("one", self.directory)
         life.poll()
         return life
 
     def wrong(self) -> list[str]:
-        found: list[str] = check([self.life()], self.log).wrong
+        found: list[str] = check_history([self.current_run()], self.log).wrong
         return found
 
 
@@ -74,13 +78,13 @@ def history(tmp_path: Path) -> History:
 
 
 def test_a_correct_history_passes(history: History):
-    verdict = check([history.life()], history.log)
+    verdict = check_history([history.current_run()], history.log)
     assert verdict.wrong == []
     assert verdict.counts["committed"] == 3
     assert verdict.counts["rejected"] == 1
     assert verdict.counts["rejected by a new session"] == 0
     assert verdict.counts["fed"] == 3
-    assert verdict.counts["marks asked for"] == 1
+    assert verdict.counts["requested marks"] == 1
 
 
 def test_a_rejection_without_a_conflicting_writer_is_detected(history: History):
@@ -100,7 +104,7 @@ def test_a_writer_after_the_rejection_does_not_explain_it(history: History):
 def test_a_new_session_may_reject_only_appends_in_flight(history: History):
     history.sent(content("e", mark=0, writes=[OTHER + 1]), at=4.0)
     history.lines.append(["reported", "e", "rejected", -1, 4.5, ""])
-    verdict = check([history.life()], history.log)
+    verdict = check_history([history.current_run()], history.log)
     assert verdict.wrong == []
     assert verdict.counts["rejected by a new session"] == 1
     for number in range(200):
@@ -125,11 +129,11 @@ def test_a_feed_that_differs_from_the_log_is_detected(history: History, change: 
 
 def test_the_recorded_feed_of_a_killed_process_may_end_early(history: History):
     del history.fed[1:]
-    life = history.life()
+    life = history.current_run()
     life.has_ended = True
     with (history.directory / "one.feed").open("ab") as feed:
         feed.write(b"torn")
-    assert check([life], history.log).wrong == []
+    assert check_history([life], history.log).wrong == []
 
 
 @pytest.mark.parametrize("mark", [1, 3])
@@ -144,7 +148,7 @@ def test_a_commit_of_the_four_writers_that_is_missing_in_the_log_is_detected(his
 
 
 def test_a_partial_line_is_read_when_it_is_complete(history: History):
-    life = history.life()
+    life = history.current_run()
     path = history.directory / "one.jsonl"
     before = path.read_bytes()
     line = json.dumps(["reported", "d", "lost", -1, 9.0, "why"]).encode() + b"\n"
@@ -157,8 +161,8 @@ def test_a_partial_line_is_read_when_it_is_complete(history: History):
 
 
 def test_gaps_and_the_time_until_progress_are_measured(history: History):
-    life = history.life()
-    assert life.progress_s(0, 1.0) == 1.5
-    assert life.progress_s(0, 2.5) is None
+    life = history.current_run()
+    assert life.first_commit_s(0, 1.0) == 1.5
+    assert life.first_commit_s(0, 2.5) is None
     assert longest_gap_s([life], 0, since_s=0.0, until_s=9.5) == 7.0
     assert longest_gap_s([life], 1, since_s=0.0, until_s=4.0) == 4.0

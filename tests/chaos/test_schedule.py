@@ -16,8 +16,8 @@ def test_every_kind_of_fault_is_drawn_and_names_existing_members():
     kinds: Counter[str] = Counter()
     for seed in range(60):
         schedule = draw_schedule(seed, 60.0)
-        world = schedule.world
-        known = {*world.members, *world.names("client"), "operator"}
+        cluster_size = schedule.cluster_size
+        known = {*cluster_size.members, *cluster_size.names("client"), "operator"}
         assert schedule.faults
         moments = [fault.at_s for fault in schedule.faults]
         assert moments == sorted(moments)
@@ -32,7 +32,7 @@ def test_every_kind_of_fault_is_drawn_and_names_existing_members():
 
 def test_every_second_seed_archives_and_kills_each_process_of_the_archive():
     for seed in range(20):
-        assert draw_schedule(seed, 60.0).world.stores == seed % 2
+        assert draw_schedule(seed, 60.0).cluster_size.stores == seed % 2
         killed = Counter(
             name.partition("-")[0]
             for fault in draw_schedule(seed, 300.0, archives=True).faults

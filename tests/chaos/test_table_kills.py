@@ -7,8 +7,8 @@ from deltalake import CommitProperties, DeltaTable
 
 from tests.chaos.table_kills import EndlessWriter, compare, play
 from tests.integration.test_follow import follow
-from tests.patience import PATIENT
-from tests.written_log import PARTITIONS, Written, ends
+from tests.time_limits import PATIENT_CLIENT
+from tests.written_log import PARTITION_COUNT, WrittenLog, end_marks
 from waltz_core.client import WaltzClient
 from waltz_core.local import running_cluster
 from waltz_core.tables.table_marks import TableMarks, encode
@@ -30,23 +30,26 @@ def test_kills_of_a_follower_a_server_and_a_storage_leave_a_right_table(
 def test_the_comparison_finds_wrong_rows_marks_and_transactions(tmp_path: Path):
     table = tmp_path / "table"
     with (
-        running_cluster(tmp_path / "local", partition_count=PARTITIONS) as cluster,
-        WaltzClient(cluster.connect, PATIENT) as client,
+        running_cluster(tmp_path / "local", partition_count=PARTITION_COUNT) as cluster,
+        WaltzClient(cluster.connect, PATIENT_CLIENT) as client,
     ):
-        written = Written(cluster.connect, [[] for _ in range(PARTITIONS)])
+        written = WrittenLog(cluster.connect, [[] for _ in range(PARTITION_COUNT)])
         written.append(client, 60, 1)
         follow(written, table)
         writer = EndlessWriter(client, 1)
         assert list(compare(written, table, writer)) == []
         writer.committed[0, 0] = 1, {"id": -1}
         delta = DeltaTable(table)
-        marks = TableMarks("follow", client.cluster().key.hex(), ends(written))
+        marks = TableMarks("follow", client.cluster().key.hex(), end_marks(written))
         forged = CommitProperties(custom_metadata={"userMetadata": encode(marks)})
         delta.delete("value >= 0", commit_properties=forged)
         version = delta.version()
         delta.alter.set_table_properties({"delta.logRetentionDuration": "interval 9 days"})
         wrong = list(compare(written, table, writer))
     assert wrong[0] == "partition 0: transaction 0 is not the acknowledged one"
-    assert wrong[1].startswith(f"version {version} with marks {ends(written)}: keys [")
-    assert wrong[2] == f"version {version} has the marks {ends(written)} after {ends(written)}"
+    assert wrong[1].startswith(f"version {version} with marks {end_marks(written)}: keys [")
+    assert (
+        wrong[2]
+        == f"version {version} has the marks {end_marks(written)} after {end_marks(written)}"
+    )
     assert wrong[3:] == [f"version {version + 1} has no marks"]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 import waltz_core.storage
-from tests.storage_model import batches
+from tests.storage_model import make_batches
 from waltz_core.errors import ChecksumMismatch, DiskFailed, NoSpace
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, next_chain
 from waltz_core.storage.files.format import GENESIS, AckedMarker
@@ -315,7 +315,7 @@ class Scenario:
     def append(self, counts, *, partition=0, bytes_max=150):
         """Write batches without a sync."""
         history, log = self.histories[partition], self.log(partition)
-        records, entries = batches(
+        records, entries = make_batches(
             len(history.records), counts, log.promised, log.chain, self.rng, bytes_max=bytes_max
         )
         lengths = np.array([len(one) for one in records], dtype=np.int64)

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from tests.crash import layout
-from tests.storage_model import KEY, PARTITION, ROOT, SURVIVALS
+from tests.storage_model import ALL_SURVIVALS, CLUSTER_KEY, PARTITION, ROOT
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, LineageEntry, next_chain
 from waltz_core.storage.files.control_file import ControlFile
@@ -34,10 +34,10 @@ def write_files_of_0_13(disk, records, *, session, mark):
     structures[PARTITION] = layout.Structure(session, mark, mark, 5, 4)
     directory = ROOT / str(PARTITION)
     disk.make_directory(directory)
-    disk.write_durably(ROOT / "waltz-storage.ctl", layout.control(KEY, structures))
+    disk.write_durably(ROOT / "waltz-storage.ctl", layout.control(CLUSTER_KEY, structures))
     for first in range(0, len(records), SEGMENT_IDS):
         part = records[first : first + SEGMENT_IDS]
-        seg, idx = layout.segment(KEY, PARTITION, first, part)
+        seg, idx = layout.segment(CLUSTER_KEY, PARTITION, first, part)
         disk.write_durably(directory / f"{first:019d}.seg", seg)
         disk.write_durably(directory / f"{first:019d}.idx", idx)
 
@@ -56,8 +56,8 @@ class World:
         self.open()
 
     def open(self):
-        self.control = ControlFile.open(self.disk, ROOT, KEY, 4, 1)
-        settings = LogSettings(KEY, 900, lambda: 1_700_000_000_000)
+        self.control = ControlFile.open(self.disk, ROOT, CLUSTER_KEY, 4, 1)
+        settings = LogSettings(CLUSTER_KEY, 900, lambda: 1_700_000_000_000)
         self.log = PartitionLog.open(
             self.disk, ROOT / str(PARTITION), PARTITION, self.control, settings
         )
@@ -69,7 +69,7 @@ class World:
         try:
             yield
         except PowerLoss:
-            self.disk.lose_power(self.rng.choice(SURVIVALS), self.rng)
+            self.disk.lose_power(self.rng.choice(ALL_SURVIVALS), self.rng)
             self.open()
         self.disk.cancel_plans()
 

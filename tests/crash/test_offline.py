@@ -7,10 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.crash.test_storage_crash import check_after_error, first_error
-from tests.offline_storage import PARTITION, flip, found, sample_log, segments, write_to_directory
+from tests.crash.test_storage_crash import check_after_error, run_until_error
+from tests.offline_storage import (
+    PARTITION,
+    flip_byte,
+    sample_log,
+    segment_files,
+    verification_texts,
+    write_to_directory,
+)
 from tests.property.test_storage_format import B16, INT64, SLOTS, entries
-from tests.storage_model import SURVIVALS, random_world, run_until_power_loss
+from tests.storage_model import ALL_SURVIVALS, random_log, run_until_power_loss
 from waltz_core.errors import DiskFailed
 from waltz_core.offline import layout
 from waltz_core.offline.layout import GENESIS, BatchEntry
@@ -25,26 +32,26 @@ NOT_ASSIGNED = (
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_closed_log_has_no_findings(tmp_path, seed):
-    world = random_world(seed)
+    world = random_log(seed)
     run_until_power_loss(world, 30, None)
     world.close()
-    assert found(write_to_directory(world.disk, tmp_path)) == ([], [NOT_ASSIGNED])
+    assert verification_texts(write_to_directory(world.disk, tmp_path)) == ([], [NOT_ASSIGNED])
 
 
-@pytest.mark.parametrize("survival", SURVIVALS)
+@pytest.mark.parametrize("survival", ALL_SURVIVALS)
 @pytest.mark.parametrize("seed", range(8))
 def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
-    world = random_world(seed)
+    world = random_log(seed)
     for number in range(3):
         run_until_power_loss(world, 25, world.rng.randint(1, 120))
         world.disk.lose_power(survival, world.rng)
-        wrong, notes = found(write_to_directory(world.disk, tmp_path / str(number)))
+        wrong, notes = verification_texts(write_to_directory(world.disk, tmp_path / str(number)))
         assert wrong == []
         assert notes
         world.open()
         world.check_after_crash()
     world.close()
-    wrong, notes = found(write_to_directory(world.disk, tmp_path / "closed"))
+    wrong, notes = verification_texts(write_to_directory(world.disk, tmp_path / "closed"))
     assert wrong == []
     # The original's structure is written behind our slot, so that a crash may leave it behind.
     assert [one for one in notes if "expected session" not in one] == [NOT_ASSIGNED]
@@ -54,11 +61,11 @@ def test_verify_accepts_every_state_after_a_crash(tmp_path, seed, survival):
 @pytest.mark.parametrize("seed", range(8))
 def test_after_an_error_and_a_crash_only_an_index_can_be_wrong(tmp_path, seed, fault):
     """The index of an abandoned file was never synced."""
-    world = random_world(seed)
+    world = random_log(seed)
     world.prepare()
     world.set_mark()
     for number in range(3):
-        error, at_the_edge = first_error(world, fault)
+        error, at_the_edge = run_until_error(world, fault)
         if error is None or at_the_edge:
             return
         try:
@@ -67,9 +74,12 @@ def test_after_an_error_and_a_crash_only_an_index_can_be_wrong(tmp_path, seed, f
             return
         check_after_error(world)
         world.check_new_session()
-        assert found(write_to_directory(world.disk, tmp_path / f"{number} running"))[0] == []
-        world.disk.lose_power(world.rng.choice(SURVIVALS), world.rng)
-        wrong, _ = found(write_to_directory(world.disk, tmp_path / str(number)))
+        assert (
+            verification_texts(write_to_directory(world.disk, tmp_path / f"{number} running"))[0]
+            == []
+        )
+        world.disk.lose_power(world.rng.choice(ALL_SURVIVALS), world.rng)
+        wrong, _ = verification_texts(write_to_directory(world.disk, tmp_path / str(number)))
         world.open()
         if world.log.suspect:
             return
@@ -79,16 +89,16 @@ def test_after_an_error_and_a_crash_only_an_index_can_be_wrong(tmp_path, seed, f
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_changed_byte_of_a_closed_log_is_found(tmp_path, seed):
-    world = random_world(seed)
+    world = random_log(seed)
     run_until_power_loss(world, 20, None)
     world.close()
     directory = write_to_directory(world.disk, tmp_path)
     rng = Random(seed)
     suffix = rng.choice((".seg", ".seg", ".seg", ".chn", ".idx"))
-    path = rng.choice(segments(directory, suffix))
+    path = rng.choice(segment_files(directory, suffix))
     at = rng.randrange(path.stat().st_size)
-    flip(path, at, rng.randint(1, 255))
-    wrong, notes = found(directory)
+    flip_byte(path, at, rng.randint(1, 255))
+    wrong, notes = verification_texts(directory)
     if suffix != ".chn" and 4 <= at < 12:
         assert any(f"{path.name} at 4: header: created at" in one for one in notes)
         return
@@ -98,7 +108,7 @@ def test_any_changed_byte_of_a_closed_log_is_found(tmp_path, seed):
 @settings(max_examples=40)
 @given(st.integers(0, 9), st.data())
 def test_any_changed_byte_outside_the_logs_is_found(tmp_path_factory, seed, data):
-    world = random_world(seed)
+    world = random_log(seed)
     run_until_power_loss(world, 10, None)
     world.close()
     directory = write_to_directory(world.disk, tmp_path_factory.mktemp("storage"))
@@ -107,8 +117,8 @@ def test_any_changed_byte_outside_the_logs_is_found(tmp_path_factory, seed, data
     )
     size = (directory / name).stat().st_size
     at = data.draw(st.integers(0, size - 1))
-    flip(directory / name, at, data.draw(st.integers(1, 255)))
-    wrong, _ = found(directory)
+    flip_byte(directory / name, at, data.draw(st.integers(1, 255)))
+    wrong, _ = verification_texts(directory)
     is_created = name == "waltz-storage.ctl" and 4 <= at < 12  # a time, which nothing is bound to
     assert is_created or wrong, (name, at)
 
@@ -199,7 +209,7 @@ def test_an_interrupted_truncation_is_not_a_fault(tmp_path, survival):
         except PowerLoss:
             lost = True
         world.disk.lose_power(survival, world.rng)
-        wrong, notes = found(write_to_directory(world.disk, tmp_path / str(step)))
+        wrong, notes = verification_texts(write_to_directory(world.disk, tmp_path / str(step)))
         assert wrong == [], step
         cuts += (
             "2/waltz-x.ctl: a truncation after transaction 39 was begun; the next start of "

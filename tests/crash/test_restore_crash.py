@@ -15,7 +15,7 @@ from uuid import UUID
 
 import pytest
 
-from tests.archived_log import KEY, PARTITION, write_archive
+from tests.archived_log import CLUSTER_KEY, PARTITION_ID, write_archive
 from tests.commands import run_command
 from tests.crash.archive_recording import Recorder
 from tests.unit.cluster.test_backup import TASK
@@ -32,7 +32,7 @@ from waltz_sim.world.crash import DiskState, KeepNone, PositionMarker, changes_o
 
 PLACE = "/waltz/shop"
 END = 94  # of the second batch of the log that is longer than a row group
-WRITE = BegunWrite(WriteState({PARTITION: 3}, 1_000), dict.fromkeys(range(20), TASK))
+WRITE = BegunWrite(WriteState({PARTITION_ID: 3}, 1_000), dict.fromkeys(range(20), TASK))
 
 
 class RecordedZooKeeper(MemoryZooKeeper):
@@ -84,7 +84,7 @@ class Place:
 
         async def read():
             coordinator = self.zookeeper.coordinator(PLACE)
-            marker = (await coordinator.read_partition(PARTITION)).marker
+            marker = (await coordinator.read_partition(PARTITION_ID)).marker
             begun = (await coordinator.writes.read_all())["monday"]
             assert begun.tasks == WRITE.tasks
             return (await coordinator.read_cluster()).store.cluster_key, marker.archived
@@ -96,14 +96,14 @@ class Place:
         key, mark = self.read()
         assert mark.last == END
         store = self.recorder.store()
-        check = ArchiveCheck(store, key.bytes, PARTITION, first=0, last=None)
+        check = ArchiveCheck(store, key.bytes, PARTITION_ID, first=0, last=None)
         check.begin(
             RecordedArchive(mark.first, mark.last, mark.chain, mark.manifest, mark.manifest_crc)
         )
         while check.check_next():
             pass
         assert (check.found, check.next_id) == ([], END + 1)
-        assert is_pinned(store, KEY)
+        assert is_pinned(store, CLUSTER_KEY)
 
 
 @pytest.fixture
@@ -112,11 +112,13 @@ def backed_up(tmp_path, monkeypatch):
     monkeypatch.setattr(creation, "STEP_OPERATIONS_MAX", 20)
     recorder = Recorder(tmp_path / "recorded")
     with recorder.recording():
-        log = write_archive(recorder.store(), folder=f"{UUID(bytes=KEY)}/{PARTITION}")
+        log = write_archive(recorder.store(), folder=f"{UUID(bytes=CLUSTER_KEY)}/{PARTITION_ID}")
     saved = SavedManifest.read(recorder.store(), log.name, log.crc)
     empty = PartitionBackup(-1, -1, -1, None)
-    partitions = (*[empty] * PARTITION, PartitionBackup(END, 60, 3, saved))
-    backup = Backup("shop", UUID(bytes=KEY), 1, 41, partitions, {"monday": WRITE}, NOT_RESTORED)
+    partitions = (*[empty] * PARTITION_ID, PartitionBackup(END, 60, 3, saved))
+    backup = Backup(
+        "shop", UUID(bytes=CLUSTER_KEY), 1, 41, partitions, {"monday": WRITE}, NOT_RESTORED
+    )
     (tmp_path / "backup").write_bytes(backup.to_bytes())
     return recorder.changes
 

@@ -11,7 +11,7 @@ from random import Random
 import numpy as np
 import pytest
 
-from tests.storage_model import batches
+from tests.storage_model import make_batches
 from waltz_core.errors import DiskFailed, NoSpace, UnknownPartition
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN, NO_SESSION
 from waltz_core.storage.files.format import ProvisionalMark
@@ -42,7 +42,7 @@ def fill(log, rng):
 
 def append(log, counts, rng):
     for count in counts:
-        records, entries = batches(log.max_id + 1, [count], log.promised, log.chain, rng)
+        records, entries = make_batches(log.max_id + 1, [count], log.promised, log.chain, rng)
         lengths = np.array([len(one) for one in records], dtype=np.int64)
         log.append(log.promised, log.max_id + 1, lengths, b"".join(records), log.chain, entries)
         log.sync()

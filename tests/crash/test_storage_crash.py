@@ -10,11 +10,11 @@ from random import Random
 import pytest
 
 from tests.storage_model import (
-    SURVIVALS,
-    World,
+    ALL_SURVIVALS,
+    ModeledLog,
     check_after_error,
-    first_error,
-    random_world,
+    random_log,
+    run_until_error,
     run_until_power_loss,
 )
 from waltz_core.errors import DiskFailed, NoSpace
@@ -24,10 +24,10 @@ from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 SEEDS = range(10 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
 
 
-@pytest.mark.parametrize("survival", SURVIVALS)
+@pytest.mark.parametrize("survival", ALL_SURVIVALS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_power_loss_at_a_random_step(seed, survival):
-    world = random_world(seed)
+    world = random_log(seed)
     for _ in range(4):
         run_until_power_loss(world, 25, world.rng.randint(1, 120))
         world.lose_power(survival)
@@ -37,7 +37,7 @@ def test_power_loss_at_a_random_step(seed, survival):
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_power_loss_during_recovery_from_a_power_loss(seed):
-    world = random_world(seed)
+    world = random_log(seed)
     for _ in range(3):
         run_until_power_loss(world, 15, world.rng.randint(1, 80))
         world.disk.lose_power(Survival.ANY_SECTORS, world.rng)
@@ -50,9 +50,9 @@ def test_power_loss_during_recovery_from_a_power_loss(seed):
             except PowerLoss:
                 continue
             finally:
-                world.disk.lose_power(world.rng.choice(SURVIVALS), world.rng)
+                world.disk.lose_power(world.rng.choice(ALL_SURVIVALS), world.rng)
             assert reach > 3
-        world.lose_power(world.rng.choice(SURVIVALS))
+        world.lose_power(world.rng.choice(ALL_SURVIVALS))
     world.check_new_session()
 
 
@@ -78,14 +78,14 @@ def test_power_loss_at_every_step_of_a_scenario():
     lost = True
     while lost:
         step += 1
-        world = World(Random(7), segment_bytes_max=900)
+        world = ModeledLog(Random(7), segment_bytes_max=900)
         world.disk.plan_fault(world.disk.step_count + step, DiskFault.POWER_LOSS)
         lost = False
         try:
             scenario(world)
         except PowerLoss:
             lost = True
-            world.lose_power(SURVIVALS[step % len(SURVIVALS)])
+            world.lose_power(ALL_SURVIVALS[step % len(ALL_SURVIVALS)])
             world.check_new_session()
     assert step > 150, "the scenario ends before the disk has done anything"
 
@@ -94,7 +94,7 @@ def test_sectors_left_of_a_large_unsynced_group_are_not_damage():
     """A whole cluster may lose power: then no replica may report its own torn tail as damage."""
     torn = 0
     for seed in range(40):
-        world = World(Random(seed), segment_bytes_max=1_000_000, bytes_max=1500)
+        world = ModeledLog(Random(seed), segment_bytes_max=1_000_000, bytes_max=1500)
         world.prepare()
         world.set_mark()
         world.append()
@@ -113,11 +113,11 @@ def test_sectors_left_of_a_large_unsynced_group_are_not_damage():
 @pytest.mark.parametrize("fault", [DiskFault.IO_ERROR, DiskFault.DISK_FULL])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_after_an_error_the_log_continues_or_states_the_reason(seed, fault):
-    world = random_world(seed)
+    world = random_log(seed)
     world.prepare()
     world.set_mark()
     for _ in range(3):
-        error, at_the_edge = first_error(world, fault)
+        error, at_the_edge = run_until_error(world, fault)
         if error is None:
             continue
         if isinstance(error, DiskFailed) and not at_the_edge:
@@ -133,7 +133,7 @@ def test_after_an_error_the_log_continues_or_states_the_reason(seed, fault):
                 check_after_error(world)
                 world.check_new_session()
         if restarts or world.rng.random() < 0.5:
-            world.disk.lose_power(world.rng.choice(SURVIVALS), world.rng)
+            world.disk.lose_power(world.rng.choice(ALL_SURVIVALS), world.rng)
             world.open()
             if world.log.suspect:
                 return  # a slot or a cut could not be written, and it says so
@@ -147,7 +147,7 @@ def test_a_failed_append_across_segments_leaves_nothing_behind(seed, fault):
     step = 0
     while True:
         step += 1
-        world = World(Random(seed), segment_bytes_max=300, bytes_max=60)
+        world = ModeledLog(Random(seed), segment_bytes_max=300, bytes_max=60)
         world.prepare()
         world.set_mark()
         world.append([1])
@@ -166,12 +166,12 @@ def test_a_failed_append_across_segments_leaves_nothing_behind(seed, fault):
             continue  # the slots failed: nothing more until the next open
         check_after_error(world)
         world.check_new_session()
-        world.lose_power(world.rng.choice(SURVIVALS))
+        world.lose_power(world.rng.choice(ALL_SURVIVALS))
     assert step > 40, "the append was to begin several segments"
 
 
 def test_the_next_append_does_not_confirm_a_truncated_mark():
-    world = World(Random(1))
+    world = ModeledLog(Random(1))
     world.prepare()
     for _ in range(4):
         world.append()
@@ -191,7 +191,7 @@ def append_much(world):
 
 
 def test_a_full_disk_rejects_appends_and_continues_reading():
-    world = World(Random(3))
+    world = ModeledLog(Random(3))
     world.prepare()
     world.set_mark()
     for _ in range(5):

@@ -12,9 +12,9 @@ import pytest
 from tests.storage_model import (
     PARTITION,
     ROOT,
-    World,
-    first_error,
-    random_world,
+    ModeledLog,
+    random_log,
+    run_until_error,
     run_until_power_loss,
 )
 from waltz_core.errors import ChecksumMismatch, Damaged, DiskFailed
@@ -62,7 +62,7 @@ def readable(world):
 
 @pytest.mark.parametrize("seed", range(6 * len(SEEDS)))
 def test_corruption_is_reported_and_never_served(seed):
-    world = random_world(seed)
+    world = random_log(seed)
     run_until_power_loss(world, 20, None)
     clean = world.rng.random() < 0.5
     if clean:
@@ -94,11 +94,11 @@ def test_corruption_is_reported_and_never_served(seed):
 
 def world_with_failures(seed):
     """Return a log after a failed write or two; None if it is not trusted."""
-    world = random_world(seed)
+    world = random_log(seed)
     world.prepare()
     world.set_mark()
     for _ in range(world.rng.choice((0, 1, 1, 2))):
-        error, at_the_edge = first_error(world, DiskFault.IO_ERROR)
+        error, at_the_edge = run_until_error(world, DiskFault.IO_ERROR)
         if error is None:
             continue
         if at_the_edge or world.cut_to is not None:
@@ -153,7 +153,7 @@ def opened_with(world, files):
     disk = SimDisk(is_traced=False)
     disk.replace_contents(Contents(files, frozenset({ROOT, ROOT / str(PARTITION)})))
     try:
-        return World(Random(1), world.segment_bytes_max, disk=disk)
+        return ModeledLog(Random(1), world.segment_bytes_max, disk=disk)
     except Damaged:
         return None
 

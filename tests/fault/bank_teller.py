@@ -24,17 +24,26 @@ import bank_books
 import bank_desk
 
 ACCOUNT_COUNT, ACCOUNTS_MAX = 12, 20
-KINDS = ("deposit", "withdraw", "transfer", "transfer", "transfer", "transfer", "empty", "open")
-DONE, REFUSED, AGAIN = "done", "refused", "again"
+COMMAND_KINDS = (
+    "deposit",
+    "withdraw",
+    "transfer",
+    "transfer",
+    "transfer",
+    "transfer",
+    "empty",
+    "open",
+)
+COMMITTED, REJECTED, RETRIED = "done", "refused", "again"
 
 
-def engine_of(url: str) -> sa.Engine:
+def create_engine(url: str) -> sa.Engine:
     """Return an engine without a pool, so that a client that ends leaves no connection behind."""
     options: dict[str, Any] = {"connect_args": {"timeout": 30}} if "sqlite" in url else {}
     return sa.create_engine(url, poolclass=sa.pool.NullPool, **options)
 
 
-def read(journal: Path) -> list[dict[str, Any]]:
+def read_journal(journal: Path) -> list[dict[str, Any]]:
     """Return the journal of a teller; a line that a kill has cut off does not count."""
     if not journal.exists():
         return []
@@ -49,14 +58,14 @@ class Teller:
         self._bank = bank
         self._name = f"{name}.{os.getpid()}"
         self._random = Random(self._name)
-        self._number = 0
-        self._lines = journal.open("a", encoding="utf-8", buffering=1)
-        self.is_over = threading.Event()
+        self._command_count = 0
+        self._journal = journal.open("a", encoding="utf-8", buffering=1)
+        self.is_stopping = threading.Event()
 
     def random_command(self) -> dict[str, Any]:
         """Draw a random command."""
-        self._number += 1
-        key, kind = f"{self._name}.{self._number}", self._random.choice(KINDS)
+        self._command_count += 1
+        key, kind = f"{self._name}.{self._command_count}", self._random.choice(COMMAND_KINDS)
         account, other = self._random.sample(range(1, ACCOUNTS_MAX + 1), 2)
         cents = self._random.randrange(1, 2_000)
         words: tuple[int, ...] = {"open": (account,), "empty": (account,)}.get(
@@ -67,23 +76,23 @@ class Teller:
     def run(self, command: dict[str, Any]) -> None:
         """Repeat a command until it has a final outcome."""
         key, kind, words = command["key"], command["kind"], command["words"]
-        while not self.is_over.is_set():
+        while not self.is_stopping.is_set():
             try:
                 if kind == "empty":
                     self._close_account(words[0], key)
                 else:
                     getattr(self._bank, kind)(*words, key=key)
             except bank_desk.Refused as error:
-                self.write_line({"key": key, "outcome": REFUSED, "why": str(error)})
+                self.write_line({"key": key, "outcome": REJECTED, "why": str(error)})
                 return
             except WaltzError:
                 continue
-            self.write_line({"key": key, "outcome": DONE})
+            self.write_line({"key": key, "outcome": COMMITTED})
             return
 
     def write_line(self, line: dict[str, Any]) -> None:
         """Journal a line; it survives a kill of this process."""
-        self._lines.write(json.dumps(line) + "\n")
+        self._journal.write(json.dumps(line) + "\n")
 
     def _close_account(self, account: int, key: str) -> None:
         """Close an account to which transfers may be in flight."""
@@ -102,20 +111,22 @@ def main() -> None:
         parser.add_argument(word, required=True)
     options = parser.parse_args()
     journal = Path(options.journal)
-    begun = read(journal)
+    earlier_lines = read_journal(journal)
     bank = bank_desk.Bank(options.connect, bank_books.engine_of(options.database))
     teller = Teller(bank, journal, options.name)
 
-    def watch() -> None:
+    def wait_for_end_of_input() -> None:
         sys.stdin.read()
-        teller.is_over.set()
+        teller.is_stopping.set()
 
-    threading.Thread(target=watch, daemon=True).start()
-    answered = {line["key"] for line in begun if "outcome" in line}
-    for command in [line for line in begun if "kind" in line and line["key"] not in answered]:
+    threading.Thread(target=wait_for_end_of_input, daemon=True).start()
+    answered = {line["key"] for line in earlier_lines if "outcome" in line}
+    for command in [
+        line for line in earlier_lines if "kind" in line and line["key"] not in answered
+    ]:
         teller.write_line({"key": command["key"], "repeated": True})
         teller.run(command)
-    while not teller.is_over.is_set():
+    while not teller.is_stopping.is_set():
         command = teller.random_command()
         teller.write_line(command)
         teller.run(command)

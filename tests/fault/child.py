@@ -4,10 +4,10 @@ import subprocess
 from pathlib import Path
 from typing import IO
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 
 
-class Child:
+class ChildProcess:
     """A process, which the subclass starts."""
 
     process: subprocess.Popen[str]
@@ -28,5 +28,5 @@ class Child:
 
     def end(self) -> None:
         """End its input; the process must exit with 0."""
-        self.process.communicate(timeout=HANG_S)
+        self.process.communicate(timeout=TEST_TIMEOUT_S)
         assert self.process.returncode == 0

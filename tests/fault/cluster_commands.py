@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.commands import run_command
-from tests.fault.load import Scenario, segment_bytes, show_cluster, wait_until, waltz_command
-from tests.patience import HANG_S
+from tests.fault.load import Scenario, read_segment_files, show_cluster, wait_until, waltz_command
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.local import LocalCluster
@@ -33,7 +33,7 @@ def start_command(cluster: LocalCluster, subcommand: str, *words: str) -> subpro
 
 def finish_command(started: subprocess.Popen[str]) -> CommandOutput:
     """Wait for a command."""
-    out, error = started.communicate(timeout=HANG_S)
+    out, error = started.communicate(timeout=TEST_TIMEOUT_S)
     return CommandOutput(started.returncode, json.loads(out) if out.strip() else None, error)
 
 
@@ -44,7 +44,7 @@ def _run_command(cluster: LocalCluster, subcommand: str, *words: str) -> Command
     )
 
 
-def run_checked(cluster: LocalCluster, subcommand: str, *words: str) -> Any:
+def run_successful(cluster: LocalCluster, subcommand: str, *words: str) -> Any:
     """Run a command that must succeed; return its output as JSON."""
     ran = _run_command(cluster, subcommand, *words)
     assert ran.code == 0, ran
@@ -84,13 +84,13 @@ def start_new_storage(cluster: LocalCluster) -> str:
     return f"127.0.0.1:{made.port}"
 
 
-def admin_port(cluster: LocalCluster, storage: str) -> tuple[str, str]:
+def admin_port_arguments(cluster: LocalCluster, storage: str) -> tuple[str, str]:
     """Return the arguments that select the admin port of a storage of this machine."""
     port = int(storage.rpartition(":")[2])
     return "--admin-port", str(next(m.admin_port for m in cluster.members if m.port == port))
 
 
-def replicas(cluster: LocalCluster) -> dict[int, set[str]]:
+def assigned_replicas(cluster: LocalCluster) -> dict[int, set[str]]:
     """Return the assigned replicas of each partition."""
     view = show_cluster(cluster)
     storages, partitions = view["storages"], view["partitions"]
@@ -114,7 +114,7 @@ def partitions_not_engaged(cluster: LocalCluster) -> list[int]:
     """Return the partitions whose engaged replicas are not exactly the assigned ones."""
     partitions = show_cluster(cluster)["partitions"]
     assert isinstance(partitions, dict)
-    assigned = replicas(cluster)
+    assigned = assigned_replicas(cluster)
     return [
         number for number, its in assigned.items() if set(partitions[str(number)]["engaged"]) != its
     ]
@@ -123,14 +123,14 @@ def partitions_not_engaged(cluster: LocalCluster) -> list[int]:
 def _unequal_partitions(cluster: LocalCluster) -> list[int]:
     names = {f"127.0.0.1:{each.port}": each.name for each in cluster.members}
     found = []
-    for number, assigned in replicas(cluster).items():
-        first, *others = [_segments_of(cluster, names[each], number) for each in sorted(assigned)]
+    for number, assigned in assigned_replicas(cluster).items():
+        first, *others = [_segment_files(cluster, names[each], number) for each in sorted(assigned)]
         assert first, "nothing was compared"
         if any(other != first for other in others):
             found.append(number)
     return found
 
 
-def _segments_of(cluster: LocalCluster, name: str, partition: int) -> dict[str, bytes]:
-    whole = segment_bytes(cluster, name)
+def _segment_files(cluster: LocalCluster, name: str, partition: int) -> dict[str, bytes]:
+    whole = read_segment_files(cluster, name)
     return {path: data for path, data in whole.items() if path.startswith(f"{partition}/")}

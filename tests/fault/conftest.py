@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.load import Scenario
-from tests.postgres import Postgres, postgres
+from tests.postgres import PostgresServer, postgres
 from waltz_core.local import LocalCluster, running_cluster
 
 __all__ = ["postgres"]  # a fixture is found where it is named
@@ -42,7 +42,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return the URL of an empty database."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'bank.db'}"
-    server: Postgres = request.getfixturevalue("postgres")
+    server: PostgresServer = request.getfixturevalue("postgres")
     return server.create()
 
 

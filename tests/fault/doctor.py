@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.cluster_commands import admin_port, run_checked, start_new_storage
-from tests.fault.load import ROOT
-from tests.patience import HANG_S, PATIENT
+from tests.fault.cluster_commands import admin_port_arguments, run_successful, start_new_storage
+from tests.fault.load import PROJECT_ROOT
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
@@ -26,7 +26,7 @@ PAUSE_S = 0.2  # between two looks: no process reports what the doctor would fin
 PARTITIONS, ROWS = 2, 5
 CRC_BYTES = 4  # at the end of a record
 # A doctor on another machine knows nothing of the processes on this machine.
-NOWHERE = Path("/nonexistent")
+ABSENT_DIRECTORY = Path("/nonexistent")
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def faulty_cluster(
     try:
         made.up()
         spare = start_new_storage(made)
-        run_checked(made, "add-storage", spare, *admin_port(made, spare))
+        run_successful(made, "add-storage", spare, *admin_port_arguments(made, spare))
         yield diagnosed
     finally:
         for daemon in diagnosed.daemons:
@@ -72,22 +72,22 @@ class DiagnosedCluster:
 
     def write(self, connect: str) -> None:
         """Commit some rows in each partition."""
-        with WaltzClient(connect, PATIENT) as client:
+        with WaltzClient(connect, PATIENT_CLIENT) as client:
             for partition in range(PARTITIONS):
                 rows = [b"row %d" % (len(self._committed) + row) for row in range(ROWS)]
                 futures = [client.append(row, partition=partition) for row in rows]
                 for row, future in zip(rows, futures, strict=True):
-                    self._committed[partition, future.result(HANG_S)] = row
+                    self._committed[partition, future.result(TEST_TIMEOUT_S)] = row
 
     def check_rows(self, connect: str) -> None:
         """Check that all rows reported as committed can be read."""
-        with WaltzClient(connect, PATIENT) as client:
+        with WaltzClient(connect, PATIENT_CLIENT) as client:
             for partition in range(PARTITIONS):
                 last = client.high_water_mark(partition, linearizable=True)
                 rows = [
                     row
                     for chunk in client.read_range(partition, 0, last)
-                    for row in _payloads(bytes(chunk.records), chunk.lengths.tolist())
+                    for row in _payloads_of(bytes(chunk.records), chunk.lengths.tolist())
                 ]
                 assert len(rows) == last + 1
                 its = {at: row for (of, at), row in self._committed.items() if of == partition}
@@ -106,16 +106,16 @@ class DiagnosedCluster:
         while self.daemons:
             daemon = self.daemons.pop()
             daemon.terminate()
-            daemon.wait(HANG_S)
+            daemon.wait(TEST_TIMEOUT_S)
 
 
-def _payloads(records: bytes, lengths: list[int]) -> Iterator[bytes]:
+def _payloads_of(records: bytes, lengths: list[int]) -> Iterator[bytes]:
     ends = list(itertools.accumulate(lengths))
     for end, length in zip(ends, lengths, strict=True):
         yield records[end - length + RECORD_OVERHEAD_BYTES - CRC_BYTES : end - CRC_BYTES]
 
 
-def doctor(*words: str, code: int | None = None) -> list[dict[str, str]]:
+def run_doctor(*words: str, code: int | None = None) -> list[dict[str, str]]:
     """Return what the doctor finds."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
@@ -136,14 +136,14 @@ def local_options(directory: Path) -> tuple[str, str]:
 
 def remote_options(connect: str) -> tuple[str, str, str, str]:
     """Run the doctor as on another machine."""
-    return "--connect", connect, "--directory", str(NOWHERE)
+    return "--connect", connect, "--directory", str(ABSENT_DIRECTORY)
 
 
 def await_findings(names: Iterable[str], *words: str) -> list[dict[str, str]]:
     """Wait until the doctor has exactly these findings; return them."""
-    deadline = time.monotonic() + HANG_S
+    deadline = time.monotonic() + TEST_TIMEOUT_S
     while True:
-        found = doctor(*words)
+        found = run_doctor(*words)
         if set(names) == {each["name"] for each in found}:
             return found
         assert time.monotonic() < deadline, f"not {set(names)}, but {found}"
@@ -152,10 +152,10 @@ def await_findings(names: Iterable[str], *words: str) -> list[dict[str, str]]:
 
 def _environment(*first_on_path: Path) -> dict[str, str]:
     path = [*map(str, first_on_path), str(Path(sys.executable).parent), os.environ["PATH"]]
-    return {**os.environ, "PATH": ":".join(path), "PYTHONPATH": str(ROOT)}
+    return {**os.environ, "PATH": ":".join(path), "PYTHONPATH": str(PROJECT_ROOT)}
 
 
-def run_as_printed(line: str, *first_on_path: Path) -> str:
+def run_printed_command(line: str, *first_on_path: Path) -> str:
     """Run a command in a shell; return its output."""
     done = subprocess.run(
         ["/bin/sh", "-c", line],
@@ -163,7 +163,7 @@ def run_as_printed(line: str, *first_on_path: Path) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
     )
     assert "Traceback" not in done.stderr, done.stderr
     return f"{line}: {done.returncode}, {done.stdout}{done.stderr}"
@@ -185,10 +185,10 @@ def repair(directory: Path, found: list[dict[str, str]], *first_on_path: Path) -
             # What may lose data, or what only people know, needs a decision: this test makes it.
             words = f"{line} --yes" if "accept-replicas" in line else line
             words = words.replace("--replicas COUNT", "--replicas 3")
-            outputs.append(run_as_printed(words, *first_on_path))
+            outputs.append(run_printed_command(words, *first_on_path))
         # On a busy machine what was begun takes its time: it is looked at before it is begun again.
         deadline = time.monotonic() + ROUND_S
-        while (found := doctor(*local_options(directory))) and _commands_in(found) == given:
+        while (found := run_doctor(*local_options(directory))) and _commands_in(found) == given:
             if time.monotonic() > deadline:
                 break
             time.sleep(PAUSE_S)

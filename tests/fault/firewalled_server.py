@@ -7,7 +7,7 @@ from waltz_core.errors import Unreachable
 from waltz_core.server.process import failure_detector
 
 
-class Firewall:
+class FirewalledServer:
     """A firewall between this server and the others, and nothing else."""
 
     async def dial(self, _protocol: object, address: str, **_options: object) -> None:
@@ -16,5 +16,5 @@ class Firewall:
 
 
 if __name__ == "__main__":
-    failure_detector.net = Firewall()  # type: ignore[assignment]
+    failure_detector.net = FirewalledServer()  # type: ignore[assignment]
     sys.exit(main(["server", "run", "--config", sys.argv[1]]))

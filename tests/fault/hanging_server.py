@@ -13,12 +13,12 @@ from pathlib import Path
 from waltz_core.cli.main import main
 
 
-def hang(*_: object) -> None:
+def block_event_loop(*_: object) -> None:
     """Block the thread that runs the event loop."""
     while Path(sys.argv[1]).exists():
         time.sleep(0.01)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGUSR1, hang)
+    signal.signal(signal.SIGUSR1, block_event_loop)
     sys.exit(main(["server", "run", "--config", sys.argv[2]]))

@@ -20,23 +20,23 @@ from types import ModuleType
 from typing import Self
 
 from tests.commands import run_command
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient, lock, partition_of
 from waltz_core.config import ClientConfig
 from waltz_core.errors import WaltzError
 from waltz_core.local import LocalCluster, Member
 from waltz_core.records.batches import encode_append
 
-ROOT = Path(__file__).resolve().parents[2]
-ROWS, IN_FLIGHT = 20, 8
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+BATCH_ROWS, BATCHES_IN_FLIGHT = 20, 8
 # Between two bursts of IN_FLIGHT batches: a load keeps the log in use without using all CPU.
 PAUSE_S = 0.2
-CREATED_END = 12  # a segment begins with 4 bytes of version and 8 of its making
+CREATION_TIME_END = 12  # a segment begins with 4 bytes of version and 8 of creation time
 
 
-def _four_writers() -> ModuleType:
+def _import_four_writers() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
-        "four_writers", ROOT / "examples" / "four_writers.py"
+        "four_writers", PROJECT_ROOT / "examples" / "four_writers.py"
     )
     assert spec is not None
     assert spec.loader is not None
@@ -46,7 +46,7 @@ def _four_writers() -> ModuleType:
     return module
 
 
-four_writers = _four_writers()
+four_writers = _import_four_writers()
 
 
 def wait_until(what: str, condition: Callable[[], object]) -> None:
@@ -55,18 +55,18 @@ def wait_until(what: str, condition: Callable[[], object]) -> None:
     Other processes do not notify this one, so the condition is polled. The pause is twice the time
     of a poll: many polls run a whole command.
     """
-    deadline = time.monotonic() + HANG_S
+    deadline = time.monotonic() + TEST_TIMEOUT_S
     while True:
         began = time.monotonic()
         if condition():
             return
         now = time.monotonic()
-        assert now < deadline, f"not within {HANG_S:.0f} s: {what}"
+        assert now < deadline, f"not within {TEST_TIMEOUT_S:.0f} s: {what}"
         time.sleep(max(0.05, 2 * (now - began)))
 
 
 @contextmanager
-def stopped_process(cluster: LocalCluster, name: str) -> Iterator[None]:
+def paused_process(cluster: LocalCluster, name: str) -> Iterator[None]:
     """Pause a member; it continues afterwards."""
     threads = Path("/proc", str(cluster.member(name).pid), "task")
 
@@ -80,7 +80,7 @@ def stopped_process(cluster: LocalCluster, name: str) -> Iterator[None]:
 
     cluster.kill(name, signal.SIGSTOP)
     try:
-        wait_until("it stands still", all_stopped)
+        wait_until("all threads have stopped", all_stopped)
         yield
     finally:
         cluster.kill(name, signal.SIGCONT)
@@ -89,13 +89,13 @@ def stopped_process(cluster: LocalCluster, name: str) -> Iterator[None]:
 class Load:
     """Appends batches under write locks to all partitions, until it is stopped."""
 
-    _numbers = itertools.count(100)
+    _load_numbers = itertools.count(100)
 
     def __init__(self, connect: str, *, request_timeout_ms: int = 20_000) -> None:
         self.ledger: list[four_writers.RecordedOutcome] = []
         self.committed = 0
-        self.refusals: list[str] = []
-        self._number = next(self._numbers)
+        self.failure_reasons: list[str] = []
+        self._number = next(self._load_numbers)
         self._random = random.Random(self._number)
         self._client = WaltzClient(connect, ClientConfig(request_timeout_ms=request_timeout_ms))
         count = self._client.partition_count
@@ -135,15 +135,15 @@ class Load:
         """Wait until N more rows are reported as committed."""
         wanted = self.committed + rows
         wait_until(
-            f"{rows} more rows committed; refused: {self.refusals[-3:]}",
+            f"{rows} more rows committed; refused: {self.failure_reasons[-3:]}",
             lambda: self.committed >= wanted or self._failure is not None,
         )
 
     def _run(self) -> None:
         try:
-            partitions = itertools.cycle(range(len(self._locks)))
+            show_partitions = itertools.cycle(range(len(self._locks)))
             while not self._is_stopping.wait(PAUSE_S):
-                for partition in itertools.islice(partitions, IN_FLIGHT):
+                for partition in itertools.islice(show_partitions, BATCHES_IN_FLIGHT):
                     self._send(partition)
                 self._settle()
         except BaseException as error:  # noqa: BLE001 - `stop` raises it
@@ -159,12 +159,12 @@ class Load:
                 [],
                 [],
             )
-            for _ in range(ROWS)
+            for _ in range(BATCH_ROWS)
         ]
         data = [row.to_bytes() for row in rows]
-        nothing: list[list[int]] = [[]] * ROWS
+        nothing: list[list[int]] = [[]] * BATCH_ROWS
         payload = encode_append(
-            [0] * ROWS,
+            [0] * BATCH_ROWS,
             data,
             write_locks=[row.writes for row in rows],
             read_locks=nothing,
@@ -176,7 +176,9 @@ class Load:
             for row, each in zip(rows, data, strict=True)
         ]
         mark = self._marks[partition]
-        future = self._client.append_batch(partition, payload, ROWS, client_high_water_mark=mark)
+        future = self._client.append_batch(
+            partition, payload, BATCH_ROWS, client_high_water_mark=mark
+        )
         future.add_done_callback(lambda _: four_writers._stamp(row_outcome))
         self._pending.append(four_writers.Pending(future, row_outcome))
 
@@ -187,7 +189,7 @@ class Load:
             self.ledger += pending.recorded
             outcomes = [each.outcome for each in pending.recorded]
             self.committed += outcomes.count(four_writers.OK)
-            self.refusals += [
+            self.failure_reasons += [
                 each.why for each in pending.recorded if each.outcome in ("lost", "unknown")
             ][:1]
             try:
@@ -205,9 +207,9 @@ class Scenario:
         self.cluster = cluster
         self.ledger: list[four_writers.RecordedOutcome] = []
 
-    def load(self) -> "_Load":
+    def load(self) -> "_LoadContext":
         """Run a load for the duration of a `with` block; its outcomes belong to the scenario."""
-        return _Load(self)
+        return _LoadContext(self)
 
     def row(self, partition: int, *, padding: int = 0) -> bytes:
         """Return data for an append outside the loads; its outcome is not recorded."""
@@ -221,7 +223,7 @@ class Scenario:
         self.ledger.append(row_outcome)
         return data
 
-    def check_agrees(self) -> None:
+    def check_outcomes_against_log(self) -> None:
         """Compare every outcome so far with the log."""
         log = four_writers.read_log(self.cluster.connect)
         verdict = four_writers.compare(self.ledger, log)
@@ -229,14 +231,14 @@ class Scenario:
         assert verdict.counts[four_writers.OK] > 0
         assert len(log) >= verdict.counts[four_writers.OK]
 
-    def check_rows(self) -> None:
+    def check_replicas_equal(self) -> None:
         """Wait until every replica is engaged, and all hold the same bytes."""
-        wait_until("every replica engaged", lambda: are_all_engaged(self.cluster))
+        wait_until("every replica engaged", lambda: are_all_replicas_engaged(self.cluster))
         wait_until("replicas equal", lambda: not differing_segments(self.cluster))
-        assert segment_bytes(self.cluster, "storage-1"), "nothing was compared"
+        assert read_segment_files(self.cluster, "storage-1"), "nothing was compared"
 
 
-class _Load:
+class _LoadContext:
     def __init__(self, scenario: Scenario) -> None:
         self._scenario = scenario
         self._load = Load(scenario.cluster.connect)
@@ -264,16 +266,16 @@ def show_cluster(cluster: LocalCluster) -> dict[str, object]:
     return found
 
 
-def partitions(cluster: LocalCluster) -> dict[int, dict[str, object]]:
-    """Return the partitions in `shown`."""
+def show_partitions(cluster: LocalCluster) -> dict[int, dict[str, object]]:
+    """Return the partitions in the output of `waltz-core cluster show`."""
     found = show_cluster(cluster)["partitions"]
     assert isinstance(found, dict)
     return {int(number): each for number, each in found.items()}
 
 
-def owners(cluster: LocalCluster) -> set[object]:
+def owner_addresses(cluster: LocalCluster) -> set[object]:
     """Return the addresses of the servers that own partitions."""
-    return {each["server"] for each in partitions(cluster).values()}
+    return {each["server"] for each in show_partitions(cluster).values()}
 
 
 def zookeeper_mode(node: Member) -> str:
@@ -287,8 +289,8 @@ def zookeeper_mode(node: Member) -> str:
     return next((line.split()[1] for line in text.splitlines() if line[:5] == "Mode:"), "none")
 
 
-def are_all_engaged(cluster: LocalCluster) -> bool:
-    """Return whether ZooKeeper records every replica like this."""
+def are_all_replicas_engaged(cluster: LocalCluster) -> bool:
+    """Return whether ZooKeeper records every replica as engaged."""
     view = show_cluster(cluster)
     storages, found = view["storages"], view["partitions"]
     assert isinstance(found, dict)
@@ -296,20 +298,20 @@ def are_all_engaged(cluster: LocalCluster) -> bool:
     return all(set(each["engaged"]) == set(storages) for each in found.values())
 
 
-def segment_bytes(cluster: LocalCluster, storage: str) -> dict[str, bytes]:
-    """Return the bytes of all segment files of a storage by place, without its making."""
+def read_segment_files(cluster: LocalCluster, storage: str) -> dict[str, bytes]:
+    """Return the content of each segment file of a storage, without the creation time."""
     top = cluster.directory / storage
     found: dict[str, bytes] = {}
     for path in sorted(top.rglob("*.seg")):
         data = path.read_bytes()
-        found[path.relative_to(top).as_posix()] = data[:4] + data[CREATED_END:]
+        found[path.relative_to(top).as_posix()] = data[:4] + data[CREATION_TIME_END:]
     return found
 
 
 def differing_segments(cluster: LocalCluster) -> list[str]:
     """Return the segment files that differ between storages."""
     names = [member.name for member in cluster.members if member.kind == "storage"]
-    first, *others = [segment_bytes(cluster, name) for name in names]
+    first, *others = [read_segment_files(cluster, name) for name in names]
     return sorted(
         {
             path

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import ROOT
+from tests.fault.load import PROJECT_ROOT
 from waltz_core.local import LocalCluster
 
 RELEASE = "0.2.0"
@@ -19,7 +19,15 @@ RELEASED_COMMIT = "92906b7e33b5433428ef3901d016dbd2c150ae11"
 
 def unpack(directory: Path) -> Path:
     """Write the packages of the release into a directory; skip the test without the history."""
-    archive = ["git", "-C", str(ROOT), "archive", RELEASED_COMMIT, "waltz_core", "waltz_spark"]
+    archive = [
+        "git",
+        "-C",
+        str(PROJECT_ROOT),
+        "archive",
+        RELEASED_COMMIT,
+        "waltz_core",
+        "waltz_spark",
+    ]
     made = subprocess.run(archive, capture_output=True, check=False)
     if made.returncode:
         pytest.skip(f"the checkout has no history with release {RELEASE}: {made.stderr!r}")
@@ -31,7 +39,7 @@ def unpack(directory: Path) -> Path:
 def packages_of(directory: Path | None) -> Iterator[None]:
     """Let new processes import the packages of a directory; None: those of this checkout."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT if directory is None else directory))
+        patch.setenv("PYTHONPATH", str(PROJECT_ROOT if directory is None else directory))
         yield
 
 
@@ -42,12 +50,15 @@ def restart(cluster: LocalCluster, name: str, directory: Path | None) -> None:
         cluster.start(name)
     pid = cluster.member(name).pid
     environment = Path("/proc", str(pid), "environ").read_bytes().split(b"\0")
-    assert f"PYTHONPATH={ROOT if directory is None else directory}".encode() in environment
+    assert f"PYTHONPATH={PROJECT_ROOT if directory is None else directory}".encode() in environment
 
 
 def run_script(script: str, *words: str, directory: Path | None) -> str:
     """Run a Python script with the packages of a directory; return its output."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT if directory is None else directory)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(PROJECT_ROOT if directory is None else directory),
+    }
     done = subprocess.run(
         [sys.executable, "-c", script, *words],
         env=environment,

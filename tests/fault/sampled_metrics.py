@@ -12,32 +12,32 @@ from pathlib import Path
 from typing import NamedTuple
 
 from scripts.reference.alerts import RULES
-from tests.patience import HANG_S
-from tests.promtool import Alert, Line, Series, firing
+from tests.promtool import FaultSeries, FiringAlert, LinearValues, firing_alerts
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.local import LocalCluster
 
 BEFORE_MIN, DURING_MIN = 80, 40
 PAUSE_S, SCRAPE_S = 0.5, 5
 # The metrics that the rules read.
-USED = set(re.findall(r"\w+", RULES.read_text(encoding="utf-8")))
+USED_METRICS = set(re.findall(r"\w+", RULES.read_text(encoding="utf-8")))
 _SAMPLE = re.compile(r"(?m)^(\w+)(?:\{(.*)\})? (\S+)$")
 _COUNTER = re.compile(r"_(total|bucket|count|sum)\{")
 
 
-class Sample(NamedTuple):
+class MetricsSample(NamedTuple):
     """All values at one time; a process that does not answer has none but its `up`."""
 
     at_s: float
     values: dict[str, float]
 
 
-class Period(NamedTuple):
+class SampledPeriod(NamedTuple):
     """The samples at both ends of a time."""
 
-    first: Sample
-    last: Sample
+    first: MetricsSample
+    last: MetricsSample
 
-    def line(self, name: str) -> Line | None:
+    def linear_values(self, name: str) -> LinearValues | None:
         """Return how a series continues at the end of this time."""
         value = self.last.values.get(name)
         if value is None:
@@ -45,11 +45,11 @@ class Period(NamedTuple):
         earlier = self.first.values.get(name, value)
         minutes = (self.last.at_s - self.first.at_s) / 60
         if not _COUNTER.search(name) or value <= earlier:
-            return Line(value)
-        return Line(value, (value - earlier) / minutes)
+            return LinearValues(value)
+        return LinearValues(value, (value - earlier) / minutes)
 
 
-def sample(cluster: LocalCluster) -> Sample:
+def sample_metrics(cluster: LocalCluster) -> MetricsSample:
     """Read the metrics of all daemons."""
     values: dict[str, float] = {}
     for member in cluster.members:
@@ -64,34 +64,36 @@ def sample(cluster: LocalCluster) -> Sample:
             text = ""
         values[f"up{{{own}}}"] = float(bool(text))
         for name, labels, value in _SAMPLE.findall(text):
-            if name in USED:
+            if name in USED_METRICS:
                 values[f"{name}{{{own}{labels and ',' + labels}}}"] = float(value)
-    return Sample(time.monotonic(), values)
+    return MetricsSample(time.monotonic(), values)
 
 
 def expect_alerts(
     cluster: LocalCluster,
     wanted: AbstractSet[str],
     directory: Path,
-    before: Period | None = None,
-) -> Period:
+    before: SampledPeriod | None = None,
+) -> SampledPeriod:
     """Wait until exactly these alerts would fire; return the samples from now on."""
-    deadline, first = time.monotonic() + HANG_S, sample(cluster)
+    deadline, first = time.monotonic() + TEST_TIMEOUT_S, sample_metrics(cluster)
     while True:
         time.sleep(PAUSE_S)  # daemons update their metrics once a second
-        period = Period(first, sample(cluster))
-        found = {each.name for each in _alerts(before or period, period, directory)}
+        period = SampledPeriod(first, sample_metrics(cluster))
+        found = {each.name for each in _alerts_between(before or period, period, directory)}
         if found == wanted:
             return period
         assert time.monotonic() < deadline, f"not {set(wanted)}, but {found}"
 
 
-def _alerts(before: Period, during: Period, directory: Path) -> list[Alert]:
+def _alerts_between(
+    before: SampledPeriod, during: SampledPeriod, directory: Path
+) -> list[FiringAlert]:
     names = before.last.values.keys() | during.last.values.keys()
     series = {}
     for name in names:
-        earlier, line = before.line(name), during.line(name)
+        earlier, line = before.linear_values(name), during.linear_values(name)
         if earlier is not None:
             earlier = earlier.after(-BEFORE_MIN)
-        series[name] = Series(earlier, line)
-    return firing(series, directory, before_min=BEFORE_MIN, during_min=DURING_MIN)
+        series[name] = FaultSeries(earlier, line)
+    return firing_alerts(series, directory, before_min=BEFORE_MIN, during_min=DURING_MIN)

@@ -33,7 +33,7 @@ ENTRIES = sa.Table(
 )
 
 
-def engine_of(url: str, isolation: str | None) -> sa.Engine:
+def create_engine(url: str, isolation: str | None) -> sa.Engine:
     """Return an engine; connections to SQLite wait for each other for a while."""
     options: dict[str, object] = {} if isolation is None else {"isolation_level": isolation}
     if url.startswith("sqlite"):
@@ -41,13 +41,13 @@ def engine_of(url: str, isolation: str | None) -> sa.Engine:
     return sa.create_engine(url, **options)
 
 
-class Sums(SqlCallbacks):
+class SumCallbacks(SqlCallbacks):
     """Sums the headers of each partition."""
 
     def __init__(self, engine: sa.Engine, name: str) -> None:
         super().__init__(engine)
         self._name = name
-        self.is_to_stay = False
+        self.should_block = False
 
     def apply(self, connection: sa.Connection, transaction: Transaction) -> None:
         """Add one."""
@@ -63,13 +63,13 @@ class Sums(SqlCallbacks):
             .where(SUMS.c.partition_id == partition)
             .values(total=total + transaction.header)
         )
-        if self.is_to_stay:
+        if self.should_block:
             print_word("inside")
             threading.Event().wait()
 
 
-class SumsTogether(Sums):
-    """As `Sums`, with one statement for a batch."""
+class BatchSumCallbacks(SumCallbacks):
+    """As `SumCallbacks`, with one statement for a batch."""
 
     def apply_batch(self, connection: sa.Connection, transactions: Sequence[Transaction]) -> None:
         """Add all."""
@@ -81,7 +81,7 @@ class SumsTogether(Sums):
         total = connection.execute(sa.select(SUMS.c.total).where(its)).scalar_one()
         added = sum(each.header for each in transactions)
         connection.execute(SUMS.update().where(its).values(total=total + added))
-        if self.is_to_stay and len(transactions) > 1:
+        if self.should_block and len(transactions) > 1:
             print_word("inside")
             threading.Event().wait()
 
@@ -100,13 +100,13 @@ def main() -> None:
     parser.add_argument("--isolation")
     parser.add_argument("--together", action="store_true")
     options = parser.parse_args()
-    kind = SumsTogether if options.together else Sums
-    callbacks = kind(engine_of(options.database, options.isolation), options.name)
+    kind = BatchSumCallbacks if options.together else SumCallbacks
+    callbacks = kind(create_engine(options.database, options.isolation), options.name)
 
-    def stay(*_: object) -> None:
-        callbacks.is_to_stay = True
+    def block_in_next_transaction(*_: object) -> None:
+        callbacks.should_block = True
 
-    signal.signal(signal.SIGUSR1, stay)
+    signal.signal(signal.SIGUSR1, block_in_next_transaction)
     with WaltzClient(options.connect) as client:
         client.subscribe(callbacks)
         print_word("ready")

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from waltz_core.local import LocalCluster
 
 # A storage is slow in comparison with its peers, which are slow on a busy machine, too.
-STALLED_S_MIN, STALLED_S_MAX, RUNNING_S = 0.45, 3.0, 0.1
+STALL_S_MIN, STALL_S_MAX, BETWEEN_STALLS_S = 0.45, 3.0, 0.1
 
 
 @contextmanager
@@ -17,13 +17,13 @@ def stall_repeatedly(cluster: LocalCluster, name: str) -> Iterator[None]:
     is_over = threading.Event()
 
     def stall() -> None:
-        stalled_s = STALLED_S_MIN
+        stalled_s = STALL_S_MIN
         while not is_over.is_set():
             cluster.kill(name, signal.SIGSTOP)
             is_over.wait(stalled_s)
             cluster.kill(name, signal.SIGCONT)
-            is_over.wait(RUNNING_S)
-            stalled_s = min(1.02 * stalled_s, STALLED_S_MAX)
+            is_over.wait(BETWEEN_STALLS_S)
+            stalled_s = min(1.02 * stalled_s, STALL_S_MAX)
 
     thread = threading.Thread(target=stall, name="stall")
     thread.start()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.load import Scenario, wait_until
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 
 
 @contextmanager
@@ -36,4 +36,4 @@ def inject_errors(scenario: Scenario, storage: str, *options: str) -> Iterator[N
     finally:
         # Asked to end, it waits without limit for threads that may be ending at that moment.
         strace.kill()
-        strace.communicate(timeout=HANG_S)
+        strace.communicate(timeout=TEST_TIMEOUT_S)

@@ -17,8 +17,8 @@ from tests.fault.sampled_metrics import expect_alerts
 from tests.fault.stalled_member import stall_repeatedly
 from tests.fault.syscall_errors import inject_errors
 from tests.fault.threads import resume_threads, stop_threads
-from tests.promtool import promtool
-from tests.small_disk import WHY_NOT, Disk, can_mount
+from tests.promtool import find_promtool
+from tests.small_disk import CANNOT_MOUNT_REASON, SmallDisk, can_mount
 from waltz_core.local import LocalCluster, running_cluster
 
 pytestmark = pytest.mark.fault
@@ -35,7 +35,7 @@ class Fault(NamedTuple):
 @pytest.fixture(scope="module")
 def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenario]:
     """Give a cluster with small segments that are read again every second."""
-    promtool()
+    find_promtool()
     settings: dict[str, dict[str, object]] = {
         "storage": {"segment_bytes_max": 16_384, "scrub_interval_ms": 1_000},
         "server": {"zookeeper_session_timeout_ms": 1_500},
@@ -50,14 +50,14 @@ def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenar
             DISKS.popitem()[1].unmount()
 
 
-DISKS: dict[Path, Disk] = {}
+DISKS: dict[Path, SmallDisk] = {}
 
 
 def mount_disk(where: Path) -> None:
     """Mount a disk that a test can fill, where that is possible."""
     if can_mount():
         try:
-            DISKS[where] = Disk(where, DISK_SIZE)
+            DISKS[where] = SmallDisk(where, DISK_SIZE)
         except subprocess.CalledProcessError:
             where.rmdir()
 
@@ -116,7 +116,7 @@ def slow_storage(scenario: Scenario) -> Iterator[None]:
 def full_disk(scenario: Scenario) -> Iterator[None]:
     disk = DISKS.get(scenario.cluster.directory / "storage-3")
     if disk is None:
-        pytest.skip(WHY_NOT)
+        pytest.skip(CANNOT_MOUNT_REASON)
     disk.fill()
     try:
         yield

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.fault.load import wait_until
-from tests.patience import HANG_S, PATIENT
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 
@@ -78,10 +78,10 @@ def test_an_append_is_found_by_its_request_id_in_all_logs(
         with (
             run_with_logging(cluster, "storage-1", storage),
             run_with_logging(cluster, "server-1", server),
-            WaltzClient(cluster.connect, PATIENT) as client,
+            WaltzClient(cluster.connect, PATIENT_CLIENT) as client,
         ):
             futures = [client.append(b"row %d" % row, partition=0) for row in range(ROWS)]
-            ids = [future.result(HANG_S) for future in futures]
+            ids = [future.result(TEST_TIMEOUT_S) for future in futures]
             assert ids == list(range(ROWS))
             sent = [each for each in caplog.messages if each.startswith("client.append_sent ")]
             request = sent[0].partition("request=")[2]

@@ -15,9 +15,9 @@ import pytest
 from kazoo.client import KazooClient
 
 from tests.commands import run_command
-from tests.fault.load import Scenario, segment_bytes, wait_until, waltz_command
-from tests.patience import HANG_S, PATIENT, slowness
-from tests.small_disk import WHY_NOT, Disk, can_mount
+from tests.fault.load import Scenario, read_segment_files, wait_until, waltz_command
+from tests.small_disk import CANNOT_MOUNT_REASON, SmallDisk, can_mount
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S, machine_slowdown
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import NoSpace, NotMounted, OutcomeUnknown, Unavailable
@@ -30,7 +30,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     if words[:2] != ("storage", "run"):
         return run_command(*words)
     return subprocess.run(
-        waltz_command(*words), capture_output=True, text=True, check=False, timeout=HANG_S
+        waltz_command(*words), capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT_S
     )
 
 
@@ -53,7 +53,7 @@ class SmallDisks(NamedTuple):
     """The directory of a cluster, and the disks of its storages, or why there are none."""
 
     directory: Path
-    disks: list[Disk]
+    disks: list[SmallDisk]
     why_not: str
 
 
@@ -62,11 +62,11 @@ def small_disks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallDisks
     """Mount three small disks, where that is possible."""
     made = SmallDisks(tmp_path_factory.mktemp("disks"), [], "")
     if not can_mount():
-        made = made._replace(why_not=WHY_NOT)
+        made = made._replace(why_not=CANNOT_MOUNT_REASON)
     else:
         try:
             for number in (1, 2, 3):
-                made.disks.append(Disk(made.directory / f"storage-{number}", "24m"))
+                made.disks.append(SmallDisk(made.directory / f"storage-{number}", "24m"))
         except subprocess.CalledProcessError as error:
             made = made._replace(why_not=f"no tmpfs can be mounted: {error.stderr.decode()}")
     yield made
@@ -86,17 +86,17 @@ def stopped(scenario: Scenario) -> Iterator[Path]:
     """Give the directory of storage-1, which does not run; nothing in its log may change."""
     with scenario.load() as load:
         load.await_commits(20)
-    scenario.check_rows()
+    scenario.check_replicas_equal()
     scenario.cluster.kill("storage-1", signal.SIGTERM)
-    before = segment_bytes(scenario.cluster, "storage-1")
+    before = read_segment_files(scenario.cluster, "storage-1")
     yield scenario.cluster.directory / "storage-1"
-    after = segment_bytes(scenario.cluster, "storage-1")
+    after = read_segment_files(scenario.cluster, "storage-1")
     assert {path: after[path][: len(data)] for path, data in before.items()} == before
     scenario.cluster.start("storage-1")
     with scenario.load() as load:
         load.await_commits(20)
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def test_a_directory_of_another_cluster_and_a_truncated_control_file_are_rejected(
@@ -182,7 +182,7 @@ def test_a_port_in_use_is_reported(scenario: Scenario, name: str):
 @pytest.fixture
 def with_free_space(
     scenario: Scenario, small_disks: SmallDisks
-) -> Iterator[tuple[Scenario, list[Disk]]]:
+) -> Iterator[tuple[Scenario, list[SmallDisk]]]:
     """Give the cluster and its disks; all the room is given back afterwards."""
     if small_disks.why_not:
         pytest.skip(small_disks.why_not)
@@ -193,23 +193,23 @@ def with_free_space(
             disk.free()
 
 
-def test_appends_continue_with_one_full_disk(with_free_space: tuple[Scenario, list[Disk]]):
+def test_appends_continue_with_one_full_disk(with_free_space: tuple[Scenario, list[SmallDisk]]):
     scenario, disks = with_free_space
     with scenario.load() as load:
         load.await_commits()
         disks[1].fill()
         load.await_commits()
-        with WaltzClient(scenario.cluster.connect, PATIENT) as client:
+        with WaltzClient(scenario.cluster.connect, PATIENT_CLIENT) as client:
             last = client.high_water_mark(0, linearizable=True)
             assert sum(chunk.count for chunk in client.read_range(0, 0, last)) == last + 1
         disks[1].free()
         load.await_commits()
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def test_three_full_disks_reject_appends_and_serve_reads(
-    with_free_space: tuple[Scenario, list[Disk]],
+    with_free_space: tuple[Scenario, list[SmallDisk]],
 ):
     scenario, disks = with_free_space
     with scenario.load() as load:
@@ -217,7 +217,7 @@ def test_three_full_disks_reject_appends_and_serve_reads(
     for disk in disks:
         disk.fill()
     # Long enough for a session to end and the next one to settle what the earlier one has left.
-    quick = ClientConfig(request_timeout_ms=int(3_000 * slowness()))
+    quick = ClientConfig(request_timeout_ms=int(3_000 * machine_slowdown()))
     with WaltzClient(scenario.cluster.connect, quick) as client:
         last = client.high_water_mark(1)
         for refusal in rejected_appends(scenario, client):
@@ -228,15 +228,15 @@ def test_three_full_disks_reject_appends_and_serve_reads(
         disk.free()
     with scenario.load() as load:
         load.await_commits()
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(
-    with_free_space: tuple[Scenario, list[Disk]],
+    with_free_space: tuple[Scenario, list[SmallDisk]],
 ):
     scenario, disks = with_free_space
-    reserve = disks[2].where / "waltz-x.reserve"
+    reserve = disks[2].directory / "waltz-x.reserve"
     wait_until("a reserve", lambda: reserve.exists() and reserve.stat().st_size > 0)
     size = reserve.stat().st_size
     disks[2].fill()
@@ -254,8 +254,8 @@ def test_a_full_disk_is_shown_and_its_reserve_is_filled_again(
         wait_until("not full any more", lambda: not is_full(scenario, "storage-3"))
         wait_until("its reserve is whole", lambda: reserve.stat().st_size == size)
         load.await_commits()
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def is_full(scenario: Scenario, storage: str) -> bool:
@@ -264,7 +264,9 @@ def is_full(scenario: Scenario, storage: str) -> bool:
     port = scenario.cluster.member(storage).http_port
     for name in ("health", "metrics"):
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/{name}", timeout=HANG_S) as page:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{port}/{name}", timeout=TEST_TIMEOUT_S
+            ) as page:
                 pages.append(page.read().decode())
         except urllib.error.HTTPError as error:  # It is not well, and says so.
             pages.append(error.read().decode())
@@ -284,7 +286,7 @@ def rejected_appends(scenario: Scenario, client: WaltzClient) -> list[BaseExcept
     errors: list[BaseException] = []
 
     def is_refused() -> bool:
-        error = client.append(scenario.row(1, padding=9_000), partition=1).exception(HANG_S)
+        error = client.append(scenario.row(1, padding=9_000), partition=1).exception(TEST_TIMEOUT_S)
         if error is not None and not isinstance(error, NotMounted):
             errors.append(error)
         return isinstance(error, NoSpace)
@@ -297,7 +299,7 @@ def test_undecodable_nodes_end_no_daemon(scenario: Scenario):
     """A damaged node ended every storage, or every server, at once."""
     hosts, _, root = scenario.cluster.connect.partition("/")
     zookeeper = KazooClient(hosts)
-    zookeeper.start(timeout=HANG_S)
+    zookeeper.start(timeout=TEST_TIMEOUT_S)
     nodes = {
         f"/{root}/store/assignment": ("storage-1", "storage-2", "storage-3"),
         f"/{root}/serverDescriptors": ("server-1", "server-2"),
@@ -323,5 +325,5 @@ def test_undecodable_nodes_end_no_daemon(scenario: Scenario):
         zookeeper.close()
     with scenario.load() as load:
         load.await_commits()
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()

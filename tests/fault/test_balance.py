@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import partitions, wait_until
-from tests.patience import PATIENT
+from tests.fault.load import show_partitions, wait_until
+from tests.time_limits import PATIENT_CLIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running_cluster
 
@@ -36,7 +36,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 def owned(cluster: LocalCluster) -> dict[int, tuple[object, object]]:
     """Return owner and generation of each partition."""
-    return {p: (each["server"], each["generation"]) for p, each in partitions(cluster).items()}
+    return {p: (each["server"], each["generation"]) for p, each in show_partitions(cluster).items()}
 
 
 def is_alone(cluster: LocalCluster) -> bool:
@@ -55,11 +55,11 @@ def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
     before = owned(cluster)
 
     def write() -> None:
-        with WaltzClient(cluster.connect, PATIENT) as client:
+        with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
             while not is_over.is_set():
-                partitions = [HOT] * 9 + list(range(PARTITIONS))
-                appended = [client.append(b"x", partition=each) for each in partitions]
-                for partition, future in zip(partitions, appended, strict=True):
+                show_partitions = [HOT] * 9 + list(range(PARTITIONS))
+                appended = [client.append(b"x", partition=each) for each in show_partitions]
+                for partition, future in zip(show_partitions, appended, strict=True):
                     future.result()
                     counts[partition] += 1
 
@@ -80,7 +80,7 @@ def test_a_partition_with_ten_times_the_load_gets_a_server_alone(
     finally:
         is_over.set()
         writer.join()
-    with WaltzClient(cluster.connect, PATIENT) as client:
+    with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         marks = client.high_water_marks(linearizable=True)
     assert [marks[partition] + 1 for partition in range(PARTITIONS)] == counts
 

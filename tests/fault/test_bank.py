@@ -11,10 +11,17 @@ import msgpack
 import pytest
 
 from tests.fault import bank_teller
-from tests.fault.bank_teller import ACCOUNT_COUNT, DONE, REFUSED, bank_books, bank_desk, engine_of
-from tests.fault.child import Child
-from tests.fault.load import ROOT, Scenario, four_writers, wait_until
-from tests.patience import HANG_S
+from tests.fault.bank_teller import (
+    ACCOUNT_COUNT,
+    COMMITTED,
+    REJECTED,
+    bank_books,
+    bank_desk,
+    create_engine,
+)
+from tests.fault.child import ChildProcess
+from tests.fault.load import PROJECT_ROOT, Scenario, four_writers, wait_until
+from tests.time_limits import TEST_TIMEOUT_S
 
 pytestmark = pytest.mark.fault
 
@@ -25,12 +32,12 @@ FIRST = {"sqlite": 100, "postgresql": 200}
 KILLED_ORDER = ("teller", "server-1", "teller", "storage-2", "teller")
 
 
-class Process(Child):
+class Process(ChildProcess):
     """A teller in a process of its own."""
 
     def __init__(self, connect: str, database: str, journal: Path) -> None:
         self.journal = journal
-        self._command = [sys.executable, str(ROOT / "tests" / "fault" / "bank_teller.py")]
+        self._command = [sys.executable, str(PROJECT_ROOT / "tests" / "fault" / "bank_teller.py")]
         self._command += ["--connect", connect, "--database", database]
         self._command += ["--journal", str(journal), "--name", journal.stem]
         self.start()
@@ -45,14 +52,14 @@ class Process(Child):
 
     def _done(self) -> int:
         assert self.process.poll() is None, f"{self.journal.stem} has ended"
-        lines = bank_teller.read(self.journal)
-        return sum(line.get("outcome") == DONE for line in lines)
+        lines = bank_teller.read_journal(self.journal)
+        return sum(line.get("outcome") == COMMITTED for line in lines)
 
 
 @pytest.fixture
 def tellers(scenario: Scenario, database: str, tmp_path: Path) -> Iterator[list[Process]]:
     connect = scenario.cluster.connect
-    engine = engine_of(database)
+    engine = create_engine(database)
     bank = bank_desk.Bank(connect, engine)
     for account in range(1, ACCOUNT_COUNT + 1):
         with suppress(bank_desk.Refused):  # the log may be another test's as well
@@ -85,9 +92,9 @@ def test_the_sums_are_right_whichever_process_is_killed(
         victim.await_commits()
     for each in tellers:
         each.end()
-    journaled = [line for each in tellers for line in bank_teller.read(each.journal)]
+    journaled = [line for each in tellers for line in bank_teller.read_journal(each.journal)]
     assert any("repeated" in line for line in journaled), "no teller was killed in the middle"
-    engine = engine_of(database)
+    engine = create_engine(database)
     bank = bank_desk.Bank(scenario.cluster.connect, engine)
     bank.settle_all()
     ledger = Ledger(scenario.cluster.connect)
@@ -146,9 +153,9 @@ class Ledger:
         """What was reported as done is there, what was reported as refused is not."""
         for line in journaled:
             key = line["key"]
-            if line.get("outcome") == DONE:
+            if line.get("outcome") == COMMITTED:
                 assert key in self.kinds, f"{key} was reported as done and is lost"
-            elif line.get("outcome") == REFUSED and key in self.kinds:
+            elif line.get("outcome") == REJECTED and key in self.kinds:
                 assert self.kinds.get(f"{key}/end") == "reject", f"{key} was reported as refused"
 
 
@@ -163,14 +170,14 @@ def first(database: str) -> int:
 @pytest.fixture
 def bank_commands(scenario: Scenario, database: str) -> Run:
     def run(*words: str, lines: tuple[str, ...] = ()) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, str(ROOT / "examples" / "bank.py"), *words]
+        command = [sys.executable, str(PROJECT_ROOT / "examples" / "bank.py"), *words]
         return subprocess.run(
             [*command, "--connect", scenario.cluster.connect, "--database", database],
             input="".join(f"{line}\n" for line in lines),
             capture_output=True,
             text=True,
             check=False,
-            timeout=HANG_S,
+            timeout=TEST_TIMEOUT_S,
         )
 
     return run
@@ -178,7 +185,7 @@ def bank_commands(scenario: Scenario, database: str) -> Run:
 
 @pytest.fixture
 def bank(scenario: Scenario, database: str) -> Iterator[bank_desk.Bank]:
-    engine = engine_of(database)
+    engine = create_engine(database)
     made = bank_desk.Bank(scenario.cluster.connect, engine)
     yield made
     made.close()
@@ -243,7 +250,7 @@ def test_the_next_bank_settles_transfers_in_transit(
     for account in (one, two):
         bank.open(account)
     bank.deposit(one, 500)
-    engine = engine_of(database)
+    engine = create_engine(database)
     dying = BankThatDies(scenario.cluster.connect, engine)
     with pytest.raises(BankKilled):
         dying.transfer(one, two, 200)
@@ -267,10 +274,15 @@ def test_the_next_bank_settles_transfers_in_transit(
 
 @pytest.mark.slow
 def test_without_a_cluster_it_starts_one_and_keeps_it(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / "bank.py"), "--directory", str(tmp_path)]
+    command = [
+        sys.executable,
+        str(PROJECT_ROOT / "examples" / "bank.py"),
+        "--directory",
+        str(tmp_path),
+    ]
     for words, output in ((["open", "7"], "account 7 is open"), (["balance", "7"], "holds 0.00")):
         done = subprocess.run(
-            [*command, *words], capture_output=True, text=True, check=False, timeout=HANG_S
+            [*command, *words], capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT_S
         )
         assert done.returncode == 0, done.stderr
         assert output in done.stdout

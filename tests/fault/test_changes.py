@@ -6,16 +6,16 @@ The tests build on one another: each leaves the cluster whole.
 import pytest
 
 from tests.fault.cluster_commands import (
-    admin_port,
+    admin_port_arguments,
+    assigned_replicas,
     check_replicas_equal,
     member_address,
-    replicas,
-    run_checked,
     run_failing,
+    run_successful,
     start_new_storage,
 )
-from tests.fault.doctor import doctor, remote_options
-from tests.fault.load import Scenario, partitions, segment_bytes, show_cluster, wait_until
+from tests.fault.doctor import remote_options, run_doctor
+from tests.fault.load import Scenario, read_segment_files, show_cluster, show_partitions, wait_until
 
 pytestmark = pytest.mark.fault
 
@@ -30,37 +30,39 @@ def held_by(scenario: Scenario) -> set[str]:
 def check_nothing_is_wrong(scenario: Scenario) -> None:
     """Wait until the doctor reports nothing, as after every operation on a healthy cluster."""
     words = remote_options(scenario.cluster.connect)
-    wait_until("the doctor reports nothing", lambda: not doctor(*words))
+    wait_until("the doctor reports nothing", lambda: not run_doctor(*words))
 
 
 def test_the_four_recovery_examples_work_while_writes_continue(scenario: Scenario):
     cluster = scenario.cluster
     d, e = start_new_storage(cluster), start_new_storage(cluster)
-    usual = replicas(cluster)[0]
+    usual = assigned_replicas(cluster)[0]
     with scenario.load() as load:
         load.await_commits()
         assert (
-            run_checked(cluster, "add-storage", d, "--group", "0", *admin_port(cluster, d))["group"]
+            run_successful(
+                cluster, "add-storage", d, "--group", "0", *admin_port_arguments(cluster, d)
+            )["group"]
             == 0
         )
-        run_checked(cluster, "add-storage", e, "--group", "1", *admin_port(cluster, e))
-        run_checked(cluster, "add-replica", "0", d)
-        assert replicas(cluster)[0] == usual | {d}
+        run_successful(cluster, "add-storage", e, "--group", "1", *admin_port_arguments(cluster, e))
+        run_successful(cluster, "add-replica", "0", d)
+        assert assigned_replicas(cluster)[0] == usual | {d}
         load.await_commits()
-        run_checked(cluster, "remove-replica", "0", d)
-        assert replicas(cluster)[0] == usual
-        assert not segment_bytes(cluster, "storage-4")
+        run_successful(cluster, "remove-replica", "0", d)
+        assert assigned_replicas(cluster)[0] == usual
+        assert not read_segment_files(cluster, "storage-4")
         check_nothing_is_wrong(scenario)
-        steps = run_checked(cluster, "add-replica", "0", d, e)["steps"]
+        steps = run_successful(cluster, "add-replica", "0", d, e)["steps"]
         assert steps == [f"partition 0: +{d}", f"partition 0: +{e}"]
         load.await_commits()
-        assert run_checked(cluster, "verify") == {"passed": True, "findings": []}
-        steps = run_checked(cluster, "remove-replica", "0", d, e)["steps"]
+        assert run_successful(cluster, "verify") == {"passed": True, "findings": []}
+        steps = run_successful(cluster, "remove-replica", "0", d, e)["steps"]
         assert steps == [f"partition 0: -{d}", f"partition 0: -{e}"]
         load.await_commits()
     check_nothing_is_wrong(scenario)
     check_replicas_equal(scenario)
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
     assert "would remove all replicas of partition 0" in run_failing(
         cluster, "remove-replica", "0", *sorted(usual)
     )
@@ -77,8 +79,8 @@ def test_the_log_continues_when_one_of_three_groups_of_storages_is_lost(scenario
     assert held_by(scenario) == set(groups)
     with scenario.load() as load:
         load.await_commits()
-        assert run_checked(cluster, "auto-assign")["changed"]
-        for assigned in replicas(cluster).values():
+        assert run_successful(cluster, "auto-assign")["changed"]
+        for assigned in assigned_replicas(cluster).values():
             assert sorted(groups[each] for each in assigned) == [0, 1, 2]
         check_nothing_is_wrong(scenario)
         for name in ("storage-1", "storage-4"):
@@ -89,15 +91,15 @@ def test_the_log_continues_when_one_of_three_groups_of_storages_is_lost(scenario
         load.await_commits()
         wait_until(
             "every replica level",
-            lambda: all(len(each["engaged"]) == 3 for each in partitions(cluster).values()),
+            lambda: all(len(each["engaged"]) == 3 for each in show_partitions(cluster).values()),
         )
-        run_checked(cluster, "remove-storage", d)
-        run_checked(cluster, "remove-storage", e)
+        run_successful(cluster, "remove-storage", d)
+        run_successful(cluster, "remove-storage", e)
         load.await_commits()
     assert held_by(scenario) == {first, second, third}
     check_nothing_is_wrong(scenario)
     check_replicas_equal(scenario)
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
 
 
 def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
@@ -107,7 +109,9 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
         load.await_commits()
         cluster.kill("storage-3")
         load.await_commits()
-        result = run_checked(cluster, "replace-storage", dead, fresh, *admin_port(cluster, fresh))
+        result = run_successful(
+            cluster, "replace-storage", dead, fresh, *admin_port_arguments(cluster, fresh)
+        )
         assert result["moved"] == cluster.partition_count
         load.await_commits()
         assert held_by(scenario) == {*(held_by(scenario) - {dead}), fresh}
@@ -118,7 +122,7 @@ def test_a_dead_storage_is_replaced_by_an_empty_one(scenario: Scenario):
         load.await_commits()
     check_nothing_is_wrong(scenario)
     check_replicas_equal(scenario)
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
 
 
 def test_preferred_partitions_are_owned_by_a_preferred_server(scenario: Scenario):
@@ -126,20 +130,20 @@ def test_preferred_partitions_are_owned_by_a_preferred_server(scenario: Scenario
     one = member_address(cluster, "server-1")
     with scenario.load() as load:
         load.await_commits()
-        assert run_checked(cluster, "prefer", "all", one)["owns"] == [0, 1, 2, 3]
+        assert run_successful(cluster, "prefer", "all", one)["owns"] == [0, 1, 2, 3]
         load.await_commits()
         check_nothing_is_wrong(scenario)
-        assert len(run_checked(cluster, "unprefer", "0-3", one)["owns"]) == 2
+        assert len(run_successful(cluster, "unprefer", "0-3", one)["owns"]) == 2
         load.await_commits()
     check_nothing_is_wrong(scenario)
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
     assert "no server is registered at 127.0.0.1:1" in run_failing(
         cluster, "prefer", "0", "127.0.0.1:1"
     )
 
 
 def test_every_change_has_an_audit_entry(scenario: Scenario):
-    found = run_checked(scenario.cluster, "audit")
+    found = run_successful(scenario.cluster, "audit")
     subcommands = [each["command"].split()[1] for each in found]
     for subcommand in ("add-storage", "add-replica", "remove-storage", "replace-storage", "prefer"):
         assert subcommand in subcommands

@@ -21,8 +21,8 @@ import pytest
 
 from tests.commands import run_command
 from tests.fault.cluster_commands import member_address
-from tests.fault.load import are_all_engaged, wait_until, waltz_command
-from tests.patience import HANG_S, PATIENT
+from tests.fault.load import are_all_replicas_engaged, wait_until, waltz_command
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.znodes.model import ReplicaAssignments
@@ -179,7 +179,7 @@ def test_a_scrub_shows_at_a_terminal_how_far_it_is(cluster: LocalCluster):
             wait_until("the line is shown", lambda: "to answer" in "".join(output))
         finally:
             cluster.kill("storage-1", signal.SIGCONT)
-        table, _ = started.communicate(timeout=HANG_S)
+        table, _ = started.communicate(timeout=TEST_TIMEOUT_S)
     assert started.returncode == 0
     shown = "".join(output)
     assert "0 of 2 waiting for " in shown
@@ -226,9 +226,9 @@ def names(cluster: LocalCluster) -> list[str]:
 
 def append(cluster: LocalCluster, count: int) -> int:
     """Append to partition 0 and return the last ID."""
-    with WaltzClient(cluster.connect, PATIENT) as client:
+    with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         futures = [client.append(b"x" * 100, partition=0) for _ in range(count)]
-        return max(future.result(HANG_S) for future in futures)
+        return max(future.result(TEST_TIMEOUT_S) for future in futures)
 
 
 def replica(cluster: LocalCluster, name: str, partition: int = 0) -> dict[str, object]:
@@ -289,7 +289,7 @@ def test_a_replica_is_emptied_copied_and_returns(cluster: LocalCluster):
 def test_a_suspect_replica_is_trusted_again_after_a_session(cluster: LocalCluster):
     name = names(cluster)[2]
     at = ("--storage", name, "--partition", "0")
-    wait_until("it takes part", lambda: are_all_engaged(cluster))
+    wait_until("it takes part", lambda: are_all_replicas_engaged(cluster))
     before = replica(cluster, name)["session"]
     done(cluster, "storage", "mark-suspect", *at)
     last = append(cluster, 10)

@@ -12,9 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.load import Scenario, are_all_engaged, partitions, stopped_process, wait_until
+from tests.fault.load import (
+    Scenario,
+    are_all_replicas_engaged,
+    paused_process,
+    show_partitions,
+    wait_until,
+)
 from tests.fault.syscall_errors import inject_errors
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import Unavailable
@@ -39,7 +45,7 @@ def module_scenario(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scenar
 def metric(scenario: Scenario, name: str, what: str) -> float:
     """Return the sum of a metric of a member over its labels."""
     port = scenario.cluster.member(name).http_port
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=TEST_TIMEOUT_S) as page:
         text = page.read().decode()
     found = re.findall(rf"^{what}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
     return sum(float(each) for each in found)
@@ -47,7 +53,7 @@ def metric(scenario: Scenario, name: str, what: str) -> float:
 
 def health(scenario: Scenario, name: str) -> dict[str, object]:
     port = scenario.cluster.member(name).http_port
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=HANG_S) as page:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=TEST_TIMEOUT_S) as page:
         found: dict[str, object] = json.loads(page.read())
     return found
 
@@ -66,12 +72,12 @@ def cold_segment(scenario: Scenario, storage: str) -> Path:
     with scenario.load() as load:
         load.await_commits()
         wait_until("a second segment", lambda: len(list(top.glob("0/*.seg"))) > 1)
-    scenario.check_rows()
+    scenario.check_replicas_equal()
     return min(top.glob("0/*.seg"))
 
 
 def sessions(scenario: Scenario) -> list[object]:
-    return [each["session"] for each in partitions(scenario.cluster).values()]
+    return [each["session"] for each in show_partitions(scenario.cluster).values()]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -104,7 +110,7 @@ def test_corruption_in_an_old_segment_is_found_by_the_scrub_and_repaired_in_the_
     wait_until(
         "the repair is logged", lambda: "replica.repaired partition=0" in server_logs(scenario)
     )
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -126,8 +132,8 @@ def test_a_read_that_fails_is_reported_and_its_records_are_repaired(scenario: Sc
     assert scenario.cluster.member("storage-3").process() is not None
     with scenario.load() as load:
         load.await_commits()
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def test_a_second_failed_sync_ends_the_process_and_names_the_file(scenario: Scenario):
@@ -147,8 +153,8 @@ def test_a_second_failed_sync_ends_the_process_and_names_the_file(scenario: Scen
         assert "Traceback" not in log_of(scenario, "storage-1")
         scenario.cluster.start("storage-1")
         load.await_commits()
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 # ---------------------------------------------------------------------------------------------
@@ -157,7 +163,7 @@ def test_a_second_failed_sync_ends_the_process_and_names_the_file(scenario: Scen
 
 def copy_running(scenario: Scenario, storage: str, where: Path) -> None:
     """Copy a storage's directory as it is at one moment."""
-    with stopped_process(scenario.cluster, storage):
+    with paused_process(scenario.cluster, storage):
         shutil.copytree(scenario.cluster.directory / storage, where)
 
 
@@ -183,8 +189,8 @@ def test_an_old_copy_of_a_directory_is_caught_up_and_has_no_vote(
         load.await_commits()
         scenario.cluster.start("storage-3")
         load.await_commits()
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tmp_path: Path):
@@ -195,9 +201,9 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
         scenario.cluster.kill("storage-2")
         load.await_commits()
         scenario.cluster.start("storage-2")
-        wait_until("all engaged", lambda: are_all_engaged(scenario.cluster))
+        wait_until("all engaged", lambda: are_all_replicas_engaged(scenario.cluster))
         load.await_commits()
-    scenario.check_rows()
+    scenario.check_replicas_equal()
     # Servers first: the third storage must not answer a session that begins while all are killed.
     for name in (*SERVERS, "storage-1", "storage-2", "storage-3"):
         scenario.cluster.kill(name)
@@ -214,7 +220,7 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
             for each in range(4)
         )
 
-    diagnosed = ClientConfig(request_timeout_ms=1000 * HANG_S)
+    diagnosed = ClientConfig(request_timeout_ms=1000 * TEST_TIMEOUT_S)
     with WaltzClient(scenario.cluster.connect, diagnosed) as client:
         futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
         wait_until("the old copy is not trusted", is_unknown)
@@ -226,6 +232,6 @@ def test_two_storages_are_no_quorum_if_one_is_an_old_copy(scenario: Scenario, tm
         done = [each.exception() or each.result() for each in futures if each.done()]
         assert done == []
         scenario.cluster.start("storage-3")
-        assert all(each.result(HANG_S) >= 0 for each in futures)
-    scenario.check_rows()
-    scenario.check_agrees()
+        assert all(each.result(TEST_TIMEOUT_S) >= 0 for each in futures)
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()

@@ -21,23 +21,23 @@ import pytest
 
 from tests.commands import run_command
 from tests.fault.cluster_commands import (
+    assigned_replicas,
     change_layout,
     member_address,
     partitions_not_engaged,
-    replicas,
-    run_checked,
+    run_successful,
 )
 from tests.fault.doctor import (
     DiagnosedCluster,
     await_findings,
-    doctor,
     faulty_cluster,
     local_options,
     repair,
+    run_doctor,
 )
 from tests.fault.load import wait_until
 from tests.fault.threads import resume_threads, stop_threads
-from tests.patience import HANG_S, PATIENT
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.cluster.znodes.model import PartitionMetadata
@@ -122,9 +122,9 @@ def mark_two_suspect(cluster: LocalCluster) -> None:
 
 def damage(cluster: LocalCluster) -> None:
     """Corrupt one record on two disks while the third is unreachable."""
-    with WaltzClient(cluster.connect, PATIENT) as client:
+    with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         for future in [client.append(b"x" * 1000, partition=0) for _ in range(20)]:
-            future.result(HANG_S)
+            future.result(TEST_TIMEOUT_S)
     # Otherwise no quorum of the replicas is trusted without the third one.
     wait_until("all replicas are engaged", lambda: not partitions_not_engaged(cluster))
     cluster.kill("storage-3")
@@ -147,13 +147,13 @@ def spoil_log(cluster: LocalCluster) -> None:
 
 def remove_replica(cluster: LocalCluster) -> None:
     """A replica is taken from a storage, which then is given files of it again."""
-    run_checked(cluster, "remove-replica", "0", member_address(cluster, "storage-3"))
+    run_successful(cluster, "remove-replica", "0", member_address(cluster, "storage-3"))
     storage(cluster, "add-partition", "storage-3")
 
 
 def prefer_twice(cluster: LocalCluster) -> None:
     for name in ("server-1", "server-2"):
-        run_checked(cluster, "prefer", "1", member_address(cluster, name))
+        run_successful(cluster, "prefer", "1", member_address(cluster, name))
 
 
 def misname_admin_port(cluster: LocalCluster) -> None:
@@ -163,7 +163,7 @@ def misname_admin_port(cluster: LocalCluster) -> None:
 
 def share_a_group(cluster: LocalCluster) -> None:
     """Put two of the three replicas of partition 0 into one group."""
-    first, second, third = sorted(replicas(cluster)[0])
+    first, second, third = sorted(assigned_replicas(cluster)[0])
     (spare,) = {member_address(cluster, f"storage-{number}") for number in range(1, 5)} - {
         first,
         second,
@@ -175,7 +175,7 @@ def share_a_group(cluster: LocalCluster) -> None:
 
 def holding(cluster: LocalCluster) -> str:
     """Return the name of a storage that holds partition 0: which ones do changes."""
-    first = min(replicas(cluster)[0])
+    first = min(assigned_replicas(cluster)[0])
     return next(each.name for each in cluster.members if first.endswith(f":{each.port}"))
 
 
@@ -211,7 +211,7 @@ def hang(cluster: LocalCluster) -> None:
     assert process is not None
     pages = f"http://127.0.0.1:{member.http_port}"
     stop_threads(process.pid, lambda: is_answering(f"{pages}/livez"))
-    assert not is_answering(f"{pages}/readyz", timeout_s=HANG_S)
+    assert not is_answering(f"{pages}/readyz", timeout_s=TEST_TIMEOUT_S)
 
 
 def is_answering(url: str, *, timeout_s: float = 1) -> bool:
@@ -255,7 +255,7 @@ def leave_free(mib: int) -> Callable[[LocalCluster], None]:
             cluster.kill(name)
             move_to_own_disk(where)
             cluster.start(name)
-            wait_until("it is there", lambda: not doctor(*local_options(cluster.directory)))
+            wait_until("it is there", lambda: not run_doctor(*local_options(cluster.directory)))
         used = shutil.disk_usage(where).used
         mount("-o", f"remount,size={used + (mib << 20)}", str(where))
 
@@ -287,9 +287,9 @@ MOUNTED: list[Path] = []
 def fill(cluster: LocalCluster) -> None:
     """Fill a disk."""
     leave_free(0)(cluster)
-    with WaltzClient(cluster.connect, PATIENT) as client:
+    with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         for future in [client.append(bytes(100_000), partition=0) for _ in range(80)]:
-            future.result(HANG_S)
+            future.result(TEST_TIMEOUT_S)
 
 
 def mount(*words: str) -> None:
@@ -387,5 +387,5 @@ def test_a_cluster_is_ready_when_each_zookeeper_server_is(
     cluster = diagnosed.cluster()
     kill("zookeeper-1")(cluster)
     cluster.up()
-    found = doctor(*local_options(diagnosed.directory))
+    found = run_doctor(*local_options(diagnosed.directory))
     assert not [each for each in found if each["area"] == "ZooKeeper"]

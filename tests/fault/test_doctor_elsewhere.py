@@ -13,14 +13,14 @@ from typing import NamedTuple
 import pytest
 
 from tests.commands import run_command
-from tests.fault.cluster_commands import change_layout, member_address, run_checked, run_failing
+from tests.fault.cluster_commands import change_layout, member_address, run_failing, run_successful
 from tests.fault.doctor import (
     DiagnosedCluster,
     await_findings,
-    doctor,
     faulty_cluster,
     remote_options,
-    run_as_printed,
+    run_doctor,
+    run_printed_command,
 )
 from tests.fault.load import wait_until
 from tests.ports import free_port
@@ -79,7 +79,7 @@ def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fau
         cluster.kill(member)
     for line in {each["command"] for each in found}:
         diagnosed.run_daemon(line, settings_of(cluster, fault.members[0]))
-    wait_until("nothing is wrong", lambda: not doctor(*look))
+    wait_until("nothing is wrong", lambda: not run_doctor(*look))
     diagnosed.check_rows(cluster.connect)
     repair_cluster(diagnosed, cluster)
 
@@ -110,7 +110,7 @@ def repair_cluster(diagnosed: DiagnosedCluster, cluster: LocalCluster) -> None:
     diagnosed.end_daemons()
     for member in cluster.members:
         cluster.start(member.name)
-    wait_until("nothing is wrong", lambda: not doctor(*remote_options(cluster.connect)))
+    wait_until("nothing is wrong", lambda: not run_doctor(*remote_options(cluster.connect)))
 
 
 def test_all_dead_servers_are_removed(diagnosed: DiagnosedCluster):
@@ -123,15 +123,15 @@ def test_all_dead_servers_are_removed(diagnosed: DiagnosedCluster):
         cluster.kill(name, signal.SIGSTOP)
     for name in servers:
         cluster.kill(name)
-    found = doctor(*look)
+    found = run_doctor(*look)
     # ZooKeeper may have ended the session of one, or of both.
     assert {each["name"] for each in found} in ({"server-unavailable"}, {"no-server"})
     for each in found:
         if each["name"] == "server-unavailable":
-            run_as_printed(each["command"])
+            run_printed_command(each["command"])
     (alone,) = await_findings(["no-server"], *look)
     diagnosed.run_daemon(alone["command"], settings_of(cluster, servers[0]))
-    wait_until("nothing is wrong", lambda: not doctor(*look))
+    wait_until("nothing is wrong", lambda: not run_doctor(*look))
     diagnosed.check_rows(cluster.connect)
     repair_cluster(diagnosed, cluster)
 
@@ -153,8 +153,8 @@ def test_an_added_storage_that_has_never_started_is_reported(diagnosed: Diagnose
     text = "".join(f"{name} = {value}\n" for name, value in settings.items())
     (where / "storage.toml").write_text(text, encoding="utf-8")
     diagnosed.run_daemon(found["command"], where)
-    wait_until("nothing is wrong", lambda: not doctor(*look))
-    run_checked(cluster, "remove-storage", storage)
+    wait_until("nothing is wrong", lambda: not run_doctor(*look))
+    run_successful(cluster, "remove-storage", storage)
     repair_cluster(diagnosed, cluster)
 
 
@@ -167,7 +167,7 @@ def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: Diag
     member = cluster.member("storage-3")
     other = f"{cluster.connect.rpartition('/')[0]}/other"
     at = f"--storage 127.0.0.1:{member.port}:{member.admin_port}"
-    run_as_printed(f"waltz-core cluster create {other} --partitions 1 {at}")
+    run_printed_command(f"waltz-core cluster create {other} --partitions 1 {at}")
     cluster.kill(member.name)
     where = settings_of(cluster, member.name)
     wrong = cluster.directory / "settings" / "wrong"
@@ -181,9 +181,9 @@ def test_a_storage_of_another_cluster_at_the_address_is_reported(diagnosed: Diag
     )
     diagnosed.end_daemons()
     diagnosed.run_daemon(found["command"], where)
-    wait_until("nothing is wrong", lambda: not doctor(*look))
+    wait_until("nothing is wrong", lambda: not run_doctor(*look))
     diagnosed.check_rows(cluster.connect)
-    run_as_printed(f"waltz-core cluster delete waltz --connect {other} --force")
+    run_printed_command(f"waltz-core cluster delete waltz --connect {other} --force")
     repair_cluster(diagnosed, cluster)
 
 
@@ -217,8 +217,8 @@ def test_a_connect_string_without_a_cluster_is_reported_with_the_next_command(
     line = found["command"]
     for capitals, known in words.items():
         line = line.replace(capitals, known)
-    run_as_printed(line)
+    run_printed_command(line)
     auth = f"?auth={words['FILE']}" if "FILE" in words else ""
-    names = {each["name"] for each in doctor(*remote_options(connect + auth))}
+    names = {each["name"] for each in run_doctor(*remote_options(connect + auth))}
     assert "no-server" in names
     assert name not in names

@@ -5,19 +5,19 @@ import sys
 
 import pytest
 
-from tests.fault.load import ROOT
-from tests.patience import HANG_S
+from tests.fault.load import PROJECT_ROOT
+from tests.time_limits import TEST_TIMEOUT_S
 
 pytestmark = pytest.mark.fault
 
 
 def run(name: str, *options: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, str(ROOT / "examples" / f"{name}.py"), *options],
+        [sys.executable, str(PROJECT_ROOT / "examples" / f"{name}.py"), *options],
         capture_output=True,
         text=True,
         check=False,
-        timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
     )
 
 

@@ -6,8 +6,8 @@ from concurrent.futures import Future
 
 import pytest
 
-from tests.fault.load import ROOT, four_writers
-from tests.patience import HANG_S
+from tests.fault.load import PROJECT_ROOT, four_writers
+from tests.time_limits import TEST_TIMEOUT_S
 
 pytestmark = pytest.mark.fault
 
@@ -16,13 +16,13 @@ pytestmark = pytest.mark.fault
 def test_four_writers_agree_with_the_log(tmp_path):
     done = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "examples" / "four_writers.py")),
+            *(sys.executable, str(PROJECT_ROOT / "examples" / "four_writers.py")),
             *("--transactions", "3000", "--directory", str(tmp_path)),
         ],
         capture_output=True,
         text=True,
         check=False,
-        timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "four writers: OK"

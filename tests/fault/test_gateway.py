@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.fault.load import ROOT
-from tests.gateway_process import gateway
-from tests.patience import HANG_S
+from tests.fault.load import PROJECT_ROOT
+from tests.gateway_process import run_gateway
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.local import running_cluster
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ COUNT = 300
 def test_a_node_client_loses_and_duplicates_nothing_while_processes_are_killed(tmp_path: Path):
     with (
         running_cluster(tmp_path, storage_count=3, server_count=2) as cluster,
-        gateway(cluster.connect) as first,
-        gateway(cluster.connect) as second,
+        run_gateway(cluster.connect) as first,
+        run_gateway(cluster.connect) as second,
     ):
 
         def restart_server(name: str) -> None:
@@ -43,7 +43,7 @@ def test_a_node_client_loses_and_duplicates_nothing_while_processes_are_killed(t
             "appended 150": lambda: restart_server("storage-1"),
             "appended 200": lambda: restart_server("server-2"),
         }
-        program = str(ROOT / "examples" / "gateway_client.mjs")
+        program = str(PROJECT_ROOT / "examples" / "gateway_client.mjs")
         words = ["node", program, f"{first.url},{second.url}", str(COUNT)]
         with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
             lines = []
@@ -52,7 +52,7 @@ def test_a_node_client_loses_and_duplicates_nothing_while_processes_are_killed(t
                 for line in process.stdout:
                     lines.append(line.strip())
                     faults.pop(lines[-1], lambda: None)()
-            assert process.wait(HANG_S) == 0, lines
+            assert process.wait(TEST_TIMEOUT_S) == 0, lines
         assert lines[-2:] == [
             "lost 0, duplicated 0",
             f"gateway client: OK, {COUNT} transactions",

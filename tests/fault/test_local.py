@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.fault.load import wait_until, waltz_command
-from tests.patience import HANG_S, PATIENT, slowness
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S, machine_slowdown
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
 from waltz_core.local import LocalCluster, Member, cluster, ports
@@ -38,7 +38,7 @@ def local(directory: Path, subcommand: str, *words: str) -> subprocess.Completed
         capture_output=True,
         text=True,
         check=False,
-        timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
     )
 
 
@@ -111,14 +111,14 @@ def test_cycles_of_up_and_kill_leave_nothing_and_lose_nothing(directory: Path):
     written: list[tuple[int, bytes]] = []
     for cycle in range(CYCLES):
         connect = up(directory, *THREE_STORAGES)
-        with WaltzClient(connect, PATIENT) as client:
+        with WaltzClient(connect, PATIENT_CLIENT) as client:
             for number in range(20):
                 data = f"{cycle}.{number}".encode()
-                written.append((client.append(data, partition=0).result(HANG_S), data))
+                written.append((client.append(data, partition=0).result(TEST_TIMEOUT_S), data))
         ports = kill_everything(directory)
         wait_until("no process left", lambda: pids_at(directory) == [])
         wait_until("ports free", lambda: all(is_free(port, LOOPBACK) for port in ports))  # noqa: B023
-    with WaltzClient(up(directory, *THREE_STORAGES), PATIENT) as client:
+    with WaltzClient(up(directory, *THREE_STORAGES), PATIENT_CLIENT) as client:
         assert client.high_water_mark(0, linearizable=True) == len(written) - 1
         records = b"".join(
             bytes(chunk.records) for chunk in client.read_range(0, 0, len(written) - 1)
@@ -138,7 +138,7 @@ def test_up_starts_only_missing_processes_and_down_stops_only_those_that_up_star
             second = local(directory, "up", *ONE_STORAGE)
         finally:
             first.send_signal(signal.SIGCONT)
-        out, error_text = first.communicate(timeout=HANG_S)
+        out, error_text = first.communicate(timeout=TEST_TIMEOUT_S)
     assert first.returncode == 0, error_text
     assert "another command is starting or stopping the cluster" in refused(second)
     connect = out.strip()
@@ -212,7 +212,7 @@ def test_clusters_that_start_concurrently_get_different_ports(tmp_path: Path):
         for each in places
     ]
     try:
-        ended = [(each.communicate(timeout=HANG_S), each.returncode) for each in starts]
+        ended = [(each.communicate(timeout=TEST_TIMEOUT_S), each.returncode) for each in starts]
         assert [code for _, code in ended] == [0, 0], ended
         ports = [LocalCluster(each)._load_state().ports for each in places]
         assert len(set().union(*ports)) == sum(map(len, ports))
@@ -278,7 +278,7 @@ def test_the_zookeeper_command_names_a_port_in_use(tmp_path: Path):
             capture_output=True,
             text=True,
             check=False,
-            timeout=HANG_S,
+            timeout=TEST_TIMEOUT_S,
         )
     assert refused(done).endswith(f"another program uses port {port} of ZooKeeper")
 
@@ -295,10 +295,10 @@ def test_up_waits_for_every_server(directory: Path):
         lines: list[str] = []
         late = f"not registered in ZooKeeper yet: 127.0.0.1:{slow.member('server-2').port}"
         with pytest.raises(Unreachable, match=late):
-            slow.up(timeout_s=8 * slowness(), show_line=lines.append)
+            slow.up(timeout_s=8 * machine_slowdown(), show_line=lines.append)
         assert any(re.search(f"waiting for .*{late}", line) for line in lines)
         slow.kill("server-2", signal.SIGCONT)
-        with WaltzClient(slow.up(), PATIENT) as client:
+        with WaltzClient(slow.up(), PATIENT_CLIENT) as client:
             owners = {address for address, _ in client.layout().owners.values()}
         assert owners == {f"127.0.0.1:{slow.member(f'server-{each}').port}" for each in (1, 2)}
 
@@ -331,7 +331,7 @@ def test_an_embedded_cluster_ends_with_its_parent(tmp_path: Path):
         children = [pid for pid in pids_at(where) if pid != parent.pid]
         assert len(children) >= 3
         parent.kill()
-        parent.wait(HANG_S)
+        parent.wait(TEST_TIMEOUT_S)
         wait_until("no child left", lambda: pids_at(where) == [])
 
 
@@ -344,8 +344,8 @@ def test_an_embedded_cluster_listens_at_its_address_and_leaves_nothing_behind(
         assert connect.startswith(f"{host}:")
         (directory,) = tmp_path.iterdir()
         made = LocalCluster(directory)
-        with WaltzClient(connect, PATIENT) as client:
-            assert client.append(b"x", partition=0).result(HANG_S) == 0
+        with WaltzClient(connect, PATIENT_CLIENT) as client:
+            assert client.append(b"x", partition=0).result(TEST_TIMEOUT_S) == 0
             assert {each.rpartition(":")[0] for each in client.replicas(0).replicas} == {host}
         for member in made.members:
             assert not is_free(member.port, host)

@@ -16,8 +16,8 @@ from kazoo.client import KazooClient
 
 from tests.commands import run_command
 from tests.crash import layout
-from tests.fault.load import are_all_engaged, differing_segments, wait_until
-from tests.patience import HANG_S, PATIENT
+from tests.fault.load import are_all_replicas_engaged, differing_segments, wait_until
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 
@@ -72,7 +72,7 @@ class OldCluster:
         self.root = f"/{root}"
         self.node = f"{self.root}/store/partition/0"
         self.zookeeper = KazooClient(hosts)
-        self.zookeeper.start(timeout=HANG_S)
+        self.zookeeper.start(timeout=TEST_TIMEOUT_S)
         store, _ = self.zookeeper.get(f"{self.root}/store")
         self.key = store[1:17]
 
@@ -174,7 +174,7 @@ def log_of(client: WaltzClient, partition: int = 0) -> list[bytes]:
 
 def append(client: WaltzClient, count: int, partition: int = 0) -> None:
     for each in [client.append(b"ours %d" % at, partition=partition) for at in range(count)]:
-        each.result(timeout=HANG_S)
+        each.result(timeout=TEST_TIMEOUT_S)
 
 
 def verifies(directory: Path) -> bool:
@@ -186,7 +186,7 @@ def refused_0_13_server(cluster: LocalCluster, name: str) -> str:
     text = b"Waltz Storage Client"
     payload = struct.pack(">ihi", 1, 0, len(text)) + text
     member = cluster.member(name)
-    with socket.create_connection((cluster.host, member.port), timeout=HANG_S) as link:
+    with socket.create_connection((cluster.host, member.port), timeout=TEST_TIMEOUT_S) as link:
         link.sendall(b"H" + struct.pack(">hi", 0, len(payload)) + payload)
         while link.recv(4096):  # its own hello, and then the end
             pass
@@ -214,7 +214,7 @@ def test_a_0_13_cluster_is_migrated_and_migrated_back(
 
     # Take over: the same directories, the same root.
     cluster.up()
-    with WaltzClient(cluster.connect, PATIENT) as client:
+    with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         kept = log_of(client)
         assert len(kept) >= 1_480, "a quorum of 0.13's storages had these"
         assert kept == log[: len(kept)]
@@ -224,7 +224,7 @@ def test_a_0_13_cluster_is_migrated_and_migrated_back(
         assert log[: len(kept)] == kept
         assert len(log) == len(kept) + 30
         other = log_of(client, 1)
-        wait_until("all replicas are engaged", lambda: are_all_engaged(cluster))
+        wait_until("all replicas are engaged", lambda: are_all_replicas_engaged(cluster))
     line = refused_0_13_server(cluster, STORAGES[0])
     assert "this side supports [1, 2, 3, 4]" in line
     assert "supports [0]" in line
@@ -246,10 +246,10 @@ def test_a_0_13_cluster_is_migrated_and_migrated_back(
 
     # And forward again.
     cluster.up()
-    with WaltzClient(cluster.connect, PATIENT) as client:
+    with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         assert log_of(client) == log + more
         append(client, 3)
-        wait_until("all replicas are engaged", lambda: are_all_engaged(cluster))
+        wait_until("all replicas are engaged", lambda: are_all_replicas_engaged(cluster))
         log = log_of(client)
     cluster.down(keep_zookeeper=True)
     assert differing_segments(cluster) == []
@@ -266,9 +266,9 @@ def test_replicas_that_0_13_left_unequal_keep_what_was_acknowledged(
     old.write(log, [1_499] * 3, [(7, 1_399), (7, 1_399), (7, 1_099)])
     old.leave_nodes(Metadata(3, 7, dict.fromkeys(old.addresses, (7, UNRESOLVED))))
     cluster.up()
-    with WaltzClient(cluster.connect, PATIENT) as client:
+    with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         assert log_of(client) == log
-        wait_until("all replicas are engaged", lambda: are_all_engaged(cluster))
+        wait_until("all replicas are engaged", lambda: are_all_replicas_engaged(cluster))
     cluster.down(keep_zookeeper=True)
     assert differing_segments(cluster) == []
     batches = [

@@ -11,9 +11,9 @@ import pytest
 
 from tests.fault.conftest import SESSION_MS
 from tests.integration.test_original_clients import Counters
-from tests.loops import until
+from tests.loops import poll_until
 from tests.original_client import OriginalClient, Req
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import BYTES, AsyncCallbacks, AsyncWaltzClient, lock, transactional
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
@@ -152,27 +152,27 @@ def test_counters_have_the_right_sum_although_owners_are_killed(cluster: LocalCl
                 by_us = tasks.create_task(count_up_ours(is_over, client, ours.counters))
                 for round_number in (1, 2):
                     mark = len(ours.counters.applied)
-                    await until(lambda mark=mark: len(ours.counters.applied) >= mark + 60)
+                    await poll_until(lambda mark=mark: len(ours.counters.applied) >= mark + 60)
                     owner = scenario.owner
                     assert owner is not None
                     await asyncio.to_thread(cluster.kill, members[owner])
-                    await until(lambda owner=owner: scenario.owner not in (owner, None))
+                    await poll_until(lambda owner=owner: scenario.owner not in (owner, None))
                     if round_number == 1:
                         await asyncio.to_thread(cluster.start, members[owner])
-                        await until(lambda: len(scenario.endpoints) == 2)
+                        await poll_until(lambda: len(scenario.endpoints) == 2)
                 mark = len(ours.counters.applied)
-                await until(lambda: len(ours.counters.applied) >= mark + 60)
+                await poll_until(lambda: len(ours.counters.applied) >= mark + 60)
                 is_over.set()
             total = by_us.result() + sum(
                 sum(each.outcomes.values()) for each, _ in scenario.clients
             )
             for counters in (ours.counters, *(each for _, each in scenario.clients)):
-                await until(lambda counters=counters: sum(counters.values.values()) == total)
+                await poll_until(lambda counters=counters: sum(counters.values.values()) == total)
                 assert counters.applied == ours.counters.applied
             check_outcomes(scenario, await log_of(client))
 
     async def within() -> None:
-        async with asyncio.timeout(HANG_S):
+        async with asyncio.timeout(TEST_TIMEOUT_S):
             await main()
 
     net.run(within())

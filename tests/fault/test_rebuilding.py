@@ -16,17 +16,23 @@ import pytest
 
 from tests.commands import run_command
 from tests.fault.cluster_commands import (
+    assigned_replicas,
     check_replicas_equal,
     finish_command,
     member_address,
-    replicas,
-    run_checked,
     run_failing,
+    run_successful,
     start_command,
 )
 from tests.fault.conftest import SESSION_MS
-from tests.fault.load import Scenario, are_all_engaged, stopped_process, wait_until, zookeeper_mode
-from tests.patience import PATIENT
+from tests.fault.load import (
+    Scenario,
+    are_all_replicas_engaged,
+    paused_process,
+    wait_until,
+    zookeeper_mode,
+)
+from tests.time_limits import PATIENT_CLIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import Member, running_cluster
 from waltz_core.local.ports import is_free
@@ -104,8 +110,8 @@ def test_an_empty_zookeeper_is_rebuilt_from_the_storages(scenario: Scenario):
         load.await_commits()
         assert load.client_id > last_client_id
     check_replicas_equal(scenario)
-    scenario.check_agrees()
-    scenario.check_rows()
+    scenario.check_outcomes_against_log()
+    scenario.check_replicas_equal()
     assert "there is nothing to rebuild" in run_failing(cluster, *rebuild)
 
 
@@ -118,8 +124,8 @@ def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, t
     lying, absent = cluster.member("storage-3"), cluster.member("storage-1")
     with scenario.load() as load:
         load.await_commits()
-    wait_until("all replicas are engaged", lambda: are_all_engaged(cluster))
-    with stopped_process(cluster, lying.name):
+    wait_until("all replicas are engaged", lambda: are_all_replicas_engaged(cluster))
+    with paused_process(cluster, lying.name):
         shutil.copytree(cluster.directory / lying.name, tmp_path / "synced")
     with scenario.load() as load:
         load.await_commits()
@@ -143,8 +149,8 @@ def test_a_storage_with_a_lying_disk_does_not_decide_alone(scenario: Scenario, t
     with scenario.load() as load:
         load.await_commits()
     check_replicas_equal(scenario)
-    scenario.check_agrees()
-    scenario.check_rows()
+    scenario.check_outcomes_against_log()
+    scenario.check_replicas_equal()
 
 
 def unknown_replicas(scenario: Scenario, member: Member) -> set[str]:
@@ -178,7 +184,7 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenari
     ports = [cluster.member(name).admin_port for name in STORAGES]
     wait_until("all answer", lambda: not any(is_free(port, cluster.host) for port in ports))
     wait_until("no partition is open", lambda: not_passed(scenario))
-    shown = run_checked(cluster, "accept-replicas", "0")
+    shown = run_successful(cluster, "accept-replicas", "0")
     assert all(each["is_suspect"] for each in shown["replicas"].values())
     assert not_passed(scenario), "showing has changed something"
     # Killed between ZooKeeper and the replica, the command has let nothing in, and can be repeated.
@@ -187,12 +193,12 @@ def test_replicas_that_are_all_suspect_are_accepted_by_command(scenario: Scenari
     assert killed.returncode == -signal.SIGKILL
     assert not_passed(scenario), "a command that did not finish has opened the partition"
     for partition in range(cluster.partition_count):
-        result = run_checked(cluster, "accept-replicas", str(partition), "--yes")
+        result = run_successful(cluster, "accept-replicas", str(partition), "--yes")
         assert result["chosen"] in result["replicas"]
     with scenario.load() as load:
         load.await_commits()
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def not_passed(scenario: Scenario) -> bool:
@@ -211,31 +217,31 @@ def not_passed(scenario: Scenario) -> bool:
 def test_the_last_disk_is_accepted_and_an_empty_one_replaces_a_lost_one(scenario: Scenario):
     cluster = scenario.cluster
     last, lost, other = (member_address(cluster, name) for name in STORAGES)
-    with WaltzClient(cluster.connect, PATIENT) as client:
+    with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         marks = client.high_water_marks()
     for name in STORAGES[1:]:
         cluster.kill(name)
         shutil.rmtree(cluster.directory / name)
-    shown = run_checked(cluster, "accept-replicas", "0")
+    shown = run_successful(cluster, "accept-replicas", "0")
     assert shown["accepted"] is False
     assert shown["chosen"] == last
     assert set(shown["unanswered"]) == {lost, other}
     assert shown["replicas"][last]["synced_max"] == marks[0]
-    assert replicas(cluster)[0] == {last, lost, other}
+    assert assigned_replicas(cluster)[0] == {last, lost, other}
     partitions = range(cluster.partition_count)
     for partition in partitions:
-        run_checked(cluster, "accept-replicas", str(partition), "--yes")
-    assert replicas(cluster) == {each: {last} for each in partitions}
+        run_successful(cluster, "accept-replicas", str(partition), "--yes")
+    assert assigned_replicas(cluster) == {each: {last} for each in partitions}
     with scenario.load() as load:
         load.await_commits()
         replace = ("replace-storage", lost, lost)
         waited = run_failing(cluster, *replace, "--timeout-s", "2")
         assert f"an empty storage at {lost} to start; it then gets" in waited
         cluster.start("storage-2")
-        run_checked(cluster, *replace)
-        run_checked(cluster, "remove-storage", other)
-        run_checked(cluster, "auto-assign", "--replicas", "2")
+        run_successful(cluster, *replace)
+        run_successful(cluster, "remove-storage", other)
+        run_successful(cluster, "auto-assign", "--replicas", "2")
         load.await_commits()
-    assert replicas(cluster) == {each: {last, lost} for each in partitions}
+    assert assigned_replicas(cluster) == {each: {last, lost} for each in partitions}
     check_replicas_equal(scenario)
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()

@@ -13,15 +13,15 @@ from tests.commands import run_command
 from tests.fault.load import wait_until, zookeeper_mode
 from tests.integration.archiving import (
     STORAGES,
-    Archive,
-    Listed,
-    append,
+    ClusterArchive,
+    ListedFiles,
+    append_rows,
     archiving_cluster,
-    oldest_segment,
-    read_all,
-    recorded_in,
+    check_reads_of_all,
+    oldest_segment_first_id,
+    read_archived_mark,
 )
-from tests.patience import PATIENT
+from tests.time_limits import PATIENT_CLIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 
@@ -30,29 +30,31 @@ HIDDEN: Final = "hidden"
 
 
 @pytest.fixture
-def archive(tmp_path: Path) -> Archive:
-    return Archive(f"file://{tmp_path}/archive")
+def archive(tmp_path: Path) -> ClusterArchive:
+    return ClusterArchive(f"file://{tmp_path}/archive")
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, archive: Archive) -> Iterator[LocalCluster]:
+def cluster(tmp_path: Path, archive: ClusterArchive) -> Iterator[LocalCluster]:
     with archiving_cluster(tmp_path, archive.store.url) as made:
         yield made
 
 
-def append_and_archive(cluster: LocalCluster, archive: Archive, written: list[bytes]) -> None:
-    with WaltzClient(cluster.connect, PATIENT) as client:
+def append_and_archive(
+    cluster: LocalCluster, archive: ClusterArchive, written: list[bytes]
+) -> None:
+    with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         client.mount()
-        append(client, written)
+        append_rows(client, written)
     wait_until("all is archived", lambda: recorded_last(cluster) == len(written) - 1)
 
 
 def recorded_last(cluster: LocalCluster) -> int:
-    mark = recorded_in(cluster)
+    mark = read_archived_mark(cluster)
     return -1 if mark is None else mark.last
 
 
-def remove_segments(cluster: LocalCluster, archive: Archive, written: list[bytes]) -> None:
+def remove_segments(cluster: LocalCluster, archive: ClusterArchive, written: list[bytes]) -> None:
     """Append until each storage has removed segments: a session that begins confirms a mark."""
     for storage in STORAGES:
         append_and_archive(cluster, archive, written)
@@ -61,7 +63,7 @@ def remove_segments(cluster: LocalCluster, archive: Archive, written: list[bytes
     append_and_archive(cluster, archive, written)
     wait_until(
         "all storages have removed segments",
-        lambda: all(oldest_segment(cluster, each) > 0 for each in STORAGES),
+        lambda: all(oldest_segment_first_id(cluster, each) > 0 for each in STORAGES),
     )
 
 
@@ -87,11 +89,11 @@ def rebuild(cluster: LocalCluster, *options: str) -> tuple[int, dict[str, Any] |
 
 @pytest.mark.slow
 def test_removed_transactions_are_found_in_the_archive_again(
-    cluster: LocalCluster, archive: Archive, tmp_path: Path
+    cluster: LocalCluster, archive: ClusterArchive, tmp_path: Path
 ) -> None:
     written: list[bytes] = []
     remove_segments(cluster, archive, written)
-    before = recorded_in(cluster)
+    before = read_archived_mark(cluster)
     assert before is not None
     lose_zookeeper(cluster)
     assert rebuild(cluster, "--only-znodes")[0] == 0
@@ -109,25 +111,27 @@ def test_removed_transactions_are_found_in_the_archive_again(
     )
     assert refused.returncode == 1
     assert "partition 0: the log of " in refused.stderr
-    assert recorded_in(cluster) is None
+    assert read_archived_mark(cluster) is None
 
     cluster.start("server-1")
     code, result, messages = rebuild(cluster)
     assert (code, result is None) == (0, False), messages
     assert result is not None
     assert f"of which the archive has 0..{before.last}" in " ".join(result["steps"])
-    recorded = recorded_in(cluster)
+    recorded = read_archived_mark(cluster)
     assert recorded is not None
     assert (recorded.last, recorded.chain) == (before.last, before.chain)
     assert recorded.manifest == before.manifest
     assert recorded.stamp_ms == before.stamp_ms
-    read_all(cluster, written)
+    check_reads_of_all(cluster, written)
 
     check_empty_replica(cluster, archive, written)
     check_collection(cluster, archive, written)
 
 
-def check_empty_replica(cluster: LocalCluster, archive: Archive, written: list[bytes]) -> None:
+def check_empty_replica(
+    cluster: LocalCluster, archive: ClusterArchive, written: list[bytes]
+) -> None:
     """A replica that is emptied begins at the archived mark, and the archiver continues."""
     cluster.kill(STORAGES[2])
     shutil.rmtree(cluster.directory / STORAGES[2])
@@ -136,26 +140,26 @@ def check_empty_replica(cluster: LocalCluster, archive: Archive, written: list[b
     cluster.start(STORAGES[2])
     replaced = run_command("cluster", "replace-storage", lost, lost, "--connect", cluster.connect)
     assert replaced.returncode == 0, replaced
-    assert oldest_segment(cluster, STORAGES[2]) > 0
+    assert oldest_segment_first_id(cluster, STORAGES[2]) > 0
     append_and_archive(cluster, archive, written)
-    read_all(cluster, written)
+    check_reads_of_all(cluster, written)
 
 
-def check_collection(cluster: LocalCluster, archive: Archive, written: list[bytes]) -> None:
+def check_collection(cluster: LocalCluster, archive: ClusterArchive, written: list[bytes]) -> None:
     """The new owner collects the garbage of the earlier sessions, and nothing that is listed."""
 
     def is_collected() -> bool:
         logs = [cluster.log_path(each).read_text(errors="replace") for each in STORAGES]
-        mark = recorded_in(cluster)
+        mark = read_archived_mark(cluster)
         assert mark is not None
         return (
             any("storage.garbage_collected" in each for each in logs)
-            or not Listed(archive, mark).garbage_objects
+            or not ListedFiles(archive, mark).garbage_objects
         )
 
     wait_until("garbage is collected", is_collected)
-    mark = recorded_in(cluster)
+    mark = read_archived_mark(cluster)
     assert mark is not None
-    assert archive.datas_of(Listed(archive, mark).objects) == written
+    assert archive.payloads_of(ListedFiles(archive, mark).objects) == written
     logs = "".join(cluster.log_path(each).read_text(errors="replace") for each in STORAGES)
     assert "collection_failed" not in logs

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.commands import run_command
-from tests.fault.load import are_all_engaged, owners, wait_until
-from tests.patience import HANG_S, PATIENT
+from tests.fault.load import are_all_replicas_engaged, owner_addresses, wait_until
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import Callbacks, Transaction, WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import OutcomeUnknown, PermissionDenied, TlsFailed, Unavailable, WaltzError
@@ -105,10 +105,10 @@ class Journal:
         )
         assert self.failures == []
 
-    def check_agrees(self, connect: str) -> None:
+    def check_outcomes_against_log(self, connect: str) -> None:
         """No acknowledged append is lost, none is twice in the log, and the feed has no gap."""
         assert self.failures == []
-        with WaltzClient(connect, PATIENT) as client:
+        with WaltzClient(connect, PATIENT_CLIENT) as client:
             log = {each: read_all(client, each) for each in range(PARTITIONS)}
         rows = [row for each in log.values() for _, row in each]
         assert len(rows) == len(set(rows))
@@ -145,7 +145,7 @@ class Application:
 
     def __init__(self, connect: str, journal: Journal) -> None:
         self._journal = journal
-        self._client = WaltzClient(connect, PATIENT)
+        self._client = WaltzClient(connect, PATIENT_CLIENT)
         self._client.subscribe(Feed(journal))
         self._is_stopping = threading.Event()
         self._threads = [
@@ -183,7 +183,7 @@ class Application:
         """Keep the ID of a row; it is repeated until it has one."""
         while True:
             try:
-                number = future.result(HANG_S)
+                number = future.result(TEST_TIMEOUT_S)
             except OutcomeUnknown as error:
                 self._journal.repeated.append(error)
                 found = [each for each, data in read_all(self._client, partition) if data == row]
@@ -217,8 +217,8 @@ def restart_daemons(cluster: LocalCluster, settings: dict[str, object], journal:
             continue
         cluster.kill(member.name, signal.SIGTERM)
         cluster.start(member.name)
-        wait_until("both servers own", lambda: len(owners(cluster) - {None}) == 2)
-        wait_until("every replica engaged", lambda: are_all_engaged(cluster))
+        wait_until("both servers own", lambda: len(owner_addresses(cluster) - {None}) == 2)
+        wait_until("every replica engaged", lambda: are_all_replicas_engaged(cluster))
         journal.await_progress()
 
 
@@ -252,7 +252,7 @@ def check_unauthorized(cluster: LocalCluster, authorities: Path) -> None:
         # A busy machine had not connected by then: the next client has more time.
     assert isinstance(caught.value, TlsFailed)
     with (
-        WaltzClient(f"{place}?tls={authorities}", PATIENT) as client,
+        WaltzClient(f"{place}?tls={authorities}", PATIENT_CLIENT) as client,
         pytest.raises(PermissionDenied, match="anonymous has no grant"),
     ):
         client.high_water_mark(0)
@@ -296,5 +296,5 @@ def test_an_open_cluster_is_protected_by_ten_commands_without_a_failed_append(
         journal.await_progress()
     assert len(page.commands) == 10
     page.check_is_finished()
-    journal.check_agrees(connect)
+    journal.check_outcomes_against_log(connect)
     assert "network.insecure" not in logs(cluster)

@@ -5,18 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.child import Child
-from tests.fault.gate import Gate
+from tests.fault.child import ChildProcess
 from tests.fault.load import wait_until, waltz_command
+from tests.fault.port_proxy import PortProxy
 from tests.ports import free_port
 from waltz_core.config import render_toml
 from waltz_core.local import LocalCluster
 
 
-class Daemon(Child):
+class Daemon(ChildProcess):
     """A server or a storage of its own, whose ZooKeeper is behind a gate."""
 
-    def __init__(self, cluster: LocalCluster, folder: Path, kind: str, gate: Gate) -> None:
+    def __init__(self, cluster: LocalCluster, folder: Path, kind: str, gate: PortProxy) -> None:
         (zookeeper,) = cluster.zookeepers
         values: dict[str, object] = {
             "connect": cluster.connect.replace(f":{zookeeper.port}", f":{gate.port}"),
@@ -58,7 +58,7 @@ def test_a_start_waits_for_a_zookeeper_that_does_not_answer(
     cluster: LocalCluster, tmp_path: Path, kind: str, answers: int
 ):
     (zookeeper,) = cluster.zookeepers
-    with Gate(lambda: zookeeper.port) as gate:
+    with PortProxy(lambda: zookeeper.port) as gate:
         gate.stall(after_answers=answers)
         daemon = Daemon(cluster, tmp_path, kind, gate)
         try:

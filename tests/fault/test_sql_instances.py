@@ -17,10 +17,10 @@ import pytest
 import sqlalchemy as sa
 
 from tests import postgres
-from tests.fault.child import Child
-from tests.fault.load import ROOT, wait_until
-from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, engine_of
-from tests.patience import HANG_S, PATIENT
+from tests.fault.child import ChildProcess
+from tests.fault.load import PROJECT_ROOT, wait_until
+from tests.fault.sql_instance import ENTRIES, METADATA, SUMS, create_engine
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from tests.unit.client.test_sql import transaction
 from waltz_core import local
 from waltz_core.client import PoisonPolicy, RangeForm, Transaction, WaltzClient
@@ -59,25 +59,25 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if request.param == "sqlite":
         return Place(f"sqlite:///{tmp_path / 'sums.db'}", None)
-    server: postgres.Postgres = request.getfixturevalue("postgres")
+    server: postgres.PostgresServer = request.getfixturevalue("postgres")
     return Place(server.create(), request.param)
 
 
 @pytest.fixture
 def engine(place: Place) -> Iterator[sa.Engine]:
-    made = engine_of(place.url, place.isolation)
+    made = create_engine(place.url, place.isolation)
     METADATA.create_all(made)
     yield made
     made.dispose()
 
 
-class Instance(Child):
+class Instance(ChildProcess):
     """One of the processes."""
 
     def __init__(
         self, connect: str, place: Place, name: str, directory: Path, *, together: bool = False
     ) -> None:
-        command = [sys.executable, str(ROOT / "tests" / "fault" / "sql_instance.py")]
+        command = [sys.executable, str(PROJECT_ROOT / "tests" / "fault" / "sql_instance.py")]
         command += ["--connect", connect, "--database", place.url, "--name", name]
         if place.isolation is not None:
             command += ["--isolation", place.isolation]
@@ -108,7 +108,7 @@ class Log:
 
     def write_until(self, what: str, condition: Callable[[], object]) -> None:
         """Write until a condition holds."""
-        deadline = time.monotonic() + HANG_S
+        deadline = time.monotonic() + TEST_TIMEOUT_S
         while not condition():
             assert time.monotonic() < deadline, f"not in time: {what}"
             if sum(self.marks().values()) - sum(applied(self._engine).values()) > LAG_MAX:
@@ -170,7 +170,7 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
         name = f"instance {number}"
         return Instance(cluster, place, name, tmp_path, together=number % 2 == 0)
 
-    with WaltzClient(cluster, PATIENT) as client:
+    with WaltzClient(cluster, PATIENT_CLIENT) as client:
         with engine.begin() as connection:
             rows = [{"partition_id": each, "total": 0} for each in range(client.partition_count)]
             connection.execute(SUMS.insert(), rows)
@@ -199,9 +199,9 @@ def test_each_transaction_is_applied_once_though_instances_are_killed(
 
 @pytest.mark.slow
 def test_a_view_waits_for_a_database_that_has_died(cluster: str, tmp_path: Path) -> None:
-    with postgres.running() as server, WaltzClient(cluster, PATIENT) as client:
+    with postgres.run_postgres() as server, WaltzClient(cluster, PATIENT_CLIENT) as client:
         place = Place(server.create(), "READ COMMITTED")
-        engine = engine_of(place.url, place.isolation)
+        engine = create_engine(place.url, place.isolation)
         METADATA.create_all(engine)
         with engine.begin() as connection:
             rows = [{"partition_id": each, "total": 0} for each in range(client.partition_count)]
@@ -248,8 +248,10 @@ class InsertsExistingKey(SqlCallbacks):
             connection.execute(SUMS.insert().values(partition_id=0, total=0))
 
 
-def test_a_caught_postgresql_error_does_not_move_the_mark(postgres: postgres.Postgres) -> None:
-    engine = engine_of(postgres.create(), "READ COMMITTED")
+def test_a_caught_postgresql_error_does_not_move_the_mark(
+    postgres: postgres.PostgresServer,
+) -> None:
+    engine = create_engine(postgres.create(), "READ COMMITTED")
     METADATA.create_all(engine)
     with engine.begin() as connection:
         connection.execute(SUMS.insert().values(partition_id=0, total=0))
@@ -261,9 +263,9 @@ def test_a_caught_postgresql_error_does_not_move_the_mark(postgres: postgres.Pos
     engine.dispose()
 
 
-def test_a_view_finds_the_new_primary(postgres: postgres.Postgres) -> None:
+def test_a_view_finds_the_new_primary(postgres: postgres.PostgresServer) -> None:
     url = postgres.create()
-    engine = engine_of(url, "READ COMMITTED")
+    engine = create_engine(url, "READ COMMITTED")
     METADATA.create_all(engine)
     callbacks = InsertsExistingKey(engine)
     assert callbacks.client_high_water_mark(0) == -1
@@ -287,13 +289,13 @@ def test_a_view_finds_the_new_primary(postgres: postgres.Postgres) -> None:
     engine.dispose()
 
 
-def test_the_statement_of_the_client_page_adds_arrays(postgres: postgres.Postgres) -> None:
-    page = (ROOT / "docs/client.md").read_text(encoding="utf-8")
+def test_the_statement_of_the_client_page_adds_arrays(postgres: postgres.PostgresServer) -> None:
+    page = (PROJECT_ROOT / "docs/client.md").read_text(encoding="utf-8")
     (statement,) = re.findall(r"^```sql\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     metadata = sa.MetaData()
     account = sa.Column("account", sa.Integer, primary_key=True, autoincrement=False)
     totals = sa.Table("totals", metadata, account, sa.Column("amount", sa.Integer, nullable=False))
-    engine = engine_of(postgres.create(), "READ COMMITTED")
+    engine = create_engine(postgres.create(), "READ COMMITTED")
     metadata.create_all(engine)
     with engine.begin() as connection:
         connection.execute(totals.insert(), [{"account": each, "amount": 10} for each in (1, 2, 3)])

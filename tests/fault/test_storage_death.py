@@ -16,13 +16,13 @@ import pytest
 from tests.fault.cluster_commands import (
     check_replicas_equal,
     member_address,
-    run_checked,
     run_failing,
+    run_successful,
 )
-from tests.fault.doctor import await_findings, doctor, remote_options, run_as_printed
-from tests.fault.load import Scenario, owners, partitions, wait_until
+from tests.fault.doctor import await_findings, remote_options, run_doctor, run_printed_command
+from tests.fault.load import Scenario, owner_addresses, show_partitions, wait_until
 from tests.fault.stalled_member import stall_repeatedly
-from tests.patience import HANG_S, PATIENT
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import Unreachable
 from waltz_core.local import LocalCluster
@@ -38,8 +38,8 @@ def test_a_killed_storage_is_repaired_automatically(scenario: Scenario):
         load.await_commits()
         scenario.cluster.start("storage-1")
         load.await_commits()
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def test_appends_stop_without_a_quorum_and_resume_with_one(scenario: Scenario):
@@ -48,16 +48,16 @@ def test_appends_stop_without_a_quorum_and_resume_with_one(scenario: Scenario):
         load.await_commits()
         scenario.cluster.kill("storage-2")
         scenario.cluster.kill("storage-3")
-        with WaltzClient(scenario.cluster.connect, PATIENT) as client:
+        with WaltzClient(scenario.cluster.connect, PATIENT_CLIENT) as client:
             futures = [client.append(scenario.row(each), partition=each) for each in range(4)]
             assert not any(each.done() for each in futures)
             scenario.cluster.start("storage-2")
-            assert all(each.result(HANG_S) >= 0 for each in futures)
+            assert all(each.result(TEST_TIMEOUT_S) >= 0 for each in futures)
         load.await_commits()
         scenario.cluster.start("storage-3")
         load.await_commits()
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def test_the_log_continues_after_all_storages_are_killed_at_once(scenario: Scenario):
@@ -70,38 +70,39 @@ def test_the_log_continues_after_all_storages_are_killed_at_once(scenario: Scena
         for name in STORAGES:
             scenario.cluster.start(name)
         load.await_commits()
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def test_a_server_that_was_paused_too_long_commits_nothing(scenario: Scenario):
     sleeping = member_address(scenario.cluster, "server-2")
-    wait_until("both servers own some", lambda: len(owners(scenario.cluster)) == 2)
-    found = partitions(scenario.cluster).items()
+    wait_until("both servers own some", lambda: len(owner_addresses(scenario.cluster)) == 2)
+    found = show_partitions(scenario.cluster).items()
     moved = [number for number, each in found if each["server"] == sleeping]
     with scenario.load() as load:
         load.await_commits()
         scenario.cluster.kill("server-2", signal.SIGSTOP)
         try:
             wait_until(
-                "it has lost its partitions", lambda: sleeping not in owners(scenario.cluster)
+                "it has lost its partitions",
+                lambda: sleeping not in owner_addresses(scenario.cluster),
             )
             load.await_commits()
-            with WaltzClient(scenario.cluster.connect, PATIENT) as client:
+            with WaltzClient(scenario.cluster.connect, PATIENT_CLIENT) as client:
                 seen = {each: client.replicas(each, linearizable=True) for each in moved}
         finally:
             scenario.cluster.kill("server-2", signal.SIGCONT)
         load.await_commits()
     assert moved
-    with WaltzClient(scenario.cluster.connect, PATIENT) as client:
+    with WaltzClient(scenario.cluster.connect, PATIENT_CLIENT) as client:
         for each in moved:
             first = seen[each].high_water_mark + 1
             last = client.high_water_mark(each, linearizable=True)
             assert last >= first
             for chunk in client.read_range(each, first, last):
                 assert all(entry.session_id >= seen[each].session_id for entry in chunk.lineage)
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def slow_lines(cluster: LocalCluster, storage: str) -> list[str]:
@@ -119,7 +120,7 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
         wait_until("the log names it", lambda: slow_lines(cluster, storage))
 
         def is_found() -> bool:
-            found = doctor(*remote_options(cluster.connect))
+            found = run_doctor(*remote_options(cluster.connect))
             return ("storage-slow", storage) in {(each["name"], each["about"]) for each in found}
 
         wait_until("the doctor names it", is_found)
@@ -127,13 +128,13 @@ def test_the_doctor_and_the_log_name_a_storage_that_stalls(scenario: Scenario):
     others = [member_address(cluster, each) for each in ("storage-1", "storage-3")]
 
     def is_no_other_named() -> bool:
-        found = doctor(*remote_options(cluster.connect))
+        found = run_doctor(*remote_options(cluster.connect))
         return not any(each["about"] in others for each in found)
 
     # On a busy machine another one may not answer the doctor in time.
     wait_until("the doctor names no other", is_no_other_named)
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 # --- the directory of a partition, or of a storage, is deleted or replaced while it runs
@@ -159,7 +160,7 @@ def failed_page(cluster: LocalCluster, name: str, path: str) -> dict[str, object
     """Return the content of a page that reports an error."""
     page = f"http://127.0.0.1:{cluster.member(name).http_port}{path}"
     with pytest.raises(urllib.error.HTTPError) as found:
-        urllib.request.urlopen(page, timeout=HANG_S)
+        urllib.request.urlopen(page, timeout=TEST_TIMEOUT_S)
     with found.value as answer:
         assert answer.code == 503
         content: dict[str, object] = json.loads(answer.read())
@@ -191,13 +192,13 @@ def test_a_replica_stays_excluded_until_the_printed_re_seed(
         unready = failed_page(cluster, "storage-2", "/readyz")
         assert unready["reasons"] == [f"partition 1 is not open: {why_not['1']}"]
         load.await_commits()
-        output = run_as_printed(found["command"])
-        wait_until(f"nothing is wrong any more; {output}", lambda: not doctor(*elsewhere))
+        output = run_printed_command(found["command"])
+        wait_until(f"nothing is wrong any more; {output}", lambda: not run_doctor(*elsewhere))
         load.await_commits()
     assert log.read_text(encoding="utf-8").count("storage.files_replaced") == before + 1
     shutil.rmtree(cluster.directory / "storage-2" / "moved", ignore_errors=True)
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 @pytest.mark.slow
@@ -218,10 +219,12 @@ def test_a_storage_ends_without_its_directory_and_an_empty_one_takes_its_place(s
         last = cluster.partition_count - 1
         assert f"at {storage} to start; it then gets replicas of partitions 0-{last}" in waited
         cluster.up()
-        assert "cluster add-replica" in run_checked(cluster, *words)["summary"]
-        run_checked(cluster, "add-replica", "all", storage)
+        assert "cluster add-replica" in run_successful(cluster, *words)["summary"]
+        run_successful(cluster, "add-replica", "all", storage)
         load.await_commits()
-    wait_until("nothing is wrong any more", lambda: not doctor(*remote_options(cluster.connect)))
+    wait_until(
+        "nothing is wrong any more", lambda: not run_doctor(*remote_options(cluster.connect))
+    )
     check_replicas_equal(scenario)
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from tests.commands import run_command
 from tests.fault.load import wait_until, zookeeper_mode
-from tests.patience import HANG_S, PATIENT
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import RangeForm, Transaction, WaltzClient, lock
 from waltz_core.client.api.sql import SqlCallbacks
 from waltz_core.cluster.coordinator import Coordinator
@@ -81,13 +81,13 @@ def append(client: WaltzClient, written: list[list[bytes]], rows: int) -> None:
         appended = client.append(
             row, partition=partition, write_locks=locks, client_high_water_mark=mark
         )
-        assert appended.result(HANG_S) == len(log)
+        assert appended.result(TEST_TIMEOUT_S) == len(log)
         log.append(row)
 
 
 def log_of(connect: str, partition: int) -> list[bytes]:
     """Return the payloads of a partition from 0 on: first those that only the archive has."""
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         last = client.high_water_mark(partition)
         return [
             bytes(each.data)
@@ -136,7 +136,7 @@ def apply_view(engine: sa.Engine, connect: str, logs: list[list[bytes]]) -> None
             query = sa.select(TALLIES).order_by(*TALLIES.c)
             return [tuple(row) for row in connection.execute(query)] == expected
 
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         client.subscribe(Tally(engine))
         wait_until("the view has all", is_complete)
 
@@ -181,7 +181,7 @@ def test_a_lost_cluster_is_restored_and_continues(
 ):
     written: list[list[bytes]] = [[] for _ in range(PARTITIONS)]
     connect, file = cluster.connect, str(tmp_path / "backup")
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         client.mount()
         append(client, written, ROWS)
         in_zookeeper(connect, write_once)
@@ -206,14 +206,14 @@ def test_a_lost_cluster_is_restored_and_continues(
     for name in (*STORAGES, "server-1"):
         cluster.start(name)
 
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         client.mount()
         assert client.client_id > old_client_id
         assert client.high_water_marks() == {0: ROWS // 2 - 1, 1: ROWS // 2 - 1, 2: -1}
         assert in_zookeeper(connect, repeat_write) == {"rows": 5}
         late = client.append(b"old", partition=0, write_locks=[LOCK], client_high_water_mark=5)
         with pytest.raises(LockFailed):
-            late.result(HANG_S)
+            late.result(TEST_TIMEOUT_S)
         append(client, kept, 40)
     for partition, log in enumerate(kept):
         check_log(connect, partition, log)
@@ -259,7 +259,7 @@ def check_again_from_the_restored_one(
         cluster.start(name)
     left = [kept[0][:51], [], []]
     run("archive", "verify", "--connect", connect, "--archive", archive)
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         client.mount()
         append(client, left, 20)
     for partition, log in enumerate(left):

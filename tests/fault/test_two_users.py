@@ -9,8 +9,8 @@ from kazoo.security import make_digest_acl_credential
 
 from tests.commands import run_command
 from tests.fault.doctor import await_findings, remote_options
-from tests.fault.load import Load, Scenario, are_all_engaged, owners, wait_until
-from tests.patience import HANG_S, PATIENT
+from tests.fault.load import Load, Scenario, are_all_replicas_engaged, owner_addresses, wait_until
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.client.stream.append_errors import TRANSIENT
 from waltz_core.local import LocalCluster
@@ -57,9 +57,9 @@ class Rolling:
         """Restart one process; return once all partitions have all replicas and commit."""
         self.cluster.kill(name, signal.SIGTERM)
         self.cluster.start(name)
-        wait_until("both servers own", lambda: len(owners(self.cluster) - {None}) == 2)
+        wait_until("both servers own", lambda: len(owner_addresses(self.cluster) - {None}) == 2)
         load.await_commits()
-        wait_until("every replica engaged", lambda: are_all_engaged(self.cluster))
+        wait_until("every replica engaged", lambda: are_all_replicas_engaged(self.cluster))
         load.await_commits()
 
     def check_no_process_was_denied(self) -> None:
@@ -76,13 +76,13 @@ class Rolling:
         """What each of the three users gets from clients, commands and the doctor."""
         members = f"{self.public}?auth={self.members_file}"
         administrators = f"{self.public}?auth={self.administrators_file}"
-        with WaltzClient(self.public, PATIENT) as client:
+        with WaltzClient(self.public, PATIENT_CLIENT) as client:
             assert min(client.high_water_marks().values()) >= 0
             # A server issues the client ID, so an append needs no user.
-            appended = client.append(b"row", partition=0).result(HANG_S)
+            appended = client.append(b"row", partition=0).result(TEST_TIMEOUT_S)
             (chunk,) = client.read_range(0, appended, appended)
             assert [row.data for row in chunk.rows()] == [b"row"]
-        with WaltzClient(administrators, PATIENT) as client:
+        with WaltzClient(administrators, PATIENT_CLIENT) as client:
             client.high_water_marks()
         await_findings([], *remote_options(members))
         await_findings([], *remote_options(administrators))
@@ -100,7 +100,7 @@ def check_no_append_failed(load: Load) -> None:
     A partition that moves, or whose storage ends, does not commit all rows in flight.
     """
     load.await_commits()
-    assert set(load.refusals) <= {each.name for each in TRANSIENT}
+    assert set(load.failure_reasons) <= {each.name for each in TRANSIENT}
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_one_user_becomes_two_while_clients_append(rolling: Rolling):
         rolling.restart("server-1", load)
         check_no_append_failed(load)
     rolling.check_no_process_was_denied()
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
     rolling.check_users()
 
 
@@ -143,5 +143,5 @@ def test_an_open_cluster_gets_two_users_while_clients_append(rolling: Rolling):
         rolling.protect()
         check_no_append_failed(load)
     rolling.check_no_process_was_denied()
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
     rolling.check_users()

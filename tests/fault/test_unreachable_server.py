@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import make
+from tests.certificates import create_certificates
 from tests.commands import run_command
-from tests.fault.child import Child
+from tests.fault.child import ChildProcess
 from tests.fault.cluster_commands import member_address
-from tests.fault.gate import Gate
-from tests.fault.load import ROOT, Scenario, owners, partitions, wait_until
-from tests.patience import HANG_S, PATIENT
+from tests.fault.load import PROJECT_ROOT, Scenario, owner_addresses, show_partitions, wait_until
+from tests.fault.port_proxy import PortProxy
 from tests.ports import free_port
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import ClusterLayout, TaskClaim, WaltzClient, begin_write, end_write
 from waltz_core.config import ClientConfig, render_toml
 from waltz_core.errors import ConnectionSuperseded
@@ -34,7 +34,7 @@ KEEP_MS = 1 << 34
 SERVERS = ("server-1", "server-2")
 
 
-class Server(Child):
+class Server(ChildProcess):
     """A server in addition to those of the cluster."""
 
     def __init__(
@@ -65,14 +65,14 @@ def doctor(cluster: LocalCluster) -> str:
 
 @pytest.mark.slow
 def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Path):
-    trusted, other = (make(tmp_path, name=name) for name in ("trusted", "other"))
+    trusted, other = (create_certificates(tmp_path, name=name) for name in ("trusted", "other"))
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", trusted.settings))
     with running_cluster(
         tmp_path / "cluster", tls=file, storage_count=1, server_count=1
     ) as cluster:
         scenario = Scenario(cluster)
-        before = owners(cluster)
+        before = owner_addresses(cluster)
         port = free_port()
         shows = {"tls_certificate": other.certificate, "tls_key": other.key}
         server = Server(cluster, tmp_path, {"port": port, "tls": "on", **shows})
@@ -89,40 +89,40 @@ def test_a_server_with_an_untrusted_certificate_gets_no_partitions(tmp_path: Pat
                     return all(each in output for each in expected)
 
                 wait_until("the doctor says why", says_why)
-                assert owners(cluster) == before
+                assert owner_addresses(cluster) == before
                 load.await_commits()
         finally:
             server.kill()
         assert {each.outcome for each in scenario.ledger} <= {"committed", "rejected"}
-        scenario.check_agrees()
+        scenario.check_outcomes_against_log()
 
 
 def test_a_running_server_that_becomes_unreachable_loses_its_partitions(
     scenario: Scenario, tmp_path: Path
 ):
     port = free_port()
-    with Gate(lambda: port) as gate:
-        wait_until("both own some", lambda: len(owners(scenario.cluster)) == 2)
-        gated, others = f"127.0.0.1:{gate.port}", owners(scenario.cluster)
+    with PortProxy(lambda: port) as gate:
+        wait_until("both own some", lambda: len(owner_addresses(scenario.cluster)) == 2)
+        gated, others = f"127.0.0.1:{gate.port}", owner_addresses(scenario.cluster)
         settings = {"port": port, "advertised_port": gate.port}
         server = Server(scenario.cluster, tmp_path, settings)
         try:
             with scenario.load() as load:
-                wait_until("it owns some", lambda: gated in owners(scenario.cluster))
+                wait_until("it owns some", lambda: gated in owner_addresses(scenario.cluster))
                 load.await_commits()
                 gate.close()
-                wait_until("it owns nothing", lambda: owners(scenario.cluster) == others)
+                wait_until("it owns nothing", lambda: owner_addresses(scenario.cluster) == others)
                 load.await_commits()
                 wait_until(
                     "the doctor says so", lambda: "no partitions" in doctor(scenario.cluster)
                 )
                 assert server.is_ready()
                 gate.open()
-                wait_until("it owns some again", lambda: gated in owners(scenario.cluster))
+                wait_until("it owns some again", lambda: gated in owner_addresses(scenario.cluster))
                 load.await_commits()
         finally:
             server.kill()
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
 
 
 @pytest.mark.slow
@@ -130,8 +130,8 @@ def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages
     scenario: Scenario, tmp_path: Path
 ):
     cluster = scenario.cluster
-    wait_until("both own some", lambda: len(owners(cluster)) == 2)
-    others = owners(cluster)
+    wait_until("both own some", lambda: len(owner_addresses(cluster)) == 2)
+    others = owner_addresses(cluster)
     settings = {"port": free_port(), "advertised_port": free_port()}
     server = Server(cluster, tmp_path, settings, ("-m", "tests.fault.firewalled_server"))
     try:
@@ -143,17 +143,17 @@ def test_a_server_that_is_cut_off_from_the_others_gets_nothing_when_all_storages
                 cluster.start("storage-1")
                 load.await_commits()
                 # While no server had an open partition, it may have been given some.
-                wait_until("the others own all", lambda: owners(cluster) == others)
+                wait_until("the others own all", lambda: owner_addresses(cluster) == others)
                 load.await_commits()
     finally:
         server.kill()
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
 
 
 # --- a server hangs, and another one is frozen
 
 
-class Hanging(Child):
+class Hanging(ChildProcess):
     """server-1, as a process that can hang."""
 
     def __init__(self, scenario: Scenario, folder: Path) -> None:
@@ -162,7 +162,9 @@ class Hanging(Child):
         self._while = folder / "while"
         words = [str(self._while), str(config)]
         with self._log.open("w") as log:
-            self.run([sys.executable, "-m", "tests.fault.hanging_server", *words], log, ROOT)
+            self.run(
+                [sys.executable, "-m", "tests.fault.hanging_server", *words], log, PROJECT_ROOT
+            )
 
     def hang(self) -> None:
         """Hang until `go_on`."""
@@ -184,7 +186,7 @@ def hanging(scenario: Scenario, tmp_path: Path) -> Iterator[Hanging]:
     scenario.cluster.kill("server-1", signal.SIGTERM)
     server = Hanging(scenario, tmp_path)
     try:
-        wait_until("both own some", lambda: len(owners(scenario.cluster)) == 2)
+        wait_until("both own some", lambda: len(owner_addresses(scenario.cluster)) == 2)
         yield server
     finally:
         server.kill()
@@ -197,21 +199,21 @@ def test_partitions_of_a_hanging_server_move_and_it_rejoins_as_after_any_expiry(
         load.await_commits()
         hanging.hang()
         other = {member_address(scenario.cluster, "server-2")}
-        wait_until("the other one owns all", lambda: owners(scenario.cluster) == other)
+        wait_until("the other one owns all", lambda: owner_addresses(scenario.cluster) == other)
         load.await_commits()
         assert "process.event_loop_unresponsive" in hanging.log_text()
         hanging.go_on()
-        wait_until("both own some again", lambda: len(owners(scenario.cluster)) == 2)
+        wait_until("both own some again", lambda: len(owner_addresses(scenario.cluster)) == 2)
         load.await_commits()
     assert "process.event_loop_responsive" in hanging.log_text()
     assert hanging.process.poll() is None
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
 
 
 def owned_by(scenario: Scenario, name: str) -> list[int]:
     """Return the partitions that a server owns."""
     where = member_address(scenario.cluster, name)
-    found = partitions(scenario.cluster).items()
+    found = show_partitions(scenario.cluster).items()
     return [number for number, each in found if each["server"] == where]
 
 
@@ -219,32 +221,32 @@ def test_a_client_without_watches_notices_that_its_server_is_frozen(scenario: Sc
     """Like a Spark task: it knows where everything is, and has no session with ZooKeeper."""
     owned: list[int] = []
     wait_until("it owns some", lambda: owned.extend(owned_by(scenario, "server-1")) or owned)
-    with WaltzClient(scenario.cluster.connect, PATIENT) as watching:
+    with WaltzClient(scenario.cluster.connect, PATIENT_CLIENT) as watching:
         layout = watching.layout()
     number = owned[0]
     with (
         WaltzClient.at(layout, ClientConfig(request_timeout_ms=REQUEST_MS)) as client,
         ThreadPoolExecutor(2) as threads,
     ):
-        first = client.append(scenario.row(number), partition=number).result(HANG_S)
+        first = client.append(scenario.row(number), partition=number).result(TEST_TIMEOUT_S)
         scenario.cluster.kill("server-1", signal.SIGSTOP)
         try:
             appended = client.append(scenario.row(number), partition=number)
             asked = threads.submit(client.high_water_mark, number)
             read = threads.submit(lambda: list(client.read_range(number, first, first)))
-            assert appended.result(HANG_S) == first + 1
-            assert asked.result(HANG_S) >= first
-            assert [len(chunk.lengths) for chunk in read.result(HANG_S)] == [1]
+            assert appended.result(TEST_TIMEOUT_S) == first + 1
+            assert asked.result(TEST_TIMEOUT_S) >= first
+            assert [len(chunk.lengths) for chunk in read.result(TEST_TIMEOUT_S)] == [1]
         finally:
             scenario.cluster.kill("server-1", signal.SIGCONT)
-    scenario.check_rows()
+    scenario.check_replicas_equal()
 
 
 # --- servers that forget what was mounted
 
 
 def layout_of(connect: str) -> ClusterLayout:
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         return client.layout()
 
 
@@ -267,7 +269,7 @@ def begin(scenario: Scenario, write: str) -> None:
 
 def records_with(scenario: Scenario, data: bytes) -> int:
     found = 0
-    with WaltzClient(scenario.cluster.connect, PATIENT) as client:
+    with WaltzClient(scenario.cluster.connect, PATIENT_CLIENT) as client:
         for partition, last in client.high_water_marks(linearizable=True).items():
             for chunk in client.read_range(partition, 0, last) if last >= 0 else ():
                 found += bytes(chunk.records).count(data)
@@ -278,13 +280,13 @@ def test_a_newer_attempt_ends_an_older_one_over_a_fail_over(scenario: Scenario) 
     begin(scenario, "claim-1")
     with attempt(scenario, "claim-1", "a") as old:
         first_of_old, late_of_old, first_of_new = (scenario.row(0) for _ in range(3))
-        old.append(first_of_old, partition=0).result(HANG_S)
+        old.append(first_of_old, partition=0).result(TEST_TIMEOUT_S)
         with attempt(scenario, "claim-1", "a") as new:
             new.mount([0])
             restart_servers(scenario)
             with pytest.raises(ConnectionSuperseded):
-                old.append(late_of_old, partition=0).result(HANG_S)
-            new.append(first_of_new, partition=0).result(HANG_S)
+                old.append(late_of_old, partition=0).result(TEST_TIMEOUT_S)
+            new.append(first_of_new, partition=0).result(TEST_TIMEOUT_S)
     assert records_with(scenario, first_of_old) == records_with(scenario, first_of_new) == 1
     assert records_with(scenario, late_of_old) == 0
 
@@ -294,11 +296,11 @@ def test_a_write_that_is_done_ends_its_attempts_over_a_fail_over(scenario: Scena
     connect = scenario.cluster.connect
     with attempt(scenario, "claim-2", "a") as straggler:
         in_time, too_late = scenario.row(1), scenario.row(1)
-        straggler.append(in_time, partition=1).result(HANG_S)
+        straggler.append(in_time, partition=1).result(TEST_TIMEOUT_S)
         asyncio.run(end_write(connect, "claim-2", {}, keep_ms=KEEP_MS))
         restart_servers(scenario)
         with pytest.raises(ConnectionSuperseded):
-            straggler.append(too_late, partition=1).result(HANG_S)
+            straggler.append(too_late, partition=1).result(TEST_TIMEOUT_S)
     assert records_with(scenario, in_time) == 1
     assert records_with(scenario, too_late) == 0
 
@@ -318,7 +320,7 @@ def test_a_write_begins_continues_and_ends_while_servers_die(scenario: Scenario)
     with without(scenario, "server-1"):
         begin(scenario, "claim-3")
     with without(scenario, "server-2"), attempt(scenario, "claim-3", "a") as writer:
-        writer.append(row, partition=2).result(HANG_S)
+        writer.append(row, partition=2).result(TEST_TIMEOUT_S)
     with without(scenario, "server-1"):
         done = end_write(connect, "claim-3", {"rows": 1}, keep_ms=KEEP_MS)
         assert asyncio.run(done) == {"rows": 1}

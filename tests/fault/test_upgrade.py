@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.fault.cluster_commands import partitions_not_engaged
-from tests.fault.doctor import doctor, remote_options
+from tests.fault.doctor import remote_options, run_doctor
 from tests.fault.load import Load, Scenario, wait_until, waltz_command
 from tests.fault.released_version import packages_of, restart, run_script, unpack
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.local import LocalCluster
 
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
@@ -92,7 +92,7 @@ def scenario(released: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 def check_clients(scenario: Scenario, released: Path) -> None:
     """Let an application with each version append, lose a conflict, read and follow."""
     for directory in (released, None):
-        words = (scenario.cluster.connect, str(HANG_S), scenario.row(0).hex())
+        words = (scenario.cluster.connect, str(TEST_TIMEOUT_S), scenario.row(0).hex())
         found = json.loads(run_script(APPLICATION, *words, directory=directory))
         assert found["package"].startswith(str(released)) == (directory is not None)
         assert found["winner"] >= found["first"] == found["applied"]
@@ -103,7 +103,7 @@ def replace(scenario: Scenario, load: Load, name: str, directory: Path | None) -
     """Replace one process as docs/upgrade.md describes, and wait until the cluster is healthy."""
     restart(scenario.cluster, name, directory)
     wait_until("all replicas are engaged", lambda: not partitions_not_engaged(scenario.cluster))
-    wait_until("no problems", lambda: not doctor(*remote_options(scenario.cluster.connect)))
+    wait_until("no problems", lambda: not run_doctor(*remote_options(scenario.cluster.connect)))
     load.await_commits()
 
 
@@ -119,8 +119,8 @@ def test_a_cluster_is_upgraded_and_downgraded_under_load(
         for name in reversed(order):
             replace(scenario, load, name, released)
             check_clients(scenario, released)
-    scenario.check_rows()
-    scenario.check_agrees()
+    scenario.check_replicas_equal()
+    scenario.check_outcomes_against_log()
 
 
 def test_files_of_a_newer_version_are_rejected_in_one_sentence(scenario: Scenario):
@@ -137,7 +137,7 @@ def test_files_of_a_newer_version_are_rejected_in_one_sentence(scenario: Scenari
         capture_output=True,
         text=True,
         check=False,
-        timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
     )
     assert done.returncode == 1
     (sentence,) = [each for each in done.stderr.splitlines() if each.startswith("waltz-core: ")]

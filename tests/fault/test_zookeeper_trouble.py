@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_command
-from tests.fault.gate import Gate
 from tests.fault.load import Load, Scenario, show_cluster, wait_until, zookeeper_mode
-from tests.patience import HANG_S, PATIENT, slowness
+from tests.fault.port_proxy import PortProxy
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S, machine_slowdown
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.coordinator import ServersView
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
@@ -60,7 +60,7 @@ def servers_view(cluster: LocalCluster) -> ServersView:
     """
 
     async def read() -> ServersView:
-        deadline = time.monotonic() + HANG_S
+        deadline = time.monotonic() + TEST_TIMEOUT_S
         while True:
             try:
                 async with open_session(cluster.connect) as coordinator:
@@ -92,7 +92,7 @@ def page(member: Member, path: str) -> tuple[int, str]:
     """Return status and text of a page of a daemon."""
     try:
         with urllib.request.urlopen(
-            f"http://127.0.0.1:{member.http_port}{path}", timeout=HANG_S
+            f"http://127.0.0.1:{member.http_port}{path}", timeout=TEST_TIMEOUT_S
         ) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
@@ -152,7 +152,7 @@ def test_the_loss_of_the_leading_node_interrupts_nothing(scenario: Scenario):
     before = await_spread(cluster)
     with scenario.load() as load:
         load.await_commits()
-        refused, began = len(load.refusals), time.monotonic()
+        refused, began = len(load.failure_reasons), time.monotonic()
         lost = next(
             member.name for member in cluster.zookeepers if zookeeper_mode(member) == "leader"
         )
@@ -161,13 +161,13 @@ def test_the_loss_of_the_leading_node_interrupts_nothing(scenario: Scenario):
         assert daemons_without_zookeeper(cluster) == []
         assert owners(cluster) == before
         ended = time.monotonic()
-        assert load.refusals[refused:] == []
-    assert gap_s(load, began, ended) < GAP_S * slowness()
+        assert load.failure_reasons[refused:] == []
+    assert gap_s(load, began, ended) < GAP_S * machine_slowdown()
     cluster.start(lost)
     wait_until(
         "the node is back", lambda: zookeeper_mode(cluster.member(lost)) in ("follower", "leader")
     )
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
 
 
 def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partition(
@@ -175,9 +175,9 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
 ):
     cluster = scenario.cluster
     before, moved = await_spread(cluster), moves(cluster)
-    with scenario.load() as load, WaltzClient(cluster.connect, PATIENT) as reader:
+    with scenario.load() as load, WaltzClient(cluster.connect, PATIENT_CLIENT) as reader:
         load.await_commits()
-        refused, began = len(load.refusals), time.monotonic()
+        refused, began = len(load.failure_reasons), time.monotonic()
         for member in cluster.zookeepers:
             cluster.kill(member.name)
         assert daemons_without_zookeeper(cluster) == [], "a short absence is no illness"
@@ -202,7 +202,7 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
         assert len(servers_view(cluster).servers) == 2
         load.await_commits()
         ended = time.monotonic()
-        assert load.refusals[refused:] == []
+        assert load.failure_reasons[refused:] == []
         # Nor does anything move once the sessions that no process has resumed are over. No event
         # shows that nothing moves: only time does.
         wait_until("two sessions long", lambda: time.monotonic() > ended + 2 * SESSION_MS / 1000)
@@ -211,9 +211,9 @@ def test_the_loss_of_all_zookeeper_servers_rejects_no_append_and_moves_no_partit
     print_measurement(
         f"away {OUTAGE_S:.0f} s, longest gap {gap:.3f} s, as before after {took:.2f} s"
     )
-    assert gap < GAP_S * slowness()
+    assert gap < GAP_S * machine_slowdown()
     assert moves(cluster) == moved
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def test_all_zookeeper_sessions_end_and_no_partition_moves(tmp_path: Path):
     One that was killed keeps the sessions, and an ensemble's new leader restarts their timeouts.
     """
     cluster = LocalCluster(tmp_path, exit_with_parent=True, storage_count=1, settings=SETTINGS)
-    with Gate(lambda: cluster.member("zookeeper").port) as gate:
+    with PortProxy(lambda: cluster.member("zookeeper").port) as gate:
         through = f"127.0.0.1:{gate.port}/waltz/local"
         for each in ("server", "storage"):
             cluster._settings = {**cluster._settings, each: {**SETTINGS[each], "connect": through}}
@@ -233,7 +233,7 @@ def test_all_zookeeper_sessions_end_and_no_partition_moves(tmp_path: Path):
             scenario = Scenario(cluster)
             with scenario.load() as load:
                 load.await_commits()
-                refused, began = len(load.refusals), time.monotonic()
+                refused, began = len(load.failure_reasons), time.monotonic()
                 gate.close()
                 wait_until("sessions over", lambda: not servers_view(cluster).servers)
                 load.await_commits()
@@ -243,14 +243,14 @@ def test_all_zookeeper_sessions_end_and_no_partition_moves(tmp_path: Path):
                 took = time.monotonic() - back
                 load.await_commits()
                 ended = time.monotonic()
-                assert load.refusals[refused:] == []
+                assert load.failure_reasons[refused:] == []
             gap = gap_s(load, began, ended)
             print_measurement(
                 f"all sessions over, longest gap {gap:.3f} s, as before after {took:.2f} s"
             )
             assert moves(cluster) == moved
-            assert gap < GAP_S * slowness()
-            scenario.check_agrees()
+            assert gap < GAP_S * machine_slowdown()
+            scenario.check_outcomes_against_log()
         finally:
             cluster.down()
 
@@ -296,7 +296,7 @@ def test_a_server_that_dies_in_a_zookeeper_outage_is_replaced_afterwards(
         cluster.start("server-2")
         await_spread(cluster)
         load.await_commits()
-    scenario.check_agrees()
+    scenario.check_outcomes_against_log()
 
 
 # --- authentication
@@ -327,8 +327,8 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
     options = {"storage_count": 1, "server_count": 1, "partition_count": 1, "bound": True}
     cluster = cluster_of(LocalCluster(tmp_path / "c", **options))
     place = cluster.up()
-    with WaltzClient(place, PATIENT) as client:
-        client.append(b"open", partition=0).result(HANG_S)
+    with WaltzClient(place, PATIENT_CLIENT) as client:
+        client.append(b"open", partition=0).result(TEST_TIMEOUT_S)
     # As in docs/zookeeper.md: first all authenticate, and the nodes they create stay open.
     auth_file.write_text("digest:waltz:a long password\nworld:anyone:cdrwa\n")
     connect = f"{place}?auth={auth_file}"
@@ -343,8 +343,8 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
     cluster.start("server-1")
     wait_until("the server is back", lambda: mark(connect) == 0)
     assert "restricted the access to " in run_command("cluster", "protect", connect).stderr
-    with WaltzClient(connect, PATIENT) as client:
-        client.append(b"closed", partition=0).result(HANG_S)
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
+        client.append(b"closed", partition=0).result(TEST_TIMEOUT_S)
         assert client.high_water_marks() == {0: 1}
     assert cluster.connect == connect
     assert "engaged" in str(show_cluster(cluster)["partitions"])
@@ -368,7 +368,7 @@ def check_only_its_user_is_let_in(tmp_path: Path, place: str) -> None:
     assert "the user 'waltz' in" in other
     assert "another password\n" not in other.replace("with another password", "")
     with pytest.raises(BadConfig, match="requires authentication"):
-        WaltzClient(place, PATIENT)
+        WaltzClient(place, PATIENT_CLIENT)
     missing = error_of("cluster", "show", f"{place}?auth={tmp_path}/none")
     assert "cannot be read: No such file" in missing
 

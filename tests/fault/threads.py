@@ -18,11 +18,11 @@ from pathlib import Path
 
 import pytest
 
-_DETACH, _SEIZE, _INTERRUPT, _WALL = 17, 0x4206, 0x4207, 0x40000000
+_DETACH, _SEIZE, _INTERRUPT, _WAIT_ALL = 17, 0x4206, 0x4207, 0x40000000
 _CHECK_INTERVAL_S = 0.02
 
 
-class _Watch:
+class _ThreadStopper:
     """Stops the threads of a process until it is ended."""
 
     def __init__(self, pid: int, is_answering: Callable[[], bool]) -> None:
@@ -38,7 +38,7 @@ class _Watch:
             ctypes.c_void_p,
         ]
         self._ended, self._has_begun = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._stop_new_threads, daemon=True)
         self._thread.start()
         self._has_begun.wait()
 
@@ -47,7 +47,7 @@ class _Watch:
         self._ended.set()
         self._thread.join()
 
-    def _watch(self) -> None:
+    def _stop_new_threads(self) -> None:
         while not self._ended.is_set() and not self.refused:
             with contextlib.suppress(FileNotFoundError):  # it is gone
                 for each in os.listdir(f"/proc/{self._pid}/task"):
@@ -65,7 +65,7 @@ class _Watch:
                 self.refused = os.strerror(ctypes.get_errno())
             return
         if self._libc.ptrace(_INTERRUPT, thread, None, None) == 0:
-            os.waitpid(thread, _WALL)
+            os.waitpid(thread, _WAIT_ALL)
         if self._is_answering():
             self._stopped.add(thread)
         else:
@@ -73,11 +73,11 @@ class _Watch:
 
     def _detach(self, thread: int) -> None:
         with contextlib.suppress(ChildProcessError):
-            if os.waitpid(thread, _WALL | os.WNOHANG) == (0, 0):
+            if os.waitpid(thread, _WAIT_ALL | os.WNOHANG) == (0, 0):
                 self._libc.ptrace(_DETACH, thread, None, None)
 
 
-_watches: list[_Watch] = []
+_stoppers: list[_ThreadStopper] = []
 
 
 def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
@@ -87,8 +87,8 @@ def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
     """
     if not Path(f"/proc/{pid}/task").is_dir():
         pytest.skip("only Linux stops single threads")
-    watch = _Watch(pid, is_answering)
-    _watches.append(watch)
+    watch = _ThreadStopper(pid, is_answering)
+    _stoppers.append(watch)
     if watch.refused:
         resume_threads()
         pytest.skip(f"no thread can be stopped: {watch.refused}")
@@ -96,5 +96,5 @@ def stop_threads(pid: int, is_answering: Callable[[], bool]) -> None:
 
 def resume_threads() -> None:
     """End the watch; before that no other process can reap the process."""
-    while _watches:
-        _watches.pop().end()
+    while _stoppers:
+        _stoppers.pop().end()

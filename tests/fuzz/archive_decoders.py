@@ -7,7 +7,7 @@ from functools import partial
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.archived_log import batches_from, object_of
+from tests.archived_log import encode_object, make_batches
 from tests.fuzz.decoder import Decoder
 from tests.fuzz.mutations import BINARY_WORDS, TEXT_WORDS
 from tests.fuzz.zookeeper_decoders import CHAIN, KEY, saved_manifest, sealed_frame
@@ -34,8 +34,8 @@ def decode_manifest(manifest_class, data: bytes) -> None:
 
 
 def objects() -> list[bytes]:
-    records, lineage = batches_from(0, sizes=(2, 3))
-    return [object_of(records, lineage, rows=4)]
+    records, lineage = make_batches(0, sizes=(2, 3))
+    return [encode_object(records, lineage, rows=4)]
 
 
 def changed_objects() -> list[bytes]:

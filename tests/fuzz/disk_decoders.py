@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.fuzz.decoder import Decoder
 from tests.offline_storage import PARTITION, sample_log
-from tests.storage_model import KEY, ROOT
+from tests.storage_model import CLUSTER_KEY, ROOT
 from waltz_core.errors import BadFormat, ChecksumMismatch, Damaged, WaltzError
 from waltz_core.offline.verify import verify
 from waltz_core.records import lock_blocks
@@ -56,7 +56,7 @@ from waltz_sim.world.simulated_disk import Contents, SimDisk
 NOW_MS = 1_700_000_000_000
 CHAIN = bytes(range(16))
 DAMAGED = (BadFormat, ChecksumMismatch)
-SEGMENT = SegmentHeader(NOW_MS, KEY, PARTITION, 5)
+SEGMENT = SegmentHeader(NOW_MS, CLUSTER_KEY, PARTITION, 5)
 READ_BYTES_MAX = 5_000
 READS_MAX = 20
 
@@ -232,9 +232,9 @@ def open_storage(data: bytes) -> None:
     disk = SimDisk(is_traced=False)
     disk.replace_contents(closed_storage())
     disk.write_durably(names()[number], data[1:])
-    control = ControlFile.open(disk, ROOT, KEY, 4, NOW_MS)
+    control = ControlFile.open(disk, ROOT, CLUSTER_KEY, 4, NOW_MS)
     try:
-        settings = LogSettings(KEY, 900, lambda: NOW_MS)
+        settings = LogSettings(CLUSTER_KEY, 900, lambda: NOW_MS)
         log = PartitionLog.open(disk, ROOT / str(PARTITION), PARTITION, control, settings)
         try:
             read_log(log)
@@ -296,7 +296,7 @@ def _structure(name: str, decode, value, seal=None) -> Decoder:
 
 
 DECODERS = (
-    _structure("control-header", ControlHeader.decode, ControlHeader(NOW_MS, KEY, 4)),
+    _structure("control-header", ControlHeader.decode, ControlHeader(NOW_MS, CLUSTER_KEY, 4)),
     _structure("partition-info", PartitionInfo.decode, PartitionInfo(3, 9, 9, 5, 7), with_crc),
     _structure("segment-header", SegmentHeader.decode, SEGMENT),
     _structure("lineage-header", LineageHeader.decode, LineageHeader(SEGMENT, CHAIN), with_crc),

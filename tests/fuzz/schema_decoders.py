@@ -9,7 +9,7 @@ import pyarrow as pa
 
 from tests.fuzz.decoder import Decoder
 from tests.fuzz.mutations import BINARY_WORDS, TEXT_WORDS
-from tests.protobuf_files import order_file, text_of
+from tests.protobuf_files import encode_descriptor, order_file
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
 from waltz_core.records.unpacking import Unpacker
 from waltz_core.schemas.avro_codec import AvroCodec
@@ -86,7 +86,7 @@ def avro_schema() -> RegisteredSchema:
 
 
 def protobuf_schema() -> RegisteredSchema:
-    return RegisteredSchema(1, SchemaType.PROTOBUF, text_of(order_file()))
+    return RegisteredSchema(1, SchemaType.PROTOBUF, encode_descriptor(order_file()))
 
 
 @cache

@@ -15,7 +15,7 @@ from tests.fuzz.decoder import CORPUS, ROOT, Decoder, Defect
 from tests.fuzz.decoders import BY_NAME, DECODERS
 from tests.fuzz.limits import check_limited
 from tests.fuzz.mutations import INT32_MAX, inputs, with_extremes
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.errors import BadFormat
 
 QUICK = settings(
@@ -67,7 +67,7 @@ def test_huge_numbers_need_no_more_memory_than_the_input_justifies():
         check=False,
         capture_output=True,
         text=True,
-        timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     count, defects = parsed(done.stdout)
@@ -126,7 +126,7 @@ def test_memory_out_of_proportion_is_a_defect():
         check=False,
         capture_output=True,
         text=True,
-        timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
     )
     assert "bytes of memory" in done.stderr
     assert "MemoryError" in done.stdout

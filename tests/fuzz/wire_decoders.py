@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from tests.fuzz.decoder import Decoder
-from tests.golden.wire_examples import example, messages_of
+from tests.golden.wire_examples import make_example, message_classes
 from waltz_core.client.model.predecessors import _predecessors_in
 from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, chunk_of_server
 from waltz_core.client.stream.cursor import FeedCursor
@@ -59,9 +59,9 @@ QUERY_LAST = 1 << 40
 def frames_of(protocol: WireProtocol) -> list[bytes]:
     """Return a frame of each message of each version."""
     return [
-        bytes.fromhex(example(each, version)["frame_hex"])
+        bytes.fromhex(make_example(each, version)["frame_hex"])
         for version in protocol.versions
-        for each in messages_of(protocol, version)
+        for each in message_classes(protocol, version)
     ]
 
 

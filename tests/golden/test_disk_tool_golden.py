@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.golden.test_disk_golden import KEY, load, original_directory
-from tests.offline_storage import flip, found, patch, verified
+from tests.offline_storage import flip_byte, overwrite_bytes, verification_texts, verify_directory
 from waltz_core.cli.main import main
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_core.storage.log.log_files import LogSettings
@@ -38,8 +38,8 @@ def test_a_0_13_program_directory_verifies(storage, capsys):
         )
         for one in (1, 2, 3)
     ]
-    assert found(storage) == (missing, [ONLY_THE_ORIGINAL])
-    log = verified(storage, partitions=[0]).logs[0]
+    assert verification_texts(storage) == (missing, [ONLY_THE_ORIGINAL])
+    log = verify_directory(storage, partitions=[0]).logs[0]
     assert (log.records, log.checksums, log.last) == (9, 18, 8)
     code, (value,) = run_tool(capsys, "verify", storage, "--partition", 0)
     assert code == 0
@@ -97,7 +97,7 @@ def test_a_0_13_index_is_rebuilt_as_it_was(storage, capsys):
     good = index.read_bytes()
     code, (value,) = run_tool(capsys, "repair-index", storage)
     assert (code, value[0]["is_valid"]) == (0, True)
-    patch(index, 150, b"\xff")
+    overwrite_bytes(index, 150, b"\xff")
     code, (value,) = run_tool(capsys, "repair-index", storage)
     assert (code, value[0]["is_rebuilt"], value[0]["wrong"]) == (0, True, 1)
     assert index.read_bytes()[128:] == good[128:]
@@ -107,11 +107,11 @@ def test_corruption_anywhere_in_a_0_13_directory_is_found(storage):
     path = storage / "0" / f"{NAME}.seg"
     size = path.stat().st_size
     for at in [*range(4), *range(12, size)]:
-        flip(path, at)
-        findings = verified(storage, partitions=[0]).findings
+        flip_byte(path, at)
+        findings = verify_directory(storage, partitions=[0]).findings
         assert findings.error_count, at
         assert any(one.path == f"0/{NAME}.seg" for one in findings.kept if one.is_wrong), at
-        flip(path, at)
+        flip_byte(path, at)
 
 
 def test_an_adopted_directory_verifies(storage):
@@ -134,6 +134,6 @@ def test_an_adopted_directory_verifies(storage):
             "slot, found 0"
         )
         notes += [new_session, f"{one}/waltz-x.ctl: {lost}"]
-    assert found(storage) == ([], notes)
-    log = verified(storage).logs[0]
+    assert verification_texts(storage) == ([], notes)
+    log = verify_directory(storage).logs[0]
     assert (log.last, log.chains, log.unchecked_chains) == (8, 1, 0)

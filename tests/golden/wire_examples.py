@@ -12,10 +12,14 @@ from waltz_core.records.record import LineageEntry, Record, ReqId
 from waltz_core.wire import codec, fields
 from waltz_core.wire.messages import FieldKind, Message, WireProtocol
 
-FILE = Path(__file__).parent / "wire" / "waltz_0_2.json"
+EXAMPLES_FILE = Path(__file__).parent / "wire" / "waltz_0_2.json"
 # The versions that Waltz 0.13 does not have; those of 0.2.0.
-RELEASED = {WireProtocol.CLIENT: (5, 6), WireProtocol.STORAGE: (1, 2), WireProtocol.ADMIN: (1,)}
-VALUES: dict[FieldKind, object] = {
+RELEASED_VERSIONS = {
+    WireProtocol.CLIENT: (5, 6),
+    WireProtocol.STORAGE: (1, 2),
+    WireProtocol.ADMIN: (1,),
+}
+FIELD_VALUES: dict[FieldKind, object] = {
     FieldKind.BOOL: True,
     FieldKind.INT8: 3,
     FieldKind.INT32: -70_001,
@@ -40,33 +44,38 @@ VALUES: dict[FieldKind, object] = {
 }
 
 
-def messages_of(protocol: WireProtocol, version: int) -> list[type[Message]]:
+def message_classes(protocol: WireProtocol, version: int) -> list[type[Message]]:
     """Return the classes of all messages that exist in a version."""
     return [plan.make for plan in codec._plans(protocol, version).values()]
 
 
-def plain(value: object) -> Any:
+def to_json_value(value: object) -> Any:
     """Return a value as JSON has it: bytes in hex, tuples as lists."""
     if isinstance(value, bytes | memoryview):
         return bytes(value).hex()
     if isinstance(value, tuple | list):
-        return [plain(each) for each in value]
-    return [plain(each) for each in dataclasses.astuple(value)] if is_record(value) else value
+        return [to_json_value(each) for each in value]
+    return (
+        [to_json_value(each) for each in dataclasses.astuple(value)]
+        if is_dataclass_instance(value)
+        else value
+    )
 
 
-def is_record(value: object) -> bool:
+def is_dataclass_instance(value: object) -> bool:
     """Whether a value is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def fields_of(message: Message) -> dict[str, Any]:
+def json_fields(message: Message) -> dict[str, Any]:
     """Return the values of a message's fields as JSON has them."""
     return {
-        each.name: plain(getattr(message, each.name)) for each in dataclasses.fields(type(message))
+        each.name: to_json_value(getattr(message, each.name))
+        for each in dataclasses.fields(type(message))
     }
 
 
-def example(message_class: type[Message], version: int) -> dict[str, Any]:
+def make_example(message_class: type[Message], version: int) -> dict[str, Any]:
     """Return an example with a value in every field that the version has."""
     hints = get_type_hints(message_class, include_extras=True)
     values = {}
@@ -75,28 +84,28 @@ def example(message_class: type[Message], version: int) -> dict[str, Any]:
         is_extra = field.metadata.get("is_extra", False)
         absent = field.default if is_extra else fields.EMPTY.get(kind)
         is_there = field.metadata.get("since", 0) <= version
-        values[field.name] = VALUES[kind] if is_there else absent
+        values[field.name] = FIELD_VALUES[kind] if is_there else absent
     message = message_class(**values)
     return {
         "message": message_class.__name__,
         "version": version,
         "frame_hex": b"".join(codec.encode(message, version)).hex(),
-        "fields": fields_of(message),
+        "fields": json_fields(message),
     }
 
 
-def add_missing() -> None:
+def add_missing_examples() -> None:
     """Add an example for each message of each released version that has none."""
-    found = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else []
+    found = json.loads(EXAMPLES_FILE.read_text(encoding="utf-8")) if EXAMPLES_FILE.exists() else []
     known = {(each["message"], each["version"]) for each in found}
-    for protocol, versions in RELEASED.items():
+    for protocol, versions in RELEASED_VERSIONS.items():
         for version in versions:
-            for each in messages_of(protocol, version):
+            for each in message_classes(protocol, version):
                 if (each.__name__, version) not in known:
-                    found.append(example(each, version))
+                    found.append(make_example(each, version))
     lines = ",\n".join(json.dumps(each, ensure_ascii=False) for each in found)
-    FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    EXAMPLES_FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    add_missing()
+    add_missing_examples()

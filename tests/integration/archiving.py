@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
-from tests.client_contract import Ledger
+from tests.client_contract import RecordingCallbacks
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
@@ -21,7 +21,7 @@ from waltz_core.records.record import PartitionId
 
 SEGMENT_BYTES: Final = 16 * 1024
 STORAGES: Final = ("storage-1", "storage-2", "storage-3")
-ROWS: Final = 100
+APPENDED_ROWS: Final = 100
 
 
 def archiving_cluster(
@@ -41,7 +41,7 @@ def archiving_cluster(
     )
 
 
-def datas_of(records: Buffer, lengths: I64) -> list[bytes]:
+def payloads_of(records: Buffer, lengths: I64) -> list[bytes]:
     """Return the payloads of records."""
     found, at = [], 0
     for length in lengths.tolist():
@@ -50,39 +50,39 @@ def datas_of(records: Buffer, lengths: I64) -> list[bytes]:
     return found
 
 
-def append(client: WaltzClient, written: list[bytes]) -> None:
+def append_rows(client: WaltzClient, written: list[bytes]) -> None:
     """Append rows that differ, one after the other, and note them at their IDs."""
-    for _ in range(ROWS):
+    for _ in range(APPENDED_ROWS):
         row = b"%d:" % len(written) + bytes(500)
-        assert client.append(row, partition=0).result(HANG_S) == len(written)
+        assert client.append(row, partition=0).result(TEST_TIMEOUT_S) == len(written)
         written.append(row)
 
 
-class Archive:
+class ClusterArchive:
     """The archive of a cluster."""
 
     def __init__(self, url: str) -> None:
         self.store = ArchiveStore(url)
 
-    def newest(self) -> Manifest | None:
+    def newest_manifest(self) -> Manifest | None:
         """Return the manifest that reaches furthest."""
         names = [each for each in self.store.names("") if each.endswith(".json")]
         found = [Manifest.from_bytes(self.store.read(each), each) for each in names]
         return max(found, key=lambda each: each.last, default=None)
 
     def last(self) -> int:
-        newest = self.newest()
+        newest = self.newest_manifest()
         return -1 if newest is None else newest.last
 
     def objects(self) -> tuple[ObjectEntry, ...]:
-        newest = self.newest()
+        newest = self.newest_manifest()
         return () if newest is None else newest.newest
 
-    def datas(self) -> list[bytes]:
+    def payloads(self) -> list[bytes]:
         """Return the payloads of all verified objects, in order."""
-        return self.datas_of(self.objects())
+        return self.payloads_of(self.objects())
 
-    def datas_of(self, objects: Sequence[ObjectEntry]) -> list[bytes]:
+    def payloads_of(self, objects: Sequence[ObjectEntry]) -> list[bytes]:
         """Return the payloads of objects from the first one on, which are verified."""
         found: list[bytes] = []
         for entry in objects:
@@ -92,25 +92,25 @@ class Archive:
                 assert [batch.chain for batch in each.verify()][-1] == entry.chain
                 for group in range(each.group_count):
                     piece = each.read(group)
-                    found += datas_of(piece.records, piece.lengths)
+                    found += payloads_of(piece.records, piece.lengths)
         return found
 
 
-def recorded_in(cluster: LocalCluster) -> ArchivedMark | None:
+def read_archived_mark(cluster: LocalCluster) -> ArchivedMark | None:
     """Return what ZooKeeper records as archived."""
 
-    async def read() -> ArchivedMark | None:
+    async def read_payloads() -> ArchivedMark | None:
         async with open_session(cluster.connect) as coordinator:
             marker = (await coordinator.read_partition(PartitionId(0))).marker
             return None if marker is None else marker.archived
 
-    return asyncio.run(read())
+    return asyncio.run(read_payloads())
 
 
-class Listed:
+class ListedFiles:
     """The recorded manifest of an archive, and the files that it does not list."""
 
-    def __init__(self, archive: Archive, mark: ArchivedMark) -> None:
+    def __init__(self, archive: ClusterArchive, mark: ArchivedMark) -> None:
         self.mark = mark
         head = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest)
         assert not head.pages
@@ -122,46 +122,48 @@ class Listed:
         self.garbage_objects = [each for each in self.garbage if "/objects/" in each.name]
 
 
-def oldest_segment(cluster: LocalCluster, storage: str) -> int:
+def oldest_segment_first_id(cluster: LocalCluster, storage: str) -> int:
     """Return the first ID of a storage's oldest segment file."""
     names = (cluster.directory / storage).glob("**/*.seg")
     return min(int("".join(filter(str.isdigit, each.stem))) for each in names)
 
 
-def fill(cluster: LocalCluster, archive: Archive) -> list[bytes]:
+def append_and_archive(cluster: LocalCluster, archive: ClusterArchive) -> list[bytes]:
     """Append until all is archived and all storages have removed segments; return the rows."""
     written: list[bytes] = []
     with WaltzClient(cluster.connect) as client:
         client.mount()
-        append(client, written)
+        append_rows(client, written)
         for storage in STORAGES:  # a session that begins confirms a mark
             cluster.kill(storage)
             cluster.start(storage)
-            append(client, written)
+            append_rows(client, written)
         wait_until(
             "all storages have removed segments",
-            lambda: all(oldest_segment(cluster, each) > 0 for each in STORAGES),
+            lambda: all(oldest_segment_first_id(cluster, each) > 0 for each in STORAGES),
         )
         wait_until("all is archived", lambda: archive.last() == len(written) - 1)
     return written
 
 
-def read(client: WaltzClient, first: int, last: int, replicas: ReplicaSet | None) -> list[bytes]:
+def read_payloads(
+    client: WaltzClient, first: int, last: int, replicas: ReplicaSet | None
+) -> list[bytes]:
     chunks = client.read_range(0, first, last, replicas=replicas)
-    return [row for each in chunks for row in datas_of(each.records, each.lengths)]
+    return [row for each in chunks for row in payloads_of(each.records, each.lengths)]
 
 
-def read_all(cluster: LocalCluster, written: list[bytes]) -> None:
+def check_reads_of_all(cluster: LocalCluster, written: list[bytes]) -> None:
     """Read everything in each way: removed transactions come from the archive."""
     last = len(written) - 1
     with WaltzClient(cluster.connect) as client:
         for replicas in (None, client.replicas(0)):  # by the server, and by this process
             chunks = client.read_range(0, 0, last, replicas=replicas)
-            found = [row for each in chunks for row in datas_of(each.records, each.lengths)]
+            found = [row for each in chunks for row in payloads_of(each.records, each.lengths)]
             assert found == written
         (filtered,) = client.read_range(0, 0, 9, header_values=[1])
         assert filtered.lengths.size == 0
-        ledger = Ledger(-1)
+        ledger = RecordingCallbacks(-1)
         client.subscribe(ledger, [0])
-        ledger.until(lambda: len(ledger.seen) == len(written))
-    assert [data for _, _, data in ledger.seen] == written
+        ledger.wait_until(lambda: len(ledger.applied) == len(written))
+    assert [data for _, _, data in ledger.applied] == written

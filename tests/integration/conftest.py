@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import Certificates, make
-from tests.patience import HANG_S
+from tests.certificates import Certificates, create_certificates
 from tests.ports import free_port
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.local.zookeeper_process import zookeeper_command, zookeeper_config
 
 
@@ -35,10 +35,10 @@ class ZooKeeperProcess:
             self.process = subprocess.Popen(
                 zookeeper_command(self.config), stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
-        deadline = time.monotonic() + HANG_S
+        deadline = time.monotonic() + TEST_TIMEOUT_S
         while not self._answers():
             assert self.process.poll() is None, (self.directory / "zookeeper.log").read_text()
-            assert time.monotonic() < deadline, f"no ZooKeeper at {self.host} in {HANG_S} s"
+            assert time.monotonic() < deadline, f"no ZooKeeper at {self.host} in {TEST_TIMEOUT_S} s"
             time.sleep(0.05)  # nothing reports that it has begun to listen
 
     def kill(self) -> None:
@@ -77,4 +77,4 @@ def own_zookeeper(tmp_path: Path) -> Iterator[ZooKeeperProcess]:
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     """Certificates of an authority of the test module."""
-    return make(tmp_path_factory.mktemp("certificates"))
+    return create_certificates(tmp_path_factory.mktemp("certificates"))

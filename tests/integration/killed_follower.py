@@ -1,6 +1,6 @@
 """`waltz-core follow` in a process that kills itself: python -m tests.integration.killed_follower.
 
-Arguments: a step (`STEPS`), the number of times that it is passed, and the words of the command.
+Arguments: a step of `KILL_STEPS`, the number of times that it is passed, and the command.
 """
 
 import os
@@ -15,7 +15,7 @@ from waltz_core.cli.main import main
 from waltz_core.tables.delta_table import FollowedDeltaTable
 from waltz_core.tables.followed_log import ClientFollowedLog
 
-STEPS = (
+KILL_STEPS = (
     "before finish",
     "after finish",
     "after marks",
@@ -24,10 +24,10 @@ STEPS = (
     "in apply",
     "after apply",
 )
-_OWNERS = {"changes": ClientFollowedLog}
+_STEP_CLASSES = {"changes": ClientFollowedLog}
 
 
-def _kill() -> None:
+def _kill_this_process() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -36,32 +36,32 @@ def _kill_when_files_are_written(table: Path) -> None:
     known = set(table.glob("*.parquet"))
     while set(table.glob("*.parquet")) <= known:
         pass
-    _kill()
+    _kill_this_process()
 
 
-def arm(step: str, passes: int, table: Path) -> None:
+def kill_at_step(step: str, passes: int, table: Path) -> None:
     """Kill this process at a step, after it was passed some times."""
     when, name = step.split()
-    owner = _OWNERS.get(name, FollowedDeltaTable)
+    owner = _STEP_CLASSES.get(name, FollowedDeltaTable)
     method = getattr(owner, name)
-    left = passes
+    remaining_passes = passes
 
     @wraps(method)
-    def killed(*args: Any, **words: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0 and when == "before":
-            _kill()
-        if left < 0 and when == "in":
+    def call_or_kill(*args: Any, **words: Any) -> Any:
+        nonlocal remaining_passes
+        remaining_passes -= 1
+        if remaining_passes < 0 and when == "before":
+            _kill_this_process()
+        if remaining_passes < 0 and when == "in":
             threading.Thread(target=_kill_when_files_are_written, args=[table], daemon=True).start()
         result = method(*args, **words)
-        if left < 0 and when == "after":
-            _kill()
+        if remaining_passes < 0 and when == "after":
+            _kill_this_process()
         return result
 
-    setattr(owner, name, killed)
+    setattr(owner, name, call_or_kill)
 
 
 if __name__ == "__main__":
-    arm(sys.argv[1], int(sys.argv[2]), Path(sys.argv[4]))
+    kill_at_step(sys.argv[1], int(sys.argv[2]), Path(sys.argv[4]))
     sys.exit(main(sys.argv[3:]))

@@ -18,7 +18,7 @@ from waltz_core.wire.messages import Message, RangeForm, StorageMessage, WirePro
 
 
 @dataclass
-class Log:
+class ReplicaLog:
     records: list[bytes] = field(default_factory=list)
     lineage: list[LineageEntry] = field(default_factory=list)
     promised: int = -1
@@ -53,11 +53,11 @@ class MemoryStorage:
     """Answers what a storage answers; `hold` keeps appends unanswered, `counts` counts requests."""
 
     def __init__(self, number: int) -> None:
-        self.logs: dict[int, Log] = {}
+        self.logs: dict[int, ReplicaLog] = {}
         self.storage_id: UUID = UUID(int=number)
         self.counts: Counter[str] = Counter()
-        self.is_held = False
-        self._held: list[tuple[net.Link, StorageMessage]] = []
+        self.holds_appends = False
+        self._held_answers: list[tuple[net.Link, StorageMessage]] = []
         self._listener: Listener | None = None
         self.port = free_port()  # no other process is given it while this one is stopped
 
@@ -74,18 +74,18 @@ class MemoryStorage:
             self._listener = None
 
     def release(self) -> None:
-        self.is_held = False
-        held, self._held = self._held, []
+        self.holds_appends = False
+        held, self._held_answers = self._held_answers, []
         for link, answer in held:
             link.send(answer)
 
     def _accept(self, link: net.Link) -> None:
-        def take(received: list[Message]) -> None:
+        def take_messages(received: list[Message]) -> None:
             for message in received:
                 assert isinstance(message, StorageMessage)
                 self._take(link, message)
 
-        link.start(take, lambda _reason: None)
+        link.start(take_messages, lambda _reason: None)
 
     def _take(self, link: net.Link, message: StorageMessage) -> None:
         self.counts[type(message).__name__] += 1
@@ -93,7 +93,7 @@ class MemoryStorage:
         if isinstance(message, messages.OpenRequest):
             link.send(messages.SuccessResponse(*prefix))
             return
-        log = self.logs.setdefault(message.partition_id, Log())
+        log = self.logs.setdefault(message.partition_id, ReplicaLog())
         is_reader = isinstance(message, messages.RangeRaw) and message.reader
         if isinstance(message, messages.Prepare):
             fenced = message.session_id < log.promised
@@ -105,13 +105,13 @@ class MemoryStorage:
             link.send(messages.Nack(*prefix, code, log.promised, "a later session"))
             return
         answer = self._answer(log, message, prefix)
-        if self.is_held and isinstance(message, messages.AppendRaw):
-            self._held.append((link, answer))
+        if self.holds_appends and isinstance(message, messages.AppendRaw):
+            self._held_answers.append((link, answer))
         else:
             link.send(answer)
 
     def _answer(
-        self, log: Log, message: StorageMessage, prefix: tuple[int, int, int]
+        self, log: ReplicaLog, message: StorageMessage, prefix: tuple[int, int, int]
     ) -> StorageMessage:
         match message:
             case messages.Prepare():
@@ -153,7 +153,7 @@ class MemoryStorage:
         return messages.ReplicaEnd(*prefix, log.last, log.chain)
 
     def _append(
-        self, log: Log, message: messages.AppendRaw, prefix: tuple[int, int, int]
+        self, log: ReplicaLog, message: messages.AppendRaw, prefix: tuple[int, int, int]
     ) -> StorageMessage:
         assert message.first == log.last + 1
         assert message.chain_before == log.chain
@@ -170,7 +170,7 @@ class MemoryStorage:
         return messages.Appended(*prefix, log.last)
 
     def _range(
-        self, log: Log, message: messages.RangeRaw, prefix: tuple[int, int, int]
+        self, log: ReplicaLog, message: messages.RangeRaw, prefix: tuple[int, int, int]
     ) -> StorageMessage:
         last = min(message.last, log.last)
         if message.first > last:

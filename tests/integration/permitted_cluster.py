@@ -19,8 +19,8 @@ from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.local import LocalCluster
 
 DAEMONS = ("storage-1", "server-1")
-MINE, OTHER = 1, 3
-LATER_MS = 1 << 50
+PERMITTED_PARTITION, DENIED_PARTITION = 1, 3
+FAR_FUTURE_MS = 1 << 50
 # Each has a token; the first byte of its secret is the place in this list.
 PRINCIPALS = ("nothing", "writer", *(each.value for each in AccessVerb))
 PERMISSIONS = Permissions(
@@ -30,18 +30,21 @@ PERMISSIONS = Permissions(
     bytes(32),
     grants=(
         Grant("localhost", False, AccessVerb.REPLICATE, None),
-        Grant("writer", False, AccessVerb.READ, ((MINE, MINE),)),
-        Grant("writer", False, AccessVerb.APPEND, ((MINE, MINE),)),
-        *(Grant(each.value, False, each, ((MINE, MINE),)) for each in AccessVerb),
+        Grant("writer", False, AccessVerb.READ, ((PERMITTED_PARTITION, PERMITTED_PARTITION),)),
+        Grant("writer", False, AccessVerb.APPEND, ((PERMITTED_PARTITION, PERMITTED_PARTITION),)),
+        *(
+            Grant(each.value, False, each, ((PERMITTED_PARTITION, PERMITTED_PARTITION),))
+            for each in AccessVerb
+        ),
     ),
     tokens={
-        hash_of(bytes([number]) * 32): KnownToken(f"t{number}", name, LATER_MS)
+        hash_of(bytes([number]) * 32): KnownToken(f"t{number}", name, FAR_FUTURE_MS)
         for number, name in enumerate(PRINCIPALS)
     },
 )
 
 
-class Access:
+class ClusterAccess:
     """The permissions of the cluster in ZooKeeper, and connect strings of principals."""
 
     def __init__(self, cluster: LocalCluster, authorities: str, directory: Path) -> None:
@@ -62,9 +65,9 @@ class Access:
             self._zookeeper.set(path, data)
         else:
             self._zookeeper.create(path, data)
-        self.await_read()
+        self.await_applied()
 
-    def await_read(self) -> None:
+    def await_applied(self) -> None:
         """Wait until every daemon has read the latest revision."""
         line = f"access.revision_applied revision={self.revision}\n"
         for name in DAEMONS:
@@ -88,20 +91,20 @@ def permitted_cluster(
     directories: pytest.TempPathFactory,
     certificates: Certificates,
     permissions: Permissions = PERMISSIONS,
-) -> Iterator[Access]:
+) -> Iterator[ClusterAccess]:
     """As an operator introduces it: first "report", then permissions, then "on"."""
     settings = {"principal_pattern": "DNS=(localhost)"}
     with (
         daemons_with_access("report", **settings),
         tls_cluster(directories, certificates) as cluster,
     ):
-        made = Access(cluster, certificates.authorities, directories.mktemp("tokens"))
+        made = ClusterAccess(cluster, certificates.authorities, directories.mktemp("tokens"))
         made.write(permissions)
         with daemons_with_access("on", **settings):
             for name in DAEMONS:
                 cluster.kill(name)
                 cluster.log_path(name).write_text("")
                 cluster.start(name)
-            made.await_read()
+            made.await_applied()
             yield made
         made.close()

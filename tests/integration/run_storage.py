@@ -23,11 +23,11 @@ def main(directory: str, key: str = str(KEY), admin_port: str = "0", port: str =
     )
     cluster = StaticCluster(UUID(key), PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
 
-    def say(address: str) -> None:
+    def print_address(address: str) -> None:
         print(f"storage ready {address}", flush=True)  # noqa: T201 - its parent waits for it
 
     try:
-        net.run(serve(config, cluster=cluster, on_ready=say))
+        net.run(serve(config, cluster=cluster, on_ready=print_address))
     except WaltzError as error:
         print(f"refused: {type(error).__name__}: {error}", flush=True)  # noqa: T201
         return 1

@@ -10,7 +10,7 @@ import pytest
 from tests.certificates import Certificates
 from tests.commands import run_command
 from tests.integration.tls_cluster import daemons_with_access, tls_cluster
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.cli.access import access_change
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -35,7 +35,7 @@ def test_permissions_and_tokens_reach_every_daemon(
     monkeypatch: pytest.MonkeyPatch,
 ):
     # However long a daemon takes to find the first permissions, its access control is not off.
-    monkeypatch.setattr(access_change, "ACCESS_OFF_WAIT_S", HANG_S)
+    monkeypatch.setattr(access_change, "ACCESS_OFF_WAIT_S", TEST_TIMEOUT_S)
     own = ("--connect", cluster.connect)
 
     def access(*words: str, code: int = 0) -> dict[str, object]:
@@ -45,7 +45,7 @@ def test_permissions_and_tokens_reach_every_daemon(
 
     def change(*words: str) -> dict[str, object]:
         """Change the permissions, and see that every daemon uses them."""
-        changed = access(*words, "--timeout-s", f"{HANG_S}")
+        changed = access(*words, "--timeout-s", f"{TEST_TIMEOUT_S}")
         assert [each.split()[0] for each in changed["applied"]] == ["server", "storage"]
         for name in ("server-1", "storage-1"):
             line = f"access.revision_applied revision={changed['revision']}\n"
@@ -99,7 +99,7 @@ def test_a_storage_that_does_not_read_a_change_is_named(cluster: LocalCluster):
     assert "bob has the verbs read for partitions all; the permissions have revision" in late.stdout
     assert f"storage {address}: it " in late.stderr
     assert "of 2 daemons do not use it. Hint:" in late.stderr
-    again = run_command(*grant, "--timeout-s", f"{HANG_S}")
+    again = run_command(*grant, "--timeout-s", f"{TEST_TIMEOUT_S}")
     assert again.returncode == 0, again.stderr
     assert "nothing to change" in again.stdout
     assert "all 2 daemons use revision" in again.stderr

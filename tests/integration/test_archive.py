@@ -6,11 +6,11 @@ from uuid import UUID
 from tests.integration.archiving import (
     SEGMENT_BYTES,
     STORAGES,
-    Archive,
+    ClusterArchive,
+    append_and_archive,
     archiving_cluster,
-    datas_of,
-    fill,
-    read_all,
+    check_reads_of_all,
+    payloads_of,
 )
 from waltz_core.local import LocalCluster
 from waltz_core.records import raw_records
@@ -35,22 +35,22 @@ def local_log(cluster: LocalCluster, storage: str, key: UUID) -> tuple[int, list
         start = log.start.transaction_id
         read = log.read_range(start + 1, log.synced_max, 1 << 30, whole_batches=False)
         assert raw_records.first_bad_record(read.records, read.lengths) is None
-        return start, datas_of(read.records, read.lengths)
+        return start, payloads_of(read.records, read.lengths)
     finally:
         engine.abandon()
 
 
 def test_archive_and_local_logs_together_have_all_that_was_written(tmp_path: Path):
     url = f"file://{tmp_path}/archive"
-    archive = Archive(url)
+    archive = ClusterArchive(url)
     with archiving_cluster(tmp_path, url) as cluster:
-        written = fill(cluster, archive)
+        written = append_and_archive(cluster, archive)
         assert len(archive.objects()) > 1
-        read_all(cluster, written)
+        check_reads_of_all(cluster, written)
         cluster.down()
-        newest = archive.newest()
+        newest = archive.newest_manifest()
         assert newest is not None
-        assert archive.datas() == written
+        assert archive.payloads() == written
         complete = 0
         for storage in STORAGES:
             start, datas = local_log(cluster, storage, UUID(bytes=newest.cluster_key))

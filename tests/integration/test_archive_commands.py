@@ -13,7 +13,7 @@ import pytest
 from tests.commands import run_command
 from tests.fault.doctor import await_findings
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.archive.pins import pin
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
@@ -46,7 +46,7 @@ class Archived(NamedTuple):
         """Append rows, and wait until they are archived."""
         with WaltzClient(self.cluster.connect) as client:
             for future in [client.append(bytes(500), partition=0) for _ in range(ROWS_OF_ONE)]:
-                future.result(HANG_S)
+                future.result(TEST_TIMEOUT_S)
         wait_until("everything is archived", lambda: self.status()["lag"] == 0)
 
     def path(self, name: str) -> Path:
@@ -207,7 +207,7 @@ def test_the_doctor_reports_a_damaged_manifest_that_a_storage_has_found(archived
     manifest.write_bytes(data[:-1] + b" ")
     try:
         with WaltzClient(connect) as client:
-            client.append(b"more", partition=0).result(HANG_S)
+            client.append(b"more", partition=0).result(TEST_TIMEOUT_S)
         found = await_findings(("archive-damaged",), *elsewhere)
         assert str(manifest.name) in found[0]["sentence"]
         assert found[0]["command"] == f"waltz-core archive verify --repair --connect {connect}"
@@ -229,7 +229,7 @@ def test_the_doctor_reports_an_archive_that_cannot_be_written(archived: Archived
     folder.touch()  # It is no folder any more.
     try:
         with WaltzClient(connect) as client:
-            client.append(b"more", partition=0).result(HANG_S)
+            client.append(b"more", partition=0).result(TEST_TIMEOUT_S)
         found = await_findings(("archive-unavailable",), *elsewhere)
         assert "times in a row: archive: cannot" in found[0]["sentence"]
         done = run_command(*found[0]["command"].split()[1:])

@@ -5,20 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.client_contract import Ledger
+from tests.client_contract import RecordingCallbacks
 from tests.commands import run_command
 from tests.fault.load import wait_until
 from tests.integration.archiving import (
     STORAGES,
-    Archive,
-    append,
+    ClusterArchive,
+    append_and_archive,
+    append_rows,
     archiving_cluster,
-    fill,
-    oldest_segment,
-    read,
-    recorded_in,
+    oldest_segment_first_id,
+    read_archived_mark,
+    read_payloads,
 )
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.archive.garbage_collection import GarbageCollectionJob, collect_garbage
 from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, RecordedManifest
 from waltz_core.client import WaltzClient
@@ -39,7 +39,7 @@ def expire(cluster: LocalCluster, before: object, *words: str) -> str:
 
 
 def first_of(cluster: LocalCluster) -> int:
-    mark = recorded_in(cluster)
+    mark = read_archived_mark(cluster)
     assert mark is not None
     return mark.first
 
@@ -54,25 +54,25 @@ def check_reads(cluster: LocalCluster, written: list[bytes], first: int) -> None
         for source in (None, replicas):  # by the server, and by this process
             begun_s = time.monotonic()
             with pytest.raises(BeforeLogStart, match=rf"(at transaction|one is) {first}") as caught:
-                read(client, first - 1, last, source)
+                read_payloads(client, first - 1, last, source)
             assert caught.value.first_available == first
-            assert time.monotonic() - begun_s < HANG_S / 2, "the error is not retried"
-            assert read(client, first, last, source) == written[first:]
-        ledger = Ledger(first - 1)
+            assert time.monotonic() - begun_s < TEST_TIMEOUT_S / 2, "the error is not retried"
+            assert read_payloads(client, first, last, source) == written[first:]
+        ledger = RecordingCallbacks(first - 1)
         client.subscribe(ledger, [0])
-        ledger.until(lambda: len(ledger.seen) == len(written) - first)
-        assert [data for _, _, data in ledger.seen] == written[first:]
+        ledger.wait_until(lambda: len(ledger.applied) == len(written) - first)
+        assert [data for _, _, data in ledger.applied] == written[first:]
 
 
 def check_feed_below(cluster: LocalCluster, first: int, caplog: pytest.LogCaptureFixture) -> None:
     """A subscription from a mark below the start ends, and its error names the first ID."""
     with WaltzClient(cluster.connect) as client:
-        client.subscribe(Ledger(-1), [0])
+        client.subscribe(RecordingCallbacks(-1), [0])
         wait_until("the feed has ended", lambda: not client.partitions)
     assert f"the log begins at transaction {first}" in caplog.text
 
 
-def collect_later(archive: Archive, mark: ArchivedMark, cluster_key: bytes) -> None:
+def collect_later(archive: ClusterArchive, mark: ArchivedMark, cluster_key: bytes) -> None:
     """Collect garbage as a storage does it after the grace period."""
     recorded = RecordedManifest(
         PartitionId(0), mark.last, mark.chain, mark.manifest, mark.manifest_crc
@@ -82,7 +82,7 @@ def collect_later(archive: Archive, mark: ArchivedMark, cluster_key: bytes) -> N
     collect_garbage(archive.store, cluster_key, job, now_ms=now_ms)
 
 
-def object_names(archive: Archive) -> set[str]:
+def object_names(archive: ClusterArchive) -> set[str]:
     return {each for each in archive.store.names("") if "/objects/" in each}
 
 
@@ -90,10 +90,10 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     url = f"file://{tmp_path}/archive"
-    archive = Archive(url)
+    archive = ClusterArchive(url)
     with archiving_cluster(tmp_path, url) as cluster:
-        written = fill(cluster, archive)
-        before = min(oldest_segment(cluster, each) for each in STORAGES)
+        written = append_and_archive(cluster, archive)
+        before = min(oldest_segment_first_id(cluster, each) for each in STORAGES)
         preview = expire(cluster, before)
         shown = f"partition 0: the archive has transactions 0..{len(written) - 1}"
         assert f"{shown}; those before {before} would expire\n" in preview
@@ -108,7 +108,7 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
         check_feed_below(cluster, first, caplog)
         shown_ids = run_command("client", "read", "--connect", cluster.connect, "--partition", "0")
         assert shown_ids.stdout.split(maxsplit=1)[0] == str(first), "the first available ID"
-        mark = recorded_in(cluster)
+        mark = read_archived_mark(cluster)
         assert mark is not None
         manifest = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest)
         expired = {each.name for each in manifest.newest if each.last < first}
@@ -120,5 +120,5 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
         expire(cluster, 10 * len(written), "--yes")
         assert first_of(cluster) == len(written), "the one after the archived mark"
         with WaltzClient(cluster.connect) as client:
-            append(client, written)
-            assert read(client, len(written) - 10, len(written) - 1, None) == written[-10:]
+            append_rows(client, written)
+            assert read_payloads(client, len(written) - 10, len(written) - 1, None) == written[-10:]

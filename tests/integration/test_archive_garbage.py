@@ -15,11 +15,11 @@ from pyarrow import fs
 from tests.fault.load import wait_until
 from tests.integration.archiving import (
     STORAGES,
-    Archive,
-    Listed,
-    append,
+    ClusterArchive,
+    ListedFiles,
+    append_rows,
     archiving_cluster,
-    recorded_in,
+    read_archived_mark,
 )
 from waltz_core.archive.file_names import version_of
 from waltz_core.archive.garbage_collection import GRACE_MS
@@ -52,12 +52,12 @@ def s3_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def kill_during_uploads(
-    cluster: LocalCluster, archive: Archive, client: WaltzClient, written: list[bytes]
+    cluster: LocalCluster, archive: ClusterArchive, client: WaltzClient, written: list[bytes]
 ) -> None:
     """Append, and kill storages while they write objects, until some of these are garbage."""
     for count, storage in enumerate(cycle(STORAGES), 1):
         known = {*archive.store.names("")}
-        append(client, written)
+        append_rows(client, written)
 
         def is_uploading(known: set[str] = known) -> bool:
             return any("/objects/" in each for each in {*archive.store.names("")} - known)
@@ -65,24 +65,24 @@ def kill_during_uploads(
         wait_until("an upload has begun", is_uploading)
         cluster.kill(storage)
         cluster.start(storage)
-        mark = recorded_in(cluster)
-        if count >= KILLS and mark is not None and Listed(archive, mark).garbage_objects:
+        mark = read_archived_mark(cluster)
+        if count >= KILLS and mark is not None and ListedFiles(archive, mark).garbage_objects:
             return
 
 
 def check_kills_leave_no_garbage(
-    directory: Path, url: str, age: Callable[[Archive], None] | None
+    directory: Path, url: str, age: Callable[[ClusterArchive], None] | None
 ) -> None:
     """Kill storages during uploads, then check that a collection leaves what is listed.
 
     `age` makes files older than replaced manifests are kept.
     """
-    archive, written = Archive(url), list[bytes]()
+    archive, written = ClusterArchive(url), list[bytes]()
     with archiving_cluster(directory, url, removes_segments=False) as cluster:
         with WaltzClient(cluster.connect) as client:
             client.mount()
             kill_during_uploads(cluster, archive, client, written)
-            mark = recorded_in(cluster)
+            mark = read_archived_mark(cluster)
             assert mark is not None
             first_kept = 0
             if age is not None:
@@ -90,19 +90,19 @@ def check_kills_leave_no_garbage(
                 age(archive)
             cluster.kill(STORAGES[0])
             cluster.start(STORAGES[0])
-            append(client, written)
+            append_rows(client, written)
 
             def is_clean() -> bool:
-                mark = recorded_in(cluster)
+                mark = read_archived_mark(cluster)
                 if mark is None or mark.last < len(written) - 1:
                     return False
-                versions = [version_of(each.name) for each in Listed(archive, mark).garbage]
+                versions = [version_of(each.name) for each in ListedFiles(archive, mark).garbage]
                 return all(each is not None and each >= first_kept for each in versions)
 
             wait_until("manifests that were replaced lately remain alone", is_clean)
-        mark = recorded_in(cluster)
+        mark = read_archived_mark(cluster)
         assert mark is not None
-        assert archive.datas_of(Listed(archive, mark).objects) == written
+        assert archive.payloads_of(ListedFiles(archive, mark).objects) == written
     members = (*STORAGES, "server-1")
     logs = "".join(cluster.log_path(each).read_text(errors="replace") for each in members)
     assert "storage.garbage_collected" in logs
@@ -110,7 +110,7 @@ def check_kills_leave_no_garbage(
 
 
 def test_kills_during_uploads_leave_no_garbage_in_a_directory(tmp_path: Path) -> None:
-    def age(archive: Archive) -> None:
+    def age(archive: ClusterArchive) -> None:
         for each in archive.store.files(""):
             aged_s = each.modified_ms / 1_000 - AGE_S
             with suppress(FileNotFoundError):  # an upload has ended meanwhile

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.client_contract import Ledger
+from tests.client_contract import RecordingCallbacks
 from tests.commands import run_command
 from tests.fault.load import wait_until
 from tests.integration.archiving import (
     STORAGES,
-    Archive,
+    ClusterArchive,
+    append_and_archive,
     archiving_cluster,
-    fill,
-    oldest_segment,
-    read,
-    read_all,
-    recorded_in,
+    check_reads_of_all,
+    oldest_segment_first_id,
+    read_archived_mark,
+    read_payloads,
 )
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.client import WaltzClient
@@ -50,7 +50,7 @@ def check_is_named(cluster: LocalCluster, entry: ObjectEntry) -> None:
     """A read of an object that only the archive has names it, and is not repeated by the client."""
     wait_until("the partition has an owner", lambda: has_owner(cluster))
     with WaltzClient(cluster.connect) as client, pytest.raises(Damaged) as caught:
-        read(client, entry.first, entry.last, None)
+        read_payloads(client, entry.first, entry.last, None)
     assert entry.name in str(caught.value)
     assert "waltz-core archive verify --repair" in str(caught.value)
 
@@ -60,7 +60,7 @@ def check_feed_names(cluster: LocalCluster, entry: ObjectEntry, log: pytest.LogC
     log.clear()
     log.set_level(logging.INFO)
     with WaltzClient(cluster.connect) as client:
-        client.subscribe(Ledger(-1), [0])
+        client.subscribe(RecordingCallbacks(-1), [0])
         wait_until("the client logs the object", lambda: entry.name in log.text)
     assert "stream.interrupted" in log.text
 
@@ -70,10 +70,10 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     url = f"file://{tmp_path}/archive"
-    archive = Archive(url)
+    archive = ClusterArchive(url)
     with archiving_cluster(tmp_path, url) as cluster:
-        written = fill(cluster, archive)
-        starts = [oldest_segment(cluster, each) for each in STORAGES]
+        written = append_and_archive(cluster, archive)
+        starts = [oldest_segment_first_id(cluster, each) for each in STORAGES]
         removed, kept = archive.objects()[0], archive.objects()[-1]
         assert removed.last < min(starts)
         assert kept.first > max(starts)
@@ -101,10 +101,10 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
         assert (code, [each["name"] for each in problems]) == (1, [removed.name])
         (tmp_path / "archive" / removed.name).write_bytes(bytes_before)
         assert verify(cluster)[:2] == (0, [])
-        mark = recorded_in(cluster)
+        mark = read_archived_mark(cluster)
         assert mark is not None
         objects = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest).newest
         assert objects[-1].name != kept.name
         assert objects[:-1] == archive.objects()[:-1]
-        assert archive.datas_of(objects) == written
-        read_all(cluster, written)
+        assert archive.payloads_of(objects) == written
+        check_reads_of_all(cluster, written)

@@ -15,13 +15,13 @@ from tests.certificates import Certificates
 from tests.fault.load import wait_until
 from tests.integration.permitted_cluster import (
     DAEMONS,
-    MINE,
-    OTHER,
+    DENIED_PARTITION,
     PERMISSIONS,
-    Access,
+    PERMITTED_PARTITION,
+    ClusterAccess,
     permitted_cluster,
 )
-from tests.small_disk import WHY_NOT, Disk, can_mount
+from tests.small_disk import CANNOT_MOUNT_REASON, SmallDisk, can_mount
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.errors import PermissionDenied, Unavailable
@@ -35,16 +35,16 @@ from waltz_core.wire.messages import (
     WireProtocol,
 )
 
-REQ_ID = ReqId(ClientId(-1), Generation(-1), PartitionId(MINE), -1)
+REQ_ID = ReqId(ClientId(-1), Generation(-1), PartitionId(PERMITTED_PARTITION), -1)
 
 
 @dataclass(frozen=True)
 class Audited:
     """A cluster whose daemons have audit logs in one directory, on a small disk if possible."""
 
-    access: Access
+    access: ClusterAccess
     logs: Path
-    disk: Disk | None
+    disk: SmallDisk | None
 
     def lines(self, name: str) -> list[dict[str, object]]:
         return [json.loads(each) for each in (self.logs / name).read_text().splitlines()]
@@ -75,7 +75,7 @@ def audited(
         disk = None
         if can_mount():
             with contextlib.suppress(subprocess.CalledProcessError):
-                disk = Disk(logs, "64k")
+                disk = SmallDisk(logs, "64k")
                 stack.callback(disk.unmount)
         logs.mkdir(exist_ok=True)
         made = stack.enter_context(permitted_cluster(tmp_path_factory, certificates))
@@ -86,18 +86,18 @@ def audited(
             made.cluster.kill(name)
             made.cluster.log_path(name).write_text("")
             made.cluster.start(name)
-        made.await_read()
+        made.await_applied()
         yield Audited(made, logs, disk)
 
 
 def test_requests_of_administrators_and_denials_are_in_the_logs(audited: Audited):
-    assert audited.ask(WireProtocol.ADMIN, SetAvailable(1, (MINE,), True)) == Done(1)
-    answer = audited.ask(WireProtocol.CLIENT, AddPreferredRequest(REQ_ID, (MINE,)))
+    assert audited.ask(WireProtocol.ADMIN, SetAvailable(1, (PERMITTED_PARTITION,), True)) == Done(1)
+    answer = audited.ask(WireProtocol.CLIENT, AddPreferredRequest(REQ_ID, (PERMITTED_PARTITION,)))
     assert answer == AddPreferredResponse(REQ_ID, True)
-    denied = audited.ask(WireProtocol.ADMIN, SetAvailable(2, (OTHER,), True))
+    denied = audited.ask(WireProtocol.ADMIN, SetAvailable(2, (DENIED_PARTITION,), True))
     assert isinstance(denied, AdminRejected)
     with WaltzClient(audited.access.connect("writer")) as client, pytest.raises(PermissionDenied):
-        client.append(b"other", partition=OTHER).result()
+        client.append(b"other", partition=DENIED_PARTITION).result()
     for name, begun, message in (
         ("storage-1", "SetAvailable is_available=True", "SetAvailable is_available=True"),
         ("server-1", "AddPreferredRequest", "MountWriter"),
@@ -106,10 +106,10 @@ def test_requests_of_administrators_and_denials_are_in_the_logs(audited: Audited
         revision, begin, end, denial, *_ = audited.lines(name)
         assert (revision["principal"], revision["outcome"]) == ("ops", "in_use")
         assert (begin["principal"], begin["verb"]) == ("administer", "administer")
-        assert (begin["object"], begin["message"]) == (f"partitions {MINE}", begun)
+        assert (begin["object"], begin["message"]) == (f"partitions {PERMITTED_PARTITION}", begun)
         assert (begin["outcome"], end["outcome"]) == ("begun", "done")
         assert begin["request"] == end["request"]
-        assert (denial["object"], denial["outcome"]) == (f"partitions {OTHER}", "denied")
+        assert (denial["object"], denial["outcome"]) == (f"partitions {DENIED_PARTITION}", "denied")
         assert str(denial["message"]).startswith(message)
 
 
@@ -133,25 +133,25 @@ def test_a_signal_begins_a_new_file(audited: Audited):
 def test_without_space_no_administrative_request_begins(audited: Audited):
     disk = audited.disk
     if disk is None:
-        pytest.skip(WHY_NOT)
+        pytest.skip(CANNOT_MOUNT_REASON)
     disk.fill()
     log = audited.access.cluster.log_path("storage-1")
 
     def is_rejected() -> bool:
-        answer = audited.ask(WireProtocol.ADMIN, SetAvailable(1, (MINE,), True))
+        answer = audited.ask(WireProtocol.ADMIN, SetAvailable(1, (PERMITTED_PARTITION,), True))
         if isinstance(answer, AdminRejected):
             assert answer.error_code == Unavailable.code
         return isinstance(answer, AdminRejected)
 
     wait_until("the last page is full", is_rejected)
     assert "audit.write_failed path=" in log.read_text()
-    rejected = audited.ask(WireProtocol.ADMIN, SetAvailable(1, (MINE,), False))
+    rejected = audited.ask(WireProtocol.ADMIN, SetAvailable(1, (PERMITTED_PARTITION,), False))
     assert isinstance(rejected, AdminRejected)
     assert "No space left on device" in rejected.text
     with WaltzClient(audited.access.connect("writer")) as client:  # others are not affected
-        client.append(b"mine", partition=MINE).result()
+        client.append(b"mine", partition=PERMITTED_PARTITION).result()
     disk.free()
-    assert audited.ask(WireProtocol.ADMIN, SetAvailable(7, (MINE,), True)) == Done(7)
+    assert audited.ask(WireProtocol.ADMIN, SetAvailable(7, (PERMITTED_PARTITION,), True)) == Done(7)
     wait_until("the last outcome is written", _all_ended(audited.logs / "storage-1"))
 
 

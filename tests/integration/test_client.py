@@ -12,7 +12,7 @@ import pytest
 from pyspark.serializers import CPickleSerializer
 
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client import (
     BYTES,
@@ -210,7 +210,7 @@ class Ledger(Callbacks):
     def has_seen(self, count: int) -> bool:
         """Wait until `count` transactions have been applied."""
         with self.changed:
-            return self.changed.wait_for(lambda: len(self.seen) >= count, HANG_S)
+            return self.changed.wait_for(lambda: len(self.seen) >= count, TEST_TIMEOUT_S)
 
 
 class Increment(TransactionContext):
@@ -244,10 +244,10 @@ def test_two_clients_count_together_without_losing_one(cluster: LocalCluster):
             client.subscribe(ledger, [3])
             contexts += [(client, Increment(ledger)) for _ in range(20)]
         futures = [client.submit(context) for client, context in contexts]
-        ids = sorted(future.result(HANG_S) for future in futures)
+        ids = sorted(future.result(TEST_TIMEOUT_S) for future in futures)
         assert ids == list(range(start + 1, start + 41))
         assert log_of(one, 3)[1][start + 1 :] == [b"%d" % i for i in range(1, 41)]
-        assert all(context.is_applied.wait(HANG_S) for _, context in contexts)
+        assert all(context.is_applied.wait(TEST_TIMEOUT_S) for _, context in contexts)
         assert sum(context.failures for _, context in contexts) > 0
         for _, context in contexts:
             # An own append is applied once its own client has come to it; the other continues.
@@ -275,10 +275,10 @@ def load(
         ours.append((partition, 1, [b"%s-%d" % (name, number)], single))
         number += 1
         if number % 10 == 0:
-            future.exception(HANG_S)
+            future.exception(TEST_TIMEOUT_S)
     for partition, count, rows, future in ours:
         try:
-            outcome = future.result(HANG_S)
+            outcome = future.result(TEST_TIMEOUT_S)
         except errors.OutcomeUnknown:
             counts["unknown"] += count
         except errors.WaltzError:
@@ -314,7 +314,7 @@ def test_outcomes_while_a_server_is_killed_agree_with_the_log(cluster: LocalClus
             cluster.start("server-1")
             stop.set()
             for run in runs:
-                run.result(HANG_S)
+                run.result(TEST_TIMEOUT_S)
         check_claims(client, claims)
     assert counts["COMMITTED"] > 0
     assert counts["unknown"] == 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
-from tests.schema_registry import schema_registry
+from tests.schema_registry import run_schema_registry
 from waltz_core.local import running_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def test_every_snippet_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "snippets"}
     with (
-        schema_registry() as registry,
+        run_schema_registry() as registry,
         running_cluster(tmp_path / "local", storage_count=1, server_count=1) as cluster,
     ):
         try:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.client_contract import SCENARIOS, World, is_whole
+from tests.client_contract import SCENARIOS, ScenarioSetup, is_log_complete
 from waltz_core.client import WaltzClient
 from waltz_core.local import running_cluster
 
@@ -19,6 +19,6 @@ def connect(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.parametrize("number", range(len(SCENARIOS)), ids=lambda i: SCENARIOS[i].__name__)
 def test_scenario(number: int, connect: str):
-    world = World(lambda: WaltzClient(connect), number % 4)
+    world = ScenarioSetup(lambda: WaltzClient(connect), number % 4)
     SCENARIOS[number](world)
-    assert is_whole(world)
+    assert is_log_complete(world)

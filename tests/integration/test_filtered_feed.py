@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import AsyncCallbacks, AsyncTransaction, AsyncWaltzClient, WaltzClient
 from waltz_core.client.links.directory import ClusterLayout, Owner
 from waltz_core.local import LocalCluster, running_cluster
@@ -101,7 +101,7 @@ async def bytes_of_a_feed(
             # NB: it would query ZooKeeper after the first mount, and bypass the counter.
             c.directory.owner = owner  # type: ignore[method-assign]
             await c.subscribe(callbacks, [partition], headers=headers)
-            async with asyncio.timeout(HANG_S):
+            async with asyncio.timeout(TEST_TIMEOUT_S):
                 applier = c._partitions[partition].applier
                 assert applier is not None
                 await applier.wait_until_applied(last)
@@ -127,7 +127,7 @@ def test_bytes_on_the_wire_fall_in_proportion(
             client.append_batch(partition, payload, rows, client_high_water_mark=-1)
             for _ in range(batches)
         ]
-        assert all(each.result(HANG_S).transaction_ids.min() > mark for each in appends)
+        assert all(each.result(TEST_TIMEOUT_S).transaction_ids.min() > mark for each in appends)
         last = client.high_water_mark(partition)
         client.mount([partition])
         layout = client.layout()

@@ -16,30 +16,29 @@ import pytest
 from deltalake import DeltaTable
 from pyarrow import fs
 
-from tests.changing import PAIRS
-from tests.changing import changes_of as pair_changes
+from tests.changes_functions import PAIRS_FUNCTION, pair_changes
 from tests.commands import run_command
 from tests.fault.load import wait_until
 from tests.integration.archiving import (
     STORAGES,
-    Archive,
+    ClusterArchive,
+    append_and_archive,
     archiving_cluster,
-    fill,
-    oldest_segment,
-    recorded_in,
+    oldest_segment_first_id,
+    read_archived_mark,
 )
-from tests.integration.killed_follower import STEPS
-from tests.patience import HANG_S, PATIENT
+from tests.integration.killed_follower import KILL_STEPS
 from tests.ports import free_port
-from tests.schema_registry import schema_registry
+from tests.schema_registry import run_schema_registry
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from tests.written_log import (
     DELETE_HEADER,
     OTHER_HEADER,
-    Written,
+    WrittenLog,
     check_versions,
-    content,
-    ends,
+    end_marks,
     marks_by_version,
+    read_table,
     running_log,
 )
 from waltz_core.client import Avro, WaltzClient
@@ -53,34 +52,34 @@ STRUCT_HEADER = 8
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WrittenLog]:
     with running_log(tmp_path_factory.mktemp("cluster") / "local") as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def client(written: Written) -> Iterator[WaltzClient]:
-    with WaltzClient(written.connect, PATIENT) as opened:
+def client(written: WrittenLog) -> Iterator[WaltzClient]:
+    with WaltzClient(written.connect, PATIENT_CLIENT) as opened:
         yield opened
 
 
-def follow(written: Written, table: Path, *more: str) -> dict[int, int]:
+def follow(written: WrittenLog, table: Path, *more: str) -> dict[int, int]:
     """Run the command up to the end of the log; return the marks that it prints."""
     done = run_command(*written.command(table, "--until", "now", "--json", *more))
     assert done.returncode == 0, done.stderr
     return {int(each): mark for each, mark in json.loads(done.stdout)["marks"].items()}
 
 
-def test_the_table_equals_a_replay_of_the_log(written: Written, tmp_path: Path):
+def test_the_table_equals_a_replay_of_the_log(written: WrittenLog, tmp_path: Path):
     table = tmp_path / "table"
-    assert follow(written, table) == ends(written)
+    assert follow(written, table) == end_marks(written)
     check_versions(written, table)
     assert len(marks_by_version(table)) > 3
-    assert content(table) == written.replayed(ends(written))
-    assert content(table)
+    assert read_table(table) == written.replayed(end_marks(written))
+    assert read_table(table)
 
 
-def test_columns_are_found_in_payloads(written: Written, tmp_path: Path):
+def test_columns_are_found_in_payloads(written: WrittenLog, tmp_path: Path):
     table = tmp_path / "table"
     words = written.command(table, "--until", "now", columns=())
     for _ in range(2):
@@ -91,18 +90,18 @@ def test_columns_are_found_in_payloads(written: Written, tmp_path: Path):
     assert sorted(names) == ["_partition", "_transaction_id", "id", "op", "value"]
 
 
-def test_a_repeated_command_writes_no_commit(written: Written, tmp_path: Path):
+def test_a_repeated_command_writes_no_commit(written: WrittenLog, tmp_path: Path):
     table = tmp_path / "table"
     follow(written, table)
     version = DeltaTable(table).version()
-    assert follow(written, table) == ends(written)
+    assert follow(written, table) == end_marks(written)
     assert DeltaTable(table).version() == version
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", KILL_STEPS)
 @pytest.mark.parametrize("passes", [0, 2])
 def test_a_follower_that_is_killed_at_a_step_continues(
-    written: Written, tmp_path: Path, step: str, passes: int
+    written: WrittenLog, tmp_path: Path, step: str, passes: int
 ):
     table = tmp_path / "table"
     command = [sys.executable, "-m", "tests.integration.killed_follower", step, str(passes)]
@@ -113,11 +112,11 @@ def test_a_follower_that_is_killed_at_a_step_continues(
         check_versions(written, table)
     follow(written, table)
     check_versions(written, table)
-    assert content(table) == written.replayed(ends(written))
+    assert read_table(table) == written.replayed(end_marks(written))
 
 
 def test_a_follower_that_is_killed_between_new_fields_and_their_batch_continues(
-    written: Written, client: WaltzClient, tmp_path: Path
+    written: WrittenLog, client: WaltzClient, tmp_path: Path
 ):
     table = tmp_path / "table"
     words = ["follow", str(table), "--connect", written.connect, "--key", "n", "--until", "now"]
@@ -146,7 +145,7 @@ def test_a_follower_that_is_killed_between_new_fields_and_their_batch_continues(
         assert run_command(*words).returncode == 0
         after, marks, rows = state()
         assert after == version + 2, "one commit of the batch, and none of the repeated command"
-        assert dict(decode(marks).marks) == ends(written)
+        assert dict(decode(marks).marks) == end_marks(written)
         assert [row["at"] for row in rows] == [
             {"x": 1, "y": None},
             {"x": 3, "y": None},
@@ -154,36 +153,40 @@ def test_a_follower_that_is_killed_between_new_fields_and_their_batch_continues(
         ]
 
 
-def test_a_table_with_a_changes_function_equals_a_replay(written: Written, tmp_path: Path):
+def test_a_table_with_a_changes_function_equals_a_replay(written: WrittenLog, tmp_path: Path):
     table = tmp_path / "table"
     words = ["follow", str(table), "--connect", written.connect, "--key", "id", "--until", "now"]
     words += ["--column", "id:int64", "--column", "op:string", "--column", "value:int64"]
-    words += ["--batch-transactions", "50", "--changes", PAIRS]
+    words += ["--batch-transactions", "50", "--changes", PAIRS_FUNCTION]
     assert run_command(*words).returncode == 0
     check_versions(written, table, pair_changes)
-    assert content(table) == written.replayed(ends(written), pair_changes)
+    assert read_table(table) == written.replayed(end_marks(written), pair_changes)
     assert DeltaTable(table).schema().to_arrow().names == ["id", "value", *PLACE]
-    other = run_command(*words[:-1], "tests.changing:failing")
-    assert "changes: expected tests.changing:pairs, as in the commits of the table" in other.stderr
+    other = run_command(*words[:-1], "tests.changes_functions:raise_key_error")
+    assert (
+        "changes: expected tests.changes_functions:return_pairs, as in the commits of the table"
+        in other.stderr
+    )
     words[1] = str(tmp_path / "other")
-    failed = run_command(*words[:-1], "tests.changing:failing")
+    failed = run_command(*words[:-1], "tests.changes_functions:raise_key_error")
     assert failed.returncode == 1
     assert re.search(
-        r"changes function tests.changing:failing for transactions from partition 0, transaction 0 "
-        r"on: .* the function raised KeyError: 'none' \(.*tests/changing.py, line \d+\)",
+        r"changes function tests.changes_functions:raise_key_error for transactions from "
+        r"partition 0, transaction 0 on: .* the function raised KeyError: 'none' "
+        r"\(.*tests/changes_functions.py, line \d+\)",
         failed.stderr,
     )
 
 
 @pytest.fixture
-def tables(written: Written, tmp_path: Path) -> Path:
+def tables(written: WrittenLog, tmp_path: Path) -> Path:
     """Return a file with three tables: by rules, by a function, and with columns that are found."""
     columns = 'columns = ["id:int64", "op:string", "value:int64"]'
     headers = f"headers = [1, {DELETE_HEADER}]\ndelete_headers = [{DELETE_HEADER}]"
     rules = f"""{headers}\ndelete_where = "op = 'D'\""""
     sections = {
         "rules": f"{columns}\n{rules}",
-        "pairs": f'{columns}\nchanges = "{PAIRS}"',
+        "pairs": f'{columns}\nchanges = "{PAIRS_FUNCTION}"',
         "found": rules,
     }
     file = tmp_path / "tables.toml"
@@ -193,25 +196,25 @@ def tables(written: Written, tmp_path: Path) -> Path:
     return file
 
 
-def follow_all(written: Written, file: Path) -> list[str]:
+def follow_all(written: WrittenLog, file: Path) -> list[str]:
     words = ["follow", "--tables", str(file), "--connect", written.connect, "--until", "now"]
     return [*words, "--batch-transactions", "50", "--json"]
 
 
-def check_all(written: Written, directory: Path) -> None:
+def check_all(written: WrittenLog, directory: Path) -> None:
     for name, changes in (("rules", None), ("pairs", pair_changes), ("found", None)):
         check_versions(written, directory / name, changes)
-        assert content(directory / name) == written.replayed(ends(written), changes)
+        assert read_table(directory / name) == written.replayed(end_marks(written), changes)
 
 
 def test_a_table_may_be_added_to_those_of_a_follower(
-    written: Written, tables: Path, tmp_path: Path
+    written: WrittenLog, tables: Path, tmp_path: Path
 ):
     follow(written, tmp_path / "rules")
     before = marks_by_version(tmp_path / "rules")
     done = run_command(*follow_all(written, tables))
     assert done.returncode == 0, done.stderr
-    marks = {"marks": {str(each): mark for each, mark in ends(written).items()}}
+    marks = {"marks": {str(each): mark for each, mark in end_marks(written).items()}}
     paths = [str(tmp_path / name) for name in ("rules", "pairs", "found")]
     assert json.loads(done.stdout) == {"tables": dict.fromkeys(paths, marks)}
     assert marks_by_version(tmp_path / "rules") == before
@@ -220,7 +223,7 @@ def test_a_table_may_be_added_to_those_of_a_follower(
 
 @pytest.mark.parametrize(("step", "passes"), [("after apply", 1), ("after apply", 4)])
 def test_a_follower_that_is_killed_between_the_commits_of_tables_continues(
-    written: Written, tables: Path, tmp_path: Path, step: str, passes: int
+    written: WrittenLog, tables: Path, tmp_path: Path, step: str, passes: int
 ):
     command = [sys.executable, "-m", "tests.integration.killed_follower", step, str(passes)]
     killed = subprocess.run(
@@ -237,7 +240,7 @@ def test_a_follower_that_is_killed_between_the_commits_of_tables_continues(
     check_all(written, tmp_path)
 
 
-def test_an_interrupt_ends_a_follower(written: Written, tmp_path: Path):
+def test_an_interrupt_ends_a_follower(written: WrittenLog, tmp_path: Path):
     table = tmp_path / "table"
     command = [sys.executable, "-m", "waltz_core", *written.command(table)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as follower:
@@ -245,18 +248,18 @@ def test_an_interrupt_ends_a_follower(written: Written, tmp_path: Path):
             "the end of the log in the table",
             lambda: (
                 DeltaTable.is_deltatable(str(table))
-                and ends(written) in marks_by_version(table).values()
+                and end_marks(written) in marks_by_version(table).values()
             ),
         )
         follower.send_signal(signal.SIGINT)
-        _, error = follower.communicate(timeout=HANG_S)
+        _, error = follower.communicate(timeout=TEST_TIMEOUT_S)
     assert follower.returncode == 130
     assert "Traceback" not in error
     check_versions(written, table)
 
 
 def test_two_followers_at_once_apply_each_batch_once(
-    written: Written, client: WaltzClient, tmp_path: Path
+    written: WrittenLog, client: WaltzClient, tmp_path: Path
 ):
     table = tmp_path / "table"
     command = [sys.executable, "-m", "waltz_core", *written.command(table)]
@@ -277,7 +280,7 @@ def test_two_followers_at_once_apply_each_batch_once(
             stack.callback(follower.kill)
         wait_until("both followers", lambda: log_lines("follow.started") == [1, 1])
         wait_until("a conflict of their commits", has_conflict)
-        end = ends(written)
+        end = end_marks(written)
         wait_until(
             "the end of the log in the table", lambda: end in marks_by_version(table).values()
         )
@@ -285,7 +288,7 @@ def test_two_followers_at_once_apply_each_batch_once(
 
 
 def test_a_batch_of_other_transactions_writes_no_commit_until_the_end(
-    written: Written, client: WaltzClient, tmp_path: Path
+    written: WrittenLog, client: WaltzClient, tmp_path: Path
 ):
     table = tmp_path / "table"
     follow(written, table)
@@ -293,26 +296,28 @@ def test_a_batch_of_other_transactions_writes_no_commit_until_the_end(
     for _ in range(60):
         written.log[0].append((OTHER_HEADER, {"other": True}))
         client.append(msgpack.packb({"other": True}), partition=0, header=OTHER_HEADER).result()
-    assert follow(written, table) == ends(written)
+    assert follow(written, table) == end_marks(written)
     assert DeltaTable(table).version() == before + 1
     check_versions(written, table)
 
 
 def test_after_a_restore_another_follower_continues_from_its_marks(
-    written: Written, tmp_path: Path
+    written: WrittenLog, tmp_path: Path
 ):
     table = tmp_path / "table"
     follow(written, table)
     restored = marks_by_version(table)[2]
-    assert restored != ends(written)
+    assert restored != end_marks(written)
     DeltaTable(table).restore(2)
     failed = run_command(*written.command(table, "--until", "now"))
     assert failed.returncode == 1
     assert "is a RESTORE after the last commit of follower 'follow'" in failed.stderr
-    assert content(table) == written.replayed(restored)
+    assert read_table(table) == written.replayed(restored)
     marks = json.dumps({str(each): mark for each, mark in restored.items()})
-    assert follow(written, table, "--follower", "again", "--start-marks", marks) == ends(written)
-    assert content(table) == written.replayed(ends(written))
+    assert follow(written, table, "--follower", "again", "--start-marks", marks) == end_marks(
+        written
+    )
+    assert read_table(table) == written.replayed(end_marks(written))
     follow(written, table, "--follower", "again")
 
 
@@ -321,7 +326,7 @@ def test_after_a_restore_another_follower_continues_from_its_marks(
     [("id", "value"), ("op = 'D'", "op = 'U'"), ("--delete-header", "--header")],
 )
 def test_another_rule_for_an_existing_table_is_an_error(
-    written: Written, tmp_path: Path, old: str, new: str
+    written: WrittenLog, tmp_path: Path, old: str, new: str
 ):
     table = tmp_path / "table"
     follow(written, table)
@@ -333,7 +338,7 @@ def test_another_rule_for_an_existing_table_is_an_error(
     assert DeltaTable(table).version() == version
 
 
-def test_a_start_at_marks_and_at_a_time(written: Written, client: WaltzClient, tmp_path: Path):
+def test_a_start_at_marks_and_at_a_time(written: WrittenLog, client: WaltzClient, tmp_path: Path):
     marks = {each: len(log) // 2 for each, log in enumerate(written.log)}
     text = json.dumps({str(each): mark for each, mark in marks.items()})
     table = tmp_path / "marks"
@@ -378,27 +383,27 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         server.kill()
 
 
-def test_a_table_in_an_object_store_equals_a_replay(written: Written, s3: str):
+def test_a_table_in_an_object_store_equals_a_replay(written: WrittenLog, s3: str):
     table = f"{s3}/table"
     command = [sys.executable, "-m", "waltz_core", *written.command(table, "--until", "now")]
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
     check_versions(written, table)
-    assert content(table) == written.replayed(ends(written))
+    assert read_table(table) == written.replayed(end_marks(written))
 
 
 def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
     url = f"file://{tmp_path}/archive"
     with archiving_cluster(tmp_path, url) as cluster:
-        count_all = len(fill(cluster, Archive(url)))
-        before = str(min(oldest_segment(cluster, each) for each in STORAGES))
+        count_all = len(append_and_archive(cluster, ClusterArchive(url)))
+        before = str(min(oldest_segment_first_id(cluster, each) for each in STORAGES))
         connect = ["--connect", cluster.connect]
         done = run_command(
             "archive", "expire", *connect, "--before", before, "--partition", "0", "--yes"
         )
         assert done.returncode == 0, done.stderr
-        first = recorded_in(cluster).first
+        first = read_archived_mark(cluster).first
         words = ["follow", str(tmp_path / "table"), *connect, "--key", "transaction_id"]
         words += ["--column", "transaction_id", "--column", "header", "--until", "now"]
         expired = run_command(*words, "--start-marks", json.dumps({"0": first - 2}))
@@ -411,10 +416,10 @@ def test_a_table_starts_at_the_first_available_transaction(tmp_path: Path):
     assert sorted(found) == list(range(first, count_all))
 
 
-def test_payloads_with_a_schema_registry(written: Written, client: WaltzClient, tmp_path: Path):
+def test_payloads_with_a_schema_registry(written: WrittenLog, client: WaltzClient, tmp_path: Path):
     fields = [{"name": "id", "type": "long"}, {"name": "owner", "type": ["null", "string"]}]
     record = {"type": "record", "name": "account", "fields": fields}
-    with schema_registry() as registry:
+    with run_schema_registry() as registry:
         accounts = Avro(registry.url, subject="accounts-value", schema=record)
         for row in ({"id": 1, "owner": "Anna"}, {"id": 2, "owner": None}):
             written.log[0].append((OTHER_HEADER, {"other": True}))
@@ -437,7 +442,7 @@ def test_payloads_with_a_schema_registry(written: Written, client: WaltzClient, 
     assert sorted(row["owner"] or "" for row in rows) == ["", "Anna"]
 
 
-def test_encrypted_payloads_need_all_keys(written: Written, tmp_path: Path):
+def test_encrypted_payloads_need_all_keys(written: WrittenLog, tmp_path: Path):
     """Also if the key of the table is in the log: a row of nulls would be no replay."""
     keys, fewer = tmp_path / "keys", tmp_path / "fewer"
     for place, names in ((keys, ("a", "b")), (fewer, ("a",))):
@@ -477,7 +482,7 @@ def test_encrypted_payloads_need_all_keys(written: Written, tmp_path: Path):
 
 
 def test_a_payload_that_does_not_fit_ends_the_command(
-    written: Written, client: WaltzClient, tmp_path: Path
+    written: WrittenLog, client: WaltzClient, tmp_path: Path
 ):
     words = written.command(tmp_path / "table", "--until", "now")
     words[words.index("value:int64")] = "value:string"

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import make
+from tests.certificates import create_certificates
 from tests.commands import run_command
 from tests.fault.load import wait_until
-from tests.gateway_process import GatewayClient, gateway
+from tests.gateway_process import GatewayClient, run_gateway
 from tests.ports import free_port
 from waltz_core.local import LocalCluster, running_cluster
 
@@ -40,7 +40,7 @@ def append_to(url: str, authorities: str) -> int:
 def test_a_gateway_serves_https_and_reads_its_certificate_again(
     cluster: LocalCluster, tmp_path: Path
 ):
-    old, new = make(tmp_path, name="old"), make(tmp_path, name="new")
+    old, new = create_certificates(tmp_path, name="old"), create_certificates(tmp_path, name="new")
     certificate, key, log = (tmp_path / name for name in ("cert.pem", "key.pem", "log"))
 
     def use(files: tuple[str, str]) -> None:
@@ -52,7 +52,7 @@ def test_a_gateway_serves_https_and_reads_its_certificate_again(
 
     use((old.certificate, old.key))
     files = {"https_certificate": certificate, "https_key": key}
-    with gateway(cluster.connect, log, **files) as served:
+    with run_gateway(cluster.connect, log, **files) as served:
         assert served.url.startswith("https://")
         kept = GatewayClient(served.url, authorities=old.authorities)
         assert kept.append({"data": "a"}).status == 200
@@ -79,7 +79,7 @@ def test_a_gateway_serves_https_and_reads_its_certificate_again(
 
 
 def test_sighup_does_not_end_a_gateway_without_a_certificate(cluster: LocalCluster):
-    with gateway(cluster.connect) as served:
+    with run_gateway(cluster.connect) as served:
         client = GatewayClient(served.url)
         assert client.append({"data": "a"}).status == 200
         served.send_signal(signal.SIGHUP)
@@ -90,7 +90,7 @@ def test_sighup_does_not_end_a_gateway_without_a_certificate(cluster: LocalClust
 
 def test_pages_of_a_gateway(cluster: LocalCluster):
     port = free_port()
-    with gateway(cluster.connect, http_port=port) as served:
+    with run_gateway(cluster.connect, http_port=port) as served:
         assert append_to(served.url, "") == 200
         page = f"http://127.0.0.1:{port}"
         for path in ("/livez", "/readyz", "/health"):

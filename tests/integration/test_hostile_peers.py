@@ -15,13 +15,13 @@ import pytest
 from tests.certificates import Certificates
 from tests.integration.permitted_cluster import (
     DAEMONS,
-    MINE,
     PERMISSIONS,
-    Access,
+    PERMITTED_PARTITION,
+    ClusterAccess,
     permitted_cluster,
 )
-from tests.patience import HANG_S
-from tests.sample_messages import sample_of
+from tests.sample_messages import sample_message
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.access.permissions import KnownToken
 from waltz_core.access.tokens import hash_of
 from waltz_core.client import WaltzClient
@@ -48,7 +48,7 @@ PORTS: dict[WireProtocol, tuple[str, type[Message], str]] = {
 @pytest.fixture(scope="module")
 def access(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
-) -> Iterator[Access]:
+) -> Iterator[ClusterAccess]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 16_384), hard))
     with permitted_cluster(tmp_path_factory, certificates) as made:
@@ -69,14 +69,14 @@ class Writer(threading.Thread):
         try:
             with WaltzClient(self._connect) as client:
                 while not self._must_end.wait(0.02):
-                    client.append(b"calm", partition=MINE).result()
+                    client.append(b"calm", partition=PERMITTED_PARTITION).result()
                     self.done_count += 1
         except Exception as error:  # noqa: BLE001 - the test shows it
             self.error = error
 
     def end(self) -> None:
         self._must_end.set()
-        self.join(HANG_S)
+        self.join(TEST_TIMEOUT_S)
 
 
 class Attack:
@@ -114,7 +114,7 @@ class Attack:
                     "127.0.0.1",
                     self._port,
                     ssl=self._context if is_tls else None,
-                    ssl_handshake_timeout=HANG_S if is_tls else None,
+                    ssl_handshake_timeout=TEST_TIMEOUT_S if is_tls else None,
                 )
                 self.opened_count += 1
             try:
@@ -143,7 +143,7 @@ def client_hello(context: ssl.SSLContext) -> bytes:
     return outgoing.read()
 
 
-async def asked(access: Access, protocol: WireProtocol) -> None:
+async def asked(access: ClusterAccess, protocol: WireProtocol) -> None:
     """Connect with a token, and send a request that is answered.
 
     Until its token is accepted, the peer is one of the unauthorized peers of its host, which are
@@ -156,20 +156,22 @@ async def asked(access: Access, protocol: WireProtocol) -> None:
     link = None
     while link is None:
         with contextlib.suppress(Unreachable):
-            link = await net.dial(protocol, f"127.0.0.1:{port}", ssl=context, timeout_s=HANG_S)
+            link = await net.dial(
+                protocol, f"127.0.0.1:{port}", ssl=context, timeout_s=TEST_TIMEOUT_S
+            )
         await asyncio.sleep(0.1)
-    link.send(sample_of(request, MINE))
+    link.send(sample_message(request, PERMITTED_PARTITION))
     assert await link.receive()
     link.abort("done")
 
 
-async def attacked(access: Access, protocol: WireProtocol, authorities: str) -> Attack:
+async def attacked(access: ClusterAccess, protocol: WireProtocol, authorities: str) -> Attack:
     """Open all connections, and work meanwhile; return when the daemon has closed them."""
     member = access.cluster.member(PORTS[protocol][0])
     port = member.admin_port if protocol is WireProtocol.ADMIN else member.port
     assert port is not None
     attack = Attack(protocol, port, authorities)
-    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as tasks:
         for number in range(COUNT):
             tasks.create_task(attack.connection(number))
         while attack.closed_count < COUNT:
@@ -193,13 +195,13 @@ async def pages_attacked(port: int) -> None:
             finally:
                 writer.transport.abort()
 
-    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as tasks:
         for number in range(COUNT):
             tasks.create_task(connection(number))
 
 
 @contextlib.contextmanager
-def calm_client(access: Access, name: str) -> Iterator[None]:
+def calm_client(access: ClusterAccess, name: str) -> Iterator[None]:
     """Append during an attack on a daemon, which must neither fail nor use too much memory."""
     process = psutil.Process(access.cluster.member(name).pid)
     log = access.cluster.log_path(name)
@@ -221,7 +223,7 @@ def calm_client(access: Access, name: str) -> Iterator[None]:
 
 @pytest.mark.parametrize("protocol", PORTS)
 def test_a_thousand_unauthorized_peers_neither_stop_a_client_nor_fill_the_memory(
-    access: Access, certificates: Certificates, protocol: WireProtocol
+    access: ClusterAccess, certificates: Certificates, protocol: WireProtocol
 ):
     asyncio.run(asked(access, protocol))
     with calm_client(access, PORTS[protocol][0]):
@@ -235,7 +237,7 @@ def test_a_thousand_unauthorized_peers_neither_stop_a_client_nor_fill_the_memory
 
 @pytest.mark.parametrize("name", DAEMONS)
 def test_a_thousand_connections_to_the_pages_of_a_daemon_do_not_stop_a_client(
-    access: Access, name: str
+    access: ClusterAccess, name: str
 ):
     with calm_client(access, name):
         asyncio.run(pages_attacked(access.cluster.member(name).http_port))
@@ -243,7 +245,7 @@ def test_a_thousand_connections_to_the_pages_of_a_daemon_do_not_stop_a_client(
 
 @pytest.mark.parametrize("protocol", [WireProtocol.CLIENT, WireProtocol.STORAGE])
 def test_announced_frames_without_their_bytes_take_no_memory(
-    access: Access, protocol: WireProtocol
+    access: ClusterAccess, protocol: WireProtocol
 ):
     """A principal with `append` or `replicate` may send large frames."""
     secret = bytes(range(100, 132))
@@ -262,7 +264,9 @@ def test_announced_frames_without_their_bytes_take_no_memory(
     async def hold() -> None:
         context = tls.dial_context(ClientConfig(), access.connect(tenant))
         links = [
-            await net.dial(protocol, f"127.0.0.1:{member.port}", ssl=context, timeout_s=HANG_S)
+            await net.dial(
+                protocol, f"127.0.0.1:{member.port}", ssl=context, timeout_s=TEST_TIMEOUT_S
+            )
             for _ in range(TENANTS_COUNT)
         ]
         for link in links:

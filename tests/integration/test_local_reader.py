@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.run_storage import KEY, PARTITION_COUNT
 from tests.integration.test_storage_daemon import config_for, on_loop, serving, session
-from tests.storage_owner import records_of
+from tests.storage_owner import encode_records
 from waltz_core import errors
 from waltz_core.client.read import ranges
 from waltz_core.client.read.ranges import RangeQuery, ReplicaReader, ReplicaSet
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 COUNT = 60
-RECORDS = records_of(0, COUNT)[0]
+RECORDS = encode_records(0, COUNT)[0]
 SIZE = len(RECORDS) // COUNT
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests import original_client as original
 from tests.integration.test_server_daemon import World, cluster, connect, ids, run
-from tests.loops import until
+from tests.loops import poll_until
 from tests.original_client import OriginalClient, Req
 from waltz_core.records.record import PartitionId
 from waltz_core.server.process import host as hosting
@@ -56,7 +56,7 @@ async def applied_more(models: list[tuple[OriginalClient, Counters]]) -> None:
     """Wait until every client has applied some more transactions."""
     for _, state in models:
         mark = len(state.applied)
-        await until(lambda state=state, mark=mark: len(state.applied) > mark + 5)
+        await poll_until(lambda state=state, mark=mark: len(state.applied) > mark + 5)
 
 
 async def count_until(is_over: asyncio.Event, client: OriginalClient, state: Counters) -> None:
@@ -84,29 +84,29 @@ def test_appends_of_a_broken_session_are_settled_on_the_same_connection() -> Non
             await client.submit(0, lambda: state.count_up("a"))
             partition = server.hosts[PartitionId(0)].partition
             for storage in world.storages:
-                storage.is_held = True
+                storage.holds_appends = True
             names = ("a", "b", "c", "d", "e")
             waiting = [
                 asyncio.ensure_future(client.submit(0, lambda name=name: state.count_up(name)))  # noqa: TID251
                 for name in names
             ]
-            await until(lambda: all(each.logs[0].last == 5 for each in world.storages))
+            await poll_until(lambda: all(each.logs[0].last == 5 for each in world.storages))
             # Nothing was acknowledged, and all three forget it: it is nowhere any more.
             session = partition.session_id
             for storage in world.storages:
                 storage._held.clear()
-                storage.is_held = False
+                storage.holds_appends = False
                 storage.logs[0].truncate(0)
             for storage in world.storages:
                 await storage.stop()
                 await storage.start()
             await asyncio.wait(waiting)
             assert partition.session_id > session
-            await until(lambda: state.values == {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1})
+            await poll_until(lambda: state.values == {"a": 2, "b": 1, "c": 1, "d": 1, "e": 1})
             assert client.counts["not ready"] >= 1
             assert client.stream.reconnects == 0
             assert False in client.outcomes.values()
-            await until(lambda: world.storages[1].logs[0].last == 5)
+            await poll_until(lambda: world.storages[1].logs[0].last == 5)
             check_outcomes(world, [client])
 
     run(main())
@@ -124,7 +124,7 @@ def test_a_0_13_client_with_a_reset_connection_count_retries_with_higher_numbers
             async with model_of(9, server) as (client, state):
                 await client.submit(0, lambda: state.count_up("a"))
                 assert client.stream.reconnects == 4
-                await until(lambda: state.values == {"a": 1})
+                await poll_until(lambda: state.values == {"a": 1})
             earlier.close()
 
     run(main())
@@ -145,18 +145,18 @@ def test_a_reader_continues_when_its_server_owns_the_partition_again(
             generation = partition.generation
             for storage in world.storages[:2]:
                 await storage.stop()
-            await until(lambda: not partition.is_owned)
+            await poll_until(lambda: not partition.is_owned)
             mark = asyncio.ensure_future(client.get_mark(0))  # noqa: TID251
             for storage in world.storages[:2]:
                 await storage.start()
-            await until(lambda: partition.is_open)
+            await poll_until(lambda: partition.is_open)
             assert partition.generation == generation
             writer = await connect(server)
             await writer.mount()
             crc = zlib.crc32(b"b=1")
             request = messages.AppendRequest(writer.req_id(), 0, (), (), (), 0, b"b=1", crc)
             assert await ids(writer.ask(request)) == [1]
-            await until(lambda: state.values == {"a": 1, "b": 1})
+            await poll_until(lambda: state.values == {"a": 1, "b": 1})
             await client.submit(0, lambda: state.count_up("a"))
             assert client.stream.reconnects == 0
             assert await mark >= 0
@@ -179,21 +179,23 @@ def test_a_partition_moves_away_and_back_and_clients_notice_it_late() -> None:
                 async with asyncio.TaskGroup() as serving:
                     second = await world.serve(serving)
                     await second.prefer((PartitionId(0),), ())
-                    await until(lambda: 0 in second.hosts and 0 not in first.hosts)
-                    await until(lambda: second.hosts[PartitionId(0)].is_open)
-                    await until(lambda: all(has_lost_partition(client) for client, _ in models))
+                    await poll_until(lambda: 0 in second.hosts and 0 not in first.hosts)
+                    await poll_until(lambda: second.hosts[PartitionId(0)].is_open)
+                    await poll_until(
+                        lambda: all(has_lost_partition(client) for client, _ in models)
+                    )
                     for client, _ in models:
                         client.set_endpoints(endpoints_of(first, second))
                     await applied_more(models)
                     world.stops[1].set()
-                await until(lambda: 0 in first.hosts)
+                await poll_until(lambda: 0 in first.hosts)
                 for client, _ in models:
                     client.set_endpoints(endpoints_of(first))
                 await applied_more(models)
                 is_over.set()
             total = sum(sum(client.outcomes.values()) for client, _ in models)
             for _, state in models:
-                await until(lambda state=state: state.values == {"a": total})
+                await poll_until(lambda state=state: state.values == {"a": total})
             check_outcomes(world, [client for client, _ in models])
 
     run(main())
@@ -243,7 +245,7 @@ def test_a_client_that_catches_up_needs_one_storage_read_for_many_transactions()
 
             async with OriginalClient(9, [0], apply) as client:
                 client.set_endpoints(endpoints_of(server))
-                await until(lambda: len(applied) == 2_000)
+                await poll_until(lambda: len(applied) == 2_000)
             assert applied == [(each, each) for each in range(2_000)]
             # Headers, one transaction by itself, and the others in stretches of 64 KiB.
             assert reads.fetches <= 10

@@ -8,10 +8,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.client_contract import Ledger, RecordingContext, appended, log_of
+from tests.client_contract import (
+    RecordingCallbacks,
+    RecordingContext,
+    append_and_wait,
+    read_payloads,
+)
 from tests.original_server_for_clients import OriginalCluster
 from tests.original_zookeeper import ROOT, Nodes
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.cli.main import main
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -37,12 +42,12 @@ def test_a_client_needs_no_znode_of_this_version_and_leaves_none(connect: str, n
     before = nodes.paths()
     with WaltzClient(connect) as client:
         assert client.cluster().name == "original"
-        ids = [appended(client, 0, b"%d" % i) for i in range(5)]
+        ids = [append_and_wait(client, 0, b"%d" % i) for i in range(5)]
         assert ids == [0, 1, 2, 3, 4]
-        assert log_of(client, 0, 0) == [b"%d" % i for i in range(5)]
-        ledger = Ledger(-1)
+        assert read_payloads(client, 0, 0) == [b"%d" % i for i in range(5)]
+        ledger = RecordingCallbacks(-1)
         client.subscribe(ledger, [0])
-        ledger.until(lambda: len(ledger.seen) == 5)
+        ledger.wait_until(lambda: len(ledger.applied) == 5)
         given, _ = nodes.zookeeper.get(f"{ROOT}/ids/client")
         # One that writes, one that reads headers.
         assert struct.unpack(">i", given) == (2,)
@@ -53,17 +58,17 @@ def test_a_client_needs_no_znode_of_this_version_and_leaves_none(connect: str, n
 def test_clients_follow_a_partition_that_moves(connect: str, nodes: Nodes):
     with WaltzClient(connect) as client:
         cluster = nodes.cluster
-        assert appended(client, 0, b"here") == 0
+        assert append_and_wait(client, 0, b"here") == 0
         cluster.call(cluster.partition(0).may_commit.clear)
         future = client.append(b"on its way", partition=0)
         while not cluster.partition(0).pending:
             assert not future.done()
         cluster.move(0, 1, kept=1)
         nodes.assign()
-        assert future.result(HANG_S) == 1
-        assert appended(client, 0, b"there") == 2
+        assert future.result(TEST_TIMEOUT_S) == 1
+        assert append_and_wait(client, 0, b"there") == 2
         context = RecordingContext(0)
-        assert client.submit(context).result(HANG_S) == 3
+        assert client.submit(context).result(TEST_TIMEOUT_S) == 3
         assert [struct.unpack_from(">i", each[0], 4)[0] for each in cluster.logs[0].records] == [
             1,
             1,
@@ -113,7 +118,7 @@ def test_a_server_that_is_too_old_is_rejected_in_one_sentence(zookeeper: str):
                     WaltzClient(f"{zookeeper}{ROOT}", config) as client,
                     pytest.raises(Unavailable) as caught,
                 ):
-                    appended(client, 0)
+                    append_and_wait(client, 0)
                 if why in str(caught.value):
                     break
                 # A busy machine had not asked the server by then: the next one has more time.

@@ -12,9 +12,9 @@ import pytest
 
 from tests import original_client as original
 from tests.integration.test_server_daemon import ALICE, BOB, cluster, connect, run
-from tests.loops import until
+from tests.loops import poll_until
 from tests.original_client import Req, Wire
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.legacy import legacy_client
 from waltz_core.records.record import PartitionId
 from waltz_core.server.process.server_daemon import Server
@@ -37,7 +37,7 @@ def captured(name: str, number: int = 0) -> bytes:
 
 async def frame(wire: Wire) -> bytes:
     """Return the next frame as it is."""
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(TEST_TIMEOUT_S):
         kind, req, body = await wire.receive()
     return (
         original.FRAME.pack(0x4C, wire.version, 17 + len(body)) + bytes([kind]) + req.pack() + body
@@ -46,7 +46,7 @@ async def frame(wire: Wire) -> bytes:
 
 async def answer(wire: Wire, *expected: int) -> tuple[Req, bytes]:
     """Return the next message, which is of one of these types."""
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(TEST_TIMEOUT_S):
         kind, req, body = await wire.receive()
     assert kind in expected
     return req, body
@@ -55,7 +55,7 @@ async def answer(wire: Wire, *expected: int) -> tuple[Req, bytes]:
 async def is_ended(wire: Wire) -> bool:
     """Whether the other side ends the connection, without another word."""
     with contextlib.suppress(EOFError, OSError):
-        async with asyncio.timeout(HANG_S):
+        async with asyncio.timeout(TEST_TIMEOUT_S):
             raise AssertionError(await wire.receive())
     return True
 
@@ -198,7 +198,7 @@ def test_each_version_mounts_appends_and_reads(
             beyond = {0: original.CHECK_REQUEST, 1: 15, 2: 21, 3: 21, 4: 64}[version]
             rpc.send(beyond, req(0))
             assert await is_ended(rpc)
-            await until(
+            await poll_until(
                 lambda: server._clients.legacy_client_count == 1
             )  # the superseded one has disconnected
 

@@ -11,10 +11,16 @@ import pytest
 
 from tests.certificates import Certificates
 from tests.commands import run_command
-from tests.fault.load import stopped_process, wait_until
-from tests.integration.permitted_cluster import MINE, OTHER, PERMISSIONS, Access, permitted_cluster
-from tests.patience import HANG_S
-from tests.sample_messages import sample_of
+from tests.fault.load import paused_process, wait_until
+from tests.integration.permitted_cluster import (
+    DENIED_PARTITION,
+    PERMISSIONS,
+    PERMITTED_PARTITION,
+    ClusterAccess,
+    permitted_cluster,
+)
+from tests.sample_messages import sample_message
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.requirements import AccessVerb, ByField, Requirement, Scope
 from waltz_core.client import Callbacks, Transaction, WaltzClient
@@ -61,13 +67,13 @@ IS_LINUX = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def started(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
-) -> Iterator[Access]:
+) -> Iterator[ClusterAccess]:
     with permitted_cluster(tmp_path_factory, certificates) as made:
         yield made
 
 
 @pytest.fixture
-def access(started: Access) -> Access:
+def access(started: ClusterAccess) -> ClusterAccess:
     """The permissions as they were first."""
     started.write(PERMISSIONS)
     return started
@@ -85,10 +91,10 @@ def requirement_of(message: Message) -> Requirement | None:
 
 
 def is_permitted(verb: AccessVerb, requirement: Requirement, partition: int) -> bool:
-    """Whether a principal may do it that has one verb, for the partition `MINE`."""
+    """Whether a principal may do it that has one verb, for the partition `PERMITTED_PARTITION`."""
     has_verb = verb in requirement.verbs
     if requirement.scope is Scope.NAMED:
-        has_verb = has_verb and partition == MINE
+        has_verb = has_verb and partition == PERMITTED_PARTITION
     is_enough = len(requirement.verbs) == 1 or not requirement.is_all
     return has_verb and is_enough and requirement.scope is not Scope.ALL
 
@@ -100,11 +106,11 @@ def requests(protocol: WireProtocol, partition: int) -> list[Message]:
         declared = each.requires
         if isinstance(declared, ByField):
             made += [
-                sample_of(each, partition, **{declared.field: value})
+                sample_message(each, partition, **{declared.field: value})
                 for value in declared.requirements
             ]
         elif isinstance(declared, Requirement):
-            made.append(sample_of(each, partition))
+            made.append(sample_message(each, partition))
     return made
 
 
@@ -134,14 +140,14 @@ async def denied_requests(
 )
 @pytest.mark.parametrize("verb", [*AccessVerb, None])
 def test_every_request_is_denied_without_its_verb(
-    access: Access, protocol: WireProtocol, verb: AccessVerb | None
+    access: ClusterAccess, protocol: WireProtocol, verb: AccessVerb | None
 ):
     member = access.cluster.member("server-1" if protocol is WireProtocol.CLIENT else "storage-1")
     port = member.admin_port if protocol is WireProtocol.ADMIN else member.port
     principal = "nothing" if verb is None else verb.value
     expected = [
         request
-        for partition in (MINE, OTHER)
+        for partition in (PERMITTED_PARTITION, DENIED_PARTITION)
         for request in requests(protocol, partition)
         if (found := requirement_of(request)) is not None
         and (verb is None or not is_permitted(verb, found, partition))
@@ -160,31 +166,31 @@ def test_every_request_is_denied_without_its_verb(
 class Reader:
     """A connection to the storage that has received record locations, and its ticket."""
 
-    def __init__(self, access: Access, principal: str, replicas: ReplicaSet) -> None:
+    def __init__(self, access: ClusterAccess, principal: str, replicas: ReplicaSet) -> None:
         self._context = tls.dial_context(ClientConfig(), access.connect(principal))
         self._replicas = replicas
         self.ticket = b""
 
     async def connect(self) -> ReaderConnection:
-        """Connect, and receive a ticket with the locations of the first record of `MINE`."""
+        """Connect, and receive a ticket with the locations of the first permitted record."""
         (address,) = self._replicas.replicas
         made = await ReaderConnection.open(
-            address, self._replicas, timeout_s=HANG_S, ssl=self._context
+            address, self._replicas, timeout_s=TEST_TIMEOUT_S, ssl=self._context
         )
         session_id = self._replicas.session_id
         grant = await made.request_locations(
-            MINE, RangeQuery(0, 0), session_id=session_id, timeout_s=HANG_S
+            PERMITTED_PARTITION, RangeQuery(0, 0), session_id=session_id, timeout_s=TEST_TIMEOUT_S
         )
         self.ticket = grant.ticket
         return made
 
-    def is_passed(self, ticket: bytes, partition: int = MINE) -> bool:
+    def is_passed(self, ticket: bytes, partition: int = PERMITTED_PARTITION) -> bool:
         """Whether the storage passes the first file of a partition for a ticket."""
         (address,) = self._replicas.replicas
         name = socket_name_of(self._replicas.cluster_key, address, with_tickets=True)
         request = encode_segment(partition, 0, ticket)
         try:
-            os.close(descriptor_passing.request_descriptor(name, request, timeout_s=HANG_S))
+            os.close(descriptor_passing.request_descriptor(name, request, timeout_s=TEST_TIMEOUT_S))
         except Unreachable as error:
             if "not available" not in str(error):
                 raise
@@ -193,15 +199,15 @@ class Reader:
 
 
 @pytest.fixture
-def replicas(access: Access) -> ReplicaSet:
+def replicas(access: ClusterAccess) -> ReplicaSet:
     with WaltzClient(access.connect("writer")) as client:
-        client.append(b"mine", partition=MINE).result()
-        return client.replicas(MINE)
+        client.append(b"mine", partition=PERMITTED_PARTITION).result()
+        return client.replicas(PERMITTED_PARTITION)
 
 
 @IS_LINUX
 def test_an_open_file_is_passed_for_the_ticket_of_an_open_connection_only(
-    access: Access, replicas: ReplicaSet
+    access: ClusterAccess, replicas: ReplicaSet
 ):
     async def main():
         one, other = (Reader(access, name, replicas) for name in ("read", "replicate"))
@@ -209,7 +215,7 @@ def test_an_open_file_is_passed_for_the_ticket_of_an_open_connection_only(
         assert len({one.ticket, other.ticket}) == 2
         for _ in range(2):  # a reader opens several files
             assert one.is_passed(one.ticket)
-        assert not one.is_passed(one.ticket, OTHER)
+        assert not one.is_passed(one.ticket, DENIED_PARTITION)
         for number in range(TICKET_BYTES):
             forged = bytearray(one.ticket)
             forged[number] ^= 1
@@ -230,7 +236,7 @@ def test_an_open_file_is_passed_for_the_ticket_of_an_open_connection_only(
 
 
 @IS_LINUX
-def test_no_file_is_passed_after_a_revocation(access: Access, replicas: ReplicaSet):
+def test_no_file_is_passed_after_a_revocation(access: ClusterAccess, replicas: ReplicaSet):
     async def main():
         kept, lost = Reader(access, "writer", replicas), Reader(access, "read", replicas)
         links = [await each.connect() for each in (kept, lost)]
@@ -248,12 +254,14 @@ def test_no_file_is_passed_after_a_revocation(access: Access, replicas: ReplicaS
 
 @IS_LINUX
 def test_a_reader_on_the_machine_reads_the_files_and_an_older_one_the_connection(
-    access: Access, replicas: ReplicaSet, monkeypatch: pytest.MonkeyPatch
+    access: ClusterAccess, replicas: ReplicaSet, monkeypatch: pytest.MonkeyPatch
 ):
     async def read() -> int:
         """Return how many chunks were read from files."""
         context = tls.dial_context(ClientConfig(), access.connect("read"))
-        made = ReplicaReader(MINE, replicas, None, first=0, timeout_s=HANG_S, ssl=context)
+        made = ReplicaReader(
+            PERMITTED_PARTITION, replicas, None, first=0, timeout_s=TEST_TIMEOUT_S, ssl=context
+        )
         chunk = await made.fetch(RangeQuery(0, 0))
         assert chunk.count == made.from_replica_count == 1
         made.close()
@@ -271,22 +279,22 @@ def test_a_reader_on_the_machine_reads_the_files_and_an_older_one_the_connection
 # clients
 
 
-def test_a_client_may_do_what_is_granted_and_nothing_else(access: Access):
+def test_a_client_may_do_what_is_granted_and_nothing_else(access: ClusterAccess):
     with WaltzClient(access.connect("writer")) as client:
-        first = client.append(b"mine", partition=MINE).result()
-        for replicas in (None, client.replicas(MINE)):
-            chunks = client.read_range(MINE, first, first, replicas=replicas)
+        first = client.append(b"mine", partition=PERMITTED_PARTITION).result()
+        for replicas in (None, client.replicas(PERMITTED_PARTITION)):
+            chunks = client.read_range(PERMITTED_PARTITION, first, first, replicas=replicas)
             assert [row.data for chunk in chunks for row in chunk.rows()] == [b"mine"]
         with pytest.raises(PermissionDenied, match="for partition 3, but writer has no grant"):
-            client.append(b"other", partition=OTHER).result()
-        for replicas in (None, client.replicas(MINE)):
+            client.append(b"other", partition=DENIED_PARTITION).result()
+        for replicas in (None, client.replicas(PERMITTED_PARTITION)):
             with pytest.raises(
                 PermissionDenied, match="for partition 3, but writer has no grant of read"
             ):
-                list(client.read_range(OTHER, 0, 0, replicas=replicas))
-        assert client.append(b"mine again", partition=MINE).result() > first
+                list(client.read_range(DENIED_PARTITION, 0, 0, replicas=replicas))
+        assert client.append(b"mine again", partition=PERMITTED_PARTITION).result() > first
     with WaltzClient(access.connect("nothing")) as client, pytest.raises(PermissionDenied):
-        client.high_water_mark(MINE)
+        client.high_water_mark(PERMITTED_PARTITION)
     done = run_command("storage", "list", "--connect", access.connect("writer"))
     assert done.returncode == 1
     assert "writer has no grant of administer" in done.stderr
@@ -305,39 +313,42 @@ class Fed(Callbacks):
         self.fed.append(transaction.data())
 
 
-def test_a_command_that_may_append_in_some_partitions_prints_the_ids_there(access: Access):
+def test_a_command_that_may_append_in_some_partitions_prints_the_ids_there(access: ClusterAccess):
     connect = access.connect("writer")
     done = run_command("client", "append", "a", "b", "c", "d", "--connect", connect)
     assert done.returncode == 1
     with WaltzClient(connect) as client:
-        assert done.stdout == f"{client.high_water_marks([MINE])[MINE]}\n"
+        assert (
+            done.stdout
+            == f"{client.high_water_marks([PERMITTED_PARTITION])[PERMITTED_PARTITION]}\n"
+        )
     assert "1 of 4 transactions were appended" in done.stderr
     assert "MountWriter requires" in done.stderr
 
 
-def test_a_revoked_grant_ends_appends_and_feeds(access: Access):
+def test_a_revoked_grant_ends_appends_and_feeds(access: ClusterAccess):
     fed = Fed()
     with (
         WaltzClient(access.connect("writer")) as writer,
         WaltzClient(access.connect("read")) as reader,
     ):
-        reader.subscribe(fed, [MINE])
-        writer.append(b"before", partition=MINE).result()
+        reader.subscribe(fed, [PERMITTED_PARTITION])
+        writer.append(b"before", partition=PERMITTED_PARTITION).result()
         wait_until("the feed delivers", lambda: b"before" in fed.fed)
         access.write(dataclasses.replace(PERMISSIONS, grants=PERMISSIONS.grants[:1]))
         # One that was sent before the client noticed the end of its connection may have been lost.
         with pytest.raises((PermissionDenied, OutcomeUnknown)):
-            writer.append(b"after", partition=MINE).result()
+            writer.append(b"after", partition=PERMITTED_PARTITION).result()
         with pytest.raises(PermissionDenied):
-            writer.append(b"after that", partition=MINE).result()
+            writer.append(b"after that", partition=PERMITTED_PARTITION).result()
         wait_until("the feed has ended", lambda: reader.partitions == ())
         access.write(PERMISSIONS)
         with WaltzClient(access.connect("writer")) as other:
-            other.append(b"later", partition=MINE).result()
+            other.append(b"later", partition=PERMITTED_PARTITION).result()
         assert fed.fed[-1] == b"before"
 
 
-def test_a_feed_with_a_revoked_token_continues_when_it_is_valid_again(access: Access):
+def test_a_feed_with_a_revoked_token_continues_when_it_is_valid_again(access: ClusterAccess):
     """A client may get a new token at any time, so it retries."""
     fed = Fed()
     others = {key: each for key, each in PERMISSIONS.tokens.items() if each.principal != "read"}
@@ -345,31 +356,31 @@ def test_a_feed_with_a_revoked_token_continues_when_it_is_valid_again(access: Ac
         WaltzClient(access.connect("writer")) as writer,
         WaltzClient(access.connect("read")) as reader,
     ):
-        reader.subscribe(fed, [MINE])
-        writer.append(b"before", partition=MINE).result()
+        reader.subscribe(fed, [PERMITTED_PARTITION])
+        writer.append(b"before", partition=PERMITTED_PARTITION).result()
         wait_until("the feed delivers", lambda: b"before" in fed.fed)
         log = access.cluster.log_path("server-1")
         access.write(dataclasses.replace(PERMISSIONS, tokens=others))
-        writer.append(b"after", partition=MINE).result()
+        writer.append(b"after", partition=PERMITTED_PARTITION).result()
         wait_until("it is rejected", lambda: "access.token_rejected" in log.read_text())
         assert fed.fed[-1] == b"before"
         access.write(PERMISSIONS)
         wait_until("the feed continues", lambda: fed.fed[-1] == b"after")
 
 
-def test_servers_without_replicate_serve_nothing_until_it_is_granted_again(access: Access):
+def test_servers_without_replicate_serve_nothing_until_it_is_granted_again(access: ClusterAccess):
     config = ClientConfig(request_timeout_ms=2_000)
     with WaltzClient(access.connect("writer")) as client:
-        client.append(b"before", partition=MINE).result()
+        client.append(b"before", partition=PERMITTED_PARTITION).result()
     access.write(dataclasses.replace(PERMISSIONS, grants=PERMISSIONS.grants[1:]))
     with WaltzClient(access.connect("writer"), config) as client, pytest.raises(WaltzError):
-        client.append(b"without", partition=MINE).result()
+        client.append(b"without", partition=PERMITTED_PARTITION).result()
     access.write(PERMISSIONS)
 
     def works() -> bool:
         try:
             with WaltzClient(access.connect("writer"), config) as client:
-                return client.append(b"after", partition=MINE).result() > 0
+                return client.append(b"after", partition=PERMITTED_PARTITION).result() > 0
         except WaltzError:
             return False
 
@@ -380,31 +391,31 @@ def test_servers_without_replicate_serve_nothing_until_it_is_granted_again(acces
 # client IDs (AC 9)
 
 
-def restart_server(access: Access) -> None:
+def restart_server(access: ClusterAccess) -> None:
     """Kill the server; return when a new one owns the partition."""
     generation = owner(access).generation
     access.cluster.kill("server-1")
     start_server(access, generation)
 
 
-def start_server(access: Access, generation: int) -> None:
+def start_server(access: ClusterAccess, generation: int) -> None:
     """Start the server; return when it owns the partition, in a generation after this one."""
     access.cluster.log_path("server-1").write_text("")
     access.cluster.start("server-1")
-    access.await_read()
+    access.await_applied()
     wait_until("another generation", lambda: owner(access).generation > generation)
 
 
-def owner(access: Access) -> Owner:
-    """Return the owner of the partition `MINE`; generation -1 while there is none."""
+def owner(access: ClusterAccess) -> Owner:
+    """Return the owner of `PERMITTED_PARTITION`; generation -1 while there is none."""
     with WaltzClient(access.connect("writer")) as client:
-        return Owner(*client.layout().owners.get(MINE, ("", -1)))
+        return Owner(*client.layout().owners.get(PERMITTED_PARTITION, ("", -1)))
 
 
 class Peer:
     """A client with an implementation of its own."""
 
-    def __init__(self, access: Access, principal: str) -> None:
+    def __init__(self, access: ClusterAccess, principal: str) -> None:
         self._address = f"127.0.0.1:{access.cluster.member('server-1').port}"
         self._context = tls.dial_context(ClientConfig(), access.connect(principal))
         self._generation = owner(access).generation
@@ -429,7 +440,9 @@ class Peer:
 
     def mount(self, client_id: int, proof: bytes, generation: int | None = None) -> MountWriter:
         place = self._generation if generation is None else generation
-        return MountWriter(ReqId(client_id, place, MINE, -1), 1, -2, False, (), proof)
+        return MountWriter(
+            ReqId(client_id, place, PERMITTED_PARTITION, -1), 1, -2, False, (), proof
+        )
 
     def outcome(self, client_id: int, proof: bytes, generation: int | None = None) -> object:
         """Return the error of a mount, or `Mounted`; wait until the server has the partition."""
@@ -445,7 +458,7 @@ class Peer:
         return found[-1]
 
 
-def test_no_mount_without_the_proof_in_any_generation_and_after_a_restart(access: Access):
+def test_no_mount_without_the_proof_in_any_generation_and_after_a_restart(access: ClusterAccess):
     """Servers store nothing about an ID: the rule cannot be forgotten."""
     of_writer = Peer(access, "writer").new_id()
     for _ in range(2):
@@ -457,14 +470,14 @@ def test_no_mount_without_the_proof_in_any_generation_and_after_a_restart(access
             for proof in (of_writer.proof, of_thief.proof, NO_PROOF):
                 assert thief.outcome(client_id, proof, generation) is ClientIdDenied
             assert thief.outcome(5, NO_PROOF, generation) is ClientIdDenied
-            old = MountRequest(ReqId(client_id, generation, MINE, -1), -1, 1)
+            old = MountRequest(ReqId(client_id, generation, PERMITTED_PARTITION, -1), -1, 1)
             answer = Peer(access, "read").ask(old)
             assert isinstance(answer, ErrorResponse)
             assert ERROR_CLASSES_BY_CODE[answer.error_code] is ClientIdDenied
         restart_server(access)
 
 
-def test_an_id_of_zookeeper_belongs_to_its_first_principal_in_a_generation(access: Access):
+def test_an_id_of_zookeeper_belongs_to_its_first_principal_in_a_generation(access: ClusterAccess):
     access.write(dataclasses.replace(PERMISSIONS, accepts_0_13=True))
     first, second = Peer(access, "writer"), Peer(access, "append")
     assert first.outcome(1_000, NO_PROOF) is Mounted
@@ -474,15 +487,15 @@ def test_an_id_of_zookeeper_belongs_to_its_first_principal_in_a_generation(acces
     assert first.outcome(1_000, NO_PROOF) is ClientIdDenied
 
 
-def test_own_headers_are_for_the_mounted_client_only(access: Access):
+def test_own_headers_are_for_the_mounted_client_only(access: ClusterAccess):
     with WaltzClient(access.connect("writer")) as client:
-        client.append(b"not of the peer", partition=MINE).result()
+        client.append(b"not of the peer", partition=PERMITTED_PARTITION).result()
         written_by = client.client_id
     peer = Peer(access, "append")
     issued = peer.new_id()
     mount = peer.mount(issued.client_id, issued.proof)
     for client_id, is_mounted in ((issued.client_id, True), (written_by, False)):
-        req_id = ReqId(client_id, 0, MINE, -2)
+        req_id = ReqId(client_id, 0, PERMITTED_PARTITION, -2)
         answer = peer.ask(mount, RangeRequest(req_id, 0, 100, 1 << 20, OWN_HEADERS, ()))
         if is_mounted:
             assert isinstance(answer, RangeData)
@@ -492,45 +505,49 @@ def test_own_headers_are_for_the_mounted_client_only(access: Access):
             assert ERROR_CLASSES_BY_CODE[answer.error_code] is NotMounted
 
 
-def test_a_principal_with_append_only_learns_its_outcomes(access: Access):
+def test_a_principal_with_append_only_learns_its_outcomes(access: ClusterAccess):
     """The server is killed while no append can commit: the client reads its own rows back."""
-    patient = ClientConfig(request_timeout_ms=1_000 * HANG_S)
+    patient = ClientConfig(request_timeout_ms=1_000 * TEST_TIMEOUT_S)
     with (
         WaltzClient(access.connect("append"), patient) as client,
         WaltzClient(access.connect("writer")) as reader,
     ):
-        before = reader.high_water_mark(MINE)
-        client.append(b"first", partition=MINE).result()
+        before = reader.high_water_mark(PERMITTED_PARTITION)
+        client.append(b"first", partition=PERMITTED_PARTITION).result()
         sent = {}
 
         def send(count: int) -> None:
             for _ in range(count):
                 data = b"row %d" % len(sent)
-                sent[data] = client.append(data, partition=MINE)
+                sent[data] = client.append(data, partition=PERMITTED_PARTITION)
 
         send(100)
         list(sent.values())[-1].result()
         # Above the mark that the client knows, so that it must read the log after the mount.
-        reader.append(b"other", partition=MINE).result()
+        reader.append(b"other", partition=PERMITTED_PARTITION).result()
         generation = owner(access).generation
-        with stopped_process(access.cluster, "storage-1"):
+        with paused_process(access.cluster, "storage-1"):
             send(400)
             access.cluster.kill("server-1")
         start_server(access, generation)
         send(100)
         outcomes = {data: future.result() for data, future in sent.items()}
         with pytest.raises(PermissionDenied):
-            list(client.read_range(MINE, 0, 0))
-        last = reader.high_water_mark(MINE)
-        rows = [row for chunk in reader.read_range(MINE, before + 1, last) for row in chunk.rows()]
+            list(client.read_range(PERMITTED_PARTITION, 0, 0))
+        last = reader.high_water_mark(PERMITTED_PARTITION)
+        rows = [
+            row
+            for chunk in reader.read_range(PERMITTED_PARTITION, before + 1, last)
+            for row in chunk.rows()
+        ]
         assert {row.data: row.transaction_id for row in rows if row.data in sent} == outcomes
         assert len(rows) == len(outcomes) + 2
 
 
-def test_a_client_with_the_token_of_another_principal_gets_another_id(access: Access):
+def test_a_client_with_the_token_of_another_principal_gets_another_id(access: ClusterAccess):
     connect = access.connect("writer")
     with WaltzClient(connect) as client:
-        client.append(b"before", partition=MINE).result()
+        client.append(b"before", partition=PERMITTED_PARTITION).result()
         client_id = client.client_id
         access.connect("append")
         file = connect.rpartition("token_file=")[2]
@@ -542,32 +559,32 @@ def test_a_client_with_the_token_of_another_principal_gets_another_id(access: Ac
         access.write(dataclasses.replace(PERMISSIONS, tokens=others))
         # One that was sent before the client noticed the end of its connection may have been lost.
         with suppress(OutcomeUnknown):
-            client.append(b"after", partition=MINE).result()
-        client.append(b"after that", partition=MINE).result()
+            client.append(b"after", partition=PERMITTED_PARTITION).result()
+        client.append(b"after that", partition=PERMITTED_PARTITION).result()
         assert client.client_id > client_id
         Path(file).write_text(content)
         access.write(PERMISSIONS)
 
 
-def test_an_application_that_keeps_an_id_gets_a_clear_error(access: Access):
+def test_an_application_that_keeps_an_id_gets_a_clear_error(access: ClusterAccess):
     with (
         WaltzClient(access.connect("writer"), client_id=77) as client,
         pytest.raises(ClientIdDenied, match=r"argument client_id: .* rejects ID 77"),
     ):
-        client.append(b"row", partition=MINE).result()
+        client.append(b"row", partition=PERMITTED_PARTITION).result()
 
 
 # ---------------------------------------------------------------------------------------------
 # at the end: the session of the fixture ends
 
 
-def test_permissions_stay_while_zookeeper_is_away(access: Access):
+def test_permissions_stay_while_zookeeper_is_away(access: ClusterAccess):
     with WaltzClient(access.connect("writer")) as client:
-        client.append(b"before", partition=MINE).result()
+        client.append(b"before", partition=PERMITTED_PARTITION).result()
         access.cluster.kill("zookeeper")
         try:
-            client.append(b"meanwhile", partition=MINE).result()
+            client.append(b"meanwhile", partition=PERMITTED_PARTITION).result()
             with pytest.raises(PermissionDenied):
-                client.append(b"other", partition=OTHER).result()
+                client.append(b"other", partition=DENIED_PARTITION).result()
         finally:
             access.cluster.start("zookeeper")

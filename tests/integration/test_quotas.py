@@ -15,7 +15,12 @@ from urllib.request import urlopen
 import pytest
 
 from tests.certificates import Certificates
-from tests.integration.permitted_cluster import LATER_MS, PRINCIPALS, Access, permitted_cluster
+from tests.integration.permitted_cluster import (
+    FAR_FUTURE_MS,
+    PRINCIPALS,
+    ClusterAccess,
+    permitted_cluster,
+)
 from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.access.tokens import hash_of
@@ -46,7 +51,7 @@ PERMISSIONS = Permissions(
         ),
     ),
     tokens={
-        hash_of(bytes([number]) * 32): KnownToken(f"t{number}", name, LATER_MS)
+        hash_of(bytes([number]) * 32): KnownToken(f"t{number}", name, FAR_FUTURE_MS)
         for number, name in enumerate(PRINCIPALS)
     },
 )
@@ -55,7 +60,7 @@ PERMISSIONS = Permissions(
 @pytest.fixture(scope="module")
 def access(
     tmp_path_factory: pytest.TempPathFactory, certificates: Certificates
-) -> Iterator[Access]:
+) -> Iterator[ClusterAccess]:
     with permitted_cluster(tmp_path_factory, certificates, PERMISSIONS) as made:
         yield made
 
@@ -65,7 +70,7 @@ def with_limits(**limits: int) -> Permissions:
 
 
 @contextmanager
-def calm_appends(access: Access) -> Iterator[list[int]]:
+def calm_appends(access: ClusterAccess) -> Iterator[list[int]]:
     """Let the other tenant append meanwhile; yield the IDs of its transactions."""
     done, ids = threading.Event(), list[int]()
 
@@ -83,7 +88,7 @@ def calm_appends(access: Access) -> Iterator[list[int]]:
         thread.join()
 
 
-def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: Access):
+def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: ClusterAccess):
     access.write(with_limits(bytes_per_s=LIMIT_BYTES_PER_S))
     partition, rows = PARTITIONS[GREEDY], 30
     # The first request uses the rate of six seconds, so that the second one is over the limit.
@@ -108,7 +113,7 @@ def test_a_greedy_appender_gets_its_limit_and_keeps_its_order(access: Access):
 
 
 @pytest.mark.parametrize("at_storages", [False, True])
-def test_a_greedy_reader_gets_its_limit(access: Access, at_storages: bool):
+def test_a_greedy_reader_gets_its_limit(access: ClusterAccess, at_storages: bool):
     access.write(PERMISSIONS)
     partition, rows = PARTITIONS[GREEDY], 100
     with WaltzClient(access.connect(GREEDY)) as client:
@@ -126,7 +131,7 @@ def test_a_greedy_reader_gets_its_limit(access: Access, at_storages: bool):
     assert took_s >= count / (2 * LIMIT_BYTES_PER_S) - 2.5
 
 
-def test_a_greedy_follower_gets_its_limit_and_appends_meanwhile(access: Access):
+def test_a_greedy_follower_gets_its_limit_and_appends_meanwhile(access: ClusterAccess):
     access.write(PERMISSIONS)
     partition, rows, limit = PARTITIONS[GREEDY], 10_000, 40_000
     locks: list[tuple[int, ...]] = [()] * rows
@@ -149,7 +154,7 @@ def test_a_greedy_follower_gets_its_limit_and_appends_meanwhile(access: Access):
     assert appended > took_s
 
 
-async def follow(access: Access, partition: int) -> tuple[float, list[int]]:
+async def follow(access: ClusterAccess, partition: int) -> tuple[float, list[int]]:
     """Mount with the feed from the start; return the time until it has ended, and its IDs."""
     connect = access.connect(GREEDY)
     async with AsyncWaltzClient.connect(connect) as client:
@@ -172,7 +177,7 @@ async def follow(access: Access, partition: int) -> tuple[float, list[int]]:
             ids += range(message.first, message.first + message.count)
 
 
-def test_a_change_of_the_limits_needs_no_new_connection(access: Access):
+def test_a_change_of_the_limits_needs_no_new_connection(access: ClusterAccess):
     partition = PARTITIONS[GREEDY]
     access.write(PERMISSIONS)
     config = ClientConfig(request_timeout_ms=8_000)
@@ -189,7 +194,7 @@ def test_a_change_of_the_limits_needs_no_new_connection(access: Access):
         assert client.append(b"x", partition=partition).exception() is None
 
 
-def test_a_client_over_its_connections_gets_the_reason(access: Access):
+def test_a_client_over_its_connections_gets_the_reason(access: ClusterAccess):
     partition = PARTITIONS[GREEDY]
     access.write(with_limits(connections=1))
     config = ClientConfig(request_timeout_ms=2_000)
@@ -208,7 +213,7 @@ def test_a_client_over_its_connections_gets_the_reason(access: Access):
     assert f'principal="{CALM}"' not in page
 
 
-def metrics_page(access: Access) -> str:
+def metrics_page(access: ClusterAccess) -> str:
     """Return the server's metrics; they are updated once a second."""
     port = next(each.http_port for each in access.cluster.members if each.name == "server-1")
     with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:

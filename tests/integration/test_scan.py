@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.commands import run_command
-from tests.patience import PATIENT
+from tests.time_limits import PATIENT_CLIENT
 from waltz_core.client import WaltzClient
 from waltz_core.errors import UsageError
 from waltz_core.local import LocalCluster, running_cluster
@@ -35,7 +35,7 @@ SCHEMA = pa.schema(
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
     with running_cluster(tmp_path_factory.mktemp("cluster") / "local", storage_count=1) as found:
-        with WaltzClient(found.connect, PATIENT) as client:
+        with WaltzClient(found.connect, PATIENT_CLIENT) as client:
             futures = [
                 client.append(
                     msgpack.packb({"id": each, "filler": FILLER}), partition=each % 2, header=each
@@ -49,7 +49,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def client(cluster: LocalCluster) -> Iterator[WaltzClient]:
-    with WaltzClient(cluster.connect, PATIENT) as opened:
+    with WaltzClient(cluster.connect, PATIENT_CLIENT) as opened:
         yield opened
 
 
@@ -88,7 +88,7 @@ def test_duckdb_may_stop_early_and_reports_the_transaction_of_an_error(client: W
 
 
 def test_a_client_that_closes_ends_the_reads_of_open_readers(cluster: LocalCluster):
-    with WaltzClient(cluster.connect, PATIENT) as client:
+    with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
         reader = client.scan(0)
         assert reader.read_next_batch().num_rows > 0
     with pytest.raises(UsageError, match="closed"):

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.integration.memory_storage import MemoryStorage
-from tests.loops import until
-from tests.patience import HANG_S
+from tests.loops import poll_until
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.znodes.interface import DeleteNode
@@ -44,7 +44,7 @@ ALICE, BOB = ClientId(1), ClientId(2)
 
 def run(main: Coroutine[Any, Any, None]) -> None:
     async def within() -> None:
-        async with asyncio.timeout(HANG_S):
+        async with asyncio.timeout(TEST_TIMEOUT_S):
             await main
 
     net.run(within())
@@ -101,7 +101,7 @@ async def cluster(
     await world.start(partition_count)
     async with asyncio.TaskGroup() as tasks:
         server = await world.serve(tasks, **settings)
-        await until(
+        await poll_until(
             lambda: (
                 len(server.hosts) == partition_count
                 and all(host.partition.is_open for host in server.hosts.values())
@@ -216,7 +216,7 @@ def test_a_client_appends_reads_and_flushes() -> None:
             assert isinstance(found, messages.RangeData)
             assert (found.count, found.next) == (4, 4)
             for storage in world.storages:
-                await until(lambda log=storage.logs[0]: log.last == 3)
+                await poll_until(lambda log=storage.logs[0]: log.last == 3)
                 assert storage.counts["RangeRaw"] == 0
 
     run(main())
@@ -384,7 +384,7 @@ def test_a_replaced_storage_joins_without_a_new_session(
             session = partition.session_id
             await replaced.stop()
             # That it is closed in between may be over before it can be observed.
-            await until(lambda: partition.session_id > session and partition.is_open)
+            await poll_until(lambda: partition.session_id > session and partition.is_open)
             session = partition.session_id
             replaced.logs.clear()
             replaced.storage_id = UUID(int=99)
@@ -396,7 +396,7 @@ def test_a_replaced_storage_joins_without_a_new_session(
                 ReplicaId(replaced.address), replaced.storage_id
             )
             assert registered == replaced.storage_id
-            await until(lambda: 0 in replaced.logs and replaced.logs[0].last == 2)
+            await poll_until(lambda: 0 in replaced.logs and replaced.logs[0].last == 2)
             assert partition.session_id == session
 
     run(main())
@@ -418,8 +418,8 @@ def test_appends_and_marks_continue_without_zookeeper() -> None:
             assert await ids(client.append(2)) == [0, 1]
             # Not without a query of a quorum: `high_water_mark_staleness_ms_max` has passed.
             before = sum(each.counts["Heartbeat"] for each in world.storages)
-            await until(lambda: server.hosts[PartitionId(0)].partition.is_open)
-            async with asyncio.timeout(HANG_S):
+            await poll_until(lambda: server.hosts[PartitionId(0)].partition.is_open)
+            async with asyncio.timeout(TEST_TIMEOUT_S):
                 while sum(each.counts["Heartbeat"] for each in world.storages) == before:
                     assert await client.mark() == 1
                     await asyncio.sleep(0.001)
@@ -445,7 +445,7 @@ def test_a_server_is_ready_once_it_has_registered_and_its_partitions_are_open() 
             assert (await first.health()).unready_reasons == []
             for each in world.storages:
                 await each.stop()
-            await until(lambda: not first.hosts[PartitionId(0)].partition.is_open)
+            await poll_until(lambda: not first.hosts[PartitionId(0)].partition.is_open)
             health = await first.health()
             assert health.unready_reasons == ["partition 0 has no open store session"]
 
@@ -461,9 +461,9 @@ def test_a_moved_partition_notifies_its_clients_and_leaves_no_state_behind() -> 
             hosts = dict(first.hosts)
             async with asyncio.TaskGroup() as tasks:
                 second = await world.serve(tasks)
-                await until(lambda: len(first.hosts) == 1 and len(second.hosts) == 1)
+                await poll_until(lambda: len(first.hosts) == 1 and len(second.hosts) == 1)
                 (moved,) = second.hosts
-                await until(lambda: second.hosts[moved].partition.is_open)
+                await poll_until(lambda: second.hosts[moved].partition.is_open)
                 req_id = client.req_id(partition=moved)
                 answer = await client.ask(messages.HighWaterMarkRequest(req_id))
                 assert isinstance(answer, messages.ErrorResponse)
@@ -473,7 +473,7 @@ def test_a_moved_partition_notifies_its_clients_and_leaves_no_state_behind() -> 
                 assert list(chain(*asked)) == [hosts[PartitionId(1 - moved)]]
                 assert second.hosts[moved].partition.generation > hosts[moved].partition.generation
                 world.stops[1].set()
-                await until(lambda: len(first.hosts) == 2)
+                await poll_until(lambda: len(first.hosts) == 2)
 
     run(main())
 
@@ -496,7 +496,7 @@ def test_a_client_that_never_reads_uses_bounded_memory_and_slows_no_other() -> N
             assert await writer.mark() == 99_999
             assert deaf.closed is None
             deaf.link.resume_reading()
-            await until(
+            await poll_until(
                 lambda: (
                     sum(each.count for each in deaf.pushed if isinstance(each, messages.FeedBatch))
                     >= 10_000
@@ -514,10 +514,10 @@ def test_appends_that_are_in_flight_at_the_end_are_answered(
             client = await connect(server)
             await client.mount()
             for storage in world.storages:
-                storage.is_held = True
+                storage.holds_appends = True
             waiting = client.append(2)
             pipeline = server.hosts[PartitionId(0)].partition.pipeline
-            await until(lambda: pipeline.in_flight_bytes > 0)
+            await poll_until(lambda: pipeline.in_flight_bytes > 0)
             world.stops[0].set()
             await asyncio.sleep(0)
             for storage in world.storages:

@@ -4,7 +4,7 @@ import asyncio
 import threading
 
 from tests.integration.test_storage_daemon import CLUSTER, config_for, on_loop, session
-from tests.loops import until
+from tests.loops import poll_until
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.records.record import GENESIS_CHAIN
 from waltz_core.storage.process.storage_daemon import StorageDaemon
@@ -62,9 +62,9 @@ def test_an_upload_that_hangs_is_reported_and_its_files_are_collected_later(tmp_
                 await owner.prepare()
                 await owner.ask(owner.owner.append(10))
                 assert isinstance(await owner.ask(archive_range(owner, 1)), SuccessResponse)
-                await until(store.is_called.is_set)
+                await poll_until(store.is_called.is_set)
                 event = {"event": "storage.archive_stalled"}
-                await until(lambda: value("waltz_storage_events_total", **event) >= 1)
+                await poll_until(lambda: value("waltz_storage_events_total", **event) >= 1)
                 age_s = value("waltz_storage_running_upload_seconds")
                 assert age_s > 0
                 assert isinstance(await owner.ask(owner.owner.append(1)), Appended)
@@ -103,7 +103,7 @@ def test_a_storage_ends_although_a_call_of_the_store_hangs(tmp_path, monkeypatch
                 await owner.prepare()
                 await owner.ask(owner.owner.append(10))
                 await owner.ask(archive_range(owner, 1))
-                await until(store.is_called.is_set)
+                await poll_until(store.is_called.is_set)
             stop.set()
             await serving
             assert not store.may_return.is_set()

@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from tests.integration.run_storage import KEY, PARTITION_COUNT
-from tests.loops import until
-from tests.patience import HANG_S
+from tests.loops import poll_until
 from tests.ports import free_port
-from tests.storage_owner import Owner, records_of
+from tests.storage_owner import OwnerSession, encode_records
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.coordinator import Coordinator
@@ -68,7 +68,7 @@ CLUSTER = StaticCluster(KEY, PARTITION_COUNT, (PartitionId(0), PartitionId(2)))
 
 def on_loop(main):
     async def bounded():
-        async with asyncio.timeout(HANG_S):
+        async with asyncio.timeout(TEST_TIMEOUT_S):
             return await main
 
     return net.run(bounded())
@@ -85,7 +85,7 @@ class StorageProcess:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         command = [sys.executable, *flags, str(RUNNER), str(directory), *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
-        watchdog = threading.Timer(HANG_S, self.process.kill)
+        watchdog = threading.Timer(TEST_TIMEOUT_S, self.process.kill)
         watchdog.start()
         self.line = self.process.stdout.readline().decode().strip()
         watchdog.cancel()
@@ -93,7 +93,7 @@ class StorageProcess:
 
     def end(self, number=signal.SIGKILL):
         self.process.send_signal(number)
-        code = self.process.wait(HANG_S)
+        code = self.process.wait(TEST_TIMEOUT_S)
         self.process.stdout.close()
         return code
 
@@ -155,7 +155,7 @@ class Session:
 async def session(address, session_id, partition_id=0):
     link = await net.dial(WireProtocol.STORAGE, address)
     try:
-        yield Session(link, Owner(session_id, partition_id))
+        yield Session(link, OwnerSession(session_id, partition_id))
     finally:
         link.close("done")
         await link.wait_closed()
@@ -182,7 +182,7 @@ def test_acknowledged_data_survives_a_kill(tmp_path):
         found = await owner.read(0, 999)
         assert isinstance(found, RangeBytes)
         assert (found.first, found.count) == (0, 1000)
-        assert bytes(found.records) == records_of(0, 1000, bytes(512))[0]
+        assert bytes(found.records) == encode_records(0, 1000, bytes(512))[0]
 
     async def look(address):
         async with session(address, 6) as owner:
@@ -228,7 +228,7 @@ def test_a_storage_does_not_run_without_its_assertions(tmp_path):
         [sys.executable, "-O", "-c", program],
         cwd=ROOT,
         capture_output=True,
-        timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
         check=False,
     )
     assert done.returncode == 1
@@ -274,7 +274,9 @@ def test_readers_get_records_and_the_pages_show_metrics(tmp_path):
     http_host = "127.0.0.5"  # not the one of the other ports
 
     def fetch(port, path):
-        with urllib.request.urlopen(f"http://{http_host}:{port}{path}", timeout=HANG_S) as page:
+        with urllib.request.urlopen(
+            f"http://{http_host}:{port}{path}", timeout=TEST_TIMEOUT_S
+        ) as page:
             return page.read().decode()
 
     async def main():
@@ -346,7 +348,7 @@ async def at_an_append(storage, begun):
             await owner.prepare()
             await owner.engage()
             owner.link.send(owner.owner.append())
-            assert await asyncio.to_thread(begun.wait, HANG_S)
+            assert await asyncio.to_thread(begun.wait, TEST_TIMEOUT_S)
             yield owner, stop
 
 
@@ -358,7 +360,7 @@ def test_work_that_outlives_the_shutdown_keeps_its_files_until_it_ends(tmp_path,
     def slow(self, clock_s):
         if self.is_append:
             begun.set()
-            assert may_go_on.wait(HANG_S)
+            assert may_go_on.wait(TEST_TIMEOUT_S)
         try:
             return run(self, clock_s)
         finally:
@@ -379,7 +381,7 @@ def test_work_that_outlives_the_shutdown_keeps_its_files_until_it_ends(tmp_path,
     with pytest.raises(errors.DiskFailed, match="another process uses this storage directory"):
         storage._open_engine()
     may_go_on.set()
-    assert ended.wait(HANG_S)
+    assert ended.wait(TEST_TIMEOUT_S)
     log = storage._engine.logs[0]
     assert (log.synced_max, log.slot.dirty) == (0, True)
     storage._engine.abandon()  # as the end of the process does
@@ -409,7 +411,7 @@ def test_the_shutdown_waits_for_work_that_starts_right_after_other_work(tmp_path
     def slow(self, clock_s):
         if self.is_append and not begun.is_set():
             begun.set()
-            assert may_go_on.wait(HANG_S)
+            assert may_go_on.wait(TEST_TIMEOUT_S)
         elif self.is_append:
             early.append(closed.wait(0.3))
         return run(self, clock_s)
@@ -421,11 +423,11 @@ def test_the_shutdown_waits_for_work_that_starts_right_after_other_work(tmp_path
         async with at_an_append(storage, begun) as (owner, stop):
             queued = storage._machine.queue_limits.owner_bytes
             owner.link.send(owner.owner.append())
-            await until(lambda: storage._machine.queue_limits.owner_bytes > queued)
+            await poll_until(lambda: storage._machine.queue_limits.owner_bytes > queued)
             stop.set()
-            await until(storage._serving._locks[0].locked)
+            await poll_until(storage._serving._locks[0].locked)
             may_go_on.set()
-            await until(lambda: early)
+            await poll_until(lambda: early)
 
     with noticed(monkeypatch, "close") as closed:
         on_loop(main())
@@ -438,7 +440,7 @@ def test_work_of_others_is_waited_for_after_a_failure(tmp_path, monkeypatch):
 
     def run(self, _clock_s):
         if self.partition_id == 0:
-            assert begun.wait(HANG_S)
+            assert begun.wait(TEST_TIMEOUT_S)
             raise AssertionError("a bug")
         begun.set()
         early.append(abandoned.wait(0.3))
@@ -476,7 +478,7 @@ def test_a_directory_that_cannot_be_opened_leaves_no_threads(tmp_path):
         with pytest.raises(errors.WaltzError):
             await storage.serve(asyncio.Event(), lambda _address: None)
         threads = storage._writers._threads
-        await until(lambda: not any(thread.is_alive() for thread in threads))
+        await poll_until(lambda: not any(thread.is_alive() for thread in threads))
 
     on_loop(main())
 
@@ -552,7 +554,7 @@ def test_a_storage_that_was_left_out_is_registered_again_when_it_is_added(
                 await assign(coordinator)
                 await coordinator.storages.forget_id(address)
                 assert await coordinator.read_storage_ids() == {}
-                await until(lambda: "storage.not_in_cluster" in caplog.text)
+                await poll_until(lambda: "storage.not_in_cluster" in caplog.text)
                 await assign(coordinator, address)
                 while (after := await coordinator.read_storage_ids()) == {}:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
@@ -626,7 +628,7 @@ def test_a_disk_that_hangs_does_not_stop_the_loop_for_a_health_page(tmp_path, mo
 
     def hang(engine, clock_ms):
         asked.set()
-        assert may_answer.wait(HANG_S)
+        assert may_answer.wait(TEST_TIMEOUT_S)
         return disk_status_of(engine, clock_ms)
 
     monkeypatch.setattr(admin_execution, "disk_status_of", hang)
@@ -677,7 +679,7 @@ def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
 
     def open_late(self, partition_id):
         opening.set()
-        assert may_open.wait(HANG_S)
+        assert may_open.wait(TEST_TIMEOUT_S)
         return assign(self, partition_id)
 
     monkeypatch.setattr(StorageEngine, "assign", open_late)
@@ -687,10 +689,10 @@ def test_early_requests_wait_for_the_partitions_to_open(tmp_path, monkeypatch):
         storage = StorageDaemon(config_for(tmp_path, port=port), CLUSTER, None)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(storage.serve(stop, lambda _address: None))
-            assert await asyncio.to_thread(opening.wait, HANG_S)
+            assert await asyncio.to_thread(opening.wait, TEST_TIMEOUT_S)
             async with session(f"127.0.0.1:{port}", 5) as owner:
                 asked = tasks.create_task(owner.prepare())
-                await until(lambda: storage._early_links)
+                await poll_until(lambda: storage._early_links)
                 assert not asked.done()
                 may_open.set()
                 assert isinstance(await asked, Prepared)
@@ -778,7 +780,7 @@ def test_a_scrub_that_is_requested_finds_corruption_and_continues_after_a_restar
                     file.write(b"rot")
                 passes = [each.passes_count for each in storage.scrub_status()]
                 storage.scrub_now(PartitionId(0))
-                await until(lambda: not storage.scrub_status()[0].is_requested)
+                await poll_until(lambda: not storage.scrub_status()[0].is_requested)
             after = [each.passes_count for each in storage.scrub_status()]
             assert (after[0], after[1]) == (passes[0] + 1, passes[1])
             assert (await storage.health()).details["damaged"] == [0]
@@ -787,7 +789,7 @@ def test_a_scrub_that_is_requested_finds_corruption_and_continues_after_a_restar
             assert storage.metrics.value(found, partition=0) == 1
             assert storage.metrics.value("waltz_storage_scrubbed_bytes_total", partition=0) >= 836
             storage.scrub_now()
-            await until(lambda: not any(each.is_requested for each in storage.scrub_status()))
+            await poll_until(lambda: not any(each.is_requested for each in storage.scrub_status()))
             stop.set()
         assert (tmp_path / "waltz-x.scrub").exists()
 
@@ -853,7 +855,7 @@ def test_damage_of_the_archive_that_a_read_finds_is_reported(
         config = config_for(tmp_path, archive_url=f"file://{tmp_path}/archive")
         storage = StorageDaemon(config, CLUSTER, None)
         monkeypatch.setattr(storage, "_post", [].append)
-        owner = Owner(5, 0)
+        owner = OwnerSession(5, 0)
         read = owner.make(RangeRaw, 7, 8, 1 << 20, RangeForm.WHOLE, False, True)
         mark = owner.make(SetArchived, 9, bytes(16), 0, 1, "manifest")
         query = ArchiveQuery(LaneRequest(1, read), mark, errors.BeforeLogStart("", 9))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.certificates import Certificates, make
+from tests.certificates import Certificates, create_certificates
 from tests.commands import run_command
 from tests.fault.load import wait_until
 from tests.integration.tls_cluster import tls_cluster
@@ -72,7 +72,7 @@ def test_a_plain_client_gets_an_error_within_seconds(cluster: LocalCluster):
 def test_a_client_that_trusts_another_authority_gets_an_error(
     cluster: LocalCluster, tmp_path: Path
 ):
-    connect = f"{place_of(cluster)}?tls={make(tmp_path).authorities}"
+    connect = f"{place_of(cluster)}?tls={create_certificates(tmp_path).authorities}"
     with (
         WaltzClient(connect, ClientConfig(request_timeout_ms=5_000)) as client,
         pytest.raises(errors.WaltzError, match="the certificate of the peer is not valid"),

@@ -13,11 +13,18 @@ from random import Random
 import pytest
 from kazoo.client import KazooClient
 
-from tests import writes_contract
-from tests.cluster_contract import SCENARIOS, Inbox, created, descriptor, owned, running
+from tests import write_registry_contract
+from tests.cluster_contract import (
+    SCENARIOS,
+    CallbackRecorder,
+    create_cluster,
+    owners_and_generations,
+    run_meanwhile,
+    server_descriptor,
+)
 from tests.integration.conftest import ZooKeeperProcess
-from tests.loops import until
-from tests.patience import HANG_S
+from tests.loops import poll_until
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.interface import (
@@ -72,7 +79,9 @@ async def world_at(host: str) -> AsyncIterator[RealWorld]:
 
 
 @pytest.mark.parametrize(
-    "scenario", SCENARIOS + writes_contract.SCENARIOS, ids=lambda scenario: scenario.__name__
+    "scenario",
+    SCENARIOS + write_registry_contract.SCENARIOS,
+    ids=lambda scenario: scenario.__name__,
 )
 def test_scenario(scenario, zookeeper):
     async def run():
@@ -123,12 +132,12 @@ def test_a_loop_that_hangs_loses_its_session_and_is_notified(zookeeper):
             number, states, is_back = session.session_number, [], asyncio.Event()
             session.on_state(states.append)
             session.on_state(lambda state: state is SessionState.CONNECTED and is_back.set())
-            deadline = time.monotonic() + HANG_S
+            deadline = time.monotonic() + TEST_TIMEOUT_S
             # This thread blocks between its checks, and the threads of kazoo run meanwhile.
             while other.exists("/hangs") is not None:
                 assert time.monotonic() < deadline
                 time.sleep(0.05)  # noqa: ASYNC251
-            async with asyncio.timeout(HANG_S):
+            async with asyncio.timeout(TEST_TIMEOUT_S):
                 await is_back.wait()
             assert SessionState.LOST in states
             assert session.session_number != number
@@ -186,9 +195,9 @@ def test_a_lookup_that_fails_once_does_not_end_the_session(zookeeper, monkeypatc
             session.on_state(lambda state: state is SessionState.SUSPENDED and lost.set())
             connection = session._client._connection
             connection._socket.shutdown(socket.SHUT_RDWR)
-            async with asyncio.timeout(HANG_S):
+            async with asyncio.timeout(TEST_TIMEOUT_S):
                 await lost.wait()
-            await until(lambda: session.state is SessionState.CONNECTED)
+            await poll_until(lambda: session.state is SessionState.CONNECTED)
             assert not errors_left
             assert not connection.connection_stopped.is_set()
 
@@ -331,7 +340,7 @@ def test_a_read_is_repeated_if_its_connection_is_lost(zookeeper):
 
     async def run():
         async with world_at(zookeeper) as world:
-            await created(world, "/lost")
+            await create_cluster(world, "/lost")
         async with (
             proxy(zookeeper, fate) as (host, arrived),
             zookeeper_session.open_session(
@@ -362,38 +371,38 @@ def test_followers_continue_after_zookeeper_was_killed_and_restarted(
 ):
     async def run():
         async with world_at(own_zookeeper.host) as world:
-            server = await created(world, "/restarts")
+            server = await create_cluster(world, "/restarts")
             znodes = await world.znodes()
             other = Coordinator(znodes, "/restarts")
-            views, states, replicas = Inbox(), Inbox(), Inbox()
+            views, states, replicas = CallbackRecorder(), CallbackRecorder(), CallbackRecorder()
             server.on_session_state(states)
             following = (
                 server.follow_servers(views),
-                other.follow_servers(Inbox()),
+                other.follow_servers(CallbackRecorder()),
                 other.follow_replica_assignment(replicas),
             )
-            async with running(*following):
-                await server.register_server(descriptor(1))
-                await views.until(lambda view: list(view.servers) == [1])
+            async with run_meanwhile(*following):
+                await server.register_server(server_descriptor(1))
+                await views.wait_for(lambda view: list(view.servers) == [1])
                 before = await server.read_partition(0)
                 await asyncio.to_thread(own_zookeeper.kill)
-                await states.until(lambda state: state is SessionState.SUSPENDED)
+                await states.wait_for(lambda state: state is SessionState.SUSPENDED)
                 # While it is away: a caller without a limit of its own waits until it is back.
                 async with asyncio.timeout(SOONER_S):
                     with pytest.raises(errors.CoordinatorUnavailable, match=own_zookeeper.host):
                         await server.next_client_id()
                 # Meanwhile kazoo tries to connect, again and again.
                 attempts = count_attempts(znodes)
-                await until(lambda: attempts() >= 5)
+                await poll_until(lambda: attempts() >= 5)
                 await asyncio.to_thread(own_zookeeper.start)
-                await states.until(lambda state: state is SessionState.CONNECTED)
+                await states.wait_for(lambda state: state is SessionState.CONNECTED)
                 assert await server.next_client_id() == 1
                 assert await server.read_partition(0) == before
-                await other.register_server(descriptor(2))
-                view = await views.until(lambda view: len(view.servers) == 2)
-                assert owned(view) == {0: (1, 1), 1: (1, 1), 2: (2, 2), 3: (2, 2)}
+                await other.register_server(server_descriptor(2))
+                view = await views.wait_for(lambda view: len(view.servers) == 2)
+                assert owners_and_generations(view) == {0: (1, 1), 1: (1, 1), 2: (2, 2), 3: (2, 2)}
                 await other.update_replica_assignment(lambda old: type(old)())
-                await replicas.until(lambda found: not found.partitions)
+                await replicas.wait_for(lambda found: not found.partitions)
 
     with caplog.at_level(logging.INFO):
         asyncio.run(run())
@@ -497,5 +506,5 @@ def test_a_closed_session_leaves_no_thread(zookeeper):
     asyncio.run(run())
     # The thread that has stopped kazoo reports this just before it ends.
     for each in set(threading.enumerate()) - before:
-        each.join(HANG_S)
+        each.join(TEST_TIMEOUT_S)
     assert set(threading.enumerate()) <= before

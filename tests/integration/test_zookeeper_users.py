@@ -11,7 +11,7 @@ from kazoo.client import KazooClient
 from kazoo.exceptions import NoAuthError
 from kazoo.security import ACL, OPEN_ACL_UNSAFE, make_digest_acl_credential
 
-from tests.cluster_contract import STORAGES, descriptor
+from tests.cluster_contract import STORAGES, server_descriptor
 from tests.commands import run_command
 from waltz_core import errors
 from waltz_core.access.permissions import Permissions
@@ -82,7 +82,7 @@ def place(zookeeper: str, tmp_path: Path) -> Place:
 async def create_nodes_of_members(coordinator: Coordinator) -> None:
     """Create what servers, storages and clients create; the session must stay open."""
     paths = coordinator.paths
-    await coordinator.register_server(descriptor(await coordinator.next_server_id()))
+    await coordinator.register_server(server_descriptor(await coordinator.next_server_id()))
     view = await coordinator.read_partition(0)
     marker = model.PartitionMarker(model.MarkerState.OPEN, 0, bytes(16))
     await coordinator.write_partition(0, model.PartitionMetadata(1, 0, {}), marker, view.versions)

@@ -14,12 +14,12 @@ import psutil
 from nbclient import NotebookClient
 from traitlets.config import Config
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
-PROCESSES_OF_A_CLUSTER = 6  # at least: ZooKeeper, three storages, two servers
-SLOW_MACHINE = "server.silent "  # a warning that is true while other processes use all CPUs
+NOTEBOOKS_FOLDER = Path(__file__).resolve().parents[2] / "examples" / "notebooks"
+NOTEBOOK_NAMES = sorted(path.stem for path in NOTEBOOKS_FOLDER.glob("*.ipynb"))
+CLUSTER_PROCESSES_MIN = 6  # at least: ZooKeeper, three storages, two servers
+SLOW_MACHINE_WARNING = "server.silent "  # a warning that is true while other processes use all CPUs
 _ROW = re.compile(r"<tr.*?</tr>", re.DOTALL)
 _FIELD = re.compile(r"<t[hd][^>]*>(.*?)</t[hd]>", re.DOTALL)
 
@@ -40,7 +40,7 @@ class Notebook:
         """Return its lines on stderr, without the warnings of a slow machine, and its errors."""
         stderr = [each.text for each in self.outputs if each.get("name") == "stderr"]
         lines = [line for text in stderr for line in text.splitlines()]
-        wrong = [line for line in lines if not line.startswith(SLOW_MACHINE)]
+        wrong = [line for line in lines if not line.startswith(SLOW_MACHINE_WARNING)]
         return wrong + [each.evalue for each in self.outputs if each.output_type == "error"]
 
     def images(self) -> list[str]:
@@ -69,21 +69,21 @@ class Notebook:
         return [each["text/plain"] for each in data if "text/html" in each]
 
 
-class Execution(NamedTuple):
+class ExecutedNotebook(NamedTuple):
     """A notebook that was executed just now, and what was seen on the way."""
 
     notebook: Notebook
-    most_processes: int  # of its cluster, while it ran
-    left_processes: list[str]
-    left_directories: list[str]
+    processes_max: int  # of its cluster, while it ran
+    remaining_processes: list[str]
+    remaining_directories: list[str]
 
 
 def read_notebook(name: str) -> Notebook:
     """Return a notebook as it lies in the repository."""
-    return Notebook(nbformat.read(FOLDER / f"{name}.ipynb", as_version=4))
+    return Notebook(nbformat.read(NOTEBOOKS_FOLDER / f"{name}.ipynb", as_version=4))
 
 
-def execute(name: str, place: Path) -> Execution:
+def execute_notebook(name: str, place: Path) -> ExecutedNotebook:
     """Execute a notebook from top to bottom in a directory of its own."""
     working, temporary = place / "cwd", place / "tmp"
     working.mkdir()
@@ -91,7 +91,7 @@ def execute(name: str, place: Path) -> Execution:
     # ipykernel leaves the output of child processes alone when it assumes a test.
     env = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
     env |= {"PYSPARK_PYTHON": sys.executable, "TMPDIR": str(temporary)}
-    node = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    node = nbformat.read(NOTEBOOKS_FOLDER / f"{name}.ipynb", as_version=4)
     for cell in node.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
@@ -102,22 +102,22 @@ def execute(name: str, place: Path) -> Execution:
     client = NotebookClient(
         node,
         config=config,
-        timeout=HANG_S,
-        startup_timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
+        startup_timeout=TEST_TIMEOUT_S,
         kernel_name="python3",
         resources={"metadata": {"path": str(working)}},
-        on_cell_executed=lambda **_: counts.append(len(processes_of(temporary))),
+        on_cell_executed=lambda **_: counts.append(len(cluster_processes_under(temporary))),
     )
     try:
         client.execute(env=env)
     finally:
-        left = processes_of(temporary)
+        left = cluster_processes_under(temporary)
         shutil.rmtree(sockets)
     directories = [path.name for path in temporary.glob("waltz-*") if (path / "logs").exists()]
-    return Execution(Notebook(node), max(counts), left, directories)
+    return ExecutedNotebook(Notebook(node), max(counts), left, directories)
 
 
-def processes_of(temporary: Path) -> list[str]:
+def cluster_processes_under(temporary: Path) -> list[str]:
     """Return the command lines of the clusters' processes under a temporary directory."""
     found = []
     for process in psutil.process_iter(["cmdline"]):

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from tests.notebooks.notebooks import (
-    NAMES,
-    PROCESSES_OF_A_CLUSTER,
+    CLUSTER_PROCESSES_MIN,
+    NOTEBOOK_NAMES,
     Notebook,
-    execute,
+    execute_notebook,
     read_notebook,
 )
 
@@ -17,20 +17,24 @@ pytestmark = pytest.mark.notebook
 
 
 def test_every_notebook_is_known_here():
-    assert list(EXPECTED) == NAMES
+    assert list(EXPECTED) == NOTEBOOK_NAMES
 
 
 @pytest.mark.parametrize(
-    "name", [*NAMES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[2:])]
+    "name",
+    [
+        *NOTEBOOK_NAMES[:2],
+        *(pytest.param(name, marks=pytest.mark.slow) for name in NOTEBOOK_NAMES[2:]),
+    ],
 )
 def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path):
-    done = execute(name, tmp_path)
+    done = execute_notebook(name, tmp_path)
     assert done.notebook.errors() == []
     EXPECTED[name](done.notebook)
     assert done.notebook.images(), "no plot"
-    assert done.most_processes >= PROCESSES_OF_A_CLUSTER
-    assert done.left_processes == []
-    assert done.left_directories == []
+    assert done.processes_max >= CLUSTER_PROCESSES_MIN
+    assert done.remaining_processes == []
+    assert done.remaining_directories == []
 
 
 def expect_what_is_committed(name: str, notebook: Notebook) -> None:

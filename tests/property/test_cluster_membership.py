@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from tests.cluster_contract import KEY, Inbox, descriptor, running
+from tests.cluster_contract import CLUSTER_KEY, CallbackRecorder, run_meanwhile, server_descriptor
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
@@ -76,7 +76,7 @@ async def try_to_change(server: Coordinator, server_id: int, random: Random) -> 
     try:
         if random.random() < 0.6:
             preferred = random.sample(range(PARTITION_COUNT), random.randrange(3))
-            await server.register_server(descriptor(server_id, preferred))
+            await server.register_server(server_descriptor(server_id, preferred))
         else:
             await server.unregister_server()
     except (errors.Unavailable, errors.Superseded):
@@ -108,11 +108,11 @@ def test_membership_settles_after_any_faults(seed):
         zookeeper = SlowZooKeeper(random)
         sessions = [zookeeper.session() for _ in range(SERVER_COUNT + 1)]
         client, *servers = [Coordinator(session, ROOT) for session in sessions]
-        await client.create_cluster(NewCluster("w", PARTITION_COUNT, KEY))
-        inboxes = [Inbox() for _ in sessions]
+        await client.create_cluster(NewCluster("w", PARTITION_COUNT, CLUSTER_KEY))
+        inboxes = [CallbackRecorder() for _ in sessions]
         members = [client, *servers]
         following = [m.follow_servers(i) for m, i in zip(members, inboxes, strict=True)]
-        async with running(*following):
+        async with run_meanwhile(*following):
             for _ in range(STEP_COUNT):
                 number = random.randrange(SERVER_COUNT)
                 if random.random() < 0.3:
@@ -125,9 +125,9 @@ def test_membership_settles_after_any_faults(seed):
                 if session.state is not SessionState.CONNECTED:
                     session.resume()
             for number, server in enumerate(servers, start=1):
-                await server.register_server(descriptor(number))
+                await server.register_server(server_descriptor(number))
             for inbox in inboxes:
-                await inbox.until(
+                await inbox.wait_for(
                     lambda view: (
                         list(view.servers) == [1, 2, 3, 4]
                         and all(each.preferred == () for each in view.servers.values())
@@ -135,8 +135,8 @@ def test_membership_settles_after_any_faults(seed):
                 )
         names = zookeeper.names(f"{ROOT}/serverDescriptors")
         assert len(names) == SERVER_COUNT
-        assert len({str(inbox.all[-1]) for inbox in inboxes}) == 1
+        assert len({str(inbox.values[-1]) for inbox in inboxes}) == 1
         for inbox in inboxes:
-            check_history(inbox.all)
+            check_history(inbox.values)
 
     asyncio.run(run())

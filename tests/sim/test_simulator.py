@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.records.record import PartitionId, ReqId
 from waltz_core.wire.messages import FlushRequest
 from waltz_sim.faults.kinds import WEIGHTS
@@ -50,7 +50,9 @@ def test_a_seed_has_one_trace_in_all_processes():
         # Without assertions everything that the log does is done all the same.
         for hash_seed, *flags in (("1",), ("2", "-O"))
     ]
-    first, other = (json.loads(process.communicate(timeout=HANG_S)[0]) for process in processes)
+    first, other = (
+        json.loads(process.communicate(timeout=TEST_TIMEOUT_S)[0]) for process in processes
+    )
     assert other == first
     assert len({trace for trace, *_ in first}) == len(seeds), "each seed is another run"
     assert all(committed for _, _, committed, _ in first)

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 
 pytestmark = pytest.mark.sim
 
@@ -42,14 +42,14 @@ def interrupted_when(has_come):
     """Interrupt a run of the command as a terminal does; return its exit code and output."""
     run = started()
     text = run.stdout.readline()
-    deadline = time.monotonic() + HANG_S
+    deadline = time.monotonic() + TEST_TIMEOUT_S
     while not has_come(psutil.Process(run.pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     children = psutil.Process(run.pid).children()
     os.killpg(run.pid, signal.SIGINT)
-    text += run.communicate(timeout=HANG_S)[0]
-    _, living = psutil.wait_procs(children, timeout=HANG_S)
+    text += run.communicate(timeout=TEST_TIMEOUT_S)[0]
+    _, living = psutil.wait_procs(children, timeout=TEST_TIMEOUT_S)
     assert not living
     return run.returncode, text
 
@@ -73,14 +73,14 @@ def test_an_interrupt_ends_all_processes_and_is_reported_in_a_line(has_come):
 
 def test_a_killed_run_leaves_no_process():
     run = started()
-    deadline = time.monotonic() + HANG_S
+    deadline = time.monotonic() + TEST_TIMEOUT_S
     while not are_at_work(children := psutil.Process(run.pid).children()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     run.kill()
-    assert run.wait(HANG_S) == -signal.SIGKILL
-    _, living = psutil.wait_procs(children, timeout=HANG_S)
+    assert run.wait(TEST_TIMEOUT_S) == -signal.SIGKILL
+    _, living = psutil.wait_procs(children, timeout=TEST_TIMEOUT_S)
     for each in living:
         each.kill()
-    run.communicate(timeout=HANG_S)
+    run.communicate(timeout=TEST_TIMEOUT_S)
     assert not living

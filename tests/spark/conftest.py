@@ -12,8 +12,8 @@ from pyspark.sql import SparkSession
 
 import waltz_core.local
 import waltz_spark
-from tests import table_jars
-from tests.written_log import Written, running_log
+from tests import table_libraries
+from tests.written_log import WrittenLog, running_log
 
 SETTINGS = {
     "spark.sql.shuffle.partitions": "4",
@@ -22,7 +22,7 @@ SETTINGS = {
     # of Spark Connect and of the clusters do so.
     "spark.sql.codegen.wholeStage": "false",
     "spark.sql.codegen.factoryMode": "NO_CODEGEN",
-    **table_jars.settings(),
+    **table_libraries.spark_settings(),
 }
 
 
@@ -46,7 +46,7 @@ def connect(cluster: waltz_core.local.LocalCluster) -> str:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Written]:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WrittenLog]:
     """Yield a log of changes of rows, in a cluster of its own."""
     with running_log(tmp_path_factory.mktemp("cluster") / "local") as found:
         yield found

@@ -13,15 +13,15 @@ from pathlib import Path
 import psutil
 import pyspark
 
-from tests import table_jars
-from tests.patience import HANG_S
+from tests import table_libraries
 from tests.ports import free_port
+from tests.time_limits import TEST_TIMEOUT_S
 
-SERVER = "org.apache.spark.sql.connect.service.SparkConnectServer"
+SERVER_CLASS = "org.apache.spark.sql.connect.service.SparkConnectServer"
 
 
 @contextlib.contextmanager
-def server(log: Path) -> Iterator[str]:
+def run_connect_server(log: Path) -> Iterator[str]:
     """Start a server of Spark Connect; give its address once it answers, and end it."""
     port = free_port()
     submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
@@ -33,9 +33,9 @@ def server(log: Path) -> Iterator[str]:
         "spark.python.unix.domain.socket.enabled": "true",
         "spark.sql.shuffle.partitions": "4",
         "spark.sql.warehouse.dir": str(log.parent / "warehouse"),
-        **table_jars.settings(),
+        **table_libraries.spark_settings(),
     }
-    line = [str(submit), "--master", "local[2]", "--class", SERVER]
+    line = [str(submit), "--master", "local[2]", "--class", SERVER_CLASS]
     line += [part for name, value in settings.items() for part in ("--conf", f"{name}={value}")]
     environment = {**os.environ, "SPARK_LOCAL_IP": "127.0.0.1", "PYSPARK_PYTHON": sys.executable}
     with log.open("wb") as output:
@@ -43,7 +43,7 @@ def server(log: Path) -> Iterator[str]:
             [*line, "spark-internal"], env=environment, stdout=output, stderr=output
         )
     try:
-        wait_for(process, port, log)
+        wait_until_listening(process, port, log)
         yield f"sc://127.0.0.1:{port}"
     finally:
         children = psutil.Process(process.pid).children(recursive=True)
@@ -51,10 +51,10 @@ def server(log: Path) -> Iterator[str]:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-        process.wait(HANG_S)
+        process.wait(TEST_TIMEOUT_S)
 
 
-def wait_for(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def wait_until_listening(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     paced = threading.Event()
     while True:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):

@@ -1,4 +1,4 @@
-"""The encrypted write of `once_job.py`, with keys of a function.
+"""The encrypted write of `exactly_once_job.py`, with keys of a function.
 
 Each task has its own key, whose ID the log has in plain text. The workers get the module with the
 keys from Spark.
@@ -13,21 +13,21 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 import waltz_spark
-from tests.spark.in_log import in_log
-from tests.spark.once_rows import EXPECTED, ROWS, TASKS, marks_of, rows_of
+from tests.spark.exactly_once_rows import EXPECTED_PREFIXES, ROWS, TASKS, make_rows, read_marks
+from tests.spark.log_payloads import payload_counts
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
 
-VAULT = Path(__file__).with_name("vault.py")
+KEY_SERVICE = Path(__file__).with_name("key_services.py")
 FailingStep = Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
 
 
-def decrypted(
+def count_decrypted(
     connect: str, after: Mapping[int, int], function: str
 ) -> Counter[tuple[bytes | None, str | None]]:
     """Return the payloads after the marks, with reasons, that a client with these keys reads."""
     found: Counter[tuple[bytes | None, str | None]] = Counter()
-    config = ClientConfig(encryption_keys=f"tests.spark.vault:{function}")
+    config = ClientConfig(encryption_keys=f"tests.spark.key_services:{function}")
     with WaltzClient(connect, config) as client:
         for partition, last in client.high_water_marks(linearizable=True).items():
             for chunk in client.read_range(partition, after[partition] + 1, last):
@@ -41,20 +41,24 @@ def run(
     spark: SparkSession, connect: str, fails_once_of: Callable[[Mapping[int, int]], FailingStep]
 ) -> None:
     """Write while a breaker makes tasks fail; read with all keys, and without one."""
-    spark.addArtifact(str(VAULT), pyfile=True)
-    after = marks_of(connect)
-    rows = rows_of(spark).withColumn("key", F.regexp_replace("data", "-.*", "-key"))
+    spark.addArtifact(str(KEY_SERVICE), pyfile=True)
+    after = read_marks(connect)
+    rows = make_rows(spark).withColumn("key", F.regexp_replace("data", "-.*", "-key"))
     broken = rows.mapInArrow(fails_once_of(after), rows.schema)
-    options = {"encryptionKeys": "vault:key_of", "encryptionKeyIdColumn": "key"}
+    options = {"encryptionKeys": "key_services:key_from_id", "encryptionKeyIdColumn": "key"}
     result = waltz_spark.append(broken, connect, batchSize="10", **options)
     assert (result.counts["committed"], result.counts["rejected"]) == (TASKS * ROWS, 0)
     with WaltzClient(connect) as client:
-        stored = Counter({data[:14]: count for data, count in in_log(client, after).items()})
+        stored = Counter(
+            {data[:14]: count for data, count in payload_counts(client, after).items()}
+        )
     assert set(stored) == {b"WZE\x01\x09task%d-key" % task for task in range(TASKS)}
 
-    assert decrypted(connect, after, "key_of") == Counter({(data, None): 1 for data in EXPECTED})
-    kept = [data for data in EXPECTED if not data.startswith(b"task1-")]
+    assert count_decrypted(connect, after, "key_from_id") == Counter(
+        {(data, None): 1 for data in EXPECTED_PREFIXES}
+    )
+    kept = [data for data in EXPECTED_PREFIXES if not data.startswith(b"task1-")]
     assert len(kept) == (TASKS - 1) * ROWS
-    assert decrypted(connect, after, "without_task_1") == Counter(
+    assert count_decrypted(connect, after, "key_except_of_task_1") == Counter(
         {(data, None): 1 for data in kept} | {(None, "the key 'task1-key' does not exist"): ROWS}
     )

@@ -18,22 +18,22 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 import waltz_spark
-from tests.spark.once_rows import (
+from tests.spark.exactly_once_rows import (
     ROWS,
     SMALL_BATCHES,
     WAIT_S_MAX,
     WRITES,
     check_write,
-    marks_of,
-    rows_in,
-    rows_of,
-    until_some_are_there,
+    count_rows_in_log,
+    make_rows,
+    read_marks,
+    wait_until_in_log,
 )
 
-SLOW = 1
+SLOW_TASK = 1
 
 
-class Gate:
+class AttemptBarrier:
     """Passes rows on; two attempts of the slow task wait for one another.
 
     Args:
@@ -47,41 +47,43 @@ class Gate:
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         context = TaskContext.get()
-        is_slow = context.partitionId() == SLOW
-        meet = self._first if context.attemptNumber() == 0 else self._second
+        is_slow = context.partitionId() == SLOW_TASK
+        wait_for_other_attempt = (
+            self._run_first_attempt if context.attemptNumber() == 0 else self._run_second_attempt
+        )
         seen = 0
         for batch in batches:
             rows = range(seen, seen + batch.num_rows)
             if is_slow:
-                meet(rows)
+                wait_for_other_attempt(rows)
             yield batch
             seen = rows.stop
         if is_slow and context.attemptNumber() == 0:
             signal.pause()  # Spark kills it when the second one has won
 
-    def _first(self, rows: range) -> None:
+    def _run_first_attempt(self, rows: range) -> None:
         if ROWS // 2 in rows:
-            self._until_in_log(b"task%d-" % SLOW)
-            self._print("first is in")
-            self._until("second is in")
-            self._print("first continues")
+            self._wait_until_in_log(b"task%d-" % SLOW_TASK)
+            self._record_step("first is in")
+            self._wait_for_step("second is in")
+            self._record_step("first continues")
 
-    def _second(self, rows: range) -> None:
+    def _run_second_attempt(self, rows: range) -> None:
         if 0 in rows:
-            self._until("first is in")
+            self._wait_for_step("first is in")
         elif ROWS - 1 in rows:
             # Only the second attempt has sent what comes after the first half.
-            self._until_in_log(b"task%d-%d-" % (SLOW, SLOW * ROWS + ROWS // 2))
-            self._print("second is in")
-            self._until("first continues")
+            self._wait_until_in_log(b"task%d-%d-" % (SLOW_TASK, SLOW_TASK * ROWS + ROWS // 2))
+            self._record_step("second is in")
+            self._wait_for_step("first continues")
 
-    def _until_in_log(self, prefix: bytes) -> None:
-        until_some_are_there(self.connect, prefix, self.after)
+    def _wait_until_in_log(self, prefix: bytes) -> None:
+        wait_until_in_log(self.connect, prefix, self.after)
 
-    def _print(self, what: str) -> None:
+    def _record_step(self, what: str) -> None:
         (self.directory / what).touch()
 
-    def _until(self, what: str) -> None:
+    def _wait_for_step(self, what: str) -> None:
         deadline = time.monotonic() + WAIT_S_MAX
         while not (self.directory / what).exists():
             assert time.monotonic() < deadline, f"not within {WAIT_S_MAX} s: {what}"
@@ -97,15 +99,15 @@ def main(connect: str, directory: Path) -> None:
         "spark.speculation.multiplier": "1.1",
     }
     spark = waltz_spark.session("speculation", **speculation, **SMALL_BATCHES)
-    rows = rows_of(spark)
+    rows = make_rows(spark)
     for write, options in WRITES.items():
         steps = directory / write
         steps.mkdir()
-        after = marks_of(connect)
-        slow = rows.mapInArrow(Gate(connect, steps, after), rows.schema)
+        after = read_marks(connect)
+        slow = rows.mapInArrow(AttemptBarrier(connect, steps, after), rows.schema)
         results = str(steps / "results")
         result = waltz_spark.append(slow, connect, resultsPath=results, batchSize="10", **options)
-        check_write(write, result.counts, rows_in(connect, after))
+        check_write(write, result.counts, count_rows_in_log(connect, after))
     spark.stop()
 
 

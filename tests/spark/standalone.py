@@ -18,18 +18,18 @@ from typing import Any
 
 import psutil
 
-from tests.spark.places import Place, die_with_parent
+from tests.spark.simulated_hosts import SimulatedHost, die_with_parent
 
 ROOT = Path(__file__).parents[2]
 SPARK_HOME = Path(os.environ["SPARK_HOME"])  # `tests/spark_home.py`
-SECONDS_MAX = 500
-DAEMONS = "org.apache.spark.deploy"
+JOB_TIMEOUT_S = 500
+DAEMONS_PACKAGE = "org.apache.spark.deploy"
 PYTHON_WORKER = "pyspark.daemon"
-ESTABLISHED = "01"
+TCP_ESTABLISHED = "01"
 
 
 @dataclass
-class Done:
+class FinishedJob:
     """The output of a submitted job, and what the test observed of it."""
 
     exit_code: int
@@ -69,13 +69,15 @@ class StandaloneSpark:
         rims: where the workers run.
     """
 
-    def __init__(self, directory: Path, hub: Place, rims: tuple[Place, Place]) -> None:
+    def __init__(
+        self, directory: Path, hub: SimulatedHost, rims: tuple[SimulatedHost, SimulatedHost]
+    ) -> None:
         self.hub, self.rims = hub, rims
         self.master = ""
         self.workers: list[subprocess.Popen[bytes]] = []
         self._directory = directory
         self._events = directory / "events"
-        self._jobs = 0
+        self._job_count = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator["StandaloneSpark"]:
@@ -101,26 +103,26 @@ class StandaloneSpark:
         ports: tuple[int, ...] = (),
         imports_tests: bool = False,
         **settings: str,
-    ) -> Done:
+    ) -> FinishedJob:
         """Submit a script from the hub, as a user would, and wait for its end.
 
         With `ports` the connections of Python workers to these are counted while it runs. With
         `imports_tests` the script and its functions may import modules of the tests.
         """
-        self._jobs += 1
-        name = f"job-{self._jobs}"
-        of_events = {
+        self._job_count += 1
+        name = f"job-{self._job_count}"
+        event_settings = {
             "spark.eventLog.enabled": "true",
             "spark.eventLog.dir": self._events.as_uri(),
             "spark.eventLog.compress": "false",
             "spark.eventLog.rolling.enabled": "false",
         }
-        small = {
+        small_settings = {
             "spark.executor.memory": "512m",
             "spark.executor.extraJavaOptions": os.environ["SPARK_SUBMIT_OPTS"],
             "spark.sql.shuffle.partitions": "4",
         }
-        conf = {**small, "spark.ui.enabled": "false", **of_events, **settings}
+        conf = {**small_settings, "spark.ui.enabled": "false", **event_settings, **settings}
         path = {"PYTHONPATH": str(ROOT)} if imports_tests else {}
         conf |= {f"spark.executorEnv.{key}": value for key, value in path.items()}
         words = [str(SPARK_HOME / "bin" / "spark-submit"), "--master", self.master, "--name", name]
@@ -133,16 +135,18 @@ class StandaloneSpark:
         logs = set(self._events.iterdir()) - before
         events = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
         output, errors = (
-            self._log(name, end).read_text(errors="replace") for end in ("out", "err")
+            self._log_path(name, end).read_text(errors="replace") for end in ("out", "err")
         )
-        return Done(job.returncode, output, errors, events, connections)
+        return FinishedJob(job.returncode, output, errors, events, connections)
 
     # -- the processes
 
     @contextlib.contextmanager
-    def _daemon(self, name: str, place: Place, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    def _daemon(
+        self, name: str, place: SimulatedHost, *words: str
+    ) -> Iterator[subprocess.Popen[bytes]]:
         main, *options = words
-        command = [str(SPARK_HOME / "bin" / "spark-class"), f"{DAEMONS}.{main}"]
+        command = [str(SPARK_HOME / "bin" / "spark-class"), f"{DAEMONS_PACKAGE}.{main}"]
         defaults = ["--properties-file", str(ROOT / "conf" / "spark-defaults.conf")]
         words_of_all = [*command, "--webui-port", "0", *defaults, *options]
         with self._run_program(name, place, words_of_all, {}) as started:
@@ -150,7 +154,7 @@ class StandaloneSpark:
 
     @contextlib.contextmanager
     def _run_program(
-        self, name: str, place: Place, words: list[str], variables: dict[str, str]
+        self, name: str, place: SimulatedHost, words: list[str], variables: dict[str, str]
     ) -> Iterator[subprocess.Popen[bytes]]:
         """Run a program for the duration of a `with` block; what it has started ends with it."""
         environment = os.environ | {
@@ -162,8 +166,8 @@ class StandaloneSpark:
             **variables,
         }
         with (
-            self._log(name, "out").open("wb") as output,
-            self._log(name, "err").open("wb") as errors,
+            self._log_path(name, "out").open("wb") as output,
+            self._log_path(name, "err").open("wb") as errors,
             subprocess.Popen(
                 place.command(*words),
                 env=environment,
@@ -177,20 +181,22 @@ class StandaloneSpark:
             try:
                 yield child
             finally:
-                _end(child)
+                _end_process_tree(child)
 
-    def _log(self, name: str, end: str) -> Path:
+    def _log_path(self, name: str, end: str) -> Path:
         return self._directory / f"{name}.{end}"
 
     def _await_matches(self, name: str, pattern: str, count: int) -> list[str]:
         """Return the matches in a log as soon as there is the given number of them."""
 
         def found() -> list[str]:
-            return re.findall(pattern, self._log(name, "err").read_text(errors="replace"))
+            return re.findall(pattern, self._log_path(name, "err").read_text(errors="replace"))
 
-        deadline = time.monotonic() + SECONDS_MAX
+        deadline = time.monotonic() + JOB_TIMEOUT_S
         while len(found()) < count:
-            assert time.monotonic() < deadline, self._log(name, "err").read_text(errors="replace")
+            assert time.monotonic() < deadline, self._log_path(name, "err").read_text(
+                errors="replace"
+            )
             time.sleep(0.05)
         return found()
 
@@ -198,16 +204,18 @@ class StandaloneSpark:
         self, job: subprocess.Popen[bytes], ports: tuple[int, ...]
     ) -> dict[int, dict[int, int]]:
         """Wait for a job's end; return the most connections of each Python worker by port."""
-        most: dict[int, dict[int, int]] = {}
-        deadline = time.monotonic() + SECONDS_MAX
+        connections_max: dict[int, dict[int, int]] = {}
+        deadline = time.monotonic() + JOB_TIMEOUT_S
         while job.poll() is None:
-            assert time.monotonic() < deadline, self._log(f"job-{self._jobs}", "err").read_text()
+            assert time.monotonic() < deadline, self._log_path(
+                f"job-{self._job_count}", "err"
+            ).read_text()
             for pid in self._python_workers() if ports else ():
-                now, seen = connections_of(pid), most.setdefault(pid, {})
+                now, seen = connections_of(pid), connections_max.setdefault(pid, {})
                 for port in ports:
                     seen[port] = max(seen.get(port, 0), now.count(port))
             time.sleep(0.1)
-        return most
+        return connections_max
 
     def _python_workers(self) -> list[int]:
         found = []
@@ -229,11 +237,11 @@ def connections_of(pid: int) -> list[int]:
     except OSError:  # it has ended
         return []
     rows = [line.split() for line in table]
-    mine = [row for row in rows if f"socket:[{row[9]}]" in handles and row[3] == ESTABLISHED]
+    mine = [row for row in rows if f"socket:[{row[9]}]" in handles and row[3] == TCP_ESTABLISHED]
     return [int(row[2].split(":")[1], 16) for row in mine]
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end_process_tree(child: subprocess.Popen[bytes]) -> None:
     """End a process and all that it has started; a worker takes its executors down itself."""
     try:
         family = psutil.Process(child.pid).children(recursive=True)

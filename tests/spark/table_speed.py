@@ -26,9 +26,9 @@ from pyspark.sql.window import Window
 
 import waltz_core.local
 import waltz_spark
-from tests import table_jars
+from tests import table_libraries
 from tests.fault.load import wait_until
-from tests.patience import PATIENT
+from tests.time_limits import PATIENT_CLIENT
 from waltz_core.client import WaltzClient
 
 PARTITIONS = 4
@@ -36,15 +36,15 @@ COLUMNS = ("id", "op", "amount", "owner", "note")
 SCHEMA = "id long, op string, amount double, owner string, note string"
 DELETE_SHARE = 0.03
 WARM_UP = 20_000
-LIMIT = 1.1
+SLOWDOWN_MAX = 1.1
 
-Measured = tuple[float, float]  # seconds, and CPU seconds of Spark
+Measurement = tuple[float, float]  # seconds, and CPU seconds of Spark
 
 
-def fill(connect: str, changes: int, keys: int, seed: int) -> None:
+def append_changes(connect: str, changes: int, keys: int, seed: int) -> None:
     """Append changes of random keys; a key is in one partition."""
     rng = random.Random(seed)
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         for _ in range(changes):
             key = rng.randrange(keys)
             row = {
@@ -59,7 +59,7 @@ def fill(connect: str, changes: int, keys: int, seed: int) -> None:
         assert sum(client.high_water_marks().values()) + PARTITIONS == changes
 
 
-def follow(spark: SparkSession, connect: str, table: Path, batch: int) -> None:
+def follow_with_waltz(spark: SparkSession, connect: str, table: Path, batch: int) -> None:
     """Make the table with the function of Waltz."""
     waltz_spark.follow(
         spark,
@@ -105,7 +105,7 @@ def merge_by_hand(spark: SparkSession, connect: str, table: Path, batch: int) ->
     writer.option("checkpointLocation", str(table / "checkpoint")).start().awaitTermination()
 
 
-def measure(spark: SparkSession, work: Callable[[], None]) -> Measured:
+def measure(spark: SparkSession, work: Callable[[], None]) -> Measurement:
     """Return the time of some work, and the CPU time that Spark needs for it."""
     cpu_s = cpu_seconds(spark)
     began_s = time.monotonic()
@@ -121,25 +121,31 @@ def cpu_seconds(spark: SparkSession) -> float:
     return sum(each.user + each.system for each in times)
 
 
-def rows_of(spark: SparkSession, path: Path) -> DataFrame:
+def read_payload_columns(spark: SparkSession, path: Path) -> DataFrame:
     """Return the columns of the payload."""
     return spark.read.format("delta").load(str(path)).select(*COLUMNS)
 
 
-def rounds(
+def measure_rounds(
     spark: SparkSession, connect: str, directory: Path, batch: int, count: int
-) -> Iterator[tuple[Measured, Measured]]:
+) -> Iterator[tuple[Measurement, Measurement]]:
     """Yield the measurements of `follow` and of the hand-written code, round by round."""
     for number in range(count):
-        paths = {each: directory / f"{number}-{each.__name__}" for each in (follow, merge_by_hand)}
+        paths = {
+            each: directory / f"{number}-{each.__name__}"
+            for each in (follow_with_waltz, merge_by_hand)
+        }
         found = {}
         for each in sorted(paths, key=lambda each: each.__name__, reverse=number % 2 == 1):
             work = partial(each, spark, connect, paths[each], batch)
             found[each] = measure(spark, work)
-        rows = [rows_of(spark, paths[follow]), rows_of(spark, paths[merge_by_hand] / "rows")]
+        rows = [
+            read_payload_columns(spark, paths[follow_with_waltz]),
+            read_payload_columns(spark, paths[merge_by_hand] / "rows"),
+        ]
         differ = rows[0].exceptAll(rows[1]).count() + rows[1].exceptAll(rows[0]).count()
         assert not differ, f"the tables differ in {differ} rows"
-        yield found[follow], found[merge_by_hand]
+        yield found[follow_with_waltz], found[merge_by_hand]
 
 
 def main() -> int:
@@ -151,21 +157,23 @@ def main() -> int:
     parser.add_argument("--keys", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=250_000, help="transactions of a commit")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--limit", type=float, default=LIMIT, help=f"default {LIMIT}")
+    parser.add_argument("--limit", type=float, default=SLOWDOWN_MAX, help=f"default {SLOWDOWN_MAX}")
     arguments = parser.parse_args()
-    if not table_jars.DELTA.jars():
-        parser.error(table_jars.DELTA.reason_without())
-    settings = {"spark.sql.shuffle.partitions": "4", **table_jars.settings()}
+    if not table_libraries.DELTA.jars():
+        parser.error(table_libraries.DELTA.missing_reason())
+    settings = {"spark.sql.shuffle.partitions": "4", **table_libraries.spark_settings()}
     spark = waltz_spark.session("table-speed", master="local[*]", **settings)
     with tempfile.TemporaryDirectory() as place:
         directory = Path(place)
         with waltz_core.local.cluster(directory / "warm", partition_count=PARTITIONS) as connect:
-            fill(connect, WARM_UP, WARM_UP // 10, seed=0)
-            list(rounds(spark, connect, directory / "first", WARM_UP // 2, 1))
+            append_changes(connect, WARM_UP, WARM_UP // 10, seed=0)
+            list(measure_rounds(spark, connect, directory / "first", WARM_UP // 2, 1))
         with waltz_core.local.cluster(directory / "local", partition_count=PARTITIONS) as connect:
-            fill(connect, arguments.changes, arguments.keys, seed=1)
+            append_changes(connect, arguments.changes, arguments.keys, seed=1)
             found = []
-            for ours, other in rounds(spark, connect, directory, arguments.batch, arguments.rounds):
+            for ours, other in measure_rounds(
+                spark, connect, directory, arguments.batch, arguments.rounds
+            ):
                 found.append((ours, other))
                 print_line(
                     f"follow {ours[0]:.1f} s, CPU {ours[1]:.1f} s; "

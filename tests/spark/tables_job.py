@@ -25,17 +25,17 @@ import pyarrow as pa
 from pyspark.sql import SparkSession
 
 import waltz_spark
-from tests import table_jars
+from tests import table_libraries
 from tests.written_log import DELETE_HEADER
 from waltz_spark.tables import iceberg_table, log_changes, merged_table
 
-IN_A_COMMIT = "in apply"
-STEPS = ("after finish", "after marks", "before apply", IN_A_COMMIT, "after apply")
-BATCH = 40
-CATALOG = "lake"
+DURING_A_COMMIT = "in apply"
+STEPS = ("after finish", "after marks", "before apply", DURING_A_COMMIT, "after apply")
+BATCH_TRANSACTIONS = 40
+CATALOG_NAME = "lake"
 
 
-class StruckRead(log_changes.LastChangesRead):
+class KilledRead(log_changes.LastChangesRead):
     """Kills the worker of one task, and the executor of another one, in the middle of a read."""
 
     directory = Path(os.environ.get("STRUCK", tempfile.gettempdir()))
@@ -56,7 +56,7 @@ class StruckRead(log_changes.LastChangesRead):
 
 def catalog_settings(warehouse: Path | str) -> dict[str, str]:
     """Return the settings of a catalog of Iceberg tables in a directory."""
-    name = f"spark.sql.catalog.{CATALOG}"
+    name = f"spark.sql.catalog.{CATALOG_NAME}"
     return {
         name: "org.apache.iceberg.spark.SparkCatalog",
         f"{name}.type": "hadoop",
@@ -64,7 +64,7 @@ def catalog_settings(warehouse: Path | str) -> dict[str, str]:
     }
 
 
-def follow(spark: SparkSession, connect: str, table: str, **more: Any) -> dict[int, int]:
+def follow_table(spark: SparkSession, connect: str, table: str, **more: Any) -> dict[int, int]:
     """Follow the log of `tests/written_log.py`."""
     return waltz_spark.follow(
         spark,
@@ -76,14 +76,14 @@ def follow(spark: SparkSession, connect: str, table: str, **more: Any) -> dict[i
         **{
             "key": "id",
             "headers": [1, DELETE_HEADER],
-            "batch_transactions": BATCH,
+            "batch_transactions": BATCH_TRANSACTIONS,
             "until": "now",
             **more,
         },
     )
 
 
-def add_rows(spark: SparkSession, connect: str, table: str) -> dict[int, int]:
+def follow_parquet_files(spark: SparkSession, connect: str, table: str) -> dict[int, int]:
     """Follow the same log with Parquet files."""
     return waltz_spark.follow(
         spark,
@@ -92,12 +92,12 @@ def add_rows(spark: SparkSession, connect: str, table: str) -> dict[int, int]:
         format="parquet",
         schema="id long, op string, value long",
         headers=[1],
-        batch_transactions=BATCH,
+        batch_transactions=BATCH_TRANSACTIONS,
         until="now",
     )
 
 
-def ending_at(
+def method_ending_at(
     step: str,
     end: Callable[[], None],
     table: Path,
@@ -130,10 +130,10 @@ def ending_at(
 def main(connect: str, table: str, step: str) -> None:
     """Run the job."""
     is_cluster = step == "tasks"
-    settings = {"spark.sql.shuffle.partitions": "2", **table_jars.settings()}
+    settings = {"spark.sql.shuffle.partitions": "2", **table_libraries.spark_settings()}
     if is_cluster:
         settings["spark.executor.memory"] = "512m"
-        log_changes.LastChangesRead = StruckRead  # type: ignore[misc]
+        log_changes.LastChangesRead = KilledRead  # type: ignore[misc]
     is_iceberg = "WAREHOUSE" in os.environ
     if is_iceberg:
         settings |= catalog_settings(os.environ["WAREHOUSE"])
@@ -147,11 +147,11 @@ def main(connect: str, table: str, step: str) -> None:
 
     if not is_cluster:
         owner = iceberg_table.MergedIcebergTable if is_iceberg else merged_table.MergedDeltaTable
-        setattr(owner, *ending_at(step, kill, Path(table), owner))
+        setattr(owner, *method_ending_at(step, kill, Path(table), owner))
     if os.environ.get("FORMAT") == "parquet":
-        add_rows(spark, connect, table)
+        follow_parquet_files(spark, connect, table)
     else:
-        follow(spark, connect, table, format="iceberg" if is_iceberg else None)
+        follow_table(spark, connect, table, format="iceberg" if is_iceberg else None)
     spark.stop()
 
 

@@ -12,7 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import BinaryType, DataType, IntegerType, LongType, StructField, StructType
 
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running_cluster
@@ -73,7 +73,7 @@ def archived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Archived]:
                     for row, data in enumerate(datas)
                 ]
                 for row, future in enumerate(futures):
-                    rows.add((partition, future.result(HANG_S), row % 3, datas[row]))
+                    rows.add((partition, future.result(TEST_TIMEOUT_S), row % 3, datas[row]))
 
             def is_archived() -> bool:
                 found = client.replica_sets().values()

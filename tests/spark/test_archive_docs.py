@@ -10,8 +10,8 @@ from pyspark.sql import SparkSession
 
 from tests.commands import run_command
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
 from tests.spark.test_spark_docs import ROOT, snippets
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.archive.objects import SCHEMA
 from waltz_core.client import WaltzClient
 from waltz_core.local import running_cluster
@@ -32,7 +32,7 @@ def append(connect: str, start: int) -> None:
             for number in range(start, start + ROWS_OF_ONE)
         ]
         for future in futures:
-            future.result(HANG_S)
+            future.result(TEST_TIMEOUT_S)
 
 
 def listed(connect: str, folder: Path) -> int:

@@ -11,7 +11,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructField, StructType
 
 import waltz_spark
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_spark.functions import lock
 
@@ -196,7 +196,7 @@ def test_jobs_count_one_counter_up(spark: SparkSession, connect: str) -> None:
     key, jobs = 4711, 4
     with ThreadPoolExecutor(jobs) as pool:
         for job in [pool.submit(count_up, spark, connect, key) for _ in range(jobs)]:
-            job.result(HANG_S)
+            job.result(TEST_TIMEOUT_S)
     reader = spark.read.format("waltz").option("dataFormat", "json").option("mode", "DROPMALFORMED")
     rows = reader.schema("key int, value int").load(connect).where(F.col("key") == key).collect()
     assert sorted(row.value for row in rows) == list(range(1, jobs + 1))
@@ -255,7 +255,7 @@ def corrupt_log(spark: SparkSession, connect: str):
     before = marks_of(spark, connect)
     with WaltzClient(connect) as client:
         for payload in CORRUPT:
-            client.append(payload, partition=0).result(HANG_S)
+            client.append(payload, partition=0).result(TEST_TIMEOUT_S)
     return since(spark, connect, before).option("dataFormat", "json")
 
 

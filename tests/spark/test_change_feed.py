@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from tests.patience import HANG_S
 from tests.spark.test_stream import as_json, finished, marks_of
+from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.spark.feeds import DELETE_HEADER, Transaction, packed, replayed
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadFormat
@@ -40,7 +40,7 @@ def append(connect: str, transactions: Sequence[Transaction]) -> None:
             for each in transactions
         ]
         for future in futures:
-            future.result(HANG_S)
+            future.result(TEST_TIMEOUT_S)
 
 
 def logged(connect: str) -> list[Transaction]:

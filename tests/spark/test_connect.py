@@ -1,6 +1,6 @@
 """Spark Connect: a server in separate processes, and a client without Java.
 
-A Python process has sessions of Spark's classic kind or of Connect, so `over_connect.py` runs in a
+A Python process has sessions of Spark's classic kind or of Connect, so `connect_tests.py` runs in a
 pytest of its own.
 """
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 
 pytestmark = pytest.mark.spark
 
@@ -22,14 +22,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.slow
 def test_everything_over_spark_connect(connect: str) -> None:
-    tests = ROOT / "tests" / "spark" / "over_connect.py"
+    tests = ROOT / "tests" / "spark" / "connect_tests.py"
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
     environment = {**os.environ, "WALTZ_TESTS_CONNECT": connect, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     try:
-        output, _ = process.communicate(timeout=2 * HANG_S)
+        output, _ = process.communicate(timeout=2 * TEST_TIMEOUT_S)
     finally:
         end(process)
     assert process.returncode == 0, output.decode()

@@ -15,8 +15,8 @@ import pytest
 from pyspark.sql.types import BinaryType, IntegerType, StructField, StructType
 
 import waltz_core.local
-from tests.patience import HANG_S
-from tests.spark.in_log import in_log
+from tests.spark.log_payloads import payload_counts
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient, begin_write, end_write, forget_writes
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.errors import BadRequest, ConnectionSuperseded
@@ -83,11 +83,11 @@ class Write:
 
     def in_log(self) -> Counter[bytes]:
         """Return what has come in since the write was made, and how often."""
-        return in_log(self.client, self.marks)
+        return payload_counts(self.client, self.marks)
 
     def until(self, count: int) -> None:
         """Wait until the given number of rows is in the log."""
-        deadline = time.monotonic() + HANG_S
+        deadline = time.monotonic() + TEST_TIMEOUT_S
         while time.monotonic() < deadline:
             if sum(self.in_log().values()) >= count:
                 return
@@ -186,7 +186,7 @@ def while_an_attempt_is_paused(
 
     def slow() -> Iterator[pa.RecordBatch]:
         yield from batches_of(rows[:60])
-        assert may_go_on.wait(HANG_S)
+        assert may_go_on.wait(TEST_TIMEOUT_S)
         yield from batches_of(rows[60:])
 
     def straggle() -> None:
@@ -202,7 +202,7 @@ def while_an_attempt_is_paused(
         yield failures
     finally:
         may_go_on.set()
-        straggler.join(HANG_S)
+        straggler.join(TEST_TIMEOUT_S)
 
 
 def test_an_older_attempt_that_still_runs_writes_nothing(write: Write) -> None:

@@ -22,7 +22,7 @@ from waltz_spark.functions import lock
 pytestmark = pytest.mark.spark
 
 SCHEMA = "id long, customer string, transaction_id long, data_error string"
-FUNCTIONS = Path(__file__).parent / "recomputing.py"
+FUNCTIONS = Path(__file__).parent / "recompute_functions.py"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -106,7 +106,7 @@ def test_a_table_has_no_row_of_a_payload_that_cannot_be_decrypted(
     spark: SparkSession, connect: str, directory: Path, tmp_path: Path
 ) -> None:
     """Also if the columns are declared, with a changes function, and in several tables."""
-    spark.sparkContext.addPyFile(str(ROOT / "tests/changing.py"))
+    spark.sparkContext.addPyFile(str(ROOT / "tests/changes_functions.py"))
     marks = json.loads(marks_of(spark, connect))
     customers(spark, 30).write.format("waltz").mode("append").options(
         dataFormat="msgpack", encryptionKeys=str(directory), encryptionKeyIdColumn="customer"
@@ -299,7 +299,7 @@ def test_rejected_rows_are_recomputed_from_decrypted_ones(
             connect,
             high_water_marks=snapshot.high_water_marks,
             onLockFailure="retry",
-            recompute="recomputing:add_to_newest",
+            recompute="recompute_functions:add_to_newest",
             **options,
         )
         assert result.counts["committed"] == 1

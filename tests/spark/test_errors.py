@@ -16,7 +16,7 @@ from pyspark.sql.types import (
 )
 
 import waltz_spark
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_spark.datasource.source import WaltzDataSource
 
@@ -194,5 +194,5 @@ def test_output_mode_complete_is_rejected_with_the_reason(
     with pytest.raises(
         StreamingQueryException, match="outputMode 'complete' is not supported"
     ) as failed:
-        query.awaitTermination(HANG_S)
+        query.awaitTermination(TEST_TIMEOUT_S)
     assert isinstance(waltz_spark.error_of(failed.value), errors.BadRequest)

@@ -10,7 +10,7 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 import waltz_spark
-from tests import table_jars
+from tests import table_libraries
 from tests.commands import run_command
 from tests.spark.test_tables import started
 from waltz_core.errors import WaltzError
@@ -19,7 +19,9 @@ from waltz_core.tables.table_marks import decode
 pytestmark = [
     pytest.mark.spark,
     pytest.mark.core,
-    pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()),
+    pytest.mark.skipif(
+        not table_libraries.DELTA.jars(), reason=table_libraries.DELTA.missing_reason()
+    ),
 ]
 
 ROWS = [

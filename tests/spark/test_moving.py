@@ -22,9 +22,9 @@ from pyspark.sql import functions as F
 
 import waltz_core.local
 import waltz_spark
-from tests.fault.cluster_commands import member_address, run_checked
-from tests.fault.load import are_all_engaged, show_cluster, wait_until
-from tests.patience import HANG_S
+from tests.fault.cluster_commands import member_address, run_successful
+from tests.fault.load import are_all_replicas_engaged, show_cluster, wait_until
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 from waltz_core.records.batches import encode_append
@@ -48,7 +48,7 @@ def log() -> Iterator[LocalCluster]:
                     client.append_batch(partition, payload, BATCH, client_high_water_mark=-1)
                     for payload in (batch(partition, first) for first in range(0, ROWS, BATCH))
                 ]
-                committed = [each.result(HANG_S).committed_count for each in futures]
+                committed = [each.result(TEST_TIMEOUT_S).committed_count for each in futures]
                 assert committed == [BATCH] * len(futures)
         yield cluster
 
@@ -84,7 +84,7 @@ def gated(place: Path) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.Recor
             assert context is not None
             if context.partitionId() == 0:
                 (place / "begun").touch()
-                for _ in range(50 * HANG_S):
+                for _ in range(50 * TEST_TIMEOUT_S):
                     if (place / "go").exists():
                         break
                     threading.Event().wait(0.02)
@@ -118,7 +118,9 @@ def read_while(
             event()
         finally:
             (place / "go").touch()
-        return sorted((row.partition, row.transaction_id, row.crc) for row in found.result(HANG_S))
+        return sorted(
+            (row.partition, row.transaction_id, row.crc) for row in found.result(TEST_TIMEOUT_S)
+        )
 
 
 def await_task(place: Path, job: Future[Any]) -> None:
@@ -130,8 +132,8 @@ def prefer(log: LocalCluster, name: str, other: str) -> None:
     """Make one server own all partitions."""
     wait_until("both servers are registered", lambda: has_servers(log, name, other))
     # Of two that want the same partitions the older one would have them.
-    run_checked(log, "unprefer", "all", member_address(log, other))
-    assert run_checked(log, "prefer", "all", member_address(log, name))["owns"] == [0, 1]
+    run_successful(log, "unprefer", "all", member_address(log, other))
+    assert run_successful(log, "prefer", "all", member_address(log, name))["owns"] == [0, 1]
 
 
 def has_servers(log: LocalCluster, *names: str) -> bool:
@@ -172,7 +174,7 @@ class Writer:
         while not self._is_stopping.wait(0.01):
             for partition in range(PARTITIONS):
                 data = b"row %d" % len(self.written)
-                at = self._client.append(data, partition=partition).result(HANG_S)
+                at = self._client.append(data, partition=partition).result(TEST_TIMEOUT_S)
                 self.written.append((partition, at, data))
 
 
@@ -246,12 +248,12 @@ def test_tasks_leave_a_frozen_server(
                 freeze()
             finally:
                 (places["written"] / "go").touch()
-            assert done.result(HANG_S).counts["committed"] == 40_000
+            assert done.result(TEST_TIMEOUT_S).counts["committed"] == 40_000
     finally:
         log.kill(frozen.name, signal.SIGCONT)
     # Its session with ZooKeeper ended while it was frozen; it registers again.
     wait_until("both servers are registered", lambda: has_servers(log, "server-1", "server-2"))
-    run_checked(log, "unprefer", "all", member_address(log, frozen.name))
+    run_successful(log, "unprefer", "all", member_address(log, frozen.name))
     rows = (
         spark.read.format("waltz")
         .options(columns="data", startingHighWaterMarks=json.dumps(before))
@@ -269,13 +271,15 @@ def is_settled(log: LocalCluster) -> bool:
     """Return whether both servers own a partition and all replicas take part."""
     partitions = show_cluster(log)["partitions"]
     assert isinstance(partitions, dict)
-    return len({each["server"] for each in partitions.values()}) == 2 and are_all_engaged(log)
+    return len({each["server"] for each in partitions.values()}) == 2 and are_all_replicas_engaged(
+        log
+    )
 
 
 def read_bytes(log: LocalCluster, name: str) -> float:
     """Return how much a storage has read for others."""
     url = f"http://127.0.0.1:{log.member(name).http_port}/metrics"
-    with urllib.request.urlopen(url, timeout=HANG_S) as page:
+    with urllib.request.urlopen(url, timeout=TEST_TIMEOUT_S) as page:
         lines = page.read().decode().splitlines()
     return sum(float(each.split()[-1]) for each in lines if each.startswith(READ_BYTES))
 

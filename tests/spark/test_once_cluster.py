@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 import waltz_core.local
-from tests.patience import HANG_S
-from tests.spark.once_rows import TASKS, WRITES
+from tests.spark.exactly_once_rows import TASKS, WRITES
+from tests.time_limits import TEST_TIMEOUT_S
 
 pytestmark = pytest.mark.spark
 
 ROOT = Path(__file__).parents[2]
-SECONDS_MAX = 2 * HANG_S
+SECONDS_MAX = 2 * TEST_TIMEOUT_S
 
 
 def test_rows_are_written_once_with_the_option_and_repeated_without_it(tmp_path: Path) -> None:
     """A third write is encrypted, with keys of a function."""
     with waltz_core.local.running_cluster(storage_count=1) as cluster:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.spark.once_job", cluster.connect, str(tmp_path)],
+            [sys.executable, "-m", "tests.spark.exactly_once_job", cluster.connect, str(tmp_path)],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,

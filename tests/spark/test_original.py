@@ -8,7 +8,7 @@ from pyspark.sql import SparkSession
 
 from tests.original_server_for_clients import OriginalCluster
 from tests.original_zookeeper import Nodes
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import lock
 from waltz_spark.shared_clients import close_client
 
@@ -80,5 +80,5 @@ def test_a_stream_copies_one_partition_into_another(
     )
     writer = table.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "at"))
     query = writer.options(path=there, exactlyOnce="false").trigger(availableNow=True).start()
-    assert query.awaitTermination(HANG_S)
+    assert query.awaitTermination(TEST_TIMEOUT_S)
     assert [data for _, _, data in original.logs[1].records] == [b"copied"] * COUNT

@@ -10,8 +10,8 @@ from chispa import assert_df_equality
 from pyspark.sql import SparkSession
 
 import waltz_spark
-from tests.protobuf_files import order_file, text_of
-from tests.schema_registry import RegistryInProcess, schema_registry
+from tests.protobuf_files import encode_descriptor, order_file
+from tests.schema_registry import InProcessRegistry, run_schema_registry
 from tests.spark.test_batch import ACCOUNTS, accounts, marks_of, since
 from waltz_core.client import Avro, Protobuf, WaltzClient
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
@@ -23,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def registry() -> Iterator[RegistryInProcess]:
-    with schema_registry() as found:
+def registry() -> Iterator[InProcessRegistry]:
+    with run_schema_registry() as found:
         found.user = USER
         yield found
 
 
 @pytest.fixture
-def options(registry: RegistryInProcess, tmp_path: Path) -> dict[str, str]:
+def options(registry: InProcessRegistry, tmp_path: Path) -> dict[str, str]:
     file = tmp_path / "auth"
     file.write_text(USER)
     return {
@@ -42,7 +42,7 @@ def options(registry: RegistryInProcess, tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.core
 def test_a_table_is_written_and_read_back_in_avro(
-    spark: SparkSession, connect: str, registry: RegistryInProcess, options: dict[str, str]
+    spark: SparkSession, connect: str, registry: InProcessRegistry, options: dict[str, str]
 ) -> None:
     before = marks_of(spark, connect)
     table = accounts(spark, 1000)
@@ -80,7 +80,7 @@ def test_a_table_follows_payloads_in_avro(
 def test_a_stream_reads_what_a_client_has_written_and_writes_it_again(
     spark: SparkSession,
     connect: str,
-    registry: RegistryInProcess,
+    registry: InProcessRegistry,
     options: dict[str, str],
     tmp_path: Path,
 ) -> None:
@@ -115,9 +115,9 @@ def test_a_stream_reads_what_a_client_has_written_and_writes_it_again(
 
 
 def test_protobuf_is_written_and_read_with_a_registered_schema(
-    spark: SparkSession, connect: str, registry: RegistryInProcess, options: dict[str, str]
+    spark: SparkSession, connect: str, registry: InProcessRegistry, options: dict[str, str]
 ) -> None:
-    registry.put("orders-value", text_of(order_file()), "PROTOBUF")
+    registry.put("orders-value", encode_descriptor(order_file()), "PROTOBUF")
     options["dataFormat"] = "protobuf"
     before = marks_of(spark, connect)
     orders = spark.range(100).selectExpr(
@@ -139,7 +139,7 @@ def test_protobuf_is_written_and_read_with_a_registered_schema(
 
 
 def test_the_snippet_of_the_page_works(
-    spark: SparkSession, connect: str, registry: RegistryInProcess, options: dict[str, str]
+    spark: SparkSession, connect: str, registry: InProcessRegistry, options: dict[str, str]
 ) -> None:
     page = (ROOT / "docs/payload-schemas.md").read_text(encoding="utf-8")
     (snippet,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -152,7 +152,7 @@ def test_the_snippet_of_the_page_works(
 
 
 def test_errors_of_the_registry_reach_the_user(
-    spark: SparkSession, connect: str, registry: RegistryInProcess, options: dict[str, str]
+    spark: SparkSession, connect: str, registry: InProcessRegistry, options: dict[str, str]
 ) -> None:
     subject = {"schemaSubject": "errors-value"}
     write = spark.range(3).write.format("waltz").mode("append").options(**subject)

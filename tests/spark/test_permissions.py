@@ -14,7 +14,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 import waltz_spark
-from tests.certificates import make
+from tests.certificates import create_certificates
 from tests.commands import run_command
 from tests.integration.tls_cluster import daemons_with_access
 from waltz_core.client import WaltzClient, lock, partition_of
@@ -61,7 +61,7 @@ class Places(NamedTuple):
 def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
     """Run a cluster with access control."""
     directory = tmp_path_factory.mktemp("tenant")
-    certificates = make(directory)
+    certificates = create_certificates(directory)
     tls, members, administrators, token = (
         directory / name for name in ("tls.toml", "members.auth", "administrators.auth", "token")
     )

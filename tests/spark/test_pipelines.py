@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pyspark
 import pytest
 
-from tests.patience import HANG_S, PATIENT
-from tests.spark.connect_server import server
+from tests.spark.connect_server import run_connect_server
 from tests.spark.versions import needs_pyspark
+from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.local import running_cluster
 
@@ -38,7 +38,7 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WaltzCli
     options = {"storage_count": 1, "server_count": 1, "partition_count": 2}
     with running_cluster(tmp_path / "cluster", **options) as cluster:
         monkeypatch.setenv("WALTZ_CONNECT", cluster.connect)
-        with WaltzClient(cluster.connect, PATIENT) as found:
+        with WaltzClient(cluster.connect, PATIENT_CLIENT) as found:
             yield found
 
 
@@ -48,7 +48,7 @@ def remote(client: WaltzClient, tmp_path: Path) -> Iterator[str]:
 
     Without `--remote` each run has a server of its own, on a fixed port.
     """
-    with server(tmp_path / "server.log") as address:
+    with run_connect_server(tmp_path / "server.log") as address:
         yield address
 
 
@@ -61,7 +61,9 @@ def pay(client: WaltzClient, *payments: tuple[str, int]) -> None:
 def run(project: Path, remote: str) -> None:
     program = Path(pyspark.__file__).parent / "bin" / "spark-pipelines"
     line = [program, "run", "--remote", remote]
-    done = subprocess.run(line, cwd=project, capture_output=True, check=False, timeout=HANG_S)
+    done = subprocess.run(
+        line, cwd=project, capture_output=True, check=False, timeout=TEST_TIMEOUT_S
+    )
     assert done.returncode == 0, (done.stdout + done.stderr).decode()
 
 

@@ -24,7 +24,7 @@ from waltz_spark.writer.task import WriteJob
 pytestmark = pytest.mark.spark
 
 ValuesOf = Callable[[int], list[tuple[int, int]]]
-FUNCTIONS = Path(__file__).parent / "recomputing.py"
+FUNCTIONS = Path(__file__).parent / "recompute_functions.py"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -76,7 +76,7 @@ def test_a_rejected_row_is_computed_again(
         high_water_marks=marks,
         dataFormat="json",
         onLockFailure="retry",
-        recompute="recomputing:add_to_newest",
+        recompute="recompute_functions:add_to_newest",
     )
     assert result.counts["committed"] == result.counts["recomputed"] == 1
     (row,) = result.committed.collect()
@@ -96,7 +96,7 @@ def test_jobs_add_to_one_counter(spark: SparkSession, connect: str, values_of: V
             high_water_marks=marks,
             dataFormat="json",
             onLockFailure="retry",
-            recompute="recomputing:add_to_newest",
+            recompute="recompute_functions:add_to_newest",
             maxRetries=100,
         )
         assert result.counts["committed"] == 1
@@ -126,7 +126,7 @@ def test_rows_that_the_function_omits_stay_rejected(
         high_water_marks=marks,
         dataFormat="json",
         onLockFailure="retry",
-        recompute="recomputing:drop_all",
+        recompute="recompute_functions:drop_all",
     )
     assert (result.counts["committed"], result.counts["rejected"]) == (0, 3)
     assert result.rejected.count() == 3
@@ -143,7 +143,7 @@ def test_a_row_is_rejected_when_its_retries_are_used_up(
         connect,
         dataFormat="json",
         onLockFailure="retry",
-        recompute="recomputing:add_to_newest",
+        recompute="recompute_functions:add_to_newest",
         maxRetries=3,
         retryBackoff=0,
     )
@@ -157,7 +157,10 @@ def test_invalid_options_are_reported_before_any_task(
     spark: SparkSession, connect: str, values_of: ValuesOf
 ) -> None:
     for options, text in (
-        ({"recompute": "recomputing:none_such"}, "'recomputing:none_such' cannot be imported \\("),
+        (
+            {"recompute": "recompute_functions:none_such"},
+            "'recompute_functions:none_such' cannot be imported \\(",
+        ),
         ({"recompute": "no_such_module:f"}, "'no_such_module:f' cannot be imported \\("),
         ({"recompute": "just_a_name"}, "expected 'module:function'"),
         ({"recompute": "a:b", "onLockFailure": "reject"}, "needs onLockFailure=retry"),
@@ -188,7 +191,7 @@ def test_each_row_gets_the_transactions_since_its_own_mark(
         connect,
         dataFormat="json",
         onLockFailure="retry",
-        recompute="recomputing:count_since",
+        recompute="recompute_functions:count_since",
         maxRetries=1,
     )
     found = {row.row: (row.status, row.value) for row in result.results.collect()}
@@ -200,9 +203,9 @@ def test_each_row_gets_the_transactions_since_its_own_mark(
 @pytest.mark.parametrize(
     ("function", "kind", "text"),
     [
-        ("no_table", BadRequest, r"to return a pyarrow\.Table, found list"),
-        ("other_rows", BadRequest, "to leave identity column 'row' unchanged"),
-        ("fails", Exception, "the shop's own"),
+        ("return_list", BadRequest, r"to return a pyarrow\.Table, found list"),
+        ("change_identity", BadRequest, "to leave identity column 'row' unchanged"),
+        ("raise_error", Exception, "the shop's own"),
     ],
 )
 def test_an_invalid_result_of_recompute_fails_the_job(
@@ -214,7 +217,7 @@ def test_an_invalid_result_of_recompute_fails_the_job(
             connect,
             dataFormat="json",
             onLockFailure="retry",
-            recompute=f"recomputing:{function}",
+            recompute=f"recompute_functions:{function}",
             identityColumns="row",
         )
 
@@ -248,7 +251,7 @@ def job_of(connect: str, name: str, **options: str) -> WriteJob:
         "connect": connect,
         "dataFormat": "json",
         "onLockFailure": "retry",
-        "recompute": "recomputing:add_to_newest",
+        "recompute": "recompute_functions:add_to_newest",
         "maxRetries": "50",
         "retryBackoff": "0",
         "clientHighWaterMarks": "{}",

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 import waltz_core.local
 from tests.commands import run_command
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import Callbacks, Transaction, WaltzClient
 from waltz_core.config import ClientConfig
 from waltz_core.local import LocalCluster
@@ -68,7 +68,7 @@ def append(connect: str, tag: str, count: int) -> set[str]:
             client.append(text.encode(), partition=n % PARTITIONS) for n, text in enumerate(texts)
         ]
         for future in futures:
-            future.result(HANG_S)
+            future.result(TEST_TIMEOUT_S)
     return set(texts)
 
 
@@ -93,7 +93,7 @@ def stream(spark: SparkSession, connect: str, checkpoint: Path, **options: str) 
         .trigger(availableNow=True)
         .start()
     )
-    assert query.awaitTermination(HANG_S)
+    assert query.awaitTermination(TEST_TIMEOUT_S)
     return seen
 
 

@@ -23,9 +23,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import LongType, StructType
 
 import waltz_core.local
-from tests.forged_log import DATA, forge
-from tests.patience import HANG_S
+from tests.forged_log import DATA, write_forged_log
 from tests.spark.versions import needs_pyspark
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.client.links.connections import ServerLink
 from waltz_core.local import LocalCluster
@@ -70,7 +70,7 @@ def billion(place: Path) -> Iterator[LocalCluster]:
     )
     try:
         cluster.prepare()
-        forge(cluster, LAST)
+        write_forged_log(cluster, LAST)
         cluster.up(timeout_s=400)
         yield cluster
     finally:
@@ -148,7 +148,7 @@ def test_spark_plans_a_billion_and_reads_what_was_requested(
 
 def test_a_forged_log_continues(billion: LocalCluster) -> None:
     with WaltzClient(billion.connect) as client:
-        assert client.append(b"and one more", partition=3).result(HANG_S) == LAST + 1
+        assert client.append(b"and one more", partition=3).result(TEST_TIMEOUT_S) == LAST + 1
 
 
 # ---- workers: their connections and their memory

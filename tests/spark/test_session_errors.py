@@ -12,8 +12,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 import waltz_spark
-from tests.patience import HANG_S
-from tests.spark.versions import shown_first
+from tests.spark.versions import first_shown_text
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_spark import session_errors
 from waltz_spark.functions import lock
@@ -109,11 +109,11 @@ def test_an_error_of_a_stream_is_raised_as_a_waltz_error(
     writer = stream.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "c"))
     query = writer.trigger(availableNow=True).start(connect)
     with pytest.raises(errors.BadRequest, match=r"^the input has no column 'data'") as caught:
-        query.awaitTermination(HANG_S)
+        query.awaitTermination(TEST_TIMEOUT_S)
     assert isinstance(caught.value, StreamingQueryException)
     assert is_one_sentence(caught.value)
     query_error = query.exception()
-    assert str(caught.value) in shown_first(query_error)
+    assert str(caught.value) in first_shown_text(query_error)
     assert type(waltz_spark.error_of(query_error)) is errors.BadRequest
 
 
@@ -133,7 +133,9 @@ def test_an_error_of_the_users_function_is_kept(
 
     query = stream.writeStream.foreachBatch(settle).trigger(availableNow=True)
     with pytest.raises(StreamingQueryException, match="the ledger is closed") as caught:
-        query.option("checkpointLocation", str(tmp_path / "c")).start().awaitTermination(HANG_S)
+        query.option("checkpointLocation", str(tmp_path / "c")).start().awaitTermination(
+            TEST_TIMEOUT_S
+        )
     assert len(seen) == 1
     assert not isinstance(caught.value, errors.WaltzError)
 

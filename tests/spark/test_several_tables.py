@@ -6,18 +6,18 @@ import pytest
 from pyspark.sql import SparkSession
 
 import waltz_spark
-from tests import table_jars
-from tests.changing import changes_of as pair_changes
+from tests import table_libraries
+from tests.changes_functions import pair_changes
 from tests.commands import run_command
-from tests.patience import PATIENT
-from tests.spark.tables_job import BATCH, follow
+from tests.spark.tables_job import BATCH_TRANSACTIONS, follow_table
+from tests.time_limits import PATIENT_CLIENT
 from tests.written_log import (
     DELETE_HEADER,
-    Written,
+    WrittenLog,
     check_versions,
-    content,
-    ends,
+    end_marks,
     marks_by_version,
+    read_table,
 )
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadRequest
@@ -25,7 +25,7 @@ from waltz_spark.tables.merged_table import MergedDeltaTable
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
 with_delta = pytest.mark.skipif(
-    not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()
+    not table_libraries.DELTA.jars(), reason=table_libraries.DELTA.missing_reason()
 )
 
 ROOT = Path(__file__).parents[2]
@@ -34,28 +34,28 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.versions
 @with_delta
 def test_a_changes_function_in_both_followers_and_in_upsert(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
-    spark.sparkContext.addPyFile(str(ROOT / "tests/changing.py"))
+    spark.sparkContext.addPyFile(str(ROOT / "tests/changes_functions.py"))
     table = str(tmp_path / "table")
     call = {"table": table, "key": "id", "changes": "changing:pairs"}
     columns = "id long, op string, value long"
-    half = {each: end // 2 for each, end in ends(written).items()}
+    half = {each: end // 2 for each, end in end_marks(written).items()}
     waltz_spark.follow(
         spark,
         written.connect,
         **call,
         schema=columns,
         until=half,
-        batch_transactions=BATCH,
+        batch_transactions=BATCH_TRANSACTIONS,
         minPartitions=4,
     )
     log = spark.read.format("waltz").option("dataFormat", "msgpack")
     df = log.schema(f"{columns}, header int, partition int, transaction_id long")
     waltz_spark.upsert(df.load(written.connect), written.connect, **call)
     check_versions(written, table, pair_changes)
-    assert content(table) == written.replayed(ends(written), pair_changes)
-    with WaltzClient(written.connect, PATIENT) as client:
+    assert read_table(table) == written.replayed(end_marks(written), pair_changes)
+    with WaltzClient(written.connect, PATIENT_CLIENT) as client:
         written.append(client, 21)
     words = ["follow", table, "--connect", written.connect, "--key", "id", "--until", "now"]
     words += [word for each in ("id", "value") for word in ("--column", f"{each}:int64")]
@@ -63,7 +63,7 @@ def test_a_changes_function_in_both_followers_and_in_upsert(
     done = run_command(*words)
     assert done.returncode == 0, done.stderr
     check_versions(written, table, pair_changes)
-    assert content(table) == written.replayed(ends(written), pair_changes)
+    assert read_table(table) == written.replayed(end_marks(written), pair_changes)
     call |= {"table": str(tmp_path / "other"), "changes": "changing:failing"}
     with pytest.raises(BadRequest, match=r"changing:failing for transactions from .*KeyError"):
         waltz_spark.follow(spark, written.connect, **call, schema=columns, until="now")
@@ -76,9 +76,9 @@ def test_a_changes_function_in_both_followers_and_in_upsert(
 @with_delta
 @pytest.mark.slow
 def test_several_tables_are_read_once_and_continue_after_an_end_between_their_commits(
-    spark: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, written: WrittenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spark.sparkContext.addPyFile(str(ROOT / "tests/changing.py"))
+    spark.sparkContext.addPyFile(str(ROOT / "tests/changes_functions.py"))
     rules, pairs = str(tmp_path / "rules"), str(tmp_path / "pairs")
     columns = "id long, op string, value long"
     by_rules = waltz_spark.Table(
@@ -88,10 +88,14 @@ def test_several_tables_are_read_once_and_continue_after_an_end_between_their_co
 
     def follow_all() -> dict[str, dict[int, int]]:
         return waltz_spark.follow(
-            spark, written.connect, tables=tables, until="now", batch_transactions=BATCH
+            spark,
+            written.connect,
+            tables=tables,
+            until="now",
+            batch_transactions=BATCH_TRANSACTIONS,
         )
 
-    follow(spark, written.connect, rules, until={0: 5, 1: 5})  # a table is added to it
+    follow_table(spark, written.connect, rules, until={0: 5, 1: 5})  # a table is added to it
     apply = MergedDeltaTable.apply
     commits = []
 
@@ -108,10 +112,10 @@ def test_several_tables_are_read_once_and_continue_after_an_end_between_their_co
             follow_all()
     newest = [max(marks_by_version(each).items())[1] for each in tables]
     assert newest[0] != newest[1]
-    assert follow_all() == dict.fromkeys(tables, ends(written))
+    assert follow_all() == dict.fromkeys(tables, end_marks(written))
     for each, changes in ((rules, None), (pairs, pair_changes)):
         check_versions(written, each, changes)
-        assert content(each) == written.replayed(ends(written), changes)
+        assert read_table(each) == written.replayed(end_marks(written), changes)
     for wrong, message in (
         ({rules: by_rules._replace(schema=None)}, f"table {rules}: expected a schema, found none"),
         ({rules: by_rules._replace(schema="id int")}, f"table {rules}: .* one column 'op'"),

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import waltz_core.local
-from tests.patience import HANG_S
-from tests.spark.once_rows import WRITES
-from tests.spark.places import places
-from tests.spark.speculation_job import SLOW
+from tests.spark.exactly_once_rows import WRITES
+from tests.spark.simulated_hosts import simulated_hosts
+from tests.spark.speculation_job import SLOW_TASK
 from tests.spark.standalone import StandaloneSpark
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 
 # Where others use the machine too, starting a JVM takes many seconds.
@@ -50,7 +50,7 @@ class Both:
         kind = metric.split("_")[1]
         for member in (each for each in self.waltz.members if each.kind == kind):
             url = f"http://{self.spark.hub.address}:{member.http_port}/metrics"
-            with urllib.request.urlopen(url, timeout=HANG_S) as page:
+            with urllib.request.urlopen(url, timeout=TEST_TIMEOUT_S) as page:
                 lines = page.read().decode().splitlines()
             found += sum(float(line.split()[-1]) for line in lines if line.startswith(metric))
         return found
@@ -61,8 +61,8 @@ def both(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Both]:
     directory = tmp_path_factory.mktemp("standalone")
-    with places() as (hub, *rims), hub.enter():
-        if not hub.is_apart:
+    with simulated_hosts() as (hub, *rims), hub.enter():
+        if not hub.has_own_network:
             plugins = request.config.pluginmanager
             with plugins.get_plugin("capturemanager").global_and_fixture_disabled():
                 notice = "no network namespaces here: Spark's workers share the loopback"
@@ -111,7 +111,7 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(both: Both, tmp_path
 @pytest.mark.slow
 def test_executors_that_reach_servers_only_read_and_write(both: Both, tmp_path: Path) -> None:
     """ZooKeeper and the storages are behind a wall; the driver reaches all."""
-    if not both.spark.hub.is_apart:
+    if not both.spark.hub.has_own_network:
         pytest.skip("a wall between processes of one machine needs network namespaces")
     with WaltzClient(both.waltz.connect) as client:
         count = sum(mark + 1 for mark in client.high_water_marks(linearizable=True).values())
@@ -121,7 +121,7 @@ def test_executors_that_reach_servers_only_read_and_write(both: Both, tmp_path: 
         for rim in both.spark.rims:
             stack.enter_context(rim.block_ports(ports))
         job = both.spark.submit(
-            "walled_job.py",
+            "servers_only_job.py",
             both.waltz.connect,
             str(tmp_path),
             ports=ports,
@@ -144,7 +144,7 @@ def test_two_attempts_of_a_task_write_at_one_time(both: Both, tmp_path: Path) ->
         "speculation_job.py", both.waltz.connect, str(tmp_path), imports_tests=True
     )
     assert job.exit_code == 0, job.errors[-6_000:]
-    attempts = [each for each in job.attempts() if each["Index"] == SLOW]
+    attempts = [each for each in job.attempts() if each["Index"] == SLOW_TASK]
     assert len(attempts) == 2 * len(WRITES)
     for first, second in zip(attempts[::2], attempts[1::2], strict=True):
         assert (second["Attempt"], second["Speculative"]) == (1, True)

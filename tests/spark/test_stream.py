@@ -12,7 +12,7 @@ from pyspark.sql.streaming import StreamingQuery
 
 import waltz_spark
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, DataLoss
 from waltz_spark import LagListener, lag_of
@@ -38,7 +38,7 @@ def append(connect: str, count: int, *, partition: int | None = None, tag: str =
             for n in range(count)
         ]
         for future in futures:
-            future.result(HANG_S)
+            future.result(TEST_TIMEOUT_S)
 
 
 def marks_of(connect: str) -> dict[int, int]:
@@ -66,7 +66,7 @@ def into_files(table: DataFrame, place: Path) -> StreamingQuery:
 
 
 def finished(query: StreamingQuery) -> StreamingQuery:
-    assert query.awaitTermination(HANG_S)
+    assert query.awaitTermination(TEST_TIMEOUT_S)
     return query
 
 

@@ -10,7 +10,7 @@ from pyspark.sql import functions as F
 
 import waltz_spark
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_spark.functions import lock
 from waltz_spark.monitoring import query_metrics
@@ -25,13 +25,13 @@ def value(name: str, **labels: str) -> float | None:
 def append(connect: str, partition: int, count: int) -> None:
     with WaltzClient(connect) as client:
         for _ in range(count):
-            client.append(b"data", partition=partition).result(HANG_S)
+            client.append(b"data", partition=partition).result(TEST_TIMEOUT_S)
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Wait for the log, however busy the machine is."""
-    monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", HANG_S)
+    monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", TEST_TIMEOUT_S)
 
 
 def nothing(_batch: DataFrame, _number: int) -> None:
@@ -60,7 +60,7 @@ def test_the_lag_of_a_query_grows_between_its_micro_batches(
         assert value("lag_transactions", partition="1", **labels) == 2
         age_s = value("lag_seconds", partition="1", **labels)
         assert age_s is not None
-        assert 0 <= age_s < HANG_S
+        assert 0 <= age_s < TEST_TIMEOUT_S
         assert value("lag_seconds", partition="0", **labels) == 0
     finally:
         query.stop()

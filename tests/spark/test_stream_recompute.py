@@ -13,7 +13,7 @@ from pyspark.sql.streaming import StreamingQuery  # noqa: TC002
 
 import waltz_core.local
 import waltz_spark
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import DataLoss
 from waltz_core.local import LocalCluster
@@ -54,7 +54,7 @@ def append(connect: str, tag: str, count: int) -> set[str]:
             client.append(text.encode(), partition=n % PARTITIONS) for n, text in enumerate(texts)
         ]
         for future in futures:
-            future.result(HANG_S)
+            future.result(TEST_TIMEOUT_S)
     return set(texts)
 
 
@@ -154,7 +154,7 @@ def test_a_micro_batch_planned_from_another_log_fails(
     plan_past_the_end(tmp_path)
     reader = Reader(spark, cluster.connect, tmp_path)
     with pytest.raises(StreamingQueryException, match="the micro-batch ends at") as failed:
-        reader.query.awaitTermination(HANG_S)
+        reader.query.awaitTermination(TEST_TIMEOUT_S)
     assert isinstance(waltz_spark.error_of(failed.value), DataLoss)
     reader = Reader(spark, cluster.connect, tmp_path, failOnDataLoss="false")
     try:

@@ -13,7 +13,7 @@ from pyspark.sql.streaming import StreamingQuery
 from pyspark.sql.types import StructType
 
 import waltz_spark
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.datasource.source import WaltzDataSource
@@ -62,7 +62,7 @@ class Place:
 
     def run(self, name: str = "waltz", **options: str) -> None:
         """Start a query, and wait for its end."""
-        assert self.start(name, **options).awaitTermination(HANG_S)
+        assert self.start(name, **options).awaitTermination(TEST_TIMEOUT_S)
 
     def in_log(self) -> Counter[int]:
         """Return what has come in since, and how often."""
@@ -171,7 +171,7 @@ def test_foreach_batch_with_a_name_and_a_number_is_written_once(place: Place) ->
     def run() -> None:
         query = place.table().writeStream.foreachBatch(write)
         query = query.option("checkpointLocation", str(place.path / "checkpoint"))
-        assert query.trigger(availableNow=True).start().awaitTermination(HANG_S)
+        assert query.trigger(availableNow=True).start().awaitTermination(TEST_TIMEOUT_S)
 
     place.put(0)
     place.put(1)

@@ -7,16 +7,16 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import LongType, StructField, StructType
 
 import waltz_spark
-from tests import table_jars
-from tests.spark.tables_job import follow
+from tests import table_libraries
+from tests.spark.tables_job import follow_table
 from tests.spark.test_tables import transactions, upsert
 from tests.written_log import (
     DELETE_HEADER,
-    Written,
+    WrittenLog,
     check_versions,
-    content,
-    ends,
+    end_marks,
     marks_by_version,
+    read_table,
 )
 from waltz_core.errors import BadConfig, BadFormat, Superseded
 from waltz_core.tables.follower import OtherCommit
@@ -27,7 +27,9 @@ from waltz_spark.tables.merged_table import MergedDeltaTable
 pytestmark = [
     pytest.mark.spark,
     pytest.mark.core,
-    pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()),
+    pytest.mark.skipif(
+        not table_libraries.DELTA.jars(), reason=table_libraries.DELTA.missing_reason()
+    ),
 ]
 
 
@@ -148,7 +150,7 @@ def test_delta_compacts_no_files_after_a_commit(spark: SparkSession, tmp_path: P
 @pytest.mark.versions
 def test_two_followers_at_once(
     spark: SparkSession,
-    written: Written,
+    written: WrittenLog,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -163,22 +165,22 @@ def test_two_followers_at_once(
         until = None if depth else next(ends_of_second, None)
         if until is not None:
             depth.append(until)
-            follow(spark, written.connect, table, until=until, batch_transactions=30)
+            follow_table(spark, written.connect, table, until=until, batch_transactions=30)
             depth.clear()
         return apply(self, *args)
 
     monkeypatch.setattr(MergedDeltaTable, "apply", applied_second)
     with caplog.at_level("INFO", logger="waltz_core.tables.follower"):
-        assert follow(spark, written.connect, table) == ends(written)
+        assert follow_table(spark, written.connect, table) == end_marks(written)
     assert caplog.text.count("follow.commit_conflict") == 3
     check_versions(written, table)
-    assert content(table) == written.replayed(ends(written))
+    assert read_table(table) == written.replayed(end_marks(written))
 
 
-def test_a_table_has_one_follower(spark: SparkSession, written: Written, tmp_path: Path) -> None:
+def test_a_table_has_one_follower(spark: SparkSession, written: WrittenLog, tmp_path: Path) -> None:
     table = tmp_path / "table"
-    half = {each: end // 2 for each, end in ends(written).items()}
-    follow(spark, written.connect, str(table), until=half)
+    half = {each: end // 2 for each, end in end_marks(written).items()}
+    follow_table(spark, written.connect, str(table), until=half)
     df = transactions(spark.read, written.connect)
 
     def upsert_as_other() -> None:
@@ -193,18 +195,18 @@ def test_a_table_has_one_follower(spark: SparkSession, written: Written, tmp_pat
         )
 
     for call in (
-        lambda: follow(spark, written.connect, str(table), follower="other"),
+        lambda: follow_table(spark, written.connect, str(table), follower="other"),
         upsert_as_other,
     ):
         with pytest.raises(BadConfig, match="no marks of follower 'other'"):
             call()
-    follow(spark, written.connect, str(table), follower="other", start=half)
+    follow_table(spark, written.connect, str(table), follower="other", start=half)
     versions = marks_by_version(table)
     for call in (
-        lambda: follow(spark, written.connect, str(table)),
+        lambda: follow_table(spark, written.connect, str(table)),
         lambda: upsert(transactions(spark.read, written.connect), written.connect, str(table)),
     ):
         with pytest.raises(BadFormat, match=r"by follower 'other' after .* has one follower"):
             call()
     assert marks_by_version(table) == versions
-    assert content(table) == written.replayed(ends(written))
+    assert read_table(table) == written.replayed(end_marks(written))

@@ -14,13 +14,13 @@ from pyspark.sql import DataFrame, DataFrameWriterV2, SparkSession
 from pyspark.sql.types import LongType, StructField, StructType
 
 import waltz_spark
-from tests import table_jars
+from tests import table_libraries
 from tests.commands import run_command
-from tests.patience import PATIENT
-from tests.spark.tables_job import CATALOG, catalog_settings, ending_at, follow
+from tests.spark.tables_job import CATALOG_NAME, catalog_settings, follow_table, method_ending_at
 from tests.spark.test_tables import started, transactions, upsert, with_delta
 from tests.spark.test_tables_killed import run_job
-from tests.written_log import DELETE_HEADER, PARTITIONS, Rows, Written, ends
+from tests.time_limits import PATIENT_CLIENT
+from tests.written_log import DELETE_HEADER, PARTITION_COUNT, TableRows, WrittenLog, end_marks
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.row_changes import ChangeRules
@@ -31,7 +31,7 @@ from waltz_spark.tables.parquet_files import SparkParquetTable
 
 pytestmark = pytest.mark.spark
 with_iceberg = pytest.mark.skipif(
-    not table_jars.ICEBERG.jars(), reason=table_jars.ICEBERG.reason_without()
+    not table_libraries.ICEBERG.jars(), reason=table_libraries.ICEBERG.missing_reason()
 )
 
 NAME = TableMarks("follow", "0" * 32, {0: -1})
@@ -56,12 +56,12 @@ def lake(spark: SparkSession, warehouse: Path) -> Iterator[SparkSession]:
     return session
 
 
-def append(written: Written, seed: int) -> None:
-    with WaltzClient(written.connect, PATIENT) as client:
+def append(written: WrittenLog, seed: int) -> None:
+    with WaltzClient(written.connect, PATIENT_CLIENT) as client:
         written.append(client, seed)
 
 
-def content(session: SparkSession, table: str, snapshot: int | None = None) -> Rows:
+def content(session: SparkSession, table: str, snapshot: int | None = None) -> TableRows:
     version = "" if snapshot is None else f"VERSION AS OF {snapshot}"
     session.sql(f"REFRESH TABLE {table}")
     rows = session.sql(f"SELECT * FROM {table} {version}").collect()
@@ -81,9 +81,9 @@ def marks_by_snapshot(session: SparkSession, table: str) -> dict[int, dict[int, 
     return {snapshot: dict(decode(metadata).marks) for snapshot, metadata in rows}
 
 
-def check_snapshots(session: SparkSession, written: Written, table: str) -> None:
+def check_snapshots(session: SparkSession, written: WrittenLog, table: str) -> None:
     """Each snapshot has the rows of its marks, and marks never decrease."""
-    before = dict.fromkeys(range(PARTITIONS), -1)
+    before = dict.fromkeys(range(PARTITION_COUNT), -1)
     for snapshot, marks in marks_by_snapshot(session, table).items():
         assert content(session, table, snapshot) == written.replayed(marks)
         assert all(mark >= before.get(each, -1) for each, mark in marks.items())
@@ -93,61 +93,63 @@ def check_snapshots(session: SparkSession, written: Written, table: str) -> None
 @pytest.mark.core
 @with_iceberg
 def test_an_iceberg_table_equals_a_replay_and_a_repeated_call_writes_no_snapshot(
-    lake: SparkSession, written: Written
+    lake: SparkSession, written: WrittenLog
 ) -> None:
-    table = f"{CATALOG}.shop.replayed"
+    table = f"{CATALOG_NAME}.shop.replayed"
     more = {"format": "iceberg", "batch_transactions": 70}
-    assert follow(lake, written.connect, table, **more) == ends(written)
+    assert follow_table(lake, written.connect, table, **more) == end_marks(written)
     check_snapshots(lake, written, table)
     found = marks_by_snapshot(lake, table)
     assert len(found) > 2
-    assert content(lake, table) == written.replayed(ends(written))
-    assert follow(lake, written.connect, table) == ends(written)
+    assert content(lake, table) == written.replayed(end_marks(written))
+    assert follow_table(lake, written.connect, table) == end_marks(written)
     rows = transactions(lake.read, written.connect)
-    assert upsert(rows, written.connect, table) == ends(written)
+    assert upsert(rows, written.connect, table) == end_marks(written)
     assert marks_by_snapshot(lake, table) == found
     append(written, 2)
     upsert(transactions(lake.read, written.connect), written.connect, table)
     check_snapshots(lake, written, table)
     newest = list(marks_by_snapshot(lake, table).values())[-1]
-    assert content(lake, table) == written.replayed(newest) == written.replayed(ends(written))
+    assert content(lake, table) == written.replayed(newest) == written.replayed(end_marks(written))
 
 
 @pytest.mark.core
 @with_iceberg
 @pytest.mark.slow
 def test_another_session_continues_a_follower_that_ended_before_the_publication(
-    lake: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    lake: SparkSession, written: WrittenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = f"{CATALOG}.shop.ended"
+    table = f"{CATALOG_NAME}.shop.ended"
 
     def end() -> None:
         raise Killed
 
     for step in ("after _merge", "after apply"):
         with monkeypatch.context() as patch:
-            patch.setattr(MergedIcebergTable, *ending_at(step, end, tmp_path, MergedIcebergTable))
+            patch.setattr(
+                MergedIcebergTable, *method_ending_at(step, end, tmp_path, MergedIcebergTable)
+            )
             with pytest.raises(Killed):
-                follow(lake, written.connect, table, format="iceberg", batch_transactions=90)
+                follow_table(lake, written.connect, table, format="iceberg", batch_transactions=90)
         check_snapshots(lake, written, table)
-    follow(lake, written.connect, table)
+    follow_table(lake, written.connect, table)
     check_snapshots(lake, written, table)
-    assert content(lake, table) == written.replayed(ends(written))
+    assert content(lake, table) == written.replayed(end_marks(written))
 
 
 @pytest.mark.core
 @pytest.mark.versions
 @with_iceberg
 def test_a_driver_that_is_killed_between_the_merge_and_its_publication_continues(
-    lake: SparkSession, written: Written, warehouse: Path
+    lake: SparkSession, written: WrittenLog, warehouse: Path
 ) -> None:
-    table = f"{CATALOG}.shop.killed"
+    table = f"{CATALOG_NAME}.shop.killed"
     assert run_job(written, table, "after _merge", WAREHOUSE=str(warehouse)) == -9
     check_snapshots(lake, written, table)
     assert content(lake, table) == {}
-    follow(lake, written.connect, table)
+    follow_table(lake, written.connect, table)
     check_snapshots(lake, written, table)
-    assert content(lake, table) == written.replayed(ends(written))
+    assert content(lake, table) == written.replayed(end_marks(written))
     names = [row["name"] for row in lake.sql(f"SELECT name FROM {table}.refs").collect()]
     assert len(names) == 2, "the branch of the killed process is removed"
 
@@ -156,9 +158,9 @@ def test_a_driver_that_is_killed_between_the_merge_and_its_publication_continues
 @with_iceberg
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_driver_that_ends_at_any_statement_continues(
-    lake: SparkSession, written: Written, monkeypatch: pytest.MonkeyPatch, when: str
+    lake: SparkSession, written: WrittenLog, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    table = f"{CATALOG}.shop.ended_{when}"
+    table = f"{CATALOG_NAME}.shop.ended_{when}"
     statements = count()
     sql = SparkSession.sql
 
@@ -184,13 +186,13 @@ def test_a_driver_that_ends_at_any_statement_continues(
         with monkeypatch.context() as patch:
             patch.setattr(SparkSession, "sql", arm(fatal))
             with suppress(Killed):
-                follow(lake, written.connect, table, format="iceberg", batch_transactions=70)
+                follow_table(lake, written.connect, table, format="iceberg", batch_transactions=70)
                 break
         if lake.catalog.tableExists(table):
             check_snapshots(lake, written, table)
     assert fatal > 5
     check_snapshots(lake, written, table)
-    assert content(lake, table) == written.replayed(ends(written))
+    assert content(lake, table) == written.replayed(end_marks(written))
 
 
 def opened(lake: SparkSession, warehouse: Path, table: str) -> MergedIcebergTable:
@@ -218,7 +220,7 @@ def ids(lake: SparkSession, table: str) -> list[int]:
 def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
     lake: SparkSession, warehouse: Path
 ) -> None:
-    table = f"{CATALOG}.shop.two"
+    table = f"{CATALOG_NAME}.shop.two"
     first, second = opened(lake, warehouse, table), opened(lake, warehouse, table)
     assert first.marks(NAME) is None
     for each in (first, second):
@@ -252,7 +254,7 @@ def test_a_follower_that_pauses_after_the_first_snapshot_is_rejected(
     lake: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """Also in a table of the user. The second follower commits during the pause."""
-    table = f"{CATALOG}.shop.paused_{step}"
+    table = f"{CATALOG_NAME}.shop.paused_{step}"
     if step == "append":
         columns = "id BIGINT, _log_partition INT, _transaction_id BIGINT"
         lake.sql(f"CREATE TABLE {table} ({columns}) USING iceberg")
@@ -281,7 +283,7 @@ def test_a_follower_that_pauses_after_the_first_snapshot_is_rejected(
 def test_a_second_follower_keeps_branches_that_may_become_main(
     lake: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = f"{CATALOG}.shop.kept"
+    table = f"{CATALOG_NAME}.shop.kept"
     first, second = opened(lake, warehouse, table), opened(lake, warehouse, table)
     first.marks(NAME)
     first.create(NAME)
@@ -335,7 +337,7 @@ def test_a_second_follower_keeps_branches_that_may_become_main(
 def test_an_iceberg_table_is_created_after_a_temporary_error(
     lake: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = f"{CATALOG}.shop.late"
+    table = f"{CATALOG_NAME}.shop.late"
     target = opened(lake, warehouse, table)
     target.create(NAME)
 
@@ -359,7 +361,7 @@ def test_the_marks_of_an_iceberg_table_are_those_of_its_rows(
     lake: SparkSession, warehouse: Path
 ) -> None:
     """After deletes of absent keys, and after a rollback."""
-    table = f"{CATALOG}.shop.marked"
+    table = f"{CATALOG_NAME}.shop.marked"
     target = opened(lake, warehouse, table)
     assert target.marks(NAME) is None
     target.create(NAME)
@@ -373,7 +375,7 @@ def test_the_marks_of_an_iceberg_table_are_those_of_its_rows(
     assert (other.metadata, other.version, other.has_rows) == (None, None, True)
     snapshots = lake.sql(f"SELECT snapshot_id FROM {table}.history ORDER BY made_current_at")
     created = snapshots.collect()[0][0]
-    lake.sql(f"CALL {CATALOG}.system.rollback_to_snapshot('shop.marked', {created})")
+    lake.sql(f"CALL {CATALOG_NAME}.system.rollback_to_snapshot('shop.marked', {created})")
     assert decode(target.marks(NAME).metadata) == NAME
     assert target.apply(changes(lake, 9), up_to(9))
     assert ids(lake, table) == [9]
@@ -382,13 +384,13 @@ def test_the_marks_of_an_iceberg_table_are_those_of_its_rows(
 @pytest.mark.versions
 @with_iceberg
 def test_columns_of_an_iceberg_table_may_be_declared_later(
-    lake: SparkSession, written: Written
+    lake: SparkSession, written: WrittenLog
 ) -> None:
     """The user has created the table, without the columns of the place."""
-    table = f"{CATALOG}.shop.wider"
+    table = f"{CATALOG_NAME}.shop.wider"
     lake.sql(f"CREATE TABLE {table} (id BIGINT, op STRING) USING iceberg PARTITIONED BY (op)")
-    assert follow(lake, written.connect, table) == ends(written)
-    assert content(lake, table) == written.replayed(ends(written))
+    assert follow_table(lake, written.connect, table) == end_marks(written)
+    assert content(lake, table) == written.replayed(end_marks(written))
     for schema, message in (
         ("id long, op string", "column 'value' of the table is not declared"),
         ("id long, op string, value int", "has type bigint in the table, but is declared as int"),
@@ -411,7 +413,7 @@ def test_columns_of_an_iceberg_table_may_be_declared_later(
     )
     append(written, 3)
     with pytest.raises(BadConfig, match="expected format delta, found iceberg"):
-        follow(lake, written.connect, table, format="delta")
+        follow_table(lake, written.connect, table, format="delta")
 
 
 @pytest.mark.versions
@@ -422,7 +424,7 @@ def test_structs_that_gain_fields_keep_their_values(
     lake: SparkSession, connect: str, tmp_path: Path, given: str
 ) -> None:
     """Also in lists. The user adds the fields to the table: `follow` changes no declared type."""
-    table = f"{CATALOG}.shop.structs" if given == "iceberg" else str(tmp_path / "table")
+    table = f"{CATALOG_NAME}.shop.structs" if given == "iceberg" else str(tmp_path / "table")
     name = table if given == "iceberg" else f"delta.`{table}`"
 
     def payload(key: int, **fields: object) -> tuple[int, dict]:
@@ -459,7 +461,7 @@ def test_structs_that_gain_fields_keep_their_values(
 @with_iceberg
 def test_a_key_in_two_partitions_fails(lake: SparkSession) -> None:
     schema = StructType([StructField("id", LongType())])
-    table = MergedIcebergTable(lake, f"{CATALOG}.shop.keys", schema, ["id"])
+    table = MergedIcebergTable(lake, f"{CATALOG_NAME}.shop.keys", schema, ["id"])
     table.create(NAME)
     for partition in (0, 1):
         changes = lake.createDataFrame([(7, partition, 5, False)], changes_schema(schema))
@@ -471,17 +473,17 @@ def test_a_key_in_two_partitions_fails(lake: SparkSession) -> None:
                 table.apply(changes, NAME)
 
 
-@pytest.mark.skipif(bool(table_jars.ICEBERG.jars()), reason="there is a library")
+@pytest.mark.skipif(bool(table_libraries.ICEBERG.jars()), reason="there is a library")
 @pytest.mark.core
-def test_a_spark_without_iceberg_is_a_clear_error(spark: SparkSession, written: Written) -> None:
+def test_a_spark_without_iceberg_is_a_clear_error(spark: SparkSession, written: WrittenLog) -> None:
     problem = r"no library of Iceberg that works with it \(.*\)\. Hint: there are libraries"
     with pytest.raises(BadConfig, match=problem):
-        follow(spark, written.connect, "lake.shop.accounts", format="iceberg")
+        follow_table(spark, written.connect, "lake.shop.accounts", format="iceberg")
 
 
 @pytest.mark.core
 def test_a_format_that_does_not_fit_is_an_error(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     for table, given, message in (
         ("accounts", "iceberg", "with its catalog and namespace"),
@@ -495,7 +497,7 @@ def test_a_format_that_does_not_fit_is_an_error(
         (str(tmp_path), "csv", "format: expected one of delta, iceberg, parquet, found 'csv'"),
     ):
         with pytest.raises(BadConfig, match=re.escape(message)):
-            follow(spark, written.connect, table, format=given)
+            follow_table(spark, written.connect, table, format=given)
     with pytest.raises(BadConfig, match="follow: expected the arguments table and key, or tables"):
         waltz_spark.follow(spark, written.connect, table=str(tmp_path), schema="id long")
     with pytest.raises(BadConfig, match="expected a schema for a table with format parquet"):
@@ -505,7 +507,7 @@ def test_a_format_that_does_not_fit_is_an_error(
 # --- Parquet
 
 
-def added(written: Written) -> list[tuple[int, int, int]]:
+def added(written: WrittenLog) -> list[tuple[int, int, int]]:
     """Return the rows that a table of Parquet files must have: those of header 1."""
     return sorted(
         (partition, place, row["value"])
@@ -520,7 +522,7 @@ def in_files(table: Path) -> list[tuple[int, int, int]]:
     return sorted((row["_partition"], row["_transaction_id"], row["value"]) for row in rows)
 
 
-def add(spark: SparkSession, written: Written, table: Path, **more: object) -> dict[int, int]:
+def add(spark: SparkSession, written: WrittenLog, table: Path, **more: object) -> dict[int, int]:
     return waltz_spark.follow(
         spark,
         written.connect,
@@ -534,13 +536,13 @@ def add(spark: SparkSession, written: Written, table: Path, **more: object) -> d
 
 @pytest.mark.core
 def test_parquet_files_have_each_row_once_and_both_followers_continue_them(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = tmp_path / "table"
-    assert add(spark, written, table) == ends(written)
+    assert add(spark, written, table) == end_marks(written)
     assert in_files(table) == added(written)
     batches = sorted(table.glob("batch=*"))
-    assert add(spark, written, table) == ends(written)
+    assert add(spark, written, table) == end_marks(written)
     assert sorted(table.glob("batch=*")) == batches
     append(written, 5)
     words = ["follow", str(table), "--format", "parquet", "--connect", written.connect]
@@ -550,7 +552,7 @@ def test_parquet_files_have_each_row_once_and_both_followers_continue_them(
     assert done.returncode == 0, done.stderr
     assert in_files(table) == added(written)
     append(written, 6)
-    assert add(spark, written, table) == ends(written)
+    assert add(spark, written, table) == end_marks(written)
     assert in_files(table) == added(written)
     read = spark.read.parquet(str(table))
     assert read.count() == len(added(written))
@@ -575,7 +577,7 @@ def test_a_lost_executor_is_a_temporary_error_of_parquet_files(
 
 
 @pytest.mark.versions
-def test_tasks_that_are_killed_add_no_row_twice(written: Written, tmp_path: Path) -> None:
+def test_tasks_that_are_killed_add_no_row_twice(written: WrittenLog, tmp_path: Path) -> None:
     table = tmp_path / "table"
     assert run_job(written, table, "tasks", STRUCK=str(tmp_path), FORMAT="parquet") == 0
     assert (tmp_path / "worker").exists()

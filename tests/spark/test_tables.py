@@ -13,18 +13,18 @@ from pyspark.sql import DataFrame, SparkSession
 
 import waltz_core.local
 import waltz_spark
-from tests import table_jars
+from tests import table_libraries
 from tests.commands import run_command
-from tests.patience import PATIENT
-from tests.spark.tables_job import IN_A_COMMIT, STEPS, ending_at, follow
+from tests.spark.tables_job import DURING_A_COMMIT, STEPS, follow_table, method_ending_at
+from tests.time_limits import PATIENT_CLIENT
 from tests.written_log import (
     DELETE_HEADER,
-    TRANSACTIONS,
-    Written,
+    TRANSACTION_COUNT,
+    WrittenLog,
     check_versions,
-    content,
-    ends,
+    end_marks,
     marks_by_version,
+    read_table,
 )
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
@@ -33,14 +33,14 @@ from waltz_spark.tables.merged_table import MergedDeltaTable
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
 with_delta = pytest.mark.skipif(
-    not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()
+    not table_libraries.DELTA.jars(), reason=table_libraries.DELTA.missing_reason()
 )
 
 ROOT = Path(__file__).parents[2]
 
 
-def append(written: Written, seed: int) -> None:
-    with WaltzClient(written.connect, PATIENT) as client:
+def append(written: WrittenLog, seed: int) -> None:
+    with WaltzClient(written.connect, PATIENT_CLIENT) as client:
         written.append(client, seed)
 
 
@@ -62,32 +62,32 @@ def upsert(df: DataFrame, connect: str, table: str, key: str = "id") -> dict[int
     )
 
 
-@pytest.mark.skipif(bool(table_jars.DELTA.jars()), reason="there is a library")
+@pytest.mark.skipif(bool(table_libraries.DELTA.jars()), reason="there is a library")
 def test_a_spark_without_delta_is_a_clear_error(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     with pytest.raises(BadConfig, match=r"no library of Delta that works with it .*\. Hint: Delta"):
-        follow(spark, written.connect, str(tmp_path / "table"))
+        follow_table(spark, written.connect, str(tmp_path / "table"))
 
 
 @with_delta
 def test_the_table_equals_a_replay_and_a_repeated_call_writes_no_commit(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = tmp_path / "table"
-    assert follow(spark, written.connect, str(table)) == ends(written)
+    assert follow_table(spark, written.connect, str(table)) == end_marks(written)
     check_versions(written, table)
     found = marks_by_version(table)
     assert len(found) > 2
-    assert content(table) == written.replayed(ends(written))
-    assert follow(spark, written.connect, str(table)) == ends(written)
+    assert read_table(table) == written.replayed(end_marks(written))
+    assert follow_table(spark, written.connect, str(table)) == end_marks(written)
     assert marks_by_version(table) == found
     assert spark.conf.get("spark.databricks.delta.write.txnAppId", None) is None
 
 
 @with_delta
 def test_a_micro_batch_that_is_repeated_writes_no_commit(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = tmp_path / "table"
     found = []
@@ -99,7 +99,7 @@ def test_a_micro_batch_that_is_repeated_writes_no_commit(
     def run(checkpoint: str) -> None:
         rows = transactions(
             spark.readStream.option("startingHighWaterMarks", "earliest").option(
-                "maxTransactionsPerTrigger", TRANSACTIONS // 2
+                "maxTransactionsPerTrigger", TRANSACTION_COUNT // 2
             ),
             written.connect,
         )
@@ -108,7 +108,7 @@ def test_a_micro_batch_that_is_repeated_writes_no_commit(
 
     run("first")
     check_versions(written, table)
-    assert content(table) == written.replayed(ends(written))
+    assert read_table(table) == written.replayed(end_marks(written))
     assert found[0] == found[1]
     versions = marks_by_version(table)
     run("second")  # a new checkpoint begins at the first transaction
@@ -117,22 +117,22 @@ def test_a_micro_batch_that_is_repeated_writes_no_commit(
 
 @with_delta
 def test_each_follower_continues_a_table_of_the_other_one(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = tmp_path / "table"
-    follow(spark, written.connect, str(table))
+    follow_table(spark, written.connect, str(table))
     for seed in (2, 3):
         append(written, seed)
         done = run_command(*written.command(table, "--until", "now"))
         assert done.returncode == 0, done.stderr
         append(written, seed + 10)
         if seed == 2:
-            assert follow(spark, written.connect, str(table)) == ends(written)
+            assert follow_table(spark, written.connect, str(table)) == end_marks(written)
         else:
             upsert(transactions(spark.read, written.connect), written.connect, str(table))
     check_versions(written, table)
     newest = max(marks_by_version(table).items())[1]
-    assert content(table) == written.replayed(newest) == written.replayed(ends(written))
+    assert read_table(table) == written.replayed(newest) == written.replayed(end_marks(written))
     table = tmp_path / "of upsert"
     upsert(transactions(spark.read, written.connect), written.connect, str(table))
     done = run_command(*written.command(table, "--until", "now"))
@@ -143,22 +143,22 @@ def test_each_follower_continues_a_table_of_the_other_one(
 @with_delta
 @pytest.mark.slow
 def test_another_rule_for_an_existing_table_is_an_error(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     """A table of `upsert` has no headers until `follow` has written it."""
     table, other = str(tmp_path / "table"), str(tmp_path / "other")
     upsert(transactions(spark.read, written.connect), written.connect, other)
     append(written, seed=11)
     for place in (table, other):
-        follow(spark, written.connect, place)
+        follow_table(spark, written.connect, place)
     df = transactions(spark.read, written.connect)
     for place in (table, other):
         versions = marks_by_version(place)
         rejected = pytest.raises(BadConfig, match="as in the commits of the table, found ")
         with rejected:
-            follow(spark, written.connect, place, key="value")
+            follow_table(spark, written.connect, place, key="value")
         with rejected:
-            follow(spark, written.connect, place, headers=[DELETE_HEADER])
+            follow_table(spark, written.connect, place, headers=[DELETE_HEADER])
         with rejected:
             upsert(df, written.connect, place, "value")
         assert marks_by_version(place) == versions
@@ -166,26 +166,30 @@ def test_another_rule_for_an_existing_table_is_an_error(
 
 @with_delta
 def test_a_start_and_a_table_with_a_name(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     """The user has created the table: it has no marks and no rows."""
     spark.sql(f"CREATE DATABASE named LOCATION '{tmp_path}/named'")
     columns = "id BIGINT, op STRING, value BIGINT, _partition INT, _transaction_id BIGINT"
     spark.sql(f"CREATE TABLE named.accounts ({columns}) USING delta")
-    start = {each: end // 2 for each, end in ends(written).items()}
-    marks = follow(spark, written.connect, "named.accounts", start=start, batch_transactions=1000)
-    assert marks == ends(written)
+    start = {each: end // 2 for each, end in end_marks(written).items()}
+    marks = follow_table(
+        spark, written.connect, "named.accounts", start=start, batch_transactions=1000
+    )
+    assert marks == end_marks(written)
     table = tmp_path / "named" / "accounts"
-    rows = content(table)
+    rows = read_table(table)
     assert rows
     assert rows.items() <= written.replayed(marks).items()
     assert all(place > start[partition] for _, partition, place in rows.values())
     with pytest.raises(
         BadConfig, match="start time were given, but follower 'follow' has already written"
     ):
-        follow(spark, written.connect, "named.accounts", start=start)
-    assert follow(spark, written.connect, "named.created", start="2100-01-01") == ends(written)
-    assert content(tmp_path / "named" / "created") == {}
+        follow_table(spark, written.connect, "named.accounts", start=start)
+    assert follow_table(spark, written.connect, "named.created", start="2100-01-01") == end_marks(
+        written
+    )
+    assert read_table(tmp_path / "named" / "created") == {}
 
 
 @with_delta
@@ -197,7 +201,7 @@ def test_a_text_that_delta_reads_as_null_fails(
     table = tmp_path / "table"
     columns = "day STRING, value BIGINT, _partition INT, _transaction_id BIGINT"
     spark.sql(f"CREATE TABLE delta.`{table}` ({columns}) USING delta PARTITIONED BY (day)")
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         call = {"table": str(table), "key": "day", "schema": "day string, value long"}
         start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
         for day, more in (("mon", {"start": start}), ("tue", {})):
@@ -222,7 +226,7 @@ def test_timestamps_in_a_partition_column_survive_the_end_of_daylight_saving_tim
     spark.sql(f"CREATE TABLE delta.`{table}` ({columns}) USING delta PARTITIONED BY (seen)")
     texts = [f"2026-10-25T0{hour}:30:00Z" for hour in range(2)]
     call = {"table": str(table), "key": "seen", "schema": "seen timestamp", "dataFormat": "json"}
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
         for text in texts:
             client.append(json.dumps({"seen": text}).encode(), partition=0).result()
@@ -235,19 +239,19 @@ def test_timestamps_in_a_partition_column_survive_the_end_of_daylight_saving_tim
 @with_delta
 @pytest.mark.slow
 def test_the_end_of_a_call_is_checked(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     """Marks of JSON have partitions as text."""
     table = str(tmp_path / "table")
     with pytest.raises(BadConfig, match="until: expected 'now' or the mark of each partition"):
-        follow(spark, written.connect, table, until="later")
-    end = {str(partition): mark for partition, mark in ends(written).items()}
-    assert follow(spark, written.connect, table, until=end) == ends(written)
+        follow_table(spark, written.connect, table, until="later")
+    end = {str(partition): mark for partition, mark in end_marks(written).items()}
+    assert follow_table(spark, written.connect, table, until=end) == end_marks(written)
 
 
 @with_delta
 def test_a_key_in_two_partitions_fails(spark: SparkSession, tmp_path: Path, connect: str) -> None:
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
 
         def put(partition: int, key: int) -> None:
@@ -267,25 +271,25 @@ def test_a_key_in_two_partitions_fails(spark: SparkSession, tmp_path: Path, conn
 @with_delta
 @pytest.mark.slow
 def test_a_restored_table_and_lost_marks_are_errors(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = tmp_path / "table"
-    follow(spark, written.connect, str(table), batch_transactions=50)
+    follow_table(spark, written.connect, str(table), batch_transactions=50)
     marks = marks_by_version(table)[1]
     spark.sql(f"OPTIMIZE delta.`{table}`")
-    assert follow(spark, written.connect, str(table)) == ends(written)
+    assert follow_table(spark, written.connect, str(table)) == end_marks(written)
     spark.sql(f"RESTORE delta.`{table}` TO VERSION AS OF 1")
     df = transactions(spark.read, written.connect)
     for call in (
-        lambda: follow(spark, written.connect, str(table)),
+        lambda: follow_table(spark, written.connect, str(table)),
         lambda: upsert(df, written.connect, str(table)),
     ):
         with pytest.raises(BadFormat, match="is a RESTORE after the last commit of follower"):
             call()
-    assert follow(spark, written.connect, str(table), follower="again", start=marks) == ends(
-        written
-    )
-    assert content(table) == written.replayed(ends(written))
+    assert follow_table(
+        spark, written.connect, str(table), follower="again", start=marks
+    ) == end_marks(written)
+    assert read_table(table) == written.replayed(end_marks(written))
     # Commits without the metadata of this follower, as after a clean-up of the log.
     for commit in sorted((table / "_delta_log").glob("*.json")):
         commit.write_text(
@@ -295,21 +299,21 @@ def test_a_restored_table_and_lost_marks_are_errors(
     other = spark.newSession()
     other.sql(f"REFRESH TABLE delta.`{table}`")
     with pytest.raises(BadFormat, match="expected a commit of the table with high-water marks"):
-        follow(spark, written.connect, str(table), follower="again")
+        follow_table(spark, written.connect, str(table), follower="again")
 
 
 @with_delta
 def test_a_table_that_another_program_overwrites_is_an_error(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = str(tmp_path / "table")
-    follow(spark, written.connect, table, batch_transactions=1000)
+    follow_table(spark, written.connect, table, batch_transactions=1000)
     rows = spark.read.format("delta").load(table)
     rows.write.format("delta").mode("overwrite").save(table)
     with pytest.raises(
         BadFormat, match=r"is a WRITE \(OVERWRITE\) after the last commit of follow"
     ):
-        follow(spark, written.connect, table)
+        follow_table(spark, written.connect, table)
 
 
 @with_delta
@@ -323,7 +327,7 @@ def test_types_are_those_of_the_other_follower(
         "data_of": ("binary", "binary"),
         "rate": ("double", "double"),
     }
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
         row = {"id": "a", "amount": "1.50", "seen": 5, "data_of": b"\x00", "rate": 0.5}
         client.append(msgpack.packb(row), partition=0).result()
@@ -342,7 +346,7 @@ def test_types_are_those_of_the_other_follower(
 
 @with_delta
 def test_columns_may_be_declared_later_and_others_are_errors(
-    spark: SparkSession, written: Written, tmp_path: Path
+    spark: SparkSession, written: WrittenLog, tmp_path: Path
 ) -> None:
     table = str(tmp_path / "table")
     place = {"table": table, "key": "id", "until": "now", "headers": [1]}
@@ -369,22 +373,22 @@ class Ended(BaseException):
 @with_delta
 @pytest.mark.slow
 def test_another_session_continues_a_follower_that_ended_between_two_commits(
-    spark: SparkSession, written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, written: WrittenLog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = tmp_path / "table"
 
     def end() -> None:
         raise Ended
 
-    for step in (each for each in STEPS if each != IN_A_COMMIT):
+    for step in (each for each in STEPS if each != DURING_A_COMMIT):
         with monkeypatch.context() as patch:
-            patch.setattr(MergedDeltaTable, *ending_at(step, end, table))
+            patch.setattr(MergedDeltaTable, *method_ending_at(step, end, table))
             with pytest.raises(Ended):
-                follow(spark.newSession(), written.connect, str(table))
+                follow_table(spark.newSession(), written.connect, str(table))
         check_versions(written, table)
-    follow(spark, written.connect, str(table))
+    follow_table(spark, written.connect, str(table))
     check_versions(written, table)
-    assert content(table) == written.replayed(ends(written))
+    assert read_table(table) == written.replayed(end_marks(written))
 
 
 @with_delta
@@ -397,7 +401,7 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
     names = {"spark": spark, "waltz_spark": waltz_spark, "place": str(tmp_path / "place")}
     options = {"storage_count": 1, "server_count": 1, "partition_count": 1}
     with waltz_core.local.running_cluster(tmp_path / "local", **options) as cluster:
-        with WaltzClient(cluster.connect, PATIENT) as client:
+        with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
             for header, row in ((1, {"id": 1, "balance": 5}), (1, {"id": 2}), (2, {"id": 2})):
                 client.append(msgpack.packb(row), header=header).result()
         ledger = tables_page[tables_page.index("# ledger.py") :]
@@ -406,7 +410,7 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
         for snippet in rest:
             if "ledger:entries" in snippet:
                 names["query"].awaitTermination()
-                with WaltzClient(cluster.connect, PATIENT) as client:
+                with WaltzClient(cluster.connect, PATIENT_CLIENT) as client:
                     row = {"transfer": 1, "payer": 1, "payee": 3, "amount": 25}
                     client.append(msgpack.packb(row), header=3).result()
             here = snippet.replace("zk1:2181,zk2:2181/waltz/payments", cluster.connect)
@@ -422,7 +426,7 @@ def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> N
 
 def started(connect: str, *rows: tuple[int, dict]) -> dict[int, int]:
     """Append rows to partitions; return the marks before them."""
-    with WaltzClient(connect, PATIENT) as client:
+    with WaltzClient(connect, PATIENT_CLIENT) as client:
         start = {int(each): int(mark) for each, mark in client.high_water_marks().items()}
         for partition, row in rows:
             client.append(msgpack.packb(row), partition=partition).result()
@@ -455,10 +459,10 @@ def test_a_first_run_that_fails_leaves_no_table(
 
 @with_delta
 def test_an_error_of_the_network_is_temporary_and_other_errors_end_a_follower(
-    spark: SparkSession, written: Written
+    spark: SparkSession, written: WrittenLog
 ) -> None:
     spark.conf.set("ipc.client.connect.max.retries", "0")
     with pytest.raises(Unavailable, match=r"^table hdfs://127.0.0.1:1/t: .*ConnectException"):
-        follow(spark, written.connect, "hdfs://127.0.0.1:1/t")
+        follow_table(spark, written.connect, "hdfs://127.0.0.1:1/t")
     with pytest.raises(SPARK_ERRORS):
-        follow(spark, written.connect, "/proc/no/table", until=None)
+        follow_table(spark, written.connect, "/proc/no/table", until=None)

@@ -9,28 +9,30 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from tests import table_jars
-from tests.patience import HANG_S
-from tests.spark.tables_job import IN_A_COMMIT, STEPS, follow
-from tests.written_log import Written, check_versions, content, ends
+from tests import table_libraries
+from tests.spark.tables_job import DURING_A_COMMIT, STEPS, follow_table
+from tests.time_limits import TEST_TIMEOUT_S
+from tests.written_log import WrittenLog, check_versions, end_marks, read_table
 
 pytestmark = [
     pytest.mark.spark,
     pytest.mark.core,
-    pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without()),
+    pytest.mark.skipif(
+        not table_libraries.DELTA.jars(), reason=table_libraries.DELTA.missing_reason()
+    ),
 ]
 
 ROOT = Path(__file__).parents[2]
 
 
-def run_job(written: Written, table: Path, step: str, **more: str) -> int:
+def run_job(written: WrittenLog, table: Path, step: str, **more: str) -> int:
     done = subprocess.run(
         [sys.executable, "-m", "tests.spark.tables_job", written.connect, str(table), step],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT), **more},
         capture_output=True,
         text=True,
-        timeout=2 * HANG_S,
+        timeout=2 * TEST_TIMEOUT_S,
         check=False,
     )
     assert done.returncode in (0, -9), done.stderr[-4000:]
@@ -40,12 +42,12 @@ def run_job(written: Written, table: Path, step: str, **more: str) -> int:
 @pytest.mark.parametrize(
     "steps",
     [
-        pytest.param([IN_A_COMMIT], id=IN_A_COMMIT),
+        pytest.param([DURING_A_COMMIT], id=DURING_A_COMMIT),
         pytest.param(STEPS, id="every step", marks=pytest.mark.versions),
     ],
 )
 def test_a_driver_that_is_killed_continues(
-    spark: SparkSession, written: Written, tmp_path: Path, steps: Sequence[str]
+    spark: SparkSession, written: WrittenLog, tmp_path: Path, steps: Sequence[str]
 ) -> None:
     """Each kill needs a Spark of its own. The one of `make test` leaves files of no commit."""
     table = tmp_path / "table"
@@ -53,18 +55,18 @@ def test_a_driver_that_is_killed_continues(
         assert run_job(written, table, step) == -9
         if any(table.glob("_delta_log/*.json")):  # the first changes create the table
             check_versions(written, table)
-    follow(spark, written.connect, str(table))
+    follow_table(spark, written.connect, str(table))
     check_versions(written, table)
-    assert content(table) == written.replayed(ends(written))
+    assert read_table(table) == written.replayed(end_marks(written))
 
 
 @pytest.mark.versions
 def test_workers_and_executors_that_are_killed_change_nothing(
-    written: Written, tmp_path: Path
+    written: WrittenLog, tmp_path: Path
 ) -> None:
     table = tmp_path / "table"
     assert run_job(written, table, "tasks", STRUCK=str(tmp_path)) == 0
     assert (tmp_path / "worker").exists()
     assert (tmp_path / "executor").exists()
     check_versions(written, table)
-    assert content(table) == written.replayed(ends(written))
+    assert read_table(table) == written.replayed(end_marks(written))

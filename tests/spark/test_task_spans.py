@@ -8,7 +8,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig
 
@@ -69,7 +69,7 @@ def test_each_task_of_a_write_and_a_read_has_a_span(
 
 def test_a_missing_function_is_reported(spark: SparkSession, connect: str) -> None:
     with WaltzClient(connect) as client:
-        client.append(b"row").result(HANG_S)
+        client.append(b"row").result(TEST_TIMEOUT_S)
     reader = spark.read.format("waltz").option("traces", "no_such_module:start")
     with pytest.raises(
         Exception, match="option 'traces': 'no_such_module:start' cannot be imported"

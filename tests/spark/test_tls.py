@@ -4,13 +4,13 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
-from tests.certificates import make
+from tests.certificates import create_certificates
 from waltz_core.config import render_toml
 from waltz_core.local import running_cluster
 
 
 def test_the_connect_string_takes_spark_through_tls(spark: SparkSession, tmp_path: Path):
-    certificates = make(tmp_path)
+    certificates = create_certificates(tmp_path)
     file = tmp_path / "tls.toml"
     file.write_text(render_toml("tls", certificates.settings))
     rows = spark.range(3_000).selectExpr("CAST(CAST(id AS STRING) AS BINARY) AS data")

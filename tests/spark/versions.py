@@ -3,18 +3,18 @@
 import pyspark
 import pytest
 
-PYSPARK = tuple(map(int, pyspark.__version__.split(".")[:2]))
+PYSPARK_VERSION = tuple(map(int, pyspark.__version__.split(".")[:2]))
 
 
-def shown_first(error: object) -> str:
+def first_shown_text(error: object) -> str:
     """Return the part of an error of a stream that has our sentence: its first line.
 
     Before 4.2 Spark's own sentence and a stack come first.
     """
-    return str(error).splitlines()[0] if PYSPARK >= (4, 2) else str(error)
+    return str(error).splitlines()[0] if PYSPARK_VERSION >= (4, 2) else str(error)
 
 
 def needs_pyspark(major: int, minor: int, why: str) -> pytest.MarkDecorator:
     """Skip a test with an older PySpark."""
     reason = f"before PySpark {major}.{minor}, {why}"
-    return pytest.mark.skipif((major, minor) > PYSPARK, reason=reason)
+    return pytest.mark.skipif((major, minor) > PYSPARK_VERSION, reason=reason)

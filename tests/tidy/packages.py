@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from tests.tidy.sources import ROOT
+from tests.tidy.sources import PROJECT_ROOT
 from waltz_core.config import CONFIG_TYPES_BY_KIND, ServerConfig, StorageConfig
 from waltz_core.config.settings import load_config
 
-DOCKER = ROOT / "conf" / "docker"
-SYSTEMD = ROOT / "conf" / "systemd"
-CHART = ROOT / "conf" / "helm" / "waltz"
-MANIFESTS = ROOT / "conf" / "kubernetes" / "waltz.yaml"
+DOCKER_FOLDER = PROJECT_ROOT / "conf" / "docker"
+SYSTEMD_FOLDER = PROJECT_ROOT / "conf" / "systemd"
+CHART_FOLDER = PROJECT_ROOT / "conf" / "helm" / "waltz"
+MANIFESTS_FILE = PROJECT_ROOT / "conf" / "kubernetes" / "waltz.yaml"
 DAEMONS = ("server", "storage")
 _ENV = re.compile(r"(?m)^ENV (.*)$")
 
 
-class Daemon(NamedTuple):
+class PackagedDaemon(NamedTuple):
     """A daemon of a package: its command, and the settings with which it starts."""
 
     name: str
@@ -36,48 +36,50 @@ class Daemon(NamedTuple):
 
 
 @cache
-def documents(path: Path) -> list[dict[str, Any]]:
+def yaml_documents(path: Path) -> list[dict[str, Any]]:
     """Return the documents of a YAML file."""
     return [each for each in yaml.safe_load_all(path.read_text(encoding="utf-8")) if each]
 
 
 def image_variables() -> dict[str, str]:
     """Return the variables that the image sets."""
-    found = _ENV.findall((DOCKER / "Dockerfile").read_text(encoding="utf-8"))
+    found = _ENV.findall((DOCKER_FOLDER / "Dockerfile").read_text(encoding="utf-8"))
     return dict(each.split("=", 1) for line in found for each in line.split())
 
 
 def compose_services() -> dict[str, dict[str, Any]]:
     """Return the services of the compose file."""
-    (content,) = documents(DOCKER / "compose.yaml")
+    (content,) = yaml_documents(DOCKER_FOLDER / "compose.yaml")
     return content["services"]
 
 
-def compose_daemons() -> Iterator[Daemon]:
+def compose_daemons() -> Iterator[PackagedDaemon]:
     """Yield the daemons of the compose file."""
     for name, service in compose_services().items():
         command = service.get("command", [])
         if command[:1] in ([kind] for kind in DAEMONS):
-            yield _daemon(name, command, {**image_variables(), **service["environment"]}, None)
+            yield _read_daemon(name, command, {**image_variables(), **service["environment"]}, None)
 
 
-def manifests(kind: str, path: Path = MANIFESTS) -> dict[str, dict[str, Any]]:
+def manifests_of_kind(kind: str, path: Path = MANIFESTS_FILE) -> dict[str, dict[str, Any]]:
     """Return the manifests of a kind, by name."""
-    return {each["metadata"]["name"]: each for each in documents(path) if each.get("kind") == kind}
+    return {
+        each["metadata"]["name"]: each for each in yaml_documents(path) if each.get("kind") == kind
+    }
 
 
-def pod_of(workload: dict[str, Any]) -> dict[str, Any]:
+def pod_specification(workload: dict[str, Any]) -> dict[str, Any]:
     """Return the specification of the pods of a stateful set or a job."""
     return workload["spec"]["template"]["spec"]
 
 
-def kubernetes_daemons(directory: Path, path: Path = MANIFESTS) -> Iterator[Daemon]:
+def kubernetes_daemons(directory: Path, path: Path = MANIFESTS_FILE) -> Iterator[PackagedDaemon]:
     """Yield a daemon for each pod; `directory` is for the settings files."""
-    (settings,) = manifests("ConfigMap", path).values()
+    (settings,) = manifests_of_kind("ConfigMap", path).values()
     for name, text in settings["data"].items():
         (directory / name).write_text(text, encoding="utf-8")
-    for name, found in manifests("StatefulSet", path).items():
-        (container,) = pod_of(found)["containers"]
+    for name, found in manifests_of_kind("StatefulSet", path).items():
+        (container,) = pod_specification(found)["containers"]
         for number in range(found["spec"]["replicas"]):
             pod = f"{name}-{number}"
             variables = {
@@ -87,19 +89,19 @@ def kubernetes_daemons(directory: Path, path: Path = MANIFESTS) -> Iterator[Daem
             }
             option = container["args"][-1].removeprefix("--config=")
             file = directory / Path(option).name
-            yield _daemon(pod, container["args"], {**image_variables(), **variables}, file)
+            yield _read_daemon(pod, container["args"], {**image_variables(), **variables}, file)
 
 
-def tls_settings(path: Path = MANIFESTS) -> dict[str, object]:
+def tls_settings(path: Path = MANIFESTS_FILE) -> dict[str, object]:
     """Return the TLS settings of the pods; empty: there are none."""
-    (settings,) = manifests("ConfigMap", path).values()
+    (settings,) = manifests_of_kind("ConfigMap", path).values()
     return tomllib.loads(settings["data"].get("tls.toml", ""))
 
 
-def _daemon(
+def _read_daemon(
     name: str, command: list[str], variables: Mapping[str, str], file: Path | None
-) -> Daemon:
+) -> PackagedDaemon:
     kind = CONFIG_TYPES_BY_KIND[command[0]]
     config = load_config(kind, path=file, environment=variables).config
     assert isinstance(config, ServerConfig | StorageConfig)
-    return Daemon(name, command, config)
+    return PackagedDaemon(name, command, config)

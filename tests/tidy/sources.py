@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("waltz_core", "waltz_spark", "waltz_sim", "waltz_bench")
 
 
-class Source(NamedTuple):
+class SourceFile(NamedTuple):
     """One file of Python, with all nodes of its tree, outer ones first."""
 
     path: str
@@ -24,63 +24,63 @@ class Source(NamedTuple):
 
 
 @cache
-def source_of(path: str) -> Source:
+def parse_source(path: str) -> SourceFile:
     """Return a file of Python."""
-    text = text_of(path)
+    text = read_text(path)
     gc.disable()  # a million nodes that stay: looking through them again and again takes longest
     tree = ast.parse(text)
-    found = Source(path, text, tree, tuple(ast.walk(tree)))
+    found = SourceFile(path, text, tree, tuple(ast.walk(tree)))
     gc.freeze()
     gc.enable()
     return found
 
 
 @cache
-def sources_under(*folders: str) -> tuple[Source, ...]:
+def sources_under(*folders: str) -> tuple[SourceFile, ...]:
     """Return every Python file under some folders, in order."""
-    paths = sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return tuple(source_of(path.relative_to(ROOT).as_posix()) for path in paths)
+    paths = sorted(path for folder in folders for path in (PROJECT_ROOT / folder).rglob("*.py"))
+    return tuple(parse_source(path.relative_to(PROJECT_ROOT).as_posix()) for path in paths)
 
 
-def product() -> tuple[Source, ...]:
+def product_sources() -> tuple[SourceFile, ...]:
     """Return the files that are installed."""
     return sources_under(*PACKAGES)
 
 
-def of_tests() -> tuple[Source, ...]:
+def test_sources() -> tuple[SourceFile, ...]:
     """Return the files of the tests."""
     return sources_under("tests")
 
 
 @cache
-def tracked() -> tuple[str, ...]:
+def tracked_files() -> tuple[str, ...]:
     """Return every file that belongs to the project."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
+        cwd=PROJECT_ROOT,
         capture_output=True,
         check=True,
     )
     names = listed.stdout.decode().split("\0")
-    return tuple(sorted(name for name in names if name and (ROOT / name).is_file()))
+    return tuple(sorted(name for name in names if name and (PROJECT_ROOT / name).is_file()))
 
 
-def instructions() -> list[str]:
+def hand_written_files() -> list[str]:
     """Return the files that people write: code, pages, settings, scripts."""
     return [
         name
-        for name in tracked()
+        for name in tracked_files()
         if name.endswith((".py", ".md", ".toml", "Makefile")) or name.startswith("scripts/")
     ]
 
 
 @cache
-def text_of(name: str) -> str:
+def read_text(name: str) -> str:
     """Return a file's text; bytes that are none are left out, as in a picture."""
-    return (ROOT / name).read_bytes().decode("utf-8", errors="ignore")
+    return (PROJECT_ROOT / name).read_bytes().decode("utf-8", errors="ignore")
 
 
-def nothing(found: Collection[str], rule: str) -> None:
+def fail_if_any(found: Collection[str], rule: str) -> None:
     """Fail with the rule and every place that breaks it."""
     if found:
         pytest.fail("\n".join([f"{rule}:", *sorted(found)]), pytrace=False)

@@ -11,7 +11,14 @@ import pytest
 
 from scripts.dashboards import DAYS_LEFT, dashboards
 from scripts.reference.alerts import RULES, alert_rules
-from tests.promtool import STEP_MIN, Alert, Line, Series, firing, promtool
+from tests.promtool import (
+    INTERVAL_MIN,
+    FaultSeries,
+    FiringAlert,
+    LinearValues,
+    find_promtool,
+    firing_alerts,
+)
 
 BEFORE_MIN, LONG_BEFORE_MIN = 80, 13 * 60  # longer than the ranges of the rules
 BUCKETS = (0.001, 0.005, 0.01, 0.1, 0.25, 1.0)
@@ -23,7 +30,7 @@ class Cluster:
     """The series of a cluster, and how they continue from a fault on."""
 
     def __init__(self, before_min: int) -> None:
-        self.before: dict[str, Line] = {}
+        self.before: dict[str, LinearValues] = {}
         for server in SERVERS:
             self._add_server(server)
         for storage in STORAGES:
@@ -34,12 +41,12 @@ class Cluster:
         at = f'job="waltz-server",instance="{server}"'
         own = PARTITIONS[SERVERS.index(server)]
         self.before |= {
-            f"up{{{at}}}": Line(1),
-            f"process_start_time_seconds{{{at}}}": Line(1_000),
-            f"waltz_server_zookeeper_connected{{{at}}}": Line(1),
-            f"waltz_server_queued_bytes{{{at}}}": Line(MIB),
-            f"waltz_server_denied_requests_total{{{at}}}": Line(0, 1),
-            f'waltz_server_rejected_transactions_total{{{at},reason="lock"}}': Line(0, 10),
+            f"up{{{at}}}": LinearValues(1),
+            f"process_start_time_seconds{{{at}}}": LinearValues(1_000),
+            f"waltz_server_zookeeper_connected{{{at}}}": LinearValues(1),
+            f"waltz_server_queued_bytes{{{at}}}": LinearValues(MIB),
+            f"waltz_server_denied_requests_total{{{at}}}": LinearValues(0, 1),
+            f'waltz_server_rejected_transactions_total{{{at},reason="lock"}}': LinearValues(0, 10),
             **owned(server, own),
         }
         for replica in STORAGES:
@@ -48,35 +55,35 @@ class Cluster:
     def _add_storage(self, storage: str) -> None:
         at = f'job="waltz-storage",instance="{storage}:15282"'
         self.before |= {
-            f"up{{{at}}}": Line(1),
-            f"process_start_time_seconds{{{at}}}": Line(1_000),
-            f'waltz_storage_info{{{at},replica="{storage}:15280"}}': Line(1),
-            f"waltz_storage_full_disks{{{at}}}": Line(0),
-            f"waltz_storage_free_bytes{{{at}}}": Line(1_000_000 * MIB, -MIB),
-            f"waltz_storage_disk_bytes{{{at}}}": Line(2_000_000 * MIB),
-            f"waltz_storage_suspect_replicas{{{at}}}": Line(0),
-            f"waltz_storage_failed_writes_total{{{at}}}": Line(0),
-            f"waltz_storage_running_upload_seconds{{{at}}}": Line(20),
-            f"waltz_storage_denied_requests_total{{{at}}}": Line(0),
+            f"up{{{at}}}": LinearValues(1),
+            f"process_start_time_seconds{{{at}}}": LinearValues(1_000),
+            f'waltz_storage_info{{{at},replica="{storage}:15280"}}': LinearValues(1),
+            f"waltz_storage_full_disks{{{at}}}": LinearValues(0),
+            f"waltz_storage_free_bytes{{{at}}}": LinearValues(1_000_000 * MIB, -MIB),
+            f"waltz_storage_disk_bytes{{{at}}}": LinearValues(2_000_000 * MIB),
+            f"waltz_storage_suspect_replicas{{{at}}}": LinearValues(0),
+            f"waltz_storage_failed_writes_total{{{at}}}": LinearValues(0),
+            f"waltz_storage_running_upload_seconds{{{at}}}": LinearValues(20),
+            f"waltz_storage_denied_requests_total{{{at}}}": LinearValues(0),
         }
         for partition in PARTITIONS:
             where = f'{{{at},partition="{partition}"}}'
             self.before |= {
-                f"waltz_storage_last_transaction{where}": Line(0, 600),
-                f"waltz_storage_damaged_transactions{where}": Line(0),
+                f"waltz_storage_last_transaction{where}": LinearValues(0, 600),
+                f"waltz_storage_damaged_transactions{where}": LinearValues(0),
             }
 
     def set(self, pattern: str, value: float, growth: float = 0) -> None:
         """Let the series whose names match have other values."""
         names = [each for each in self.during if re.search(pattern, each)]
         assert names, pattern
-        self.during |= dict.fromkeys(names, Line(value, growth))
+        self.during |= dict.fromkeys(names, LinearValues(value, growth))
 
     def grow(self, pattern: str, growth: float) -> None:
         """Let the series whose names match grow."""
         names = [each for each in self.during if re.search(pattern, each)]
         assert names, pattern
-        self.during |= {each: Line(self.during[each].start, growth) for each in names}
+        self.during |= {each: LinearValues(self.during[each].start, growth) for each in names}
 
     def end(self, pattern: str) -> None:
         """End the series whose names match."""
@@ -91,32 +98,34 @@ class Cluster:
             self.set(rf'^up{{.*instance="{each}', 0)
             self.end(rf'^(waltz|process)_.*instance="{each}')
 
-    def series(self) -> dict[str, Series]:
+    def series(self) -> dict[str, FaultSeries]:
         """Return all series."""
         names = {**self.before, **self.during}
-        return {each: Series(self.before.get(each), self.during.get(each)) for each in names}
+        return {each: FaultSeries(self.before.get(each), self.during.get(each)) for each in names}
 
 
-def owned(server: str, partition: int) -> dict[str, Line]:
+def owned(server: str, partition: int) -> dict[str, LinearValues]:
     """Return the series of a partition that a server owns."""
     at = f'job="waltz-server",instance="{server}",partition="{partition}"'
     return {
-        f"waltz_server_store_session{{{at}}}": Line(0),
-        f"waltz_server_feed_lag_transactions{{{at}}}": Line(0),
-        f"waltz_server_unarchived_seconds{{{at}}}": Line(700),
+        f"waltz_server_store_session{{{at}}}": LinearValues(0),
+        f"waltz_server_feed_lag_transactions{{{at}}}": LinearValues(0),
+        f"waltz_server_unarchived_seconds{{{at}}}": LinearValues(700),
         **{
-            f'waltz_server_replica_in_sync{{{at},replica="{each}:15280"}}': Line(1)
+            f'waltz_server_replica_in_sync{{{at},replica="{each}:15280"}}': LinearValues(1)
             for each in STORAGES
         },
     }
 
 
-def append_times(server: str, replica: str, median_s: float) -> dict[str, Line]:
+def append_times(server: str, replica: str, median_s: float) -> dict[str, LinearValues]:
     """Return the histogram of a server's appends to a replica, 600 per minute."""
     at = f'job="waltz-server",instance="{server}",replica="{replica}:15280"'
     name = "waltz_server_replica_append_seconds_bucket"
     return {
-        f'{name}{{{at},le="{each}"}}': Line(0, 600 * (each == "+Inf" or median_s <= float(each)))
+        f'{name}{{{at},le="{each}"}}': LinearValues(
+            0, 600 * (each == "+Inf" or median_s <= float(each))
+        )
         for each in (*map(str, BUCKETS), "+Inf")
     }
 
@@ -164,7 +173,7 @@ def lose_zookeeper(cluster: Cluster) -> None:
 
 def reject_appends(cluster: Cluster) -> None:
     at = '{job="waltz-server",instance="s1",partition="0",reason="overloaded"}'
-    cluster.during[f"waltz_server_rejected_transactions_total{at}"] = Line(5, 60)
+    cluster.during[f"waltz_server_rejected_transactions_total{at}"] = LinearValues(5, 60)
 
 
 def fill_memory(cluster: Cluster) -> None:
@@ -186,7 +195,7 @@ def fill_a_quorum(cluster: Cluster) -> None:
     at = '{job="waltz-server",instance="s1",partition="0",reason="no_space"}'
     other = at.replace("s1", "s2").replace('"0"', '"1"')
     for each in (at, other):
-        cluster.during[f"waltz_server_rejected_transactions_total{each}"] = Line(5, 1)
+        cluster.during[f"waltz_server_rejected_transactions_total{each}"] = LinearValues(5, 1)
 
 
 def stop_reading(cluster: Cluster) -> None:
@@ -214,14 +223,15 @@ def trust_no_quorum(cluster: Cluster) -> None:
 
 def hang(cluster: Cluster) -> None:
     at = 'job="waltz-server",instance="s1",partition="0",replica="a:15280"'
-    cluster.during[f"waltz_server_replica_wait_seconds{{{at}}}"] = Line(0, 60)
+    cluster.during[f"waltz_server_replica_wait_seconds{{{at}}}"] = LinearValues(0, 60)
 
 
 def slow_down(cluster: Cluster) -> None:
     for server in SERVERS:
         slow = append_times(server, "a", 0.2)
         cluster.during |= {
-            name: Line(cluster.during[name].start, each.growth) for name, each in slow.items()
+            name: LinearValues(cluster.during[name].start, each.growth)
+            for name, each in slow.items()
         }
 
 
@@ -251,15 +261,15 @@ def fail_a_write(cluster: Cluster) -> None:
 def fail_reads(cluster: Cluster) -> None:
     """Reads fail, and their transactions are damaged until they are repaired."""
     at = '{job="waltz-storage",instance="a:15282",partition="0"}'
-    cluster.during[f"waltz_storage_failed_reads_total{at}"] = Line(2)
-    cluster.during[f"waltz_storage_damage_found_transactions_total{at}"] = Line(2)
+    cluster.during[f"waltz_storage_failed_reads_total{at}"] = LinearValues(2)
+    cluster.during[f"waltz_storage_damage_found_transactions_total{at}"] = LinearValues(2)
 
 
 def rot(cluster: Cluster) -> None:
     """Damage is found and repaired."""
     at = '{job="waltz-storage",instance="a:15282",partition="0"}'
-    cluster.during[f"waltz_storage_damage_found_transactions_total{at}"] = Line(2)
-    cluster.during[f"waltz_storage_repaired_transactions_total{at}"] = Line(2)
+    cluster.during[f"waltz_storage_damage_found_transactions_total{at}"] = LinearValues(2)
+    cluster.during[f"waltz_storage_repaired_transactions_total{at}"] = LinearValues(2)
 
 
 def rot_unrepaired(cluster: Cluster) -> None:
@@ -269,8 +279,8 @@ def rot_unrepaired(cluster: Cluster) -> None:
 def fail_uploads(cluster: Cluster) -> None:
     for storage in STORAGES:
         at = f'{{job="waltz-storage",instance="{storage}:15282",partition="0"}}'
-        cluster.during[f"waltz_storage_failed_uploads_total{at}"] = Line(1, 0.1)
-        cluster.during[f"waltz_storage_failed_archive_reads_total{at}"] = Line(1, 1)
+        cluster.during[f"waltz_storage_failed_uploads_total{at}"] = LinearValues(1, 0.1)
+        cluster.during[f"waltz_storage_failed_archive_reads_total{at}"] = LinearValues(1, 1)
     cluster.set("unarchived_seconds", 700, 200)
 
 
@@ -284,7 +294,7 @@ def stop_archiving(cluster: Cluster) -> None:
 
 def lose_an_object(cluster: Cluster) -> None:
     at = '{job="waltz-storage",instance="a:15282",partition="0"}'
-    cluster.during[f"waltz_storage_failed_archive_reads_total{at}"] = Line(1)
+    cluster.during[f"waltz_storage_failed_archive_reads_total{at}"] = LinearValues(1)
 
 
 def deny(cluster: Cluster) -> None:
@@ -293,7 +303,7 @@ def deny(cluster: Cluster) -> None:
 
 def exceed_limits(cluster: Cluster) -> None:
     at = '{job="waltz-server",instance="s1",principal="bob"}'
-    cluster.during[f"waltz_server_principal_rejected_requests_total{at}"] = Line(1, 6)
+    cluster.during[f"waltz_server_principal_rejected_requests_total{at}"] = LinearValues(1, 6)
 
 
 FAULTS = {
@@ -345,7 +355,7 @@ def test_a_fault_fires_its_alert_and_no_other(title: str, tmp_path: Path) -> Non
     fault = FAULTS[title]
     cluster = Cluster(fault.before_min)
     fault.inject(cluster)
-    found = firing(
+    found = firing_alerts(
         cluster.series(), tmp_path, before_min=fault.before_min, during_min=fault.during_min
     )
     assert {each.name for each in found} == fault.alerts
@@ -353,7 +363,7 @@ def test_a_fault_fires_its_alert_and_no_other(title: str, tmp_path: Path) -> Non
         check_texts(each)
 
 
-def check_texts(alert: Alert) -> None:
+def check_texts(alert: FiringAlert) -> None:
     """Check that the texts of an alert are complete, and name what it is about."""
     assert "error expanding" not in str(alert.annotations)
     assert "<no value>" not in str(alert.annotations)
@@ -370,7 +380,7 @@ def test_each_alert_has_a_fault() -> None:
 def test_promtool_accepts_the_files(kind: str) -> None:
     path = RULES if kind == "rules" else RULES.with_name("prometheus.yml")
     done = subprocess.run(
-        [promtool(), "check", kind, str(path)], capture_output=True, text=True, check=False
+        [find_promtool(), "check", kind, str(path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -386,7 +396,7 @@ def test_promtool_accepts_the_queries_of_the_dashboards(tmp_path: Path) -> None:
     path = tmp_path / "queries.json"
     path.write_text(json.dumps({"groups": [{"name": "queries", "rules": rules}]}))
     done = subprocess.run(
-        [promtool(), "check", "rules", str(path)], capture_output=True, text=True, check=False
+        [find_promtool(), "check", "rules", str(path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -394,11 +404,11 @@ def test_promtool_accepts_the_queries_of_the_dashboards(tmp_path: Path) -> None:
 def test_the_panel_shows_the_days_until_each_disk_is_full(tmp_path: Path) -> None:
     """One disk has 99 days left at its rate, and one does not fill."""
     minute = 1_000_000 / (24 * 60)  # a million bytes per day
-    size = 24 * 60 // STEP_MIN
-    series = {"a": f"100000000{-minute * STEP_MIN:+.6f}x{size}", "b": f"5000+0x{size}"}
+    size = 24 * 60 // INTERVAL_MIN
+    series = {"a": f"100000000{-minute * INTERVAL_MIN:+.6f}x{size}", "b": f"5000+0x{size}"}
     expected = (100_000_000 - 1_000_000) / 1_000_000
     test = {
-        "interval": f"{STEP_MIN}m",
+        "interval": f"{INTERVAL_MIN}m",
         "input_series": [
             {"series": f'waltz_storage_free_bytes{{instance="{name}"}}', "values": values}
             for name, values in series.items()
@@ -414,6 +424,6 @@ def test_the_panel_shows_the_days_until_each_disk_is_full(tmp_path: Path) -> Non
     path = tmp_path / "days.test.json"
     path.write_text(json.dumps({"rule_files": [], "tests": [test]}))
     done = subprocess.run(
-        [promtool(), "test", "rules", str(path)], capture_output=True, text=True, check=False
+        [find_promtool(), "test", "rules", str(path)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,7 +17,7 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from tests.tidy.sources import ROOT, nothing, source_of, text_of, tracked
+from tests.tidy.sources import PROJECT_ROOT, fail_if_any, parse_source, read_text, tracked_files
 
 MARKDOWN = MarkdownIt("commonmark").enable("table")
 # `[text][name]` is still there as text if no line defines the name.
@@ -34,7 +34,7 @@ def inline_tokens(page: str) -> tuple[Token, ...]:
 
 def markdown_of(page: str) -> Iterator[str]:
     """Yield the Markdown of a page, of a notebook's cells, or of a module's docstrings."""
-    text = text_of(page)
+    text = read_text(page)
     if page.endswith(".md"):
         yield text
     elif page.endswith(".ipynb"):
@@ -42,7 +42,7 @@ def markdown_of(page: str) -> Iterator[str]:
             if cell["cell_type"] == "markdown":
                 yield "".join(cell["source"])
     elif "](" in text:
-        for node in source_of(page).nodes:
+        for node in parse_source(page).nodes:
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 yield ast.get_docstring(node) or ""
 
@@ -80,19 +80,19 @@ def leads_somewhere(page: str, link: str) -> bool:
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
         return parts.scheme in ("http", "https") and bool(HOST.fullmatch(parts.netloc))
-    folder = ROOT if page.endswith(".py") else (ROOT / page).parent
-    target = (folder / unquote(parts.path)).resolve() if parts.path else ROOT / page
+    folder = PROJECT_ROOT if page.endswith(".py") else (PROJECT_ROOT / page).parent
+    target = (folder / unquote(parts.path)).resolve() if parts.path else PROJECT_ROOT / page
     if not parts.fragment:
         return target.exists()
-    name = target.relative_to(ROOT).as_posix()
+    name = target.relative_to(PROJECT_ROOT).as_posix()
     return name.endswith(".md") and target.is_file() and parts.fragment in anchors_of(name)
 
 
 def test_every_link_leads_somewhere() -> None:
-    pages = [name for name in tracked() if name.endswith((".md", ".ipynb", ".py"))]
+    pages = [name for name in tracked_files() if name.endswith((".md", ".ipynb", ".py"))]
     links = [(page, link) for page in pages for link in links_of(page)]
     assert any(page.endswith(".ipynb") for page, _ in links)
-    nothing(
+    fail_if_any(
         [f"{page}: {link}" for page, link in links if not leads_somewhere(page, link)],
         "a link that leads nowhere",
     )

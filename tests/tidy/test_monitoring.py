@@ -8,14 +8,14 @@ import pytest
 
 from scripts.dashboards import COLUMNS, dashboards
 from scripts.reference.alerts import RULES, alert_rules
-from tests.tidy.sources import ROOT
+from tests.tidy.sources import PROJECT_ROOT
 from waltz_core.metrics import TABLE, MetricKind
 
 # Not those that a rule records, which have a colon.
 METRIC = re.compile(r"(?<![\w:-])waltz_\w+(?!\w*:)")
 OF_PROMETHEUS = {"up", "process_start_time_seconds"}
 SUFFIXES = ("_bucket", "_sum", "_count")
-PAGE = ROOT / "docs" / "alerts.md"
+PAGE = PROJECT_ROOT / "docs" / "alerts.md"
 PANELS = [
     pytest.param(panel, id=f"{name} {panel['title']}")
     for name, text in dashboards().items()

@@ -2,7 +2,7 @@
 
 import re
 
-from tests.tidy.sources import nothing, text_of
+from tests.tidy.sources import fail_if_any, read_text
 from tests.tidy.test_scenario_table import TEST, functions_of
 
 PAGE = "docs/original-faults.md"
@@ -11,12 +11,12 @@ LETTERS = "ABCDEFGHIJKLMNOPQRST"
 
 def faults() -> dict[str, str]:
     """Return the text of each fault by its letter."""
-    _, *parts = re.split(r"^## ", text_of(PAGE), flags=re.MULTILINE)
+    _, *parts = re.split(r"^## ", read_text(PAGE), flags=re.MULTILINE)
     return {part.split(".", 1)[0]: part for part in parts}
 
 
 def test_every_fault_is_listed_once_and_in_order():
-    titles = re.findall(r"^## (.)\. ", text_of(PAGE), flags=re.MULTILINE)
+    titles = re.findall(r"^## (.)\. ", read_text(PAGE), flags=re.MULTILINE)
     assert titles == list(LETTERS)
 
 
@@ -25,11 +25,11 @@ def test_a_fault_names_tests_that_exist():
         letter: [line for line in text.splitlines() if line.startswith("- ")]
         for letter, text in faults().items()
     }
-    nothing([each for each, lines in named.items() if not lines], "a fault without a test")
+    fail_if_any([each for each, lines in named.items() if not lines], "a fault without a test")
     missing = [
         line
         for lines in named.values()
         for line in lines
         if not (test := TEST.match(line)) or test[2] not in functions_of(test[1])
     ]
-    nothing(missing, "no test has this name")
+    fail_if_any(missing, "no test has this name")

@@ -11,18 +11,18 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.patience import HANG_S
 from tests.tidy.packages import (
-    CHART,
+    CHART_FOLDER,
     DAEMONS,
-    DOCKER,
-    MANIFESTS,
-    SYSTEMD,
-    documents,
+    DOCKER_FOLDER,
+    MANIFESTS_FILE,
+    SYSTEMD_FOLDER,
     kubernetes_daemons,
+    yaml_documents,
 )
+from tests.time_limits import TEST_TIMEOUT_S
 
-COMPOSE = DOCKER / "compose.yaml"
+COMPOSE = DOCKER_FOLDER / "compose.yaml"
 # Each is a list of values that change what the chart writes.
 VARIANTS = {
     "as written": [],
@@ -45,7 +45,9 @@ def run(*words: str | Path) -> subprocess.CompletedProcess[str]:
     name = str(words[0])
     if shutil.which(name) is None:
         pytest.skip(f"there is no {name}; docs/packages.md states where to get it")
-    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=HANG_S)
+    done = subprocess.run(
+        words, capture_output=True, text=True, check=False, timeout=TEST_TIMEOUT_S
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done
 
@@ -54,11 +56,11 @@ def rendered(*values: str) -> str:
     options = [word for each in values for word in ("--set-json" if "{" in each else "--set", each)]
     # Without a cluster, Helm assumes an old version that depends on how Helm was built.
     where = ("--namespace", "waltz", "--kube-version", "1.30.0")
-    return run("helm", "template", "waltz", CHART, *where, *options).stdout
+    return run("helm", "template", "waltz", CHART_FOLDER, *where, *options).stdout
 
 
 def test_hadolint_accepts_the_dockerfile() -> None:
-    run("hadolint", DOCKER / "Dockerfile")
+    run("hadolint", DOCKER_FOLDER / "Dockerfile")
 
 
 def test_the_compose_file_has_the_schema() -> None:
@@ -80,7 +82,7 @@ def test_docker_compose_accepts_the_compose_file() -> None:
 @pytest.mark.parametrize("kind", DAEMONS)
 def test_systemd_accepts_the_units(kind: str, tmp_path: Path) -> None:
     name = f"waltz-{kind}.service"
-    text = (SYSTEMD / name).read_text(encoding="utf-8")
+    text = (SYSTEMD_FOLDER / name).read_text(encoding="utf-8")
     # It requires that the program exists.
     unit = tmp_path / name
     unit.write_text(text.replace("/opt/waltz/bin/waltz-core", sys.executable), encoding="utf-8")
@@ -89,19 +91,19 @@ def test_systemd_accepts_the_units(kind: str, tmp_path: Path) -> None:
 
 
 def test_systemd_accepts_the_user() -> None:
-    run("systemd-sysusers", "--dry-run", SYSTEMD / "waltz.sysusers")
+    run("systemd-sysusers", "--dry-run", SYSTEMD_FOLDER / "waltz.sysusers")
 
 
 def test_kubernetes_accepts_the_manifests() -> None:
-    run("kubernetes-validate", "--strict", MANIFESTS)
+    run("kubernetes-validate", "--strict", MANIFESTS_FILE)
 
 
 def test_helm_accepts_the_chart() -> None:
-    run("helm", "lint", "--strict", CHART)
+    run("helm", "lint", "--strict", CHART_FOLDER)
 
 
 def test_the_manifests_are_those_of_the_chart() -> None:
-    assert sorted(documents(MANIFESTS), key=str) == sorted(
+    assert sorted(yaml_documents(MANIFESTS_FILE), key=str) == sorted(
         (each for each in yaml.safe_load_all(rendered()) if each), key=str
     )
 

@@ -12,22 +12,22 @@ import pytest
 
 from tests.commands import parse_command
 from tests.tidy.packages import (
-    CHART,
+    CHART_FOLDER,
     DAEMONS,
-    DOCKER,
-    MANIFESTS,
-    SYSTEMD,
-    Daemon,
+    DOCKER_FOLDER,
+    MANIFESTS_FILE,
+    SYSTEMD_FOLDER,
+    PackagedDaemon,
     compose_daemons,
     compose_services,
-    documents,
     image_variables,
     kubernetes_daemons,
-    manifests,
-    pod_of,
+    manifests_of_kind,
+    pod_specification,
     tls_settings,
+    yaml_documents,
 )
-from tests.tidy.sources import ROOT, text_of
+from tests.tidy.sources import PROJECT_ROOT, read_text
 from waltz_core import __version__
 from waltz_core.config import CONFIG_TYPES_BY_KIND, ServerConfig, StorageConfig, TlsConfig
 from waltz_core.config.connect_string import parse_connect_string
@@ -35,7 +35,7 @@ from waltz_core.config.declarations import render_toml
 from waltz_core.transport.tls import check_network
 
 FILES_MAX = 15
-PAGES = set(re.findall(r'"(/[a-z]+)": ', text_of("waltz_core/daemon_pages.py")))
+PAGES = set(re.findall(r'"(/[a-z]+)": ', read_text("waltz_core/daemon_pages.py")))
 DEFAULT_PORTS = {
     "server": {"port": ServerConfig(connect="z:1/w").port, "http_port": 15182},
     "storage": {
@@ -44,11 +44,11 @@ DEFAULT_PORTS = {
         "http_port": 15282,
     },
 }
-UNITS = [SYSTEMD / f"waltz-{kind}.service" for kind in DAEMONS]
+UNITS = [SYSTEMD_FOLDER / f"waltz-{kind}.service" for kind in DAEMONS]
 
 
 @pytest.fixture(scope="module")
-def pods(tmp_path_factory: pytest.TempPathFactory) -> list[Daemon]:
+def pods(tmp_path_factory: pytest.TempPathFactory) -> list[PackagedDaemon]:
     return list(kubernetes_daemons(tmp_path_factory.mktemp("settings")))
 
 
@@ -60,12 +60,12 @@ def unit_lines(unit: Path, name: str) -> list[str]:
 
 
 def test_versions_are_that_of_the_project() -> None:
-    (chart,) = documents(CHART / "Chart.yaml")
+    (chart,) = yaml_documents(CHART_FOLDER / "Chart.yaml")
     assert chart["appVersion"] == __version__
     # Helm requires semantic versions.
     assert chart["version"] == __version__.replace(".dev", "-dev.")
-    page = ROOT / "docs" / "packages.md"
-    files = (DOCKER / "Dockerfile", DOCKER / "compose.yaml", MANIFESTS, page)
+    page = PROJECT_ROOT / "docs" / "packages.md"
+    files = (DOCKER_FOLDER / "Dockerfile", DOCKER_FOLDER / "compose.yaml", MANIFESTS_FILE, page)
     texts = {path: path.read_text(encoding="utf-8") for path in files}
     tags = {
         (path.name, tag)
@@ -76,16 +76,22 @@ def test_versions_are_that_of_the_project() -> None:
 
 
 def test_folders_are_small() -> None:
-    for folder in (DOCKER, SYSTEMD, CHART, CHART / "templates", MANIFESTS.parent):
+    for folder in (
+        DOCKER_FOLDER,
+        SYSTEMD_FOLDER,
+        CHART_FOLDER,
+        CHART_FOLDER / "templates",
+        MANIFESTS_FILE.parent,
+    ):
         assert 0 < len(list(folder.iterdir())) <= FILES_MAX
 
 
 def test_headers_state_what_is_not_run() -> None:
     headers = [
-        DOCKER / "Dockerfile",
-        DOCKER / "compose.yaml",
-        CHART / "Chart.yaml",
-        MANIFESTS,
+        DOCKER_FOLDER / "Dockerfile",
+        DOCKER_FOLDER / "compose.yaml",
+        CHART_FOLDER / "Chart.yaml",
+        MANIFESTS_FILE,
         *UNITS,
     ]
     silent = [
@@ -100,22 +106,22 @@ def test_headers_state_what_is_not_run() -> None:
 
 
 def test_the_build_copies_existing_files_and_what_the_wheel_needs() -> None:
-    text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+    text = (DOCKER_FOLDER / "Dockerfile").read_text(encoding="utf-8")
     copied = [
         name
         for line in re.findall(r"(?m)^COPY (?!--from)(.*)$", text)
         for name in line.split()[:-1]
     ]
-    assert [name for name in copied if not (ROOT / name).exists()] == []
+    assert [name for name in copied if not (PROJECT_ROOT / name).exists()] == []
     needed = re.findall(
         r'"([\w./]+)"',
-        re.search(r"(?m)^only-include = (.*)$", text_of("pyproject.toml")).group(1),
+        re.search(r"(?m)^only-include = (.*)$", read_text("pyproject.toml")).group(1),
     )
     assert set(needed) < set(copied)
 
 
 def test_exposed_ports_are_those_of_the_daemons() -> None:
-    text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
+    text = (DOCKER_FOLDER / "Dockerfile").read_text(encoding="utf-8")
     exposed = re.findall(r"(?m)^EXPOSE (.*)$", text)[0]
     ports = {port for each in DEFAULT_PORTS.values() for port in each.values()}
     assert {int(port) for port in exposed.split()} == ports
@@ -137,7 +143,7 @@ def test_the_health_check_of_the_image_reads_livez(*, is_alive: bool) -> None:
         thread.start()
         port = server.server_port if is_alive else 1
         ports = dict.fromkeys(image_variables(), "1") | {"WALTZ_STORAGE_HTTP_PORT": str(port)}
-        ran = subprocess.run([sys.executable, DOCKER / "livez.py"], env=ports, check=False)
+        ran = subprocess.run([sys.executable, DOCKER_FOLDER / "livez.py"], env=ports, check=False)
         server.shutdown()
         thread.join()
     assert ran.returncode == (0 if is_alive else 1)
@@ -173,7 +179,7 @@ def test_the_compose_file_creates_the_cluster_of_its_storages() -> None:
 
 
 def test_names_in_the_compose_file_exist() -> None:
-    (content,) = documents(DOCKER / "compose.yaml")
+    (content,) = yaml_documents(DOCKER_FOLDER / "compose.yaml")
     for service in content["services"].values():
         assert set(service.get("depends_on", ())) <= set(content["services"])
         volumes = {each.split(":")[0] for each in service.get("volumes", ())}
@@ -181,7 +187,7 @@ def test_names_in_the_compose_file_exist() -> None:
         assert all(each.startswith("127.0.0.1:") for each in service.get("ports", ()))
 
 
-def address_of(storage: Daemon) -> str:
+def address_of(storage: PackagedDaemon) -> str:
     config = storage.config
     assert isinstance(config, StorageConfig)
     return f"{config.advertised_host}:{config.port}:{config.admin_port}"
@@ -198,7 +204,9 @@ def test_units_start_existing_commands_as_their_user(unit: Path) -> None:
     assert options == ["run", "--config", f"/etc/waltz/{kind}.toml"]
     parse_command([kind, "run"])
     (user,) = unit_lines(unit, "User")
-    assert re.search(rf"(?m)^u {user} ", (SYSTEMD / "waltz.sysusers").read_text(encoding="utf-8"))
+    assert re.search(
+        rf"(?m)^u {user} ", (SYSTEMD_FOLDER / "waltz.sysusers").read_text(encoding="utf-8")
+    )
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda path: path.stem)
@@ -211,7 +219,7 @@ def test_units_permit_all_connections(unit: Path) -> None:
 # --- Kubernetes
 
 
-def test_pods_have_valid_settings(pods: list[Daemon]) -> None:
+def test_pods_have_valid_settings(pods: list[PackagedDaemon]) -> None:
     assert [each.command[0] for each in pods] == ["server"] * 2 + ["storage"] * 3
     for each in pods:
         assert each.ports == DEFAULT_PORTS[each.command[0]]
@@ -220,15 +228,15 @@ def test_pods_have_valid_settings(pods: list[Daemon]) -> None:
         assert parse_command(each.command[:2])
         _, set_name, namespace, *domain = each.config.advertised_host.split(".")
         assert each.config.advertised_host.startswith(f"{each.name}.")
-        assert set_name in manifests("Service")
+        assert set_name in manifests_of_kind("Service")
         assert [namespace, *domain] == ["waltz", "svc", "cluster", "local"]
 
 
-def test_pods_use_tls_of_the_secret(pods: list[Daemon], tmp_path: Path) -> None:
+def test_pods_use_tls_of_the_secret(pods: list[PackagedDaemon], tmp_path: Path) -> None:
     files = tls_settings()
     assert TlsConfig(**files).tls == "on"
-    for found in manifests("StatefulSet").values():
-        (container,) = pod_of(found)["containers"]
+    for found in manifests_of_kind("StatefulSet").values():
+        (container,) = pod_specification(found)["containers"]
         mounts = {each["mountPath"] for each in container["volumeMounts"]}
         places = [str(value).rpartition("/")[0] for value in files.values() if "/" in str(value)]
         assert set(places) <= mounts
@@ -240,9 +248,9 @@ def test_pods_use_tls_of_the_secret(pods: list[Daemon], tmp_path: Path) -> None:
         check_network(replace(each.config, connect=connect))
 
 
-def test_the_job_creates_the_cluster_of_the_storages(pods: list[Daemon]) -> None:
-    (job,) = manifests("Job").values()
-    (container,) = pod_of(job)["containers"]
+def test_the_job_creates_the_cluster_of_the_storages(pods: list[PackagedDaemon]) -> None:
+    (job,) = manifests_of_kind("Job").values()
+    (container,) = pod_specification(job)["containers"]
     options = parse_command(container["args"])
     storages = [address_of(each) for each in pods if isinstance(each.config, StorageConfig)]
     assert list(options["storage"]) == [f"{each}:{group}" for group, each in enumerate(storages)]
@@ -251,12 +259,14 @@ def test_the_job_creates_the_cluster_of_the_storages(pods: list[Daemon]) -> None
 
 
 def test_ports_and_probes_of_the_manifests() -> None:
-    for name, found in manifests("StatefulSet").items():
-        (container,) = pod_of(found)["containers"]
+    for name, found in manifests_of_kind("StatefulSet").items():
+        (container,) = pod_specification(found)["containers"]
         ports = {each["name"]: each["containerPort"] for each in container["ports"]}
         expected = DEFAULT_PORTS[name.rpartition("-")[2]]
         assert sorted(ports.values()) == sorted(expected.values())
-        (service,) = (each for each in manifests("Service").values() if selects(each, found))
+        (service,) = (
+            each for each in manifests_of_kind("Service").values() if selects(each, found)
+        )
         assert {each["name"]: each["port"] for each in service["spec"]["ports"]} == ports
         probes = {key: value for key, value in container.items() if key.endswith("Probe")}
         assert {key: each["httpGet"]["path"] for key, each in probes.items()} == {
@@ -273,27 +283,27 @@ def selects(service: dict[str, dict[str, object]], found: dict[str, object]) -> 
 
 
 def test_members_are_found_before_they_are_ready() -> None:
-    for service in manifests("Service").values():
+    for service in manifests_of_kind("Service").values():
         assert service["spec"]["clusterIP"] == "None"
         assert service["spec"]["publishNotReadyAddresses"]
 
 
 def test_the_environment_of_pods_has_no_variables_of_services() -> None:
     """WALTZ_SERVER_PORT of a service would be a setting."""
-    workloads = [*manifests("StatefulSet").values(), *manifests("Job").values()]
+    workloads = [*manifests_of_kind("StatefulSet").values(), *manifests_of_kind("Job").values()]
     assert len(workloads) == 3
-    assert not any(pod_of(each)["enableServiceLinks"] for each in workloads)
+    assert not any(pod_specification(each)["enableServiceLinks"] for each in workloads)
 
 
 def test_each_stateful_set_has_a_disruption_budget() -> None:
-    budgets = manifests("PodDisruptionBudget")
-    for name, found in manifests("StatefulSet").items():
+    budgets = manifests_of_kind("PodDisruptionBudget")
+    for name, found in manifests_of_kind("StatefulSet").items():
         assert budgets[name]["spec"]["selector"] == found["spec"]["selector"]
         assert budgets[name]["spec"]["maxUnavailable"] == 1
 
 
 def test_values_name_settings() -> None:
-    (values,) = documents(CHART / "values.yaml")
+    (values,) = yaml_documents(CHART_FOLDER / "values.yaml")
     names = {kind: {*CONFIG_TYPES_BY_KIND[kind].__dataclass_fields__} for kind in DAEMONS}
     assert set(values["settings"]) <= names["server"] & names["storage"]
     for kind in DAEMONS:

@@ -4,11 +4,11 @@ import ast
 import re
 from functools import cache
 
-from tests.tidy.sources import ROOT, nothing, source_of, sources_under
+from tests.tidy.sources import PROJECT_ROOT, fail_if_any, parse_source, sources_under
 from waltz_sim.scenario import parse_scenarios
 
-TABLE = ROOT / "docs" / "scenarios.md"
-SCENARIOS = ROOT / "tests" / "sim" / "scenarios"
+TABLE = PROJECT_ROOT / "docs" / "scenarios.md"
+SCENARIOS = PROJECT_ROOT / "tests" / "sim" / "scenarios"
 ROW_COUNT = 40
 ROW = re.compile(r"^### (\d+)\. (.+)$", re.MULTILINE)
 TEST = re.compile(r"^- `(tests/\S+\.py)::(test_\w+)`$")
@@ -27,10 +27,10 @@ def rows() -> dict[int, str]:
 @cache
 def functions_of(path: str) -> frozenset[str]:
     """Return the names of a file's tests; none where there is no such file."""
-    if not (ROOT / path).is_file():
+    if not (PROJECT_ROOT / path).is_file():
         return frozenset()
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    return frozenset(node.name for node in source_of(path).nodes if isinstance(node, functions))
+    return frozenset(node.name for node in parse_source(path).nodes if isinstance(node, functions))
 
 
 @cache
@@ -62,9 +62,11 @@ def test_a_row_names_tests_that_exist():
         number: [line for line in text.splitlines() if line.startswith("- ")]
         for number, text in rows().items()
     }
-    nothing([f"row {each}" for each, lines in named.items() if not lines], "a row without a test")
+    fail_if_any(
+        [f"row {each}" for each, lines in named.items() if not lines], "a row without a test"
+    )
     missing = [line for lines in named.values() for line in lines if not is_there(line)]
-    nothing(missing, "no test or scenario has this name")
+    fail_if_any(missing, "no test or scenario has this name")
 
 
 def test_no_file_is_mapped_into_memory():

@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 
-from tests.tidy.sources import ROOT
+from tests.tidy.sources import PROJECT_ROOT
 from waltz_core.config import CONFIG_TYPES_BY_KIND
 from waltz_core.records.lock_blocks import TRAILER_BYTES
 from waltz_core.records.raw_records import RECORD_OVERHEAD_BYTES
@@ -17,7 +17,7 @@ from waltz_core.storage.files.format import (
 )
 from waltz_core.storage.files.lock_file import FILE_BYTES_MAX
 
-PAGE = (ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
+PAGE = (PROJECT_ROOT / "docs" / "sizing.md").read_text(encoding="utf-8")
 MIB = 1 << 20
 DEFAULTS = {
     "reserve_bytes": 64 * MIB,

@@ -16,15 +16,15 @@ from pathlib import Path
 from scripts import generate_docs
 from scripts.reference import events
 from tests.tidy.sources import (
-    ROOT,
-    Source,
-    instructions,
-    nothing,
-    of_tests,
-    product,
-    source_of,
-    text_of,
-    tracked,
+    PROJECT_ROOT,
+    SourceFile,
+    fail_if_any,
+    hand_written_files,
+    parse_source,
+    product_sources,
+    read_text,
+    test_sources,
+    tracked_files,
 )
 from waltz_core.config import CONFIG_TYPES_BY_KIND
 
@@ -193,23 +193,27 @@ def dotted(node: ast.AST) -> str:
 
 
 def test_every_file_has_a_docstring():
-    silent = [s.path for s in (*product(), *of_tests()) if s.text and not ast.get_docstring(s.tree)]
-    nothing(silent, "the file has no docstring")
+    silent = [
+        s.path
+        for s in (*product_sources(), *test_sources())
+        if s.text and not ast.get_docstring(s.tree)
+    ]
+    fail_if_any(silent, "the file has no docstring")
 
 
 def test_files_are_at_most_800_lines_long():
-    long = {s.path for s in product() if s.text.count("\n") > FILE_LINES_MAX}
-    nothing(long - set(FILES_LONGER_ON_PURPOSE), f"over {FILE_LINES_MAX} lines")
-    nothing(set(FILES_LONGER_ON_PURPOSE) - long, "listed as long, but short")
+    long = {s.path for s in product_sources() if s.text.count("\n") > FILE_LINES_MAX}
+    fail_if_any(long - set(FILES_LONGER_ON_PURPOSE), f"over {FILE_LINES_MAX} lines")
+    fail_if_any(set(FILES_LONGER_ON_PURPOSE) - long, "listed as long, but short")
 
 
 def test_file_names_have_no_vague_words():
     vague = [
         s.path
-        for s in (*product(), *of_tests())
+        for s in (*product_sources(), *test_sources())
         if set(Path(s.path).stem.removeprefix("test_").split("_")) & set(BANNED_WORDS_IN_NAMES)
     ]
-    nothing(vague, "a vague word in the name of a file")
+    fail_if_any(vague, "a vague word in the name of a file")
 
 
 def test_overviews_hold_prose_only():
@@ -226,77 +230,77 @@ def test_overviews_hold_prose_only():
     }
     wrong = [
         s.path
-        for s in product()
+        for s in product_sources()
         if s.path.endswith("__init__.py") and s.path not in public
         if len(s.tree.body) > 1
     ]
-    nothing(wrong, "an __init__ with code in it")
+    fail_if_any(wrong, "an __init__ with code in it")
 
 
 def test_folders_are_small_and_have_an_overview():
     folders: dict[str, list[str]] = {}
-    for source in product():
+    for source in product_sources():
         folder, _, name = source.path.rpartition("/")
         folders.setdefault(folder, []).append(name)
     silent = [each for each, names in folders.items() if "__init__.py" not in names]
-    nothing(silent, "no __init__.py introduces it")
+    fail_if_any(silent, "no __init__.py introduces it")
     full = [each for each, names in folders.items() if len(names) - 1 > FOLDER_FILES_MAX]
-    nothing(full, f"over {FOLDER_FILES_MAX} files")
+    fail_if_any(full, f"over {FOLDER_FILES_MAX} files")
 
 
 def test_an_overview_mentions_each_file_of_its_folder():
     """Those of the roots are for applications; the layers in ARCHITECTURE.md have their files."""
     silent = []
-    for each in product():
+    for each in product_sources():
         folder, _, name = each.path.rpartition("/")
         if folder in ("waltz_core", "waltz_spark"):
             continue
         stem = name.removesuffix(".py")
-        text = ast.get_docstring(source_of(f"{folder}/__init__.py").tree) or ""
+        text = ast.get_docstring(parse_source(f"{folder}/__init__.py").tree) or ""
         if stem not in ("__init__", "__main__") and not re.search(rf"\b{stem}\b", text):
             silent.append(each.path)
-    nothing(silent, "the folder's __init__.py does not mention it")
+    fail_if_any(silent, "the folder's __init__.py does not mention it")
 
 
 def test_a_file_that_a_text_names_exists():
-    paths = [Path(name).parts for name in tracked() if name.endswith(".py")]
+    paths = [Path(name).parts for name in tracked_files() if name.endswith(".py")]
     endings = {"/".join(parts[at:]) for parts in paths for at in range(len(parts))}
     # Decisions also describe files of earlier versions.
     pages = [
-        (name, text_of(name))
-        for name in tracked()
+        (name, read_text(name))
+        for name in tracked_files()
         if name.endswith((".md", ".ipynb")) and not name.startswith("docs/decisions/")
     ]
     gone = [
         f"{name}: {path}"
-        for name, text in (*pages, *((s.path, s.text) for s in product()))
+        for name, text in (*pages, *((s.path, s.text) for s in product_sources()))
         for path in PYTHON_FILE.findall(text)
         if path not in FILES_OF_OTHERS and path not in endings
     ]
-    nothing(gone, "a text names a file that does not exist")
+    fail_if_any(gone, "a text names a file that does not exist")
 
 
 def test_a_page_that_a_text_names_exists_and_has_the_section():
     wrong = [
         f"{name}: {' '.join(found.group().split())}"
-        for name in instructions()
-        if ".md" in text_of(name)
-        for found in PAGE.finditer(LINK_TEXT.sub("(", text_of(name)).replace('" / "', "/"))
+        for name in hand_written_files()
+        if ".md" in read_text(name)
+        for found in PAGE.finditer(LINK_TEXT.sub("(", read_text(name)).replace('" / "', "/"))
         if not is_there(name, found)
     ]
-    nothing(wrong, "a text names a page or a section that does not exist")
+    fail_if_any(wrong, "a text names a page or a section that does not exist")
 
 
 def test_a_decision_that_a_text_names_exists():
-    there = {int(path.name[:3]) for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md")}
+    there = {int(path.name[:3]) for path in (PROJECT_ROOT / "docs" / "decisions").glob("[0-9]*.md")}
     gone = [
         f"{name}: {found.group()}"
-        for name in instructions()
-        if "decision" in text_of(name)
-        for found in DECISION.finditer(text_of(name))
+        for name in hand_written_files()
+        if "decision" in read_text(name)
+        for found in DECISION.finditer(read_text(name))
         if int(found.group(1)) not in there
     ]
-    nothing(gone, "a text names a decision that does not exist")
+    fail_if_any(gone, "a text names a decision that does not exist")
 
 
 def is_there(naming: str, found: re.Match[str]) -> bool:
@@ -304,7 +308,11 @@ def is_there(naming: str, found: re.Match[str]) -> bool:
     page = found.group(1)
     if "://" in page or "*" in page or page in PAGES_OF_USERS:
         return True
-    paths = [path for path in (ROOT / page, (ROOT / naming).parent / page) if path.is_file()]
+    paths = [
+        path
+        for path in (PROJECT_ROOT / page, (PROJECT_ROOT / naming).parent / page)
+        if path.is_file()
+    ]
     if not paths:
         return False
     titles = titles_of(paths[0])
@@ -327,7 +335,7 @@ def anchor_of(title: str) -> str:
     return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
 
 
-def is_shell(source: Source) -> bool:
+def is_shell(source: SourceFile) -> bool:
     """Return whether a file names what no pure file may name."""
     names = {name for node in source.nodes for name in imported(node)}
     return bool(names & set(SHELL_MODULES))
@@ -339,7 +347,7 @@ def is_shell(source: Source) -> bool:
 def test_a_class_name_has_one_meaning():
     """Private names are of one file; the others are not: a reader looks for them everywhere."""
     places: dict[str, list[str]] = {}
-    for source in product():
+    for source in product_sources():
         for node in source.tree.body:
             alias = node.target if isinstance(node, ast.AnnAssign) else None
             if isinstance(alias, ast.Name) and ast.unparse(node.annotation) == "TypeAlias":
@@ -351,33 +359,33 @@ def test_a_class_name_has_one_meaning():
         for name, paths in places.items()
         if len(paths) > 1 and not name.startswith("_") and name not in NAMES_WITH_A_MODULE
     ]
-    nothing(several, "one name, several classes")
+    fail_if_any(several, "one name, several classes")
 
 
 def test_a_module_name_has_one_meaning():
     places: dict[str, list[str]] = {}
-    for source in product():
+    for source in product_sources():
         if not source.path.endswith(("__init__.py", "__main__.py")):
             places.setdefault(Path(source.path).stem, []).append(source.path)
     several = [f"{name}: {', '.join(paths)}" for name, paths in places.items() if len(paths) > 1]
-    nothing(several, "one name, several modules")
+    fail_if_any(several, "one name, several modules")
 
 
 def test_the_glossary_has_the_frequent_words_of_names():
     count = Counter(
         word.lower()
-        for source in product()
+        for source in product_sources()
         if source.path.startswith(("waltz_core/", "waltz_spark/"))
         for node in source.tree.body
         if isinstance(node, ast.ClassDef)
         for word in set(re.findall(r"[A-Z][a-z]+", node.name))
     )
-    page = text_of("ARCHITECTURE.md")
+    page = read_text("ARCHITECTURE.md")
     rows = re.findall(r"(?m)^\| (.*?) \|", page[: page.index("## The processes")])
     explained = {word for row in rows for word in re.findall(r"\w+", row.lower())}
     missing = {word for word, names in count.items() if names >= GLOSSARY_NAMES_MIN} - explained
-    nothing(missing - ORDINARY_WORDS, "no row in the glossary of ARCHITECTURE.md")
-    nothing(ORDINARY_WORDS - set(count), "listed as ordinary, but in no name")
+    fail_if_any(missing - ORDINARY_WORDS, "no row in the glossary of ARCHITECTURE.md")
+    fail_if_any(ORDINARY_WORDS - set(count), "listed as ordinary, but in no name")
 
 
 # --- Functions
@@ -386,26 +394,26 @@ def test_the_glossary_has_the_frequent_words_of_names():
 def test_functions_are_at_most_60_lines_long():
     long = [
         f"{s.path}:{node.lineno} {node.name}"
-        for s in (*product(), *of_tests())
+        for s in (*product_sources(), *test_sources())
         for node in s.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if body_lines(node) > FUNCTION_LINES_MAX
     ]
-    nothing(long, f"over {FUNCTION_LINES_MAX} lines")
+    fail_if_any(long, f"over {FUNCTION_LINES_MAX} lines")
 
 
 def test_pure_functions_take_no_bare_minus_one_for_an_id():
     """`BEFORE_FIRST` and `NO_SESSION` have names."""
     bare = [
         f"{s.path}:{node.lineno}"
-        for s in product()
+        for s in product_sources()
         for node in s.nodes
         if isinstance(node, ast.Call) and dotted(node.func) in ("TransactionId", "SessionId")
         if node.args
         and ast.unparse(node.args[0]) == "-1"
         and s.path != "waltz_core/records/record.py"
     ]
-    nothing(bare, "a bare -1; BEFORE_FIRST and NO_SESSION have names")
+    fail_if_any(bare, "a bare -1; BEFORE_FIRST and NO_SESSION have names")
 
 
 # --- Libraries
@@ -414,18 +422,18 @@ def test_pure_functions_take_no_bare_minus_one_for_an_id():
 def test_each_third_party_library_has_one_interface():
     wrong = [
         f"{s.path}:{node.lineno} names {name}"
-        for s in product()
+        for s in product_sources()
         for node in s.nodes
         for name in imported(node)
         if (name in LIBRARY_FILES and s.path not in LIBRARY_FILES[name])
         or (name == "pyarrow" and s.path.startswith("waltz_core/") and s.path not in ARROW_FILES)
     ]
-    nothing(wrong, "a library is named outside of its interface")
+    fail_if_any(wrong, "a library is named outside of its interface")
 
 
 def test_every_pure_file_is_under_the_contract_of_pure_modules():
     """import-linter checks only the modules that are listed; this checks the list."""
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    settings = tomllib.loads((PROJECT_ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     (contract,) = [
         each
         for each in settings["tool"]["importlinter"]["contracts"]
@@ -436,18 +444,18 @@ def test_every_pure_file_is_under_the_contract_of_pure_modules():
     folders += tuple(f"waltz_sim/{name}/" for name in ("world", "cluster", "faults", "guarantees"))
     forgotten = [
         s.path
-        for s in product()
+        for s in product_sources()
         if s.path.startswith(folders) and not s.path.endswith("__init__.py") and not is_shell(s)
         if s.path not in DISK_FILES
         if not (s.path.removesuffix(".py").replace("/", ".") + ".").startswith(listed)
     ]
-    nothing(forgotten, "add them to source_modules in pyproject.toml")
+    fail_if_any(forgotten, "add them to source_modules in pyproject.toml")
 
 
 def test_files_are_reached_only_through_a_disk():
     wrong = [
         f"{s.path}:{node.lineno} {dotted(node.func)}"
-        for s in product()
+        for s in product_sources()
         if s.path.startswith(
             ("waltz_core/storage/", "waltz_sim/world/", "waltz_sim/cluster/", "waltz_sim/faults/")
         )
@@ -458,48 +466,50 @@ def test_files_are_reached_only_through_a_disk():
     ]
     wrong += [
         f"{s.path}:{node.lineno} names {name}"
-        for s in product()
+        for s in product_sources()
         if s.path.startswith("waltz_core/storage/") and s.path not in DISK_FILES and not is_shell(s)
         for node in s.nodes
         for name in imported(node)
         if name in ("os", "fcntl", "io", "tempfile", "shutil")
     ]
-    nothing(wrong, "files are reached through `Disk`")
+    fail_if_any(wrong, "files are reached through `Disk`")
 
 
 def test_nothing_is_pickled_or_evaluated():
     wrong = [
         f"{s.path}:{node.lineno} names {name}"
-        for s in product()
+        for s in product_sources()
         for node in s.nodes
         for name in imported(node)
         if name in BANNED_MODULES
     ]
     wrong += [
-        f"{s.path}:{c.lineno} evaluates" for s in product() for c in calls(s.nodes, "eval", "exec")
+        f"{s.path}:{c.lineno} evaluates"
+        for s in product_sources()
+        for c in calls(s.nodes, "eval", "exec")
     ]
-    nothing(wrong, "pickle, eval and their like")
+    fail_if_any(wrong, "pickle, eval and their like")
 
 
 def test_assertions_have_no_effect():
     """Python can be configured to leave them out, with everything that they do."""
     wrong = [
         f"{s.path}:{each.lineno} does something: {ast.unparse(each)}"
-        for s in product()
+        for s in product_sources()
         for node in s.nodes
         if isinstance(node, ast.Assert)
         for each in ast.walk(node)
         if isinstance(each, ast.NamedExpr | ast.Await | ast.Yield)
         or (isinstance(each, ast.Call) and ast.unparse(each.func).split(".")[-1] in CHANGES)
     ]
-    nothing(wrong, "assertions that have an effect")
+    fail_if_any(wrong, "assertions that have an effect")
 
 
 def test_every_setting_is_read():
     """A setting that nothing obeys promises what is not so."""
     read = {
         node.attr
-        for s in product()
+        for s in product_sources()
         if s.path != "waltz_core/config/declarations.py"
         for node in s.nodes
         if isinstance(node, ast.Attribute)
@@ -510,7 +520,7 @@ def test_every_setting_is_read():
         for each in fields(config_type)
         if each.name not in read
     ]
-    nothing(dead, "a setting that no file reads")
+    fail_if_any(dead, "a setting that no file reads")
 
 
 # --- Tests
@@ -518,7 +528,7 @@ def test_every_setting_is_read():
 
 def test_tests_sleep_only_between_checks_of_a_condition():
     wrong = []
-    for source in of_tests():
+    for source in test_sources():
         paced = {
             id(call)
             for loop in source.nodes
@@ -530,12 +540,12 @@ def test_tests_sleep_only_between_checks_of_a_condition():
             for call in calls(source.nodes, "time.sleep", "asyncio.sleep")
             if id(call) not in paced and ast.unparse(call.args[0]) != "0"
         ]
-    nothing(wrong, "a sleep outside of a `while` that looks at a condition")
+    fail_if_any(wrong, "a sleep outside of a `while` that looks at a condition")
 
 
 def test_skips_and_expected_failures_give_a_reason():
     wrong = []
-    for source in of_tests():
+    for source in test_sources():
         for node in source.nodes:
             if isinstance(node, ast.Attribute) and node.attr in ("skip", "xfail", "skipif"):
                 reasoned = [
@@ -547,13 +557,13 @@ def test_skips_and_expected_failures_give_a_reason():
                 ]
                 if not reasoned:
                     wrong.append(f"{source.path}:{node.lineno}")
-    nothing(wrong, "skip and xfail need a reason")
+    fail_if_any(wrong, "skip and xfail need a reason")
 
 
 def test_every_test_can_fail():
     """It asserts, expects an exception, or calls something in its file that does."""
     idle = []
-    for source in of_tests():
+    for source in test_sources():
         functions = [
             node
             for node in source.nodes
@@ -566,7 +576,7 @@ def test_every_test_can_fail():
             if node.name.startswith("test_") and node.name not in refusing
             if not can_fail(node, refusing)
         ]
-    nothing(idle, "a test that cannot fail")
+    fail_if_any(idle, "a test that cannot fail")
 
 
 def can_fail_by_assertion(function: ast.AST) -> bool:
@@ -578,7 +588,14 @@ def can_fail_by_assertion(function: ast.AST) -> bool:
 
 def can_fail(function: ast.AST, refusing: Collection[str]) -> bool:
     """Return whether a function has something in it that may refuse the outcome."""
-    asserting = {"nothing", "raises", "suppress", "fail", "run_state_machine_as_test", *refusing}
+    asserting = {
+        "fail_if_any",
+        "raises",
+        "suppress",
+        "fail",
+        "run_state_machine_as_test",
+        *refusing,
+    }
     nodes = list(ast.walk(function))
     called = {dotted(node.func).split(".")[-1] for node in nodes if isinstance(node, ast.Call)}
     has_assert = any(isinstance(node, ast.Assert | ast.Raise) for node in nodes)
@@ -592,8 +609,8 @@ def can_fail(function: ast.AST, refusing: Collection[str]) -> bool:
 
 def lines_with(pattern: re.Pattern[str], name: str) -> Iterator[tuple[str, str]]:
     """Yield the lines of a file that have what a pattern describes, with their places."""
-    if pattern.search(text_of(name)):
-        for number, line in enumerate(text_of(name).splitlines(), 1):
+    if pattern.search(read_text(name)):
+        for number, line in enumerate(read_text(name).splitlines(), 1):
             if pattern.search(line):
                 yield f"{name}:{number}", line
 
@@ -601,29 +618,29 @@ def lines_with(pattern: re.Pattern[str], name: str) -> Iterator[tuple[str, str]]
 def test_every_todo_links_an_issue():
     open_ends = [
         place
-        for name in instructions()
+        for name in hand_written_files()
         for place, line in lines_with(TO_DO, name)
         if not ISSUE_LINK.search(line)
     ]
-    nothing(open_ends, "something is left to do and links no issue")
+    fail_if_any(open_ends, "something is left to do and links no issue")
 
 
 def test_no_path_of_one_machine_is_named():
     found = [
         place
-        for name in tracked()
+        for name in tracked_files()
         if name != "tests/tidy/test_tidy.py"
         for place, _ in lines_with(MACHINE_PATH, name)
     ]
-    nothing(found, "a path of one machine only")
+    fail_if_any(found, "a path of one machine only")
 
 
 def test_generated_samples_and_tables_are_current():
-    nothing(generate_docs.drifted(), "not current: run make docs")
+    fail_if_any(generate_docs.drifted(), "not current: run make docs")
 
 
 def test_a_log_line_is_the_name_of_an_event_and_its_fields():
-    nothing(events.wrong_lines(), "expected `area.event field=value ...`")
+    fail_if_any(events.wrong_lines(), "expected `area.event field=value ...`")
 
 
 def test_a_field_with_spaces_is_the_last_one():
@@ -635,7 +652,7 @@ def test_a_field_with_spaces_is_the_last_one():
             [each for each in event.fields if each != "hint"][:-1]
         )
     ]
-    nothing(wrong, "error, reason and message come last")
+    fail_if_any(wrong, "error, reason and message come last")
 
 
 def test_every_event_has_one_level():
@@ -644,13 +661,13 @@ def test_every_event_has_one_level():
         for event in events.events().values()
         if len(event.levels) > 1
     ]
-    nothing(several, "one event, several levels")
+    fail_if_any(several, "one event, several levels")
 
 
 def test_every_event_is_described_once():
     logged, described = events.events().keys(), events.descriptions().keys()
-    nothing(logged - described, f"no description in {events.TEXTS.name}")
-    nothing(described - logged, f"in {events.TEXTS.name}, but in no log line")
+    fail_if_any(logged - described, f"no description in {events.TEXTS.name}")
+    fail_if_any(described - logged, f"in {events.TEXTS.name}, but in no log line")
 
 
 def test_every_warning_states_an_action():
@@ -660,4 +677,4 @@ def test_every_warning_states_an_action():
         for event in events.events().values()
         if event.name in texts and event.wants_action is not bool(texts[event.name].action)
     ]
-    nothing(wrong, "WARNING and ERROR have an action, other levels have none")
+    fail_if_any(wrong, "WARNING and ERROR have an action, other levels have none")

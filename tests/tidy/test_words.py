@@ -9,7 +9,7 @@ import re
 from functools import cache
 from pathlib import PurePath
 
-from tests.tidy.sources import nothing, text_of, tracked
+from tests.tidy.sources import fail_if_any, read_text, tracked_files
 
 # words -> what to write instead
 WORDS = {
@@ -44,8 +44,10 @@ _WORD = re.compile("[a-z]+")
 @cache
 def _texts() -> dict[str, str]:
     """Return what is read, by file; pictures in notebooks are left out."""
-    names = (each for each in tracked() if PurePath(each).suffix in READ or each == "Makefile")
-    return {name: _PICTURE.sub("", text_of(name)) for name in names if name != THE_LIST}
+    names = (
+        each for each in tracked_files() if PurePath(each).suffix in READ or each == "Makefile"
+    )
+    return {name: _PICTURE.sub("", read_text(name)) for name in names if name != THE_LIST}
 
 
 def _found(name: str, words: str) -> list[str]:
@@ -67,7 +69,7 @@ def test_texts_use_the_terms_of_the_field() -> None:
             if words not in KEPT.get(name, {}) and any(
                 each.split()[0] in there and each in lower for each in words.split("|")
             ):
-                nothing(_found(name, words), f"write instead of {words!r}: {better}")
+                fail_if_any(_found(name, words), f"write instead of {words!r}: {better}")
 
 
 def test_exceptions_are_needed() -> None:

@@ -9,25 +9,25 @@ import duckdb
 import pytest
 
 from tests.commands import run_command
-from tests.patience import PATIENT
+from tests.time_limits import PATIENT_CLIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import running_cluster
 
 UPSERT, DELETE = 1, 2
 
 
-class Accounts(NamedTuple):
+class AccountsTable(NamedTuple):
     """A log of accounts in JSON, and a Delta table that `waltz-core follow` makes of it."""
 
     client: WaltzClient
     connect: str
     table: Path
 
-    def put(self, number: int, owner: str, balance: int) -> None:
+    def put_account(self, number: int, owner: str, balance: int) -> None:
         row = {"id": number, "owner": owner, "balance": balance}
         self._append(number, json.dumps(row).encode(), UPSERT)
 
-    def remove(self, number: int) -> None:
+    def remove_account(self, number: int) -> None:
         self._append(number, json.dumps({"id": number}).encode(), DELETE)
 
     def _append(self, number: int, payload: bytes, header: int) -> None:
@@ -46,22 +46,22 @@ class Accounts(NamedTuple):
         return json.loads(done.stdout)["marks"]
 
 
-def owners(database: Path) -> list[tuple[str, int, int]]:
+def read_owners(database: Path) -> list[tuple[str, int, int]]:
     """Return the rows of dbt's model: owner, number of accounts, balance."""
     with duckdb.connect(str(database), read_only=True) as opened:
         return opened.sql("SELECT owner, accounts, balance FROM owners ORDER BY owner").fetchall()
 
 
 @pytest.fixture
-def accounts(tmp_path: Path) -> Iterator[Accounts]:
+def accounts(tmp_path: Path) -> Iterator[AccountsTable]:
     where = tmp_path / "cluster"
     options = {"storage_count": 1, "server_count": 1, "partition_count": 2}
     with (
         running_cluster(where, **options) as cluster,
-        WaltzClient(cluster.connect, PATIENT) as client,
+        WaltzClient(cluster.connect, PATIENT_CLIENT) as client,
     ):
-        found = Accounts(client, cluster.connect, tmp_path / "accounts")
-        found.put(1, "Anna", 100)
-        found.put(2, "Ben", 40)
-        found.put(3, "Anna", 5)
+        found = AccountsTable(client, cluster.connect, tmp_path / "accounts")
+        found.put_account(1, "Anna", 100)
+        found.put_account(2, "Ben", 40)
+        found.put_account(3, "Anna", 5)
         yield found

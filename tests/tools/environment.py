@@ -7,35 +7,35 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def bin_of(tool: str) -> Path:
+def programs_of(tool: str) -> Path:
     """Return the directory with the programs of a tool."""
     return ROOT / "build" / "tools" / tool / "bin"
 
 
-def needs(*tools: str) -> pytest.MarkDecorator:
+def needs_tools(*tools: str) -> pytest.MarkDecorator:
     """Skip a test if one of its tools is not installed."""
-    missing = [each for each in tools if not (bin_of(each).parent / ".installed").exists()]
+    missing = [each for each in tools if not (programs_of(each).parent / ".installed").exists()]
     reason = f"not installed: {', '.join(missing)} (run make test-tools)"
     return pytest.mark.skipif(bool(missing), reason=reason)
 
 
-def environment(*tools: str, **variables: str) -> dict[str, str]:
+def tool_environment(*tools: str, **variables: str) -> dict[str, str]:
     """Return the environment variables of a process that uses tools; it reports to no one."""
-    path = [*(str(bin_of(each)) for each in tools), os.environ["PATH"]]
+    path = [*(str(programs_of(each)) for each in tools), os.environ["PATH"]]
     # NB: the worktree's sources win over an installed package, as in the test's own process.
     quiet = {"DO_NOT_TRACK": "1", "PYTHONPATH": str(ROOT)}
     return {**os.environ, **quiet, "PATH": os.pathsep.join(path), **variables}
 
 
-def run(*line: str | Path, env: Mapping[str, str], cwd: Path) -> str:
+def run_program(*line: str | Path, env: Mapping[str, str], cwd: Path) -> str:
     """Run a program of a tool until it ends; return its output."""
     done = subprocess.run(
-        line, env=env, cwd=cwd, check=False, text=True, timeout=HANG_S,
+        line, env=env, cwd=cwd, check=False, text=True, timeout=TEST_TIMEOUT_S,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
-from tests.tools.conftest import Accounts, owners
-from tests.tools.environment import ROOT, environment, needs, run
+from tests.time_limits import TEST_TIMEOUT_S
+from tests.tools.conftest import AccountsTable, read_owners
+from tests.tools.environment import ROOT, needs_tools, run_program, tool_environment
 
 EXAMPLES = ROOT / "examples"
 # Looks once with sensors of the given arguments; prints what each one answers.
@@ -26,7 +26,7 @@ for number, each in enumerate(json.loads(sys.argv[1])):
 
 @pytest.fixture
 def variables(tmp_path: Path) -> dict[str, str]:
-    return environment(
+    return tool_environment(
         *("airflow", "dbt"),
         AIRFLOW_HOME=str(tmp_path / "airflow"),
         AIRFLOW__CORE__DAGS_FOLDER=str(EXAMPLES / "airflow"),
@@ -39,14 +39,14 @@ def variables(tmp_path: Path) -> dict[str, str]:
     )
 
 
-@needs("airflow")
+@needs_tools("airflow")
 def test_a_sensor_answers_whether_all_marks_are_reached(
-    accounts: Accounts, variables: dict[str, str], tmp_path: Path
+    accounts: AccountsTable, variables: dict[str, str], tmp_path: Path
 ):
     table, connect = str(accounts.table), accounts.connect
     marks = accounts.follow()
     later = marks | {"0": marks["0"] + 1}
-    accounts.put(2, "Ben", 60)  # partition 0: the log has it, and the table does not
+    accounts.put_account(2, "Ben", 60)  # partition 0: the log has it, and the table does not
     looks: list[dict[str, object]] = [
         {"marks": marks, "table": table},
         {"marks": later, "table": table},
@@ -55,7 +55,9 @@ def test_a_sensor_answers_whether_all_marks_are_reached(
         {"marks": marks, "table": table, "follower": "other"},
         {"marks": marks},
     ]
-    output = run("python", "-c", LOOK, json.dumps(looks), env=variables, cwd=EXAMPLES / "airflow")
+    output = run_program(
+        "python", "-c", LOOK, json.dumps(looks), env=variables, cwd=EXAMPLES / "airflow"
+    )
     answers = [line for line in output.splitlines() if line.startswith("answer ")]
     assert [each.removeprefix("answer ") for each in answers] == [
         *("True", "False", "True", "False", "False"),
@@ -63,14 +65,14 @@ def test_a_sensor_answers_whether_all_marks_are_reached(
     ]
 
 
-@needs("airflow", "dbt")
+@needs_tools("airflow", "dbt")
 def test_a_dag_waits_for_the_table_and_then_builds_the_models(
-    accounts: Accounts, variables: dict[str, str], tmp_path: Path
+    accounts: AccountsTable, variables: dict[str, str], tmp_path: Path
 ):
     accounts.follow()
-    accounts.put(2, "Ben", 60)
+    accounts.put_account(2, "Ben", 60)
     variables |= {"WALTZ_CONNECT": accounts.connect, "ACCOUNTS_TABLE": str(accounts.table)}
-    run("airflow", "db", "migrate", env=variables, cwd=tmp_path)
+    run_program("airflow", "db", "migrate", env=variables, cwd=tmp_path)
     log = tmp_path / "dag.log"
     line = ["airflow", "dags", "test", "accounts"]
     with (
@@ -87,7 +89,7 @@ def test_a_dag_waits_for_the_table_and_then_builds_the_models(
             assert process.poll() is None, log.read_text()
             assert not (tmp_path / "accounts.duckdb").exists()
             accounts.follow()
-            assert process.wait(HANG_S) == 0, log.read_text()
+            assert process.wait(TEST_TIMEOUT_S) == 0, log.read_text()
         finally:
             process.kill()
-    assert owners(tmp_path / "accounts.duckdb") == [("Anna", 2, 105), ("Ben", 1, 60)]
+    assert read_owners(tmp_path / "accounts.duckdb") == [("Anna", 2, 105), ("Ben", 1, 60)]

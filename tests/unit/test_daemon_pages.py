@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.http_client import get, send_request
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.daemon_pages import Health, serve_pages
 from waltz_core.metrics import Metrics
 from waltz_core.transport import net
@@ -31,7 +31,7 @@ def pages(*requests, health):
         metrics = Metrics("server")
         metrics.set("waltz_server_partitions", 2)
         async with (
-            asyncio.timeout(HANG_S),
+            asyncio.timeout(TEST_TIMEOUT_S),
             serve_pages(metrics, find, host="127.0.0.1", port=0) as port,
         ):
             return [await send_request(port, each) for each in requests]
@@ -106,7 +106,7 @@ def test_a_page_that_does_not_return_delays_no_other():
             await asyncio.Event().wait()
 
         async with (
-            asyncio.timeout(HANG_S),
+            asyncio.timeout(TEST_TIMEOUT_S),
             serve_pages(Metrics("server"), hang, host="127.0.0.1", port=0) as port,
             asyncio.TaskGroup() as tasks,
         ):
@@ -127,6 +127,6 @@ def test_a_daemon_without_an_http_port_imports_no_http_library():
         "assert not found, found\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, timeout=HANG_S
+        [sys.executable, "-c", code], check=False, capture_output=True, timeout=TEST_TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
-from tests.loops import on_loop
-from tests.patience import HANG_S
+from tests.loops import run_on_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.driver import Driver
 from waltz_core.machine import Report, Wakeup
 from waltz_core.transport import net
@@ -26,7 +26,7 @@ class Echo:
         return found
 
 
-@on_loop
+@run_on_loop
 async def test_effects_are_performed_in_order_before_the_next_event():
     done = []
     machine = Echo({"a": ("1", "2"), "b": ("3",)})
@@ -42,7 +42,7 @@ async def test_effects_are_performed_in_order_before_the_next_event():
     assert [event for event, _ in machine.seen] == ["a", "b"]
 
 
-@on_loop
+@run_on_loop
 async def test_reports_go_to_their_callback():
     reports, done = [], []
     machine = Echo({"a": (Report("x.y", (("n", 1),)), "1")})
@@ -61,7 +61,7 @@ def test_reports_are_logged_without_a_receiver(caplog):
     assert "machine.step machine=m input='a'" in caplog.text
 
 
-@on_loop
+@run_on_loop
 async def test_a_wakeup_occurs_at_its_time_and_the_next_one_is_computed_again():
     machine = Echo({Wakeup(): ("woken",)})
     woken = asyncio.Event()
@@ -73,7 +73,7 @@ async def test_a_wakeup_occurs_at_its_time_and_the_next_one_is_computed_again():
 
     wanted = machine.wake_at_ms = int(loop.time() * 1000) + 20
     driver = Driver(machine, perform)
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(TEST_TIMEOUT_S):
         await woken.wait()
     ((event, now_ms),) = machine.seen
     assert event == Wakeup()
@@ -81,12 +81,12 @@ async def test_a_wakeup_occurs_at_its_time_and_the_next_one_is_computed_again():
     woken.clear()
     machine.wake_at_ms = int(loop.time() * 1000) + 5
     driver.post("nothing")
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(TEST_TIMEOUT_S):
         await woken.wait()
     assert [event for event, _ in machine.seen] == [Wakeup(), "nothing", Wakeup()]
 
 
-@on_loop
+@run_on_loop
 async def test_a_wakeup_can_be_moved_earlier_and_later():
     loop = asyncio.get_running_loop()
     machine = Echo({Wakeup(): ("woken",)}, wake_at_ms=int(loop.time() * 1000) + 60_000)
@@ -102,12 +102,12 @@ async def test_a_wakeup_can_be_moved_earlier_and_later():
     driver.post("earlier")
     wanted = machine.wake_at_ms = wanted + 30
     driver.post("later")
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(TEST_TIMEOUT_S):
         await woken.wait()
     assert [event for event, _ in machine.seen[:2]] == ["earlier", "later"]
 
 
-@on_loop
+@run_on_loop
 async def test_a_machine_that_raises_stops_and_its_owner_is_notified_once():
     failures, done = [], []
     error = ValueError("broken")
@@ -122,7 +122,7 @@ async def test_a_machine_that_raises_stops_and_its_owner_is_notified_once():
     assert len(machine.seen) == 1
 
 
-@on_loop
+@run_on_loop
 async def test_an_effect_that_fails_stops_the_machine_too():
     failures = []
 
@@ -134,7 +134,7 @@ async def test_an_effect_that_fails_stops_the_machine_too():
     assert [str(error) for error in failures] == ["no"]
 
 
-@on_loop
+@run_on_loop
 async def test_a_stopped_driver_drops_everything():
     machine = Echo({"a": ("1",)}, wake_at_ms=0)
     driver = Driver(machine, print)
@@ -146,7 +146,7 @@ async def test_a_stopped_driver_drops_everything():
     assert machine.seen == []
 
 
-@on_loop
+@run_on_loop
 async def test_the_clock_can_be_replaced():
     machine = Echo({})
     driver = Driver(machine, print, clock=lambda: 42)

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from tests.client_contract import Ledger, RecordingContext
-from tests.patience import HANG_S
+from tests.client_contract import RecordingCallbacks, RecordingContext
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client import AsyncCallbacks, Callbacks, PoisonPolicy, lock, transactional
 from waltz_core.client.stream import appends
@@ -38,7 +38,7 @@ def test_the_fixture_is_an_empty_waltz_for_clients_with_the_ids_that_they_are_gi
 
 
 def until(condition):
-    deadline = time.monotonic() + HANG_S
+    deadline = time.monotonic() + TEST_TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -95,7 +95,7 @@ def test_a_context_that_ends_the_process_ends_itself(waltz_memory):
     with waltz_memory.client() as client:
         for context in (leaves(), leaves_early()):
             with pytest.raises(errors.UsageError, match="raised SystemExit on a worker thread"):
-                client.submit(context).result(HANG_S)
+                client.submit(context).result(TEST_TIMEOUT_S)
         assert client.append(b"and it continues", partition=0).result() == 0
 
 
@@ -109,7 +109,7 @@ def test_an_iterator_at_its_end_returns_at_once(waltz_memory):
             return next(iter(()))
 
     with waltz_memory.client() as client, pytest.raises(RuntimeError, match="StopIteration"):
-        client.submit(takes_the_next()).result(HANG_S)
+        client.submit(takes_the_next()).result(TEST_TIMEOUT_S)
     with waltz_memory.client() as client, pytest.raises(RuntimeError, match="StopIteration"):
         client.subscribe(Endless(nothing), [0])
     callbacks = Plain(lambda: next(iter(())))
@@ -143,7 +143,7 @@ def test_an_argument_other_than_a_context_is_reported(waltz_memory):
 
 def test_use_on_another_event_loop_is_reported_and_the_client_continues(waltz_memory):
     async def append(client):
-        async with asyncio.timeout(HANG_S):
+        async with asyncio.timeout(TEST_TIMEOUT_S):
             return await (await client.append(b"x", partition=0))
 
     async def begin():
@@ -208,7 +208,7 @@ def test_a_context_that_is_always_rejected_expires(waltz_memory):
         context.retries_max = 5
         with pytest.raises(errors.LockFailed):
             client.submit(context).result()
-        assert context.has_ended.wait(HANG_S)
+        assert context.has_ended.wait(TEST_TIMEOUT_S)
         assert context.hooks == ["lock failure"] * 6 + ["expiration"]
     assert waltz_memory.transactions(0) == []
 
@@ -267,7 +267,7 @@ def test_an_outcome_is_unknown_and_the_client_continues(waltz_memory, enters_log
         context = RecordingContext(0)
         with pytest.raises(errors.OutcomeUnknown):
             client.submit(context).result()
-        assert context.has_ended.wait(HANG_S)
+        assert context.has_ended.wait(TEST_TIMEOUT_S)
         assert context.hooks == [("exception", errors.OutcomeUnknown)]
         assert len(waltz_memory.transactions(0)) == enters_log
         for number, each in enumerate((other, client)):
@@ -329,10 +329,10 @@ def test_fault_settings_have_bounds(wrong):
 
 def test_a_suspended_feed_holds_back_what_is_committed(waltz_memory):
     with waltz_memory.client() as client:
-        ledger = Ledger(-1)
+        ledger = RecordingCallbacks(-1)
         client.subscribe(ledger, [0])
         client.append(b"a", partition=0).result()
-        ledger.until(lambda: ledger.ids == [0])
+        ledger.wait_until(lambda: ledger.applied_ids == [0])
         waltz_memory.suspend_feed()
         # A client that has not applied it is late, and stays so.
         won = client.append(b"b", partition=0, append_locks=[lock("recorded")]).result()
@@ -345,9 +345,9 @@ def test_a_suspended_feed_holds_back_what_is_committed(waltz_memory):
                 break
             # A busy machine had not refused it by then: the next one has more time.
         assert isinstance(late.value, errors.ViewBehind)
-        assert (ledger.ids, context.marks) == ([0], [0])
+        assert (ledger.applied_ids, context.marks) == ([0], [0])
         waltz_memory.resume_feed()
-        ledger.until(lambda: ledger.ids == [0, won])
+        ledger.wait_until(lambda: ledger.applied_ids == [0, won])
         assert client.submit(RecordingContext(0)).result() == won + 1
 
 
@@ -355,10 +355,10 @@ def test_a_subscription_to_a_suspended_feed_waits_and_can_be_closed(waltz_memory
     with waltz_memory.client() as client:
         client.append(b"a", partition=0).result()
         waltz_memory.suspend_feed()
-        ledger = Ledger(-1)
+        ledger = RecordingCallbacks(-1)
         client.subscribe(ledger, [0])
         client.append(b"b", partition=0).result()
-    assert ledger.ids == []
+    assert ledger.applied_ids == []
     waltz_memory.resume_feed()
 
 
@@ -387,7 +387,7 @@ def test_pending_retries_end_with_the_client(monkeypatch):
             futures = [client.append(b"held", partition=0) for _ in range(2)]
         for each in futures:
             with pytest.raises(errors.Unreachable):
-                each.result(HANG_S)
+                each.result(TEST_TIMEOUT_S)
         assert waltz.transactions(0) == []
 
 
@@ -401,5 +401,7 @@ def test_a_partition_in_memory_needs_no_checkpoint(monkeypatch):
     )
     with MemoryWaltz(1) as waltz, waltz.client() as client:
         for _ in range(16):
-            client.append_batch(0, payload, 16_000, client_high_water_mark=-1).result(HANG_S)
-        assert client.append(b"one more", partition=0).result(HANG_S) == 16 * 16_000
+            client.append_batch(0, payload, 16_000, client_high_water_mark=-1).result(
+                TEST_TIMEOUT_S
+            )
+        assert client.append(b"one more", partition=0).result(TEST_TIMEOUT_S) == 16 * 16_000

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.loops import on_loop
+from tests.loops import run_on_loop
 from waltz_core import errors
 from waltz_core.parallel import run_parallel
 
@@ -29,7 +29,7 @@ class Waiting:
         raise errors.Unavailable("the first error")
 
 
-@on_loop
+@run_on_loop
 async def test_results_have_the_order_of_the_calls():
     is_last_done = asyncio.Event()
 
@@ -44,7 +44,7 @@ async def test_results_have_the_order_of_the_calls():
     assert await run_parallel([first(), last()]) == [1, 2]
 
 
-@on_loop
+@run_on_loop
 async def test_the_first_error_ends_the_others_and_later_timeouts_work():
     for _ in range(2):
         waiting = Waiting()
@@ -56,7 +56,7 @@ async def test_the_first_error_ends_the_others_and_later_timeouts_work():
             await asyncio.Event().wait()
 
 
-@on_loop
+@run_on_loop
 async def test_a_cancelled_caller_cancels_the_calls():
     calls = Waiting(), Waiting()
     caller = asyncio.get_running_loop().create_task(run_parallel(each.wait() for each in calls))

@@ -12,7 +12,7 @@ import pytest
 
 import waltz_core
 import waltz_spark
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient, lock
 
 WHEEL = distribution("waltz-spark")
@@ -21,7 +21,7 @@ BIN = Path(sysconfig.get_path("scripts"))
 FILES = [str(path) for path in WHEEL.files or ()]
 
 pytestmark = [
-    pytest.mark.timeout(3 * HANG_S),
+    pytest.mark.timeout(3 * TEST_TIMEOUT_S),
     pytest.mark.skipif(
         "waltz_core/__init__.py" not in FILES, reason="not the installed wheel: make test-wheel"
     ),
@@ -30,7 +30,11 @@ pytestmark = [
 
 def waltz(*words: str) -> str:
     done = subprocess.run(
-        [BIN / "waltz-core", *words], capture_output=True, text=True, check=False, timeout=HANG_S
+        [BIN / "waltz-core", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=TEST_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -103,6 +107,6 @@ def test_the_command_runs_as_a_module():
         capture_output=True,
         text=True,
         check=True,
-        timeout=HANG_S,
+        timeout=TEST_TIMEOUT_S,
     )
     assert done.stdout.strip() == f"waltz-core {WHEEL.version}"

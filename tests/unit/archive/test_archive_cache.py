@@ -5,7 +5,7 @@ from threading import Event, Semaphore
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.archive import archive_cache
 from waltz_core.archive.archive_cache import READ_AHEADS_MAX, ArchiveCache
 from waltz_core.errors import ArchiveUnavailable
@@ -67,7 +67,7 @@ def test_threads_share_a_load_or_its_error(cache, waiting, fails):
     def load():
         calls.append(None)
         for _ in range(3):
-            assert waiting.acquire(timeout=HANG_S)
+            assert waiting.acquire(timeout=TEST_TIMEOUT_S)
         if fails:
             raise ArchiveUnavailable("no route")
         return "value of key", 10
@@ -103,7 +103,7 @@ def test_read_aheads_above_the_limit_are_dropped(cache):
 
     def load():
         calls.append(None)
-        assert go.wait(HANG_S)
+        assert go.wait(TEST_TIMEOUT_S)
         return "value", 10
 
     for key in range(READ_AHEADS_MAX + 3):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.archived_log import (
-    KEY,
-    PARTITION,
-    STAMP,
-    batches_from,
-    object_of,
+    CLUSTER_KEY,
+    FIRST_COMMIT_MS,
+    PARTITION_ID,
+    encode_object,
+    make_batches,
     write_archive,
     write_manifest,
 )
@@ -23,7 +23,7 @@ from waltz_core.errors import ArchiveUnavailable, ObjectMissing
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN
 
-PAGE = f"{PARTITION}/manifests/page"
+PAGE = f"{PARTITION_ID}/manifests/page"
 
 
 class Archive:
@@ -49,7 +49,7 @@ class Archive:
         return self.folder / name
 
     def object(self, number):
-        return f"{PARTITION}/objects/{number}.parquet"
+        return f"{PARTITION_ID}/objects/{number}.parquet"
 
     def relist(self, entries):
         """Write a manifest with other entries of the same IDs, without a page."""
@@ -66,9 +66,9 @@ class Archive:
         data[int(at * len(data))] ^= 0x10
         self.path(name).write_bytes(data)
 
-    def check(self, recorded=None, *, first=0, last=None, partition=PARTITION):
+    def check(self, recorded=None, *, first=0, last=None, partition=PARTITION_ID):
         """Check everything; return the check. ZooKeeper does not change meanwhile."""
-        check = ArchiveCheck(self.store, KEY, partition, first=first, last=last)
+        check = ArchiveCheck(self.store, CLUSTER_KEY, partition, first=first, last=last)
         recorded = recorded or self.recorded
         try:
             check.begin(recorded)
@@ -170,7 +170,7 @@ def test_a_manifest_that_differs_from_zookeeper_is_found(archive, change, text):
 
 
 def test_the_archive_of_another_partition_is_not_accepted(archive):
-    found = archive.problem(archive.log.name, partition=PARTITION + 1)
+    found = archive.problem(archive.log.name, partition=PARTITION_ID + 1)
     assert "expected 4 as the partition (recorded in ZooKeeper), found 3" in found.problem
 
 
@@ -228,7 +228,7 @@ def test_a_manifest_chain_that_differs_from_the_object_is_found(archive):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"cluster_key": bytes(16)}, f"expected {KEY.hex()} as cluster key, found 0000"),
+        ({"cluster_key": bytes(16)}, f"expected {CLUSTER_KEY.hex()} as cluster key, found 0000"),
         ({"partition_id": 4}, "expected 3 as partition, found 4"),
         (
             {"chain_before": b"not the genesis!"},
@@ -238,8 +238,8 @@ def test_a_manifest_chain_that_differs_from_the_object_is_found(archive):
 )
 def test_an_object_of_another_log_is_found_by_its_metadata(archive, changes, text):
     chain = changes.get("chain_before", GENESIS_CHAIN)
-    records, lineage = batches_from(0, sizes=(3, 1, 40, 7), chain=chain)
-    data = object_of(records, lineage, **changes)
+    records, lineage = make_batches(0, sizes=(3, 1, 40, 7), chain=chain)
+    data = encode_object(records, lineage, **changes)
     archive.path(archive.object(0)).write_bytes(data)
     entry = archive.listed[0]._replace(
         file_bytes=len(data), file_crc=crc32(data), chain=lineage[-1].chain
@@ -273,7 +273,7 @@ def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
 def test_wrong_commit_times_of_the_manifest_are_found(archive, field):
     """A reader would skip an object that it needs."""
     entries = archive.listed
-    entries[1] = entries[1]._replace(**{field: STAMP + 7})
+    entries[1] = entries[1]._replace(**{field: FIRST_COMMIT_MS + 7})
     archive.relist(entries)
     assert " as commit times, found " in archive.problem(archive.object(1)).problem
 
@@ -286,7 +286,7 @@ def test_rows_that_the_manifest_does_not_list_are_no_fault(tmp_path):
 def test_a_check_continues_with_a_manifest_that_replaces_the_first(archive):
     """Expiry has deleted what the check was about to read."""
     log = archive.log
-    check = ArchiveCheck(archive.store, KEY, PARTITION, first=0)
+    check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=0)
     check.begin(archive.recorded)
     assert check.check_next()  # the page
     assert check.check_next()  # object 0
@@ -306,7 +306,7 @@ def test_a_check_continues_with_a_manifest_that_replaces_the_first(archive):
 
 
 def test_an_unreachable_store_is_no_finding(archive, monkeypatch):
-    check = ArchiveCheck(archive.store, KEY, PARTITION, first=0)
+    check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=0)
     check.begin(archive.recorded)
     check.check_next()
     check.check_next()
@@ -322,7 +322,7 @@ def test_an_unreachable_store_is_no_finding(archive, monkeypatch):
 
 def test_a_stopped_check_verifies_nothing_more(archive, monkeypatch):
     monkeypatch.setattr(archive_check, "_COPY_BYTES", 100)
-    check = ArchiveCheck(archive.store, KEY, PARTITION, first=0)
+    check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=0)
     check.begin(archive.recorded)
     check.check_next()
     check.stop()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pyarrow.parquet as pq
 import pytest
 
-from tests.archived_log import KEY, batches_from, object_of, pieces_of
+from tests.archived_log import CLUSTER_KEY, encode_object, make_batches, split_into_pieces
 from waltz_core.archive.objects import SCHEMA, ArchiveObject, ObjectFacts, ObjectWriter
 from waltz_core.archive.store import ArchiveStore, StoreFile
 from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch
@@ -25,20 +25,20 @@ def opened(data):
 
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
 def test_records_and_batches_return_byte_for_byte(rows):
-    records, lineage = batches_from(FIRST, sizes=SIZES)
-    found = opened(object_of(records, lineage, rows=rows))
+    records, lineage = make_batches(FIRST, sizes=SIZES)
+    found = opened(encode_object(records, lineage, rows=rows))
     pieces = [found.read(group) for group in range(found.group_count)]
     assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
     assert [n for each in pieces for n in each.lengths] == [len(each) for each in records]
     assert list(found.verify()) == lineage
     assert found.facts == ObjectFacts(
-        KEY, 3, FIRST, lineage[-1].last, GENESIS_CHAIN, lineage[-1].chain
+        CLUSTER_KEY, 3, FIRST, lineage[-1].last, GENESIS_CHAIN, lineage[-1].chain
     )
 
 
 def test_any_reader_of_parquet_understands_the_rows():
-    records, lineage = batches_from(FIRST, sizes=SIZES)
-    table = pq.read_table(io.BytesIO(object_of(records, lineage)))
+    records, lineage = make_batches(FIRST, sizes=SIZES)
+    table = pq.read_table(io.BytesIO(encode_object(records, lineage)))
     assert table.column("transaction_id").to_pylist() == list(range(FIRST, FIRST + sum(SIZES)))
     assert table.column("data").to_pylist() == [each[36:-4] for each in records]
     times = table.column("commit_time").to_pylist()
@@ -47,8 +47,8 @@ def test_any_reader_of_parquet_understands_the_rows():
 
 
 def test_row_groups_can_be_skipped_by_id_time_and_header():
-    records, lineage = batches_from(FIRST, sizes=SIZES)
-    metadata = pq.ParquetFile(io.BytesIO(object_of(records, lineage))).metadata
+    records, lineage = make_batches(FIRST, sizes=SIZES)
+    metadata = pq.ParquetFile(io.BytesIO(encode_object(records, lineage))).metadata
     names = {name: at for at, name in enumerate(metadata.schema.names)}
     for name in ("transaction_id", "header", "commit_time"):
         assert metadata.row_group(1).column(names[name]).statistics.has_min_max, name
@@ -57,8 +57,8 @@ def test_row_groups_can_be_skipped_by_id_time_and_header():
 
 def test_a_changed_byte_is_found_or_changes_nothing():
     """Of any byte of the file: of pages, of statistics, of the footer."""
-    records, lineage = batches_from(FIRST, sizes=SIZES)
-    whole = object_of(records, lineage)
+    records, lineage = make_batches(FIRST, sizes=SIZES)
+    whole = encode_object(records, lineage)
     rng, found = Random(4), 0
     for at in rng.sample(range(len(whole)), 100):
         data = bytearray(whole)
@@ -75,8 +75,8 @@ def test_a_changed_byte_is_found_or_changes_nothing():
 
 @pytest.mark.parametrize("rows", [1, 2, 10, 45, 1_000])
 def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
-    records, lineage = batches_from(FIRST, sizes=SIZES)
-    found = opened(object_of(records, lineage, rows=rows))
+    records, lineage = make_batches(FIRST, sizes=SIZES)
+    found = opened(encode_object(records, lineage, rows=rows))
     outlines, entries = found.outlines()
     assert entries == lineage
     assert [each.first for each in outlines] == list(range(FIRST, FIRST + len(records), rows))
@@ -89,8 +89,8 @@ def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
 @pytest.mark.parametrize("column", SCHEMA.names)
 def test_a_changed_byte_of_each_column_is_found(column):
     """Also of commit times, which no chain and no record CRC covers (rule 4)."""
-    records, lineage = batches_from(FIRST, sizes=SIZES)
-    data = bytearray(object_of(records, lineage))
+    records, lineage = make_batches(FIRST, sizes=SIZES)
+    data = bytearray(encode_object(records, lineage))
     chunk = opened(bytes(data)).footer.row_group(2).column(SCHEMA.get_field_index(column))
     data[chunk.data_page_offset + chunk.total_compressed_size - 1] ^= 1
     with pytest.raises((BadFormat, ChecksumMismatch), match="object o: "):
@@ -108,7 +108,7 @@ def test_an_error_of_the_store_is_no_damage():
                 raise ArchiveUnavailable("no route")
             return super().read(*arguments)
 
-    source = FailingSource(object_of(*batches_from(FIRST, sizes=SIZES)))
+    source = FailingSource(encode_object(*make_batches(FIRST, sizes=SIZES)))
     found = ArchiveObject(source, "o")
     source.is_failing = True
     for read in (lambda: found.read(0), found.outlines, lambda: ArchiveObject(source, "o")):
@@ -127,9 +127,9 @@ def test_a_failed_read_of_pyarrows_threads_is_repeated_for_the_stores_error(tmp_
                 raise ArchiveUnavailable("no route")
             return super().read(byte_count)
 
-    log = batches_from(FIRST, sizes=SIZES)
+    log = make_batches(FIRST, sizes=SIZES)
     store = ArchiveStore(f"file://{tmp_path}")
-    store.write("o", object_of(*log))
+    store.write("o", encode_object(*log))
     with FailingFile(store.open("o").native, "o") as source:
         found = ArchiveObject(source, "o")
         source.is_failing = True
@@ -154,10 +154,10 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
             readers.add(threading.get_ident())
             return super().read(byte_count)
 
-    log = batches_from(FIRST, sizes=SIZES)
+    log = make_batches(FIRST, sizes=SIZES)
     store = ArchiveStore(f"file://{tmp_path}")
-    store.write("o", object_of(*log))
-    for source in (Source(object_of(*log)), NotedFile(store.open("o").native, "o")):
+    store.write("o", encode_object(*log))
+    for source in (Source(encode_object(*log)), NotedFile(store.open("o").native, "o")):
         found = ArchiveObject(source, "o")
         assert list(found.verify()) == found.outlines()[1] == log[1]
     assert readers == {threading.get_ident()}
@@ -173,26 +173,26 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
     ],
 )
 def test_metadata_that_does_not_fit_the_rows_is_found(wrong, problem):
-    records, lineage = batches_from(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST, sizes=SIZES)
     with pytest.raises((BadFormat, ChecksumMismatch), match=problem):
-        list(opened(object_of(records, lineage, **wrong)).verify())
+        list(opened(encode_object(records, lineage, **wrong)).verify())
 
 
 def test_a_missing_record_and_a_missing_batch_are_found():
-    records, lineage = batches_from(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST, sizes=SIZES)
     with pytest.raises(BadFormat, match="expected transaction ID 1010, found 1011"):
-        list(opened(object_of(records[:10] + records[11:], lineage)).verify())
+        list(opened(encode_object(records[:10] + records[11:], lineage)).verify())
     last = lineage[-1]
     with pytest.raises(ChecksumMismatch, match="expected the last transaction 1050"):
-        list(opened(object_of(records[: -SIZES[-1]], [*lineage[:-1], last])).verify())
+        list(opened(encode_object(records[: -SIZES[-1]], [*lineage[:-1], last])).verify())
 
 
 def test_a_file_that_is_no_object_is_rejected():
     with pytest.raises(BadFormat, match="object o: "):
         opened(b"not Parquet")
-    records, lineage = batches_from(FIRST, sizes=SIZES)
+    records, lineage = make_batches(FIRST, sizes=SIZES)
     sink = io.BytesIO()
-    pq.write_table(pq.read_table(io.BytesIO(object_of(records, lineage))).select([0, 1]), sink)
+    pq.write_table(pq.read_table(io.BytesIO(encode_object(records, lineage))).select([0, 1]), sink)
     with pytest.raises(BadFormat, match="expected the columns"):
         opened(sink.getvalue())
     with pytest.raises(BadFormat, match="expected object format 1, found 2"):
@@ -202,8 +202,8 @@ def test_a_file_that_is_no_object_is_rejected():
 
 
 def test_a_footer_with_other_counts_of_rows_is_found():
-    records, lineage = batches_from(FIRST, sizes=SIZES)
-    found = opened(object_of(records, lineage, rows=10))
+    records, lineage = make_batches(FIRST, sizes=SIZES)
+    found = opened(encode_object(records, lineage, rows=10))
     found.footer = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=45))
     with pytest.raises(BadFormat, match="object o: "):
         found.outlines()
@@ -212,11 +212,11 @@ def test_a_footer_with_other_counts_of_rows_is_found():
 @pytest.mark.parametrize("rows", [1, 7, 30])
 def test_pieces_become_one_row_group_with_the_same_bytes(rows):
     """Pieces may end within batches, and one of them may have no commit time."""
-    records, lineage = batches_from(FIRST, sizes=SIZES)
-    whole = object_of(records, lineage, rows=len(records))
+    records, lineage = make_batches(FIRST, sizes=SIZES)
+    whole = encode_object(records, lineage, rows=len(records))
     sink = io.BytesIO()
     writer = ObjectWriter(sink, opened(whole).facts)
-    writer.add(pieces_of(records, lineage, rows))
+    writer.add(split_into_pieces(records, lineage, rows))
     writer.close()
     assert opened(sink.getvalue()).group_count == 1
     assert list(opened(sink.getvalue()).verify()) == lineage

@@ -13,7 +13,7 @@ import pytest
 from moto.server import ThreadedMotoServer
 from pyarrow import fs as arrow_fs
 
-from tests.archived_log import PARTITION, STAMP, write_archive, write_manifest
+from tests.archived_log import FIRST_COMMIT_MS, PARTITION_ID, write_archive, write_manifest
 from waltz_core.archive import archive_cache
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.manifest import ManifestPage
@@ -31,7 +31,7 @@ from waltz_core.errors import (
 )
 
 EVERYTHING = 1 << 30
-OBJECT_1 = f"{PARTITION}/objects/1.parquet"
+OBJECT_1 = f"{PARTITION_ID}/objects/1.parquet"
 
 
 class CountingStore(ArchiveStore):
@@ -223,7 +223,7 @@ def test_records_that_the_chain_does_not_cover_are_rejected(store, cache, tmp_pa
 def test_an_object_of_another_partition_or_range_is_rejected(store, cache):
     log = write_archive(store)
     path_of(store, OBJECT_1).write_bytes(
-        path_of(store, f"{PARTITION}/objects/2.parquet").read_bytes()
+        path_of(store, f"{PARTITION_ID}/objects/2.parquet").read_bytes()
     )
     with pytest.raises(BadFormat, match=rf"object {OBJECT_1}: expected .* 51\), found .* 102\)"):
         reader_of(store, log, cache).read_range(51, 51, 1)
@@ -232,7 +232,7 @@ def test_an_object_of_another_partition_or_range_is_rejected(store, cache):
 @pytest.mark.parametrize("kind", ["manifest", "page"])
 def test_a_manifest_that_was_replaced_by_another_one_is_found_and_named(store, cache, kind):
     log = write_archive(store, page_entries=2)
-    name = log.name if kind == "manifest" else f"{PARTITION}/manifests/page"
+    name = log.name if kind == "manifest" else f"{PARTITION_ID}/manifests/page"
     other = log.manifest.expired(60, 0) if kind == "manifest" else ManifestPage(())
     path_of(store, name).write_bytes(other.to_bytes())
     with pytest.raises(ChecksumMismatch, match=f"manifest {name} is corrupt: expected CRC"):
@@ -243,7 +243,7 @@ def test_after_a_missing_file_the_reader_of_the_recorded_manifest_decides(store,
     """Rule 3: an object has expired, or it is lost."""
     log = write_archive(store)
     stale = reader_of(store, log, cache)
-    store.delete(f"{PARTITION}/objects/0.parquet")
+    store.delete(f"{PARTITION_ID}/objects/0.parquet")
     with pytest.raises(ObjectMissing, match=r"/objects/0\.parquet, because it does not exist"):
         stale.read_range(0, 9, EVERYTHING)
     assert stale.successor(log.name, log.crc) is None
@@ -320,11 +320,11 @@ def test_objects_are_found_by_id_and_by_commit_time(store, cache):
     assert reader.objects_between(300, EVERYTHING) == entries[5:]
     assert reader.objects_between(last + 1, EVERYTHING) == []
     assert reader.objects_between(9, 8) == []
-    for time_ms in range(STAMP - 500, STAMP + 7_000, 500):
+    for time_ms in range(FIRST_COMMIT_MS - 500, FIRST_COMMIT_MS + 7_000, 500):
         older = [each.last for each in log.lineage if 0 < each.stamp_ms < time_ms]
         assert reader.last_committed_before(time_ms) == max(older, default=-1)
     crc = write_manifest(store, log.manifest.expired(60, 0), "expired")
-    assert ArchiveReader(store, "expired", crc, cache).last_committed_before(STAMP) == 59
+    assert ArchiveReader(store, "expired", crc, cache).last_committed_before(FIRST_COMMIT_MS) == 59
 
 
 @pytest.fixture

@@ -7,7 +7,14 @@ from uuid import UUID
 
 import pytest
 
-from tests.archived_log import KEY, PARTITION, STAMP, object_of, write_archive, write_manifest
+from tests.archived_log import (
+    CLUSTER_KEY,
+    FIRST_COMMIT_MS,
+    PARTITION_ID,
+    encode_object,
+    write_archive,
+    write_manifest,
+)
 from waltz_core.archive import manifest as manifest_module
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
@@ -21,7 +28,7 @@ from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
 from waltz_core.records.checksum import crc32
 
-FOLDER = f"{UUID(bytes=KEY)}/{PARTITION}"
+FOLDER = f"{UUID(bytes=CLUSTER_KEY)}/{PARTITION_ID}"
 NEW_KEY, NONCE = b"k" * 16, b"n" * 16
 SIZES = (3, 1, 40, 7)
 OBJECT = sum(SIZES)
@@ -68,7 +75,7 @@ def test_an_object_that_was_replaced_after_the_backup_is_found(store, log):
     other = store.read(newest[1].name)
     for attempt, each in enumerate((other, data[:-8] + bytes(8), data, data), start=2):
         store.write(old.name.replace("-1.parquet", f"-{attempt}.parquet"), each)
-    batch = BatchEnd(log.lineage[-1].last, log.lineage[-1].chain, STAMP)
+    batch = BatchEnd(log.lineage[-1].last, log.lineage[-1].chain, FIRST_COMMIT_MS)
     made = RestoredRange(store, saved_of(store, log)).write(NEW_KEY, 9, NONCE, batch)
     entries = SavedManifest.read(store, made.name, made.file_crc).entries()
     (found,) = (each for each in entries if each.first == old.first)
@@ -108,8 +115,8 @@ def test_an_object_that_a_restored_cluster_has_replaced_is_found_below_its_key(s
     with pytest.raises(ObjectMissing, match=name_of(0)):
         RestoredRange(store, saved)
     batches = [each for each in log.lineage if each.last <= last]
-    name = f"{UUID(bytes=NEW_KEY)}/{PARTITION}/objects/0-{last}-9-{NONCE.hex()}-4.parquet"
-    store.write(name, object_of(log.records[: last + 1], batches, cluster_key=NEW_KEY))
+    name = f"{UUID(bytes=NEW_KEY)}/{PARTITION_ID}/objects/0-{last}-9-{NONCE.hex()}-4.parquet"
+    store.write(name, encode_object(log.records[: last + 1], batches, cluster_key=NEW_KEY))
     again = RestoredRange(store, saved)
     again.check_again()
     assert again.end_at(last) == end
@@ -140,7 +147,9 @@ def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(stor
     end = RestoredRange(store, saved_of(store, log)).end_at(last)
     made = restore(store, log, end)
     assert (made.last, made.chain, made.stamp_ms) == end
-    assert made.name.startswith(f"{UUID(bytes=NEW_KEY)}/{PARTITION}/manifests/5-9-{NONCE.hex()}-")
+    assert made.name.startswith(
+        f"{UUID(bytes=NEW_KEY)}/{PARTITION_ID}/manifests/5-9-{NONCE.hex()}-"
+    )
     with closing(ArchiveCache(1 << 20)) as cache:
         reader = ArchiveReader(store, made.name, made.file_crc, cache)
         assert reader.manifest.cluster_key == NEW_KEY
@@ -156,7 +165,7 @@ def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(stor
 @pytest.mark.parametrize("last", [2, 43, OBJECT + 2, OBJECT + 3, 4 * OBJECT - 1])
 def test_the_check_of_an_archive_finds_nothing_wrong(store, log, last):
     made = restore(store, log, RestoredRange(store, saved_of(store, log)).end_at(last))
-    check = ArchiveCheck(store, NEW_KEY, PARTITION, first=0)
+    check = ArchiveCheck(store, NEW_KEY, PARTITION_ID, first=0)
     check.begin(RecordedArchive(0, made.last, made.chain, made.name, made.file_crc))
     while check.check_next():
         pass
@@ -178,7 +187,7 @@ def test_the_end_before_a_time_is_that_of_the_last_batch_with_an_earlier_stamp(s
     found = RestoredRange(store, saved_of(store, log))
     for number, reach in enumerate(accumulate([OBJECT] * 4)):
         # The first batch of each object has no stamp: nothing proves that it is old enough.
-        stamp = STAMP + 1_000 * number
+        stamp = FIRST_COMMIT_MS + 1_000 * number
         assert found.last_until(stamp) == reach - 1
         assert found.last_until(stamp - 1) == reach - OBJECT - 1
 
@@ -247,7 +256,7 @@ def test_each_file_of_a_manifest_is_verified(store, log):
 def test_objects_of_other_clusters_are_rejected(store, log):
     """The key in the name of an object must be that in its metadata."""
     manifest = Manifest.from_bytes(store.read(log.name), log.name)
-    strange = f"{UUID(bytes=b'z' * 16)}/{PARTITION}/objects/3.parquet"
+    strange = f"{UUID(bytes=b'z' * 16)}/{PARTITION_ID}/objects/3.parquet"
     store.write(strange, store.read(name_of(3)))
     newest = (*manifest.newest[:-1], manifest.newest[-1]._replace(name=strange))
     data = replace(manifest, newest=newest).to_bytes()
@@ -257,14 +266,14 @@ def test_objects_of_other_clusters_are_rejected(store, log):
 
 
 def test_a_pin_is_written_once_and_protects_its_source(store):
-    assert not is_pinned(store, KEY)
-    name = pin(store, KEY, NEW_KEY)
+    assert not is_pinned(store, CLUSTER_KEY)
+    name = pin(store, CLUSTER_KEY, NEW_KEY)
     assert name is not None
-    assert is_pinned(store, KEY)
+    assert is_pinned(store, CLUSTER_KEY)
     assert not is_pinned(store, NEW_KEY)
-    assert pin(store, KEY, NEW_KEY) is None
+    assert pin(store, CLUSTER_KEY, NEW_KEY) is None
     store.delete(name)
-    assert not is_pinned(store, KEY)
+    assert not is_pinned(store, CLUSTER_KEY)
 
 
 def test_an_archive_of_which_all_has_expired_is_rejected(store, log):
@@ -285,7 +294,7 @@ def test_expired_objects_that_still_exist_are_not_restored_as_available(store, l
     assert RestoredRange(store, saved).first == OBJECT
 
 
-@pytest.mark.parametrize(("key", "version"), [(KEY, 10), (NEW_KEY, 5)])
+@pytest.mark.parametrize(("key", "version"), [(CLUSTER_KEY, 10), (NEW_KEY, 5)])
 def test_the_version_is_above_all_of_the_same_cluster(store, log, key, version):
     """Otherwise manifests written after the backup would look like a rollback."""
     store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")

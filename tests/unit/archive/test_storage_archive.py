@@ -5,7 +5,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.archive.test_upload import KEY, job_after
 from waltz_core.archive.manifest_jobs import NewManifest
 from waltz_core.archive.storage_archive import DAMAGE_MAX, StorageArchive
@@ -71,6 +71,6 @@ def test_an_open_archive_needs_no_more_modules(tmp_path):
         "assert {each for each in sys.modules if each.startswith('waltz_core.')} == known\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, timeout=HANG_S
+        [sys.executable, "-c", code], check=False, capture_output=True, timeout=TEST_TIMEOUT_S
     )
     assert done.returncode == 0, done.stderr

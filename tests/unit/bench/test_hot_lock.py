@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
 from waltz_bench import hot_lock
 from waltz_bench.hot_lock import CounterView
@@ -29,7 +29,7 @@ async def written(client, counts) -> dict[int, int]:
     ],
 )
 def test_the_log_has_to_be_a_chain(counts, wrong):
-    @on_virtual_loop
+    @run_on_virtual_loop
     async def scenario():
         async with memory_cluster() as cluster, cluster.client().open_during() as client:
             await (await client.append(b"of another client", partition=0))
@@ -44,7 +44,7 @@ def test_the_log_has_to_be_a_chain(counts, wrong):
 
 
 def test_an_author_that_is_behind_reads_what_it_has_not_seen():
-    @on_virtual_loop
+    @run_on_virtual_loop
     async def scenario():
         async with memory_cluster() as cluster, cluster.client().open_during() as client:
             await written(client, [(1, -1), (2, 0)])

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cluster_contract import ADDRESSES, KEY, STORAGES, descriptor
+from tests.cluster_contract import ADDRESSES, CLUSTER_KEY, STORAGES, server_descriptor
 from tests.commands import run_command
 from waltz_core.access.tokens import hash_of
 from waltz_core.cli.access import access_change, access_export, access_views
@@ -38,9 +38,9 @@ class World:
     async def _create(self):
         coordinator = self.zookeeper.coordinator("/w")
         await coordinator.create_cluster(
-            NewCluster("w", 8, KEY, STORAGES[:1], {ADDRESSES[0]: tuple(range(8))})
+            NewCluster("w", 8, CLUSTER_KEY, STORAGES[:1], {ADDRESSES[0]: tuple(range(8))})
         )
-        await coordinator.register_server(descriptor(1))
+        await coordinator.register_server(server_descriptor(1))
         self.daemons = [coordinator, self.zookeeper.coordinator("/w")]
 
     def publish(self, *revisions):

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.archived_log import KEY, PARTITION, write_archive, write_manifest
-from tests.patience import HANG_S
+from tests.archived_log import CLUSTER_KEY, PARTITION_ID, write_archive, write_manifest
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.archive.archive_check import ArchiveCheck
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.archive import archive_status, store_calls
@@ -26,18 +26,18 @@ class Case:
         self.store = ArchiveStore(f"file://{folder}")
         self.log = write_archive(self.store)
         self.marks = [self.mark(self.log.manifest, self.log.name, self.log.crc)]
-        self.check = ArchiveCheck(self.store, KEY, PARTITION, first=0)
+        self.check = ArchiveCheck(self.store, CLUSTER_KEY, PARTITION_ID, first=0)
 
     def mark(self, manifest, name, crc):
         return ArchivedMark(manifest.last, manifest.chain, 5, manifest.first, crc, name)
 
     async def read_partition(self, partition_id):
-        assert partition_id == PARTITION
+        assert partition_id == PARTITION_ID
         mark = self.marks[0] if len(self.marks) == 1 else self.marks.pop(0)
         return SimpleNamespace(marker=PartitionMarker(MarkerState.OPEN, 7, bytes(16), mark))
 
     def verify(self):
-        return asyncio.run(_verify_partition(self, PARTITION, self.check, print_result))
+        return asyncio.run(_verify_partition(self, PARTITION_ID, self.check, print_result))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_missing_object_of_the_recorded_manifest_is_reported(case, capsys):
 def test_a_partition_without_an_archive_has_no_problems(case, capsys):
     case.marks = [None]
     assert case.verify()["problems"] == []
-    assert capsys.readouterr().out == f"partition {PARTITION}: no transaction is archived\n"
+    assert capsys.readouterr().out == f"partition {PARTITION_ID}: no transaction is archived\n"
 
 
 @pytest.mark.parametrize(
@@ -93,28 +93,28 @@ def test_a_partition_without_an_archive_has_no_problems(case, capsys):
 def test_ids_that_have_expired_are_named(case, capsys, wanted, shown, objects):
     case.marks = [without_first_object(case)]
     first, last = wanted
-    case.check = ArchiveCheck(case.store, KEY, PARTITION, first=first, last=last)
+    case.check = ArchiveCheck(case.store, CLUSTER_KEY, PARTITION_ID, first=first, last=last)
     found = case.verify()
     expired = case.log.manifest.newest[0].last
     text = (
         f"transactions {shown.format(expired)} have expired; the first available one is "
         f"{expired + 1}\n"
     )
-    assert f"partition {PARTITION}: {text}" in capsys.readouterr().out
+    assert f"partition {PARTITION_ID}: {text}" in capsys.readouterr().out
     assert (found["last"] is None) == (objects is None)
     assert found["objects"] == (objects or 0)
 
 
 def test_a_range_without_an_archived_id_is_empty(case, capsys):
     end = case.log.manifest.last
-    case.check = ArchiveCheck(case.store, KEY, PARTITION, first=end + 1, last=None)
+    case.check = ArchiveCheck(case.store, CLUSTER_KEY, PARTITION_ID, first=end + 1, last=None)
     assert case.verify()["last"] is None
     assert capsys.readouterr().out.endswith(f"archived; the last archived one is {end}\n")
     everything = case.log.manifest.expired(end + 1, 0)
     mark = case.mark(everything, "later", write_manifest(case.store, everything, "later"))
     case.marks = [mark]
     for first, last in ((1, None), (0, end), (0, None)):
-        case.check = ArchiveCheck(case.store, KEY, PARTITION, first=first, last=last)
+        case.check = ArchiveCheck(case.store, CLUSTER_KEY, PARTITION_ID, first=first, last=last)
         # Without a range the manifest is verified.
         assert (case.verify()["last"] is None) == ((first, last) != (0, None))
 
@@ -133,7 +133,7 @@ def test_a_check_that_is_interrupted_prints_where_to_continue(case, monkeypatch,
             return open_file(name)
 
         monkeypatch.setattr(case.store, "open", interrupted)
-        await _verify_partition(case, PARTITION, case.check, print_result)
+        await _verify_partition(case, PARTITION_ID, case.check, print_result)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(main())
@@ -155,8 +155,8 @@ def test_a_store_that_fails_ends_the_check_with_the_place_to_continue(case, monk
     with pytest.raises(ArchiveUnavailable):
         case.verify()
     assert capsys.readouterr().err == (
-        f"partition {PARTITION}: all transactions before {second.first} are verified; to "
-        f"continue, use --partition {PARTITION} --first {second.first}\n"
+        f"partition {PARTITION_ID}: all transactions before {second.first} are verified; to "
+        f"continue, use --partition {PARTITION_ID} --first {second.first}\n"
     )
 
 
@@ -170,7 +170,7 @@ def hang_until_reported(monkeypatch):
 
     monkeypatch.setattr(store_calls, "print_error", print_error)
     monkeypatch.setattr(store_calls, "REPORT_INTERVAL_S", 0.01)
-    return lambda: lines if printed.wait(HANG_S) else pytest.fail("nothing was printed")
+    return lambda: lines if printed.wait(TEST_TIMEOUT_S) else pytest.fail("nothing was printed")
 
 
 def test_a_check_states_which_call_of_the_store_hangs(case, monkeypatch):

@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 
-from tests.archived_log import KEY, PARTITION, STAMP, write_archive
+from tests.archived_log import CLUSTER_KEY, FIRST_COMMIT_MS, PARTITION_ID, write_archive
 from tests.commands import run_command
 from tests.unit.cluster.test_backup import ACCESS, BACKUP
 from waltz_core.access.client_ids import FIRST_ISSUED
@@ -54,7 +54,7 @@ def store(tmp_path):
 async def cluster_with(log, last=None):
     """Return a cluster of four partitions, of which the last one has an archived log."""
     coordinator = Coordinator(MemoryZooKeeper(asyncio.Event).session(), "/w")
-    await coordinator.create_cluster(NewCluster("shop", PARTITION + 1, UUID(bytes=KEY)))
+    await coordinator.create_cluster(NewCluster("shop", PARTITION_ID + 1, UUID(bytes=CLUSTER_KEY)))
     await record(coordinator, log, last)
     return coordinator
 
@@ -64,14 +64,14 @@ async def record(coordinator, log, last=None, name=None):
     mark = ArchivedMark(
         end.last if last is None else last, end.chain, STAMP_MS, 0, log.crc, name or log.name
     )
-    view = await coordinator.read_partition(PARTITION)
+    view = await coordinator.read_partition(PARTITION_ID)
     marker = PartitionMarker(MarkerState.OPEN, 60, bytes(16), mark)
     metadata = PartitionMetadata(3, 60)
-    await coordinator.write_partition(PARTITION, metadata, marker, view.versions)
+    await coordinator.write_partition(PARTITION_ID, metadata, marker, view.versions)
 
 
 def marks_of(last):
-    return {0: -1, 1: -1, 2: -1, PARTITION: last}
+    return {0: -1, 1: -1, 2: -1, PARTITION_ID: last}
 
 
 async def take(coordinator, store, request_marks):
@@ -101,7 +101,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
         marks_of(20),
     )
     assert taken.issued_client_id == FIRST_ISSUED
-    partition = taken.partitions[PARTITION]
+    partition = taken.partitions[PARTITION_ID]
     assert (partition.session_id, partition.generation) == (60, 3)
     assert partition.manifest.manifest.last == log.lineage[-1].last
     assert len(partition.manifest.pages) == 1
@@ -132,7 +132,7 @@ async def test_a_backup_waits_until_the_archive_has_the_marks(store, monkeypatch
 
     taken = await take(coordinator, store, request_marks)
     assert len(waits) == 3
-    assert taken.marks[PARTITION] == end
+    assert taken.marks[PARTITION_ID] == end
 
 
 @in_real_time
@@ -146,7 +146,7 @@ async def test_a_manifest_that_was_replaced_meanwhile_is_read_in_its_new_form(st
 
     class Replacing(Coordinator):
         async def read_partition(self, partition_id):
-            if partition_id == PARTITION:
+            if partition_id == PARTITION_ID:
                 reads.append(1)
                 if len(reads) == 3:
                     await record(coordinator, log, name=renamed)
@@ -158,7 +158,7 @@ async def test_a_manifest_that_was_replaced_meanwhile_is_read_in_its_new_form(st
         return marks_of(20)
 
     taken = await take(replacing, store, request_marks)
-    assert taken.partitions[PARTITION].manifest.name == renamed
+    assert taken.partitions[PARTITION_ID].manifest.name == renamed
 
 
 @in_real_time
@@ -224,24 +224,24 @@ def test_limits_of_a_restore_are_parsed():
     ("limits", "expected"),
     [
         (RequestedEnds({}, None), 54),  # the mark of the backup is in the batch 55..94
-        (RequestedEnds({PARTITION: 57}, None), 54),
-        (RequestedEnds({PARTITION: 54}, None), 54),
-        (RequestedEnds({}, STAMP), 50),  # 51..53 has no commit time
-        (RequestedEnds({}, STAMP - 1), None),
-        (RequestedEnds({PARTITION: 3}, STAMP), 3),
-        (RequestedEnds({PARTITION: -1}, None), None),
-        (RequestedEnds({PARTITION: 1}, None), None),  # the first batch is 0..2
+        (RequestedEnds({PARTITION_ID: 57}, None), 54),
+        (RequestedEnds({PARTITION_ID: 54}, None), 54),
+        (RequestedEnds({}, FIRST_COMMIT_MS), 50),  # 51..53 has no commit time
+        (RequestedEnds({}, FIRST_COMMIT_MS - 1), None),
+        (RequestedEnds({PARTITION_ID: 3}, FIRST_COMMIT_MS), 3),
+        (RequestedEnds({PARTITION_ID: -1}, None), None),
+        (RequestedEnds({PARTITION_ID: 1}, None), None),  # the first batch is 0..2
     ],
 )
 def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, limits, expected):
-    log = write_archive(store, folder=f"{UUID(bytes=KEY)}/{PARTITION}")
+    log = write_archive(store, folder=f"{UUID(bytes=CLUSTER_KEY)}/{PARTITION_ID}")
     saved = SavedManifest.read(store, log.name, log.crc)
     assert [each.last for each in log.lineage][:7] == [2, 3, 43, 50, 53, 54, 94]
     restoration = restore_command._Restoration(store, bytes(16), 9, limits, False, [])
-    end = restoration.restore_partition(PARTITION, PartitionBackup(60, 8, 1, saved))
+    end = restoration.restore_partition(PARTITION_ID, PartitionBackup(60, 8, 1, saved))
     assert (None if end is None else end.last) == expected
     if end is not None:
-        assert end.manifest.startswith(f"{UUID(int=0)}/{PARTITION}/manifests/")
+        assert end.manifest.startswith(f"{UUID(int=0)}/{PARTITION_ID}/manifests/")
     assert restoration.restore_partition(0, PartitionBackup(-1, 8, 1, None)) is None
 
 
@@ -259,7 +259,7 @@ def test_a_failed_restoration_leaves_neither_a_cluster_nor_a_pin(tmp_path, monke
 @pytest.mark.parametrize("access", [None, ACCESS])
 def test_a_restoration_prints_the_revision_of_its_permissions(tmp_path, monkeypatch, store, access):
     empty = PartitionBackup(-1, -1, -1, None)
-    backup = Backup("shop", UUID(bytes=KEY), 1, 41, (empty,), {}, NOT_RESTORED, access)
+    backup = Backup("shop", UUID(bytes=CLUSTER_KEY), 1, 41, (empty,), {}, NOT_RESTORED, access)
     for words in ((), ("--json",)):
         zookeeper = MemoryZooKeeper(asyncio.Event)
         ran = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words)
@@ -307,11 +307,11 @@ def run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words):
 def test_the_second_of_two_restorations_fails_and_leaves_nothing(
     tmp_path, monkeypatch, store, words
 ):
-    log = write_archive(store, folder=f"{UUID(bytes=KEY)}/{PARTITION}")
+    log = write_archive(store, folder=f"{UUID(bytes=CLUSTER_KEY)}/{PARTITION_ID}")
     saved = SavedManifest.read(store, log.name, log.crc)
     empty = PartitionBackup(-1, -1, -1, None)
-    partitions = (*[empty] * PARTITION, PartitionBackup(60, 8, 1, saved))
-    backup = Backup("shop", UUID(bytes=KEY), 1, 41, partitions, {}, NOT_RESTORED)
+    partitions = (*[empty] * PARTITION_ID, PartitionBackup(60, 8, 1, saved))
+    backup = Backup("shop", UUID(bytes=CLUSTER_KEY), 1, 41, partitions, {}, NOT_RESTORED)
     create, before = Coordinator.create_restored, files_of(tmp_path / "archive")
     written = []
 

@@ -5,15 +5,15 @@ import contextlib
 
 import pytest
 
-from tests.cluster_contract import KEY
-from tests.loops import on_virtual_loop
+from tests.cluster_contract import CLUSTER_KEY
+from tests.loops import run_on_virtual_loop
 from waltz_core import errors
 from waltz_core.cli.change_commands import OUTCOME_INTERRUPTED, audit_change, time_limit
 from waltz_core.cluster.change.audit import BEGUN, DONE
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
-CLUSTER = NewCluster("w", 1, KEY)
+CLUSTER = NewCluster("w", 1, CLUSTER_KEY)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ async def outcomes(coordinator):
         (asyncio.CancelledError(), OUTCOME_INTERRUPTED),
     ],
 )
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_change_has_an_audit_entry_while_it_runs_and_afterwards(
     coordinator, error, outcome
 ):
@@ -46,14 +46,14 @@ async def test_a_change_has_an_audit_entry_while_it_runs_and_afterwards(
     assert await outcomes(coordinator) == [outcome]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_created_cluster_has_an_audit_entry_of_its_creation(coordinator):
     async with audit_change(coordinator, may_create_cluster=True):
         await coordinator.create_cluster(CLUSTER)
     assert await outcomes(coordinator) == [DONE]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_audit_entry_does_not_recreate_a_deleted_cluster(coordinator):
     for creates in (False, True):
         await coordinator.create_cluster(CLUSTER)
@@ -68,7 +68,7 @@ async def test_an_audit_entry_does_not_recreate_a_deleted_cluster(coordinator):
     ("user", "sudoer", "user_name"),
     [("root", "alice", "alice as root"), ("alice", None, "alice"), ("alice", "alice", "alice")],
 )
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_audit_record_names_the_user_behind_sudo(
     coordinator, monkeypatch, user, sudoer, user_name
 ):
@@ -83,7 +83,7 @@ async def test_the_audit_record_names_the_user_behind_sudo(
     assert entry.user.rpartition("@")[0] == user_name
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_timed_out_command_names_what_it_waited_for():
     with pytest.raises(errors.Unavailable, match="It still waits for: a storage"):
         async with time_limit(0.01, lambda: "a storage"):

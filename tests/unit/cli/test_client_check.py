@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.cli.client import client_check
 from waltz_core.cli.client.client_check import NumberedContext, errors_in_transaction, expected_data
 from waltz_core.cli.main import main
@@ -31,7 +31,9 @@ def connected(monkeypatch):
 
 
 def printed(capsys, *words):
-    code = main(["client", *words, "--connect", "memory:1/w", "--json", "--timeout-s", str(HANG_S)])
+    code = main(
+        ["client", *words, "--connect", "memory:1/w", "--json", "--timeout-s", str(TEST_TIMEOUT_S)]
+    )
     return code, json.loads(capsys.readouterr().out)
 
 

@@ -10,8 +10,8 @@ import msgpack
 import numpy as np
 import pytest
 
-from tests.offline_storage import flip, sample_storage, segments, write_to_directory
-from tests.storage_model import World, record
+from tests.offline_storage import flip_byte, sample_storage, segment_files, write_to_directory
+from tests.storage_model import ModeledLog, encode_record
 from waltz_core.cli.main import main
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, next_chain
 
@@ -26,9 +26,9 @@ def storage(tmp_path):
 
 def log_of(target, payloads):
     """A storage with these payloads in one batch."""
-    world = World(Random(1))
+    world = ModeledLog(Random(1))
     world.prepare()
-    made = [record(place, one) for place, one in enumerate(payloads)]
+    made = [encode_record(place, one) for place, one in enumerate(payloads)]
     last = len(made) - 1
     chain = next_chain(GENESIS_CHAIN, 0, last, world.session, b"".join(one[-4:] for one in made))
     entry = LineageEntry(0, last, world.session, 1_700_000_000_000, chain)
@@ -51,7 +51,7 @@ def lines(capsys, *words):
 def test_verify_states_what_is_wrong_and_ends_with_1(storage, capsys):
     assert main(["disk", "verify", str(storage)]) == 0
     assert "0 wrong, 0 notes" in capsys.readouterr().out
-    flip(segments(storage)[1], 200)
+    flip_byte(segment_files(storage)[1], 200)
     assert main(["disk", "verify", str(storage)]) == 1
     out = capsys.readouterr().out
     assert out.startswith("wrong: 2/0000000000000000011.seg at 189: record 12: expected CRC ")
@@ -71,8 +71,8 @@ def test_verify_states_what_is_wrong_and_ends_with_1(storage, capsys):
 
 
 def test_a_limit_bounds_what_is_shown(storage, capsys):
-    for path in segments(storage):
-        flip(path, 200)
+    for path in segment_files(storage):
+        flip_byte(path, 200)
     assert main(["disk", "verify", str(storage), "--limit", "1"]) == 1
     out = capsys.readouterr().out
     assert out.count("wrong: ") == 1
@@ -90,14 +90,14 @@ def test_ids_choose_records_and_segments(storage, capsys):
 
 
 def test_a_dump_ignores_a_wrong_index(storage, capsys):
-    for path in segments(storage, ".idx"):
-        flip(path, 128 + 8 * 5 + 7, 255)
+    for path in segment_files(storage, ".idx"):
+        flip_byte(path, 128 + 8 * 5 + 7, 255)
     (only,) = lines(capsys, "dump-segment", storage, "-r", "-t", 5)
     assert (only["transaction_id"], only["is_valid"]) == (5, True)
 
 
 def test_batches_are_printed_after_their_last_record(storage, capsys):
-    found = lines(capsys, "dump-segment", segments(storage)[0], "-r", "--batches")
+    found = lines(capsys, "dump-segment", segment_files(storage)[0], "-r", "--batches")
     order = [one.get("transaction_id", one.get("last")) for one in found]
     assert order == [0, 1, 2, 2, 3, 4, 5, 6, 7, 7, 8, 8, 9, 10]
     batches = lines(capsys, "dump-segment", storage, "--batches")
@@ -106,9 +106,9 @@ def test_batches_are_printed_after_their_last_record(storage, capsys):
 
 
 def test_damage_is_shown_and_the_dump_continues(storage, capsys):
-    path = segments(storage)[0]
-    flip(path, 500)
-    flip(path, 128 + 7)
+    path = segment_files(storage)[0]
+    flip_byte(path, 500)
+    flip_byte(path, 128 + 7)
     found = lines(capsys, "dump-segment", path, "-r")
     assert found[0]["kind"] == "gap"
     assert (found[0]["first"], found[0]["next_id"]) == (0, 1)
@@ -229,17 +229,17 @@ def test_control_files_are_shown_with_the_current_structures(storage, capsys):
     assert (current["acked"], current["low_water_mark"], current["flags"]) == (35, -1, [])
     assert (current["last_session"], current["engaged"]) == (1, 1)
     assert value["storage_id"] == {"id": "00010203-0405-0607-0809-0a0b0c0d0e0f", "wrong": []}
-    flip(storage / "2" / "waltz-x.ctl", 20)
-    flip(storage / "2" / "waltz-x.ctl", 4096 + 20)
+    flip_byte(storage / "2" / "waltz-x.ctl", 20)
+    flip_byte(storage / "2" / "waltz-x.ctl", 4096 + 20)
     out = printed(capsys, "dump-control-file", storage / "2")
     assert "expected CRC b25c4fb2, found a6093a67" in out
     assert out.splitlines()[2].split() == ["counts", "no", "no"]
 
 
 def test_an_index_is_rebuilt_unless_it_is_a_dry_run(storage, capsys):
-    path = segments(storage, ".idx")[1]
+    path = segment_files(storage, ".idx")[1]
     good = path.read_bytes()
-    flip(path, 140)
+    flip_byte(path, 140)
     bad = path.read_bytes()
     out = printed(capsys, "repair-index", storage, "--dry-run")
     assert "0000000000000000011.idx: 1 wrong entry; would be rebuilt, 13 entries" in out
@@ -251,8 +251,8 @@ def test_an_index_is_rebuilt_unless_it_is_a_dry_run(storage, capsys):
 
 
 def test_a_rejected_segment_does_not_stop_the_repair_of_others(storage, capsys):
-    flip(segments(storage)[0], 39)
-    flip(segments(storage, ".idx")[1], 140)
+    flip_byte(segment_files(storage)[0], 39)
+    flip_byte(segment_files(storage, ".idx")[1], 140)
     assert main(["disk", "repair-index", str(storage)]) == 1
     captured = capsys.readouterr()
     assert "0000000000000000011.idx: 1 wrong entry; rebuilt" in captured.out

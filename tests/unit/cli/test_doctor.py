@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.certificates import make
+from tests.certificates import create_certificates
 from tests.unit.ops.test_diagnosis import ONE, A, B, healthy
 from waltz_core.cli.doctor import doctor_command
 from waltz_core.cli.doctor.doctor_probes import _ProbeCounter, gather_facts, zookeeper_mode
@@ -88,7 +88,7 @@ def test_scripts_get_one_value(gathered, capsys):
 
 
 def test_tls_files_that_do_not_match_are_one_error(gathered, tmp_path, capsys):
-    one, other = make(tmp_path), make(tmp_path, name="other")
+    one, other = create_certificates(tmp_path), create_certificates(tmp_path, name="other")
     settings = tmp_path / "client.toml"
     settings.write_text(
         f'tls_certificate = "{one.certificate}"\ntls_key = "{other.key}"\n'

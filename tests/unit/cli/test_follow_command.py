@@ -23,8 +23,8 @@ WORDS = ["--connect", "h:1/w", "--key", "id", "--column", "id:int64"]
         (["--changes", "f"], "changes function: expected 'module:function', such as"),
         (["--changes", "no:f"], "changes function: 'no:f' cannot be imported (No module"),
         (
-            ["--changes", "tests.changing:pairs", "--delete-header", "1"],
-            "expected either the changes function tests.changing:pairs or rules for deletes",
+            ["--changes", "tests.changes_functions:return_pairs", "--delete-header", "1"],
+            "the changes function tests.changes_functions:return_pairs or rules for deletes",
         ),
         (["--tables", "x"], "--tables: expected that only the file names tables and their options"),
         (["--interval-s", "0"], "--interval-s: expected more than 0, found 0"),

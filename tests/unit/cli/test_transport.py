@@ -5,7 +5,7 @@ import ssl
 
 import pytest
 
-from tests.certificates import make
+from tests.certificates import create_certificates
 from waltz_core.cli import command_connections
 from waltz_core.errors import BadConfig
 
@@ -38,7 +38,7 @@ def test_the_scheme_is_read_from_the_connect_string_only(dialed_with, monkeypatc
 
 
 def test_the_tls_option_overrides_the_connect_string(dialed_with, tmp_path):
-    file = make(tmp_path).authorities
+    file = create_certificates(tmp_path).authorities
     assert len(dialed_with(tls=file, connect=None).get_ca_certs()) == 1
     assert dialed_with(tls="unverified", connect=f"{PLACE}?tls={file}").verify_mode is ssl.CERT_NONE
     assert len(dialed_with(tls=None, connect=f"{PLACE}?tls={file}").get_ca_certs()) == 1

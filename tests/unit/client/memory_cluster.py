@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple
 from uuid import UUID
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.links.directory import ZooKeeperDirectory
@@ -263,7 +263,7 @@ class MemoryCluster:
 
     async def wait_until_settled(self) -> None:
         """Wait until every partition is owned and open."""
-        async with asyncio.timeout(HANG_S):
+        async with asyncio.timeout(TEST_TIMEOUT_S):
             while True:
                 owned = sum(
                     partition.is_open

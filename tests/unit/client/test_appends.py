@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.loops import on_virtual_loop
-from tests.patience import HANG_S
+from tests.loops import run_on_virtual_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.client.scenarios import PARTITION
 from waltz_core import errors
 from waltz_core.client.model.predecessors import PipelinedState
@@ -47,7 +47,7 @@ class Author:
 
 
 async def until(condition):
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(TEST_TIMEOUT_S):
         while not condition():  # noqa: ASYNC110 - conditions of all kinds
             await asyncio.sleep(0)
 
@@ -56,7 +56,7 @@ def errors_of(futures):
     return [type(each.exception()) for each in futures]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_append_that_times_out_in_the_queue_does_not_delay_others():
     """What is in flight may be so for hours, while the partition has no server."""
     window = AppendWindow(rows_max=10, bytes_max=1 << 20)
@@ -74,7 +74,7 @@ async def test_an_append_that_times_out_in_the_queue_does_not_delay_others():
     assert window.is_empty
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_appends_held_back_end_with_the_connection():
     author = Author()
     held = author.append()
@@ -87,7 +87,7 @@ async def test_appends_held_back_end_with_the_connection():
     assert not author.appends.has_pending
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_appends_that_wait_for_an_abandoned_submission_are_not_sent(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author = Author()
@@ -101,7 +101,7 @@ async def test_appends_that_wait_for_an_abandoned_submission_are_not_sent(monkey
 
 
 @pytest.mark.parametrize("token", [1, 2])
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_appends_held_back_are_resent_in_their_place(monkeypatch, token):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author = Author()
@@ -127,7 +127,7 @@ class LateLoop:
         return self._loop.call_soon(callback)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_appends_held_back_twice_are_resent_even_on_a_late_loop():
     author = Author()
     author.appends._loop = LateLoop()
@@ -148,7 +148,7 @@ PIPELINED_STATE = PipelinedState(SessionId(3), PARTITION, 1, 0, 5, (), frozenset
 @pytest.mark.parametrize(
     "fields", [{"is_attempt": True}, {"pipelined_state": PIPELINED_STATE}, {"deadline_s": 0.0}, {}]
 )
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
     """An attempt is computed again, and so is what was computed from what is lost with it."""
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_DELAY_S", 0)
@@ -168,7 +168,7 @@ async def test_stale_appends_are_not_sent_again(monkeypatch, fields, reason):
         assert future.exception() is not None
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_append_over_a_limit_that_is_not_sent_again_names_the_pause():
     author = Author()
     future = author.append(deadline_s=0.0)
@@ -186,7 +186,7 @@ async def test_an_append_over_a_limit_that_is_not_sent_again_names_the_pause():
     assert "was not appended (OVERLOADED: etl is over a limit)" in str(error)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_batch_waits_behind_appends_that_are_held_back(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author = Author()
@@ -199,7 +199,7 @@ async def test_a_batch_waits_behind_appends_that_are_held_back(monkeypatch):
     assert [each.row_count for each in author.sent] == [1, 1, 2, 1]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_waiting_batch_ends_with_its_connection_or_its_order(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author, order = Author(), ReportOrder()
@@ -215,7 +215,7 @@ async def test_a_waiting_batch_ends_with_its_connection_or_its_order(monkeypatch
     assert author.window.is_empty
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypatch):
     monkeypatch.setattr("waltz_core.client.stream.appends.RESEND_FULL_DELAY_S", 0)
     author, order = Author(), ReportOrder()
@@ -238,7 +238,7 @@ async def test_a_waiting_batch_is_lost_with_an_earlier_one_of_its_order(monkeypa
     assert author.sent[-1].row_count == 2
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_each_row_of_a_submission_is_validated_with_its_own_mark():
     author = Author(batch_rows=9, batch_bytes=1 << 20)
     for mark in (7, 3, 7, 9, 7, 7, 7, 7, 7):
@@ -249,7 +249,7 @@ async def test_each_row_of_a_submission_is_validated_with_its_own_mark():
     assert rows.write_locks.values.tolist() == rows.marks.tolist()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_submission_over_the_servers_limit_is_sent_in_two_parts():
     author = Author(batch_rows=9, batch_bytes=1 << 20)
     for number in range(9):
@@ -264,7 +264,7 @@ async def test_a_submission_over_the_servers_limit_is_sent_in_two_parts():
 
 
 @pytest.mark.parametrize("rows", [1, 9])
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_appends_keep_their_order_and_contexts_do_not(rows):
     for is_attempt in (False, True):
         author = Author(batch_rows=rows, batch_bytes=1 << 20)
@@ -273,7 +273,7 @@ async def test_appends_keep_their_order_and_contexts_do_not(rows):
         assert [each.keeps_order for each in author.sent] == [not is_attempt]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_dependent_append_carries_no_mark_above_its_predecessors():
     for mark, sent, session_id in ((4, 4, 3), (5, 8, 3), (6, 8, 3)):
         row = PendingRow(b"data", 0, 0)
@@ -283,7 +283,7 @@ async def test_a_dependent_append_carries_no_mark_above_its_predecessors():
         assert (row.mark, row.pipelined_state.session_id) == (sent, session_id)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_window_space_is_granted_in_order_and_returned_when_unused():
     window = AppendWindow(rows_max=10, bytes_max=1 << 20)
     assert window.try_take(8, 1)

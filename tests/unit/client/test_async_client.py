@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from tests.loops import on_virtual_loop
-from tests.patience import HANG_S
+from tests.loops import run_on_virtual_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.client.memory_cluster import IN_MEMORY_CONFIG, KEY, memory_cluster, two_clients
 from waltz_core import errors
 from waltz_core.access.client_ids import FIRST_ISSUED
@@ -52,7 +52,7 @@ def batch_of(*rows: bytes, write_locks=None, header: int = 0) -> bytes:
 # the cluster
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_client_describes_its_cluster():
     async with (
         memory_cluster(partition_count=3) as cluster,
@@ -66,7 +66,7 @@ async def test_a_client_describes_its_cluster():
         assert client.client_id == FIRST_ISSUED
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_invalid_calls_are_reported_in_one_sentence():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         with pytest.raises(errors.UnknownPartition, match=r"partition 2.*partitions 0\.\.1"):
@@ -98,7 +98,7 @@ class FixedPartition(TransactionContext):
         return True
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_client_of_some_partitions_uses_no_others():
     async with (
         memory_cluster(partition_count=4) as cluster,
@@ -116,7 +116,7 @@ async def test_a_client_of_some_partitions_uses_no_others():
             assert await client.high_water_mark(2) == 0
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_append_outside_of_the_client_s_partitions_is_rejected():
     locks = {partition_of(lock("it", n), 4): lock("it", n) for n in range(100)}
     async with (
@@ -147,7 +147,7 @@ async def test_an_append_outside_of_the_client_s_partitions_is_rejected():
         assert await whole.high_water_marks() == {0: -1, 1: 0, 2: -1, 3: 1}
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_partitions_of_a_client_must_exist():
     async with (
         memory_cluster(partition_count=2) as cluster,
@@ -160,7 +160,7 @@ async def test_the_partitions_of_a_client_must_exist():
             AsyncWaltzClient.at(whole.layout(), IN_MEMORY_CONFIG, partitions=1)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_root_without_a_cluster_names_the_command():
     async with memory_cluster() as cluster:
         client = cluster.client(root="/elsewhere")
@@ -168,7 +168,7 @@ async def test_a_root_without_a_cluster_names_the_command():
             await client.open()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_fork_of_a_client_is_reported():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         reader, writer = os.pipe()
@@ -189,7 +189,7 @@ async def test_a_fork_of_a_client_is_reported():
 # appends
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_many_appends_share_a_frame_and_a_few_go_alone():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
@@ -204,7 +204,7 @@ async def test_many_appends_share_a_frame_and_a_few_go_alone():
         assert Counter(server.received) == {"AppendRequest": 3}
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_rows_are_gathered_while_others_are_in_progress():
     with mock.patch.object(appends, "GATHERING_S_MAX", 60.0):
         async with memory_cluster() as cluster, cluster.client().open_during() as client:
@@ -225,7 +225,7 @@ async def test_rows_are_gathered_while_others_are_in_progress():
             assert server.received == ["AppendBatch"]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_rows_do_not_wait_long_for_a_slow_answer():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
@@ -241,7 +241,7 @@ async def test_rows_do_not_wait_long_for_a_slow_answer():
         assert [await first, await second] == [0, 1]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_partition_is_that_of_the_first_lock_or_round_robin():
     async with (
         memory_cluster(partition_count=4) as cluster,
@@ -255,7 +255,7 @@ async def test_the_partition_is_that_of_the_first_lock_or_round_robin():
         assert [len(log.rows()) >= 1 for log in cluster.logs] == [True] * 4
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_invalid_mark_is_reported_by_the_call():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         sentence = r"expected a transaction ID, or -1 for none, found \[0\] \(list\)"
@@ -276,7 +276,7 @@ async def test_an_invalid_mark_is_reported_by_the_call():
             await (await client.submit(context))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_batch_reports_every_row():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         payload = batch_of(b"a", b"b", b"c", write_locks=[[1], [1], [2]])
@@ -292,7 +292,7 @@ async def test_a_batch_reports_every_row():
             await (await client.append_batch(0, b"nonsense", 1, client_high_water_mark=-1))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_full_window_waits_and_drops_nothing():
     config = replace(IN_MEMORY_CONFIG, in_flight_count_max=10)
     async with memory_cluster() as cluster, cluster.client(config).open_during() as client:
@@ -309,7 +309,7 @@ async def test_a_full_window_waits_and_drops_nothing():
         assert [await future for future in futures] == list(range(10))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_batches_stay_within_the_servers_row_limit():
     limits = PartitionLimits(lock_slot_count=10_007, lock_load_count_max=0, batch_rows_max=30)
     async with (
@@ -324,7 +324,7 @@ async def test_batches_stay_within_the_servers_row_limit():
 # faults
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_rows_lost_with_a_session_are_sent_again_and_batches_are_reported():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
@@ -343,7 +343,7 @@ async def test_rows_lost_with_a_session_are_sent_again_and_batches_are_reported(
         )
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_without_a_server_an_append_fails_definitely():
     config = replace(IN_MEMORY_CONFIG, request_timeout_ms=1_000)
     async with memory_cluster() as cluster, cluster.client(config).open_during() as client:
@@ -359,7 +359,7 @@ async def test_without_a_server_an_append_fails_definitely():
             await client.high_water_mark(0)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_stream_that_has_failed_waits_for_no_server():
     """Otherwise its server counts as silent, and ZooKeeper is watched without need."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
@@ -386,11 +386,11 @@ async def test_a_stream_that_has_failed_waits_for_no_server():
                 errors.WaltzError,
                 match="the client's state machine for partition 0 has failed: Ass",
             ):
-                await asyncio.wait_for(future, HANG_S)
+                await asyncio.wait_for(future, TEST_TIMEOUT_S)
         assert not client.has_pending
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_closing_waits_for_pending_appends_and_reports_unknown_outcomes():
     config = replace(IN_MEMORY_CONFIG, request_timeout_ms=1_000)
     async with memory_cluster() as cluster:
@@ -475,7 +475,7 @@ class Applying(AsyncCallbacks):
         return self.policy
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_concurrent_contexts_lose_no_update():
     async with two_clients() as (cluster, one, two):
         contexts = []
@@ -493,7 +493,7 @@ async def test_concurrent_contexts_lose_no_update():
         assert all(c.answered[-2] == "completed True" for _, c in contexts)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_context_without_data_is_rejected():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         context = Counting({"value": 0})
@@ -503,7 +503,7 @@ async def test_a_context_without_data_is_rejected():
         assert context.answered == ["exception BadRequest"]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_retries_end_with_their_limit():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0, write_locks=[lock("counter")]))
@@ -523,7 +523,7 @@ async def test_retries_end_with_their_limit():
         assert marks == [0, 0, 0]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_context_waits_at_most_its_timeout():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = Applying()
@@ -542,7 +542,7 @@ async def test_a_context_waits_at_most_its_timeout():
 # the feed
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_data_is_fetched_with_its_neighbors():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         payload = batch_of(*(b"%d" % i for i in range(300)))
@@ -568,7 +568,7 @@ async def test_data_is_fetched_with_its_neighbors():
         (PoisonPolicy.STOP, [0, 1], [2]),
     ],
 )
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append_batch(0, batch_of(*[b"x"] * 5), 5, client_high_water_mark=-1))
@@ -581,7 +581,7 @@ async def test_a_poison_transaction_follows_its_policy(policy, seen, calls):
         assert all(str(error) == "poison" for _, error in callbacks.errors)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0))
@@ -595,7 +595,7 @@ async def test_an_application_ahead_of_the_log_is_reported_with_an_error():
         assert "the client's high-water mark 70 is above the log's, 0" in str(error)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_slow_application_uses_bounded_memory_and_misses_nothing():
     config = replace(IN_MEMORY_CONFIG, feed_prefetch_count_max=1_000)
     async with memory_cluster() as cluster, cluster.client(config).open_during() as client:
@@ -671,7 +671,7 @@ def logged_outages():
         log.setLevel(level)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_feed_waits_for_unavailable_data_without_a_limit():
     async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         await (await writer.append_batch(0, batch_of(b"a", b"b"), 2, client_high_water_mark=-1))
@@ -691,7 +691,7 @@ async def test_a_feed_waits_for_unavailable_data_without_a_limit():
         assert logged.index(waits) < logged.index("feed.resumed partition=0 with=data")
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_catching_up_continues_after_an_outage_and_the_feed_after_that():
     async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         rows = 10_000
@@ -712,7 +712,7 @@ async def test_catching_up_continues_after_an_outage_and_the_feed_after_that():
         assert callbacks.seen == list(range(3 * rows + 1))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_feed_from_the_end_waits_for_a_server_with_its_mark():
     async with two_clients(SHORT_TIMEOUTS) as (cluster, writer, client):
         await (await writer.append(b"old", partition=0))
@@ -730,7 +730,7 @@ async def test_a_feed_from_the_end_waits_for_a_server_with_its_mark():
         assert callbacks.seen == [1]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_application_may_end_its_feed_in_an_outage():
     class Strict(Plain):
         async def uncaught_exception(self, partition, transaction_id, error):
@@ -752,7 +752,7 @@ async def test_an_application_may_end_its_feed_in_an_outage():
 # ranges
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_ranges_come_in_dense_chunks_until_their_reader_or_the_client_ends():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         for i in range(10):
@@ -777,7 +777,7 @@ async def test_ranges_come_in_dense_chunks_until_their_reader_or_the_client_ends
                 pass
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_range_past_the_end_of_the_log_is_an_error():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0))
@@ -790,7 +790,7 @@ async def test_a_range_past_the_end_of_the_log_is_an_error():
         assert [c async for c in client.read_range(0, 0, -1)] == []
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_reads_continue_without_absent_replicas():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"x", partition=0))
@@ -804,7 +804,7 @@ async def test_reads_continue_without_absent_replicas():
         assert [c.count for c in chunks] == [1]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_replicas_of_the_clients_group_are_nearby():
     async def groups(storages):
         return dict.fromkeys(storages, 7)
@@ -826,7 +826,7 @@ async def test_replicas_of_the_clients_group_are_nearby():
 # given the layout
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_large_answers_use_a_separate_connection():
     async with memory_cluster(partition_count=8) as cluster:
         (server,) = cluster.servers
@@ -863,7 +863,7 @@ async def test_large_answers_use_a_separate_connection():
                 assert len(server.links) == 1  # none for appends where nothing is appended
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_of_two_writers_with_one_id_the_later_attempt_wins():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount()
@@ -896,7 +896,7 @@ class Computing(Counting):
         return True
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes_ends():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await client.mount([0])
@@ -911,7 +911,7 @@ async def test_a_context_whose_first_attempt_is_computed_while_the_client_closes
         assert context.answered == ["exception Unreachable"]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_client_whose_opening_is_cancelled_leaves_nothing_behind():
     async with memory_cluster() as cluster:
         client = cluster.client()
@@ -924,7 +924,7 @@ async def test_a_client_whose_opening_is_cancelled_leaves_nothing_behind():
         assert client._root.done()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_flush_waits_for_earlier_appends_only():
     """A service that always has an append under way would wait without end."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
@@ -942,7 +942,7 @@ async def test_a_flush_waits_for_earlier_appends_only():
             tasks.create_task(append_on())
             await until(lambda: client.has_pending)
             earlier = await client.append(b"earlier", partition=0)
-            async with asyncio.timeout(HANG_S / 100):
+            async with asyncio.timeout(TEST_TIMEOUT_S / 100):
                 mark = await client.flush(0)
             is_flushed = True
             assert earlier.result() <= mark

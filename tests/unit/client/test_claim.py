@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.cluster.test_coordinator import with_cluster
 from tests.unit.server.registry_world import CONNECT, Owners, RegistryServer, user_of
-from tests.writes_contract import MARKS
+from tests.write_registry_contract import MARKS
 from waltz_core import errors
 from waltz_core.client.api import exactly_once
 from waltz_core.client.api.exactly_once import (

@@ -9,8 +9,8 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
 from tests.ports import free_port
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client import (
     Callbacks,
@@ -76,7 +76,7 @@ class SlowView(Callbacks):
         return -1
 
     def apply_transaction(self, transaction: Transaction) -> None:
-        assert self.permits.acquire(timeout=HANG_S)
+        assert self.permits.acquire(timeout=TEST_TIMEOUT_S)
 
 
 def test_the_buckets_are_those_of_the_daemons() -> None:
@@ -107,20 +107,20 @@ def test_appends_rejections_and_attempts_are_counted_over_all_clients() -> None:
     with MemoryWaltz(partition_count=2) as waltz:
         with waltz.client() as one, waltz.client() as other:
             for client in (one, other):
-                client.append(b"data", partition=0).result(HANG_S)
+                client.append(b"data", partition=0).result(TEST_TIMEOUT_S)
             stale = one.append(
                 b"data", partition=0, write_locks=[lock("counter", 1)], client_high_water_mark=-1
             )
-            stale.result(HANG_S)
+            stale.result(TEST_TIMEOUT_S)
             with pytest.raises(errors.LockFailed):
                 other.append(
                     b"data", partition=0, write_locks=[lock("counter", 1)],
                     client_high_water_mark=-1,
-                ).result(HANG_S)  # fmt: skip
+                ).result(TEST_TIMEOUT_S)  # fmt: skip
             assert value(APPENDED) == 3
             assert value(REJECTED, reason="lock") == 1
             waltz.reject_next(2)
-            assert one.submit(Increment()).result(HANG_S) == 3
+            assert one.submit(Increment()).result(TEST_TIMEOUT_S) == 3
             assert value(RETRIED) == 2
         assert value(APPENDED) == 4  # also of closed clients
         assert value(REJECTED, reason="lock") == 3
@@ -136,14 +136,14 @@ def test_a_feed_lags_by_the_transactions_that_its_callbacks_have_not_applied() -
         waltz.client() as reader,
     ):
         for _ in range(3):
-            writer.append(b"data", partition=0).result(HANG_S)
+            writer.append(b"data", partition=0).result(TEST_TIMEOUT_S)
         assert value(LAG) is None
         reader.subscribe(view)
         wait_until("the mark is requested", lambda: value(LAG) == 3)
         view.permits.release(3)
         wait_until("three are applied", lambda: value(LAG) == 0)
         for _ in range(2):
-            writer.append(b"data", partition=0).result(HANG_S)
+            writer.append(b"data", partition=0).result(TEST_TIMEOUT_S)
         wait_until("the next scrape shows the mark", lambda: value(LAG) == 2)
         view.permits.release(100)
         wait_until("all are applied", lambda: value(LAG) == 0)
@@ -156,8 +156,10 @@ def test_with_a_port_the_registry_is_served() -> None:
     export_metrics(port)
     export_metrics()  # once more changes nothing
     with MemoryWaltz(partition_count=1) as waltz, waltz.client() as client:
-        client.append(b"data").result(HANG_S)
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_S) as page:
+        client.append(b"data").result(TEST_TIMEOUT_S)
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/metrics", timeout=TEST_TIMEOUT_S
+        ) as page:
             text = page.read().decode()
     line = f'{APPENDED}{{cluster="memory",partition="0"}} 1.0\n'
     assert text.count(line) == 1
@@ -168,7 +170,7 @@ def test_with_a_port_the_registry_is_served() -> None:
 
 def test_a_forked_child_counts_from_zero() -> None:
     with MemoryWaltz(partition_count=1) as waltz, waltz.client() as client:
-        client.append(b"data").result(HANG_S)
+        client.append(b"data").result(TEST_TIMEOUT_S)
         with client_metrics._lock:  # held by another thread, as far as the child can see
             child = os.fork()
             if not child:

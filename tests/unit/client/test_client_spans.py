@@ -11,7 +11,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from tests.unit.client.memory_cluster import IN_MEMORY_CONFIG, memory_cluster
 from waltz_core import errors
 from waltz_core.client import AsyncCallbacks, lock
@@ -41,7 +41,7 @@ def attributes(span: ReadableSpan) -> dict[str, object]:
     return {**span.attributes}
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_span_of_an_append_is_a_child_of_the_callers_and_has_its_transaction():
     async with memory_cluster() as cluster, cluster.client(TRACED).open_during() as client:
         with trace.get_tracer("application").start_as_current_span("order"):
@@ -63,7 +63,7 @@ async def test_the_span_of_an_append_is_a_child_of_the_callers_and_has_its_trans
             }
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_rejected_append_is_an_error_and_a_batch_has_its_number_of_rows():
     async with memory_cluster() as cluster, cluster.client(TRACED).open_during() as client:
         locks = [lock("seat", 1)]
@@ -108,7 +108,7 @@ class Applied(AsyncCallbacks):
             self.is_done.set()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_span_of_applied_transactions_is_the_parent_of_their_callbacks():
     async with memory_cluster() as cluster, cluster.client(TRACED).open_during() as client:
         for row in range(4):
@@ -128,7 +128,7 @@ async def test_the_span_of_applied_transactions_is_the_parent_of_their_callbacks
     assert {each.parent and each.parent.span_id for each in callbacks_spans} <= parents
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_without_the_setting_there_is_no_span():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await (await client.append(b"one", partition=0))

@@ -6,8 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.loops import on_loop
-from tests.patience import HANG_S
+from tests.loops import run_on_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client.links.connections import ServerLinks
 from waltz_core.records.record import CONTROL_SEQUENCE_MIN
@@ -56,7 +56,7 @@ async def request_concurrently(dials, count, *, cancelled=None, address=None):
         assert not link.is_closed
         return link.number
 
-    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(get()) for _ in range(count)]
         while dials.count == 0:  # noqa: ASYNC110 - the first one dials
             await asyncio.sleep(0)
@@ -88,7 +88,7 @@ def test_a_failed_dial_fails_all_its_waiters(dials):
     assert dials.count == 1
 
 
-@on_loop
+@run_on_loop
 async def test_a_connection_that_breaks_right_after_the_hello_counts_as_failed(monkeypatch):
     """A stream on it would receive nothing, and wait for the answer to its mount."""
     listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: link.abort("dead"))
@@ -114,7 +114,7 @@ async def a_server(silent=lambda: None):
     """Give the links of a client, a server's address, and what the server has got."""
     got, links = [], ServerLinks(dial_timeout_s=5, late_answers_s=0, silent=silent)
     listener = await listen(WireProtocol.CLIENT, "127.0.0.1", 0, lambda link: taken(link, got))
-    async with asyncio.timeout(HANG_S):
+    async with asyncio.timeout(TEST_TIMEOUT_S):
         yield links, f"127.0.0.1:{listener.port}", got
         await links.close("the test is over")
     await listener.close()
@@ -135,7 +135,7 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
-@on_loop
+@run_on_loop
 async def test_an_avoided_connection_is_replaced_and_its_end_loses_nothing():
     async with a_server() as (links, address, _):
         old = await links.get(address)
@@ -149,7 +149,7 @@ async def test_an_avoided_connection_is_replaced_and_its_end_loses_nothing():
         assert not new.is_closed
 
 
-@on_loop
+@run_on_loop
 async def test_a_waiting_request_fails_when_the_connection_breaks():
     async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
         link = await links.get(address)
@@ -168,7 +168,7 @@ async def answer_or_error(waiting):
         return error
 
 
-@on_loop
+@run_on_loop
 async def test_no_request_has_a_number_that_streams_use():
     """It distinguishes their answers."""
     async with a_server() as (links, address, got), asyncio.TaskGroup() as group:
@@ -183,7 +183,7 @@ async def test_no_request_has_a_number_that_streams_use():
             link._sequence = -(1 << 31)  # the next one is the last before they begin again
 
 
-@on_loop
+@run_on_loop
 async def test_a_close_during_a_dial_keeps_no_connection(dials):
     async with a_server() as (links, address, _), asyncio.TaskGroup() as group:
         dialing = group.create_task(answer_or_error(links.get(address)))
@@ -194,7 +194,7 @@ async def test_a_close_during_a_dial_keeps_no_connection(dials):
         assert not links._open
 
 
-@on_loop
+@run_on_loop
 async def test_a_server_is_silent_if_a_request_waits_and_nothing_was_received(monkeypatch, caplog):
     monkeypatch.setattr(
         "waltz_core.client.links.silent_servers.SILENT_S", 600
@@ -240,7 +240,7 @@ def pass_check_interval(link):
 
 
 @pytest.mark.parametrize("is_logged", [True, False])
-@on_loop
+@run_on_loop
 async def test_a_server_without_a_hello_is_reported_as_silent_and_then_as_closed(
     monkeypatch, caplog, is_logged
 ):

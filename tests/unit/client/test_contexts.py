@@ -2,7 +2,7 @@
 
 import asyncio
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from tests.unit.client.memory_cluster import two_clients
 from waltz_core.client import AsyncCallbacks, TransactionContext, lock
 
@@ -53,7 +53,7 @@ class Interrupted(TransactionContext):
         self.refusals += 1
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_mark_of_a_context_is_from_before_it_computes():
     """Another writer's row is in the log, and applied, while the context computes: no update lost.
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections import defaultdict
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
 from tests.unit.client.test_async_client import batch_of, until
 from waltz_core.client import AsyncCallbacks
@@ -47,7 +47,7 @@ async def read_all(client, partitions):
     return callbacks
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_all_partitions_share_one_budget_while_they_catch_up():
     bytes_max = 50_000
     async with (
@@ -61,7 +61,7 @@ async def test_all_partitions_share_one_budget_while_they_catch_up():
         assert SIZE < max(callbacks.kept_bytes) <= bytes_max
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_applied_data_is_not_kept():
     async with (
         memory_cluster(partition_count=2) as cluster,
@@ -78,7 +78,7 @@ async def test_applied_data_is_not_kept():
         assert await callbacks.held[1].data() == b"0" + bytes(SIZE)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_feed_that_ends_releases_what_it_had_fetched_ahead():
     async with (
         memory_cluster(partition_count=1) as cluster,

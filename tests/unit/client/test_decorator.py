@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
 from waltz_core import errors
 from waltz_core.client import MSGPACK, TransactionBuilder, lock, partition_of, transactional
@@ -62,7 +62,7 @@ def test_partition_by_must_return_a_lock():
         anywhere().partition_id(4)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_submitted_functions_are_in_the_log():
     @transactional(partition=1)
     async def say(builder: TransactionBuilder, word: str) -> bool:

@@ -6,8 +6,8 @@ from uuid import UUID
 
 import pytest
 
-from tests.loops import in_virtual_time
-from tests.patience import HANG_S
+from tests.loops import run_in_virtual_time
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient
 from waltz_core.client.links.directory import (
@@ -40,7 +40,7 @@ def test_a_task_gets_the_owner_of_its_own_partition_only():
 def test_newer_layouts_are_learned_without_a_request_and_passed_on():
     directory = FixedDirectory(LAYOUT.for_partition(0), connect_timeout_ms=1)
     reported = []
-    in_virtual_time(directory.open(lambda owners: reported.append(dict(owners))))
+    run_in_virtual_time(directory.open(lambda owners: reported.append(dict(owners))))
     before = directory.owners
     for layout in (
         LAYOUT,
@@ -50,7 +50,7 @@ def test_newer_layouts_are_learned_without_a_request_and_passed_on():
         directory.add_owners(layout)
     assert directory.owners == {0: Owner("new:9", 2), 2: Owner("b:2", 4)}
     assert reported == [{2: Owner("b:2", 4)}, {0: Owner("new:9", 2)}]
-    assert in_virtual_time(directory.owner(2, after_failure=False)) == Owner("b:2", 4)
+    assert run_in_virtual_time(directory.owner(2, after_failure=False)) == Owner("b:2", 4)
     assert before == {0: Owner("a:1", 1)}  # another thread may go through them meanwhile
 
 
@@ -83,7 +83,7 @@ async def request_concurrently(zookeeper, count, *, cancelled=None):
         except errors.WaltzError as error:
             return error
 
-    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as group:
         tasks = [group.create_task(ask(each)) for each in range(count)]
         while zookeeper.count == 0:  # noqa: ASYNC110 - the first one queries
             await asyncio.sleep(0)
@@ -99,19 +99,27 @@ OWNER = Owner("a:1", 3)
 
 def test_a_cancelled_caller_of_a_shared_request_cancels_no_other():
     zookeeper = AnsweringZooKeeper()
-    assert in_virtual_time(request_concurrently(zookeeper, 3, cancelled=1)) == [OWNER, None, OWNER]
+    assert run_in_virtual_time(request_concurrently(zookeeper, 3, cancelled=1)) == [
+        OWNER,
+        None,
+        OWNER,
+    ]
     assert zookeeper.count == 1
 
 
 def test_if_the_requesting_caller_is_cancelled_another_caller_requests():
     zookeeper = AnsweringZooKeeper()
-    assert in_virtual_time(request_concurrently(zookeeper, 3, cancelled=0)) == [None, OWNER, OWNER]
+    assert run_in_virtual_time(request_concurrently(zookeeper, 3, cancelled=0)) == [
+        None,
+        OWNER,
+        OWNER,
+    ]
     assert zookeeper.count == 2
 
 
 def test_all_callers_of_a_shared_request_get_its_failure():
     zookeeper = AnsweringZooKeeper(errors.CoordinatorUnavailable("gone"))
-    assert in_virtual_time(request_concurrently(zookeeper, 3)) == [zookeeper.error] * 3
+    assert run_in_virtual_time(request_concurrently(zookeeper, 3)) == [zookeeper.error] * 3
     assert zookeeper.count == 1
 
 
@@ -136,9 +144,9 @@ def test_an_owner_in_an_unsettled_view_is_ignored():
     zookeeper = WithViews(view(is_settled=False), view())
     directory = directory_of(zookeeper)
     with pytest.raises(errors.NotOwned):
-        in_virtual_time(directory.owner(0, after_failure=True))
+        run_in_virtual_time(directory.owner(0, after_failure=True))
     assert directory.owners == {}
-    assert in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
+    assert run_in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
 
 
 def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answers():
@@ -158,7 +166,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
             await directory.owner_now(0)
         return await directory.owner_now(0)
 
-    assert in_virtual_time(scenario()) == Owner("b:1", 3)
+    assert run_in_virtual_time(scenario()) == Owner("b:1", 3)
     assert not directory.owners  # it is an answer, and changes nothing
 
 
@@ -170,7 +178,7 @@ def test_zookeeper_is_queried_again_only_if_the_layout_has_failed():
         (False, OWNER, 1),
         (True, Owner("b:1", 3), 2),
     ):
-        assert in_virtual_time(directory.owner(0, after_failure=after_failure)) == owner
+        assert run_in_virtual_time(directory.owner(0, after_failure=after_failure)) == owner
         assert zookeeper.count == count
 
 
@@ -221,7 +229,7 @@ def test_another_cluster_at_the_same_address_does_not_answer(monkeypatch):
 
     reported = []
     monkeypatch.setattr(CONNECT, connect)
-    in_virtual_time(ask_twice())
+    run_in_virtual_time(ask_twice())
     assert OtherCluster.open_count == 0
     assert reported == []
 
@@ -248,7 +256,7 @@ def test_a_late_answer_of_zookeeper_replaces_nothing_newer(monkeypatch):
 
     reported = []
     monkeypatch.setattr(CONNECT, connect)
-    assert in_virtual_time(ask()) == Owner("b:2", 4)
+    assert run_in_virtual_time(ask()) == Owner("b:2", 4)
     assert reported == [{0: Owner("z:1", 3), 1: Owner("z:1", 3)}]
 
 
@@ -274,7 +282,7 @@ def test_a_request_during_the_close_leaves_no_session_behind(monkeypatch):
 
     may_connect = asyncio.Event()
     monkeypatch.setattr(CONNECT, connect)
-    in_virtual_time(ask_and_close())
+    run_in_virtual_time(ask_and_close())
     assert OtherCluster.open_count == 0
 
 
@@ -298,11 +306,11 @@ def test_groups_are_read_once_and_again_for_an_unknown_storage():
         return await directory.groups(storages)
 
     for _ in range(3):
-        assert in_virtual_time(ask("s1:1", "s2:1")) == {"s1:1": 1, "s2:1": 2}
+        assert run_in_virtual_time(ask("s1:1", "s2:1")) == {"s1:1": 1, "s2:1": 2}
     assert zookeeper.count == 1
     zookeeper.groups[ReplicaId("s3:1")] = 2
-    assert in_virtual_time(ask("s2:1", "s3:1"))["s3:1"] == 2
-    assert in_virtual_time(ask("s1:1", "s3:1"))["s1:1"] == 1
+    assert run_in_virtual_time(ask("s2:1", "s3:1"))["s3:1"] == 2
+    assert run_in_virtual_time(ask("s1:1", "s3:1"))["s1:1"] == 1
     assert zookeeper.count == 2
 
 
@@ -314,7 +322,7 @@ def test_a_request_to_a_closed_directory_fails():
         await directory.owner(0, after_failure=True)
 
     with pytest.raises(errors.UsageError, match="the client is closed"):
-        in_virtual_time(close_and_ask())
+        run_in_virtual_time(close_and_ask())
 
 
 class Unsettled(OutdatedZooKeeper):
@@ -339,7 +347,7 @@ def test_a_new_session_does_not_repeat_reports(monkeypatch):
 
     sessions, seen = [OutdatedZooKeeper, Unsettled], []
     monkeypatch.setattr(CONNECT, connect)
-    in_virtual_time(open_twice())
+    run_in_virtual_time(open_twice())
     assert seen == [3, 0]
 
 
@@ -372,7 +380,7 @@ def test_a_caller_that_times_out_does_not_restart_the_connect(monkeypatch):
 
     slow = Slow()
     monkeypatch.setattr(CONNECT, slow)
-    in_virtual_time(ask())
+    run_in_virtual_time(ask())
     assert slow.count == 1
     assert OtherCluster.open_count == 0
 
@@ -396,7 +404,7 @@ def test_all_waiting_callers_learn_that_no_zookeeper_answers(monkeypatch):
 
     slow = Slow(errors.CoordinatorUnavailable("refused"))
     monkeypatch.setattr(CONNECT, slow)
-    in_virtual_time(ask())
+    run_in_virtual_time(ask())
     assert slow.count == 1
 
 
@@ -408,7 +416,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
             with pytest.raises(errors.UsageError, match="the client is closed"):
                 await directory.owner(0, after_failure=True)
 
-        async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as group:
             group.create_task(ask())
             while slow.count == 0:  # noqa: ASYNC110 - it queries
                 await asyncio.sleep(0)
@@ -418,7 +426,7 @@ def test_closing_ends_what_waits_for_zookeeper(monkeypatch):
 
     slow = Slow()
     monkeypatch.setattr(CONNECT, slow)
-    in_virtual_time(ask_and_close())
+    run_in_virtual_time(ask_and_close())
 
 
 def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
@@ -439,7 +447,7 @@ def test_a_client_with_a_layout_opens_zookeeper_by_its_settings(monkeypatch):
 
     asked = []
     monkeypatch.setattr(CONNECT, connect)
-    in_virtual_time(ask())
+    run_in_virtual_time(ask())
     assert asked == [{"connect_timeout_ms": 7_000, "session_timeout_ms": 9_000}]
     assert OtherCluster.open_count == 0
 
@@ -489,14 +497,14 @@ def missing(zookeeper):
         zookeeper.is_missing = False
         return directory
 
-    return in_virtual_time(meet())
+    return run_in_virtual_time(meet())
 
 
 def test_a_cluster_that_is_rebuilt_under_its_key_is_used_again():
     zookeeper = Rebuilt()
     directory = missing(zookeeper)
-    assert in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
-    in_virtual_time(directory.run())
+    assert run_in_virtual_time(directory.owner(0, after_failure=True)) == OWNER
+    run_in_virtual_time(directory.run())
     assert directory.owners == {0: Owner("followed:1", 3)}
 
 
@@ -504,7 +512,7 @@ def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
     """An error that no retry can repair would end streams and feeds for good."""
     zookeeper = Rebuilt()
     directory = directory_of(zookeeper)
-    in_virtual_time(directory.open(lambda _owners: None))
+    run_in_virtual_time(directory.open(lambda _owners: None))
 
     async def rotten():
         raise errors.BadFormat("/shop/serverDescriptors/s_0: rotten")
@@ -517,7 +525,7 @@ def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
         with pytest.raises(
             errors.CoordinatorUnavailable, match=r"a znode of the cluster is damaged: .*s_0: rotten"
         ):
-            in_virtual_time(ask())
+            run_in_virtual_time(ask())
 
 
 def test_another_cluster_in_the_place_of_a_missing_one_is_rejected():
@@ -526,7 +534,7 @@ def test_another_cluster_in_the_place_of_a_missing_one_is_rejected():
     zookeeper.key = UUID(int=8)
     for ask in (lambda: directory.owner(0, after_failure=True), directory.run):
         with pytest.raises(errors.ClusterKeyMismatch, match=f"key {UUID(int=7).hex}"):
-            in_virtual_time(ask())
+            run_in_virtual_time(ask())
 
 
 def test_opening_a_directory_without_a_cluster_does_not_wait_for_one():
@@ -539,4 +547,4 @@ def test_opening_a_directory_without_a_cluster_does_not_wait_for_one():
 
     zookeeper.close = close
     with pytest.raises(errors.ClusterNotFound):
-        in_virtual_time(directory.open(lambda _owners: None))
+        run_in_virtual_time(directory.open(lambda _owners: None))

@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.archived_log import KEY, PARTITION, STAMP, object_of
-from tests.loops import on_loop, until
-from tests.patience import HANG_S
+from tests.archived_log import CLUSTER_KEY, FIRST_COMMIT_MS, PARTITION_ID, encode_object
+from tests.loops import poll_until, run_on_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.client import (
@@ -103,7 +103,7 @@ def test_the_log_has_envelopes_and_feeds_and_ranges_have_payloads(directory: Pat
         assert [each[:6] for each in stored(waltz)] == [b"WZE\x01\x01a", b"WZE\x01\x01b", b"plain"]
         seen = Seen(3)
         client.subscribe(seen)
-        assert seen.is_done.wait(HANG_S)
+        assert seen.is_done.wait(TEST_TIMEOUT_S)
         assert seen.rows == [(b"one", None), (b"two", None), (b"plain", None)]
         (chunk,) = client.read_range(0, 0, 2)
         assert [(row.data, row.data_error) for row in chunk.rows()] == seen.rows
@@ -127,13 +127,13 @@ def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
         reader = waltz.client(config(directory, encryption_required=True))
         seen = Seen(3)
         reader.subscribe(seen)
-        assert seen.is_done.wait(HANG_S)
+        assert seen.is_done.wait(TEST_TIMEOUT_S)
         assert seen.rows == expected
         (chunk,) = reader.read_range(0, 0, 2)
         assert [(row.data, row.data_error) for row in chunk.rows()] == expected
 
 
-@on_loop
+@run_on_loop
 async def test_an_async_client_encrypts_and_reports_lost_keys(directory: Path) -> None:
     with MemoryWaltz(1) as waltz:
         async with waltz.async_client(config(directory, key="a")) as client:
@@ -144,7 +144,7 @@ async def test_an_async_client_encrypts_and_reports_lost_keys(directory: Path) -
         async with waltz.async_client(config(directory)) as reader:
             seen = Seen(2)
             await reader.subscribe(SeenOnLoop(seen))
-            await until(seen.is_done.is_set)
+            await poll_until(seen.is_done.is_set)
             assert seen.rows == [(b"one", None), (None, "the key 'b' does not exist")]
 
 
@@ -217,12 +217,12 @@ def archived(url: Path, payloads: list[bytes]) -> ArchivedObjects:
     """Return an archive with an object that has some payloads."""
     records, crcs = [], b""
     for number, data in enumerate(payloads):
-        req_id = ReqId(7, 1, PARTITION, number)
+        req_id = ReqId(7, 1, PARTITION_ID, number)
         records.append(raw_records.encode_record(number, req_id, 5, data, crc32(data)))
         crcs += records[-1][-4:]
     last = len(payloads) - 1
     chain = next_chain(GENESIS_CHAIN, 0, last, 1, crcs)
-    written = object_of(records, [LineageEntry(0, last, 1, STAMP, chain)])
+    written = encode_object(records, [LineageEntry(0, last, 1, FIRST_COMMIT_MS, chain)])
     entry = ObjectEntry(
         name="0.parquet",
         first=0,
@@ -231,17 +231,17 @@ def archived(url: Path, payloads: list[bytes]) -> ArchivedObjects:
         file_bytes=len(written),
         file_crc=crc32(written),
         record_bytes=sum(map(len, records)),
-        commit_ms_min=STAMP,
-        commit_ms_max=STAMP,
+        commit_ms_min=FIRST_COMMIT_MS,
+        commit_ms_max=FIRST_COMMIT_MS,
     )
     (url / entry.name).write_bytes(written)
-    manifest = Manifest(KEY, PARTITION, 0, 0, -1, GENESIS_CHAIN).with_object(entry)
+    manifest = Manifest(CLUSTER_KEY, PARTITION_ID, 0, 0, -1, GENESIS_CHAIN).with_object(entry)
     return ArchivedObjects(f"file://{url}", manifest)
 
 
 def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_path: Path) -> None:
     encryption = Encryption.of(str(directory), key_id="a")
-    place = {"partition": PARTITION, "header": 5}
+    place = {"partition": PARTITION_ID, "header": 5}
     payloads = [
         encryption.encrypt(b"one", **place),
         encryption.encrypt(b"two", **place, key_id="b"),
@@ -261,7 +261,7 @@ def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_pat
     table = pq.read_table(tmp_path / "archive" / "0.parquet").combine_chunks()
     found = encryption.decrypt_column(
         table["data"].combine_chunks(),
-        partition=PARTITION,
+        partition=PARTITION_ID,
         headers=table["header"].to_pylist(),
     )
     assert found.data.to_pylist() == [b"one", None, b"plain"]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.loops import on_virtual_loop, until
+from tests.loops import poll_until, run_on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
 from waltz_core import errors
 from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, ClientIdentity
@@ -60,7 +60,7 @@ class LinksAndDirectory:
         return ClientIdentities(self, self, timeout_s=1.0, **named)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
     one, two = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
     ids = LinksAndDirectory(one, two).ids()
@@ -71,7 +71,7 @@ async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
     assert (one.asked, two.asked) == (1, 0)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_without_a_newer_server_the_id_is_one_of_zookeeper():
     old, older = Link("one:1", None), Link("two:1", None)
     assert await LinksAndDirectory(old, older).ids().get(old, instead_of=-1) == ClientIdentity(
@@ -79,7 +79,7 @@ async def test_without_a_newer_server_the_id_is_one_of_zookeeper():
     )
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_another_server_issues_the_id_if_the_owner_is_older():
     old, new = Link("one:1", None), Link("two:1", FIRST_ISSUED)
     around = LinksAndDirectory(old, new)
@@ -89,7 +89,7 @@ async def test_another_server_issues_the_id_if_the_owner_is_older():
         await around.ids().get(old, instead_of=-1)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_denied_id_is_replaced_once_for_all_partitions():
     one, two = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
     ids = LinksAndDirectory(one, two).ids()
@@ -99,7 +99,7 @@ async def test_a_denied_id_is_replaced_once_for_all_partitions():
     assert await ids.get(one, instead_of=denied) == other
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_id_that_the_application_keeps_is_not_replaced():
     link = Link("one:1", FIRST_ISSUED)
     ids = LinksAndDirectory(link).ids(given=ClientIdentity(7))
@@ -116,7 +116,7 @@ async def test_an_id_that_the_application_keeps_is_not_replaced():
     assert link.asked == 1
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
     frozen, other = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
     ids = LinksAndDirectory(frozen, other).ids()
@@ -133,7 +133,7 @@ async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
 
 
 @pytest.mark.parametrize("side", ["versions_offered", "versions_accepted"])
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_if_client_or_server_is_older_the_id_is_one_of_zookeeper(side, monkeypatch):
     """L 7: the ID is one of ZooKeeper, and rows in doubt are read back by all headers."""
     client = WireProtocol.CLIENT
@@ -147,7 +147,7 @@ async def test_if_client_or_server_is_older_the_id_is_one_of_zookeeper(side, mon
         server = cluster.servers[0]
         server.partitions[0].store.is_holding = True
         outcome = await opened.append(b"row", partition=0)
-        await until(lambda: server.partitions[0].store.held)
+        await poll_until(lambda: server.partitions[0].store.held)
         server.received.clear()
         server.cut()
         server.release(0)

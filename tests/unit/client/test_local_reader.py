@@ -9,8 +9,8 @@ import threading
 import numpy as np
 import pytest
 
-from tests.patience import HANG_S
-from tests.storage_owner import records_of
+from tests.storage_owner import encode_records
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client.read import local_reader as local_reader_module
 from waltz_core.client.read.local_reader import LocalReader, ReadGrant
@@ -25,7 +25,7 @@ class Files:
 
     def __init__(self, directory):
         self.directory = directory
-        self.records, _, lengths = records_of(10, 20)
+        self.records, _, lengths = encode_records(10, 20)
         self.lengths = np.frombuffer(lengths, ">i4").astype(np.int64)
         self.size = int(self.lengths[0])
         self.write(10, self.records[: 7 * self.size])
@@ -211,7 +211,7 @@ def test_nothing_is_read_while_a_thread_is_still_busy_with_a_cancelled_read(file
     )
 
     def hangs(_door, question, *, timeout_s):
-        assert is_running.wait(HANG_S)
+        assert is_running.wait(TEST_TIMEOUT_S)
         return files.take("the name", question, timeout_s=100 * timeout_s)
 
     monkeypatch.setattr(local_reader_module.descriptor_passing, "request_descriptor", hangs)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from tests.unit.client.memory_cluster import (
     IN_MEMORY_CONFIG,
     ROOT,
@@ -153,7 +153,7 @@ async def make_moves(cluster: MemoryCluster, there: list[Proxy], count: int) -> 
 
 
 @MOVES
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> None:
     async with two_servers() as (cluster, there, client):
         await client.mount([0])
@@ -183,7 +183,7 @@ async def test_late_appends_on_an_old_connection_are_rejected(moves: int) -> Non
 
 
 @MOVES
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_late_answer_counts_and_no_row_is_written_twice(
     moves: int,
 ) -> None:
@@ -207,7 +207,7 @@ async def test_a_late_answer_counts_and_no_row_is_written_twice(
         assert sorted(data) == sorted([*(b"%d" % i for i in range(5)), b"a", b"b", b"last"])
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
     async with two_servers() as (cluster, there, client):
         seen = Applying()
@@ -242,7 +242,7 @@ async def test_repeated_moves_lose_and_duplicate_no_transaction() -> None:
         assert seen.seen == list(range(len(data)))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_resent_appends_keep_their_place() -> None:
     async with two_servers() as (cluster, there, client):
         await client.mount([0])
@@ -288,7 +288,7 @@ async def placed_client(
 
 @pytest.mark.parametrize("is_placed", [False, True], ids=["watches", "was placed"])
 @pytest.mark.parametrize("what", ["dialed", "asked", "appended"])
-@on_virtual_loop
+@run_on_virtual_loop
 @mock.patch.object(net, "HELLO_S_MAX", 60.0)
 @mock.patch.object(silent_servers, "SILENT_S", 0.05)
 async def test_a_client_of_a_frozen_server_connects_to_the_next_owner(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.loops import in_virtual_time
+from tests.loops import run_in_virtual_time
 from tests.unit.client.scenarios import headers, req
 from waltz_core import errors
 from waltz_core.client.read.ranges import (
@@ -123,7 +123,7 @@ def fetched(storage: Storage, form: RangeForm = RangeForm.WHOLE) -> RangeChunk:
     """Request 10..13 from a storage."""
     query = replace(QUERY, last=TransactionId(13), form=form)
     link, mark = ReaderConnection(storage), TransactionId(13)
-    return in_virtual_time(
+    return run_in_virtual_time(
         link.fetch(P, query, session_id=SessionId(1), high_water_mark=mark, timeout_s=5)
     )
 
@@ -144,7 +144,7 @@ def test_places_with_another_number_of_lengths_are_a_protocol_error(size: int):
     )
     link, query = ReaderConnection(storage), replace(QUERY, last=TransactionId(13))
     with pytest.raises(errors.RemoteProtocolError, match="expected 4 lengths, found"):
-        in_virtual_time(link.request_locations(P, query, session_id=SessionId(1), timeout_s=5))
+        run_in_virtual_time(link.request_locations(P, query, session_id=SessionId(1), timeout_s=5))
 
 
 def test_records_beyond_the_requested_range_of_a_replica_are_not_trusted():
@@ -226,7 +226,7 @@ def test_chunks_are_consecutive_up_to_the_last():
     async def read() -> list[RangeChunk]:
         return [chunk async for chunk in read_chunks(P, QUERY, fetch)]
 
-    assert [chunk.first for chunk in in_virtual_time(read())] == [10, 12, 14]
+    assert [chunk.first for chunk in run_in_virtual_time(read())] == [10, 12, 14]
     assert asked == [(10, 14), (12, 14), (14, 14)]
 
 
@@ -239,7 +239,7 @@ def test_a_log_that_ends_too_early_is_a_loss():
             pass
 
     with pytest.raises(errors.DataLoss, match=r"expected transactions 10\.\.14.*ends at 20"):
-        in_virtual_time(read())
+        run_in_virtual_time(read())
 
 
 REPLICAS = ("s1:1", "s2:1", "s3:1", "s4:1")
@@ -286,7 +286,7 @@ def asked_for_a_range(
             assert (await reader.fetch(QUERY)).next == 15
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
-    in_virtual_time(read())
+    run_in_virtual_time(read())
     return asked
 
 
@@ -357,7 +357,7 @@ def test_a_storage_without_a_hello_is_skipped_soon_unless_it_is_the_last(
         assert (await reader.fetch(QUERY)).next == 15
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
-    in_virtual_time(read())
+    run_in_virtual_time(read())
     *soon_s, last_s = waited_s.values()
     assert len(soon_s) == len(REPLICAS) - 1
     assert max(soon_s) < 1.9
@@ -399,7 +399,7 @@ def test_a_reader_that_is_closed_while_it_dials_leaves_no_connection(
             greets.set()
         assert closed == ["s1:1"]
 
-    in_virtual_time(read())
+    run_in_virtual_time(read())
 
 
 def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> list[str]:
@@ -428,7 +428,7 @@ def read_below_start(monkeypatch: pytest.MonkeyPatch, first_available: int) -> l
         await ReplicaReader(P, replicas, from_server, first=10, timeout_s=5).fetch(QUERY)
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
-    in_virtual_time(read())
+    run_in_virtual_time(read())
     return asked
 
 
@@ -463,7 +463,7 @@ def read_over_a_limit(monkeypatch: pytest.MonkeyPatch, retry_after_ms: int) -> l
         await ReplicaReader(P, replicas, from_server, first=10, timeout_s=5).fetch(QUERY)
 
     monkeypatch.setattr(ReaderConnection, "open", open_link)
-    in_virtual_time(read())
+    run_in_virtual_time(read())
     return asked
 
 

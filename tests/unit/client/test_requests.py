@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from tests.loops import in_virtual_time, on_virtual_loop
-from tests.patience import HANG_S
+from tests.loops import run_in_virtual_time, run_on_virtual_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client.links.directory import Owner
 from waltz_core.client.read.ranges import RangeQuery
@@ -99,13 +99,13 @@ def gone(_request):
 
 def test_after_a_failure_the_next_owner_is_looked_up():
     cluster = Cluster(old=gone, new=mark(7))
-    assert in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False)) == 7
+    assert run_in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False)) == 7
     assert [address for address, _ in cluster.asked] == ["old", "new"]
 
 
 def test_a_mark_that_must_not_be_stale_is_requested_as_such():
     cluster = Cluster(owner=mark(7))
-    assert in_virtual_time(cluster.requests.high_water_mark(0, linearizable=True)) == 107
+    assert run_in_virtual_time(cluster.requests.high_water_mark(0, linearizable=True)) == 107
 
 
 def test_the_end_of_the_log_is_trusted_if_a_quorum_confirms_it():
@@ -119,11 +119,11 @@ def test_the_end_of_the_log_is_trusted_if_a_quorum_confirms_it():
         return mark(4)(request)
 
     cluster = Cluster(owner=stale)
-    chunk = in_virtual_time(cluster.requests.fetch_range(0, RangeQuery(5, 9)))
+    chunk = run_in_virtual_time(cluster.requests.fetch_range(0, RangeQuery(5, 9)))
     assert (chunk.next, ends) == (5, [9, 9, 4])
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_request_is_repeated_after_the_pause_that_the_server_names():
     loop, asked_s = asyncio.get_running_loop(), []
 
@@ -138,7 +138,7 @@ async def test_a_request_is_repeated_after_the_pause_that_the_server_names():
     assert all(3 <= each < 3.5 for each in pauses)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_pause_longer_than_the_request_ends_with_the_reason():
     cluster = Cluster(owner=lambda _: errors.Overloaded("over a limit", 3_600_000))
     with pytest.raises(errors.Overloaded, match="over a limit") as raised:
@@ -147,11 +147,11 @@ async def test_a_pause_longer_than_the_request_ends_with_the_reason():
     assert asyncio.get_running_loop().time() < 21
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_request_is_not_repeated_without_a_move():
     cluster = Cluster(owner=mark(7))
     cluster.may_answer.clear()
-    async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as group:
         asking = group.create_task(cluster.requests.high_water_mark(0, linearizable=False))
         while not cluster.asked:  # noqa: ASYNC110 - it is on its way
             await asyncio.sleep(0)
@@ -166,7 +166,7 @@ async def test_a_request_is_not_repeated_without_a_move():
 def test_permanent_errors_are_not_retried(error):
     cluster = Cluster(owner=lambda _request: error("no"))
     with pytest.raises(error, match="no"):
-        in_virtual_time(cluster.requests.flush(0))
+        run_in_virtual_time(cluster.requests.flush(0))
     assert len(cluster.asked) == 1
 
 
@@ -192,7 +192,7 @@ def test_a_zookeeper_timeout_reports_the_earlier_failure(silent_from, expected):
     cluster = Away()
     cluster.requests._config = ClientConfig(retry_interval_ms_min=1, request_timeout_ms=500)
     with pytest.raises(errors.CoordinatorUnavailable, match=expected):
-        in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False))
+        run_in_virtual_time(cluster.requests.high_water_mark(0, linearizable=False))
 
 
 @pytest.mark.parametrize(
@@ -214,4 +214,4 @@ def test_the_error_names_the_cause_of_earlier_tries(silent_after_s, expected):
             await cluster.requests.high_water_mark(0, linearizable=False)
         return type(raised.value)
 
-    assert in_virtual_time(scenario()) is expected
+    assert run_in_virtual_time(scenario()) is expected

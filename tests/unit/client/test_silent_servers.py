@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from tests.loops import in_virtual_time
+from tests.loops import run_in_virtual_time
 from waltz_core.client.links.outage_log import LOG_INTERVAL_S
 from waltz_core.client.links.silent_servers import SilentServers
 
@@ -33,7 +33,7 @@ class Scenario:
             asyncio.get_running_loop().time = lambda: now_s
             call(*args, **named)
 
-        in_virtual_time(run())
+        run_in_virtual_time(run())
         return [(each.levelname, each.getMessage()) for each in self._caplog.records]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder
 from waltz_core.client.api import sql
 from waltz_core.client.api.sql import SqlCallbacks
@@ -280,14 +280,14 @@ def test_a_locked_database_is_waited_for(tmp_path: Path) -> None:
         with engine.begin() as connection:
             connection.execute(TOTALS.update().values(total=TOTALS.c.total + 100))
             holding.set()
-            assert tried.wait(HANG_S)
+            assert tried.wait(TEST_TIMEOUT_S)
 
     def count_tries(*_: object) -> None:
         tried.set()
 
     holder = threading.Thread(target=hold)
     holder.start()
-    assert holding.wait(HANG_S)
+    assert holding.wait(TEST_TIMEOUT_S)
     sa.event.listen(engine, "handle_error", count_tries)
     callbacks.apply_transaction(transaction(0))
     holder.join()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors, memory_waltz
 from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder, lock, transactional
 from waltz_core.client.api import sql
@@ -36,7 +36,7 @@ def engine(tmp_path: Path) -> Iterator[sa.Engine]:
 
 @pytest.fixture(autouse=True)
 def a_busy_machine_makes_no_batch_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sql, "BATCH_S", HANG_S)
+    monkeypatch.setattr(sql, "BATCH_S", TEST_TIMEOUT_S)
 
 
 class View(SqlCallbacks):
@@ -87,7 +87,7 @@ class View(SqlCallbacks):
             return int(connection.execute(query).scalar_one())
 
     def until_at(self, mark: int) -> None:
-        deadline = time.monotonic() + HANG_S
+        deadline = time.monotonic() + TEST_TIMEOUT_S
         while self.mark < mark:
             assert time.monotonic() < deadline, f"at {self.mark}, not at {mark}"
             time.sleep(0.005)
@@ -95,7 +95,7 @@ class View(SqlCallbacks):
 
 def fill(client: Any, headers: Sequence[int]) -> None:
     futures = [client.append(b"", partition=0, header=each) for each in headers]
-    assert [each.result(HANG_S) for each in futures] == list(range(len(headers)))
+    assert [each.result(TEST_TIMEOUT_S) for each in futures] == list(range(len(headers)))
 
 
 def test_a_view_that_is_behind_is_applied_in_batches(
@@ -117,7 +117,7 @@ def test_a_single_transaction_is_applied_at_once(
     with waltz_memory.client() as client:
         client.subscribe(view, [0])
         for number in range(8):
-            assert client.append(b"", partition=0).result(HANG_S) == number
+            assert client.append(b"", partition=0).result(TEST_TIMEOUT_S) == number
             view.until_at(number)
     assert view.sizes == [1] * 8
 
@@ -150,13 +150,13 @@ def test_a_filtered_view_has_its_transactions_and_the_mark_of_the_log(
 def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("waltz_core.client.read.feed_delivery.MARK_HOLD_S", HANG_S)
+    monkeypatch.setattr("waltz_core.client.read.feed_delivery.MARK_HOLD_S", TEST_TIMEOUT_S)
     view = View(engine)
     with waltz_memory.client() as client:
         client.subscribe(view, [0], headers=[7])
         fill(client, [1] * 100)
         assert (view.passes, view.mark) == (0, -1)
-        assert client.append(b"", partition=0, header=7).result(HANG_S) == 100
+        assert client.append(b"", partition=0, header=7).result(TEST_TIMEOUT_S) == 100
         view.until_at(100)
         assert (view.passes, view.ids) == (0, [100])
 
@@ -164,7 +164,7 @@ def test_transactions_that_a_view_leaves_out_share_a_write_of_the_mark(
 def test_a_context_passes_a_lock_of_a_transaction_filtered_from_its_view(
     waltz_memory: MemoryWaltz, engine: sa.Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("waltz_core.client.read.feed_delivery.MARK_HOLD_S", HANG_S)
+    monkeypatch.setattr("waltz_core.client.read.feed_delivery.MARK_HOLD_S", TEST_TIMEOUT_S)
     view = View(engine)
 
     @transactional(partition=0)
@@ -178,8 +178,8 @@ def test_a_context_passes_a_lock_of_a_transaction_filtered_from_its_view(
     with waltz_memory.client() as client:
         client.subscribe(view, [0], headers=[7])
         other = client.append(b"", partition=0, header=1, append_locks=[lock("account", 1)])
-        assert other.result(HANG_S) == 0
-        assert client.submit(add()).result(HANG_S) == 1
+        assert other.result(TEST_TIMEOUT_S) == 0
+        assert client.submit(add()).result(TEST_TIMEOUT_S) == 1
 
 
 def test_a_context_on_a_view_that_catches_up_reports_how_far_it_is(
@@ -193,7 +193,7 @@ def test_a_context_on_a_view_that_catches_up_reports_how_far_it_is(
     def hold() -> None:
         if len(view.sizes) == 3 and not may_go.is_set():
             started.set()
-            assert may_go.wait(HANG_S)
+            assert may_go.wait(TEST_TIMEOUT_S)
 
     view.before_each = hold
 
@@ -207,20 +207,22 @@ def test_a_context_on_a_view_that_catches_up_reports_how_far_it_is(
 
     with waltz_memory.client() as client:
         fill(client, [1] * 200)
-        last = client.append(b"", partition=0, append_locks=[lock("account", 1)]).result(HANG_S)
+        last = client.append(b"", partition=0, append_locks=[lock("account", 1)]).result(
+            TEST_TIMEOUT_S
+        )
         client.subscribe(view, [0])
-        assert started.wait(HANG_S)
+        assert started.wait(TEST_TIMEOUT_S)
         with pytest.raises(
             errors.ViewBehind, match=r"are at transaction \d+, the log is at"
         ) as behind:
-            client.submit(add()).result(HANG_S)
+            client.submit(add()).result(TEST_TIMEOUT_S)
         assert behind.value.retriable
         assert behind.value.applied == 16 + 32 + 64 - 1
         assert behind.value.high_water_mark == last
         assert behind.value.applied == computed[-1] < last
         may_go.set()
         view.until_at(last)
-        assert client.submit(add()).result(HANG_S) == last + 1
+        assert client.submit(add()).result(TEST_TIMEOUT_S) == last + 1
 
 
 def test_another_log_is_not_applied_to_a_view(

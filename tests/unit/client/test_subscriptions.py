@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster, two_clients
 from tests.unit.client.test_async_client import SHORT_TIMEOUTS, Counting, batch_of, until
 from waltz_core import errors
@@ -64,7 +64,7 @@ async def write(client, partition, count):
     await (await client.append_batch(partition, payload, count, client_high_water_mark=-1))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_partitions_are_paused_and_resumed_from_their_mark():
     async with (
         memory_cluster(partition_count=3) as cluster,
@@ -91,7 +91,7 @@ async def test_partitions_are_paused_and_resumed_from_their_mark():
         assert client.partitions == ()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_after_subscribing_the_mark_is_that_of_the_application():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 5)
@@ -102,7 +102,7 @@ async def test_after_subscribing_the_mark_is_that_of_the_application():
         assert client._partitions[0].mark == 2
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_feed_from_the_latest_starts_at_the_given_mark():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 5)
@@ -121,7 +121,7 @@ async def test_a_feed_from_the_latest_starts_at_the_given_mark():
         assert partition.mark == 9
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_applied_transactions_count_before_a_slow_run_ends():
     at_second = asyncio.Event()
 
@@ -145,7 +145,7 @@ async def test_applied_transactions_count_before_a_slow_run_ends():
         callbacks.may_go_on.set()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_feed_ends_after_the_transaction_that_is_being_applied():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = Shared()
@@ -162,7 +162,7 @@ async def test_a_feed_ends_after_the_transaction_that_is_being_applied():
         assert callbacks.seen[0] == [0]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_feed_that_a_transaction_has_stopped_is_started_again():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = Shared()
@@ -177,7 +177,7 @@ async def test_a_feed_that_a_transaction_has_stopped_is_started_again():
         assert callbacks.seen[0] == list(range(5))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         callbacks = Shared()
@@ -190,7 +190,7 @@ async def test_a_transaction_that_is_tried_again_and_again_does_not_hold_a_feed(
         assert callbacks.seen[0] == []
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_context_waits_while_its_partition_is_paused():
     """It computes from what was applied, so without a feed it would write over what it missed."""
     async with two_clients() as (_, one, two):
@@ -218,7 +218,7 @@ async def test_a_context_waits_while_its_partition_is_paused():
         assert context.attempts == 2, "none in between, for nothing had changed for it"
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_context_whose_partition_stays_paused_expires():
     async with two_clients() as (_, one, two):
         callbacks = Shared()
@@ -238,7 +238,7 @@ async def test_a_context_whose_partition_stays_paused_expires():
         assert context.attempts == 1
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_invalid_partitions_and_filters_are_reported():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         with pytest.raises(errors.UsageError, match="subscribe first"):
@@ -260,7 +260,7 @@ async def test_invalid_partitions_and_filters_are_reported():
         assert client.partitions == (0,)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_set_partitions_in_a_callback_is_a_usage_error():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
@@ -308,7 +308,7 @@ class ReadsData(Shared):
         self.seen[transaction.partition_id].append(transaction.transaction_id)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_filtered_feed_delivers_matching_transactions_and_the_mark_advances():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write_headers(client, 0, 7, 8, 9, 8, 8)
@@ -326,7 +326,7 @@ async def test_a_filtered_feed_delivers_matching_transactions_and_the_mark_advan
         assert callbacks.seen[0] == [0, 2, 7, 10]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_filtered_feed_catches_up_in_filtered_ranges():
     async with memory_cluster() as cluster, cluster.client(SHORT_TIMEOUTS).open_during() as client:
         rows = 2_000
@@ -341,7 +341,7 @@ async def test_a_filtered_feed_catches_up_in_filtered_ranges():
         assert callbacks.datas == [b"x" * 20] * len(expected)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_context_is_computed_again_after_a_conflict_that_its_feed_omits():
     async with two_clients() as (_, one, two):
         callbacks = ReadsData()
@@ -387,7 +387,7 @@ class Withdraw(TransactionContext):
         return True
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_unsubscribed_partition_claims_only_the_mark_that_it_has_applied():
     """A new context, and an append without a mark, after its partition was unsubscribed."""
     account = [lock("account")]
@@ -416,7 +416,7 @@ async def test_an_unsubscribed_partition_claims_only_the_mark_that_it_has_applie
         assert await (await two.append(b"6", partition=0, write_locks=account)) == 3
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_deadline_ends_an_execute_that_waits():
     async with two_clients() as (_, one, _two):
         context = Withdraw(asyncio.Event().wait)
@@ -424,7 +424,7 @@ async def test_a_deadline_ends_an_execute_that_waits():
             await (await one.submit(context))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_deadline_ends_attempts_that_never_wait():
     """Another client writes the lock at each attempt, and what conflicts is known at once."""
     async with two_clients() as (_, one, two):
@@ -438,7 +438,7 @@ async def test_a_deadline_ends_attempts_that_never_wait():
         assert context.marks
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
     class Cancelling(Shared):
         async def apply_transaction(self, transaction):
@@ -455,7 +455,7 @@ async def test_a_cancellation_that_a_callback_raises_follows_its_policy():
             await applier.wait_until_applied(1)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_close_that_is_cancelled_continues_and_the_next_one_waits_for_it():
     async with memory_cluster() as cluster:
         client = cluster.client()
@@ -478,7 +478,7 @@ async def test_a_close_that_is_cancelled_continues_and_the_next_one_waits_for_it
         assert not client._tasks
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_context_that_waits_for_a_feed_ends_with_its_client():
     """It waits in the caller's task, which is not cancelled."""
     async with memory_cluster() as cluster:
@@ -516,7 +516,7 @@ class RecordsHooks(Withdraw):
         self.ended.append(type(error))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_cancellation_that_a_context_raises_is_its_error():
     """Neither was the caller that submitted it cancelled, nor the client closed."""
     async with two_clients() as (_, one, two):
@@ -540,7 +540,7 @@ async def test_a_cancellation_that_a_context_raises_is_its_error():
         assert later.ended == [RuntimeError]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_cancelling_a_submit_raises_a_cancelled_error():
     async with two_clients() as (_, one, _two):
         submitting = asyncio.get_running_loop().create_task(
@@ -552,7 +552,7 @@ async def test_cancelling_a_submit_raises_a_cancelled_error():
             await submitting
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_feed_that_cannot_continue_ends_the_waits_for_it():
     """What fails is not the application's: here, no thread to apply on."""
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
@@ -571,7 +571,7 @@ async def test_a_feed_that_cannot_continue_ends_the_waits_for_it():
         assert callbacks.errors == [(0, 0)]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_deadline_ends_a_context_whose_partition_cannot_be_mounted():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
@@ -586,7 +586,7 @@ async def test_a_deadline_ends_a_context_whose_partition_cannot_be_mounted():
         assert context.ended == ["expired"]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_deadline_ends_a_context_that_waits_for_its_window():
     async with two_clients() as (_, one, _two):
         await (await one.append(b"", partition=0))
@@ -615,7 +615,7 @@ class WithoutMark:
         raise AssertionError
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_callbacks_that_lack_a_method_are_rejected_with_its_name():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         text = (
@@ -640,7 +640,7 @@ class AskedForLong(Shared):
         return await super().client_high_water_mark(partition)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_partition_that_is_paused_while_its_feed_starts_is_not_applied():
     async with (
         memory_cluster(partition_count=2) as cluster,
@@ -661,7 +661,7 @@ async def test_a_partition_that_is_paused_while_its_feed_starts_is_not_applied()
         assert client.partitions == (0,)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_partition_that_is_resumed_while_its_feed_starts_is_applied_once():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
         await write(client, 0, 3)
@@ -681,7 +681,7 @@ async def test_a_partition_that_is_resumed_while_its_feed_starts_is_applied_once
 
 
 @pytest.mark.parametrize("is_context", [True, False])
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
     async with two_clients() as (_, client, other):
         locks = [lock("counter")]
@@ -709,7 +709,7 @@ async def test_an_append_before_the_mark_is_known_claims_no_mark(is_context):
                 await used.result()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_context_completes_although_the_feed_failed_to_start():
     async with memory_cluster() as cluster, cluster.client().open_during() as client:
 
@@ -729,7 +729,7 @@ async def test_a_context_completes_although_the_feed_failed_to_start():
         assert await submitted.result() == 0
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_wait_for_a_feed_of_a_closing_client_ends():
     async with memory_cluster() as cluster:
         client, callbacks = await cluster.client().open(), AskedForLong()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client import Callbacks, TransactionContext, WaltzClient, lock
 from waltz_core.client.api.sync_client import WORKERS_MAX
@@ -68,13 +68,13 @@ def test_callbacks_that_each_wait_for_a_context_do_not_wait_for_one_another():
     with MemoryWaltz(2 * count) as log, log.client() as client, log.client() as writer:
 
         def apply(transaction):
-            together.wait(HANG_S)
-            client.submit(Copying(count + transaction.partition_id)).result(HANG_S)
+            together.wait(TEST_TIMEOUT_S)
+            client.submit(Copying(count + transaction.partition_id)).result(TEST_TIMEOUT_S)
             done.append(transaction.partition_id)
 
         client.subscribe(Applying(apply), range(count))
         for partition in range(count):
-            writer.append(b"x", partition=partition).result(HANG_S)
+            writer.append(b"x", partition=partition).result(TEST_TIMEOUT_S)
         for partition in range(count):
             wait_until(lambda partition=partition: log.transactions(count + partition))
         wait_until(lambda: len(done) == count)
@@ -124,7 +124,7 @@ def test_tasks_started_during_the_shutdown_are_ended_too():
             late.append(asyncio.get_running_loop().create_task(never()))
 
     request = asyncio.run_coroutine_threadsafe(replaced(), client._loop)
-    assert made.wait(HANG_S)
+    assert made.wait(TEST_TIMEOUT_S)
     client.close()
     assert request.cancelled()  # also holds the task, which a loop refers to only weakly
     assert [task.cancelled() for task in late] == [True]
@@ -140,20 +140,20 @@ def test_applied_transactions_count_before_a_slow_run_ends():
             time.sleep(HAND_OVER_S_MAX)
         if transaction.transaction_id == 1:
             at_second.set()
-            may_go.wait(HANG_S)
+            may_go.wait(TEST_TIMEOUT_S)
 
     with MemoryWaltz(1) as log, log.client() as writer:
         seat = lock("seat", 1)
         for _ in range(10):
-            writer.append(b"x", partition=0, append_locks=[seat]).result(HANG_S)
+            writer.append(b"x", partition=0, append_locks=[seat]).result(TEST_TIMEOUT_S)
         with log.client() as client:
             client.subscribe(Applying(apply))
-            assert at_second.wait(HANG_S)
+            assert at_second.wait(TEST_TIMEOUT_S)
             for timeout_ms in (500, 5_000, 50_000):
                 context = Copying(0)
                 context.locks, context.timeout_ms = [seat], timeout_ms
                 with pytest.raises(errors.Unavailable) as behind:
-                    client.submit(context).result(HANG_S)
+                    client.submit(context).result(TEST_TIMEOUT_S)
                 if isinstance(behind.value, errors.ViewBehind):
                     break
                 # A busy machine had not refused it by then: the next one has more time.
@@ -170,13 +170,13 @@ def test_a_callback_may_close_a_client_that_another_thread_closes():
 
         def apply(_transaction):
             begun.set()
-            assert closing.wait(HANG_S)
+            assert closing.wait(TEST_TIMEOUT_S)
             client.close()
             done.set()
 
         client.subscribe(Applying(apply))
-        writer.append(b"x", partition=0).result(HANG_S)
-        assert begun.wait(HANG_S)
+        writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
+        assert begun.wait(TEST_TIMEOUT_S)
         closer = threading.Thread(target=client.close)
         closer.start()
         wait_until(client._loop.is_closed)
@@ -188,7 +188,7 @@ def test_a_callback_may_close_a_client_that_another_thread_closes():
 
 def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
     with MemoryWaltz(1) as log, log.client() as client:
-        client.append(b"x", partition=0).result(HANG_S)
+        client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         asked = threading.Event()
 
         async def never(*_, **__):
@@ -207,7 +207,7 @@ def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
                 raise KeyboardInterrupt
 
         def interrupt():
-            assert asked.wait(HANG_S)
+            assert asked.wait(TEST_TIMEOUT_S)
             # Python notices a signal late that arrives just before its thread waits for a lock.
             while not raised.wait(0.05):
                 signal.pthread_kill(main, signal.SIGINT)
@@ -226,7 +226,7 @@ def test_ctrl_c_during_a_range_read_raises_keyboard_interrupt(monkeypatch):
 def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
     """The fetch has begun, and no caller has its future yet."""
     with MemoryWaltz(1) as log, log.client() as client:
-        client.append(b"x", partition=0).result(HANG_S)
+        client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         asked, hand_over = threading.Event(), asyncio.run_coroutine_threadsafe
 
         async def never(*_, **__):
@@ -235,7 +235,7 @@ def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
 
         def interrupted(call, loop):
             hand_over(call, loop)
-            assert asked.wait(HANG_S)
+            assert asked.wait(TEST_TIMEOUT_S)
             monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", hand_over)
             raise KeyboardInterrupt
 
@@ -243,7 +243,7 @@ def test_ctrl_c_while_a_fetch_is_handed_over_ends_the_fetch(monkeypatch):
         monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", interrupted)
         reader = threading.Thread(target=lambda: list_interrupted(client), daemon=True)
         reader.start()
-        reader.join(HANG_S)
+        reader.join(TEST_TIMEOUT_S)
         assert not reader.is_alive()
 
 
@@ -313,7 +313,7 @@ def test_a_signal_may_close_the_client_while_something_is_handed_over(monkeypatc
     client._client.high_water_mark = never
     asker = threading.Thread(target=ask, daemon=True)
     asker.start()
-    asker.join(HANG_S)
+    asker.join(TEST_TIMEOUT_S)
     assert finished
 
 
@@ -329,7 +329,7 @@ def test_a_signal_may_close_the_client_that_is_being_closed(monkeypatch):
     monkeypatch.setattr(client, "_wait", wait_and_be_interrupted)
     closer = threading.Thread(target=client.close, daemon=True)
     closer.start()
-    closer.join(HANG_S)
+    closer.join(TEST_TIMEOUT_S)
     assert not closer.is_alive()
 
 
@@ -349,9 +349,9 @@ def test_a_waiting_call_fails_when_another_thread_closes_the_client(monkeypatch)
     monkeypatch.setattr(client._client, "high_water_mark", never)
     asker = threading.Thread(target=ask)
     asker.start()
-    assert begun.wait(HANG_S)
+    assert begun.wait(TEST_TIMEOUT_S)
     client.close()
-    asker.join(HANG_S)
+    asker.join(TEST_TIMEOUT_S)
     assert finished
 
 
@@ -391,12 +391,12 @@ def test_ctrl_c_while_a_client_is_closed_leaves_no_caller_waiting(monkeypatch):
     with MemoryWaltz(1) as waltz:
         client = waltz.client()
         client.mount([0])
-        waltz.delay_ms = 1_000 * HANG_S
+        waltz.delay_ms = 1_000 * TEST_TIMEOUT_S
         futures = [client.append(b"one", partition=0), client.submit(Copying(0))]
 
         def wait_and_be_interrupted(call):
             outcome = asyncio.run_coroutine_threadsafe(call, client._loop)
-            deadline_s = time.monotonic() + HANG_S
+            deadline_s = time.monotonic() + TEST_TIMEOUT_S
             while client._client._ending is None:
                 assert time.monotonic() < deadline_s
                 time.sleep(0.001)
@@ -408,7 +408,7 @@ def test_ctrl_c_while_a_client_is_closed_leaves_no_caller_waiting(monkeypatch):
             client.close()
         for each in futures:
             with pytest.raises(errors.OutcomeUnknown):
-                each.result(HANG_S)
+                each.result(TEST_TIMEOUT_S)
 
 
 def test_a_fetch_after_the_end_of_the_loop_fails_as_unavailable(monkeypatch):
@@ -448,7 +448,7 @@ def test_a_cancelled_future_in_a_context_is_its_error():
     with MemoryWaltz(1) as log, log.client() as client:
         future = client.submit(Interrupted(0))
         with pytest.raises(RuntimeError, match="CancelledError"):
-            future.result(HANG_S)
+            future.result(TEST_TIMEOUT_S)
 
 
 def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
@@ -457,7 +457,7 @@ def test_a_cancelled_future_in_the_error_policy_stops_the_feed():
 
     with MemoryWaltz(1) as log, log.client() as client:
         client.subscribe(Applying(apply))  # its policy raises the same
-        client.append(b"x", partition=0).result(HANG_S)
+        client.append(b"x", partition=0).result(TEST_TIMEOUT_S)
         applier = client._client._partitions[0].applier
         wait_until(lambda: applier.stopped is not None)
         assert client.partitions == ()
@@ -477,12 +477,12 @@ def test_each_close_waits_for_callbacks(is_closed_by):
             if is_closed_by == "callback":
                 client.close()
             begun.set()
-            may_end.wait(HANG_S)
+            may_end.wait(TEST_TIMEOUT_S)
             ended.append(True)
 
         client.subscribe(Applying(apply))
-        writer.append(b"x", partition=0).result(HANG_S)
-        assert begun.wait(HANG_S)
+        writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
+        assert begun.wait(TEST_TIMEOUT_S)
         closers = [threading.Thread(target=client.close) for _ in range(2)]
         closers[0].start()
         wait_until(client._loop.is_closed)
@@ -492,7 +492,7 @@ def test_each_close_waits_for_callbacks(is_closed_by):
         assert not ended
         may_end.set()
         for each in closers:
-            each.join(HANG_S)
+            each.join(TEST_TIMEOUT_S)
         assert ended == [True]
 
 
@@ -503,7 +503,7 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
 
         def apply_slowly(_transaction):
             begun.set()
-            may_end.wait(HANG_S)
+            may_end.wait(TEST_TIMEOUT_S)
 
         def close_other(_transaction):
             other.set_partitions([0])  # it has nothing to wait for
@@ -512,14 +512,14 @@ def test_a_callback_waits_for_the_callbacks_of_another_client_that_it_closes():
             ended.set()
 
         other.subscribe(Applying(apply_slowly))
-        writer.append(b"x", partition=0).result(HANG_S)
-        assert begun.wait(HANG_S)
+        writer.append(b"x", partition=0).result(TEST_TIMEOUT_S)
+        assert begun.wait(TEST_TIMEOUT_S)
         one.subscribe(Applying(close_other))
-        assert closing.wait(HANG_S)
+        assert closing.wait(TEST_TIMEOUT_S)
         wait_until(other._loop.is_closed)
         assert not ended.wait(0.2)
         may_end.set()
-        assert ended.wait(HANG_S)
+        assert ended.wait(TEST_TIMEOUT_S)
 
 
 def test_hooks_that_each_wait_for_a_context_do_not_wait_for_one_another():
@@ -529,11 +529,11 @@ def test_hooks_that_each_wait_for_a_context_do_not_wait_for_one_another():
 
         class Going(Copying):
             def on_completion(self, result):
-                together.wait(HANG_S)
-                done.append(client.submit(Copying(count + self.partition)).result(HANG_S))
+                together.wait(TEST_TIMEOUT_S)
+                done.append(client.submit(Copying(count + self.partition)).result(TEST_TIMEOUT_S))
 
         futures = [client.submit(Going(partition)) for partition in range(count)]
-        assert [future.result(HANG_S) for future in futures] == [0] * count
+        assert [future.result(TEST_TIMEOUT_S) for future in futures] == [0] * count
         wait_until(lambda: len(done) == count or together.broken)
         assert done == [0] * count
 

@@ -8,7 +8,7 @@ import contextlib
 from random import Random
 from types import SimpleNamespace
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from tests.unit.client.scenarios import PARTITION
 from waltz_core import errors
 from waltz_core.client.read.feed_delivery import Applier
@@ -40,7 +40,7 @@ def partition_without_a_server():
     return ClientPartition(PARTITION, services)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_timed_out_wait_for_a_feed_leaves_nothing():
     applier = Applier(PARTITION, None, lambda mark: None)
     applier.start(TransactionId(3))
@@ -49,7 +49,7 @@ async def test_a_timed_out_wait_for_a_feed_leaves_nothing():
     assert not applier._waiting
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_timed_out_waits_for_a_mount_and_for_a_mark_leave_nothing():
     partition = partition_without_a_server()
     for _ in range(COUNT):
@@ -60,7 +60,7 @@ async def test_timed_out_waits_for_a_mount_and_for_a_mark_leave_nothing():
     partition.close()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_timed_out_wait_for_outcomes_leaves_nothing():
     window = AppendWindow(rows_max=100, bytes_max=1 << 20)
     appends = Appends(PARTITION, window, lambda event: None, batch_rows=1, batch_bytes=100)

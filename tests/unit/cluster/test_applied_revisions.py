@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.cluster_contract import KEY
-from tests.loops import on_virtual_loop
+from tests.cluster_contract import CLUSTER_KEY
+from tests.loops import run_on_virtual_loop
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.applied_revisions import (
     decode_applied,
@@ -37,11 +37,11 @@ def test_a_server_and_a_storage_have_different_names():
     assert storage_name("[::1]:15280") == "storage-[::1]:15280"
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_unreadable_revision_is_left_out():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     one, two = zookeeper.coordinator("/w"), zookeeper.coordinator("/w")
-    await one.create_cluster(NewCluster("w", 1, KEY))
+    await one.create_cluster(NewCluster("w", 1, CLUSTER_KEY))
     assert await one.read_applied() == {}
     for each, name in ((one, "server-1"), (two, "server-2")):
         each.publish_applied(name, 3)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cluster_contract import KEY
+from tests.cluster_contract import CLUSTER_KEY
 from waltz_core import errors
 from waltz_core.cluster.change import audit
 from waltz_core.cluster.change.audit import AuditEntry
@@ -27,7 +27,7 @@ def entry(number=1):
 def in_cluster(scenario):
     async def run():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator(ROOT)
-        await coordinator.create_cluster(NewCluster("w", 1, KEY))
+        await coordinator.create_cluster(NewCluster("w", 1, CLUSTER_KEY))
         await scenario(coordinator)
 
     return lambda: asyncio.run(run())

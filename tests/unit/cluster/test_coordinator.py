@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.cluster_contract import KEY, SCENARIOS, created, descriptor
-from tests.loops import on_virtual_loop
+from tests.cluster_contract import CLUSTER_KEY, SCENARIOS, create_cluster, server_descriptor
+from tests.loops import run_on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
@@ -45,13 +45,13 @@ FAULTS = pytest.mark.parametrize("fault", WriteFault)
 async def with_cluster() -> tuple[MemoryWorld, MemorySession, Coordinator]:
     """Return a world with a cluster, a session in it, and the coordinator of this session."""
     world = MemoryWorld()
-    await created(world, ROOT)
+    await create_cluster(world, ROOT)
     session = await world.znodes()
     return world, session, Coordinator(session, ROOT)
 
 
 @FAULTS
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_id_whose_write_has_an_unknown_outcome_is_not_used(fault):
     _, session, coordinator = await with_cluster()
     assert await coordinator.next_client_id() == 1
@@ -62,7 +62,7 @@ async def test_an_id_whose_write_has_an_unknown_outcome_is_not_used(fault):
 
 
 @FAULTS
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_partition_write_of_unknown_outcome_is_reported(fault):
     _, session, coordinator = await with_cluster()
     before = await coordinator.read_partition(0)
@@ -78,38 +78,38 @@ async def test_a_partition_write_of_unknown_outcome_is_reported(fault):
 
 
 @FAULTS
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_storage_registers_through_faults(fault):
     _, session, coordinator = await with_cluster()
     session.faults += [fault, fault]
-    assert await coordinator.register_storage_id("h:1", KEY) == KEY
-    assert await coordinator.read_storage_ids() == {"h:1": KEY}
+    assert await coordinator.register_storage_id("h:1", CLUSTER_KEY) == CLUSTER_KEY
+    assert await coordinator.read_storage_ids() == {"h:1": CLUSTER_KEY}
 
 
 @FAULTS
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_creation_without_an_answer_has_succeeded_or_can_be_repeated(fault):
     session = await MemoryWorld().znodes()
     coordinator = Coordinator(session, "/flat")
     session.faults.append(fault)
     if fault is WriteFault.REQUEST_LOST:
         with pytest.raises(errors.CoordinatorOutcomeUnknown):
-            await coordinator.create_cluster(NewCluster("a", 3, KEY))
+            await coordinator.create_cluster(NewCluster("a", 3, CLUSTER_KEY))
         with pytest.raises(errors.BadConfig):
             await coordinator.read_cluster()
-    await coordinator.create_cluster(NewCluster("a", 3, KEY))
-    assert (await coordinator.read_cluster()).store.cluster_key == KEY
+    await coordinator.create_cluster(NewCluster("a", 3, CLUSTER_KEY))
+    assert (await coordinator.read_cluster()).store.cluster_key == CLUSTER_KEY
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_cluster_and_store_must_have_as_many_partitions():
     _, session, coordinator = await with_cluster()
-    await session.write([SetNode(f"{ROOT}/store", model.StoreParams(KEY, 5).to_bytes(), 0)])
+    await session.write([SetNode(f"{ROOT}/store", model.StoreParams(CLUSTER_KEY, 5).to_bytes(), 0)])
     with pytest.raises(errors.BadFormat, match=r"has 4 partitions, .* has 5"):
         await coordinator.read_cluster()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_ids_end_at_32_bits():
     _, session, coordinator = await with_cluster()
     await session.write([SetNode(f"{ROOT}/ids/client", model.encode_id(2**31 - 2), 0)])
@@ -118,19 +118,19 @@ async def test_ids_end_at_32_bits():
         await coordinator.next_client_id()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_node_of_an_earlier_session_is_not_relied_on():
     world, earlier, of_earlier = await with_cluster()
-    await of_earlier.register_server(descriptor(1))
+    await of_earlier.register_server(server_descriptor(1))
     server = Coordinator(await world.znodes(), ROOT)
-    await server.register_server(descriptor(1))
+    await server.register_server(server_descriptor(1))
     earlier.expire()
     assert world.zookeeper.names(f"{ROOT}/serverDescriptors") == ("s_0000000001",)
     assert list((await server.read_servers()).servers) == [1]
 
 
 @pytest.mark.parametrize("read_number", [1, 2, 3])
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_metadata_and_marker_are_read_as_a_pair(read_number):
     world, _, writer = await with_cluster()
     before = await writer.read_partition(0)

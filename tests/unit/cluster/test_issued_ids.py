@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from waltz_core import errors
 from waltz_core.access.client_ids import FIRST_ISSUED, NONE_ISSUED
 from waltz_core.cluster.znodes import model
@@ -27,7 +27,7 @@ async def put(coordinator, last_id):
     await coordinator._znodes.write([CreateNode(coordinator.paths.issued_client_ids, data)])
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_ids_count_from_the_first_and_never_repeat_between_servers():
     one, two = coordinators(2)
     await start(one, extensions=False)  # a cluster of Waltz 0.13, as its first server finds it
@@ -38,7 +38,7 @@ async def test_ids_count_from_the_first_and_never_repeat_between_servers():
     assert await two.issued_ids.last() == FIRST_ISSUED + 39
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_id_that_a_lost_write_may_have_allocated_is_skipped(monkeypatch):
     (one,) = coordinators(1)
     await start(one)
@@ -54,7 +54,7 @@ async def test_an_id_that_a_lost_write_may_have_allocated_is_skipped(monkeypatch
     assert await one.issued_ids.next() == FIRST_ISSUED + 2
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_raised_counter_is_not_lowered():
     (one,) = coordinators(1)
     await start(one)
@@ -63,7 +63,7 @@ async def test_a_raised_counter_is_not_lowered():
     assert await one.issued_ids.next() == FIRST_ISSUED + 71
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_last_id_is_allocated_and_then_none():
     (one,) = coordinators(1)
     await start(one)
@@ -73,7 +73,7 @@ async def test_the_last_id_is_allocated_and_then_none():
         await one.issued_ids.next()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_counter_below_the_first_id_is_an_error():
     (one,) = coordinators(1)
     await start(one)

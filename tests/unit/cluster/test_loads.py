@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.cluster_contract import KEY
-from tests.loops import on_virtual_loop
+from tests.cluster_contract import CLUSTER_KEY
+from tests.loops import run_on_virtual_loop
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.loads import (
     LoadAverages,
@@ -109,11 +109,11 @@ def test_anything_else_is_rejected(data, problem):
         decode_loads(data)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_servers_report_and_the_lead_reads():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     one, two = zookeeper.coordinator("/w"), zookeeper.coordinator("/w")
-    await one.create_cluster(NewCluster("w", 1, KEY))
+    await one.create_cluster(NewCluster("w", 1, CLUSTER_KEY))
     await one.loads.publish(1, {0: PartitionLoad(1.0, 5)})
     await one.loads.publish(1, {0: PartitionLoad(2.0, 10)})
     await two.loads.publish(2, {})

@@ -6,8 +6,14 @@ from inspect import Signature, signature
 
 import pytest
 
-from tests.cluster_contract import KEY, Inbox, descriptor, owned, running
-from tests.loops import on_virtual_loop
+from tests.cluster_contract import (
+    CLUSTER_KEY,
+    CallbackRecorder,
+    owners_and_generations,
+    run_meanwhile,
+    server_descriptor,
+)
+from tests.loops import run_on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.coordinator import Coordinator
@@ -36,7 +42,7 @@ class Cluster:
 
     async def create(self):
         await Coordinator(self.zookeeper.session(), ROOT).create_cluster(
-            NewCluster("w", PARTITION_COUNT, KEY)
+            NewCluster("w", PARTITION_COUNT, CLUSTER_KEY)
         )
         return self
 
@@ -48,7 +54,7 @@ class Cluster:
         """Return members that have registered, with 1 as the first ID, and their sessions."""
         found = [self.member() for _ in range(count)]
         for number, (member, _) in enumerate(found, 1):
-            await member.register(descriptor(number))
+            await member.register(server_descriptor(number))
         return found
 
     def registered(self):
@@ -68,15 +74,15 @@ def in_cluster(scenario):
 
     _, *others = signature(scenario).parameters.values()
     run.__signature__ = Signature(others)
-    return on_virtual_loop(run)
+    return run_on_virtual_loop(run)
 
 
 @in_cluster
 async def test_unregistering_removes_only_the_servers_own_node(cluster):
     (one, _), (two, _) = cluster.member(), cluster.member()
     await one.unregister()
-    await one.register(descriptor(1))
-    await two.register(descriptor(2))
+    await one.register(server_descriptor(1))
+    await two.register(server_descriptor(2))
     await one.unregister()
     assert cluster.registered() == [2]
     await one.unregister()
@@ -86,12 +92,12 @@ async def test_unregistering_removes_only_the_servers_own_node(cluster):
 @in_cluster
 async def test_a_failed_removal_is_not_reported_as_done(cluster):
     (one, own_session), (other, session) = cluster.member(), cluster.member()
-    await one.register(descriptor(1))
+    await one.register(server_descriptor(1))
     session.faults = [WriteFault.REQUEST_LOST] * WRITE_ATTEMPTS_MAX
     with pytest.raises(
         errors.CoordinatorUnavailable, match="processes changed it during each attempt"
     ):
-        await other.remove_dead(descriptor(1))
+        await other.remove_dead(server_descriptor(1))
     own_session.faults = [WriteFault.REQUEST_LOST] * WRITE_ATTEMPTS_MAX
     with pytest.raises(
         errors.CoordinatorUnavailable, match="processes changed it during each attempt"
@@ -104,17 +110,17 @@ async def test_a_failed_removal_is_not_reported_as_done(cluster):
 async def test_a_dead_server_is_removed_by_another(cluster):
     (dead, _), (other, session) = await cluster.servers(2)
     # What is registered now is another process, or has changed: no server has seen that one dead.
-    await other.remove_dead(descriptor(1, preferred=[1]))
+    await other.remove_dead(server_descriptor(1, preferred=[1]))
     assert cluster.registered() == [1, 2]
     session.faults = [WriteFault.REPLY_LOST]
-    await other.remove_dead(descriptor(1))
+    await other.remove_dead(server_descriptor(1))
     assert cluster.registered() == [2]
-    await other.remove_dead(descriptor(1))
+    await other.remove_dead(server_descriptor(1))
     assert cluster.registered() == [2]
     # It was alive: it registers again by itself.
-    seen = Inbox()
-    async with running(dead.follow(seen)):
-        await seen.until(lambda view: sorted(view.servers) == [1, 2])
+    seen = CallbackRecorder()
+    async with run_meanwhile(dead.follow(seen)):
+        await seen.wait_for(lambda view: sorted(view.servers) == [1, 2])
 
 
 @pytest.mark.parametrize("faults", [[], [WriteFault.REPLY_LOST], [WriteFault.REQUEST_LOST]])
@@ -122,20 +128,20 @@ async def test_a_dead_server_is_removed_by_another(cluster):
 async def test_a_server_hands_over_only_a_partition_that_it_owns(cluster, faults):
     (one, session), (two, _) = cluster.member(), cluster.member()
     assert not await one.hand_over(0, 1)  # this process serves nothing
-    await one.register(descriptor(1))
-    seen = Inbox()
-    async with running(one.follow(seen), two.follow(Inbox())):
-        before = await seen.until(lambda view: len(view.owners) > 0)
+    await one.register(server_descriptor(1))
+    seen = CallbackRecorder()
+    async with run_meanwhile(one.follow(seen), two.follow(CallbackRecorder())):
+        before = await seen.wait_for(lambda view: len(view.owners) > 0)
         generation = before.owners[0].generation
         assert not await one.hand_over(0, generation)  # there is no other server
-        await two.register(descriptor(2))
-        view = await seen.until(lambda view: len(view.servers) == 2)
+        await two.register(server_descriptor(2))
+        view = await seen.wait_for(lambda view: len(view.servers) == 2)
         generation = view.owners[0].generation
         assert view.owners[0].server_id == 1
         session.faults = list(faults)
         # The next read shows the outcome of the write whose answer was lost.
         assert await one.hand_over(0, generation)
-        after = await seen.until(lambda view: view.owners[0].server_id == 2)
+        after = await seen.wait_for(lambda view: view.owners[0].server_id == 2)
         assert after.owners[0].generation == generation + 1
         assert after.is_settled
         assert not await one.hand_over(0, generation)
@@ -147,32 +153,34 @@ async def test_a_preference_does_not_return_a_handed_over_partition(cluster, fau
     """A sick server hands it over; the next change of the servers must not bring it back."""
     members = [cluster.member() for _ in range(3)]
     (one, session), (two, _), (three, _) = members
-    await one.register(descriptor(1, preferred=[0, 1]))
-    await two.register(descriptor(2))
-    seen = Inbox()
-    async with running(one.follow(seen), two.follow(Inbox()), three.follow(Inbox())):
-        view = await seen.until(lambda view: len(view.servers) == 2)
+    await one.register(server_descriptor(1, preferred=[0, 1]))
+    await two.register(server_descriptor(2))
+    seen = CallbackRecorder()
+    async with run_meanwhile(
+        one.follow(seen), two.follow(CallbackRecorder()), three.follow(CallbackRecorder())
+    ):
+        view = await seen.wait_for(lambda view: len(view.servers) == 2)
         session.faults = list(faults)
         assert await one.hand_over(0, view.owners[0].generation)
-        after = await seen.until(lambda view: view.owners[0].server_id == 2)
+        after = await seen.wait_for(lambda view: view.owners[0].server_id == 2)
         assert after.servers[1].preferred == (1,)
-        await three.register(descriptor(3))
-        after = await seen.until(lambda view: len(view.servers) == 3)
+        await three.register(server_descriptor(3))
+        after = await seen.wait_for(lambda view: len(view.servers) == 3)
         assert after.owners[0].server_id != 1
         assert after.owners[1].server_id == 1
         # When it is well it prefers it again.
-        await one.prefer(descriptor(1, preferred=[1, 0]))
-        after = await seen.until(lambda view: view.owners[0].server_id == 1)
+        await one.prefer(server_descriptor(1, preferred=[1, 0]))
+        after = await seen.wait_for(lambda view: view.owners[0].server_id == 1)
         assert after.owners[1].server_id == 1
 
 
 @in_cluster
 async def test_a_preference_stays_if_no_server_takes_the_partition(cluster):
     member, _ = cluster.member()
-    await member.register(descriptor(1, preferred=[0]))
-    seen = Inbox()
-    async with running(member.follow(seen)):
-        view = await seen.until(lambda view: len(view.owners) > 0)
+    await member.register(server_descriptor(1, preferred=[0]))
+    seen = CallbackRecorder()
+    async with run_meanwhile(member.follow(seen)):
+        view = await seen.wait_for(lambda view: len(view.owners) > 0)
         assert not await member.hand_over(0, view.owners[0].generation)
         assert (await member.read()).servers[1].preferred == (0,)
 
@@ -182,7 +190,7 @@ async def test_a_preference_stays_if_no_server_takes_the_partition(cluster):
 async def test_a_write_of_unknown_outcome_registers_once(cluster, fault):
     member, session = cluster.member()
     session.faults = [fault, fault]
-    await member.register(descriptor(1))
+    await member.register(server_descriptor(1))
     assert cluster.registered() == [1]
     session.faults = [fault]
     await member.unregister()
@@ -195,38 +203,47 @@ async def test_a_second_node_of_the_same_server_is_removed(cluster):
     [(member, session)] = await cluster.servers(1)
     (name,) = cluster.zookeeper.names(SERVERS)
     await session.write(
-        [CreateNode(f"{SERVERS}/s_", descriptor(1).to_bytes(), ephemeral=True, sequential=True)]
+        [
+            CreateNode(
+                f"{SERVERS}/s_", server_descriptor(1).to_bytes(), ephemeral=True, sequential=True
+            )
+        ]
     )
     assert cluster.registered() == [1, 1]
-    await member.register(descriptor(1))
+    await member.register(server_descriptor(1))
     assert cluster.zookeeper.names(SERVERS) == (name,)
 
 
 @in_cluster
 async def test_each_settled_view_is_reported_once_and_no_other(cluster):
     (one, _), (two, _), (onlooker, _) = cluster.member(), cluster.member(), cluster.member()
-    seen = Inbox()
-    async with running(onlooker.follow(seen)):
-        await seen.until(lambda view: not view.servers)
+    seen = CallbackRecorder()
+    async with run_meanwhile(onlooker.follow(seen)):
+        await seen.wait_for(lambda view: not view.servers)
         # No leader does its duty yet, so the registration is not called back.
-        await two.register(descriptor(2))
+        await two.register(server_descriptor(2))
         assert not (await onlooker.read()).is_settled
-        async with running(two.follow(Inbox())):
-            await seen.until(lambda view: list(view.servers) == [2])
-        await one.register(descriptor(1))
-        async with running(one.follow(Inbox()), two.follow(Inbox())):
-            await seen.until(lambda view: list(view.servers) == [1, 2])
-    assert [list(view.servers) for view in seen.all] == [[], [2], [1, 2]]
-    assert owned(seen.all[1]) == dict.fromkeys(range(PARTITION_COUNT), (2, 1))
-    assert all(view.is_settled for view in seen.all[1:])
+        async with run_meanwhile(two.follow(CallbackRecorder())):
+            await seen.wait_for(lambda view: list(view.servers) == [2])
+        await one.register(server_descriptor(1))
+        async with run_meanwhile(one.follow(CallbackRecorder()), two.follow(CallbackRecorder())):
+            await seen.wait_for(lambda view: list(view.servers) == [1, 2])
+    assert [list(view.servers) for view in seen.values] == [[], [2], [1, 2]]
+    assert owners_and_generations(seen.values[1]) == dict.fromkeys(range(PARTITION_COUNT), (2, 1))
+    assert all(view.is_settled for view in seen.values[1:])
     # What moved has a new generation, what stayed has the old one.
-    assert sorted(owned(seen.all[2]).values()) == [(1, 2), (1, 2), (2, 1), (2, 1)]
+    assert sorted(owners_and_generations(seen.values[2]).values()) == [
+        (1, 2),
+        (1, 2),
+        (2, 1),
+        (2, 1),
+    ]
 
 
 @in_cluster
 async def test_only_the_lead_writes_assignments(cluster):
     (one, _), (two, two_session) = await cluster.servers(2)
-    written = Inbox()
+    written = CallbackRecorder()
     whole = two_session.write
 
     async def watched(operations):
@@ -234,47 +251,47 @@ async def test_only_the_lead_writes_assignments(cluster):
         return await whole(operations)
 
     two_session.write = watched
-    at_two = Inbox()
-    async with running(one.follow(Inbox()), two.follow(at_two)):
-        await at_two.until(lambda view: list(view.servers) == [1, 2])
-        assert written.all == []
+    at_two = CallbackRecorder()
+    async with run_meanwhile(one.follow(CallbackRecorder()), two.follow(at_two)):
+        await at_two.wait_for(lambda view: list(view.servers) == [1, 2])
+        assert written.values == []
         await one.unregister()
-        await at_two.until(lambda view: list(view.servers) == [2])
-    assert [type(operation) for (operation,) in written.all] == [SetNode]
-    assert owned(at_two.all[-1]).keys() == set(range(PARTITION_COUNT))
+        await at_two.wait_for(lambda view: list(view.servers) == [2])
+    assert [type(operation) for (operation,) in written.values] == [SetNode]
+    assert owners_and_generations(at_two.values[-1]).keys() == set(range(PARTITION_COUNT))
 
 
 @in_cluster
 async def test_the_lead_moves_partitions_and_all_servers_follow(cluster):
     (one, _), (two, _) = await cluster.servers(2)
-    at_one, at_two = Inbox(), Inbox()
-    async with running(one.follow(at_one), two.follow(at_two)):
-        await at_two.until(lambda view: list(view.servers) == [1, 2])
+    at_one, at_two = CallbackRecorder(), CallbackRecorder()
+    async with run_meanwhile(one.follow(at_one), two.follow(at_two)):
+        await at_two.wait_for(lambda view: list(view.servers) == [1, 2])
         seen = await two.read()
         assert [each.server_id for each in seen.owners.values()] == [1, 1, 2, 2]
         assert not await two.move(seen, {0: 2})  # it is not the leader
         assert await one.move(seen, {0: 2})
-        await at_two.until(lambda view: view.owners[0] == Ownership(2, 2))
-        await at_one.until(lambda view: view.owners[0] == Ownership(2, 2))
-        assert at_one.all[-1].owners | {0: seen.owners[0]} == seen.owners
+        await at_two.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
+        await at_one.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
+        assert at_one.values[-1].owners | {0: seen.owners[0]} == seen.owners
         assert not await one.move(seen, {1: 2})  # what was seen is so no more
 
 
 @in_cluster
 async def test_with_load_balancing_the_lead_does_not_balance_by_count(cluster):
     members = [cluster.member()[0] for _ in range(3)]
-    inbox = Inbox()
+    inbox = CallbackRecorder()
     for number, member in enumerate(members, 1):
         member.keeps_all = True
-        await member.register(descriptor(number))
+        await member.register(server_descriptor(number))
     one, _, three = members
-    async with running(*(each.follow(inbox) for each in members)):
-        await inbox.until(lambda view: list(view.servers) == [1, 2, 3])
+    async with run_meanwhile(*(each.follow(inbox) for each in members)):
+        await inbox.wait_for(lambda view: list(view.servers) == [1, 2, 3])
         assert await one.move(await one.read(), {1: 2, 3: 2})
-        await inbox.until(lambda view: len(view.partitions_of(2)) == 3)
+        await inbox.wait_for(lambda view: len(view.partitions_of(2)) == 3)
         before = (await one.read()).partitions_of(2)
         await three.unregister()
-        await inbox.until(lambda view: list(view.servers) == [1, 2])
+        await inbox.wait_for(lambda view: list(view.servers) == [1, 2])
         assert (await one.read()).partitions_of(2) == before
 
 
@@ -282,7 +299,7 @@ async def test_with_load_balancing_the_lead_does_not_balance_by_count(cluster):
 async def test_a_membership_that_never_stabilizes_is_reported(cluster):
     member, session = cluster.member()
     other, _ = cluster.member()
-    await other.register(descriptor(2))
+    await other.register(server_descriptor(2))
     whole = session.children
 
     async def disturbed(path, signal=None):
@@ -335,11 +352,11 @@ async def followers_are_current(cluster):
 @in_cluster
 async def test_servers_that_register_again_after_an_outage_keep_their_partitions(cluster):
     (one, first), (two, second) = await cluster.servers(2)
-    at_one, at_two = Inbox(), Inbox()
-    async with running(one.follow(at_one), two.follow(at_two)):
-        before = owned(await at_two.until(lambda view: len(view.servers) == 2))
-        await at_one.until(lambda view: len(view.servers) == 2)
-        seen = len(at_one.all), len(at_two.all)
+    at_one, at_two = CallbackRecorder(), CallbackRecorder()
+    async with run_meanwhile(one.follow(at_one), two.follow(at_two)):
+        before = owners_and_generations(await at_two.wait_for(lambda view: len(view.servers) == 2))
+        await at_one.wait_for(lambda view: len(view.servers) == 2)
+        seen = len(at_one.values), len(at_two.values)
         # Both sessions have ended; the second server finds ZooKeeper first, and is alone.
         first.suspend()
         second.suspend()
@@ -351,23 +368,23 @@ async def test_servers_that_register_again_after_an_outage_keep_their_partitions
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS - 1)
         await followers_are_current(cluster)
         assert cluster.registered() == [2]
-        assert (len(at_one.all), len(at_two.all)) == seen
+        assert (len(at_one.values), len(at_two.values)) == seen
         first.resume()
         await followers_are_current(cluster)
         view = await one.read()
         assert view.is_settled
-        assert owned(view) == before  # the generations, too
-    assert {str(owned(each)) for each in at_one.all[seen[0] :]} <= {str(before)}
-    assert {str(owned(each)) for each in at_two.all[seen[1] :]} <= {str(before)}
+        assert owners_and_generations(view) == before  # the generations, too
+    assert {str(owners_and_generations(each)) for each in at_one.values[seen[0] :]} <= {str(before)}
+    assert {str(owners_and_generations(each)) for each in at_two.values[seen[1] :]} <= {str(before)}
 
 
 @contextlib.asynccontextmanager
 async def two_servers(cluster):
     """Give the session of a registered server, and a second one, its session and what it sees."""
     (one, first), (two, second) = await cluster.servers(2)
-    at_two = Inbox()
-    async with running(one.follow(Inbox()), two.follow(at_two)):
-        await at_two.until(lambda view: len(view.servers) == 2)
+    at_two = CallbackRecorder()
+    async with run_meanwhile(one.follow(CallbackRecorder()), two.follow(at_two)):
+        await at_two.wait_for(lambda view: len(view.servers) == 2)
         yield first, two, second, at_two
 
 
@@ -394,20 +411,20 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
             cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
         elif end == "known to be dead":
             # The other servers report the leader, although its node is already deleted.
-            await two.remove_dead(descriptor(1))
+            await two.remove_dead(server_descriptor(1))
         else:
             again, _ = cluster.member()
-            host, port = descriptor(1).host, descriptor(1).port
+            host, port = server_descriptor(1).host, server_descriptor(1).port
             await again.register(model.ServerDescriptor(7, host, port))
             left = [2, 7]
-        await at_two.until(lambda view: list(view.servers) == left)
-        assert len(owned(at_two.all[-1])) == PARTITION_COUNT
+        await at_two.wait_for(lambda view: list(view.servers) == left)
+        assert len(owners_and_generations(at_two.values[-1])) == PARTITION_COUNT
         # Right after the return a death is acted on at once as ever.
         third, _ = cluster.member()
-        await third.register(descriptor(3))
-        await at_two.until(lambda view: 3 in view.servers)
-        await two.remove_dead(descriptor(3))
-        await at_two.until(lambda view: list(view.servers) == left)
+        await third.register(server_descriptor(3))
+        await at_two.wait_for(lambda view: 3 in view.servers)
+        await two.remove_dead(server_descriptor(3))
+        await at_two.wait_for(lambda view: list(view.servers) == left)
 
 
 @in_cluster
@@ -418,31 +435,33 @@ async def test_the_loss_of_one_zookeeper_server_delays_nothing(cluster):
         second.resume()
         await followers_are_current(cluster)
         first.expire()
-        await at_two.until(lambda view: list(view.servers) == [2])
-    assert len(owned(at_two.all[-1])) == PARTITION_COUNT
+        await at_two.wait_for(lambda view: list(view.servers) == [2])
+    assert len(owners_and_generations(at_two.values[-1])) == PARTITION_COUNT
 
 
 @in_cluster
 async def test_a_preference_takes_effect_with_the_write_that_publishes_it(cluster):
     (one, _), (two, _) = cluster.member(), cluster.member()
-    inbox = Inbox()
-    async with running(one.follow(inbox), two.follow(Inbox())):
-        await one.register(descriptor(1))
-        await two.register(descriptor(2))
-        await inbox.until(lambda view: len(set(view.owners.values())) > 1)
-        before = owned(await one.read())
-        await two.prefer(descriptor(2, preferred=[0, 1, 2]))
+    inbox = CallbackRecorder()
+    async with run_meanwhile(one.follow(inbox), two.follow(CallbackRecorder())):
+        await one.register(server_descriptor(1))
+        await two.register(server_descriptor(2))
+        await inbox.wait_for(lambda view: len(set(view.owners.values())) > 1)
+        before = owners_and_generations(await one.read())
+        await two.prefer(server_descriptor(2, preferred=[0, 1, 2]))
         view = await two.read()
         assert view.is_settled
-        assert {each for each, (server, _) in owned(view).items() if server == 2} >= {0, 1, 2}
-        moved = [each for each in before if before[each] != owned(view)[each]]
-        assert all(owned(view)[each][1] == before[each][1] + 1 for each in moved)
+        assert {
+            each for each, (server, _) in owners_and_generations(view).items() if server == 2
+        } >= {0, 1, 2}
+        moved = [each for each in before if before[each] != owners_and_generations(view)[each]]
+        assert all(owners_and_generations(view)[each][1] == before[each][1] + 1 for each in moved)
         # Twice within one watch's time, from both sides: no server spins
         # (docs/design/wire-format.md 2.6).
-        await two.prefer(descriptor(2))
-        await one.prefer(descriptor(1, preferred=[3]))
+        await two.prefer(server_descriptor(2))
+        await one.prefer(server_descriptor(1, preferred=[3]))
         view = await one.read()
-        assert owned(view)[3][0] == 1
+        assert owners_and_generations(view)[3][0] == 1
         assert view.servers[2].preferred == ()
 
 
@@ -461,21 +480,21 @@ async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_la
     else:
         session.suspend()
     with pytest.raises(errors.CoordinatorUnavailable):
-        await member.prefer(descriptor(1, preferred=[2]))
+        await member.prefer(server_descriptor(1, preferred=[2]))
     session.write = real
     session.resume()
-    inbox = Inbox()
-    async with running(member.follow(inbox)):
-        view = await inbox.until(lambda view: view.is_settled)
+    inbox = CallbackRecorder()
+    async with run_meanwhile(member.follow(inbox)):
+        view = await inbox.wait_for(lambda view: view.is_settled)
     assert view.servers[1].preferred == ()
 
 
 @in_cluster
 async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
     async with one_absent(cluster) as (first, two, at_two), asyncio.TaskGroup() as tasks:
-        before = owned(at_two.all[-1])
+        before = owners_and_generations(at_two.values[-1])
         foreign = min(each for each, (server, _) in before.items() if server == 1)
-        wished = tasks.create_task(two.prefer(descriptor(2, preferred=[foreign])))
+        wished = tasks.create_task(two.prefer(server_descriptor(2, preferred=[foreign])))
         await followers_are_current(cluster)
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS - 1)
         await followers_are_current(cluster)
@@ -483,24 +502,24 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
         assert not (await two.read()).servers[2].preferred  # both, or neither
         first.resume()
         await wished
-        view = await at_two.until(lambda view: bool(view.servers[2].preferred))
-        gone = {each for each in before if owned(view)[each] != before[each]}
+        view = await at_two.wait_for(lambda view: bool(view.servers[2].preferred))
+        gone = {each for each in before if owners_and_generations(view)[each] != before[each]}
         # What was preferred moves, and something else for it: nothing but that.
-        assert owned(view)[foreign] == (2, before[foreign][1] + 1)
-        assert all(owned(view)[each][1] <= before[each][1] + 1 for each in gone)
+        assert owners_and_generations(view)[foreign] == (2, before[foreign][1] + 1)
+        assert all(owners_and_generations(view)[each][1] <= before[each][1] + 1 for each in gone)
         assert len(gone) <= 2
 
 
 @in_cluster
 async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
     async with one_absent(cluster) as (_, two, at_two), asyncio.TaskGroup() as tasks:
-        wished = tasks.create_task(two.prefer(descriptor(2, preferred=[3])))
+        wished = tasks.create_task(two.prefer(server_descriptor(2, preferred=[3])))
         await followers_are_current(cluster)
         assert not wished.done()
         # Both waiting callers wake when other servers report that the owner is dead.
-        await two.remove_dead(descriptor(1))
+        await two.remove_dead(server_descriptor(1))
         await wished
-        view = await at_two.until(lambda view: list(view.servers) == [2])
+        view = await at_two.wait_for(lambda view: list(view.servers) == [2])
     assert view.servers[2].preferred == (3,)
 
 
@@ -511,7 +530,7 @@ async def test_a_server_that_leaves_while_it_waits_does_not_register_again(clust
             await wish
 
     async with one_absent(cluster) as (_, two, _at_two), asyncio.TaskGroup() as tasks:
-        wished = tasks.create_task(refused(two.prefer(descriptor(2, preferred=[3]))))
+        wished = tasks.create_task(refused(two.prefer(server_descriptor(2, preferred=[3]))))
         await followers_are_current(cluster)
         await two.unregister()
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
@@ -525,23 +544,23 @@ async def test_a_server_that_no_witness_reaches_owns_nothing_until_one_does(clus
     """Rule 6."""
     (one, session), (two, _) = cluster.member(), cluster.member()
     board = PublishedReachability(ClusterNodes(session, ROOT))
-    inbox = Inbox()
-    await one.register(descriptor(1))
-    async with running(one.follow(inbox)):
-        await inbox.until(lambda view: len(view.partitions_of(1)) == 4)
+    inbox = CallbackRecorder()
+    await one.register(server_descriptor(1))
+    async with run_meanwhile(one.follow(inbox)):
+        await inbox.wait_for(lambda view: len(view.partitions_of(1)) == 4)
         await board.publish(ServerId(1), ReachReport())
-        await two.register(descriptor(2))
-        view = await inbox.until(lambda view: 2 in view.servers)
+        await two.register(server_descriptor(2))
+        view = await inbox.wait_for(lambda view: 2 in view.servers)
         assert len(view.partitions_of(1)) == 4
         assert view.left_out == {2}
-        await two.prefer(descriptor(2, preferred=[3]))
+        await two.prefer(server_descriptor(2, preferred=[3]))
         assert len((await one.read()).partitions_of(1)) == 4
         await board.publish(ServerId(1), ReachReport(frozenset({ServerId(2)})))
-        view = await inbox.until(lambda view: len(view.partitions_of(2)) == 2)
+        view = await inbox.wait_for(lambda view: len(view.partitions_of(2)) == 2)
         assert not view.left_out
         assert 3 in view.partitions_of(2)
         await board.publish(ServerId(1), ReachReport(unreachable={ServerId(2): "refused"}))
-        await inbox.until(lambda view: len(view.partitions_of(1)) == 4)
+        await inbox.wait_for(lambda view: len(view.partitions_of(1)) == 4)
         await session.close()
-    async with running(two.follow(inbox)):
-        await inbox.until(lambda view: len(view.partitions_of(2)) == 4)
+    async with run_meanwhile(two.follow(inbox)):
+        await inbox.wait_for(lambda view: len(view.partitions_of(2)) == 4)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.cluster_contract import Inbox, running
-from tests.loops import on_virtual_loop
+from tests.cluster_contract import CallbackRecorder, run_meanwhile
+from tests.loops import run_on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import CreateNode, SetNode
@@ -21,7 +21,7 @@ def two_views():
     return zookeeper, ClusterNodes(zookeeper.session(), ROOT), zookeeper.session()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_missing_node_is_a_missing_cluster():
     _, nodes, _ = two_views()
     assert nodes.where == "memory:1/w"
@@ -30,7 +30,7 @@ async def test_a_missing_node_is_a_missing_cluster():
             await read
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_node_created_by_another_process_first_is_not_an_error():
     zookeeper, nodes, writer = two_views()
     whole = nodes.znodes.get
@@ -50,7 +50,7 @@ class NodeReader:
 
     def __init__(self, nodes):
         self.nodes = nodes
-        self.seen = Inbox()
+        self.seen = CallbackRecorder()
         self.raises = []
         self.count = 0
 
@@ -63,44 +63,44 @@ class NodeReader:
         node = await self.nodes.znodes.get(ROOT, signal)
         self.seen(node and node.data)
 
-    async def until(self, value):
-        return await self.seen.until(lambda found: found == value)
+    async def wait_for(self, value):
+        return await self.seen.wait_for(lambda found: found == value)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_follower_reads_at_the_start_and_once_after_each_change():
     _, nodes, writer = two_views()
     looks = NodeReader(nodes)
-    async with running(nodes.follow(looks)):
-        await looks.until(None)
+    async with run_meanwhile(nodes.follow(looks)):
+        await looks.wait_for(None)
         await writer.write([CreateNode(ROOT, b"1")])
-        await looks.until(b"1")
+        await looks.wait_for(b"1")
         await writer.write([CreateNode("/other")])
         await writer.write([SetNode(ROOT, b"2", 0)])
-        await looks.until(b"2")
-    assert looks.seen.all == [None, b"1", b"2"]
+        await looks.wait_for(b"2")
+    assert looks.seen.values == [None, b"1", b"2"]
     await writer.write([SetNode(ROOT, b"3", 1)])
-    assert looks.seen.all[-1] == b"2"
+    assert looks.seen.values[-1] == b"2"
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_follower_waits_after_a_conflict_and_reads_after_an_unknown_outcome():
     _, nodes, writer = two_views()
     looks = NodeReader(nodes)
     looks.raises = [errors.CoordinatorOutcomeUnknown("?"), errors.CoordinatorConflict("!")]
-    async with running(nodes.follow(looks)):
-        await looks.until(errors.CoordinatorConflict)
+    async with run_meanwhile(nodes.follow(looks)):
+        await looks.wait_for(errors.CoordinatorConflict)
         for _ in range(5):
             await asyncio.sleep(0)
         # The unknown outcome was looked at again by itself; the conflict waits for a signal.
         assert looks.count == 2
         nodes.znodes.suspend()
         nodes.znodes.resume()
-        await looks.until(None)
+        await looks.wait_for(None)
     await writer.write([CreateNode(ROOT)])
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_error_that_no_retry_repairs_ends_a_follower_and_its_signal():
     _, nodes, _ = two_views()
     looks = NodeReader(nodes)

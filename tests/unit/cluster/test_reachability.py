@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.membership.reachability import (
     FAILING_MS,
@@ -165,7 +165,7 @@ def test_a_report_round_trips():
             ReachReport.from_bytes(data)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_server_publishes_in_each_session():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     session = zookeeper.session()
@@ -186,7 +186,7 @@ async def test_a_server_publishes_in_each_session():
     assert await reader.read([1]) == {1: report([], [2])}
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_report_whose_write_had_no_known_outcome_is_published_again(monkeypatch):
     session = MemoryZooKeeper(asyncio.Event).session()
     await session.write([CreateNode("/w")])

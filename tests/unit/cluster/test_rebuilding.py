@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from waltz_core import errors
 from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.cluster.change import rebuilding
@@ -147,7 +147,7 @@ def test_ids_continue_above_all_allocated_ones():
     assert rebuilding.ids_from(1 << 40) < model.INT32_MAX
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_nodes_of_a_rebuilding_cannot_be_opened():
     storages = tuple(NewStorage(f"h:{port}", port + 1, port % 3) for port in (10, 20, 30))
     new = NewCluster("w", 300, UUID(int=5), storages)

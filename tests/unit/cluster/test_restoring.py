@@ -6,7 +6,7 @@ from uuid import UUID
 
 import pytest
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from tests.unit.cluster.test_backup import ACCESS, BACKUP, KEY, saved
 from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.cluster.change.backup import PartitionBackup
@@ -43,7 +43,7 @@ async def restored(backup=BACKUP, ends=None, ids=IDS, zookeeper=None):
     return coordinator
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_partitions_begin_after_their_ends_with_later_sessions_and_generations():
     zookeeper = MemoryZooKeeper(asyncio.Event)
     coordinator = await restored(zookeeper=zookeeper)
@@ -65,7 +65,7 @@ async def test_partitions_begin_after_their_ends_with_later_sessions_and_generat
     assert not (await coordinator.read_restored_from()).has(KEY.hex, {0: 8})
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_counters_of_the_backup_that_are_above_the_clock_continue():
     coordinator = await restored(ids=1)
     view = await coordinator.read_partition(0)
@@ -75,7 +75,7 @@ async def test_counters_of_the_backup_that_are_above_the_clock_continue():
     assert await (await restored(later, ids=1)).issued_ids.next() == FIRST_ISSUED + 51
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_permissions_are_restored_with_their_revision_and_a_new_client_key():
     """IDs that were issued after the backup have proofs of the old key, and may be issued again."""
     coordinator = await restored(replace(BACKUP, access=ACCESS))
@@ -83,13 +83,13 @@ async def test_permissions_are_restored_with_their_revision_and_a_new_client_key
     assert await (await restored()).permissions.read() is None
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_writes_are_restored_with_their_tasks():
     coordinator = await restored()
     assert await coordinator.writes.read_all() == dict(BACKUP.writes)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_write_after_the_restored_mark_becomes_unfinished():
     removing = BegunWrite(WriteState({0: 6}, 0, {}), {})
     writes = {**BACKUP.writes, "removing": removing}

@@ -3,7 +3,7 @@
 import asyncio
 import gc
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from waltz_core.cluster.znodes.shared_request import SharedRequest
 from waltz_core.errors import CoordinatorUnavailable
 
@@ -25,7 +25,7 @@ async def _turns(count: int = 5) -> None:
         await asyncio.sleep(0)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_caller_during_a_request_causes_another_request():
     query = CountingQuery()
     shared = SharedRequest(query.ask)
@@ -43,7 +43,7 @@ async def test_a_caller_during_a_request_causes_another_request():
         query.may_answer.release()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_failure_is_returned_to_exactly_those_that_share_it():
     answers = [CoordinatorUnavailable("away"), None]
     messages: list[str] = []
@@ -69,7 +69,7 @@ async def test_a_failure_is_returned_to_exactly_those_that_share_it():
     assert not answers
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
     query = CountingQuery()
     shared = SharedRequest(query.ask)

@@ -6,8 +6,8 @@ from uuid import UUID
 
 import pytest
 
-from tests.loops import on_virtual_loop
-from tests.patience import HANG_S
+from tests.loops import run_on_virtual_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.cluster.change import replica_steps
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
@@ -104,7 +104,7 @@ def run_now(coroutine):
 
 def in_cluster(scenario):
     async def run():
-        async with asyncio.timeout(HANG_S):
+        async with asyncio.timeout(TEST_TIMEOUT_S):
             await scenario(await Cluster().create())
 
     return lambda: asyncio.run(run())
@@ -286,7 +286,7 @@ async def test_an_impossible_change_is_rejected(cluster):
             await carry_out(cluster, {0: (A, B, C, "10.0.0.9:1")})
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_limited_number_of_partitions_changes_at_a_time():
     cluster = await Cluster(3 * CONCURRENT_PARTITIONS_MAX).create()
     await cluster.coordinator.storages.change(lambda old: old.with_storage(D, 7, 2))

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cluster_contract import KEY
-from tests.loops import on_virtual_loop
+from tests.cluster_contract import CLUSTER_KEY
+from tests.loops import run_on_virtual_loop
 from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.change.stored_permissions import Author
@@ -24,12 +24,12 @@ def with_limits(old):
 
 async def cluster():
     coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
-    await coordinator.create_cluster(NewCluster("w", 1, KEY))
+    await coordinator.create_cluster(NewCluster("w", 1, CLUSTER_KEY))
     return coordinator
 
 
 @pytest.mark.parametrize("fault", WriteFault)
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_change_with_a_lost_answer_is_made_once(fault):
     coordinator = await cluster()
     faults = coordinator._znodes.faults
@@ -44,7 +44,7 @@ async def test_a_change_with_a_lost_answer_is_made_once(fault):
     assert await coordinator.permissions.require() == done.after
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_change_is_computed_again_after_a_concurrent_one():
     coordinator = await cluster()
     made = await coordinator.permissions.create(FIRST, AUTHOR)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from tests.cluster_contract import KEY
-from tests.loops import on_virtual_loop
+from tests.cluster_contract import CLUSTER_KEY
+from tests.loops import run_on_virtual_loop
 from waltz_core import errors
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.znodes import tree
@@ -23,7 +23,7 @@ class Scenario:
 
     async def cluster(self, root, name="w", partition_count=3):
         coordinator = self.zookeeper.coordinator(root)
-        await coordinator.create_cluster(NewCluster(name, partition_count, KEY))
+        await coordinator.create_cluster(NewCluster(name, partition_count, CLUSTER_KEY))
         return coordinator
 
 
@@ -32,7 +32,7 @@ def scenario():
     return Scenario()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_clusters_are_found_below_a_place_and_nowhere_else(scenario):
     for root in ("/a/one", "/a/two", "/b"):
         await scenario.cluster(root, root[-1])
@@ -50,7 +50,7 @@ async def test_clusters_are_found_below_a_place_and_nowhere_else(scenario):
     assert (found.params.name, found.params.partition_count) == ("b", 3)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_find_clusters_rejects_a_path_with_too_many_znodes(scenario, monkeypatch):
     monkeypatch.setattr(tree, "NODES_MAX", 10)
     await scenario.session.write([CreateNode(f"/n{number}") for number in range(9)])
@@ -60,7 +60,7 @@ async def test_find_clusters_rejects_a_path_with_too_many_znodes(scenario, monke
         await tree.find_clusters(scenario.session, "/")
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_deleted_cluster_leaves_no_znodes_and_its_neighbors_stay(scenario):
     await scenario.cluster("/a/one")
     await scenario.cluster("/a/two")
@@ -75,7 +75,7 @@ async def test_a_deleted_cluster_leaves_no_znodes_and_its_neighbors_stay(scenari
     await scenario.cluster("/a/two")
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_large_clusters_are_deleted_in_steps(scenario, monkeypatch):
     monkeypatch.setattr(tree, "STEP_NODES_MAX", 10)
     await scenario.cluster("/w", partition_count=15)
@@ -89,7 +89,7 @@ async def test_large_clusters_are_deleted_in_steps(scenario, monkeypatch):
 
 @pytest.mark.parametrize("fault", list(WriteFault))
 @pytest.mark.parametrize("at", [0, 1])
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_write_of_unknown_outcome_is_read_again(scenario, fault, at):
     await scenario.cluster("/w")
     scenario.session.faults = [None] * at + [fault]
@@ -97,7 +97,7 @@ async def test_a_write_of_unknown_outcome_is_read_again(scenario, fault, at):
     assert set(scenario.zookeeper.dump()) == {"/"}
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_nodes_created_meanwhile_are_deleted_too(scenario):
     await scenario.cluster("/w")
     other = scenario.zookeeper.session()
@@ -117,7 +117,7 @@ async def test_nodes_created_meanwhile_are_deleted_too(scenario):
     assert set(scenario.zookeeper.dump()) == {"/"}
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_cluster(scenario):
     coordinator = await scenario.cluster("/w")
     other, numbers = scenario.zookeeper.session(), iter(range(1_000))
@@ -140,7 +140,7 @@ async def test_deleting_a_cluster_under_constant_writes_fails_but_leaves_no_clus
         await coordinator.read_cluster()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_remains_of_a_cluster_are_deleted_and_other_clusters_stay(scenario):
     await scenario.session.write(
         [CreateNode("/w"), CreateNode("/w/store"), CreateNode("/w/store/partition")]
@@ -157,7 +157,7 @@ async def test_remains_of_a_cluster_are_deleted_and_other_clusters_stay(scenario
     assert set(scenario.zookeeper.dump()) == {"/", "/a", "/a/ids", "/a/topics", "/b"}
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_cluster_below_another_one_is_not_deleted_with_it(scenario):
     await scenario.cluster("/w")
     await scenario.cluster("/w/team/payments", "payments")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from tests.unit.cluster.test_coordinator import FAULTS, ROOT, MemoryWorld, with_cluster
-from tests.writes_contract import MARKS, SCENARIOS
+from tests.write_registry_contract import MARKS, SCENARIOS
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.write_registry import (
@@ -28,7 +28,7 @@ def test_scenario(check_scenario):
     asyncio.run(check_scenario(MemoryWorld(), ROOT))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
     """The ZooKeeper server of the session may lag: its state is current only after a sync."""
     _, session, coordinator = await with_cluster()
@@ -43,7 +43,7 @@ async def test_an_attempt_continues_by_the_current_znode(monkeypatch):
     assert calls[3:] == ["sync", "get", "get"]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_paused_task_does_not_begin_a_write_that_was_removed_meanwhile(monkeypatch):
     """It had found no later writes before the pause. Its rows would enter the log again."""
     world, paused, its = await with_cluster()
@@ -83,7 +83,7 @@ def begun_again_before_the_change(session, monkeypatch, other, principal=None):
     monkeypatch.setattr(session, "write", write)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_meanwhile(monkeypatch):
     """The rows of the new one would count as committed."""
     world, paused, its = await with_cluster()
@@ -97,7 +97,7 @@ async def test_a_paused_process_does_not_finish_a_write_that_was_begun_again_mea
     assert await other.writes.read("w") == WriteState({0: 99}, 5)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_attempt_does_not_finish_a_write_whose_task_is_entered_meanwhile(monkeypatch):
     """The later one may append what a lock has rejected in this one."""
     world, paused, its = await with_cluster()
@@ -117,7 +117,7 @@ async def test_an_attempt_does_not_finish_a_write_whose_task_is_entered_meanwhil
     assert not (await other.writes.read("w")).is_done
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_paused_process_does_not_take_a_write_of_another_principal(monkeypatch):
     world, paused, its = await with_cluster()
     other = Coordinator(await world.znodes(), ROOT)
@@ -128,7 +128,7 @@ async def test_a_paused_process_does_not_take_a_write_of_another_principal(monke
     assert (await other.writes.read("w")) == WriteState({0: 99}, 5, principal="other")
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_principal(monkeypatch):
     """Both would have a proof of it, and the other's next attempt would not find its rows."""
     world, paused, its = await with_cluster()
@@ -143,7 +143,7 @@ async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_princi
 
 
 @pytest.mark.parametrize("writes_before", [0, 1, 2])
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, writes_before):
     """Its tasks would get other client IDs, and append their rows once more."""
     world, paused, its = await with_cluster()
@@ -170,7 +170,7 @@ async def test_an_expired_write_that_was_restarted_is_not_removed(monkeypatch, w
     assert (await other.enter("w", 0, "r", coordinator.next_client_id)).attempt == 2
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_write_is_over_before_its_tasks_are_removed(monkeypatch):
     """Else a task that enters meanwhile would have another client ID than it had before."""
     _, session, coordinator = await with_cluster()
@@ -201,7 +201,7 @@ def noted(call, name, calls):
 
 
 @FAULTS
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_lost_answer_costs_one_attempt_only(fault):
     _, session, coordinator = await with_cluster()
     writes = coordinator.writes
@@ -249,7 +249,7 @@ def test_a_write_of_format_1_is_read_and_kept_for_a_year():
     assert b'"format":2' in found.to_bytes()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_retention_of_a_write_uses_the_clock_of_zookeeper():
     world, _, coordinator = await with_cluster()
     writes = coordinator.writes
@@ -289,7 +289,7 @@ def test_any_bytes_are_a_value_or_a_bad_format(data):
             assert name in message
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_impossible_numbers_are_rejected():
     for data in (
         b'{"format":2,"keep_ms":1,"marks":{"%s":1}}' % (5_000 * b"9"),

@@ -10,8 +10,8 @@ from random import Random
 from typing import Any
 from unittest.mock import patch
 
-from tests.gateway_process import Answer, GatewayClient
-from tests.patience import HANG_S
+from tests.gateway_process import GatewayAnswer, GatewayClient
+from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.cluster.test_coordinator import with_cluster
 from waltz_core.access.client_ids import FIRST_ISSUED
 from waltz_core.config.declarations import ClientConfig, GatewayConfig
@@ -70,18 +70,18 @@ class TestCaller:
     def __init__(self, url: str, token: str | None) -> None:
         self._client = GatewayClient(url, token=token)
 
-    async def get(self, path: str, **headers: str) -> Answer:
+    async def get(self, path: str, **headers: str) -> GatewayAnswer:
         return await asyncio.to_thread(self._client.get, path, **headers)
 
-    async def append(self, *transactions: dict[str, Any], key: str | None = None) -> Answer:
+    async def append(self, *transactions: dict[str, Any], key: str | None = None) -> GatewayAnswer:
         return await asyncio.to_thread(lambda: self._client.append(*transactions, key=key))
 
-    async def post(self, body: bytes) -> Answer:
+    async def post(self, body: bytes) -> GatewayAnswer:
         return await asyncio.to_thread(self._client.post, body)
 
     def exchange(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str]
-    ) -> Answer:
+    ) -> GatewayAnswer:
         """Send any request; call it on a thread."""
         return self._client.exchange(method, path, body, headers)
 
@@ -166,7 +166,7 @@ def in_gateway_world(
     """Run a scenario with a world; with a `context`, the server uses it."""
 
     async def main() -> None:
-        async with asyncio.timeout(HANG_S), asyncio.TaskGroup() as tasks:
+        async with asyncio.timeout(TEST_TIMEOUT_S), asyncio.TaskGroup() as tasks:
             faults = Faults(Random(1))
             faults.rate = fault_rate
             server = MemoryServer(KEY, PARTITION_COUNT, faults, tasks)

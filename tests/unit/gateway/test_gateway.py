@@ -9,7 +9,7 @@ from collections import defaultdict
 import jsonschema
 import pytest
 
-from tests.loops import until
+from tests.loops import poll_until
 from tests.unit.gateway.gateway_world import PARTITION_COUNT, in_gateway_world
 from waltz_core.client import lock, partition_of
 from waltz_core.client.api.opening import Opening
@@ -353,7 +353,7 @@ def test_a_feed_of_json_lines_has_past_and_new_transactions():
             reading = group.create_task(
                 reader.read_feed("/v1/partitions/1/feed?from=-1", 4, **LINES)
             )
-            await until(lambda: gateway.routes.feed_count)
+            await poll_until(lambda: gateway.routes.feed_count)
             await client.append(row("new"), row("newer"))
         events = [json.loads(each) for each in reading.result()]
         assert events[0] == {"mark": -1}
@@ -391,7 +391,7 @@ def test_an_exception_in_a_feed_is_logged(monkeypatch, caplog):
     async def scenario(_world, gateway, client):
         with pytest.raises((http.client.HTTPException, ConnectionError)):
             await client.get("/v1/partitions/1/feed?from=-1", **LINES)
-        await until(lambda: not gateway.routes.feed_count)
+        await poll_until(lambda: not gateway.routes.feed_count)
 
     with_gateway(scenario)
     assert "gateway.request_failed operation=feed" in caplog.text
@@ -404,7 +404,7 @@ def test_there_are_no_more_feeds_than_the_limit():
         assert (answer.status, "retry-after" in answer.headers) == (429, True)
         gateway.routes.feed_count -= 1
         await client.read_feed("/v1/partitions/1/feed?from=-1", 2)
-        await until(lambda: not gateway.routes.feed_count)
+        await poll_until(lambda: not gateway.routes.feed_count)
 
     with_gateway(scenario, feeds_max=1)
 
@@ -420,7 +420,7 @@ def test_a_feed_waits_for_a_slow_reader(monkeypatch):
             events = reader.events((), http_feeds.as_json_line)
             assert await anext(events) == b'{"mark":-1}\n'
             lines = (await anext(events)).splitlines()
-            await until(reader._batches.full)
+            await poll_until(reader._batches.full)
             assert own._partitions[1].mark < 10
             while len(lines) < 60:
                 lines += (await anext(events)).splitlines()

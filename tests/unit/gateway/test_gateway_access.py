@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.certificates import make
+from tests.certificates import create_certificates
 from tests.unit.gateway.gateway_world import in_gateway_world
 from waltz_core.access.permissions import Grant, KnownToken, Permissions
 from waltz_core.access.requirements import APPEND, READ
@@ -38,7 +38,7 @@ PERMISSIONS = Permissions(
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("certificates"))
+    return create_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 def with_access(files, scenario, **settings):

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from tests.gateway_process import body_of
-from tests.loops import until
+from tests.gateway_process import append_body
+from tests.loops import poll_until
 from tests.unit.gateway.gateway_world import in_gateway_world
 from waltz_core.client.links.write_requests import WriteRequests
 from waltz_core.errors import CoordinatorUnavailable
@@ -63,14 +63,14 @@ def test_an_incomplete_body_is_abandoned(monkeypatch, disconnects):
     async def scenario(world, gateway):
         reader, writer = await connect_to(gateway)
         writer.write(HEAD + b"Content-Length: 1000\r\n\r\n" + bytes(500))
-        await until(lambda: gateway.routes._memory._bytes == 500)
+        await poll_until(lambda: gateway.routes._memory._bytes == 500)
         if disconnects:
             writer.transport.abort()
         else:
             assert await reader.read() == b""
-        await until(lambda: not gateway.routes._memory._bytes)
+        await poll_until(lambda: not gateway.routes._memory._bytes)
         metric = "waltz_gateway_requests_total"
-        await until(lambda: gateway.metrics.value(metric, operation="append", status=400))
+        await poll_until(lambda: gateway.metrics.value(metric, operation="append", status=400))
         assert world.transaction_count() == 0
         writer.close()
 
@@ -95,7 +95,7 @@ def test_a_client_that_sends_a_huge_body_first_can_read_the_answer(is_chunked):
         status, fields = await read_answer(reader)
         assert (status, fields["type"]) == (413, "TooLarge")
         assert not gateway.routes._memory._bytes
-        writer.write(request_with(body_of(row("a"))))
+        writer.write(request_with(append_body(row("a"))))
         status, fields = await read_answer(reader)
         assert (status, world.log(1)) == (200, [b"a"])
         writer.close()
@@ -123,11 +123,11 @@ def test_the_rest_of_a_rejected_request_is_not_trusted():
 @pytest.mark.usefixtures("no_error_is_logged")
 def test_a_client_that_disconnects_gets_its_outcome_with_the_key():
     async def scenario(world, gateway):
-        body = body_of(row("a"), row("b"))
+        body = append_body(row("a"), row("b"))
         _, writer = await connect_to(gateway)
         writer.write(request_with(body, key="k"))
         await writer.drain()
-        await until(lambda: world.log(1))
+        await poll_until(lambda: world.log(1))
         writer.transport.abort()
         reader, writer = await connect_to(gateway)
         writer.write(request_with(body, key="k"))
@@ -148,7 +148,7 @@ def test_a_gateway_ends_between_the_append_and_its_answer(monkeypatch):
         await asyncio.Event().wait()
 
     async def scenario(world, gateway):
-        body = body_of(row("a"), row("b"))
+        body = append_body(row("a"), row("b"))
         async with world.gateway() as ends:
             monkeypatch.setattr(WriteRequests, "finish", never_finish)
             reader, writer = await connect_to(ends)
@@ -246,9 +246,9 @@ def test_a_feed_whose_client_has_disconnected_ends():
     async def scenario(_world, gateway):
         _, writer = await connect_to(gateway)
         writer.write(b"GET /v1/partitions/1/feed?from=-1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await until(lambda: gateway.routes.feed_count)
+        await poll_until(lambda: gateway.routes.feed_count)
         writer.transport.abort()
-        await until(lambda: not gateway.routes.feed_count)
+        await poll_until(lambda: not gateway.routes.feed_count)
         assert len(gateway.callers) == 1
 
     with_gateway(scenario)
@@ -273,7 +273,7 @@ def test_a_feed_whose_client_has_disconnected_ends():
 def test_a_web_page_of_another_origin_cannot_append(named, status):
     async def scenario(world, gateway):
         async with gateway.client() as client:
-            append = ("POST", "/v1/transactions", body_of(row("a")))
+            append = ("POST", "/v1/transactions", append_body(row("a")))
             answer = await asyncio.to_thread(client.exchange, *append, named)
             preflight = await asyncio.to_thread(client.exchange, "OPTIONS", append[1], None, named)
         assert answer.status == status
@@ -305,7 +305,7 @@ def test_two_idempotency_keys_are_rejected():
     async def scenario(world, gateway):
         reader, writer = await connect_to(gateway)
         two = HEAD + b"Idempotency-Key: l\r\n"
-        writer.write(request_with(body_of(row("a")), key="k").replace(HEAD, two))
+        writer.write(request_with(append_body(row("a")), key="k").replace(HEAD, two))
         status, fields = await read_answer(reader)
         assert (status, "Idempotency-Key" in fields["error"]) == (400, True)
         assert world.transaction_count() == 0

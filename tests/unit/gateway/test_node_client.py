@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.loops import until
+from tests.loops import poll_until
 from tests.unit.gateway.gateway_world import in_gateway_world
 
 PROGRAM = Path(__file__).resolve().parents[3] / "examples" / "gateway_client.mjs"
@@ -23,7 +23,7 @@ def test_a_node_client_loses_and_duplicates_nothing():
                     *("node", str(PROGRAM), f"{ends.url},{stays.url}", str(COUNT)),
                     stdout=asyncio.subprocess.PIPE,
                 )
-                await until(lambda: world.transaction_count() >= COUNT // 2)
+                await poll_until(lambda: world.transaction_count() >= COUNT // 2)
             output, _ = await process.communicate()
         assert output.decode().splitlines()[-2:] == [
             "lost 0, duplicated 0",

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from waltz_core import errors
 from waltz_core.client import lock, partition_of
 from waltz_core.gateway.json_errors import fields_of, headers_of, status_of
@@ -171,7 +171,7 @@ async def parts(*found):
         yield each
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_bodies_of_all_requests_share_the_memory():
     memory = BodyMemory(body_bytes_max=10, memory_bytes_max=15)
     async with memory.body(parts(b"12345", b"67890")) as first:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests import client_contract
-from tests.client_contract import SCENARIOS, World, is_whole
+from tests.client_contract import SCENARIOS, ScenarioSetup, is_log_complete
 from tests.original_server_for_clients import OriginalCluster
 from waltz_core.client import AsyncWaltzClient, WaltzClient
 from waltz_core.client.api.opening import Opening
@@ -17,7 +17,7 @@ IN_MEMORY_CONFIG = ClientConfig(
 )
 # A 0.13 server does not report appends in flight.
 UNSUPPORTED_SCENARIOS = (
-    client_contract.an_append_rejected_for_one_in_flight_may_depend_on_it,
+    client_contract.an_append_rejected_because_of_one_in_flight_may_depend_on_it,
     client_contract.a_dependent_append_is_not_ahead_of_other_locks,
 )
 
@@ -37,10 +37,10 @@ def client_of(cluster: OriginalCluster, config: ClientConfig = IN_MEMORY_CONFIG)
 def test_scenario(scenario):
     # Our client treats both versions alike; two scenarios show that it speaks the older one too.
     is_older = scenario in (
-        client_contract.what_is_written_is_read_and_fed_byte_for_byte,
-        client_contract.write_and_append_locks_stop_write_and_read_locks_and_nothing_else,
+        client_contract.reads_and_feeds_return_the_appended_bytes,
+        client_contract.write_and_append_locks_reject_only_later_write_and_read_locks,
     )
     with OriginalCluster(versions=(0, 1, 2, 3) if is_older else (0, 1, 2, 3, 4)) as cluster:
-        world = World(lambda: client_of(cluster), 1)
+        world = ScenarioSetup(lambda: client_of(cluster), 1)
         scenario(world)
-        assert is_whole(world)
+        assert is_log_complete(world)

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.loops import on_loop
+from tests.loops import run_on_loop
 from tests.original_server_for_clients import OriginalCluster
 from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, RangeForm
@@ -47,7 +47,7 @@ async def data_of(chunks):
     return [each.data async for chunk in chunks for each in chunk.rows()]
 
 
-@on_loop
+@run_on_loop
 async def test_a_range_is_whole_and_leaves_nothing_open(cluster):
     async with client_of(cluster) as client:
         found = [chunk async for chunk in client.read_range(0, 10, COUNT - 1)]
@@ -64,7 +64,7 @@ async def test_a_range_is_whole_and_leaves_nothing_open(cluster):
         assert cluster.last_client_id == 1  # one reader at a time needs one
 
 
-@on_loop
+@run_on_loop
 async def test_a_chunk_is_little_larger_than_requested(cluster):
     async with client_of(cluster) as client:
         sizes = [len(each.records) async for each in client.read_range(0, 0, 999, bytes_max=4_000)]
@@ -72,7 +72,7 @@ async def test_a_chunk_is_little_larger_than_requested(cluster):
         assert len(sizes) > 5
 
 
-@on_loop
+@run_on_loop
 async def test_readers_of_one_partition_do_not_disturb_each_other(cluster):
     async with client_of(cluster) as client:
         async with asyncio.TaskGroup() as group:
@@ -85,7 +85,7 @@ async def test_readers_of_one_partition_do_not_disturb_each_other(cluster):
         assert feeds(client) == 0
 
 
-@on_loop
+@run_on_loop
 async def test_a_few_feeds_of_inactive_readers_are_kept(cluster):
     async with client_of(cluster) as client:
         for first in range(10):
@@ -96,7 +96,7 @@ async def test_a_few_feeds_of_inactive_readers_are_kept(cluster):
         assert cluster.last_client_id <= legacy_server_reads.FEEDS_MAX + 3
 
 
-@on_loop
+@run_on_loop
 async def test_a_feed_that_is_read_while_the_client_is_closed_is_not_kept(monkeypatch, cluster):
     read, read_feeds = legacy_server_reads.HeaderFeed.read, []
     async with client_of(cluster) as client:
@@ -115,14 +115,14 @@ async def test_a_feed_that_is_read_while_the_client_is_closed_is_not_kept(monkey
         await chunks.aclose()
 
 
-@on_loop
+@run_on_loop
 async def test_the_client_filters_ranges_of_a_0_13_server(cluster):
     async with client_of(cluster) as client:
         found = await data_of(client.read_range(0, 0, 99, header_values=[2, 3]))
         assert found == [b"%d" % i for i in range(100) if i % 5 in (2, 3)]
 
 
-@on_loop
+@run_on_loop
 async def test_a_feed_that_breaks_is_restarted(cluster):
     async with client_of(cluster) as client:
         found = []
@@ -146,7 +146,7 @@ async def failed_read(cluster, expected):
     return caught.value
 
 
-@on_loop
+@run_on_loop
 async def test_an_unreadable_range_is_reported_at_the_timeout(cluster):
     cluster.partition(0).poisoned.add(7)
     await failed_read(cluster, "TransactionNotFoundException")

@@ -8,7 +8,7 @@ from unittest.mock import AsyncMock
 
 import pytest
 
-from tests.loops import on_loop, until
+from tests.loops import poll_until, run_on_loop
 from tests.original_server_for_clients import OriginalCluster, Peer
 from waltz_core import errors
 from waltz_core.client import AsyncCallbacks, AsyncWaltzClient, lock
@@ -69,14 +69,14 @@ async def on_server(cluster, call):
     return await asyncio.to_thread(cluster.call, call)
 
 
-@on_loop
+@run_on_loop
 @pytest.mark.parametrize(("kept", "is_cut"), [(0, False), (3, True), (7, True)])
 async def test_appends_are_found_in_the_log_or_resent_and_committed_once(kept, is_cut, cluster):
     async with client_of(cluster) as client:
         await client.mount([0])
         await stop_answers(cluster)
         futures = await append_all(client, 7)
-        await until(lambda: len(cluster.partition(0).pending) == 7)
+        await poll_until(lambda: len(cluster.partition(0).pending) == 7)
         if is_cut:
             await on_server(cluster, cluster.servers[0].cut)
         await on_server(cluster, lambda: cluster.partition(0).break_session(kept))
@@ -87,7 +87,7 @@ async def test_appends_are_found_in_the_log_or_resent_and_committed_once(kept, i
     assert [found[each] for each in ids] == [b"%d" % i for i in range(7)]
 
 
-@on_loop
+@run_on_loop
 async def test_a_server_that_has_lost_the_partition_decides_no_outcome(cluster):
     """Its mark is too old, and what it considers lost was found by its successor."""
     async with client_of(cluster) as client:
@@ -96,30 +96,30 @@ async def test_a_server_that_has_lost_the_partition_decides_no_outcome(cluster):
         directory.stale_owners = dict(directory.owners)
         await stop_answers(cluster)
         futures = await append_all(client, 2)
-        await until(lambda: len(cluster.partition(0).pending) == 2)
+        await poll_until(lambda: len(cluster.partition(0).pending) == 2)
         before = cluster.partition(0)
 
         await asyncio.to_thread(cluster.move, 0, 1, kept=1, is_notified=False)
         # The old owner abandons what was on its way, and answers flushes and mounts.
         await on_server(cluster, lambda: before.break_session(0))
-        await until(lambda: cluster.servers[0].answered.count(8) > 3)
+        await poll_until(lambda: cluster.servers[0].answered.count(8) > 3)
         assert not any(each.done() for each in futures)
         directory.stale_owners = None
         assert await results_of(futures) == [0, 1]
     assert datas_of(cluster) == [b"0", b"1"]
 
 
-@on_loop
+@run_on_loop
 async def test_a_server_that_does_not_own_it_yet_is_queried_again(cluster):
     await on_server(cluster, lambda: cluster.servers[0].release_ownership(0))
     async with client_of(cluster) as client:
         future = await client.append(b"late", partition=0)
-        await until(lambda: cluster.servers[0].answered.count(11) > 1)
+        await poll_until(lambda: cluster.servers[0].answered.count(11) > 1)
         await on_server(cluster, lambda: cluster.servers[0].add_partition(0, cluster.logs[0], 1))
         assert await future == 0
 
 
-@on_loop
+@run_on_loop
 async def test_a_mark_request_is_repeated_while_the_server_does_not_own_the_partition(
     monkeypatch, cluster
 ):
@@ -128,24 +128,24 @@ async def test_a_mark_request_is_repeated_while_the_server_does_not_own_the_part
     await on_server(cluster, lambda: cluster.servers[0].release_ownership(0))
     async with client_of(cluster) as client, asyncio.TaskGroup() as group:
         asked = group.create_task(client.high_water_mark(0, linearizable=True))
-        await until(lambda: cluster.servers[0].answered.count(11) > 1)
+        await poll_until(lambda: cluster.servers[0].answered.count(11) > 1)
         await on_server(cluster, lambda: cluster.servers[0].add_partition(0, cluster.logs[0], 1))
         assert await asked == 3
 
 
-@on_loop
+@run_on_loop
 async def test_a_mount_that_is_never_answered_is_tried_on_another_connection(cluster):
     server = cluster.servers[0]
     server.is_answering = False
     async with client_of(cluster) as client:
         future = await client.append(b"at last", partition=0)
-        await until(lambda: server.answered.count(0) >= 1)
+        await poll_until(lambda: server.answered.count(0) >= 1)
         server.is_answering = True
         assert await future == 0
         assert server.answered.count(0) >= 2
 
 
-@on_loop
+@run_on_loop
 async def test_a_mark_above_the_log_is_rejected_before_anything_is_sent(cluster):
     async with client_of(cluster) as client:
         await client.mount([0])
@@ -155,7 +155,7 @@ async def test_a_mark_above_the_log_is_rejected_before_anything_is_sent(cluster)
     assert 2 not in cluster.servers[0].answered
 
 
-@on_loop
+@run_on_loop
 async def test_uncommitted_records_are_never_requested(cluster):
     cluster.fill(0, 10, b"data")
     async with client_of(cluster) as client:
@@ -185,7 +185,7 @@ class Seen(AsyncCallbacks):
 
 # The feed brings the first, headers fetched in ranges the second (partition_stream.py, invariant
 # 7).
-@on_loop
+@run_on_loop
 @pytest.mark.parametrize("behind", [1_000, 3_000])
 async def test_a_client_that_lags_far_catches_up_and_continues(behind, monkeypatch, cluster):
     monkeypatch.setattr(
@@ -202,7 +202,7 @@ async def test_a_client_that_lags_far_catches_up_and_continues(behind, monkeypat
         assert seen.datas == [b"old"] * (behind // 1_000) + [b"0"]
 
 
-@on_loop
+@run_on_loop
 async def test_a_write_with_a_claim_is_an_error_at_a_legacy_server(cluster):
     reason = r"runs Waltz 0\.13, which does not support exactly-once"
     async with client_of(cluster) as client:
@@ -213,7 +213,7 @@ async def test_a_write_with_a_claim_is_an_error_at_a_legacy_server(cluster):
         client.claim = None
 
 
-@on_loop
+@run_on_loop
 async def test_a_partition_moves_from_a_server_of_this_version_to_a_0_13_program(cluster):
     with MemoryWaltz(1) as ours:
         async with client_of(cluster) as client:
@@ -237,7 +237,7 @@ async def test_a_partition_moves_from_a_server_of_this_version_to_a_0_13_program
     assert datas_of(cluster)[3:] == [b"original"] * 3
 
 
-@on_loop
+@run_on_loop
 async def test_a_silently_replaced_connection_mounts_on_another_one(cluster):
     def replace(partition):
         (client_id,) = partition.mounts
@@ -294,7 +294,7 @@ async def write(cluster, name, rounds, outcomes):
             outcomes.update(zip(datas, await results_of(futures), strict=True))
 
 
-@on_loop
+@run_on_loop
 @pytest.mark.parametrize("seed", range(2))
 async def test_no_wrong_outcome_is_reported_under_faults(seed, cluster):
     chance = random.Random(seed)

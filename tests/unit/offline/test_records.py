@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 
-from tests.storage_model import record
+from tests.storage_model import encode_record
 from waltz_core.offline import records
 from waltz_core.offline.records import Gap, RecordRun, is_valid, record_fields, walk_records
 
@@ -27,7 +27,7 @@ class Bytes:
 
 def some(count, first=0, seed=1):
     rng = Random(seed)
-    return [record(first + one, rng.randbytes(rng.randint(0, 90))) for one in range(count)]
+    return [encode_record(first + one, rng.randbytes(rng.randint(0, 90))) for one in range(count)]
 
 
 def ids(parts):
@@ -64,7 +64,7 @@ def test_blocks_bound_what_is_in_memory_but_a_larger_record_is_read_whole(monkey
     assert ids(parts) == (list(range(40)), [])
     assert len(parts) > 5
     assert file.most == 300
-    made = [record(0, b"a" * 10), record(1, b"b" * 5000), record(2, b"c")]
+    made = [encode_record(0, b"a" * 10), encode_record(1, b"b" * 5000), encode_record(2, b"c")]
     assert ids(walk_records(Bytes(b"".join(made)), 0)) == ([0, 1, 2], [])
 
 
@@ -104,7 +104,7 @@ def test_a_wrong_crc_alone_is_left_to_the_caller():
 
 def test_a_record_inside_the_data_of_a_record_is_not_found():
     """Its ID and CRC are correct, but the record around it is intact, so no search begins there."""
-    made = [record(0, record(1, b"bait")), record(1, b"true")]
+    made = [encode_record(0, encode_record(1, b"bait")), encode_record(1, b"true")]
     (run,) = walk_records(Bytes(b"".join(made)), 0)
     assert run.length == 2
     assert run.data[run.bounds[1] + 36 : -4] == b"true"

@@ -5,13 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.offline_storage import flip, patch, sample_storage, segments
+from tests.offline_storage import flip_byte, overwrite_bytes, sample_storage, segment_files
 from waltz_core.offline.statistic import percentile, statistic_of
 
 
 def test_the_records_and_batches_of_a_segment_are_counted(tmp_path):
     directory, world = sample_storage(tmp_path)
-    found = [statistic_of(path) for path in segments(directory)]
+    found = [statistic_of(path) for path in segment_files(directory)]
     assert [(one.records, one.last) for one in found] == [(11, 10), (13, 23), (12, 35)]
     assert sum(one.file_bytes for one in found) == 3 * 128 + sum(map(len, world.records))
     sizes = Counter(len(one) - 40 for one in world.records)
@@ -32,11 +32,11 @@ def test_the_records_and_batches_of_a_segment_are_counted(tmp_path):
 
 def test_unreadable_records_are_counted_in_bytes(tmp_path):
     directory, world = sample_storage(tmp_path)
-    path = segments(directory)[0]
+    path = segment_files(directory)[0]
     start = 128 + sum(map(len, world.records[:3]))
-    patch(path, start, bytes(len(world.records[3])))
-    flip(segments(directory, ".chn")[0], 70)
-    segments(directory, ".idx")[0].unlink()
+    overwrite_bytes(path, start, bytes(len(world.records[3])))
+    flip_byte(segment_files(directory, ".chn")[0], 70)
+    segment_files(directory, ".idx")[0].unlink()
     found = statistic_of(path)
     assert (found.records, found.unreadable_bytes) == (10, len(world.records[3]))
     assert (found.batches, found.wrong_batches) == (2, 1)

@@ -7,17 +7,17 @@ import pytest
 
 from tests.offline_storage import (
     PARTITION,
-    flip,
-    found,
-    patch,
+    flip_byte,
+    overwrite_bytes,
     sample_log,
     sample_storage,
-    segments,
-    verified,
+    segment_files,
+    verification_texts,
+    verify_directory,
     write_to_directory,
 )
 from tests.storage_model import ROOT
-from tests.storage_model import record as make_record
+from tests.storage_model import encode_record as make_record
 from waltz_core.errors import BadRequest, DiskFailed
 from waltz_core.offline.files import OpenFile, locked_shared
 from waltz_core.offline.layout import UNBATCHED, crc32
@@ -35,12 +35,12 @@ SLOTS = "2/waltz-x.ctl"
 def storage(tmp_path):
     """Segments 0..10, 11..23 and 24..35; batches ..2, ..7, ..8, ..20, ..22, ..31 and ..35."""
     directory, _ = sample_storage(tmp_path / "storage")
-    assert found(directory) == ([], [])
+    assert verification_texts(directory) == ([], [])
     return directory
 
 
 def seg(storage, position, suffix=".seg"):
-    return segments(storage, suffix)[position]
+    return segment_files(storage, suffix)[position]
 
 
 def cut(path, count):
@@ -54,19 +54,19 @@ def swap(one, other):
 
 
 def test_checked_files_and_records_are_counted(storage):
-    log = verified(storage).logs[PARTITION]
+    log = verify_directory(storage).logs[PARTITION]
     assert (log.segments, log.records, log.last) == (3, 36, 35)
     assert (log.checksums, log.chains, log.unchecked_chains) == (72, 7, 0)
-    assert log.bytes_read == sum(one.stat().st_size for one in segments(storage))
+    assert log.bytes_read == sum(one.stat().st_size for one in segment_files(storage))
 
 
 RECORDS = {
     "a byte of the data": (
-        lambda s: flip(seg(s, 0), 128 + 36),
+        lambda s: flip_byte(seg(s, 0), 128 + 36),
         [f"{ONE}.seg at 128: record 0: expected CRC 840d656b, found b96d4cdb; expected CRC"],
     ),
     "the id": (
-        lambda s: flip(seg(s, 0), 128 + 7, 4),
+        lambda s: flip_byte(seg(s, 0), 128 + 7, 4),
         [
             (
                 f"{ONE}.seg at 128: record 0: expected transaction ID 0, found 4; not listed as "
@@ -75,11 +75,11 @@ RECORDS = {
         ],
     ),
     "a length that leads elsewhere": (
-        lambda s: flip(seg(s, 0), 128 + 31, 4),
+        lambda s: flip_byte(seg(s, 0), 128 + 31, 4),
         [f"{ONE}.seg at 128: record 0: expected CRC 2654e7b0, found 22071105; no valid record"],
     ),
     "a length that leads nowhere": (
-        lambda s: flip(seg(s, 0), 128 + 28, 64),
+        lambda s: flip_byte(seg(s, 0), 128 + 28, 64),
         [
             (
                 f"{ONE}.seg at 128: record 0: expected a record with at most 733 bytes of data, "
@@ -88,7 +88,7 @@ RECORDS = {
         ],
     ),
     "zeros over several": (
-        lambda s: patch(seg(s, 0), 256, bytes(400)),
+        lambda s: overwrite_bytes(seg(s, 0), 256, bytes(400)),
         [f"{ONE}.seg at 238: records 2..8: expected CRC acb9009d, found 00000000; no valid record"],
     ),
     "a segment that is cut": (
@@ -146,13 +146,13 @@ RECORDS = {
         ],
     ),
     "the partition in a header": (
-        lambda s: flip(seg(s, 0), 31, 1),
+        lambda s: flip_byte(seg(s, 0), 31, 1),
         [f"{ONE}.seg at 28: header: expected partition 2, found 3"],
     ),
 }
 OTHER_FILES = {
     "an index entry": (
-        lambda s: flip(seg(s, 2, ".idx"), 128 + 8 * 3 + 7, 2),
+        lambda s: flip_byte(seg(s, 2, ".idx"), 128 + 8 * 3 + 7, 2),
         [f"{THREE}.idx at 152: index entry of record 27: expected offset 304, found 306"],
     ),
     "No index": (
@@ -160,7 +160,7 @@ OTHER_FILES = {
         [f"{TWO}.idx: the file is missing; waltz-core disk repair-index rebuilds it"],
     ),
     "a batch": (
-        lambda s: flip(seg(s, 2, ".chn"), 64 + 8),
+        lambda s: flip_byte(seg(s, 2, ".chn"), 64 + 8),
         [f"{THREE}.chn at 64: entry 0, after batch 22: expected CRC"],
     ),
     "no batches": (
@@ -168,7 +168,7 @@ OTHER_FILES = {
         [f"{TWO}.chn: the file is missing: its batches are lost"],
     ),
     "two batches in each other's place": (
-        lambda s: patch(
+        lambda s: overwrite_bytes(
             seg(s, 1, ".chn"),
             64,
             seg(s, 1, ".chn").read_bytes()[128:] + seg(s, 1, ".chn").read_bytes()[64:128],
@@ -179,7 +179,7 @@ OTHER_FILES = {
         ],
     ),
     "one control slot": (
-        lambda s: flip(s / SLOTS, 20),
+        lambda s: flip_byte(s / SLOTS, 20),
         [
             f"{SLOTS} at 0: slot 0: expected CRC b25c4fb2, found a6093a67",
             (
@@ -189,7 +189,7 @@ OTHER_FILES = {
         ],
     ),
     "both slots": (
-        lambda s: [flip(s / SLOTS, at) for at in (20, 4116)],
+        lambda s: [flip_byte(s / SLOTS, at) for at in (20, 4116)],
         [
             f"{SLOTS} at 0: slot 0: expected CRC b25c4fb2, found a6093a67",
             f"{SLOTS} at 4096: slot 1: expected CRC 1c5b59de, found 080e2c0b",
@@ -206,11 +206,11 @@ OTHER_FILES = {
         ],
     ),
     "the storage's id": (
-        lambda s: flip(s / "waltz-x.id", 6),
+        lambda s: flip_byte(s / "waltz-x.id", 6),
         [("waltz-x.id at 0: expected CRC b0afd326, found 2da03250; the storage does not start")],
     ),
     "a structure of the control file": (
-        lambda s: flip(s / "waltz-storage.ctl", 128 + 76 * 2 + 4 + 7),
+        lambda s: flip_byte(s / "waltz-storage.ctl", 128 + 76 * 2 + 4 + 7),
         ["waltz-storage.ctl at 284: partition 2, copy 1 of its structure: expected CRC"],
     ),
     "a cut control file": (
@@ -239,7 +239,7 @@ KINDS = RECORDS | OTHER_FILES
 @pytest.mark.parametrize(("hurt", "sentences"), KINDS.values(), ids=KINDS)
 def test_each_kind_of_damage_is_reported_where_it_is_and_nothing_else(storage, hurt, sentences):
     hurt(storage)
-    wrong, _ = found(storage)
+    wrong, _ = verification_texts(storage)
     for found_text, sentence in zip(wrong, sentences, strict=False):
         assert found_text.startswith(sentence)
     assert len(wrong) == len(sentences), wrong
@@ -249,13 +249,13 @@ def test_records_of_another_history_are_found_by_the_chain(tmp_path, storage):
     other, _ = sample_storage(tmp_path / "other")
     path = seg(other, 0)
     world = sample_log()
-    record = world.records[4]
-    assert record in path.read_bytes()
-    assert verified(other).findings.error_count == 0
+    encode_record = world.records[4]
+    assert encode_record in path.read_bytes()
+    assert verify_directory(other).findings.error_count == 0
     # A record that is right by itself, of the right ID and size, that was never in this log.
-    made = make_record(4, bytes(len(record) - 40))
-    patch(path, path.read_bytes().index(record), made)
-    wrong, _ = found(other)
+    made = make_record(4, bytes(len(encode_record) - 40))
+    overwrite_bytes(path, path.read_bytes().index(encode_record), made)
+    wrong, _ = verification_texts(other)
     assert len(wrong) == 1
     assert wrong[0].startswith(f"{ONE}.chn at 128: batch 3..7: expected chain ")
     assert " for these records, found " in wrong[0]
@@ -267,21 +267,21 @@ def write_slot(storage, **changes):
     both = [Slot.decode(data[at : at + 512]) for at in (0, 4096)]
     current = max(both, key=lambda one: one.sequence)
     position = 4096 * ((current.sequence + 1) % 2)
-    patch(storage / SLOTS, position, replace(current, **changes).encode())
+    overwrite_bytes(storage / SLOTS, position, replace(current, **changes).encode())
     return current
 
 
 def test_a_slot_that_does_not_fit_the_log_is_reported(storage):
     acked = write_slot(storage, acked=AckedMarker(35, bytes(16))).acked
     chain = acked.chain.hex()
-    assert found(storage)[0] == [
+    assert verification_texts(storage)[0] == [
         (
             f"{SLOTS}: the acked marker is at transaction 35: expected chain hash {'00' * 16} "
             f"there, found {chain}"
         )
     ]
     write_slot(storage, acked=AckedMarker(30, acked.chain))
-    assert found(storage)[0] == [
+    assert verification_texts(storage)[0] == [
         (
             f"{SLOTS}: the acked marker is at transaction 30: expected chain hash {chain} "
             "there, found no batch that ends there"
@@ -292,17 +292,17 @@ def test_a_slot_that_does_not_fit_the_log_is_reported(storage):
         ),
     ]
     write_slot(storage, acked=acked, low_water_mark=36, provisional=ProvisionalMark(1, 40))
-    assert found(storage)[0] == [
+    assert verification_texts(storage)[0] == [
         f"{SLOTS}: the log ends at transaction 35, below its low-water mark 36",
         (f"{SLOTS}: the log ends at transaction 35, below its provisional low-water mark 40"),
     ]
     write_slot(storage, low_water_mark=35, provisional=None, damaged=(IdRange(40, 41),))
-    assert found(storage)[0] == [
+    assert verification_texts(storage)[0] == [
         f"{SLOTS}: records 40..41 are listed as damaged, but the log ends at transaction 35"
     ]
     write_slot(storage, damaged=(), suspect=True)
     notes = [f"{SLOTS}: the replica is suspect: its log is not trusted until it is repaired"]
-    assert found(storage) == ([], notes)
+    assert verification_texts(storage) == ([], notes)
 
 
 def test_sessions_of_the_two_control_files_are_compared(storage):
@@ -310,9 +310,9 @@ def test_sessions_of_the_two_control_files_are_compared(storage):
     adopts = (
         "Waltz 0.13 has written to this log since; the next start of the storage adopts the records"
     )
-    assert found(storage) == ([], [f"{SLOTS}: {adopts}"])
+    assert verification_texts(storage) == ([], [f"{SLOTS}: {adopts}"])
     write_slot(storage, last_session=5, promised=5)
-    wrong, notes = found(storage)
+    wrong, notes = verification_texts(storage)
     assert wrong == []
     assert notes == [
         "waltz-storage.ctl: partition 2: expected session 5, as in the control slot, found 1"
@@ -333,36 +333,38 @@ def test_records_may_have_no_batches_if_the_slot_states_it(storage):
         "some records belong to no batch; the next start of the storage creates batches for them"
     )
     ends = f"{THREE}.chn: no batch has records 23..35"
-    assert found(storage) == ([], [ends, f"{SLOTS}: {writes}"])
+    assert verification_texts(storage) == ([], [ends, f"{SLOTS}: {writes}"])
     write_slot(storage, acked=AckedMarker(36, UNBATCHED))
     found_text = f"{SLOTS}: the log ends at transaction 35, below its acked ID 36"
-    assert found(storage)[0] == [found_text]
+    assert verification_texts(storage)[0] == [found_text]
 
 
 def test_swapped_slots_are_invalid(storage):
     data = (storage / SLOTS).read_bytes()
     (storage / SLOTS).write_bytes(data[4096:] + data[:4096])
-    wrong, _ = found(storage)
+    wrong, _ = verification_texts(storage)
     assert wrong[0].startswith(f"{SLOTS} at 0: slot 0: expected an odd sequence number, found ")
     assert wrong[1].startswith(f"{SLOTS} at 4096: slot 1: expected an even sequence number, found ")
     assert wrong[2] == f"{SLOTS}: no control slot is valid; the storage cannot open the partition"
 
 
 def test_bytes_that_are_never_written_are_reported(storage):
-    flip(storage / SLOTS, 5000, 7)
-    assert found(storage)[0] == [f"{SLOTS} at 5000: expected zeros after the slot, found 0x07"]
-    flip(storage / SLOTS, 5000, 7)
+    flip_byte(storage / SLOTS, 5000, 7)
+    assert verification_texts(storage)[0] == [
+        f"{SLOTS} at 5000: expected zeros after the slot, found 0x07"
+    ]
+    flip_byte(storage / SLOTS, 5000, 7)
     (storage / SLOTS).write_bytes((storage / SLOTS).read_bytes() + b"x")
-    assert found(storage)[0] == [f"{SLOTS} at 8192: expected 8192 bytes, found 8193"]
+    assert verification_texts(storage)[0] == [f"{SLOTS} at 8192: expected 8192 bytes, found 8193"]
 
 
 def test_damage_that_the_slot_lists_is_reported_as_listed(tmp_path):
     world = sample_log()
     world.close()
     directory = write_to_directory(world.disk, tmp_path)
-    flip(seg(directory, 0), 200)
+    flip_byte(seg(directory, 0), 200)
     write_slot(directory, damaged=(IdRange(1, 1), IdRange(30, 31)))
-    wrong, notes = found(directory)
+    wrong, notes = verification_texts(directory)
     assert [one.rpartition("; ")[2] for one in wrong] == ["listed as damaged"]
     assert notes == [
         (
@@ -379,7 +381,7 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
     world.append([3])
     directory = write_to_directory(world.disk, tmp_path)
     cut(seg(directory, -1), 10)
-    wrong, notes = found(directory)
+    wrong, notes = verification_texts(directory)
     assert wrong == []
     assert any(
         "never acknowledged, so the next start of the storage truncates it" in one for one in notes
@@ -387,8 +389,8 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
     assert (
         f"{SLOTS}: the log was not closed properly; it is known to be synced up to transaction 35"
     ) in notes
-    flip(seg(directory, 0), 200)
-    (confirmed,) = found(directory)[0]
+    flip_byte(seg(directory, 0), 200)
+    (confirmed,) = verification_texts(directory)[0]
     assert confirmed.startswith(f"{ONE}.seg at 173: record 1: ")
     assert confirmed.endswith("; not listed as damaged")
 
@@ -396,16 +398,16 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
 def test_a_partition_and_a_segment_can_be_verified_alone(tmp_path, storage):
     copy = tmp_path / "2"
     shutil.copytree(storage / "2", copy)
-    assert verified(copy).logs[PARTITION].chains == 7
-    assert found(copy) == ([], [])
-    for path in segments(storage):
-        flip(path, 200)
-    alone = verified(seg(storage, 1))
+    assert verify_directory(copy).logs[PARTITION].chains == 7
+    assert verification_texts(copy) == ([], [])
+    for path in segment_files(storage):
+        flip_byte(path, 200)
+    alone = verify_directory(seg(storage, 1))
     assert [(one.path, one.offset) for one in alone.findings.kept] == [(f"{TWO}.seg", 189)]
-    assert found(copy) == ([], [])
+    assert verification_texts(copy) == ([], [])
     with pytest.raises(BadRequest, match="partition 3; it has 2"):
-        verified(storage, partitions=[3])
-    findings = verified(storage, partitions=[2], limit=1).findings
+        verify_directory(storage, partitions=[3])
+    findings = verify_directory(storage, partitions=[2], limit=1).findings
     assert (len(findings.kept), findings.error_count, findings.omitted_count) == (1, 3, 2)
 
 
@@ -413,7 +415,7 @@ def test_a_partition_and_a_segment_can_be_verified_alone(tmp_path, storage):
 def test_a_directory_without_a_storage_is_rejected(storage, name):
     (storage / "empty").mkdir()
     with pytest.raises(BadRequest, match="expected a storage directory"):
-        verified(storage / name)
+        verify_directory(storage / name)
 
 
 def test_a_directory_cannot_be_inspected_and_opened_at_the_same_time(storage):
@@ -422,18 +424,18 @@ def test_a_directory_cannot_be_inspected_and_opened_at_the_same_time(storage):
         assert not file.lock_whole_file()
     assert file.lock_whole_file()
     with pytest.raises(DiskFailed, match="a running storage uses this directory"):
-        verified(storage)
+        verify_directory(storage)
     file.close()
-    assert verified(storage).findings.error_count == 0
+    assert verify_directory(storage).findings.error_count == 0
 
 
 def test_a_wrong_data_crc_in_a_correct_record_is_found(storage):
     path = seg(storage, 0)
-    record = bytearray(sample_log().records[0])
-    record[33] ^= 1
-    record[-4:] = crc32(bytes(record[:-4])).to_bytes(4, "big")
-    patch(path, 128, bytes(record))
-    wrong, _ = found(storage)
+    encode_record = bytearray(sample_log().records[0])
+    encode_record[33] ^= 1
+    encode_record[-4:] = crc32(bytes(encode_record[:-4])).to_bytes(4, "big")
+    overwrite_bytes(path, 128, bytes(encode_record))
+    wrong, _ = verification_texts(storage)
     assert len(wrong) == 1
     assert wrong[0].startswith(f"{ONE}.seg at 128: record 0: expected CRC 76a4c084 of the data")
 
@@ -450,10 +452,10 @@ def test_a_batch_before_a_continued_file_is_not_torn(tmp_path):
         world.sync()
     world.log.prepare(world.session + 1, bytes(16))
     directory = write_to_directory(world.disk, tmp_path)
-    assert len(segments(directory)) == 2
-    assert found(directory)[0] == []
-    flip(seg(directory, 0, ".chn"), 64 + 64 * 8 + 5)
-    wrong, _ = found(directory)
+    assert len(segment_files(directory)) == 2
+    assert verification_texts(directory)[0] == []
+    flip_byte(seg(directory, 0, ".chn"), 64 + 64 * 8 + 5)
+    wrong, _ = verification_texts(directory)
     assert [one.partition(": ")[0] for one in wrong] == [f"{ONE}.chn at {64 + 64 * 8}"]
 
 
@@ -471,7 +473,7 @@ def test_bytes_after_the_end_of_a_file_are_a_fault_only_in_a_closed_log(tmp_path
         (seg(directory, 0, ".chn"), bytes(24)),
     ):
         path.write_bytes(path.read_bytes() + spare)
-    wrong, notes = found(directory)
+    wrong, notes = verification_texts(directory)
     found_text = [one for one in (wrong if is_closed else notes) if one.startswith(ONE)]
     assert [one.partition(": ")[0] for one in found_text] == [
         f"{ONE}.seg at 901",
@@ -489,12 +491,12 @@ def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
     world.log.lineage(0, world.max_id)
     world.close()
     directory = write_to_directory(world.disk, tmp_path)
-    log = verified(directory).logs[PARTITION]
+    log = verify_directory(directory).logs[PARTITION]
     assert [one.session for one in batches(seg(directory, 0, ".chn"))][:4] == [1, -2, -2, 1]
-    assert found(directory) == ([], [])
+    assert verification_texts(directory) == ([], [])
     assert (log.chains, log.unchecked_chains) == (7, 3)
-    flip(seg(directory, 0, ".chn"), 64 + 64 * 5 + 40)
-    assert found(directory)[0] != []
+    flip_byte(seg(directory, 0, ".chn"), 64 + 64 * 5 + 40)
+    assert verification_texts(directory)[0] != []
 
 
 def batches(path):
@@ -505,9 +507,12 @@ def batches(path):
 def test_a_lock_file_belongs_to_a_storage_and_other_files_are_noted(storage):
     for name in ("waltz-x.lck", "waltz-x.lck.old"):
         (storage / "2" / name).write_bytes(b"torn")
-    assert found(storage) == ([], [])
+    assert verification_texts(storage) == ([], [])
     (storage / "2" / "notes.txt").write_bytes(b"")
-    assert found(storage) == ([], ["2/notes.txt: the file does not belong to a storage"])
+    assert verification_texts(storage) == (
+        [],
+        ["2/notes.txt: the file does not belong to a storage"],
+    )
 
 
 @pytest.fixture
@@ -520,21 +525,21 @@ def started(tmp_path):
     assert world.log.remove_oldest(AckedMarker(35, world.log.chain))
     world.close()
     directory = write_to_directory(world.disk, tmp_path / "started")
-    assert found(directory) == ([], [])
+    assert verification_texts(directory) == ([], [])
     return directory, before
 
 
 def test_a_log_that_begins_above_0_is_verified_from_its_start_on(started):
     directory, _ = started
-    log = verified(directory).logs[PARTITION]
+    log = verify_directory(directory).logs[PARTITION]
     assert (log.segments, log.last, log.unchecked_chains) == (2, 35, 1)
     assert log.chains_at[20] == read_slots(directory / SLOTS)[0].start_chain
-    flip(seg(directory, 0), 128 + 37)  # record 11, below the start
-    wrong, notes = found(directory)
+    flip_byte(seg(directory, 0), 128 + 37)  # record 11, below the start
+    wrong, notes = verification_texts(directory)
     assert wrong == []
     assert any("record 11: expected CRC" in each for each in notes)
-    flip(seg(directory, 0), 128 + 60 * 13)
-    assert found(directory)[0]
+    flip_byte(seg(directory, 0), 128 + 60 * 13)
+    assert verification_texts(directory)[0]
 
 
 def test_a_segment_whose_removal_was_interrupted_is_noted(started):
@@ -545,13 +550,13 @@ def test_a_segment_whose_removal_was_interrupted_is_noted(started):
         f"{ONE}.seg: the segment ends before transaction 21, where the log begins; the next "
         "start of the storage removes it"
     )
-    assert found(directory) == ([], [note])
+    assert verification_texts(directory) == ([], [note])
 
 
 def test_a_log_without_its_first_segment_is_wrong(started):
     directory, before = started
     shutil.copy(before / SLOTS, directory / SLOTS)  # it states that the log begins with 0
-    assert f"{TWO}.seg: no segment has records 0..10" in found(directory)[0]
+    assert f"{TWO}.seg: no segment has records 0..10" in verification_texts(directory)[0]
 
 
 def test_another_chain_at_the_start_is_wrong(started):
@@ -561,7 +566,7 @@ def test_another_chain_at_the_start_is_wrong(started):
         for data in blocks(SLOTS, directory)
     ]
     (directory / SLOTS).write_bytes(b"".join(each.encode().ljust(4096, b"\0") for each in slots))
-    (wrong,) = found(directory)[0]
+    (wrong,) = verification_texts(directory)[0]
     assert wrong.startswith(
         f"{SLOTS}: the log begins after transaction 20: expected chain hash 6363"
     )

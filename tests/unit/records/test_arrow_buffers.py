@@ -15,10 +15,10 @@ def test_no_daemon_no_archive_and_no_task_that_reads_imports_pandas():
         records, lengths = run_of([b"", b"data"])
         made = range_to_arrow(records, lengths, [(0, 0, 5)], READ_SCHEMA.names, partition_id=0)
         made[0].validate(full=True)
-        from tests.archived_log import batches_from, object_of
+        from tests.archived_log import make_batches, encode_object
         from waltz_core.archive.objects import ArchiveObject
-        log = batches_from(0, sizes=(3, 4))
-        assert list(ArchiveObject(io.BytesIO(object_of(*log)), "o").verify()) == log[1]
+        log = make_batches(0, sizes=(3, 4))
+        assert list(ArchiveObject(io.BytesIO(encode_object(*log)), "o").verify()) == log[1]
         sys.exit('pandas' in sys.modules)
     """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.call_counting import counted_calls
+from tests.call_counting import record_calls
 from waltz_core.errors import BadRequest, TooLarge
 from waltz_core.records import batches, checksum, raw_records
 from waltz_core.records.checksum import crc32
@@ -504,7 +504,7 @@ def test_any_commit_stamp_becomes_a_time_or_null(stamp_ms: int) -> None:
 
 
 def calls_of(work: Callable[[], object]) -> int:
-    with counted_calls() as calls:
+    with record_calls() as calls:
         work()
     return len(calls)
 

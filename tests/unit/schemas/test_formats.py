@@ -7,8 +7,8 @@ import pyarrow as pa
 import pytest
 from pyspark.serializers import CPickleSerializer
 
-from tests.protobuf_files import order_file, text_of
-from tests.schema_registry import RegistryInProcess, schema_registry
+from tests.protobuf_files import encode_descriptor, order_file
+from tests.schema_registry import InProcessRegistry, run_schema_registry
 from waltz_core.client import JSON, Avro, Protobuf, WaltzClient, Zstd
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
@@ -26,8 +26,8 @@ RING = {"id": 1, "item": "ring"}
 
 
 @pytest.fixture
-def registry() -> Iterator[RegistryInProcess]:
-    with schema_registry() as found:
+def registry() -> Iterator[InProcessRegistry]:
+    with run_schema_registry() as found:
         yield found
 
 
@@ -79,7 +79,7 @@ def test_a_version_of_the_subject_is_written(registry):
 
 
 def test_protobuf_writes_a_type_of_the_registered_schema(registry):
-    registry.put("orders-value", text_of(order_file()), "PROTOBUF")
+    registry.put("orders-value", encode_descriptor(order_file()), "PROTOBUF")
     orders = Protobuf(registry.url, subject="orders-value")
     assert orders.serialize({"id": 5}).hex() == "0000000001" + "00" + "0805"
     refunds = Protobuf(registry.url, subject="orders-value", message="shop.Refund")
@@ -116,7 +116,7 @@ def test_arguments_are_checked(registry):
 )
 def test_payloads_that_cannot_be_read_are_a_bad_format(registry, data, text):
     registry.add(json.dumps(ORDER))
-    registry.add(text_of(order_file()), "PROTOBUF")
+    registry.add(encode_descriptor(order_file()), "PROTOBUF")
     registry.add('{"type":"record","name":"R","fields":[{"name":"r","type":["null","R"]}]}')
     with pytest.raises(BadFormat, match=rf"transaction data: .*{text}"):
         Avro(registry.url).deserialize(data)

@@ -7,7 +7,16 @@ import pyarrow as pa
 import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from tests.protobuf_files import INT32, INT64, MESSAGE, REPEATED, STRING, field, order_file, text_of
+from tests.protobuf_files import (
+    INT32,
+    INT64,
+    MESSAGE,
+    REPEATED,
+    STRING,
+    add_field,
+    encode_descriptor,
+    order_file,
+)
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.records.unpacking import Unpacker
 from waltz_core.schemas.protobuf_codec import ProtobufCodec
@@ -49,8 +58,8 @@ DEFAULTS = {
 
 
 def schema_of(file, *references, schema_id: int = 7) -> RegisteredSchema:
-    named = tuple(NamedSchema(each.name, text_of(each)) for each in references)
-    return RegisteredSchema(schema_id, SchemaType.PROTOBUF, text_of(file), named)
+    named = tuple(NamedSchema(each.name, encode_descriptor(each)) for each in references)
+    return RegisteredSchema(schema_id, SchemaType.PROTOBUF, encode_descriptor(file), named)
 
 
 def codec(message: str | None = None) -> ProtobufCodec:
@@ -122,7 +131,7 @@ def test_a_null_is_an_absent_field_where_the_message_can_state_it():
 def test_a_message_of_a_generated_class_is_written_if_it_is_of_the_type():
     pool = descriptor_pool.DescriptorPool()
     file = descriptor_pb2.FileDescriptorProto(name="r.proto", package="shop", syntax="proto3")
-    field(file.message_type.add(name="Refund"), "id", 1, INT64)
+    add_field(file.message_type.add(name="Refund"), "id", 1, INT64)
     pool.Add(file)
     refund = message_factory.GetMessageClass(pool.FindMessageTypeByName("shop.Refund"))
     encoded = codec("shop.Refund").encode(refund(id=9))
@@ -134,11 +143,13 @@ def test_a_message_of_a_generated_class_is_written_if_it_is_of_the_type():
 
 def test_files_import_those_to_which_the_schema_refers():
     part = descriptor_pb2.FileDescriptorProto(name="default", package="shop", syntax="proto3")
-    field(part.message_type.add(name="City"), "name", 1, STRING)
+    add_field(part.message_type.add(name="City"), "name", 1, STRING)
     main = descriptor_pb2.FileDescriptorProto(name="default", syntax="proto3")
     main.dependency.append("shop/city.proto")
-    field(main.message_type.add(name="Address"), "city", 1, MESSAGE, type_name=".shop.City")
-    schema = schema_of(main)._replace(references=(NamedSchema("shop/city.proto", text_of(part)),))
+    add_field(main.message_type.add(name="Address"), "city", 1, MESSAGE, type_name=".shop.City")
+    schema = schema_of(main)._replace(
+        references=(NamedSchema("shop/city.proto", encode_descriptor(part)),)
+    )
     tested = ProtobufCodec(schema)
     assert tested.decode(tested.encode({"city": {"name": "x"}})) == {"city": {"name": "x"}}
     with pytest.raises(BadFormat, match=r"schema 7: Protobuf: .*shop/city.proto"):
@@ -147,7 +158,7 @@ def test_files_import_those_to_which_the_schema_refers():
 
 def test_two_schemas_may_have_types_of_one_name():
     other = descriptor_pb2.FileDescriptorProto(name="order.proto", package="shop", syntax="proto3")
-    field(other.message_type.add(name="Order"), "id", 1, STRING)
+    add_field(other.message_type.add(name="Order"), "id", 1, STRING)
     tested = ProtobufCodec(schema_of(other, schema_id=8))
     assert tested.decode(tested.encode({"id": "x"})) == {"id": "x"}
     assert codec().decode(codec().encode({"id": 1}))["id"] == 1
@@ -156,8 +167,8 @@ def test_two_schemas_may_have_types_of_one_name():
 def proto2_file():
     file = descriptor_pb2.FileDescriptorProto(name="old.proto", syntax="proto2")
     message = file.message_type.add(name="Old")
-    field(message, "id", 1, INT32, label=2)  # required
-    field(message, "name", 2, STRING, default_value="none")
+    add_field(message, "id", 1, INT32, label=2)  # required
+    add_field(message, "name", 2, STRING, default_value="none")
     return file
 
 
@@ -215,9 +226,9 @@ def test_messages_of_many_fields_do_not_exhaust_the_process():
     file = descriptor_pb2.FileDescriptorProto(name="wide.proto", syntax="proto3")
     wide = file.message_type.add(name="Wide")
     for number in range(1, 5_001):
-        field(wide, f"f{number}", number, INT32)
+        add_field(wide, f"f{number}", number, INT32)
     rows = file.message_type.add(name="Rows")
-    field(rows, "rows", 1, MESSAGE, type_name=".Wide", label=REPEATED)
+    add_field(rows, "rows", 1, MESSAGE, type_name=".Wide", label=REPEATED)
     tested = ProtobufCodec(schema_of(file))
     assert len(tested.decode(b"\x02\x02" + b"\x0a\x00" * 10)["rows"]) == 10
     with pytest.raises(BadFormat, match="expected at most"):
@@ -241,7 +252,7 @@ def test_descriptors_that_are_not_valid_are_an_error():
     fake = descriptor_pb2.FileDescriptorProto(
         name="google/protobuf/timestamp.proto", package="google.protobuf", syntax="proto3"
     )
-    field(fake.message_type.add(name="Timestamp"), "nothing", 1, INT32)
+    add_field(fake.message_type.add(name="Timestamp"), "nothing", 1, INT32)
     tested = ProtobufCodec(schema_of(fake))
     with pytest.raises(BadFormat, match="not a message"):
         tested.decode(b"\0")

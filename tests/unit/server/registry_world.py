@@ -4,7 +4,7 @@ import asyncio
 from random import Random
 from types import SimpleNamespace
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.cluster.test_coordinator import MemoryWorld
 from waltz_core.client.links.connections import ServerLinks
 from waltz_core.client.links.directory import Owner
@@ -20,7 +20,7 @@ from waltz_core.wire.messages import WireProtocol
 
 LIMITS = FlowLimits(1_024, 1 << 26, 1 << 30, 1 << 20)
 PARTITION_COUNT = 4
-CONFIG = ClientConfig(request_timeout_ms=int(HANG_S * 1_000), retry_interval_ms_min=5)
+CONFIG = ClientConfig(request_timeout_ms=int(TEST_TIMEOUT_S * 1_000), retry_interval_ms_min=5)
 
 
 class RegistryServer:
@@ -62,7 +62,7 @@ CONNECT = "memory:2181/waltz/test"
 
 def user_of(directory, *, config=CONFIG):
     """Return a client of these servers, as far as the registry needs one."""
-    links = ServerLinks(dial_timeout_s=HANG_S, late_answers_s=0)
+    links = ServerLinks(dial_timeout_s=TEST_TIMEOUT_S, late_answers_s=0)
     return SimpleNamespace(config=config, directory=directory, links=links, random=Random(1))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.call_counting import counted_calls
+from tests.call_counting import record_calls
 from waltz_core import errors
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
@@ -934,7 +934,7 @@ def test_the_calls_for_two_thousand_rows_are_at_most_twice_those_for_a_hundred(l
         write = [[row] * locks for row in range(row_count)]
         payloads = [bytes(512)] * row_count
         world.batch(payloads, write=write)
-        with counted_calls() as counted:
+        with record_calls() as counted:
             world.turn()
             out = world.commit()
         ((_, rows),) = results(out).items()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.loops import on_virtual_loop, until
+from tests.loops import poll_until, run_on_virtual_loop
 from waltz_core.errors import CoordinatorUnavailable
 from waltz_core.server.process.client_id_queue import ClientIdQueue
 
@@ -25,14 +25,14 @@ class Counter:
         return range(first, self.last + 1)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_requests_that_wait_at_the_same_time_share_a_write():
     counter = Counter()
     queue = ClientIdQueue(counter.allocate)
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(queue.next_client_id()) for _ in range(100)]
         cancelled = group.create_task(queue.next_client_id())
-        await until(lambda: counter.writes)
+        await poll_until(lambda: counter.writes)
         cancelled.cancel()
         counter.may_write.set()
     assert len({task.result() for task in tasks}) == 100
@@ -40,7 +40,7 @@ async def test_requests_that_wait_at_the_same_time_share_a_write():
     assert await queue.next_client_id() == 100
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_error_is_that_of_each_request_that_has_met_it():
     counter = Counter()
     queue = ClientIdQueue(counter.allocate)

@@ -4,7 +4,7 @@ import asyncio
 import weakref
 from types import SimpleNamespace
 
-from tests.loops import on_loop, on_virtual_loop, pass_time, until
+from tests.loops import pass_time, poll_until, run_on_loop, run_on_virtual_loop
 from tests.unit.server.test_partition import BOB, ready
 from waltz_core.driver import Driver
 from waltz_core.errors import Overloaded, PermissionDenied
@@ -107,7 +107,7 @@ class Backend:
         return [("s:1", True)]
 
 
-@on_loop
+@run_on_loop
 async def test_a_client_that_does_not_read_is_paused():
     backend, link = Backend(), Link()
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
@@ -127,7 +127,7 @@ async def test_a_client_that_does_not_read_is_paused():
     assert [message for _, message, _ in taken] == requests
 
 
-@on_loop
+@run_on_loop
 async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next():
     backend, link = Backend(), Link()
     link.denied[AppendRequest] = PermissionDenied("no")
@@ -137,7 +137,7 @@ async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next
     link.received([AppendRequest(each, 0, (), (), (), 0, b"", 0) for each in ids])
     link.is_congested = False
     link.drained()
-    await until(lambda: len(link.sent) == 4)  # two at a time, since the client reads slowly
+    await poll_until(lambda: len(link.sent) == 4)  # two at a time, since the client reads slowly
     link.is_congested = False
     link.drained()
     assert link.sent == [ErrorResponse(each, PermissionDenied.code, False, "no") for each in ids]
@@ -148,7 +148,7 @@ async def test_a_denied_request_reaches_no_partition_and_makes_room_for_the_next
     assert [message for _, message, _ in backend.host.taken] == [flush]
 
 
-@on_loop
+@run_on_loop
 async def test_a_principal_with_too_many_client_ids_gets_no_further_one():
     class Access:
         def charge_client_id(self):
@@ -164,12 +164,12 @@ async def test_a_principal_with_too_many_client_ids_gets_no_further_one():
         clients = ClientConnections(Issuing(), LIMITS, tasks, Metrics("server"))
         clients.accept(link)
         link.received([ClientIdRequest(ReqId(ClientId(-1), Generation(0), PartitionId(-1), -1))])
-        await until(lambda: link.sent)
+        await poll_until(lambda: link.sent)
     (answer,) = link.sent
     assert (answer.error_code, answer.retry_after_ms) == (Overloaded.code, 10)
 
 
-@on_loop
+@run_on_loop
 async def test_a_connection_that_is_closed_at_once_gets_no_client_id():
     """It would not be charged to a principal, and all share 2^30 IDs."""
     issued = []
@@ -188,7 +188,7 @@ async def test_a_connection_that_is_closed_at_once_gets_no_client_id():
     assert issued == []
 
 
-@on_loop
+@run_on_loop
 async def test_only_an_append_over_a_limit_reaches_its_partition():
     backend, link = Backend(), Link()
     error = Overloaded("etl is over a limit", 700)
@@ -198,7 +198,7 @@ async def test_only_an_append_over_a_limit_reaches_its_partition():
     req_id = ReqId(ClientId(1), Generation(1), PartitionId(0), 5)
     append = AppendRequest(req_id, 0, (), (), (), 0, b"", 0)
     link.received([append, FlushRequest(req_id)])
-    await until(lambda: link.sent)
+    await poll_until(lambda: link.sent)
     assert [message for _, message, _ in backend.host.taken] == [append]
     assert backend.host.over_limit == [error]
     assert link.sent == [
@@ -206,7 +206,7 @@ async def test_only_an_append_over_a_limit_reaches_its_partition():
     ]
 
 
-@on_loop
+@run_on_loop
 async def test_a_limit_pauses_feeds_and_no_requests():
     class ReadLink(Link):
         def send(self, message) -> None:
@@ -220,7 +220,7 @@ async def test_a_limit_pauses_feeds_and_no_requests():
     (connection, _, cost_bytes), host = backend.host.taken[0], backend.host
     link.is_over_limit = True
     clients.answer(SendToClient(connection, FlushResponse(flush.req_id, 0), cost_bytes))
-    await until(lambda: host.events)
+    await poll_until(lambda: host.events)
     assert host.events == [ConnectionCongested]
     link.received([flush])
     assert len(host.taken) == 2
@@ -233,7 +233,7 @@ async def test_a_limit_pauses_feeds_and_no_requests():
     assert host.events == [ConnectionCongested, ConnectionDrained]
 
 
-@on_loop
+@run_on_loop
 async def test_a_limit_pauses_a_feed_from_the_frame_on_that_exceeds_it():
     """A commit sends a frame at once, although a wake-up for the next frame is due already."""
 
@@ -281,7 +281,7 @@ async def pass_turns() -> None:
         await asyncio.sleep(0)
 
 
-@on_loop
+@run_on_loop
 async def test_the_feeds_of_a_partition_that_moves_away_count_no_longer():
     backend, link = Backend(), Link()
     clients = ClientConnections(backend, LIMITS, None, Metrics("server"))
@@ -291,7 +291,7 @@ async def test_the_feeds_of_a_partition_that_moves_away_count_no_longer():
     assert link.ended_feeds == [PartitionId(0)]
 
 
-@on_loop
+@run_on_loop
 async def test_checks_of_the_storages_do_not_multiply():
     """Each one connects to every storage, and descriptors are few."""
     backend, links = Backend(), [Link(), Link()]
@@ -301,7 +301,7 @@ async def test_checks_of_the_storages_do_not_multiply():
         for link in links:
             clients.accept(link)
             link.received([CheckConnectivityRequest(each) for each in ids])
-        await until(lambda: backend.check_count)
+        await poll_until(lambda: backend.check_count)
         backend.may_end.set()
     assert backend.check_count == 1
     answers = [CheckConnectivityResponse(each, (("s:1", True),)) for each in ids]
@@ -333,7 +333,7 @@ class Expiry(ExpireRequest):
     requires = ExpireRequest.requires
 
 
-@on_loop
+@run_on_loop
 async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
     """Its outcome is found by its `id`, which another request could get otherwise."""
     backend, link, audited = Backend(), Link(), Audited()
@@ -355,7 +355,7 @@ async def test_a_request_in_the_audit_log_is_kept_until_its_answer():
     assert kept() is None
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_has_its_answers():
     class Reading(Link):
         def send(self, message) -> None:  # the system takes it later
@@ -379,7 +379,7 @@ async def test_over_the_memory_limit_a_connection_is_read_again_when_the_system_
     assert clients.bytes == 0
 
 
-@on_loop
+@run_on_loop
 async def test_a_read_that_waits_for_memory_begins_when_another_connection_frees_it():
     backend, links = Backend(), [Link(), Link()]
     clients = ClientConnections(
@@ -393,4 +393,4 @@ async def test_a_read_that_waits_for_memory_begins_when_another_connection_frees
     links[1].received([small, TransactionDataRequest(ids, 0)])
     assert len(backend.host.taken) == 2  # an append may wait for long
     links[0].closed("done")
-    await until(lambda: len(backend.host.taken) == 3)
+    await poll_until(lambda: len(backend.host.taken) == 3)

@@ -6,7 +6,7 @@ from uuid import UUID
 
 import pytest
 
-from tests.loops import on_loop
+from tests.loops import run_on_loop
 from waltz_core import errors
 from waltz_core.cluster.znodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.config import ServerConfig
@@ -104,7 +104,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-@on_loop
+@run_on_loop
 async def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_released() -> None:
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1, 2, 3)
@@ -120,7 +120,7 @@ async def test_partitions_are_handed_over_one_by_one_and_only_while_they_are_rel
     assert (coordinator.asked, coordinator.most_at_once) == ([0, 3], 1)
 
 
-@on_loop
+@run_on_loop
 async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it() -> None:
     coordinator = HandOverRecorder()
     coordinator.go.set()
@@ -136,7 +136,7 @@ async def test_a_partition_is_handed_over_rarely_and_again_if_no_server_opens_it
     assert server_of(coordinator)._make_rebalancer()._is_fit()
 
 
-@on_loop
+@run_on_loop
 async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -164,7 +164,7 @@ async def test_a_handed_over_partition_is_preferred_again_when_its_storages_answ
     looking.cancel()
 
 
-@on_loop
+@run_on_loop
 async def test_a_preference_that_was_removed_is_not_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -187,7 +187,7 @@ async def test_a_preference_that_was_removed_is_not_restored(
     looking.cancel()
 
 
-@on_loop
+@run_on_loop
 async def test_a_cancelled_hand_over_delays_no_other() -> None:
     coordinator = HandOverRecorder()
     server = server_of(coordinator, 0, 1)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.loops import on_loop, until
+from tests.loops import poll_until, run_on_loop
 from tests.ports import free_port
 from waltz_core.cluster.membership import reachability
 from waltz_core.cluster.membership.reachability import ReachReport
@@ -54,7 +54,7 @@ def view_of(*servers: ServerDescriptor) -> ServersView:
 
 async def some_dials() -> None:
     wanted = DIALS[0] + SOME_DIALS
-    await until(lambda: DIALS[0] >= wanted)
+    await poll_until(lambda: DIALS[0] >= wanted)
 
 
 class World:
@@ -81,7 +81,7 @@ class World:
         listener = await self.listen()
         other = ServerDescriptor(OTHER, HOST, listener.port)
         self.detector.watch_servers(view_of(other))
-        await until(lambda: self.links)
+        await poll_until(lambda: self.links)
         return listener, other
 
 
@@ -93,59 +93,59 @@ async def world() -> AsyncIterator[World]:
         made.detector.stop()
 
 
-@on_loop
+@run_on_loop
 async def test_a_server_that_no_longer_listens_is_removed_once():
     async with world() as here:
         listener, other = await here.reached()
         dials = DIALS[0]
         await listener.close()
-        await until(lambda: here.taken_out)
+        await poll_until(lambda: here.taken_out)
         assert DIALS[0] - dials >= 3, "one refusal may be that of a process that is restarted"
         # It may be alive in spite of that: it must be reached before it can be declared dead again.
         await some_dials()
         assert here.taken_out == [other]
         listener = await here.listen(listener.port)
-        await until(lambda: len(here.links) == 2)
+        await poll_until(lambda: len(here.links) == 2)
         await listener.close()
-        await until(lambda: len(here.taken_out) == 2)
+        await poll_until(lambda: len(here.taken_out) == 2)
 
 
-@on_loop
+@run_on_loop
 async def test_a_dead_server_is_removed_by_its_current_descriptor():
     async with world() as here:
         listener, _ = await here.reached()
         now = ServerDescriptor(OTHER, HOST, listener.port, (PartitionId(3),))
         here.detector.watch_servers(view_of(now))
         await listener.close()
-        await until(lambda: here.taken_out)
+        await poll_until(lambda: here.taken_out)
         assert here.taken_out == [now]
         assert len(here.links) == 1
 
 
-@on_loop
+@run_on_loop
 async def test_a_rejection_that_did_not_reach_zookeeper_is_reported_again():
     async with world() as here:
         here.failures = 2
         listener, _ = await here.reached()
         await listener.close()
-        await until(lambda: here.taken_out)
+        await poll_until(lambda: here.taken_out)
         assert here.failures == 0
 
 
-@on_loop
+@run_on_loop
 async def test_a_lost_connection_alone_logs_nothing():
     async with world() as here:
         listener = await here.listen()
         here.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
         for count in range(1, 4):
-            await until(lambda count=count: len(here.links) == count)
+            await poll_until(lambda count=count: len(here.links) == count)
             here.links[-1].abort("for the test")
-        await until(lambda: len(here.links) == 4)
+        await poll_until(lambda: len(here.links) == 4)
         assert here.taken_out == []
         await listener.close()
 
 
-@on_loop
+@run_on_loop
 async def test_a_server_that_was_never_reached_is_not_declared_dead():
     async with world() as here:
         here.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, free_port())))
@@ -153,7 +153,7 @@ async def test_a_server_that_was_never_reached_is_not_declared_dead():
         assert here.taken_out == []
 
 
-@on_loop
+@run_on_loop
 @pytest.mark.parametrize("host", ["", "waltz..example", "a\ud800"])
 async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
     with pytest.MonkeyPatch.context() as patched:
@@ -166,7 +166,7 @@ async def test_a_host_that_cannot_exist_is_published_as_unreachable(host: str):
     assert ReachReport.from_bytes(report.to_bytes()) == report
 
 
-@on_loop
+@run_on_loop
 async def test_a_silent_server_that_accepts_connections_is_not_removed():
     failure_detector.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the silent one listens
     async with world() as here:
@@ -182,7 +182,7 @@ async def test_a_silent_server_that_accepts_connections_is_not_removed():
             here.detector.stop()
 
 
-@on_loop
+@run_on_loop
 async def test_a_dying_server_that_accepts_once_more_is_removed_soon():
     failure_detector.RETRY_PAUSE_S = 3600.0  # type: ignore[misc]
     failure_detector.REFUSED_PAUSE_S = 0.1  # type: ignore[misc] - until the dying one listens
@@ -196,11 +196,11 @@ async def test_a_dying_server_that_accepts_once_more_is_removed_soon():
             dying.setblocking(False)
             taken, _ = await asyncio.get_running_loop().sock_accept(dying)
         taken.close()
-        await until(lambda: here.taken_out)
+        await poll_until(lambda: here.taken_out)
         assert [each.server_id for each in here.taken_out] == [OTHER]
 
 
-@on_loop
+@run_on_loop
 async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly():
     pauses: list[float] = []
 
@@ -219,18 +219,18 @@ async def test_a_server_that_closes_each_connection_is_dialed_ever_more_slowly()
 
             listener = await listen(WireProtocol.CLIENT, HOST, free_port(), close)
             here.detector.watch_servers(view_of(ServerDescriptor(OTHER, HOST, listener.port)))
-            await until(lambda: len(here.links) >= 19)
+            await poll_until(lambda: len(here.links) >= 19)
             here.detector.stop()
             await listener.close()
     assert pauses[:18] == [*(0.001 * 2**count for count in range(16)), 60.0, 60.0]
 
 
-@on_loop
+@run_on_loop
 async def test_a_server_that_left_is_not_watched():
     async with world() as here:
         listener, _ = await here.reached()
         here.detector.watch_servers(view_of())
-        await until(lambda: here.links[0].is_closed)
+        await poll_until(lambda: here.links[0].is_closed)
         await listener.close()
     # Its watch has ended with the others, or this would still wait.
     assert here.taken_out == []

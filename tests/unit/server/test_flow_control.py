@@ -5,7 +5,7 @@ from typing import get_type_hints
 
 import pytest
 
-from tests.sample_messages import sample_of
+from tests.sample_messages import sample_message
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReqId
 from waltz_core.server.partition_events import ConnectionId
 from waltz_core.server.process.flow_control import (
@@ -203,6 +203,6 @@ def test_every_request_counts_with_all_its_fields(request_class) -> None:
     kinds = {each.name: hints[each.name].__metadata__[0] for each in fields(request_class)}
     large = {name: SIZED[kind] for name, kind in kinds.items() if kind in SIZED}
     each = flow()
-    each.receive(A, [sample_of(request_class, 0, **large)])
+    each.receive(A, [sample_message(request_class, 0, **large)])
     (admitted,) = each.admit(A)
     assert admitted.cost_bytes >= OVERHEAD + 5_000 * len(large)

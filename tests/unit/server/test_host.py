@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.loops import on_loop
+from tests.loops import run_on_loop
 from tests.unit.server.test_partition import ALICE, A, World
 from waltz_core import errors
 from waltz_core.cluster.znodes.model import ArchivedMark
@@ -55,7 +55,7 @@ def test_the_feed_that_is_furthest_behind_is_reported() -> None:
     assert lag() == 7
 
 
-@on_loop
+@run_on_loop
 async def test_the_lag_of_the_archive_is_shown_where_one_is_used() -> None:
     world, metrics, shown = World(), Metrics("server"), _PublishedCounters()
     names = ("archived_transaction", "unarchived_transactions", "unarchived_bytes")
@@ -197,7 +197,7 @@ def made_host(**services: object) -> tuple[Host, Partition, list[Exception]]:
     )
 
 
-@on_loop
+@run_on_loop
 async def test_a_released_partition_without_storages_is_not_owned_again() -> None:
     """Its storages were taken away in the pause; without any, a store would end the process."""
     host, partition, failures = made_host()
@@ -218,7 +218,7 @@ async def test_a_released_partition_without_storages_is_not_owned_again() -> Non
         (errors.Unreachable("the storage"), 0),
     ],
 )
-@on_loop
+@run_on_loop
 async def test_only_damage_of_the_archive_is_final_for_a_read(error, damage_code) -> None:
     class Links:
         async def fetch(self, *_arguments, **_options):

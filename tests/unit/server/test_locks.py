@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.call_counting import counted_calls
+from tests.call_counting import record_calls
 from waltz_core.records.batches import LockColumn
 from waltz_core.records.record import TransactionId
 from waltz_core.server.locking.lock_table import (
@@ -229,7 +229,7 @@ def test_calls_do_not_grow_with_the_rows(hot: bool) -> None:
         none = LockColumn(np.zeros(count + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
         requests = LockRequests(LockColumn(np.arange(count + 1), locks), none, none, 0)
         table = table_at(0)
-        with counted_calls() as calls:
+        with record_calls() as calls:
             found = table.validate(
                 requests, high_water_mark=TransactionId(0), next_id=TransactionId(1)
             )

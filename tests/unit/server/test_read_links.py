@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from tests.loops import on_loop, until
+from tests.loops import poll_until, run_on_loop
 from waltz_core.errors import ClusterKeyMismatch, Unreachable
 from waltz_core.records.record import GENESIS_CHAIN, ReplicaId
 from waltz_core.server.process import storage_links
@@ -70,13 +70,13 @@ def silent_storage(timeout: str) -> Iterator[ReplicaId]:
         yield ReplicaId(f"127.0.0.1:{silent.getsockname()[1]}")
 
 
-@on_loop
+@run_on_loop
 async def test_clients_with_equal_request_ids_get_their_own_answers():
     """A partition that is lost and owned again counts from the beginning, and may still wait."""
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
         fetches = [tasks.create_task(links.fetch(replica, request(1, each))) for each in (10, 20)]
-        await until(lambda: len(there.asked) == 2)
+        await poll_until(lambda: len(there.asked) == 2)
         for asked in reversed(there.asked):
             there.links[0].send(answer_to(asked))
         found = [await each for each in fetches]
@@ -84,7 +84,7 @@ async def test_clients_with_equal_request_ids_get_their_own_answers():
         links.close()
 
 
-@on_loop
+@run_on_loop
 async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(monkeypatch):
     dial = net.dial
 
@@ -100,13 +100,13 @@ async def test_a_link_that_breaks_right_after_the_greeting_is_not_waited_for(mon
             await ReadLinks(KEY, 4).fetch(replica, request(1, 0))
 
 
-@on_loop
+@run_on_loop
 async def test_a_late_answer_is_dropped():
     async with storage() as (there, replica), asyncio.TaskGroup() as tasks:
         links = ReadLinks(KEY, 4)
         # The link exists before the timeout starts: a cancelled dial has requested nothing.
         first = tasks.create_task(links.fetch(replica, request(1, 0)))
-        await until(lambda: len(there.asked) == 1)
+        await poll_until(lambda: len(there.asked) == 1)
         there.links[0].send(answer_to(there.asked[0]))
         await first
         with pytest.MonkeyPatch.context() as patched:
@@ -114,14 +114,14 @@ async def test_a_late_answer_is_dropped():
             with pytest.raises(Unreachable, match="did not answer within"):
                 await links.fetch(replica, request(1, 10))
         again = tasks.create_task(links.fetch(replica, request(1, 20)))
-        await until(lambda: len(there.asked) == 3)
+        await poll_until(lambda: len(there.asked) == 3)
         for asked in there.asked[1:]:
             there.links[0].send(answer_to(asked))
         assert (await again).first == 20
         links.close()
 
 
-@on_loop
+@run_on_loop
 async def test_a_read_from_a_silent_storage_times_out_early_if_there_is_another():
     with (
         silent_storage("URGENT_READ_TIMEOUT_S") as replica,
@@ -130,7 +130,7 @@ async def test_a_read_from_a_silent_storage_times_out_early_if_there_is_another(
         await ReadLinks(KEY, 4).fetch(replica, request(1, 10), is_urgent=True)
 
 
-@on_loop
+@run_on_loop
 async def test_a_wait_for_a_shared_dial_times_out():
     with silent_storage("READ_TIMEOUT_S") as replica:
         links = ReadLinks(KEY, 4)
@@ -147,7 +147,7 @@ async def test_a_wait_for_a_shared_dial_times_out():
         assert failures == [f"replica {replica} did not answer within 0.05 s"] * 3
 
 
-@on_loop
+@run_on_loop
 async def test_a_storage_of_another_cluster_answers_no_reader():
     async with storage() as (there, replica):
         refusal = Nack(-1, -1, -1, ClusterKeyMismatch.code, -1, "this storage is of cluster 11")

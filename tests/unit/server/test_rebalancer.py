@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.cluster_contract import KEY, Inbox, descriptor, running
-from tests.loops import in_virtual_time
-from tests.patience import HANG_S
+from tests.cluster_contract import CLUSTER_KEY, CallbackRecorder, run_meanwhile, server_descriptor
+from tests.loops import run_in_virtual_time
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.membership.balance import Balancer
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
@@ -26,19 +26,19 @@ async def balanced(zookeeper, *, servers, reporting, sick=None):
     The partitions of a server in `sick` do not open, so they cost it nothing.
     """
     ill = set() if sick is None else sick
-    await zookeeper.coordinator(ROOT).create_cluster(NewCluster("w", len(RATES), KEY))
-    inbox, looks, works, by_server = Inbox(), Inbox(), [], {}
+    await zookeeper.coordinator(ROOT).create_cluster(NewCluster("w", len(RATES), CLUSTER_KEY))
+    inbox, looks, works, by_server = CallbackRecorder(), CallbackRecorder(), [], {}
     for server_id in servers:
         coordinator = zookeeper.coordinator(ROOT)
         coordinator.keep_assignment()
-        await coordinator.register_server(descriptor(server_id))
+        await coordinator.register_server(server_descriptor(server_id))
         works.append(coordinator.follow_servers(inbox))
         by_server[server_id] = coordinator
 
     def costs(server_id):
-        looks(len(looks.all))
+        looks(len(looks.values))
         now = asyncio.get_running_loop().time()
-        mine = inbox.all[-1].partitions_of(server_id) if inbox.all else {}
+        mine = inbox.values[-1].partitions_of(server_id) if inbox.values else {}
         rate = 0.0 if server_id in ill else 1.0
         return {partition: RATES[partition] * now * rate for partition in mine}
 
@@ -56,8 +56,8 @@ async def balanced(zookeeper, *, servers, reporting, sick=None):
 
 async def some_rounds(looks):
     """Wait for enough rounds that a partition that should move has moved."""
-    begun = len(looks.all)
-    await looks.until(lambda count: count > begun + 5 * PACE.window_ms // PACE.interval_ms)
+    begun = len(looks.values)
+    await looks.wait_for(lambda count: count > begun + 5 * PACE.window_ms // PACE.interval_ms)
 
 
 def owners(view):
@@ -69,27 +69,27 @@ def test_the_lead_leaves_a_hot_partition_alone_on_its_server():
         inbox, looks, works = await balanced(
             MemoryZooKeeper(asyncio.Event), servers=(1, 2), reporting=(1, 2)
         )
-        async with asyncio.timeout(HANG_S), running(*works):
-            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
-            await inbox.until(lambda view: owners(view) == {0: 1, 1: 2, 2: 2, 3: 2})
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+            await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+            await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 2, 2: 2, 3: 2})
             await some_rounds(looks)
-            assert owners(inbox.all[-1]) == {0: 1, 1: 2, 2: 2, 3: 2}
-            assert [owner.generation for owner in inbox.all[-1].owners.values()] == [1, 2, 1, 1]
+            assert owners(inbox.values[-1]) == {0: 1, 1: 2, 2: 2, 3: 2}
+            assert [owner.generation for owner in inbox.values[-1].owners.values()] == [1, 2, 1, 1]
 
-    in_virtual_time(scenario())
+    run_in_virtual_time(scenario())
 
 
 def test_nothing_moves_to_a_server_that_reports_nothing():
     async def scenario():
         zookeeper = MemoryZooKeeper(asyncio.Event)
         inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1,))
-        async with asyncio.timeout(HANG_S), running(*works):
-            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+            await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await some_rounds(looks)
-            assert owners(inbox.all[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
+            assert owners(inbox.values[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
             assert f"{ROOT}/x/load/1" in zookeeper.dump()
 
-    in_virtual_time(scenario())
+    run_in_virtual_time(scenario())
 
 
 def test_a_damaged_load_is_ignored_and_logged(caplog):
@@ -101,14 +101,14 @@ def test_a_damaged_load_is_ignored_and_logged(caplog):
         nodes = zookeeper.coordinator(ROOT).loads._nodes
         damaged = b'{"format":1,"loads":{"2":[%d,1]}}' % 10**400
         await nodes.put_ephemeral(nodes.paths.load(2), damaged, nodes.paths.loads)
-        async with asyncio.timeout(HANG_S), running(*works):
-            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+            await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await some_rounds(looks)
         assert (
             f"balance.load_unreadable error={nodes.paths.load(2)}: published loads" in caplog.text
         )
 
-    in_virtual_time(scenario())
+    run_in_virtual_time(scenario())
 
 
 def test_nothing_moves_to_a_server_that_is_idle_because_it_cannot_serve():
@@ -116,17 +116,17 @@ def test_nothing_moves_to_a_server_that_is_idle_because_it_cannot_serve():
         sick = {2}
         zookeeper = MemoryZooKeeper(asyncio.Event)
         inbox, looks, works = await balanced(zookeeper, servers=(1, 2), reporting=(1, 2), sick=sick)
-        async with asyncio.timeout(HANG_S), running(*works):
-            await inbox.until(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
+        async with asyncio.timeout(TEST_TIMEOUT_S), run_meanwhile(*works):
+            await inbox.wait_for(lambda view: owners(view) == {0: 1, 1: 1, 2: 2, 3: 2})
             await some_rounds(looks)
-            assert owners(inbox.all[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
+            assert owners(inbox.values[-1]) == {0: 1, 1: 1, 2: 2, 3: 2}
             assert f"{ROOT}/x/load/2" not in zookeeper.dump()
             sick.clear()
-            await looks.until(lambda _: f"{ROOT}/x/load/2" in zookeeper.dump())
+            await looks.wait_for(lambda _: f"{ROOT}/x/load/2" in zookeeper.dump())
             sick.add(2)
-            await looks.until(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
+            await looks.wait_for(lambda _: f"{ROOT}/x/load/2" not in zookeeper.dump())
 
-    in_virtual_time(scenario())
+    run_in_virtual_time(scenario())
 
 
 def test_bytes_rows_and_answers_count():
@@ -176,5 +176,5 @@ def test_a_change_of_servers_or_lead_restarts_the_observation(monkeypatch, betwe
             await balancing._measure_and_balance()
             now_ms += PACE.window_ms
 
-    in_virtual_time(scenario())
+    run_in_virtual_time(scenario())
     assert called == ["away", "plan", "away"]

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.loops import on_loop, until
+from tests.loops import poll_until, run_on_loop
 from tests.unit.cluster.test_coordinator import ROOT, with_cluster
 from tests.unit.server.registry_world import (
     PARTITION_COUNT,
@@ -13,7 +13,7 @@ from tests.unit.server.registry_world import (
     requests_of,
     serving,
 )
-from tests.writes_contract import (
+from tests.write_registry_contract import (
     MARKS,
     SCENARIOS,
     the_retention_of_a_write_begins_with_its_last_change,
@@ -95,7 +95,7 @@ def request(operation, write="w", **rest):
     )
 
 
-@on_loop
+@run_on_loop
 async def test_a_write_belongs_to_the_principal_that_began_it():
     requests, write_registry = await with_requests()
     mine, other, stranger = Requester("mine"), Requester("other"), Requester("anonymous")
@@ -117,7 +117,7 @@ async def test_a_write_belongs_to_the_principal_that_began_it():
 
 
 @pytest.mark.parametrize("beginner", [None, "anonymous"])
-@on_loop
+@run_on_loop
 async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(beginner):
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), beginner and Requester(beginner))
@@ -136,7 +136,7 @@ async def test_a_write_without_an_owner_belongs_to_the_first_that_enters_it(begi
     assert again.proof == b"mine/1".ljust(16)
 
 
-@on_loop
+@run_on_loop
 async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), None)
@@ -158,7 +158,7 @@ async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
     assert list(await write_registry.tasks("w")) == [winner]
 
 
-@on_loop
+@run_on_loop
 async def test_a_report_carries_out_what_it_would_deny():
     requests, write_registry = await with_requests()
     await requests.answer(request(OPERATIONS.BEGIN), Requester("mine"))
@@ -171,7 +171,7 @@ async def test_a_report_carries_out_what_it_would_deny():
     assert list(await write_registry.tasks("w")) == [0]
 
 
-@on_loop
+@run_on_loop
 async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     monkeypatch.setattr(writes_module, "WRITES_MAX", 3)
     requests, write_registry = await with_requests()
@@ -193,7 +193,7 @@ async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
     await requests.answer(request(OPERATIONS.BEGIN, "f"), Requester("mine", is_enforced=False))
 
 
-@on_loop
+@run_on_loop
 async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_no_client_id():
     """Otherwise two principals have a proof of the same ID."""
     _, write_registry = await with_requests()
@@ -209,7 +209,7 @@ async def test_an_attempt_of_a_write_that_gets_another_owner_meanwhile_returns_n
         await mine.enter("w", 0, "r", let_other_begin)
 
 
-@on_loop
+@run_on_loop
 async def test_a_name_without_a_number_is_in_no_series():
     requests, write_registry = await with_requests()
     for name in ("a-5", "a-b", "a"):
@@ -218,7 +218,7 @@ async def test_a_name_without_a_number_is_in_no_series():
     assert sorted(await write_registry.read_all()) == ["a", "a-5", "a-b"]
 
 
-@on_loop
+@run_on_loop
 async def test_a_task_remembers_few_runs_and_still_that_there_were_others():
     """An attempt writes all of them to ZooKeeper."""
     requests, write_registry = await with_requests()
@@ -232,7 +232,7 @@ async def test_a_task_remembers_few_runs_and_still_that_there_were_others():
         assert writes_module.client_ids_of_others(run, {0: task}) == {0: int(task.client_id)}
 
 
-@on_loop
+@run_on_loop
 async def test_a_principal_with_too_many_client_ids_enters_no_further_task():
     requests, write_registry = await with_requests()
     mine = Requester("mine", ids_left=2)
@@ -244,7 +244,7 @@ async def test_a_principal_with_too_many_client_ids_enters_no_further_task():
     assert list(await write_registry.tasks("w")) == [0, 1]
 
 
-@on_loop
+@run_on_loop
 async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
     """Its principal may have lost its permissions, and a thief may have sent many."""
     requests, write_registry = await with_requests()
@@ -272,7 +272,7 @@ async def test_an_operation_of_a_closed_connection_is_dropped_before_its_turn():
 
 
 @pytest.mark.parametrize("is_left", [False, True])
-@on_loop
+@run_on_loop
 async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, is_left):
     """Each request reads a node for each task; a principal must not have a server read many."""
     requests, _ = await with_requests()
@@ -299,7 +299,7 @@ async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, i
             )
             for _ in range(3)
         ]
-        await until(lambda: most)
+        await poll_until(lambda: most)
         left += [1] * is_left
         is_open.set()
     assert max(most) == CONCURRENT_READS_MAX
@@ -320,7 +320,7 @@ async def _outcome(answering):
     return None
 
 
-@on_loop
+@run_on_loop
 async def test_expired_writes_are_removed_by_one_task_however_many_requests_cause_it():
     """A request must not cause many times its own work."""
     requests, write_registry = await with_requests()
@@ -405,7 +405,7 @@ def test_a_write_without_an_owner_has_the_same_bytes_as_before():
         ),
     ],
 )
-@on_loop
+@run_on_loop
 async def test_an_invalid_request_is_rejected(wrong, error):
     requests, write_registry = await with_requests()
     await write_registry.begin("w", MARKS, 1_000)
@@ -419,7 +419,7 @@ async def test_an_invalid_request_is_rejected(wrong, error):
 # the way of a client
 
 
-@on_loop
+@run_on_loop
 async def test_another_server_answers_for_one_that_does_not():
     async with asyncio.TaskGroup() as tasks:
         _, _, coordinator = await with_cluster()
@@ -443,7 +443,7 @@ async def test_another_server_answers_for_one_that_does_not():
         await more_links.close("over")
 
 
-@on_loop
+@run_on_loop
 async def test_zookeeper_is_used_only_if_no_server_knows_the_requests(monkeypatch):
     async with asyncio.TaskGroup() as tasks:
         _, _, coordinator = await with_cluster()

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.loops import on_virtual_loop
+from tests.loops import run_on_virtual_loop
 from waltz_core.server.process import session_open_limit
 from waltz_core.server.process.session_open_limit import (
     PERMITS_MAX,
@@ -13,7 +13,7 @@ from waltz_core.server.process.session_open_limit import (
 )
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_limited_number_opens_at_a_time_and_the_others_wait(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -37,7 +37,7 @@ async def test_a_limited_number_opens_at_a_time_and_the_others_wait(
         permits[1].release()
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_permit_ends_at_its_timeout():
     limit = SessionOpenLimit()
     permits = [await limit.acquire() for _ in range(PERMITS_MAX + 1)]

@@ -10,7 +10,7 @@ import msgpack
 import pytest
 from pyspark.sql.types import StructType
 
-from tests.schema_registry import schema_registry
+from tests.schema_registry import run_schema_registry
 from tests.unit.spark.feeds import (
     DELETE_HEADER,
     OPTIONS,
@@ -84,7 +84,7 @@ def test_payloads_with_schemas_have_the_same_feed(tmp_path: Path) -> None:
     kinds = {"id": "long", "op": "string", "amount": ["null", "long"]}
     fields = [{"name": name, "type": kind} for name, kind in kinds.items()]
     schema = {"type": "record", "name": "Row", "fields": fields}
-    with schema_registry() as registry:
+    with run_schema_registry() as registry:
         rows = Avro(registry.url, subject="rows-value", schema=schema)
         given = {"dataFormat": "avro", "schemaRegistry": registry.url}
         avro = [rows.serialize(each) for each in plain]

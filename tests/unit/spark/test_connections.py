@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.errors import ClusterKeyMismatch
 from waltz_spark import shared_clients
 from waltz_spark.shared_clients import client_of, close_clients, with_client
@@ -23,7 +23,7 @@ class Client:
         self.made.append(connect)
         if connect.startswith("dead"):
             self.dials.release()
-            assert self.may_answer.wait(HANG_S)
+            assert self.may_answer.wait(TEST_TIMEOUT_S)
 
     def close(self) -> None:
         """Nothing."""
@@ -43,9 +43,9 @@ def test_a_zookeeper_that_does_not_answer_stops_no_other_cluster() -> None:
     with ThreadPoolExecutor() as pool:
         try:
             waiting = pool.submit(client_of, "dead:2181/x")
-            assert Client.dials.acquire(timeout=HANG_S)
+            assert Client.dials.acquire(timeout=TEST_TIMEOUT_S)
             other = pool.submit(client_of, "live:2181/x")
-            assert other.result(HANG_S / 2) is client_of("live:2181/x")
+            assert other.result(TEST_TIMEOUT_S / 2) is client_of("live:2181/x")
             assert not waiting.done()
         finally:
             Client.may_answer.set()
@@ -55,10 +55,10 @@ def test_a_zookeeper_that_does_not_answer_stops_no_other_cluster() -> None:
 def test_callers_of_one_cluster_wait_and_share_the_client() -> None:
     with ThreadPoolExecutor() as pool:
         first = pool.submit(client_of, "dead:2181/x")
-        assert Client.dials.acquire(timeout=HANG_S)
+        assert Client.dials.acquire(timeout=TEST_TIMEOUT_S)
         second = pool.submit(client_of, "dead:2181/x")
         Client.may_answer.set()
-        assert first.result(HANG_S) is second.result(HANG_S)
+        assert first.result(TEST_TIMEOUT_S) is second.result(TEST_TIMEOUT_S)
     assert Client.made == ["dead:2181/x"]
 
 

@@ -13,8 +13,8 @@ from pyspark.serializers import CPickleSerializer
 from pyspark.sql import types
 from pyspark.sql.types import StructType
 
-from tests.protobuf_files import order_file, text_of
-from tests.schema_registry import RegistryInProcess, schema_registry
+from tests.protobuf_files import encode_descriptor, order_file
+from tests.schema_registry import InProcessRegistry, run_schema_registry
 from tests.unit.spark.test_rows import EVERY_TYPE, PARTS, listed, structs
 from waltz_core.client import Avro, Protobuf
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Unavailable
@@ -38,13 +38,13 @@ UTC = dt.UTC
 
 
 @pytest.fixture
-def registry() -> Iterator[RegistryInProcess]:
-    with schema_registry() as found:
+def registry() -> Iterator[InProcessRegistry]:
+    with run_schema_registry() as found:
         yield found
 
 
 def given_for(
-    registry: RegistryInProcess, data_format: str = "avro", **more: str
+    registry: InProcessRegistry, data_format: str = "avro", **more: str
 ) -> dict[str, str]:
     return {**CONNECT, "dataFormat": data_format, "schemaRegistry": registry.url, **more}
 
@@ -231,7 +231,7 @@ def test_columns_are_written_with_a_registered_version(registry):
 
 
 def test_protobuf_writes_a_message_of_the_registered_file(registry):
-    registry.put("orders-value", text_of(order_file()), "PROTOBUF")
+    registry.put("orders-value", encode_descriptor(order_file()), "PROTOBUF")
     batch = pa.RecordBatch.from_pydict(
         {
             "id": pa.array([1, 2], pa.int64()),

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import RowOutcomeCode, WaltzClient
 from waltz_core.errors import BadConfig, Unreachable
 from waltz_core.memory_waltz import MemoryWaltz
@@ -87,7 +87,7 @@ def listener(client: WaltzClient, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(query_metrics, "with_client", lambda _connect, use: use(client))
     monkeypatch.setattr(query_metrics, "_queries", query_metrics._Queries())
     monkeypatch.setattr(query_metrics, "_connects", {})
-    monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", HANG_S)
+    monkeypatch.setattr(query_metrics, "REQUEST_S_MAX", TEST_TIMEOUT_S)
     monkeypatch.setattr(query_metrics._scrape, "_requests", {})
     listeners: list[Any] = []
     spark: Any = SimpleNamespace(streams=SimpleNamespace(addListener=listeners.append))
@@ -103,7 +103,7 @@ def offset(client: WaltzClient, *marks: int) -> str:
 
 def append(client: WaltzClient, partition: int, count: int) -> None:
     for _ in range(count):
-        client.append(b"data", partition=partition).result(HANG_S)
+        client.append(b"data", partition=partition).result(TEST_TIMEOUT_S)
 
 
 def lag(unit: str, query: str, partition: int, source: int = 0) -> float | None:
@@ -126,7 +126,7 @@ def test_the_lag_grows_while_a_query_makes_no_progress(client: WaltzClient, list
     assert lag("transactions", "balances", 1) == lag("seconds", "balances", 1) == 0
     age_s = lag("seconds", "balances", 0)
     assert age_s is not None
-    assert 0 <= age_s < HANG_S
+    assert 0 <= age_s < TEST_TIMEOUT_S
     append(client, 1, 1)
     assert lag("transactions", "balances", 1) == 1
     query.progress(offset(client, 2, 0))
@@ -221,7 +221,7 @@ def test_a_scrape_does_not_wait_for_a_log_that_does_not_answer(
     may_answer = threading.Event()
 
     def wait(connect: str, use: Callable[[WaltzClient], None]) -> None:
-        assert connect == "other:2181/w" or may_answer.wait(HANG_S)
+        assert connect == "other:2181/w" or may_answer.wait(TEST_TIMEOUT_S)
         use(client)
 
     query = Query(listener, "balances")

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.storage_owner import records_of
+from tests.storage_owner import encode_records
 from waltz_core import errors
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, error_from_code
 from waltz_core.machine import Report, Wakeup
@@ -210,7 +210,7 @@ def test_the_gauges_have_waltz_0_13s_names_and_form(disk_error):
 
 
 def range_of(first, count, data=b"data"):
-    records, _, lengths = records_of(first, count, data)
+    records, _, lengths = encode_records(first, count, data)
     entry = LineageEntry(first, first + count - 1, 6, 5, b"d" * 16)
     crc = zlib.crc32(records)
     fields = (first, count, RangeForm.WHOLE, lengths, records, crc, b"b" * 16, (entry,))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.storage_owner import Owner
+from tests.storage_owner import OwnerSession
 from tests.unit.storage.test_storage_engine import open_engine
 from waltz_core.errors import (
     BadFormat,
@@ -132,14 +132,14 @@ def test_a_log_that_does_not_open_after_a_change_states_the_reason(engine, monke
 
 def test_copied_records_are_appended_and_set_no_mark(engine):
     execute_change(engine, admin_tasks.Assign(1))
-    owner = Owner(5, 1)
+    owner = OwnerSession(5, 1)
     assert execute_change(engine, admin_tasks.PutCopy(copy_of(owner))) == 2
     assert execute_change(engine, admin_tasks.PutCopy(copy_of(owner))) == 5
     log = engine.log(1)
     assert (log.synced_max, log.chain, log.last_session) == (5, owner.chain, NO_SESSION)
     assert (log.low_water_mark, log.promised) == (BEFORE_FIRST, NO_SESSION)
     lengths = log.read_range(0, 5, 1 << 20, whole_batches=True).lengths
-    assert raw_records.lengths_to_wire(lengths) == 2 * copy_of(Owner(5, 1)).lengths
+    assert raw_records.lengths_to_wire(lengths) == 2 * copy_of(OwnerSession(5, 1)).lengths
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,9 @@ def test_copied_records_are_appended_and_set_no_mark(engine):
 def test_a_copy_that_does_not_fit_changes_nothing(engine, changed, error):
     execute_change(engine, admin_tasks.Assign(1))
     with pytest.raises(error):
-        execute_change(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1), **changed)))
+        execute_change(engine, admin_tasks.PutCopy(copy_of(OwnerSession(5, 1), **changed)))
     assert engine.log(1).max_id == BEFORE_FIRST
-    assert execute_change(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1)))) == 2
+    assert execute_change(engine, admin_tasks.PutCopy(copy_of(OwnerSession(5, 1)))) == 2
 
 
 def full_engine():
@@ -172,7 +172,7 @@ def test_the_state_of_a_replica_is_reported_without_reading_its_files():
     """The event loop calls this: a hanging disk must not block it, and another thread may write."""
     engine, disk = full_engine()
     disk.capacity_bytes += 1 << 16
-    owner = Owner(5, 1)
+    owner = OwnerSession(5, 1)
     execute_change(engine, admin_tasks.PutCopy(copy_of(owner)))
     reads_count = disk.read_count
     found = replica_status_of(engine, 1, is_served=False)
@@ -184,7 +184,7 @@ def test_the_state_of_a_replica_is_reported_without_reading_its_files():
 def test_a_copy_without_space_does_not_use_the_reserve(is_found):
     """Whether that is seen before it is written, or in the middle of that."""
     engine, disk = full_engine()
-    copy, size = copy_of(Owner(5, 1)), 3 * 44 + 3 * 8 + 64
+    copy, size = copy_of(OwnerSession(5, 1)), 3 * 44 + 3 * 8 + 64
     disk.capacity_bytes += size - is_found
     if not is_found:
         disk.plan_fault_at_call(("write",), DiskFault.DISK_FULL)
@@ -211,10 +211,10 @@ def test_a_copy_does_not_confirm_an_unconfirmed_mark(engine):
     log.prepare(4, NONCE)
     log.set_low_water_mark(4, BEFORE_FIRST, GENESIS_CHAIN)
     with pytest.raises(BadRequest, match="the provisional low-water mark"):
-        execute_change(engine, admin_tasks.PutCopy(copy_of(Owner(5, 1))))
+        execute_change(engine, admin_tasks.PutCopy(copy_of(OwnerSession(5, 1))))
     assert log.slot.provisional is not None
 
 
 def test_a_change_contains_its_partition():
     assert admin_execution.partition_of(admin_tasks.Assign(2)) == 2
-    assert admin_execution.partition_of(admin_tasks.PutCopy(copy_of(Owner(5, 1)))) == 1
+    assert admin_execution.partition_of(admin_tasks.PutCopy(copy_of(OwnerSession(5, 1)))) == 1

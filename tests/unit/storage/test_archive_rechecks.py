@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.archived_log import KEY, PARTITION, write_archive
+from tests.archived_log import CLUSTER_KEY, PARTITION_ID, write_archive
 from waltz_core.archive.storage_archive import StorageArchive
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import ArchiveUnavailable
@@ -24,7 +24,7 @@ class Case:
         self.paths = [folder / each.name for each in self.log.manifest.newest]
         self.data = self.paths[0].read_bytes()
         self.threads = ThreadPoolExecutor(1)
-        self.access = StorageArchive(store.url, KEY, self.threads)
+        self.access = StorageArchive(store.url, CLUSTER_KEY, self.threads)
         self.access.open()
         self.paths[0].write_bytes(self.data[:-8] + bytes(8))
         self.missing = self.paths[1].rename(folder / "elsewhere")
@@ -38,12 +38,12 @@ class Case:
 
     def read(self, *ids):
         for each in ids:
-            damage = self.access.find_damage_at((PARTITION, each), self.log.name, self.log.crc)
-            self.access.on_place_read((PARTITION, each), damage)
+            damage = self.access.find_damage_at((PARTITION_ID, each), self.log.name, self.log.crc)
+            self.access.on_place_read((PARTITION_ID, each), damage)
 
     def recheck(self, **changed):
         mark = SimpleNamespace(**{**vars(self.mark()), **changed})
-        asyncio.run(recheck(self.access, {PARTITION: mark}, self.threads))
+        asyncio.run(recheck(self.access, {PARTITION_ID: mark}, self.threads))
         return len(self.access.damaged_places)
 
 

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.storage_owner import NONCE, STAMP_MS, Owner
+from tests.storage_owner import NONCE, STAMP_MS, OwnerSession
 from tests.unit.storage.test_service import KEY, Bench, prepare, reports, tick
 from waltz_core.archive.garbage_collection import CollectedGarbage, GarbageCollectionJob
 from waltz_core.archive.manifest import RecordedManifest
@@ -253,12 +253,12 @@ def test_requests_of_others_and_without_an_archive_are_rejected(make):
     bench = make()
     owner = filled(bench)
     assert isinstance(rejection(bench, range_to(owner, 5), connection=2), SessionFenced)
-    assert isinstance(rejection(bench, range_to(Owner(4), 5)), SessionFenced)
+    assert isinstance(rejection(bench, range_to(OwnerSession(4), 5)), SessionFenced)
     assert "found 3..2" in str(rejection(bench, range_to(owner, 2, first=3)))
     mark = owner.make(SetArchived, 5, owner.chain, 0, 0, "m")
     assert isinstance(rejection(bench, mark, connection=2), SessionFenced)
     assert isinstance(rejection(bench, collection_of(owner), connection=2), SessionFenced)
-    assert isinstance(rejection(bench, collection_of(Owner(4))), SessionFenced)
+    assert isinstance(rejection(bench, collection_of(OwnerSession(4))), SessionFenced)
     other = make(archive=None)
     owner = filled(other)
     for message in (range_to(owner, 5), collection_of(owner)):
@@ -273,7 +273,7 @@ def test_one_range_is_read_or_uploaded_at_a_time(make):
     for partition_id in (1, 2):
         log = bench.engine.assign(partition_id)
         bench.step(service.PartitionOpened(log))
-        owner = Owner(5, partition_id)
+        owner = OwnerSession(5, partition_id)
         bench.ask(1, prepare(owner))
         bench.ask(1, owner.append(2))
         owners.append(owner)
@@ -292,8 +292,8 @@ def test_one_range_is_read_or_uploaded_at_a_time(make):
 
 ENDINGS = {
     "disconnect": lambda bench: bench.step(service.Disconnected(1)),
-    "later session": lambda bench: bench.ask(2, prepare(Owner(6))),
-    "later connection": lambda bench: bench.ask(2, prepare(Owner(5))),
+    "later session": lambda bench: bench.ask(2, prepare(OwnerSession(6))),
+    "later connection": lambda bench: bench.ask(2, prepare(OwnerSession(5))),
     "drop": lambda bench: bench.step(service.PartitionDropped(0)),
 }
 
@@ -314,7 +314,7 @@ def test_a_job_ends_with_its_session_and_the_next_one_waits_for_its_upload(
     assert len(uploads) == is_uploading
     if ending == "drop":
         bench.step(service.PartitionOpened(bench.log))
-    later = Owner(7)
+    later = OwnerSession(7)
     bench.ask(3, prepare(later))
     bench.send(3, range_to(later, 5))
     bench.finish()
@@ -406,7 +406,7 @@ def test_a_collection_and_an_upload_wait_for_each_other(make):
     owner = filled(bench)
     log = bench.engine.assign(1)
     bench.step(service.PartitionOpened(log))
-    second = Owner(5, 1)
+    second = OwnerSession(5, 1)
     bench.ask(1, prepare(second))
     bench.ask(1, second.append(2))
     bench.send(1, collection_of(owner))
@@ -436,7 +436,7 @@ def three_jobs(make):
     for partition_id in (1, 2):
         log = bench.engine.assign(partition_id)
         bench.step(service.PartitionOpened(log))
-        owners.append(Owner(5, partition_id))
+        owners.append(OwnerSession(5, partition_id))
         bench.ask(1, prepare(owners[-1]))
         bench.ask(1, owners[-1].append(2))
     for owner in owners:
@@ -489,9 +489,9 @@ def test_an_upload_that_hangs_is_reported_once_and_the_others_run_after_it(make)
 
 
 def test_a_prepared_answer_has_the_start_if_an_archive_is_configured(make):
-    prepared = make().ask(1, prepare(Owner(1)))
+    prepared = make().ask(1, prepare(OwnerSession(1)))
     assert (prepared.start, prepared.start_chain) == (-1, GENESIS_CHAIN)
-    assert make(archive=None).ask(1, prepare(Owner(1))).start == messages.NO_ARCHIVING
+    assert make(archive=None).ask(1, prepare(OwnerSession(1))).start == messages.NO_ARCHIVING
 
 
 # ---- retention
@@ -590,7 +590,7 @@ def test_the_largest_log_loses_its_oldest_segment_first(make):
     bench, owner = with_segments(make, bytes_max=2_400)
     log = bench.engine.assign(1)
     bench.step(service.PartitionOpened(log))
-    second = Owner(5, 1)
+    second = OwnerSession(5, 1)
     bench.ask(1, prepare(second))
     for _ in range(3):
         bench.ask(1, second.append(2, b"x" * 100))

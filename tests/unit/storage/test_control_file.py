@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.storage.logs import KEY, ROOT, new_disk
 from waltz_core.errors import BadFormat, DiskFailed, ReadFailed
 from waltz_core.records.record import NO_SESSION
@@ -114,19 +114,19 @@ def test_one_sync_covers_all_earlier_writes(tmp_path):
     def slow_sync():
         syncs.append(control._written_count)
         began.set()
-        assert go_on.wait(HANG_S)
+        assert go_on.wait(TEST_TIMEOUT_S)
         file.sync()
 
     control._file = SimpleNamespace(pwrite=file.pwrite, sync=slow_sync, close=file.close)
     with ThreadPoolExecutor(3) as pool:
         first = pool.submit(control.set_marks, 0, 7, 40)
-        assert began.wait(HANG_S)
+        assert began.wait(TEST_TIMEOUT_S)
         others = [pool.submit(control.set_marks, each, 7, 41) for each in (1, 2)]
-        until = time.monotonic() + HANG_S
+        until = time.monotonic() + TEST_TIMEOUT_S
         while control._written_count < 3:
             assert time.monotonic() < until
         go_on.set()
-        assert [each.result(HANG_S).sequence for each in (first, *others)] == [1, 1, 1]
+        assert [each.result(TEST_TIMEOUT_S).sequence for each in (first, *others)] == [1, 1, 1]
     assert syncs == [1, 3]
     control.close()
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.storage.process.storage_daemon import StorageDaemon
 
 
@@ -80,5 +80,7 @@ asyncio.run(main())
 def test_a_disk_that_hangs_does_not_keep_the_process_from_ending(tmp_path, what):
     """The next process needs its locks; a thread that hangs on a disk may never return."""
     command = [sys.executable, "-c", HANGING_PROGRAM, str(tmp_path / "directory"), what]
-    ended = subprocess.run(command, timeout=HANG_S, check=False, capture_output=True, text=True)
+    ended = subprocess.run(
+        command, timeout=TEST_TIMEOUT_S, check=False, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr

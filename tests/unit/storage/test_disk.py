@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.storage.logs import ROOT, new_disk, open_names
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed
 from waltz_core.storage.disk import file_system as disk_module
@@ -210,7 +210,7 @@ def test_a_range_that_another_process_has_locked_is_rejected(tmp_path):
         file = RealDisk().open(path)
         assert not file.lock_range(0, 128)
         assert file.lock_range(128, 10)
-        other.communicate("", timeout=HANG_S)
+        other.communicate("", timeout=TEST_TIMEOUT_S)
     assert file.lock_range(0, 128)
     file.close()
 

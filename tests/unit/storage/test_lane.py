@@ -3,7 +3,7 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
-from tests.storage_owner import Owner
+from tests.storage_owner import OwnerSession
 from waltz_core.storage.files.format import Promise
 from waltz_core.storage.log.scrub import ScrubPiece
 from waltz_core.storage.service import lane as lanes
@@ -12,7 +12,7 @@ from waltz_core.storage.service.work import BATCHES_BYTES_MAX, RANGE_BYTES_MAX, 
 from waltz_core.wire.messages import Engage, Heartbeat, RangeForm, RangeRaw, Repair
 from waltz_core.wire.record_locations import LOCATIONS
 
-OWNER = Owner(1)
+OWNER = OwnerSession(1)
 
 
 def lane(*, writes=(), reads=(), piece=None):
@@ -33,7 +33,7 @@ def a_read():
 
 
 def test_reads_and_writes_alternate_and_appends_are_grouped():
-    owner = Owner(1)
+    owner = OwnerSession(1)
     writes = [owner.append(), owner.append(), owner.make(Engage, 1), owner.append()]
     one = lane(writes=writes, reads=[a_read() for _ in range(3)])
     taken = [kinds(one.take_next()) for _ in range(7)]
@@ -58,7 +58,7 @@ def test_the_scrubs_piece_runs_first_and_once():
 
 
 def test_a_group_is_bounded(monkeypatch):
-    owner = Owner(1)
+    owner = OwnerSession(1)
     appends = [owner.append(data=bytes(400)) for _ in range(5)]
     monkeypatch.setattr(lanes, "GROUP_BYTES_MAX", 2 * queue_bytes(appends[0]))
     one = lane(writes=appends)
@@ -74,7 +74,7 @@ def test_requests_cost_the_bytes_that_they_carry_or_request():
     assert queue_bytes(replace(most, whole_batches=True)) == least + BATCHES_BYTES_MAX
     assert queue_bytes(replace(most, form=LOCATIONS)) == least
     assert queue_bytes(OWNER.make(Repair, 0, bytes(8), bytes(70), 0)) == least + 78
-    append = Owner(1).append()
+    append = OwnerSession(1).append()
     assert queue_bytes(append) == least + len(append.records) + len(append.lengths)
     more = replace(append, locks=bytes(1_000), lineage=append.lineage * 3)
     assert queue_bytes(more) == queue_bytes(append) + 1_000 + 2 * 256

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.loops import on_loop, until
-from tests.patience import HANG_S
+from tests.loops import poll_until, run_on_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.cluster.znodes.model import ReplicaAssignments
 from waltz_core.errors import CoordinatorUnavailable, DiskFailed, UnknownPartition
 from waltz_core.storage.files.disk_space import DiskSpace
@@ -141,7 +141,7 @@ class Follower:
     async def looked(self):
         self._looked.clear()
         self.serving.recheck()
-        async with asyncio.timeout(HANG_S):
+        async with asyncio.timeout(TEST_TIMEOUT_S):
             await self._looked.wait()
         return sorted(self.serving.logs)
 
@@ -160,7 +160,7 @@ async def following(engine, coordinator=None):
             task.cancel()
 
 
-@on_loop
+@run_on_loop
 async def test_an_offline_replica_is_not_served_even_if_assigned():
     engine = Directory(0, 1)
     engine.offline = {1}
@@ -174,7 +174,7 @@ async def test_an_offline_replica_is_not_served_even_if_assigned():
         assert await follower.looked() == [0, 1]
 
 
-@on_loop
+@run_on_loop
 async def test_a_removed_replica_that_is_a_session_member_is_served_unless_offline():
     engine, coordinator = Directory(0, 1, 2), Metadata(1, 2)
     engine.offline = {2}
@@ -208,7 +208,7 @@ def test_the_process_ends_if_only_a_restart_helps():
 
 
 @pytest.mark.parametrize("what", ["offline", "abandoned"])
-@on_loop
+@run_on_loop
 async def test_a_replica_removed_during_the_request_is_not_opened_again(what):
     engine, coordinator = Directory(0, 1), Metadata(1)
 
@@ -229,7 +229,7 @@ def test_partitions_are_opened_by_all_opener_threads_concurrently():
     opened = []
 
     def call(partition_id):
-        together.wait(timeout=HANG_S)  # breaks, and fails, when fewer come
+        together.wait(timeout=TEST_TIMEOUT_S)  # breaks, and fails, when fewer come
         opened.append(partition_id)
 
     run_concurrently(call, range(2 * OPENERS_COUNT))
@@ -250,7 +250,7 @@ def test_an_error_of_one_opening_is_raised_when_all_are_done():
     assert sorted(opened) == [0, *range(2, 20)]
 
 
-@on_loop
+@run_on_loop
 async def test_a_drop_that_hangs_delays_its_own_partition_only():
     engine = Directory(0, 1, 2)
     async with following(engine) as follower:
@@ -261,11 +261,11 @@ async def test_a_drop_that_hangs_delays_its_own_partition_only():
         assert await follower.serving.run_exclusively(1, lambda: "done") == "done"
         assert await follower.assigned(0, 2) == [0, 2], "it is dropped first"
         follower.serving.on_partition_idle(0)
-        await until(lambda: engine.opened.count(0) == 2)
+        await poll_until(lambda: engine.opened.count(0) == 2)
         assert follower.dropped == [1, 3, 0]
 
 
-@on_loop
+@run_on_loop
 async def test_changes_of_unknown_partitions_are_dropped():
     async with following(Directory(0, 1)) as follower:
         for partition_id in (-1, 4, 1 << 30):
@@ -275,13 +275,13 @@ async def test_changes_of_unknown_partitions_are_dropped():
         assert set(follower.serving._locks) == {3}
 
 
-@on_loop
+@run_on_loop
 async def test_a_partition_with_missing_files_is_dropped_and_not_opened_again():
     engine = Directory(0, 1)
     async with following(engine) as follower:
         assert await follower.assigned(0, 1) == [0, 1]
         follower.serving.stop_serving(0, DiskFailed("gone"))
-        await until(lambda: follower.dropped == [0])
+        await poll_until(lambda: follower.dropped == [0])
         assert await follower.looked() == [1]
         assert follower.serving.unserved_partitions == [0]
         assert follower.serving.unserved_reasons == {"0": "gone"}

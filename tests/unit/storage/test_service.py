@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from tests.storage_owner import Owner, records_of
+from tests.storage_owner import OwnerSession, encode_records
 from waltz_core import errors
 from waltz_core.errors import DiskFailed, NoSpace, ReadFailed, UnknownPartition, error_from_code
 from waltz_core.machine import Report, Wakeup
@@ -168,7 +168,7 @@ class Bench:
 
     def owned(self, session_id=1, connection=1, *, engaged=True):
         """Return an owner whose session is prepared, and engaged if wanted."""
-        owner = Owner(session_id)
+        owner = OwnerSession(session_id)
         prepared = self.ask(connection, prepare(owner))
         assert isinstance(prepared, Prepared)
         owner.next_id, owner.chain = prepared.synced_max + 1, bytes(prepared.chain)
@@ -221,7 +221,7 @@ def open_request(key=KEY, count=4):
 
 @pytest.mark.parametrize("storage_id", [STORAGE_ID, NO_ID], ids=["registered", "not yet"])
 def test_a_new_replica_reports_that_it_has_nothing(bench, storage_id):
-    answer = bench.ask(1, prepare(Owner(5), storage_id=storage_id))
+    answer = bench.ask(1, prepare(OwnerSession(5), storage_id=storage_id))
     assert answer == Prepared(
         5, 1, 0, STORAGE_ID, -1, BEFORE_FIRST, True, BEFORE_FIRST, GENESIS_CHAIN, False, b""
     )
@@ -237,20 +237,20 @@ def test_a_new_replica_reports_that_it_has_nothing(bench, storage_id):
     ],
 )
 def test_a_storage_of_another_cluster_is_not_prepared(bench, wrong, error):
-    assert bench.refusal(1, prepare(Owner(5), **wrong)) is error
+    assert bench.refusal(1, prepare(OwnerSession(5), **wrong)) is error
     assert bench.log.promised == -1
 
 
 def test_a_session_far_above_the_promised_one_is_rejected(bench):
-    assert bench.refusal(1, prepare(Owner(-1))) is errors.BadRequest
-    assert bench.refusal(1, prepare(Owner(1 << 40))) is errors.BadRequest
+    assert bench.refusal(1, prepare(OwnerSession(-1))) is errors.BadRequest
+    assert bench.refusal(1, prepare(OwnerSession(1 << 40))) is errors.BadRequest
     assert bench.log.promised == -1
 
 
 @pytest.mark.parametrize("rival", [{"session_id": 4}, {"nonce": b"another nonce..."}], ids=str)
 def test_an_earlier_session_and_another_owner_are_rejected_with_the_promised_one(bench, rival):
     bench.owned(5)
-    answer = bench.ask(2, prepare(Owner(**{"session_id": 5} | rival)))
+    answer = bench.ask(2, prepare(OwnerSession(**{"session_id": 5} | rival)))
     assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 5)
     assert bench.only(service_effects.CloseConnection) == []
 
@@ -265,11 +265,11 @@ def test_after_a_lost_control_slot_only_a_newer_session_is_accepted(tmp_path):
     content[4096 * newer] ^= 1
     slots.write_bytes(content)
     bench = Bench(tmp_path)
-    earlier = bench.ask(1, prepare(Owner(4)))
+    earlier = bench.ask(1, prepare(OwnerSession(4)))
     assert (earlier.error_code, earlier.promised) == (errors.SessionFenced.code, 5)
-    assert bench.refusal(1, prepare(Owner(5))) is errors.ReplicaSuspect
-    assert bench.refusal(1, prepare(Owner(6))) is errors.ReplicaSuspect
-    assert bench.ask(1, prepare(Owner(7))).suspect
+    assert bench.refusal(1, prepare(OwnerSession(5))) is errors.ReplicaSuspect
+    assert bench.refusal(1, prepare(OwnerSession(6))) is errors.ReplicaSuspect
+    assert bench.ask(1, prepare(OwnerSession(7))).suspect
     bench.engine.abandon()
 
 
@@ -284,7 +284,7 @@ def test_the_same_owner_may_reconnect(bench):
 
 def test_late_messages_of_an_abandoned_connection_change_nothing(bench):
     """The disk hangs, the owner dials again, and then what it had sent at first is read."""
-    owner = Owner(5)
+    owner = OwnerSession(5)
     bench.send(2, prepare(owner))
     bench.send(1, prepare(owner))
     bench.finish()
@@ -296,7 +296,7 @@ def test_late_messages_of_an_abandoned_connection_change_nothing(bench):
 
 def test_an_owner_that_returns_gets_no_answer_about_a_rival(bench):
     """An owner halts its partition permanently if its session is promised to another owner."""
-    owner = Owner(5)
+    owner = OwnerSession(5)
     bench.send(1, prepare(owner))
     bench.send(1, prepare(owner))  # the first one is under way, this one waits
     bench.send(2, prepare(owner))
@@ -315,16 +315,16 @@ def test_a_connection_may_continue_with_a_later_session(bench):
 
 
 def test_a_partition_that_is_not_assigned_here_is_rejected(bench):
-    assert bench.refusal(1, prepare(Owner(5, partition_id=3))) is errors.UnknownPartition
+    assert bench.refusal(1, prepare(OwnerSession(5, partition_id=3))) is errors.UnknownPartition
 
 
 def test_a_promise_that_could_not_be_made_durable_ends_the_session(bench):
     bench.disk.next_errors["pwrite"] = DiskFailed("slots are gone")
-    assert bench.refusal(1, prepare(Owner(5))) is DiskFailed
+    assert bench.refusal(1, prepare(OwnerSession(5))) is DiskFailed
     assert [each.connection for each in bench.only(service_effects.CloseConnection)] == [1]
-    assert bench.refusal(1, Owner(5).make(Heartbeat)) is errors.SessionFenced
+    assert bench.refusal(1, OwnerSession(5).make(Heartbeat)) is errors.SessionFenced
     # The rejected session stays fenced: an earlier session is rejected, too.
-    assert bench.refusal(2, prepare(Owner(4))) is errors.SessionFenced
+    assert bench.refusal(2, prepare(OwnerSession(4))) is errors.SessionFenced
 
 
 # ---- which connections may send requests
@@ -340,7 +340,7 @@ def requests_of(owner):
         owner.make(LineageRequest, 0, 0),
         owner.make(Repair, 0, b"", b"", 0),
         range_of(owner, 0, 0),
-        Owner(5).append(),
+        OwnerSession(5).append(),
     )
 
 
@@ -379,11 +379,11 @@ def test_a_later_session_is_reported_while_its_prepare_waits(bench):
     bench.send(4, open_request())
     assert isinstance(bench.ask(4, owner.make(Heartbeat)), HeartbeatResponse)
     bench.send(1, owner.append())
-    bench.send(2, prepare(Owner(6)))
+    bench.send(2, prepare(OwnerSession(6)))
     bench.send(4, owner.make(Heartbeat))
     answer = bench.answers(4)[-1]
     assert (answer.error_code, answer.promised) == (errors.SessionFenced.code, 6)
-    bench.send(3, prepare(Owner(7)))
+    bench.send(3, prepare(OwnerSession(7)))
     waiting = bench.answers(2)[-1]
     assert (waiting.error_code, waiting.promised) == (errors.SessionFenced.code, 7)
     bench.finish()
@@ -398,7 +398,7 @@ def test_appends_are_answered_after_the_sync_and_can_be_read(bench):
     assert bench.ask(1, first) == Appended(5, first.sequence, 0, 2)
     assert bench.ask(1, second) == Appended(5, second.sequence, 0, 4)
     found = bench.ask(1, range_of(owner, 1, 4))
-    records, _, lengths = records_of(1, 4)
+    records, _, lengths = encode_records(1, 4)
     assert isinstance(found, RangeBytes)
     assert (found.first, found.count, bytes(found.records), bytes(found.lengths)) == (
         1,
@@ -458,7 +458,7 @@ def test_a_later_session_ends_the_earlier_one_at_once(bench):
     under_way, *queued = (old.append() for _ in range(4))
     bench.send(1, under_way, *queued)
     bench.send(1, range_of(old, 0, 0))
-    new = Owner(6)
+    new = OwnerSession(6)
     bench.send(2, prepare(new))
     refused = bench.answers(1)[-4:]
     assert all(each.error_code == errors.SessionFenced.code for each in refused)
@@ -479,7 +479,7 @@ def test_a_disconnected_owner_leaves_nothing_in_the_queue(bench):
     bench.finish()
     assert bench.log.synced_max == 0
     assert bench.service.queue_limits.owner_bytes == 0
-    again = Owner(5).continue_after(owner)
+    again = OwnerSession(5).continue_after(owner)
     assert bench.ask(2, prepare(again)).synced_max == 0
 
 
@@ -488,7 +488,7 @@ def test_a_disconnected_owner_leaves_nothing_in_the_queue(bench):
 
 def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
     owner = bench.owned(5, engaged=False)
-    reader = Owner(5)
+    reader = OwnerSession(5)
     request = range_of(reader, 0, 9, reader=True)
     assert bench.refusal(7, request) is errors.BadRequest  # it has not named its cluster
     assert bench.ask(7, open_request()) == SuccessResponse(-1, -1, -1)
@@ -499,26 +499,26 @@ def test_a_reader_is_answered_while_the_session_that_it_names_is_engaged(bench):
     owner = bench.owned(6, connection=1)
     bench.ask(1, owner.append(2))
     assert bench.refusal(7, request) is errors.SessionFenced
-    found = bench.ask(7, range_of(Owner(6), 1, 99, reader=True))
+    found = bench.ask(7, range_of(OwnerSession(6), 1, 99, reader=True))
     assert (found.first, found.count) == (1, 4)
-    beyond = bench.ask(7, range_of(Owner(6), 5, 99, reader=True))
+    beyond = bench.ask(7, range_of(OwnerSession(6), 5, 99, reader=True))
     assert (beyond.first, beyond.count, beyond.records) == (5, 0, b"")
     bench.step(service.Disconnected(1))  # the owner has disconnected, the log is unchanged
-    assert bench.ask(7, range_of(Owner(6), 0, 0, reader=True)).count == 1
+    assert bench.ask(7, range_of(OwnerSession(6), 0, 0, reader=True)).count == 1
     bench.step(service.Disconnected(7))  # nothing is kept for closed connections
-    assert bench.refusal(7, range_of(Owner(6), 0, 0, reader=True)) is errors.BadRequest
+    assert bench.refusal(7, range_of(OwnerSession(6), 0, 0, reader=True)) is errors.BadRequest
 
 
 def test_lock_blocks_are_reported_to_readers_of_the_engaged_session(bench):
     owner = bench.owned(5)
     bench.ask(1, dataclasses.replace(owner.append(3), locks=b"block"))
-    request = Owner(5).make(LockBlocksRequest, 100)
+    request = OwnerSession(5).make(LockBlocksRequest, 100)
     assert bench.refusal(7, request) is errors.BadRequest  # it has not named its cluster
     bench.ask(7, open_request())
     assert bench.ask(7, request) == LockBlocks(5, request.sequence, 0, b"block")
-    assert bench.refusal(7, Owner(4).make(LockBlocksRequest, 100)) is errors.SessionFenced
+    assert bench.refusal(7, OwnerSession(4).make(LockBlocksRequest, 100)) is errors.SessionFenced
     assert bench.service.queue_limits.owner_bytes == 0
-    bench.send(7, Owner(5).make(LockBlocksRequest, 100))
+    bench.send(7, OwnerSession(5).make(LockBlocksRequest, 100))
     assert bench.service.queue_limits.owner_bytes == 512 + 100
 
 
@@ -527,7 +527,7 @@ def test_a_reader_never_sees_what_is_not_synced(bench):
     bench.send(7, open_request())
     bench.send(1, owner.append())
     append = bench.works[0]
-    bench.send(7, range_of(Owner(5), 0, 9, reader=True))
+    bench.send(7, range_of(OwnerSession(5), 0, 9, reader=True))
     assert bench.works == [append]
     bench.finish()
     assert bench.answers(7)[-1].count == 1
@@ -538,7 +538,7 @@ def test_a_reader_of_another_cluster_is_rejected(bench, wrong):
     bench.send(7, open_request(**wrong))
     assert bench.answers(7)[-1].error_code == errors.ClusterKeyMismatch.code
     bench.owned(5)
-    assert bench.refusal(7, range_of(Owner(5), 0, 0, reader=True)) is errors.BadRequest
+    assert bench.refusal(7, range_of(OwnerSession(5), 0, 0, reader=True)) is errors.BadRequest
 
 
 def test_the_owner_reads_headers_whole_batches_and_the_lineage(bench):
@@ -551,7 +551,7 @@ def test_the_owner_reads_headers_whole_batches_and_the_lineage(bench):
     assert bytes(headers.lengths) == b""
     batches = bench.ask(1, range_of(owner, 3, 5, whole_batches=True))
     assert (batches.first, batches.count, bytes(batches.chain_before)) == (3, 3, chain)
-    _, crcs, _ = records_of(3, 3)
+    _, crcs, _ = encode_records(3, 3)
     assert bytes(batches.lineage[0].chain) == next_chain(chain, 3, 5, 5, crcs)
     assert bench.refusal(1, range_of(owner, 4, 5, whole_batches=True)) is errors.BadRequest
     assert bench.refusal(1, range_of(owner, 6, 9)) is errors.BadRequest
@@ -588,8 +588,10 @@ def test_many_reads_of_readers_pause_no_owner(make):
     bench.ask(1, owner.append())
     for reader in (7, 8):
         bench.ask(reader, open_request())
-    bench.send(7, *(range_of(Owner(5), 0, 9, reader=True, bytes_max=1 << 30) for _ in range(4)))
-    bench.send(8, range_of(Owner(5), 0, 9, reader=True, bytes_max=1))
+    bench.send(
+        7, *(range_of(OwnerSession(5), 0, 9, reader=True, bytes_max=1 << 30) for _ in range(4))
+    )
+    bench.send(8, range_of(OwnerSession(5), 0, 9, reader=True, bytes_max=1))
     bench.send(1, owner.append(data=bytes(500)))
     assert [each.connection for each in bench.only(service_effects.PauseReading)] == [7, 8]
     bench.finish()
@@ -603,7 +605,7 @@ def test_many_reads_of_readers_pause_no_owner(make):
 def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
     owner = bench.owned(5)
     bench.send(1, owner.append())
-    bench.send(2, prepare(Owner(6)))
+    bench.send(2, prepare(OwnerSession(6)))
     bench.disk.next_errors["sync"] = DiskFailed("sync of x.seg: Input/output error")
     bench.finish()
     assert bench.answers(2)[-1].error_code == DiskFailed.code
@@ -612,7 +614,7 @@ def test_a_prepare_that_waits_for_a_failing_disk_names_no_other_owner(bench):
 def test_a_failed_sync_ends_the_session_and_a_second_one_the_process(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(2))
-    kept = Owner(6).continue_after(owner)
+    kept = OwnerSession(6).continue_after(owner)
     bench.send(1, owner.append())
     bench.send(1, owner.append(), owner.append())
     bench.disk.next_errors["sync"] = DiskFailed("sync of x.seg: Input/output error")
@@ -625,7 +627,7 @@ def test_a_failed_sync_ends_the_session_and_a_second_one_the_process(bench):
     assert bench.only(service_effects.EndProcess) == []
     assert bench.refusal(1, owner.make(Heartbeat)) is errors.SessionFenced
     bench.ask(7, open_request())
-    assert bench.refusal(7, range_of(Owner(5), 0, 1, reader=True)) is errors.NotMounted
+    assert bench.refusal(7, range_of(OwnerSession(5), 0, 1, reader=True)) is errors.NotMounted
 
     prepared = bench.ask(2, prepare(kept))
     assert (prepared.synced_max, bytes(prepared.chain)) == (1, kept.chain)
@@ -690,7 +692,7 @@ def test_a_dropped_partition_is_not_served_any_more(bench):
 
 
 def test_rejections_are_reported(bench):
-    bench.refusal(1, prepare(Owner(5, partition_id=3)))
+    bench.refusal(1, prepare(OwnerSession(5, partition_id=3)))
     (report,) = bench.only(Report)
     assert report.name == "storage.request_rejected"
     assert dict(report.fields) == {"request": "Prepare", "error": "UnknownPartition"}
@@ -703,10 +705,10 @@ def test_a_damaged_range_is_repaired_in_this_session_or_the_next(bench, session_
     with flipped(bench.engine.directory / "0", 3):
         assert bench.refusal(1, range_of(owner, 3, 3)) is errors.ChecksumMismatch
     if session_id == 6:
-        owner = Owner(6)
+        owner = OwnerSession(6)
         prepared = bench.ask(1, prepare(owner))
         assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [3, 3]
-    records, _, lengths = records_of(3, 1)
+    records, _, lengths = encode_records(3, 1)
     message = owner.make(Repair, 3, lengths, records, zlib.crc32(records))
     wrong = dataclasses.replace(message, records_crc=1)
     assert bench.refusal(1, wrong) is errors.ChecksumMismatch
@@ -734,7 +736,7 @@ def test_the_owner_is_notified_of_damage_found_by_any_read(bench):
     owner = bench.owned(5)
     bench.ask(1, owner.append(6))
     bench.ask(2, open_request())
-    reader = Owner(5)
+    reader = OwnerSession(5)
     with flipped(bench.engine.directory / "0", 3):
         answer = bench.ask(2, range_of(reader, 0, 5, reader=True))
     assert answer.count == 3
@@ -758,7 +760,7 @@ def test_damage_without_an_owner_is_reported_with_the_next_session(bench):
         bench.finish()
     assert reported_damage(bench) == []
     assert reports(bench, "storage.damage_found") == [{"partition": 0, "ids": "2..2"}]
-    prepared = bench.ask(2, prepare(Owner(6)))
+    prepared = bench.ask(2, prepare(OwnerSession(6)))
     assert np.frombuffer(prepared.damaged, dtype=">i8").tolist() == [2, 2]
 
 
@@ -950,7 +952,7 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
     change(tmp_path / "0" / "0")
     match found_by:
         case "prepare":
-            bench.send(2, prepare(Owner(2)))
+            bench.send(2, prepare(OwnerSession(2)))
         case "scrub":
             bench.step(service.ScrubRequested(0))
         case "append":  # its file is not open any more, and not to be found
@@ -967,11 +969,11 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
     assert {"storage.disk_failed", "storage.scrub_skipped", "storage.damage_found"}.isdisjoint(
         names
     )
-    assert bench.refusal(3, prepare(Owner(4))) is UnknownPartition
+    assert bench.refusal(3, prepare(OwnerSession(4))) is UnknownPartition
     bench.now_ms += 10_000
     bench.step(Wakeup())
     assert bench.finish() == 0
-    other = dataclasses.replace(prepare(Owner(2)), partition_id=1)
+    other = dataclasses.replace(prepare(OwnerSession(2)), partition_id=1)
     assert isinstance(bench.ask(4, other), Prepared)
     bench.step(service.PartitionDropped(0))
     assert bench.only(service_effects.PartitionIdle)[-1].log is bench.log
@@ -981,7 +983,7 @@ def test_files_that_were_deleted_or_replaced_are_used_no_more(make, tmp_path, ch
 def test_a_filled_replica_is_reported(bench):
     owner = bench.owned()
     bench.ask(1, owner.append(3))
-    later = Owner(2)
+    later = OwnerSession(2)
     assert isinstance(bench.ask(2, prepare(later)), Prepared)
     later.next_id, later.chain = owner.next_id, owner.chain
     bench.ask(2, later.append(2))

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.errors import (
     BadFormat,
     ChecksumMismatch,
@@ -114,9 +114,9 @@ def test_a_second_opener_is_rejected_in_this_process_and_in_another(tmp_path):
     )
     control = str(tmp_path / "waltz-storage.ctl")
     run = [sys.executable, "-c", script, control]
-    assert subprocess.run(run, check=False, timeout=HANG_S).returncode == 7
+    assert subprocess.run(run, check=False, timeout=TEST_TIMEOUT_S).returncode == 7
     engine.close()
-    assert subprocess.run(run, check=False, timeout=HANG_S).returncode == 0
+    assert subprocess.run(run, check=False, timeout=TEST_TIMEOUT_S).returncode == 0
     open_engine(tmp_path).close()
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.call_counting import counted_calls
-from tests.storage_owner import Owner
+from tests.call_counting import record_calls
+from tests.storage_owner import OwnerSession
 from waltz_core.errors import BadRequest, ChecksumMismatch, NoSpace, ReadFailed
 from waltz_core.records import raw_records
 from waltz_core.records.record import BEFORE_FIRST, GENESIS_CHAIN
@@ -58,7 +58,7 @@ def run(log, *messages, **options):
 
 
 def test_a_group_counts_what_it_has_appended_and_times_its_one_sync(log):
-    owner = Owner(5)
+    owner = OwnerSession(5)
     moments = iter((10.0, 10.5))
     result = run(log, owner.append(3), owner.append(2), clock_s=lambda: next(moments))
     assert [type(each) for each in result.outcomes] == [Appended, Appended]
@@ -68,7 +68,7 @@ def test_a_group_counts_what_it_has_appended_and_times_its_one_sync(log):
 
 
 def test_the_lock_blocks_of_a_group_are_kept_and_reported(log):
-    owner = Owner(5)
+    owner = OwnerSession(5)
     group = [
         dataclasses.replace(owner.append(2), locks=b"one "),
         owner.append(),
@@ -85,7 +85,7 @@ def test_the_lock_blocks_of_a_group_are_kept_and_reported(log):
 
 
 def test_a_group_that_was_rejected_whole_is_not_synced(log):
-    owner = Owner(5)
+    owner = OwnerSession(5)
     owner.append()
     result = run(log, owner.append(), owner.append())
     assert [type(each) for each in result.outcomes] == [BadRequest, BadRequest]
@@ -100,7 +100,7 @@ def test_an_append_is_read_through_once(log, monkeypatch):
         sizes.append(len(data))
         return zlib.crc32(data, value)
 
-    append = Owner(5).append(50, b"d" * 500)
+    append = OwnerSession(5).append(50, b"d" * 500)
     for module in (work, raw_records):
         monkeypatch.setattr(module, "crc32", counted)
     (outcome,) = run(log, append).outcomes
@@ -109,7 +109,7 @@ def test_an_append_is_read_through_once(log, monkeypatch):
 
 
 def test_an_append_that_was_changed_on_its_way_is_rejected(log):
-    append = Owner(5).append(3)
+    append = OwnerSession(5).append(3)
     changed = append.records[:50] + b"?" + append.records[51:]
     wrong = dataclasses.replace(append, records=changed)
     (outcome,) = run(log, wrong).outcomes
@@ -133,8 +133,8 @@ def test_reads_are_always_bounded(log, monkeypatch):
     monkeypatch.setattr(
         log, "read_range", lambda *args, **more: asked.append(args[2]) or read(*args, **more)
     )
-    run(log, Owner(5).append(3))
-    owner = Owner(5)
+    run(log, OwnerSession(5).append(3))
+    owner = OwnerSession(5)
     for bytes_max, whole_batches in ((2**31 - 1, False), (2**31 - 1, True), (-5, False)):
         message = owner.make(RangeRaw, 0, 2, bytes_max, RangeForm.WHOLE, whole_batches, False)
         (outcome,) = run(log, message).outcomes
@@ -145,7 +145,7 @@ def test_reads_are_always_bounded(log, monkeypatch):
 
 
 def test_record_places_are_returned_and_counted_as_read(log):
-    owner = Owner(5)
+    owner = OwnerSession(5)
     run(log, owner.append(3))
     (located,) = run(log, owner.make(RangeRaw, 1, 2, 1 << 20, LOCATIONS, False, True)).outcomes
     assert (located.first, located.count, located.form) == (1, 2, LOCATIONS)
@@ -166,7 +166,7 @@ def test_record_places_are_returned_and_counted_as_read(log):
     "form", [None, RangeForm.WHOLE, RangeForm.HEADERS], ids=["append", "whole", "headers"]
 )
 def test_no_request_takes_more_calls_for_more_records(log, form):
-    owner = Owner(5)
+    owner = OwnerSession(5)
     append = owner.append
     run(log, append(3_000), append(100))  # the fixed costs of the first call
     counts = []
@@ -176,7 +176,7 @@ def test_no_request_takes_more_calls_for_more_records(log, form):
             run(log, message)
             last = first + count - 1
             message = owner.make(RangeRaw, first, last, RANGE_BYTES_MAX, form, False, False)
-        with counted_calls() as calls:
+        with record_calls() as calls:
             (outcome,) = run(log, message).outcomes
         assert getattr(outcome, "count", count) == count
         assert isinstance(outcome, Appended if form is None else RangeBytes)
@@ -186,7 +186,7 @@ def test_no_request_takes_more_calls_for_more_records(log, form):
 
 @pytest.mark.parametrize("form", [RangeForm.WHOLE, RangeForm.HEADERS], ids=["whole", "headers"])
 def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
-    owner = Owner(5)
+    owner = OwnerSession(5)
     run(log, owner.append(500), owner.append(500))
     preads = []
     pread = RealFile.pread
@@ -206,7 +206,7 @@ def test_a_range_is_one_read_of_its_records(log, monkeypatch, form):
 
 
 def test_a_piece_of_the_scrub_states_what_was_read_and_where_to_continue(log):
-    run(log, Owner(5).append(6))
+    run(log, OwnerSession(5).append(6))
     result = Work(log, (), STORAGE_ID, piece=ScrubPiece(0, 100)).run()
     assert result.scrubbed == ScrubResult(2, 88)
     assert result.outcomes == []
@@ -215,7 +215,7 @@ def test_a_piece_of_the_scrub_states_what_was_read_and_where_to_continue(log):
 
 
 def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
-    run(log, Owner(5).append(6))
+    run(log, OwnerSession(5).append(6))
 
     def fails(_first, _bytes_max):
         raise ReadFailed("cannot read x.chn: Input/output error")
@@ -228,20 +228,20 @@ def test_an_obstacle_of_the_scrub_is_reported_and_skipped(log, monkeypatch):
 
 
 def test_a_read_that_fails_for_a_request_is_its_outcome_and_no_failed_write(log, monkeypatch):
-    run(log, Owner(5).append(6))
+    run(log, OwnerSession(5).append(6))
 
     def fails(*_ids):
         raise ReadFailed("cannot read x.chn: Input/output error")
 
     monkeypatch.setattr(log, "lineage", fails)
-    result = run(log, Owner(5).make(LineageRequest, 0, 5))
+    result = run(log, OwnerSession(5).make(LineageRequest, 0, 5))
     assert isinstance(result.outcomes[0], ReadFailed)
     assert result.failure is None
     assert len(result.failed_reads) == 1
 
 
 def test_a_group_without_space_is_rejected_completely_before_it_is_written(log):
-    owner = Owner(5)
+    owner = OwnerSession(5)
     appends = tuple(LaneRequest(1, owner.append(2)) for _ in range(2))
     disk = SimDisk(capacity_bytes=4_096 + 2 * 168 - 1)
     disk.make_directory(Path("/waltz"))
@@ -270,7 +270,7 @@ def test_a_truncation_without_space_is_repeated_with_the_reserve():
         new_storage_id=STORAGE_ID,
         reserve_bytes=4_096,
     )
-    log, owner = engine.assign(0), Owner(5)
+    log, owner = engine.assign(0), OwnerSession(5)
     log.prepare(5, bytes(16))
     (appended,) = run(log, owner.append(4)).outcomes
     assert appended.synced_max == 3
@@ -298,7 +298,7 @@ def test_a_reset_on_a_full_disk_uses_the_reserve_or_changes_nothing(reserve_byte
         new_storage_id=STORAGE_ID,
         reserve_bytes=reserve_bytes,
     )
-    log, owner = engine.assign(0), Owner(5)
+    log, owner = engine.assign(0), OwnerSession(5)
     log.prepare(5, bytes(16))
     run(log, owner.append(4))
     reset = LaneRequest(1, owner.make(ResetLog, 9, bytes(16)))

@@ -9,8 +9,8 @@ from typing import cast
 
 import pytest
 
-from tests.loops import on_loop, until
-from tests.patience import HANG_S
+from tests.loops import poll_until, run_on_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.storage.service.work import Work, WorkResult
 from waltz_core.storage.service.writer_threads import CallThreads, WriteOutcome, WriterThreads
 from waltz_core.transport import net
@@ -45,14 +45,14 @@ class Recorder:
         self.threads.add(threading.get_ident())
 
 
-@on_loop
+@run_on_loop
 async def test_a_result_is_reported_once_on_the_loops_thread():
     recorder = Recorder()
     writers = WriterThreads(2, recorder)
     made = WorkResult(appended_count=3)
     piece = work(lambda: made)
     writers.run(piece)
-    await until(lambda: recorder.outcomes)
+    await poll_until(lambda: recorder.outcomes)
     assert recorder.outcomes == [(piece, made)]
     assert recorder.threads == {threading.get_ident()}
     thread = cast("Piece", piece).thread
@@ -60,7 +60,7 @@ async def test_a_result_is_reported_once_on_the_loops_thread():
     assert thread is not threading.current_thread()
     assert thread.daemon, "rule 3: a process ends despite a thread that a disk holds"
     writers.end()
-    await asyncio.to_thread(thread.join, HANG_S)
+    await asyncio.to_thread(thread.join, TEST_TIMEOUT_S)
     assert not thread.is_alive()
     assert len(recorder.outcomes) == 1
 
@@ -75,7 +75,7 @@ def test_an_error_of_a_piece_is_its_outcome(error: BaseException):
         writers = WriterThreads(1, recorder)
         writers.run(work(fail))
         writers.run(work())
-        await until(lambda: len(recorder.outcomes) == 2)
+        await poll_until(lambda: len(recorder.outcomes) == 2)
         assert recorder.outcomes[0][1] is error
         assert isinstance(recorder.outcomes[1][1], WorkResult), "the thread continues"
         writers.end()
@@ -83,50 +83,50 @@ def test_an_error_of_a_piece_is_its_outcome(error: BaseException):
     net.run(scenario())
 
 
-@on_loop
+@run_on_loop
 async def test_one_thread_runs_the_pieces_in_order():
     recorder = Recorder()
     writers = WriterThreads(1, recorder)
     pieces = [work() for _ in range(50)]
     for piece in pieces:
         writers.run(piece)
-    await until(lambda: len(recorder.outcomes) == len(pieces))
+    await poll_until(lambda: len(recorder.outcomes) == len(pieces))
     assert [piece for piece, _ in recorder.outcomes] == pieces
     writers.end()
 
 
-@on_loop
+@run_on_loop
 async def test_an_idle_thread_keeps_no_reference_to_its_last_call():
     recorder = Recorder()
     writers = WriterThreads(1, recorder)
     writers.run(work())
-    await until(lambda: recorder.outcomes)
+    await poll_until(lambda: recorder.outcomes)
     ((piece, _),) = recorder.outcomes
     kept = weakref.ref(cast("Piece", piece))
     del piece
     recorder.outcomes.clear()
-    await until(lambda: kept() is None)
+    await poll_until(lambda: kept() is None)
     writers.end()
 
 
-@on_loop
+@run_on_loop
 async def test_a_piece_that_hangs_on_a_disk_delays_no_other_and_no_shutdown():
     recorder, held = Recorder(), threading.Event()
 
     def hang() -> WorkResult:
-        assert held.wait(HANG_S)
+        assert held.wait(TEST_TIMEOUT_S)
         return WorkResult()
 
     writers = WriterThreads(2, recorder)
     stuck, other = work(hang), work()
     writers.run(stuck)
     writers.run(other)
-    await until(lambda: recorder.outcomes)
+    await poll_until(lambda: recorder.outcomes)
     assert recorder.outcomes[0][0] is other
     writers.end()  # Does not wait.
     assert len(recorder.outcomes) == 1
     held.set()
-    await until(lambda: len(recorder.outcomes) == 2)
+    await poll_until(lambda: len(recorder.outcomes) == 2)
     assert recorder.outcomes[1][0] is stuck
 
 
@@ -135,7 +135,7 @@ def test_an_outcome_after_the_end_of_the_loop_is_dropped():
     raised: SimpleQueue[object] = SimpleQueue()
 
     def hang() -> WorkResult:
-        assert held.wait(HANG_S)
+        assert held.wait(TEST_TIMEOUT_S)
         return WorkResult()
 
     async def scenario() -> Work:
@@ -143,7 +143,7 @@ def test_an_outcome_after_the_end_of_the_loop_is_dropped():
         piece = work(hang)
         writers.run(piece)
         writers.end()
-        await until(lambda: cast("Piece", piece).thread)
+        await poll_until(lambda: cast("Piece", piece).thread)
         return piece
 
     before, threading.excepthook = threading.excepthook, raised.put
@@ -151,7 +151,7 @@ def test_an_outcome_after_the_end_of_the_loop_is_dropped():
         thread = cast("Piece", asyncio.run(scenario())).thread
         held.set()
         assert thread is not None
-        thread.join(HANG_S)
+        thread.join(TEST_TIMEOUT_S)
     finally:
         threading.excepthook = before
     assert not thread.is_alive()
@@ -166,25 +166,25 @@ def test_each_call_of_a_helper_has_its_outcome_and_leaves_nothing_behind() -> No
     with CallThreads(2, "helper") as helpers:
         assert not helpers.is_busy
         may_end = threading.Event()
-        waits = [helpers.submit(may_end.wait, HANG_S) for _ in range(2)]
+        waits = [helpers.submit(may_end.wait, TEST_TIMEOUT_S) for _ in range(2)]
         later, fails = helpers.submit(divmod, 7, 2), helpers.submit(divmod, 7, 0)
         dropped = helpers.submit(divmod, 7, 3)
         assert dropped.cancel()
         assert helpers.is_busy
         may_end.set()
-        assert all(each.result(HANG_S) for each in waits)
-        assert later.result(HANG_S) == (3, 1)
+        assert all(each.result(TEST_TIMEOUT_S) for each in waits)
+        assert later.result(TEST_TIMEOUT_S) == (3, 1)
         with pytest.raises(ZeroDivisionError):
-            fails.result(HANG_S)
-        assert helpers.submit(divmod, 7, 4).result(HANG_S) == (1, 3)
+            fails.result(TEST_TIMEOUT_S)
+        assert helpers.submit(divmod, 7, 4).result(TEST_TIMEOUT_S) == (1, 3)
         assert not helpers.is_busy
 
 
 def test_shutdown_does_not_wait_for_helper_threads() -> None:
     helpers = CallThreads(1, "helper")
     may_end = threading.Event()
-    waits = helpers.submit(may_end.wait, HANG_S)
+    waits = helpers.submit(may_end.wait, TEST_TIMEOUT_S)
     helpers.shutdown()
     assert not waits.done()
     may_end.set()
-    assert waits.result(HANG_S)
+    assert waits.result(TEST_TIMEOUT_S)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.certificates import Certificates, make
+from tests.certificates import Certificates, create_certificates
 
 
 @pytest.fixture(scope="session")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
-    return make(tmp_path_factory.mktemp("certificates"))
+    return create_certificates(tmp_path_factory.mktemp("certificates"))

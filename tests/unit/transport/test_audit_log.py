@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.loops import on_loop, until
-from tests.patience import HANG_S
+from tests.loops import poll_until, run_on_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.access.permissions import KnownToken, Permissions
 from waltz_core.access.requirements import ADMINISTER, APPEND, all_of
 from waltz_core.access.tokens import hash_of
@@ -42,7 +42,7 @@ MAY_APPEND, MAY_ADMINISTER = all_of(APPEND), all_of(ADMINISTER)
 @pytest.fixture(autouse=True)
 def long_timeout(monkeypatch):
     """Wait for the thread also on a busy machine."""
-    monkeypatch.setattr(audit_log, "CLOSE_S_MAX", HANG_S)
+    monkeypatch.setattr(audit_log, "CLOSE_S_MAX", TEST_TIMEOUT_S)
 
 
 @contextlib.asynccontextmanager
@@ -79,7 +79,7 @@ def append_to(partition):
     return AppendRequest(ReqId(1, 2, partition, 4), 0, (), (), (), 0, b"secret payload", 0)
 
 
-@on_loop
+@run_on_loop
 async def test_a_request_begins_when_its_line_is_in_the_file(tmp_path):
     async with open_log(tmp_path / "audit") as log:
         request = log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1, 2, 3, 7), False))
@@ -111,7 +111,7 @@ async def test_a_request_begins_when_its_line_is_in_the_file(tmp_path):
     }
 
 
-@on_loop
+@run_on_loop
 async def test_a_flood_of_denials_is_limited_and_counted(tmp_path):
     now_ms = 0
     async with open_log(tmp_path / "audit", lambda: now_ms) as log:
@@ -128,7 +128,7 @@ async def test_a_flood_of_denials_is_limited_and_counted(tmp_path):
     assert [line["omitted"] for line in lines if "omitted" in line] == [940 + 40, 9_760]
 
 
-@on_loop
+@run_on_loop
 async def test_equal_denials_of_a_minute_are_one_line_and_their_number(tmp_path):
     now_ms = 0
     async with open_log(tmp_path / "audit", lambda: now_ms) as log:
@@ -152,7 +152,7 @@ async def test_equal_denials_of_a_minute_are_one_line_and_their_number(tmp_path)
     assert {line["outcome"] for line in lines} == {"denied"}
 
 
-@on_loop
+@run_on_loop
 async def test_denials_leave_room_in_the_file_for_administrative_requests(
     tmp_path, caplog, monkeypatch
 ):
@@ -164,19 +164,19 @@ async def test_denials_leave_room_in_the_file_for_administrative_requests(
         for partition in range(50):
             before = size()
             if deny(log, message=append_to(partition)):
-                await until(lambda before=before: size() > before)
+                await poll_until(lambda before=before: size() > before)
         assert 1_000 <= size() < 1_500
         assert caplog.text.count(f"audit.denials_omitted path={path} bytes={size()}") == 1
         assert await begun(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), False))) is None
         path.rename(tmp_path / "audit.1")
         log.open_again()
-        await until(path.exists)
+        await poll_until(path.exists)
         assert await begun(log.request(PEER, MAY_ADMINISTER, SetAvailable(9, (1,), False))) is None
         assert deny(log, message=append_to(51))
     assert [line["outcome"] for line in lines_of(path)] == ["begun", "denied"]
 
 
-@on_loop
+@run_on_loop
 async def test_the_addresses_of_a_network_are_one_host(tmp_path):
     async with open_log(tmp_path / "audit") as log:
         peers = [Peer(f"p{number}", f"2001:db8::{number:x}:5000") for number in range(80)]
@@ -185,7 +185,7 @@ async def test_the_addresses_of_a_network_are_one_host(tmp_path):
     assert len(lines_of(tmp_path / "audit")) == 61
 
 
-@on_loop
+@run_on_loop
 async def test_hostile_texts_do_not_change_the_lines(tmp_path):
     text = 'x"}\n{"outcome":"done"}\r\0\x1b[2J\u2028é'
     peer = Peer(text, text)
@@ -206,7 +206,7 @@ async def test_hostile_texts_do_not_change_the_lines(tmp_path):
     assert lines_of(tmp_path / "long")[1]["object"] == "50000 partitions"
 
 
-@on_loop
+@run_on_loop
 async def test_on_a_full_disk_requests_are_rejected_and_outcomes_wait(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     path = tmp_path / "audit"
@@ -238,7 +238,7 @@ async def test_on_a_full_disk_requests_are_rejected_and_outcomes_wait(tmp_path, 
     ]
 
 
-@on_loop
+@run_on_loop
 async def test_a_part_of_a_line_does_not_hide_the_next_one(tmp_path):
     path = tmp_path / "audit"
     path.write_bytes(b'{"time":"20')  # of an earlier process
@@ -249,7 +249,7 @@ async def test_a_part_of_a_line_does_not_hide_the_next_one(tmp_path):
     assert json.loads(line)["message"].startswith("revision 7")
 
 
-@on_loop
+@run_on_loop
 async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
     monkeypatch.setattr(audit_log, "QUEUE_LINES_MAX", 5)
     is_writing, may_write = asyncio.Event(), asyncio.Event()
@@ -268,16 +268,16 @@ async def test_while_the_disk_hangs_the_queue_is_limited(tmp_path, monkeypatch):
     outcomes = []
     for number in range(7):
         log.request(PEER, MAY_ADMINISTER, SetAvailable(number, (1,), True)).begin(outcomes.append)
-    await until(lambda: len(outcomes) == 2)
+    await poll_until(lambda: len(outcomes) == 2)
     assert [type(each) for each in outcomes] == [Overloaded, Overloaded]
     assert not deny(log)
     may_write.set()
-    await until(lambda: len(outcomes) == 7)
+    await poll_until(lambda: len(outcomes) == 7)
     await log.close()
     assert len(lines_of(tmp_path / "audit")) == 6
 
 
-@on_loop
+@run_on_loop
 async def test_a_file_that_cannot_be_opened_again_leaves_the_first_one(tmp_path, caplog):
     path = tmp_path / "logs" / "audit"
     with pytest.raises(BadConfig, match=r"setting audit_log: .* cannot be opened \(No such file"):
@@ -292,7 +292,7 @@ async def test_a_file_that_cannot_be_opened_again_leaves_the_first_one(tmp_path,
 
 
 @pytest.mark.parametrize("is_enforced", [True, False])
-@on_loop
+@run_on_loop
 async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_enforced):
     port = PortAccess("CN=(.+)", is_enforced=is_enforced, clock_ms=lambda: NOW_MS)
     denied = []

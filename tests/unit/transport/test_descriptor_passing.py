@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from tests.patience import HANG_S
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.transport import descriptor_passing, net
 
@@ -54,7 +54,7 @@ def run(name, path, call):
     """Call on a thread while the file is offered; return what it returns."""
 
     async def main():
-        async with offering(name, path), asyncio.timeout(HANG_S):
+        async with offering(name, path), asyncio.timeout(TEST_TIMEOUT_S):
             return await asyncio.to_thread(call)
 
     return net.run(main())
@@ -62,7 +62,7 @@ def run(name, path, call):
 
 def take(name, question=b"this"):
     with open(
-        descriptor_passing.request_descriptor(name, question, timeout_s=HANG_S), "rb"
+        descriptor_passing.request_descriptor(name, question, timeout_s=TEST_TIMEOUT_S), "rb"
     ) as file:
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.write(file.fileno(), b"x")
@@ -80,7 +80,9 @@ def test_a_file_is_handed_over_for_reading_as_often_as_it_is_requested(path, nam
 
 def test_a_file_outlives_its_name_and_its_owner_and_other_programs_do_not_inherit_it(path, name):
     taken = run(
-        name, path, lambda: descriptor_passing.request_descriptor(name, b"this", timeout_s=HANG_S)
+        name,
+        path,
+        lambda: descriptor_passing.request_descriptor(name, b"this", timeout_s=TEST_TIMEOUT_S),
     )
     assert not os.get_inheritable(taken)
     path.unlink()
@@ -91,13 +93,13 @@ def test_a_file_outlives_its_name_and_its_owner_and_other_programs_do_not_inheri
 
 def test_a_missing_file_is_not_handed_over(tmp_path, name):
     with pytest.raises(errors.Unreachable, match="Connection refused"):
-        descriptor_passing.request_descriptor(name, b"this", timeout_s=HANG_S)
+        descriptor_passing.request_descriptor(name, b"this", timeout_s=TEST_TIMEOUT_S)
     path = tmp_path / "none"
 
     def take_with_idle_callers():
         for question in (b"that", b"this"):  # rejected, and a file that does not exist
             with pytest.raises(errors.Unreachable, match="the requested file is not available"):
-                descriptor_passing.request_descriptor(name, question, timeout_s=HANG_S)
+                descriptor_passing.request_descriptor(name, question, timeout_s=TEST_TIMEOUT_S)
 
     run(name, path, take_with_idle_callers)
 
@@ -162,7 +164,7 @@ def test_a_file_from_another_user_is_rejected(name):
             assert other.stdout.readline() == b"listening\n"
             assert not descriptor_passing.is_offered(name)
             with pytest.raises(errors.Unreachable, match="untrusted user 65534"):
-                descriptor_passing.request_descriptor(name, b"this", timeout_s=HANG_S)
+                descriptor_passing.request_descriptor(name, b"this", timeout_s=TEST_TIMEOUT_S)
         finally:
             other.kill()
 

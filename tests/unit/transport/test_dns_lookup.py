@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from tests.loops import until
+from tests.loops import poll_until
 from waltz_core.config.host_names import check_host
 from waltz_core.errors import Unreachable
 from waltz_core.transport import dns_lookup, net
@@ -53,7 +53,7 @@ def test_callers_share_one_lookup_and_a_cancelled_one_does_not_end_it(dns: Dns):
     async def run():
         async with asyncio.TaskGroup() as tasks:
             callers = [tasks.create_task(dns_lookup.addresses_of("slow-1")) for _ in range(20)]
-            await until(lambda: dns.asked)
+            await poll_until(lambda: dns.asked)
             for each in callers[:10]:
                 each.cancel()
             await asyncio.wait(callers[:10])

@@ -8,8 +8,8 @@ import signal
 import pytest
 
 from tests.http_client import get, send_request
-from tests.loops import until
-from tests.patience import HANG_S
+from tests.loops import poll_until
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.errors import BadConfig
 from waltz_core.transport import http_port, net
 from waltz_core.transport.http_port import CONNECTIONS_MAX, HEAD_BYTES_MAX, serve_http
@@ -48,7 +48,7 @@ def served(scenario):
     async def main():
         app = App()
         async with (
-            asyncio.timeout(HANG_S),
+            asyncio.timeout(TEST_TIMEOUT_S),
             serve_http(app, host="127.0.0.1", port=0) as port,
         ):
             return await scenario(port, app)
@@ -111,7 +111,7 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.transport.pause_reading()
         writer.write(get("/large"))
-        await until(lambda: app.sent_count)
+        await poll_until(lambda: app.sent_count)
         writer.transport.resume_reading()
         found = 0
         with contextlib.suppress(ConnectionResetError):
@@ -143,7 +143,7 @@ def test_requests_of_clients_that_have_disconnected_count():
         for number in range(CONNECTIONS_MAX + 1):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(get("/hang"))
-            await until(lambda count=number + 1: app.hanging_count == count)
+            await poll_until(lambda count=number + 1: app.hanging_count == count)
             writer.close()
             await writer.wait_closed()
         return await send_request(port, get("/"))
@@ -158,7 +158,7 @@ def test_the_end_waits_neither_for_idle_connections_nor_for_pages(caplog):
             idle, idle_writer = await asyncio.open_connection("127.0.0.1", port)
             hanging, hanging_writer = await asyncio.open_connection("127.0.0.1", port)
             hanging_writer.write(get("/hang"))
-            await until(lambda: app.hanging_count == 1)
+            await poll_until(lambda: app.hanging_count == 1)
         assert app.hanging_count == 0
         for reader, writer in ((idle, idle_writer), (hanging, hanging_writer)):
             with contextlib.suppress(ConnectionResetError):

@@ -10,10 +10,10 @@ import pytest
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from tests.certificates import make
+from tests.certificates import create_certificates
 from tests.http_client import get
-from tests.loops import until
-from tests.patience import HANG_S
+from tests.loops import poll_until
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.errors import BadConfig
 from waltz_core.transport import http_port, net
 from waltz_core.transport.http_port import serve_http
@@ -58,7 +58,7 @@ def served(scenario, **more):
     async def main():
         app = App()
         async with (
-            asyncio.timeout(HANG_S),
+            asyncio.timeout(TEST_TIMEOUT_S),
             serve_http(
                 app, host="127.0.0.1", port=0, keep_alive_connections_max=KEPT_MAX, **more
             ) as port,
@@ -70,7 +70,7 @@ def served(scenario, **more):
 
 def tls_contexts(directory):
     """Return the contexts of a server and of a client."""
-    files = make(directory)
+    files = create_certificates(directory)
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ours.load_cert_chain(files.certificate, files.key)
     return ours, ssl.create_default_context(cafile=files.authorities)
@@ -155,7 +155,7 @@ def test_a_client_that_does_not_read_is_disconnected(monkeypatch, tmp_path, is_t
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=theirs)
         writer.transport.pause_reading()
         writer.write(get("/endless"))
-        await until(lambda: app.ended_count)
+        await poll_until(lambda: app.ended_count)
         sent_count = app.sent_count
         writer.transport.resume_reading()
         with contextlib.suppress(ConnectionResetError):

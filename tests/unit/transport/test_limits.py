@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from tests.loops import on_loop, until
+from tests.loops import poll_until, run_on_loop
 from tests.unit.transport.test_port_access import (
     PERMISSIONS,
     PROTOCOLS,
@@ -61,7 +61,7 @@ class Dialer:
 
 
 @PROTOCOLS
-@on_loop
+@run_on_loop
 async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, protocol, caplog):
     caplog.set_level(logging.WARNING)
     async with open_port(files, protocol, access="on") as port:
@@ -79,7 +79,7 @@ async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, pr
         )
         assert caplog.text.count(rejected) == 1
         first.abort("done")
-        await until(lambda: len(port.peer.closed) == 3)
+        await poll_until(lambda: len(port.peer.closed) == 3)
         third = await dial()
         # A revision ends the newest ones that are then too many.
         port.apply(limited(revision=8, connections=1))
@@ -91,7 +91,7 @@ async def test_a_connection_over_the_limit_gets_the_reason(files, token_file, pr
         fourth.abort("done")
 
 
-@on_loop
+@run_on_loop
 async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
     files, token_file, monkeypatch, caplog
 ):
@@ -105,7 +105,7 @@ async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
             await dial()
         assert "access.limit_exceeded peer=127.0.0.1" in caplog.text
         first.abort("done")
-        await until(lambda: len(port.peer.closed) == 2)
+        await poll_until(lambda: len(port.peer.closed) == 2)
         third = await dial()
         port.apply(limited(revision=8, connections=3))  # a limit of its own replaces the share
         fourth = await dial()
@@ -116,7 +116,7 @@ async def test_a_tenant_without_a_limit_has_a_share_of_the_connections(
             each.abort("done")
 
 
-@on_loop
+@run_on_loop
 async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         limits = {"*": PrincipalLimits(connections=1)}
@@ -125,7 +125,7 @@ async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files
         links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
         request = ServerPartitionsRequest(REQ_ID)
         links[0].send(request)
-        await until(lambda: port.peer.messages)
+        await poll_until(lambda: port.peer.messages)
         links[1].send(request)
         (answer,) = await links[1].receive()
         assert answer.error_code == Overloaded.code
@@ -136,7 +136,7 @@ async def test_a_connection_without_a_token_over_the_limit_gets_the_reason(files
         links[0].abort("done")
 
 
-@on_loop
+@run_on_loop
 async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monkeypatch):
     monkeypatch.setattr(
         WireProtocol.CLIENT, "versions_offered", WireProtocol.CLIENT.versions_accepted[:1]
@@ -148,7 +148,7 @@ async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monke
         links = [await net.dial(WireProtocol.CLIENT, port.address, ssl=context) for _ in range(2)]
         requests = [TransactionDataRequest(REQ_ID, each) for each in range(10)]
         links[0].send(requests[0])
-        await until(lambda: port.peer.messages)
+        await poll_until(lambda: port.peer.messages)
         monkeypatch.setattr(net, "CLOSE_S_MAX", 0.01)
         links[1].send_all(requests[1:])  # without an answer, which 0.13 does not know
         await links[1].wait_closed()
@@ -156,7 +156,7 @@ async def test_nothing_of_a_0_13_client_over_the_limit_is_processed(files, monke
         links[0].abort("done")
 
 
-@on_loop
+@run_on_loop
 async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         port.apply(limited(bytes_per_s=5 * 512))
@@ -164,9 +164,9 @@ async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(file
         (peer,) = port.peer.links
         requests = [TransactionDataRequest(ReqId(1, 0, 3, -n), 0) for n in range(1, 101)]
         link.send_all(requests)
-        await until(lambda: not peer._is_reading)
-        await until(lambda: len(port.peer.messages) == 100)
-        await until(lambda: peer._is_reading)
+        await poll_until(lambda: not peer._is_reading)
+        await poll_until(lambda: len(port.peer.messages) == 100)
+        await poll_until(lambda: peer._is_reading)
         assert port.peer.messages == requests
         denials = [peer.denial(each) for each in port.peer.messages]
         granted = sum(each is None for each in denials)
@@ -177,7 +177,7 @@ async def test_requests_over_the_limit_wait_in_the_connection_or_are_denied(file
         link.abort("done")
 
 
-@on_loop
+@run_on_loop
 async def test_limits_are_those_of_the_newest_revision(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         port.apply(dataclasses.replace(limited(), limits={}))
@@ -186,7 +186,7 @@ async def test_limits_are_those_of_the_newest_revision(files, token_file):
         assert peer.access.quota is None
         port.apply(limited(revision=8, bytes_per_s=512))
         link.send_all([TransactionDataRequest(ReqId(1, 0, 3, -n), 0) for n in range(1, 11)])
-        await until(lambda: len(port.peer.messages) == 10)
+        await poll_until(lambda: len(port.peer.messages) == 10)
         assert any(isinstance(peer.denial(each), Overloaded) for each in port.peer.messages)
         port.apply(dataclasses.replace(limited(revision=9), limits={}))
         assert peer.access.quota is None
@@ -195,12 +195,12 @@ async def test_limits_are_those_of_the_newest_revision(files, token_file):
         await link.wait_closed()
 
 
-@on_loop
+@run_on_loop
 async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision(files, token_file):
     async with open_port(files, WireProtocol.CLIENT, access="on") as port:
         port.apply(dataclasses.replace(limited(), limits={}))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
-        await until(lambda: port.peer.links)
+        await poll_until(lambda: port.peer.links)
         (peer,) = port.peer.links
         resumed = asyncio.Event()
         peer._on_drained = resumed.set
@@ -218,12 +218,12 @@ async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision
             peer.access.quota.charge_sent(75_000, peer.access.now_ns)
         peer.send(frame)
         link.abort("done")
-        await until(lambda: peer.is_closed)
+        await poll_until(lambda: peer.is_closed)
         assert not peer.must_pause_feeds
 
 
 @pytest.mark.parametrize("access", ["report", "on"])
-@on_loop
+@run_on_loop
 async def test_a_report_and_servers_have_no_limits(files, token_file, access):
     async with open_port(files, WireProtocol.CLIENT, access=access) as port:
         permissions = limited(connections=1)
@@ -237,7 +237,7 @@ async def test_a_report_and_servers_have_no_limits(files, token_file, access):
             link.abort("done")
 
 
-@on_loop
+@run_on_loop
 async def test_the_metrics_of_principals_follow_the_labels_of_the_permissions(files, token_file):
     async with (
         open_port(files, WireProtocol.CLIENT, access="on") as port,
@@ -248,13 +248,13 @@ async def test_the_metrics_of_principals_follow_the_labels_of_the_permissions(fi
         publishing = tasks.create_task(publish_quotas(metrics, "server", port.context))
         link = await Dialer(port, files, token_file, WireProtocol.CLIENT)()
         link.send(TransactionDataRequest(REQ_ID, 0))
-        await until(
+        await poll_until(
             lambda: metrics.value("waltz_server_principal_bytes_total", principal="spark-etl")
         )
         assert metrics.value("waltz_server_principal_connections", principal="spark-etl") == 1
         without = dataclasses.replace(limited(revision=8, connections=5), grants=())
         port.apply(without)
-        await until(lambda: 'principal="other"' in metrics.page().decode())
-        await until(lambda: 'principal="spark-etl"' not in metrics.page().decode())
+        await poll_until(lambda: 'principal="other"' in metrics.page().decode())
+        await poll_until(lambda: 'principal="spark-etl"' not in metrics.page().decode())
         link.abort("done")
         publishing.cancel()

@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from tests.loops import on_loop, until
-from tests.patience import HANG_S
+from tests.loops import poll_until, run_on_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.transport.peer import ANY, Peer, raw
 from waltz_core.config import StorageConfig
 from waltz_core.errors import BadConfig, LocalProtocolError, RemoteProtocolError, Unreachable
@@ -39,7 +39,7 @@ def pair(contexts):
         listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=contexts[0])
         address = f"{ANY}:{listener.port}"
         link = await net.dial(WireProtocol.STORAGE, address, ssl=contexts[1], **dial_options)
-        await until(lambda: peer.links)
+        await poll_until(lambda: peer.links)
         try:
             yield link, peer, listener
         finally:
@@ -54,24 +54,24 @@ async def wait_for_nothing():
     await asyncio.sleep(0.05)
 
 
-@on_loop
+@run_on_loop
 async def test_messages_arrive_in_order_whatever_their_size(pair):
     async with pair() as (link, peer, _):
         sent = [raw(size, n) for n, size in enumerate((0, 300_000, 10, 1_000_000, 70_000, 3))]
         for message in sent:
             link.send(message)
-        await until(lambda: len(peer.messages) == len(sent))
+        await poll_until(lambda: len(peer.messages) == len(sent))
         assert peer.messages == sent
         assert link.version == 4
         assert link.peer.text == "Waltz Storage Server"
         assert peer.links[0].peer.text == "Waltz Storage Client"
         assert link.bytes_sent > 1_370_000
         link.close("done")
-        await until(lambda: peer.closed)
+        await poll_until(lambda: peer.closed)
         assert peer.closed == ["closed by the peer"]
 
 
-@on_loop
+@run_on_loop
 async def test_prebuilt_frames_keep_their_order_among_messages(pair):
     async with pair() as (link, peer, _):
         made = b"".join(
@@ -82,14 +82,14 @@ async def test_prebuilt_frames_keep_their_order_among_messages(pair):
         link.send_frames(made)
         assert link.bytes_sent > before + 300_000 + len(made)
         link.send(raw(5, 3))
-        await until(lambda: len(peer.messages) == 4)
+        await poll_until(lambda: len(peer.messages) == 4)
         assert [each.sequence for each in peer.messages] == [0, 1, 2, 3]
         link.close("enough")
         link.send_frames(made)
     assert len(peer.messages) == 4
 
 
-@on_loop
+@run_on_loop
 async def test_receive_waits_and_then_returns_all_available_messages(pair):
     async with pair() as (link, peer, _):
         for n in range(3):
@@ -103,7 +103,7 @@ async def test_receive_waits_and_then_returns_all_available_messages(pair):
             await link.receive()
 
 
-@on_loop
+@run_on_loop
 async def test_start_delivers_earlier_messages(pair):
     async with pair() as (link, peer, _):
         peer.links[0].send(Appended(1, 7, 3, 9))
@@ -118,7 +118,7 @@ async def test_start_delivers_earlier_messages(pair):
         assert link.write_backlog_bytes == 0
 
 
-@on_loop
+@run_on_loop
 async def test_a_full_inbox_stops_the_peer(pair):
     async with pair() as (link, peer, _):
         there, count = peer.links[0], 0
@@ -137,7 +137,7 @@ async def test_a_full_inbox_stops_the_peer(pair):
         await there.wait_drained()
 
 
-@on_loop
+@run_on_loop
 async def test_a_peer_that_does_not_read_is_paused(pair):
     async with pair() as (link, peer, _):
         there = peer.links[0]
@@ -154,12 +154,12 @@ async def test_a_peer_that_does_not_read_is_paused(pair):
         assert peer.messages == []
         link.start(lambda messages: None, lambda reason: None)
         link.resume_reading()
-        await until(lambda: peer.messages)
+        await poll_until(lambda: peer.messages)
         assert drained == [True]
         assert not there.is_congested
 
 
-@on_loop
+@run_on_loop
 async def test_a_dialing_side_continues_to_read_while_it_is_congested(pair):
     async with pair() as (link, peer, _):
         there = peer.links[0]
@@ -172,7 +172,7 @@ async def test_a_dialing_side_continues_to_read_while_it_is_congested(pair):
 
 
 @pytest.mark.parametrize("is_made_elsewhere", [False, True])
-@on_loop
+@run_on_loop
 async def test_a_peer_that_never_reads_is_disconnected_at_the_hard_limit(pair, is_made_elsewhere):
     async with pair(write_backlog_bytes_max=4 * 1024 * 1024) as (link, peer, _):
         peer.links[0].pause_reading()
@@ -183,10 +183,10 @@ async def test_a_peer_that_never_reads_is_disconnected_at_the_hard_limit(pair, i
         assert "the peer does not read" in link.closed_reason
         await link.wait_closed()
         peer.links[0].resume_reading()
-        await until(lambda: peer.closed)
+        await poll_until(lambda: peer.closed)
 
 
-@on_loop
+@run_on_loop
 async def test_a_listener_may_lower_the_hard_limit_of_a_link(pair):
     async with pair() as (link, peer, _):
         (there,) = peer.links
@@ -198,7 +198,7 @@ async def test_a_listener_may_lower_the_hard_limit_of_a_link(pair):
         assert "the peer does not read" in there.closed_reason
 
 
-@on_loop
+@run_on_loop
 async def test_an_unanswered_dial_is_unreachable():
     with socket.socket() as taken:
         taken.bind((ANY, 0))
@@ -209,7 +209,7 @@ async def test_an_unanswered_dial_is_unreachable():
         await net.dial(WireProtocol.STORAGE, "waltz..example.com:5280")
 
 
-@on_loop
+@run_on_loop
 async def test_a_dial_to_a_silent_peer_is_unreachable():
     with socket.create_server((ANY, 0)) as silent:
         address = f"{ANY}:{silent.getsockname()[1]}"
@@ -239,7 +239,7 @@ def test_a_dial_cancelled_at_the_hello_leaves_no_connection(monkeypatch):
             writer.close()
 
         async with (
-            asyncio.timeout(HANG_S),
+            asyncio.timeout(TEST_TIMEOUT_S),
             await asyncio.start_server(say_hello_late, ANY, 0) as peer,
         ):
             address = f"{ANY}:{peer.sockets[0].getsockname()[1]}"
@@ -272,7 +272,7 @@ async def dial_peer_that_sends(data):
         server.close()
 
 
-@on_loop
+@run_on_loop
 async def test_a_dial_to_a_process_of_another_protocol_is_a_protocol_error():
     with pytest.raises(RemoteProtocolError, match="expected a frame of protocol 'H'"):
         await dial_peer_that_sends(b"SSH-2.0-OpenSSH_9.2\r\n")
@@ -280,13 +280,13 @@ async def test_a_dial_to_a_process_of_another_protocol_is_a_protocol_error():
         await dial_peer_that_sends(codec.encode_hello(Hello((9,), "Waltz Storage Server")))
 
 
-@on_loop
+@run_on_loop
 async def test_a_dial_that_is_closed_before_the_hello_is_unreachable():
     with pytest.raises(Unreachable, match="before it sent its hello"):
         await dial_peer_that_sends(b"")
 
 
-@on_loop
+@run_on_loop
 async def test_a_listener_closes_foreign_connections_and_serves_the_others(pair, contexts):
     async with pair() as (link, peer, listener):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
@@ -298,16 +298,16 @@ async def test_a_listener_closes_foreign_connections_and_serves_the_others(pair,
             assert received == tls.UNEXPECTED_MESSAGE_ALERT
         writer.close()
         link.send(Appended(1, 7, 3, 9))
-        await until(lambda: peer.messages)
+        await poll_until(lambda: peer.messages)
         assert len(peer.links) == 1
 
 
-@on_loop
+@run_on_loop
 async def test_a_peer_silent_during_its_hello_is_disconnected():
     peer = Peer()
     listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
     reader, writer = await asyncio.open_connection(ANY, listener.port)
-    await until(lambda: listener.links)
+    await poll_until(lambda: listener.links)
     (link,) = listener.links
     link._on_hello_timeout()
     await reader.read()
@@ -319,13 +319,13 @@ async def test_a_peer_silent_during_its_hello_is_disconnected():
     await listener.close()
 
 
-@on_loop
+@run_on_loop
 async def test_a_peer_that_trickles_a_frame_is_disconnected():
     peer = Peer()
     listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
     _, writer = await asyncio.open_connection(ANY, listener.port)
     writer.write(codec.encode_hello(Hello((1,), "slow")) + codec.FRAME_HEADER.pack(83, 1, 999))
-    await until(lambda: peer.links and peer.links[0]._connection.is_inside_frame)
+    await poll_until(lambda: peer.links and peer.links[0]._connection.is_inside_frame)
     (link,) = peer.links
     link.pause_reading()
     link._on_tick()
@@ -334,29 +334,29 @@ async def test_a_peer_that_trickles_a_frame_is_disconnected():
     assert not link.is_closed
     before = link.bytes_received
     writer.write(b"x")
-    await until(lambda: link.bytes_received == before + 1)
+    await poll_until(lambda: link.bytes_received == before + 1)
     link._on_tick()
     assert "a message arrived too slowly:" in link.closed_reason
     writer.close()
     await listener.close()
 
 
-@on_loop
+@run_on_loop
 async def test_an_idle_dialler_sends_empty_frames(pair):
     async with pair() as (link, peer, _):
         there = peer.links[0]
         link.send(Appended(1, 7, 3, 9))
-        await until(lambda: peer.messages)
+        await poll_until(lambda: peer.messages)
         before = there.bytes_received
         link._on_tick()  # something was sent since the last tick
         link._on_tick()
-        await until(lambda: there.bytes_received == before + 7)
+        await poll_until(lambda: there.bytes_received == before + 7)
         assert there.closed_reason is None
         there._on_tick()
         assert there.bytes_sent == 0
 
 
-@on_loop
+@run_on_loop
 async def test_a_peer_silent_for_very_long_is_disconnected(pair):
     async with pair() as (_link, peer, _):
         there = peer.links[0]
@@ -366,7 +366,7 @@ async def test_a_peer_silent_for_very_long_is_disconnected(pair):
         assert "nothing was received for" in there.closed_reason
 
 
-@on_loop
+@run_on_loop
 async def test_more_links_than_allowed_are_rejected():
     peer = Peer()
     listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected, limits=LinkLimits(1))
@@ -374,12 +374,12 @@ async def test_more_links_than_allowed_are_rejected():
     with pytest.raises(Unreachable):
         await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")
     link.close("done")
-    await until(lambda: not listener.links)
+    await poll_until(lambda: not listener.links)
     (await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")).close("done")
     await listener.close()
 
 
-@on_loop
+@run_on_loop
 async def test_a_closing_listener_closes_its_links_and_sends_what_is_unsent(pair):
     async with pair() as (link, peer, listener):
         for n in range(5):
@@ -394,9 +394,9 @@ async def test_a_closing_listener_closes_its_links_and_sends_what_is_unsent(pair
             await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")
 
 
-@on_loop
+@run_on_loop
 async def test_a_connection_accepted_during_the_close_is_closed_too(monkeypatch):
-    monkeypatch.setattr(net, "HELLO_S_MAX", 2 * HANG_S)
+    monkeypatch.setattr(net, "HELLO_S_MAX", 2 * TEST_TIMEOUT_S)
     for turns in range(8):  # of the loop between the connection and the listener's end
         listener = await listen(WireProtocol.STORAGE, ANY, 0, Peer().connected)
         with socket.create_connection((ANY, listener.port)) as dialler:
@@ -411,13 +411,13 @@ async def test_a_connection_accepted_during_the_close_is_closed_too(monkeypatch)
         assert listener.links == ()
 
 
-@on_loop
+@run_on_loop
 async def test_a_port_in_use_is_a_bad_config(contexts):
     with socket.create_server((ANY, 0)) as taken, pytest.raises(BadConfig, match="cannot listen"):
         await listen(WireProtocol.STORAGE, ANY, taken.getsockname()[1], print, ssl=contexts[0])
 
 
-@on_loop
+@run_on_loop
 async def test_a_message_that_cannot_be_sent_is_an_error_of_the_caller(pair):
     async with pair() as (link, _, _):
         with pytest.raises(AssertionError):
@@ -443,7 +443,7 @@ def test_invalid_addresses_are_rejected(text):
         net.split_address(text)
 
 
-@on_loop
+@run_on_loop
 async def test_a_listener_may_set_when_a_link_is_congested(pair):
     async with pair() as (link, peer, _):
         (there,) = peer.links
@@ -455,10 +455,10 @@ async def test_a_listener_may_set_when_a_link_is_congested(pair):
         assert not there.is_congested
         there.limit_write_buffer(64 * 1024)
         there.send(raw(500_000))
-        await until(lambda: there.is_congested)
+        await poll_until(lambda: there.is_congested)
 
 
-@on_loop
+@run_on_loop
 async def test_an_idle_connection_to_a_dead_host_is_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

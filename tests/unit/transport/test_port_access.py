@@ -8,8 +8,8 @@ import logging
 import pytest
 import trustme
 
-from tests.certificates import HERE
-from tests.loops import on_loop, until
+from tests.certificates import LOCAL_HOSTS
+from tests.loops import poll_until, run_on_loop
 from tests.unit.transport.peer import ANY, Peer
 from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF
 from waltz_core.access.grants import PrincipalGrants
@@ -140,7 +140,7 @@ def trusting(files, extra=""):
 
 def issued(files_of, tmp_path, name, **options):
     """Write a certificate of an authority; return the settings of a client that presents it."""
-    made = files_of.issue_cert(*HERE, **options)
+    made = files_of.issue_cert(*LOCAL_HOSTS, **options)
     file = tmp_path / f"{name}.pem"
     made.private_key_and_cert_chain_pem.write_to_path(str(file))
     return {"tls_certificate": str(file)}
@@ -155,7 +155,7 @@ def authority(tmp_path):
     return made, {"tls_authorities": str(file)}
 
 
-@on_loop
+@run_on_loop
 async def test_the_principal_is_that_of_the_certificate(files, authority, tmp_path):
     made, settings = authority
     async with open_port(files, **settings) as port:
@@ -169,7 +169,7 @@ async def test_the_principal_is_that_of_the_certificate(files, authority, tmp_pa
         assert port.principals == ["ann", "anonymous", "anonymous"]
 
 
-@on_loop
+@run_on_loop
 async def test_a_pattern_can_name_a_host_of_the_certificate(files, authority, tmp_path):
     made, settings = authority
     pattern = {"principal_pattern": "DNS=(localhost)"}
@@ -186,21 +186,21 @@ async def rejected_at(address, connect, **settings):
     return str(caught.value)
 
 
-@on_loop
+@run_on_loop
 async def test_a_foreign_or_expired_certificate_is_rejected(files, authority, tmp_path, logged):
     made, settings = authority
     past = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
     async with open_port(files, **settings) as port:
         shown = issued(trustme.CA(), tmp_path, "foreign", common_name="ann")
         await rejected_at(port.address, trusting(files), **shown)
-        await until(lambda: "unable to get local issuer certificate" in logged())
+        await poll_until(lambda: "unable to get local issuer certificate" in logged())
         shown = issued(made, tmp_path, "expired", common_name="ann", not_after=past)
         await rejected_at(port.address, trusting(files), **shown)
-        await until(lambda: "certificate has expired" in logged())
+        await poll_until(lambda: "certificate has expired" in logged())
         assert port.principals == []
 
 
-@on_loop
+@run_on_loop
 async def test_without_access_control_no_certificate_is_requested(files, tmp_path):
     foreign = issued(trustme.CA(), tmp_path, "foreign", common_name="ann")
     async with open_port(files, access="off") as port:
@@ -208,7 +208,7 @@ async def test_without_access_control_no_certificate_is_requested(files, tmp_pat
         assert port.principals == ["anonymous"]
 
 
-@on_loop
+@run_on_loop
 async def test_without_explicit_authorities_no_certificate_is_requested(files, tmp_path):
     foreign = issued(trustme.CA(), tmp_path, "foreign", common_name="ann")
     async with open_port(files, tls_authorities="") as port:
@@ -216,7 +216,7 @@ async def test_without_explicit_authorities_no_certificate_is_requested(files, t
         assert port.principals == ["anonymous"]
 
 
-@on_loop
+@run_on_loop
 async def test_a_required_certificate_stays_required(files, token_file):
     async with open_port(files, tls_require_certificate=True) as port:
         await rejected_at(port.address, trusting(files, f"&token_file={token_file}"))
@@ -236,7 +236,7 @@ def test_an_invalid_pattern_is_an_error_of_the_settings(files, kind):
 
 
 @PROTOCOLS
-@on_loop
+@run_on_loop
 async def test_the_principal_is_that_of_the_token(files, token_file, protocol):
     async with open_port(files, protocol) as port:
         connect = trusting(files, f"&token_file={token_file}")
@@ -246,7 +246,7 @@ async def test_the_principal_is_that_of_the_token(files, token_file, protocol):
         assert link.version == protocol.versions[-1]
 
 
-@on_loop
+@run_on_loop
 async def test_a_token_may_be_in_a_variable(files, monkeypatch):
     monkeypatch.setenv("OUR_TOKEN", SECRET.hex())
     async with open_port(files) as port:
@@ -254,7 +254,7 @@ async def test_a_token_may_be_in_a_variable(files, monkeypatch):
         assert port.principals == ["spark-etl"]
 
 
-@on_loop
+@run_on_loop
 async def test_a_token_takes_precedence_over_a_certificate(files, authority, tmp_path, token_file):
     made, settings = authority
     shown = issued(made, tmp_path, "ann", common_name="ann")
@@ -276,7 +276,7 @@ async def test_a_token_takes_precedence_over_a_certificate(files, authority, tmp
     ],
     ids=["expired", "revoked", "unknown"],
 )
-@on_loop
+@run_on_loop
 async def test_a_token_that_is_not_valid_closes_the_connection(
     files, token_file, logged, protocol, secret, reason
 ):
@@ -286,7 +286,7 @@ async def test_a_token_that_is_not_valid_closes_the_connection(
         for _ in range(2):
             with pytest.raises(AuthenticationFailed, match=f"{port.address}: {reason}"):
                 await dialed(port.address, connect, protocol)
-        await until(lambda: len(port.peer.closed) == 2)
+        await poll_until(lambda: len(port.peer.closed) == 2)
         assert port.principals == ["anonymous", "anonymous"]
         assert logged().count(f"access.token_rejected peer=127.0.0.1 error={reason}") == 1
         assert logged().count(f"access.rejected_by_peer peer={port.address} error={reason}") == 1
@@ -294,7 +294,7 @@ async def test_a_token_that_is_not_valid_closes_the_connection(
         assert repr(secret) not in logged()
 
 
-@on_loop
+@run_on_loop
 async def test_nothing_after_a_rejected_token_is_processed(files):
     async with open_port(files) as port:
         link = await net.dial(
@@ -310,7 +310,7 @@ async def test_nothing_after_a_rejected_token_is_processed(files):
         assert port.peer.messages == []
 
 
-@on_loop
+@run_on_loop
 async def test_a_token_after_another_message_changes_nothing(files):
     async with open_port(files) as port:
         link = await net.dial(
@@ -321,12 +321,12 @@ async def test_a_token_after_another_message_changes_nothing(files):
         credential = authentication.credential_message(WireProtocol.STORAGE, 4, SECRET)
         link.send(Heartbeat(1, 0, 3))
         link.send(credential)
-        await until(lambda: len(port.peer.messages) == 2)
+        await poll_until(lambda: len(port.peer.messages) == 2)
         assert port.principals == ["anonymous"]
         link.abort("done")
 
 
-@on_loop
+@run_on_loop
 async def test_tokens_are_unknown_until_the_permissions_were_read(files, token_file):
     connect = trusting(files, f"&token_file={token_file}")
     async with open_port(files) as port:
@@ -355,14 +355,14 @@ def test_a_missing_node_or_an_older_revision_changes_nothing(logged):
         access.valid_token(hash_of(SECRET))
 
 
-@on_loop
+@run_on_loop
 async def test_a_client_with_a_token_reaches_a_port_without_access_control(files, token_file):
     async with open_port(files, access="off") as port:
         await dialed(port.address, trusting(files, f"&token_file={token_file}"))
         assert port.principals == ["anonymous"]
 
 
-@on_loop
+@run_on_loop
 async def test_a_token_is_not_accepted_without_tls(logged):
     peer = Peer()
     listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected)
@@ -389,7 +389,7 @@ def test_a_message_does_not_show_its_token(protocol):
 
 
 @PROTOCOLS
-@on_loop
+@run_on_loop
 async def test_no_token_is_sent_to_a_peer_of_an_older_version(
     files, token_file, protocol, monkeypatch
 ):
@@ -403,7 +403,7 @@ async def test_no_token_is_sent_to_a_peer_of_an_older_version(
 
 
 @PROTOCOLS
-@on_loop
+@run_on_loop
 async def test_a_peer_of_an_older_version_is_anonymous(files, protocol, monkeypatch):
     older = protocol.versions_offered[:-1]
     monkeypatch.setattr(protocol, "versions_offered", older)
@@ -455,7 +455,7 @@ def test_a_missing_file_or_variable_is_an_error_with_its_name(files, tmp_path, m
         tls.dial_context(ClientConfig(), trusting(files, "&token_env=OUR_TOKEN"))
 
 
-@on_loop
+@run_on_loop
 async def test_each_connection_reads_the_file_again(files, token_file):
     context = tls.dial_context(ClientConfig(), trusting(files, f"&token_file={token_file}"))
     async with open_port(files) as port:
@@ -513,7 +513,7 @@ class AccessOfConnection:
         return self.access.denial(message, version)
 
 
-@on_loop
+@run_on_loop
 async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_partition():
     made = AccessOfConnection()
     assert made.denial(APPEND_3) is None
@@ -533,7 +533,7 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
     assert anonymous.denial(TransactionDataRequest(OTHER, 0)) is None
 
 
-@on_loop
+@run_on_loop
 async def test_each_partition_of_a_list_counts_and_none_needs_any():
     grants = (Grant("spark-etl", False, ADMINISTER, ((1, 2),)),)
     made = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
@@ -546,7 +546,7 @@ async def test_each_partition_of_a_list_counts_and_none_needs_any():
     assert isinstance(AccessOfConnection().denial(SetAvailable(1, (), True)), PermissionDenied)
 
 
-@on_loop
+@run_on_loop
 async def test_a_partition_that_a_request_names_many_times_is_checked_once(monkeypatch):
     """A request of 16 MiB names four million; to check each would stop a server for seconds."""
     made, checked, missing = AccessOfConnection(), [], PrincipalGrants.missing_verb
@@ -564,7 +564,7 @@ async def test_a_partition_that_a_request_names_many_times_is_checked_once(monke
     assert checked == [3, 2]
 
 
-@on_loop
+@run_on_loop
 async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
     made = AccessOfConnection()
     mount = proven(made, FIRST_ISSUED)
@@ -572,7 +572,7 @@ async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
     assert isinstance(made.denial(dataclasses.replace(mount, wants_feed=True)), PermissionDenied)
 
 
-@on_loop
+@run_on_loop
 async def test_an_unknown_value_of_a_field_is_an_invalid_request():
     request = RangeRequest(REQ_ID, 0, 0, 1, 2, ())
     error = AccessOfConnection().denial(request)
@@ -593,7 +593,7 @@ def proven(made, client_id):
     return mount_of(client_id, made.access.proof_of(client_id))
 
 
-@on_loop
+@run_on_loop
 async def test_a_mount_needs_the_proof_of_its_client_id():
     made, others = AccessOfConnection(), AccessOfConnection(permissions=OTHERS)
     for client_id in (5, FIRST_ISSUED, FIRST_ISSUED + 1):
@@ -611,7 +611,7 @@ async def test_a_mount_needs_the_proof_of_its_client_id():
     assert others.denial(proven(others, FIRST_ISSUED)) is None
 
 
-@on_loop
+@run_on_loop
 async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
     accepting = dataclasses.replace(
         GRANTED, accepts_0_13=True, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
@@ -628,7 +628,7 @@ async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
     assert made.access.bound_principal(mount_of(FIRST_ISSUED)) == ""
 
 
-@on_loop
+@run_on_loop
 async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accepted_any_more():
     accepting = dataclasses.replace(MOUNTING, accepts_0_13=True)
     for mount, reason in (
@@ -644,7 +644,7 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
         assert made.ended == reason
 
 
-@on_loop
+@run_on_loop
 async def test_a_report_permits_mounts_without_a_proof(logged):
     made = AccessOfConnection(is_enforced=False)
     assert made.denial(mount_of(FIRST_ISSUED)) is None
@@ -655,7 +655,7 @@ async def test_a_report_permits_mounts_without_a_proof(logged):
     assert unknown.denial(mount_of(FIRST_ISSUED)) is None
 
 
-@on_loop
+@run_on_loop
 async def test_the_client_ids_of_a_principal_are_limited_and_not_with_a_report(monkeypatch, logged):
     monkeypatch.setattr(IssuedIdLimit, "take", _reject)
     with pytest.raises(Overloaded):
@@ -681,12 +681,12 @@ def _reject(_limit, _principal, _now_ns):
         (SetAvailable(1, (1,), True), 2, PermissionDenied),
     ],
 )
-@on_loop
+@run_on_loop
 async def test_an_older_peer_gets_an_error_of_its_version(message, version, expected):
     assert type(AccessOfConnection().denial(message, version)) is expected
 
 
-@on_loop
+@run_on_loop
 async def test_an_answer_or_a_late_token_ends_the_connection():
     for message in (Appended(1, 0, 3, 0), Authenticate(REQ_ID, SECRET)):
         made = AccessOfConnection()
@@ -695,7 +695,7 @@ async def test_an_answer_or_a_late_token_ends_the_connection():
         assert AccessOfConnection(is_enforced=False).denial(message) is None
 
 
-@on_loop
+@run_on_loop
 async def test_before_the_permissions_are_known_requests_can_be_repeated(logged):
     made = AccessOfConnection(permissions=None, token=None)
     error = made.denial(TransactionDataRequest(REQ_ID, 0))
@@ -709,7 +709,7 @@ async def test_before_the_permissions_are_known_requests_can_be_repeated(logged)
     assert "denied" not in logged()
 
 
-@on_loop
+@run_on_loop
 async def test_the_first_revision_ends_connections_without_any_permission():
     enforced, report = (
         AccessOfConnection(is_enforced=each, permissions=None, token=None) for each in (True, False)
@@ -728,7 +728,7 @@ async def test_the_first_revision_ends_connections_without_any_permission():
     assert permitted.ended == []
 
 
-@on_loop
+@run_on_loop
 async def test_a_report_permits_everything_and_logs_once_a_minute(logged):
     made = AccessOfConnection(is_enforced=False)
     for number in (9, 10, 9):
@@ -768,7 +768,7 @@ def revision(**changes):
         ),
     ],
 )
-@on_loop
+@run_on_loop
 async def test_a_revision_ends_a_connection_whose_principal_loses_something(permissions, reason):
     made = AccessOfConnection()
     anonymous = AccessOfConnection(token=None)
@@ -781,7 +781,7 @@ async def test_a_revision_ends_a_connection_whose_principal_loses_something(perm
     assert len(made.ended) == (reason is not None)
 
 
-@on_loop
+@run_on_loop
 async def test_a_report_ends_connections_only_because_of_tokens():
     made = AccessOfConnection(is_enforced=False)
     made.port.apply(revision(grants=()))
@@ -790,7 +790,7 @@ async def test_a_report_ends_connections_only_because_of_tokens():
     assert made.ended == ["token t1 of spark-etl is revoked"]
 
 
-@on_loop
+@run_on_loop
 async def test_an_expired_certificate_ends_its_connection_soon():
     ended = []
     until_s = 1_000
@@ -801,20 +801,20 @@ async def test_an_expired_certificate_ends_its_connection_soon():
     reports = PortAccess("CN=(.+)", is_enforced=False, clock_ms=lambda: now_ms)
     assert reports.add_connection(certificate, "a:1", ended.append).expires_ms is None
     now_ms += 1
-    await until(lambda: ended)
+    await poll_until(lambda: ended)
     assert ended == ["the certificate of the peer has expired"]
 
 
-@on_loop
+@run_on_loop
 async def test_an_expired_token_ends_its_connection_soon():
     made = AccessOfConnection()
     assert made.denial(APPEND_3) is None
     made.now_ms += 1
-    await until(lambda: made.ended)
+    await poll_until(lambda: made.ended)
     assert made.ended == ["token t1 of spark-etl has expired"]
 
 
-@on_loop
+@run_on_loop
 async def test_a_revoked_connection_loses_its_unsent_bytes(files, token_file):
     """Over a real socket: a peer that does not read gets none of them after the revocation."""
     connect = trusting(files, f"&token_file={token_file}")
@@ -833,7 +833,7 @@ async def test_a_revoked_connection_loses_its_unsent_bytes(files, token_file):
         assert server_side.closed_reason == "the permissions of spark-etl were changed"
 
 
-@on_loop
+@run_on_loop
 async def test_access_control_needs_tls():
     with pytest.raises(BadConfig, match='tls: access = "on" requires tls = "on"'):
         tls.listen_context(StorageConfig(connect="zk:1/w", directory="d", access="on"))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.loops import on_loop, until
-from tests.patience import HANG_S
+from tests.loops import poll_until, run_on_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.transport.peer import ANY, Peer, raw
 from tests.unit.transport.test_port_access import EXPIRED, GRANTED, SECRET, open_port, trusting
 from waltz_core.access.permissions import Grant, PrincipalLimits
@@ -86,7 +86,7 @@ def test_the_memory_for_hosts_is_limited(monkeypatch):
         now_s += 0.1
 
 
-@on_loop
+@run_on_loop
 async def test_hosts_take_turns_and_a_pause_follows_each_handshake():
     scheduled: list[tuple[float, Callable[[], None]]] = []
     turns = HandshakeQueue(lambda pause_s, call: scheduled.append((pause_s, call)))
@@ -110,7 +110,7 @@ async def test_hosts_take_turns_and_a_pause_follows_each_handshake():
     assert pauses_s == [0, pause, 0, pause, 0, pause, pause]
 
 
-@on_loop
+@run_on_loop
 async def test_a_handshake_waits_for_the_pause_after_the_previous_one():
     scheduled: list[tuple[float, Callable[[], None]]] = []
     turns = HandshakeQueue(lambda pause_s, call: scheduled.append((pause_s, call)))
@@ -125,7 +125,7 @@ async def test_a_handshake_waits_for_the_pause_after_the_previous_one():
     assert second.done()
 
 
-@on_loop
+@run_on_loop
 async def test_a_host_that_dials_without_pause_is_closed_and_logged_once(
     files, caplog, monkeypatch
 ):
@@ -226,7 +226,7 @@ def test_many_incomplete_frames_of_one_principal_close_no_link_of_another():
     assert sum(len(each.aborted) for each in hostile) == 3
 
 
-@on_loop
+@run_on_loop
 async def test_incomplete_frames_of_real_connections_are_limited():
     peer = Peer()
     limits = LinkLimits(incomplete_bytes_max=3 * 1024 * 1024)
@@ -237,19 +237,19 @@ async def test_incomplete_frames_of_real_connections_are_limited():
         writer.write(HELLO + STATED_16_MIB + bytes(size_mib * 1024 * 1024))
         await reader.readexactly(7)
         writers.append(writer)
-    await until(lambda: peer.closed)
+    await poll_until(lambda: peer.closed)
     assert "incomplete messages of all connections exceed 3145728 bytes" in peer.closed[0]
     assert len(listener.links) == 1
     (left,) = listener.links
-    await until(lambda: left.incomplete_bytes == 1024 * 1024)
+    await poll_until(lambda: left.incomplete_bytes == 1024 * 1024)
     link = await net.dial(WireProtocol.STORAGE, f"{ANY}:{listener.port}")
     link.send(raw(2_000_000))
-    await until(lambda: len(peer.messages) == 1)
+    await poll_until(lambda: len(peer.messages) == 1)
     assert limits._incomplete_bytes == 1024 * 1024
     for writer in writers:
         writer.transport.abort()
     link.abort("done")
-    await until(lambda: not limits._links)
+    await poll_until(lambda: not limits._links)
     assert limits._incomplete_bytes == 0
     await listener.close()
 
@@ -265,9 +265,9 @@ async def dialed_to(port, files):
     return await net.dial(WireProtocol.STORAGE, port.address, ssl=context)
 
 
-@on_loop
+@run_on_loop
 async def test_an_unauthorized_link_is_disconnected_after_its_denials(files, monkeypatch):
-    monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", HANG_S)
+    monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", TEST_TIMEOUT_S)
     async with open_port(files, access="on") as port:
         port.apply(ONLY_READ)
         known = await dialed_to(port, files)
@@ -288,14 +288,14 @@ async def test_an_unauthorized_link_is_disconnected_after_its_denials(files, mon
         known.abort("done")
 
 
-@on_loop
+@run_on_loop
 async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
     limited = dataclasses.replace(
         ONLY_READ,
         grants=(*ONLY_READ.grants, Grant("anonymous", False, READ, None)),
         limits={each: PrincipalLimits(connections=1) for each in ("anonymous", "spark-etl")},
     )
-    monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", HANG_S)
+    monkeypatch.setattr(net, "UNAUTHORIZED_S_MAX", TEST_TIMEOUT_S)
     async with open_port(files, access="on") as port:
         port.apply(limited)
         links = [await dialed_to(port, files) for _ in range(3)]
@@ -318,7 +318,7 @@ async def test_a_silent_connection_counts_for_its_principal(files, monkeypatch):
     ("access", "secret", "is_closed"),
     [("on", None, True), ("on", SECRET, False), ("report", None, False)],
 )
-@on_loop
+@run_on_loop
 async def test_an_unauthorized_link_may_send_small_frames_only(files, access, secret, is_closed):
     async with open_port(files, access=access) as port:
         port.apply(ONLY_READ)
@@ -327,15 +327,15 @@ async def test_an_unauthorized_link_may_send_small_frames_only(files, access, se
             link.send(authentication.credential_message(WireProtocol.STORAGE, 4, secret))
             await link.receive()
         link.send(raw(1_000))
-        await until(lambda: len(port.peer.messages) == 1)
+        await poll_until(lambda: len(port.peer.messages) == 1)
         link.send(raw(100_000))
-        await until(lambda: len(port.peer.messages) == 2 or port.peer.closed)
+        await poll_until(lambda: len(port.peer.messages) == 2 or port.peer.closed)
         assert bool(port.peer.closed) == is_closed
         assert not is_closed or "a payload of at most 65529 bytes" in port.peer.closed[0]
         link.abort("done")
 
 
-@on_loop
+@run_on_loop
 async def test_a_token_that_is_not_valid_gives_no_permission(files):
     async with open_port(files, access="on") as port:
         port.apply(ONLY_READ)
@@ -349,7 +349,7 @@ async def test_a_token_that_is_not_valid_gives_no_permission(files):
 # logs
 
 
-@on_loop
+@run_on_loop
 async def test_a_protocol_error_is_logged_once_however_it_varies(caplog):
     tls._LAST_LOGGED.clear()
     peer = Peer()

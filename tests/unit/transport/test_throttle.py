@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 
-from tests.loops import on_virtual_loop, pass_time
+from tests.loops import pass_time, run_on_virtual_loop
 from waltz_core.access.permissions import PrincipalLimits
 from waltz_core.access.quotas import REJECTION_BYTES, REJECTIONS_PER_S, SECOND_NS, Quota, Usage
 from waltz_core.records.record import ReqId
@@ -76,7 +76,7 @@ def appends(first, last, data=b""):
     ]
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_requests_wait_in_order_and_the_connection_is_not_read():
     made = Connection(appends_per_s=10)
     begun_s = made.loop.time()
@@ -92,7 +92,7 @@ async def test_requests_wait_in_order_and_the_connection_is_not_read():
     assert 0.4 <= made.passed[14][2] - begun_s <= 0.5  # 11 at once, then one in 0.1 s
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_what_waits_longer_than_a_second_is_rejected_in_order():
     made = Connection(appends_per_s=10)
     made.throttle.receive(appends(1, 50))
@@ -106,7 +106,7 @@ async def test_what_waits_longer_than_a_second_is_rejected_in_order():
     assert at_s <= 1.1
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_pipelined_requests_over_a_limit_drain_fast_but_a_flood_is_not_read():
     made = Connection(bytes_per_s=1_000)
     made.throttle.receive([*appends(1, 1, bytes(9_000)), *appends(2, REJECTIONS_PER_S)])
@@ -121,7 +121,7 @@ async def test_pipelined_requests_over_a_limit_drain_fast_but_a_flood_is_not_rea
     assert not made.throttle.is_pausing
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_large_rejected_request_counts_as_several():
     made = Connection(bytes_per_s=1_000)
     made.throttle.receive(appends(1, 1, bytes(9_000)))
@@ -132,7 +132,7 @@ async def test_a_large_rejected_request_counts_as_several():
     assert made.throttle.is_pausing
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_appends_after_one_over_a_limit_are_not_charged_until_the_next_mount():
     made = Connection(bytes_per_s=1_000)
     made.throttle.receive([*appends(1, 1, bytes(3_000)), *appends(2, 2)])
@@ -146,7 +146,7 @@ async def test_appends_after_one_over_a_limit_are_not_charged_until_the_next_mou
     assert made.rejections == [False] + [True] * 4 + [False] * 3
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_the_connections_of_a_principal_share_its_limit_evenly():
     first = Connection(appends_per_s=100)
     both = (first, Connection(first.quota))
@@ -162,7 +162,7 @@ async def test_the_connections_of_a_principal_share_its_limit_evenly():
     assert min(granted) >= 0.4 * sum(granted)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_ranges_are_charged_when_they_are_sent_and_have_a_part_of_the_rate():
     made = Connection(bytes_per_s=1_000_000)
     ranged = RangeRequest(ReqId(-1, 0, 3, -9), 0, 9, 4_000_000, 0, ())
@@ -199,7 +199,7 @@ def feed_frame(first, count, headers=b""):
     return FeedBatch(ReqId(1, 2, 3, -1), first, count, headers, 1, -1, bytes(16))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_feed_gets_the_rate_of_its_limit_and_counts_what_a_filter_leaves_out():
     made = Connection(bytes_per_s=100_000)
     took_s = await feed(made, 30)  # 20 KB each: 600 KB, of which the burst is in advance
@@ -217,7 +217,7 @@ async def test_a_feed_gets_the_rate_of_its_limit_and_counts_what_a_filter_leaves
     assert await feed(made, 100) < 0.1
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_feed_delays_a_request_by_a_part_of_a_second_only():
     made = Connection(bytes_per_s=100_000)
     reading = [made, Connection(made.quota), Connection(made.quota)]
@@ -236,7 +236,7 @@ async def test_a_feed_delays_a_request_by_a_part_of_a_second_only():
     assert not any(each.throttle.is_pausing_feeds for each in reading)
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_flood_of_requests_does_not_stop_a_feed():
     made = Connection(bytes_per_s=100_000)
     flooding = [Connection(made.quota) for _ in range(4)]
@@ -257,7 +257,7 @@ async def test_a_flood_of_requests_does_not_stop_a_feed():
     assert took_s < 60  # 4 s without the flood
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_range_with_a_filter_counts_what_it_leaves_out():
     made = Connection(bytes_per_s=1_000_000)
     lineage = (object(),)
@@ -270,7 +270,7 @@ async def test_a_range_with_a_filter_counts_what_it_leaves_out():
         assert made.quota.usage.bytes == 1_000_000
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_an_exception_in_a_delayed_message_closes_the_connection(caplog):
     made, errors = Connection(appends_per_s=10), []
 
@@ -309,7 +309,7 @@ def failed(made, partition, sequence=-1):
     made.throttle.on_sent(ErrorResponse(mount_id(partition, sequence), 42, False, "x"))
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_feed_counts_until_its_connection_or_the_feed_ends():
     made = Connection(feeds=1)
     assert mount(made, 1) is None
@@ -332,7 +332,7 @@ async def test_a_feed_counts_until_its_connection_or_the_feed_ends():
     assert made.quota.feeds == {}
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_errors_of_other_requests_do_not_free_the_slot_of_a_feed():
     made = Connection(feeds=1)
     other = Connection(made.quota)
@@ -358,7 +358,7 @@ async def test_errors_of_other_requests_do_not_free_the_slot_of_a_feed():
     assert made.is_ended
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_mounts_that_fail_leave_nothing():
     made = Connection(connections=9)
     for partition in range(100):
@@ -374,7 +374,7 @@ async def test_mounts_that_fail_leave_nothing():
     assert made.is_ended
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_closed_connection_passes_nothing_on():
     made = Connection(appends_per_s=10)
     made.throttle.receive(appends(1, 15))
@@ -384,7 +384,7 @@ async def test_a_closed_connection_passes_nothing_on():
     assert len(made.passed) == passed
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_without_limits_what_waits_is_passed_on():
     made = Connection(appends_per_s=1)
     made.throttle.receive(appends(1, 3))
@@ -396,7 +396,7 @@ async def test_without_limits_what_waits_is_passed_on():
     assert len(made.passed) == 99
 
 
-@on_virtual_loop
+@run_on_virtual_loop
 async def test_a_feed_continues_soon_after_a_higher_limit():
     made = Connection(bytes_per_s=1_000)
     made.quota.charge_sent(1_000_000, made.now_ns)  # a large range, which is paid for in 1,000 s

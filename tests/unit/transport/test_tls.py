@@ -13,7 +13,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from tests.certificates import Certificates, make
+from tests.certificates import Certificates, create_certificates
 from waltz_core.config import ClientConfig, ServerConfig, StorageConfig, render_toml
 from waltz_core.errors import BadConfig
 from waltz_core.transport import tls
@@ -80,7 +80,7 @@ def test_the_connect_string_contains_a_tls_file_or_a_mode(files):
 
 
 def test_a_settings_file_names_files_in_its_own_directory(tmp_path: Path):
-    make(tmp_path)
+    create_certificates(tmp_path)
     names = {
         "tls_certificate": "ours-cert.pem",
         "tls_key": "ours-key.pem",
@@ -218,7 +218,7 @@ def test_files_that_cannot_be_used_are_named(files, tmp_path):
             BadConfig, match=rf"{name}: expected a PEM file with .*, found .*nothing.pem"
         ):
             tls.dial_context(ClientConfig(**settings), "")
-    other = make(tmp_path, name="other")
+    other = create_certificates(tmp_path, name="other")
     settings = files.settings | {"tls_key": other.key}
     with pytest.raises(BadConfig, match=r"its private key, found .* \(key values mismatch"):
         tls.dial_context(ClientConfig(**settings), "")
@@ -407,7 +407,7 @@ def test_other_errors_than_tls_are_reported_unchanged():
 def test_a_certificate_for_another_host_is_reported_at_the_start(
     tmp_path, caplog, hosts, settings, complaint
 ):
-    shown = make(tmp_path, hosts=hosts)
+    shown = create_certificates(tmp_path, hosts=hosts)
     for make_config in (server, storage):
         caplog.clear()
         assert tls.listen_context(make_config(**shown.settings, **settings)) is not None

@@ -12,9 +12,9 @@ import warnings
 
 import pytest
 
-from tests.certificates import make
-from tests.loops import on_loop, until
-from tests.patience import HANG_S
+from tests.certificates import create_certificates
+from tests.loops import poll_until, run_on_loop
+from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.transport.peer import ANY, Peer, raw
 from waltz_core.config import ClientConfig, ServerConfig, StorageConfig
 from waltz_core.errors import RemoteProtocolError, TlsFailed, Unreachable
@@ -84,7 +84,7 @@ async def there_and_back(files):
         for at in range(0, len(SMALL), 50):
             link.send_all(SMALL[at : at + 50])
             await link.wait_drained()
-        await until(lambda: len(peer.messages) == len(SENT) + len(SMALL))
+        await poll_until(lambda: len(peer.messages) == len(SENT) + len(SMALL))
         for message in SENT:
             peer.links[0].send(message)
         back = []
@@ -95,13 +95,13 @@ async def there_and_back(files):
 
 @pytest.mark.parametrize("run", [net.run, asyncio.run], ids=["of a daemon", "of a notebook"])
 def test_frames_of_all_sizes_go_both_ways_on_a_loop(files, run):
-    arrived, back = run(asyncio.wait_for(there_and_back(files), HANG_S))
+    arrived, back = run(asyncio.wait_for(there_and_back(files), TEST_TIMEOUT_S))
     assert arrived == SENT + SMALL
     assert back == SENT
 
 
 @pytest.mark.parametrize("spoken", ["TLSv1.2", "TLSv1.3"])
-@on_loop
+@run_on_loop
 async def test_peers_of_this_version_use_tls_1_3_and_clients_may_use_1_2(files, spoken):
     context = trusting(files)
     if spoken == "TLSv1.2":
@@ -109,26 +109,26 @@ async def test_peers_of_this_version_use_tls_1_3_and_clients_may_use_1_2(files, 
     async with open_port(listening(files)) as (peer, _, address), linked(address, context) as link:
         assert link._transport.get_extra_info("ssl_object").version() == spoken
         link.send(Appended(1, 7, 3, 9))
-        await until(lambda: peer.messages)
+        await poll_until(lambda: peer.messages)
 
 
-@on_loop
+@run_on_loop
 async def test_an_abort_is_detected_at_once(files):
     async with open_port(listening(files)) as (peer, _, address):
         link = await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
-        await until(lambda: peer.links)
+        await poll_until(lambda: peer.links)
         link.abort("enough")
         await link.wait_closed()
-        await until(lambda: peer.closed)
+        await poll_until(lambda: peer.closed)
         assert peer.links[0].is_closed
 
 
-@on_loop
+@run_on_loop
 async def test_a_close_does_not_wait_long_for_a_silent_peer(files, monkeypatch):
     monkeypatch.setattr(net, "CLOSE_S_MAX", 0.1)
     async with open_port(listening(files)) as (peer, _, address):
         link = await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
-        await until(lambda: peer.links)
+        await poll_until(lambda: peer.links)
         peer.links[0].pause_reading()
         for n in range(30):
             link.send(raw(MIB, n))
@@ -169,14 +169,14 @@ async def original(protocol, directory):
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    untrusted = make(directory, name="nobodys", hosts=("localhost",))
+    untrusted = create_certificates(directory, name="nobodys", hosts=("localhost",))
     context.load_cert_chain(untrusted.certificate, untrusted.key)
     async with await asyncio.start_server(greet, ANY, 0, ssl=context) as server:
         yield f"{ANY}:{server.sockets[0].getsockname()[1]}", hellos
 
 
 @pytest.mark.parametrize("protocol", ORIGINALS)
-@on_loop
+@run_on_loop
 async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
     async with original(protocol, tmp_path) as (address, hellos):
         with pytest.raises(TlsFailed, match="the certificate of the peer is not valid"):
@@ -185,23 +185,23 @@ async def test_an_unverified_dial_reaches_a_0_13_daemon(protocol, tmp_path):
         with contextlib.suppress(RemoteProtocolError):
             async with linked(address, tls.dial_context_for("unverified"), protocol):
                 pass
-        await until(lambda: hellos)
+        await poll_until(lambda: hellos)
     assert hellos[0][:3] == b"H\0\0"
 
 
-@on_loop
+@run_on_loop
 async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
     """Its connector checks nothing, and presents an unsigned certificate on request."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.maximum_version = ssl.TLSVersion.TLSv1_2
-    untrusted = make(tmp_path, name="nobodys")
+    untrusted = create_certificates(tmp_path, name="nobodys")
     context.load_cert_chain(untrusted.certificate, untrusted.key)
     async with open_port(listening(files)) as (peer, _, address):
         reader, writer = await asyncio.open_connection(*address.split(":"), ssl=context)
         writer.write(original_hello((0, 1), "Waltz Storage Client"))
         assert (await reader.readexactly(3)) == b"H\0\0"
-        await until(lambda: peer.links)
+        await poll_until(lambda: peer.links)
         writer.close()
 
 
@@ -209,22 +209,22 @@ async def test_a_0_13_client_connects_with_any_certificate(files, tmp_path):
 # mismatched peers
 
 
-@on_loop
+@run_on_loop
 async def test_both_sides_report_plain_tcp_at_a_tls_port(files, logged):
     async with open_port(listening(files)) as (_, listener, address):
         text = f"{address}: expected plain TCP, found TLS. Hint: the peer expects TLS; add ?tls="
         with pytest.raises(TlsFailed, match=re.escape(text)):
             await net.dial(WireProtocol.STORAGE, address)
-        await until(lambda: "error=expected TLS, found plain TCP" in logged())
+        await poll_until(lambda: "error=expected TLS, found plain TCP" in logged())
         assert listener.links == ()
 
 
-@on_loop
+@run_on_loop
 async def test_a_repeated_error_of_a_peer_is_logged_once_per_interval(files, logged, monkeypatch):
     async def plain_to_tls():
         with pytest.raises(TlsFailed):
             await net.dial(WireProtocol.STORAGE, address)
-        await until(lambda: not listener._tls_port._limits._count)
+        await poll_until(lambda: not listener._tls_port._limits._count)
 
     async with open_port(listening(files)) as (_, listener, address):
         for _ in range(5):
@@ -238,37 +238,39 @@ async def test_a_repeated_error_of_a_peer_is_logged_once_per_interval(files, log
         assert len(tls._LAST_LOGGED) == 1
 
 
-@on_loop
+@run_on_loop
 async def test_both_sides_report_tls_at_a_plain_port(files, logged):
     async with open_port(None) as (_, _, address):
         with pytest.raises(TlsFailed, match=f"{address}: expected TLS, found plain TCP"):
             await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
-        await until(lambda: "peer=127.0.0.1 error=expected plain TCP, found TLS" in logged())
+        await poll_until(lambda: "peer=127.0.0.1 error=expected plain TCP, found TLS" in logged())
         assert f"peer={address} error=expected TLS, found plain TCP" in logged()
 
 
-@on_loop
+@run_on_loop
 async def test_both_sides_report_a_certificate_of_another_authority(files, tmp_path, logged):
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsFailed, match="the certificate of the peer is not valid: unable to"):
-            await net.dial(WireProtocol.STORAGE, address, ssl=trusting(make(tmp_path)))
-        await until(lambda: "It may not trust the certificate" in logged())
+            await net.dial(
+                WireProtocol.STORAGE, address, ssl=trusting(create_certificates(tmp_path))
+            )
+        await poll_until(lambda: "It may not trust the certificate" in logged())
 
 
-@on_loop
+@run_on_loop
 async def test_a_certificate_for_another_host_is_reported(tmp_path):
-    files = make(tmp_path, hosts=("storage1.example",))
+    files = create_certificates(tmp_path, hosts=("storage1.example",))
     async with open_port(listening(files)) as (_, _, address):
         with pytest.raises(TlsFailed, match=r"not valid: .*IP address mismatch"):
             await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
         async with linked(address, trusting(files, tls_verify="chain")):
             pass
-        async with linked(address, trusting(make(tmp_path), tls_verify="nothing")):
+        async with linked(address, trusting(create_certificates(tmp_path), tls_verify="nothing")):
             pass
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-@on_loop
+@run_on_loop
 async def test_both_sides_report_a_missing_certificate(files, version, logged):
     required = listening(files, tls_require_certificate=True)
     async with open_port(required) as (peer, _, address):
@@ -276,22 +278,22 @@ async def test_both_sides_report_a_missing_certificate(files, version, logged):
         context.maximum_version = version
         with pytest.raises(TlsFailed, match=r"expects? a certificate"):
             await net.dial(WireProtocol.STORAGE, address, ssl=context)
-        await until(lambda: "expected a certificate of the peer, found none" in logged())
+        await poll_until(lambda: "expected a certificate of the peer, found none" in logged())
         assert peer.links == []
         async with linked(address, tls.dial_context(ClientConfig(**files.settings), "")):
             pass
 
 
-@on_loop
+@run_on_loop
 async def test_both_sides_report_a_self_signed_certificate(files, tmp_path, logged):
-    stranger = make(tmp_path, name="stranger")
+    stranger = create_certificates(tmp_path, name="stranger")
     settings = stranger.settings | {"tls_authorities": files.authorities}
     async with open_port(listening(files, tls_require_certificate=True)) as (_, _, address):
         with pytest.raises(TlsFailed, match="the peer rejects the certificate of this process:"):
             await net.dial(
                 WireProtocol.STORAGE, address, ssl=tls.dial_context(ClientConfig(**settings), "")
             )
-        await until(lambda: "the certificate of the peer is not valid" in logged())
+        await poll_until(lambda: "the certificate of the peer is not valid" in logged())
 
 
 def hello_of_tls_1_1():
@@ -302,7 +304,7 @@ def hello_of_tls_1_1():
     return struct.pack(">BHH", 0x16, 0x0301, len(handshake)) + handshake
 
 
-@on_loop
+@run_on_loop
 async def test_tls_1_1_is_rejected(files, logged):
     async with open_port(listening(files)) as (_, _, address):
         reader, writer = await asyncio.open_connection(*address.split(":"))
@@ -311,10 +313,10 @@ async def test_tls_1_1_is_rejected(files, logged):
         assert answer[0] == tls.ALERT_RECORD
         assert answer[5:] == bytes((2, 70))  # fatal, protocol_version
         writer.close()
-        await until(lambda: "no common version: expected TLS 1.2 or 1.3" in logged())
+        await poll_until(lambda: "no common version: expected TLS 1.2 or 1.3" in logged())
 
 
-@on_loop
+@run_on_loop
 async def test_a_port_of_tls_1_1_is_rejected(files):
     with warnings.catch_warnings(action="ignore"):
         old = listening(files)
@@ -325,9 +327,9 @@ async def test_a_port_of_tls_1_1_is_rejected(files):
             await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
 
 
-@on_loop
+@run_on_loop
 async def test_replaced_files_are_used_from_then_on_if_they_are_valid(tmp_path, logged):
-    used, new = make(tmp_path), make(tmp_path, name="new")
+    used, new = create_certificates(tmp_path), create_certificates(tmp_path, name="new")
     config = StorageConfig(connect="zk:1/w", directory="d", **used.settings)
     ports, dials = tls.listen_context(config), tls.dial_context(config, "")
     before = tls.dial_context(ClientConfig(**used.settings), "")
@@ -358,7 +360,7 @@ def of_daemon(files, **settings):
 
 
 @pytest.mark.parametrize("transition", ["accept", "dial"])
-@on_loop
+@run_on_loop
 async def test_a_port_in_transition_accepts_both(files, logged, transition):
     context = listening(
         files,
@@ -374,7 +376,7 @@ async def test_a_port_in_transition_accepts_both(files, logged, transition):
     ):
         for link in (plain, encrypted):
             link.send(Appended(1, 7, 3, 9))
-        await until(lambda: len(peer.messages) == 2)
+        await poll_until(lambda: len(peer.messages) == 2)
         assert sorted(each.principal for each in peer.links) == ["anonymous", "localhost"]
         with pytest.raises(TlsFailed, match=r"expects a certificate"):
             await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
@@ -382,14 +384,14 @@ async def test_a_port_in_transition_accepts_both(files, logged, transition):
     assert ("tls.plain_tcp_accepted peer=127.0.0.1" in logged()) == (transition == "dial")
 
 
-@on_loop
+@run_on_loop
 async def test_a_port_in_transition_rejects_other_protocols(files, logged):
     async with open_port(listening(files, tls_transition="accept")) as (_, listener, _):
         reader, writer = await asyncio.open_connection(ANY, listener.port)
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
         await reader.read()
         writer.close()
-        await until(lambda: listener.links == ())
+        await poll_until(lambda: listener.links == ())
         assert "net.protocol_error" in logged()
 
 
@@ -423,7 +425,7 @@ ALERTS = {
 
 
 @pytest.mark.parametrize("answer", ALERTS.values(), ids=ALERTS)
-@on_loop
+@run_on_loop
 async def test_a_stripped_handshake_never_leads_to_plain_tcp(files, answer, tmp_path):
     token = tmp_path / "token"
     token.write_text("ab" * 32)
@@ -449,7 +451,7 @@ async def test_a_stripped_handshake_never_leads_to_plain_tcp(files, answer, tmp_
 # handshakes that stop
 
 
-@on_loop
+@run_on_loop
 async def test_a_connection_without_data_is_not_logged(files, logged):
     async with open_port(listening(files)) as (_, listener, address):
         for is_reset in (False, True, False):
@@ -457,7 +459,7 @@ async def test_a_connection_without_data_is_not_logged(files, logged):
                 gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", is_reset, 0))
         async with linked(address, trusting(files)):
             pass
-        await until(lambda: not listener._tls_port._limits._count)
+        await poll_until(lambda: not listener._tls_port._limits._count)
         assert logged() == ""
 
 
@@ -474,7 +476,7 @@ def hello_of_client(files, group=None, version=None):
 
 
 @pytest.mark.parametrize("missing", ["all", "most", "the last byte", "the second part"])
-@on_loop
+@run_on_loop
 async def test_a_slow_handshake_is_disconnected(files, monkeypatch, logged, missing):
     monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 0.1)
     hello = hello_of_client(files)
@@ -486,10 +488,10 @@ async def test_a_slow_handshake_is_disconnected(files, monkeypatch, logged, miss
             await reader.read()
         writer.close()
         line = "is taking longer than" if sent == hello else "handshake did not complete within"
-        await until(lambda: line in logged())
+        await poll_until(lambda: line in logged())
 
 
-@on_loop
+@run_on_loop
 async def test_half_open_handshakes_do_not_delay_other_peers(files, monkeypatch, logged):
     monkeypatch.setattr(tls_port, "HANDSHAKE_S_MAX", 3600.0)
     async with open_port(listening(files, tls_transition="accept")) as (peer, listener, address):
@@ -497,18 +499,18 @@ async def test_half_open_handshakes_do_not_delay_other_peers(files, monkeypatch,
         hello = hello_of_tls_1_1()
         for number, (_, writer) in enumerate(begun):
             writer.write(hello[: number % len(hello)])  # also nothing at all
-        await until(lambda: listener._tls_port._limits._count == len(begun))
+        await poll_until(lambda: listener._tls_port._limits._count == len(begun))
         for context in (trusting(files), None):
             async with linked(address, context) as link:
                 link.send(Appended(1, 7, 3, 9))
-        await until(lambda: len(peer.messages) == 2)
+        await poll_until(lambda: len(peer.messages) == 2)
         assert listener._tls_port._limits._count == len(begun)
         for _, writer in begun:
             writer.transport.abort()
-        await until(lambda: not listener._tls_port._limits._count)
+        await poll_until(lambda: not listener._tls_port._limits._count)
 
 
-@on_loop
+@run_on_loop
 async def test_one_handshake_is_answered_in_an_iteration_of_the_loop(files, monkeypatch):
     loop, answered = asyncio.get_running_loop(), [0]
     do_handshake = tls._Handshake.do_handshake
@@ -526,7 +528,7 @@ async def test_one_handshake_is_answered_in_an_iteration_of_the_loop(files, monk
     hello = hello_of_client(files)
     async with open_port(listening(files)) as (_, listener, _):
         begun = [await asyncio.open_connection(ANY, listener.port) for _ in range(50)]
-        await until(lambda: listener._tls_port._limits._count == len(begun))
+        await poll_until(lambda: listener._tls_port._limits._count == len(begun))
         for _, writer in begun:
             writer.write(hello[:-1])
         for _, writer in begun:
@@ -539,7 +541,7 @@ async def test_one_handshake_is_answered_in_an_iteration_of_the_loop(files, monk
             writer.transport.abort()
 
 
-@on_loop
+@run_on_loop
 async def test_a_slow_client_hello_takes_three_turns(files):
     hello = hello_of_client(files)
     async with open_port(listening(files)) as (_, listener, address):
@@ -559,7 +561,7 @@ async def test_a_slow_client_hello_takes_three_turns(files):
 
 
 @pytest.mark.parametrize("first_size", [0, 30])
-@on_loop
+@run_on_loop
 async def test_a_client_hello_in_two_records_is_rejected(files, logged, first_size):
     hello = hello_of_client(files)
     size = len(hello) - 5
@@ -573,7 +575,7 @@ async def test_a_client_hello_in_two_records_is_rejected(files, logged, first_si
         writer.write(b"".join(split))
         assert await reader.readexactly(7) == tls.HANDSHAKE_FAILURE_ALERT
         writer.transport.abort()
-        await until(lambda: "expected a complete TLS ClientHello in one record" in logged())
+        await poll_until(lambda: "expected a complete TLS ClientHello in one record" in logged())
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
@@ -621,7 +623,7 @@ def test_the_first_key_share_that_openssl_knows_decides():
         assert "X25519 or P-256" in client_hello.reject_reason(hello_of_tls_1_3(each))
 
 
-@on_loop
+@run_on_loop
 async def test_a_slow_key_exchange_is_rejected_on_both_sides(files, logged):
     slow = trusting(files)
     slow.set_ecdh_curve("secp521r1")
@@ -631,7 +633,7 @@ async def test_a_slow_key_exchange_is_rejected_on_both_sides(files, logged):
         assert "tls.handshake_failed peer=127.0.0.1 error=expected a client that offers" in logged()
 
 
-@on_loop
+@run_on_loop
 async def test_a_queued_handshake_does_not_time_out(files, monkeypatch, logged):
     timeouts, timeout_at = [], asyncio.timeout_at
     async with open_port(listening(files)) as (_, listener, address):
@@ -643,11 +645,11 @@ async def test_a_queued_handshake_does_not_time_out(files, monkeypatch, logged):
         )
         with socket.create_connection((ANY, listener.port)) as gone:
             gone.sendall(hello_of_client(files))
-            await until(lambda: delayed)
+            await poll_until(lambda: delayed)
             assert [each.when() for each in timeouts] == [None]
         turns._call_later = call_later
         turns._begin_one()
-        await until(lambda: "closed the connection while its handshake waited" in logged())
+        await poll_until(lambda: "closed the connection while its handshake waited" in logged())
         async with linked(address, trusting(files)):
             assert len(listener.links) == 1
 
@@ -665,7 +667,7 @@ class LaterLoop:
         return self._loop.time() + 3_600
 
 
-@on_loop
+@run_on_loop
 async def test_the_wait_for_a_turn_is_not_a_part_of_the_time_for_a_client_hello(files, monkeypatch):
     timeouts, timeout_at, hello = [], asyncio.timeout_at, hello_of_client(files)
     async with open_port(listening(files)) as (_, listener, _):
@@ -678,30 +680,30 @@ async def test_the_wait_for_a_turn_is_not_a_part_of_the_time_for_a_client_hello(
         begun_s = loop.time()
         _, writer = await asyncio.open_connection(ANY, listener.port)
         writer.write(hello[:4])
-        await until(lambda: delayed)
+        await poll_until(lambda: delayed)
         monkeypatch.setattr(port, "_loop", LaterLoop(loop))
         port._queue._call_later = call_later
         port._queue._begin_one()
-        await until(lambda: timeouts[0].when() is not None)
+        await poll_until(lambda: timeouts[0].when() is not None)
         assert timeouts[0].when() > begun_s + 3_500
         writer.transport.abort()
 
 
-@on_loop
+@run_on_loop
 async def test_too_many_handshakes_of_one_host_are_rejected(files, monkeypatch, logged):
     monkeypatch.setattr(tls_port, "HANDSHAKES_MAX", 2)
     async with open_port(listening(files)) as (_, listener, address):
         with socket.create_connection((ANY, listener.port)):
-            await until(lambda: listener._tls_port._limits._count)
+            await poll_until(lambda: listener._tls_port._limits._count)
             with pytest.raises(Unreachable):
                 await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
             assert "1 handshakes of this host are in progress; the limit is 1" in logged()
-        await until(lambda: not listener._tls_port._limits._count)
+        await poll_until(lambda: not listener._tls_port._limits._count)
         async with linked(address, trusting(files)):
             pass
 
 
-@on_loop
+@run_on_loop
 async def test_a_failed_connection_does_not_end_the_port(files, monkeypatch, logged):
     async with open_port(listening(files)) as (_, listener, address):
         faults = [ZeroDivisionError("ours"), OSError(24, "Too many open files")]
@@ -717,18 +719,18 @@ async def test_a_failed_connection_does_not_end_the_port(files, monkeypatch, log
             with pytest.raises(Unreachable):
                 await net.dial(WireProtocol.STORAGE, address, ssl=trusting(files))
         assert "Too many open files" in logged()
-        await until(lambda: not listener._tls_port._limits._count)
+        await poll_until(lambda: not listener._tls_port._limits._count)
         async with linked(address, trusting(files)):
             assert listener.links
 
 
-@on_loop
+@run_on_loop
 async def test_a_closing_port_drops_connections_in_their_handshake(files):
     peer = Peer()
     listener = await listen(WireProtocol.STORAGE, ANY, 0, peer.connected, ssl=listening(files))
     reader, writer = await asyncio.open_connection(ANY, listener.port)
     writer.write(b"\x16\x03")
-    await until(lambda: listener._tls_port._limits._count)
+    await poll_until(lambda: listener._tls_port._limits._count)
     await listener.close()
     with contextlib.suppress(ConnectionResetError):
         assert await reader.read() == b""
@@ -756,7 +758,7 @@ class FailingLoop:
         return accepted
 
 
-@on_loop
+@run_on_loop
 async def test_a_failed_accept_does_not_end_the_port(files, monkeypatch, logged):
     monkeypatch.setattr(tls_port, "_ACCEPT_PAUSE_S", 0.01)
     made = []
@@ -764,11 +766,11 @@ async def test_a_failed_accept_does_not_end_the_port(files, monkeypatch, logged)
     port._loop = FailingLoop(port._loop)
     await port.open(ANY, 0)
     with socket.create_connection((ANY, port.port)):
-        await until(lambda: "tls.accept_failed" in logged())
+        await poll_until(lambda: "tls.accept_failed" in logged())
     _, writer = await asyncio.open_connection(
         ANY, port.port, ssl=trusting(files), server_hostname=ANY
     )
-    await until(lambda: made)
+    await poll_until(lambda: made)
     assert made == [1]
     writer.transport.abort()
     await port.close()

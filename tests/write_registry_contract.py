@@ -5,32 +5,32 @@ from typing import Any
 import pytest
 
 from tests import cluster_contract
-from tests.cluster_contract import World
+from tests.cluster_contract import ZooKeeperUnderTest
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.write_registry import REMOVALS_MAX, TaskAttempt
 
 MARKS = {0: 41, 3: -1}
-KEEP_MS = 1 << 34
+RETENTION_MS = 1 << 34
 
 
-async def created(world: World, root: str) -> Any:
+async def create_cluster(world: ZooKeeperUnderTest, root: str) -> Any:
     """Create a cluster; return a member, whose `writes` is the registry to test."""
-    return await _of(world, await cluster_contract.created(world, root))
+    return await _wrap_coordinator(world, await cluster_contract.create_cluster(world, root))
 
 
-async def member(world: World, root: str) -> Any:
-    return await _of(world, await cluster_contract.member(world, root))
+async def open_coordinator(world: ZooKeeperUnderTest, root: str) -> Any:
+    return await _wrap_coordinator(world, await cluster_contract.open_coordinator(world, root))
 
 
-async def _of(world: World, coordinator: Coordinator) -> Any:
+async def _wrap_coordinator(world: ZooKeeperUnderTest, coordinator: Coordinator) -> Any:
     """Return the coordinator itself, or what another kind of world uses in its place."""
     replaced = getattr(world, "replaced", None)
     return coordinator if replaced is None else await replaced(coordinator)
 
 
-async def a_task_has_one_last_attempt(world: World, root: str) -> None:
-    first, second = await created(world, root), await member(world, root)
+async def a_task_has_one_last_attempt(world: ZooKeeperUnderTest, root: str) -> None:
+    first, second = await create_cluster(world, root), await open_coordinator(world, root)
     begun = await first.writes.begin("w-1", MARKS, 1_000)
     assert (dict(begun.marks), begun.keep_ms, begun.is_done) == (MARKS, 1_000, False)
     assert await second.writes.begin("w-1", {0: 99}, 2_000) == begun
@@ -52,8 +52,10 @@ async def a_task_has_one_last_attempt(world: World, root: str) -> None:
     assert await second.writes.tasks("w-1") == {5: three, 6: other}
 
 
-async def a_write_that_has_ended_ends_for_all_its_tasks(world: World, root: str) -> None:
-    first, second = await created(world, root), await member(world, root)
+async def a_write_that_has_ended_ends_for_all_its_tasks(
+    world: ZooKeeperUnderTest, root: str
+) -> None:
+    first, second = await create_cluster(world, root), await open_coordinator(world, root)
     await first.writes.begin("w", MARKS, 1_000)
     await first.writes.enter("w", 0, "run", first.next_client_id)
     done = await second.writes.finish("w", {"committed": 7}, 2_000)
@@ -82,8 +84,10 @@ async def a_write_that_has_ended_ends_for_all_its_tasks(world: World, root: str)
             await over
 
 
-async def only_the_latest_attempt_of_a_task_finishes_a_write(world: World, root: str) -> None:
-    first, second = await created(world, root), await member(world, root)
+async def only_the_latest_attempt_of_a_task_finishes_a_write(
+    world: ZooKeeperUnderTest, root: str
+) -> None:
+    first, second = await create_cluster(world, root), await open_coordinator(world, root)
     await first.writes.begin("w", MARKS, 1_000)
     await first.writes.enter("w", 0, "run", first.next_client_id)
     await second.writes.enter("w", 0, "run", second.next_client_id)
@@ -96,19 +100,23 @@ async def only_the_latest_attempt_of_a_task_finishes_a_write(world: World, root:
     assert again == done
 
 
-async def the_retention_of_a_write_begins_with_its_last_change(world: World, root: str) -> None:
-    one = await created(world, root)
-    for name, keep_ms in (("begun", KEEP_MS), ("done", KEEP_MS), ("over", 0)):
+async def the_retention_of_a_write_begins_with_its_last_change(
+    world: ZooKeeperUnderTest, root: str
+) -> None:
+    one = await create_cluster(world, root)
+    for name, keep_ms in (("begun", RETENTION_MS), ("done", RETENTION_MS), ("over", 0)):
         await one.writes.begin(name, MARKS, keep_ms)
     assert await one.writes.forget_expired() == ["over"]
     await one.writes.begin("used", MARKS, 0)
     await one.writes.finish("done", {"rows": 1}, 0)
-    await one.writes.finish("used", {"rows": 1}, KEEP_MS)
+    await one.writes.finish("used", {"rows": 1}, RETENTION_MS)
     assert await one.writes.forget_expired() == ["done"]
 
 
-async def no_write_of_a_series_begins_after_a_later_one(world: World, root: str) -> None:
-    one = await created(world, root)
+async def no_write_of_a_series_begins_after_a_later_one(
+    world: ZooKeeperUnderTest, root: str
+) -> None:
+    one = await create_cluster(world, root)
     for name in ("s-9", "s-10", "other-77", "s-x"):
         await one.writes.begin(name, MARKS, 1_000, in_series=name != "s-x")
     await one.writes.forget("s-9")
@@ -118,8 +126,10 @@ async def no_write_of_a_series_begins_after_a_later_one(world: World, root: str)
     assert (await one.writes.begin("s-11", {}, 1, in_series=True)).marks == {}
 
 
-async def a_write_with_many_tasks_is_removed_completely(world: World, root: str) -> None:
-    one = await created(world, root)
+async def a_write_with_many_tasks_is_removed_completely(
+    world: ZooKeeperUnderTest, root: str
+) -> None:
+    one = await create_cluster(world, root)
     await one.writes.begin("w", MARKS, 1_000)
     client_id = await one.next_client_id()
 

@@ -20,11 +20,11 @@ from pyspark.sql.connect.client.reattach import ExecutePlanResponseReattachableI
 from pyspark.sql.streaming import DataStreamWriter, StreamingQuery
 
 import waltz_spark
-from tests import table_jars
+from tests import table_libraries
 from tests.fault.load import wait_until
-from tests.patience import HANG_S
-from tests.spark.connect_server import server
-from tests.spark.versions import needs_pyspark, shown_first
+from tests.spark.connect_server import run_connect_server
+from tests.spark.versions import first_shown_text, needs_pyspark
+from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client import WaltzClient
 from waltz_spark import LagListener, lag_of
@@ -44,7 +44,7 @@ def connect() -> str:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
-    with server(tmp_path_factory.mktemp("server") / "server.log") as address:
+    with run_connect_server(tmp_path_factory.mktemp("server") / "server.log") as address:
         session = waltz_spark.session(remote=address)
         yield session
         session.stop()
@@ -56,16 +56,18 @@ def marks(spark: SparkSession, connect: str) -> dict[int, int]:
     return dict(waltz_spark.snapshot(spark, connect).high_water_marks)
 
 
-def as_json(marks: dict[int, int]) -> str:
+def marks_as_json(marks: dict[int, int]) -> str:
     return json.dumps({str(partition): mark for partition, mark in marks.items()})
 
 
-def read(spark: SparkSession, connect: str, marks: dict[int, int], **options: object) -> DataFrame:
-    reader = spark.read.format("waltz").option("startingHighWaterMarks", as_json(marks))
+def read_after_marks(
+    spark: SparkSession, connect: str, marks: dict[int, int], **options: object
+) -> DataFrame:
+    reader = spark.read.format("waltz").option("startingHighWaterMarks", marks_as_json(marks))
     return reader.options(**options).load(connect)
 
 
-def seats(spark: SparkSession, writer_name: str, first: int, last: int) -> DataFrame:
+def seat_reservations(spark: SparkSession, writer_name: str, first: int, last: int) -> DataFrame:
     locks = F.array(lock("seat over connect", "id")).alias("write_locks")
     return spark.range(first, last + 1).select("id", F.lit(writer_name).alias("who"), locks)
 
@@ -88,7 +90,7 @@ def test_every_row_of_a_table_is_read_back(
     locked = table.withColumn("append_locks", F.array(lock("account", "id")))
     locked.write.format("waltz").mode("append").option("dataFormat", "msgpack").save(connect)
     back = spark.read.format("waltz").option("dataFormat", "msgpack").schema(ACCOUNTS)
-    back = back.option("startingHighWaterMarks", as_json(marks)).load(connect)
+    back = back.option("startingHighWaterMarks", marks_as_json(marks)).load(connect)
     assert_df_equality(back, table, ignore_row_order=True, ignore_nullable=True)
 
 
@@ -97,9 +99,9 @@ def test_a_payload_that_cannot_be_unpacked_is_an_error_or_null(
 ) -> None:
     with WaltzClient(connect) as client:
         for payload in (b'{"n":1}', b"no json", b'{"n":3}'):
-            client.append(payload, partition=0).result(HANG_S)
+            client.append(payload, partition=0).result(TEST_TIMEOUT_S)
     reader = spark.read.format("waltz").options(
-        dataFormat="json", startingHighWaterMarks=as_json(marks)
+        dataFormat="json", startingHighWaterMarks=marks_as_json(marks)
     )
     with pytest.raises(
         errors.BadFormat, match=r"^partition 0, transaction \d+: expected a (payload|map)"
@@ -124,7 +126,7 @@ def test_of_two_writers_of_one_snapshot_the_second_is_rejected(
         writer_name: str, first: int, last: int, **options: object
     ) -> waltz_spark.WriteResult:
         return waltz_spark.append(
-            seats(spark, writer_name, first, last),
+            seat_reservations(spark, writer_name, first, last),
             connect,
             high_water_marks=snapshot.high_water_marks,
             resultsPath=tmp_path / writer_name,
@@ -152,21 +154,23 @@ def test_of_two_writers_of_one_snapshot_the_second_is_rejected(
 
 def test_results_need_a_place_that_both_reach(spark: SparkSession, connect: str) -> None:
     with pytest.raises(errors.BadConfig, match="use option resultsPath"):
-        waltz_spark.append(seats(spark, "anna", 100, 100), connect, dataFormat="msgpack")
+        waltz_spark.append(
+            seat_reservations(spark, "anna", 100, 100), connect, dataFormat="msgpack"
+        )
 
 
 def test_errors_are_one_sentence(spark: SparkSession, connect: str, marks: dict[int, int]) -> None:
     with pytest.raises(errors.BadConfig) as caught:
-        read(spark, connect, marks, startingHighWaterMark="x").collect()
+        read_after_marks(spark, connect, marks, startingHighWaterMark="x").collect()
     assert str(caught.value) == (
         "format 'waltz' has no option 'startinghighwatermark'. Hint: did you mean "
         "'startingHighWaterMarks'?"
     )
     assert is_one_sentence(caught.value)
     assert isinstance(caught.value, AnalysisException)
-    locked = seats(spark, "anna", 200, 200)
+    locked = seat_reservations(spark, "anna", 200, 200)
     writer = locked.write.format("waltz").mode("append").options(dataFormat="msgpack")
-    writer = writer.option("clientHighWaterMarks", as_json(marks))
+    writer = writer.option("clientHighWaterMarks", marks_as_json(marks))
     writer.save(connect)
     with pytest.raises(errors.LockFailed, match=r"^partition \d: a row was rejected") as refused:
         writer.save(connect)
@@ -210,7 +214,9 @@ def test_a_named_write_is_written_once(
     assert is_one_sentence(caught.value)
     with pytest.raises(errors.BadRequest, match=sentence):
         waltz_spark.append(fewer, connect, writeId=name, resultsPath=tmp_path / "fewer")
-    found = Counter(int(bytes(row.data)) for row in read(spark, connect, marks).collect())
+    found = Counter(
+        int(bytes(row.data)) for row in read_after_marks(spark, connect, marks).collect()
+    )
     assert found == Counter(dict.fromkeys(range(400), 1))
 
 
@@ -220,7 +226,7 @@ def test_views_and_inserts_of_sql_work_over_connect(
     base = f"connect '{connect}', columns 'partition,data'"
     for name, options in (
         ("log_in", base),
-        ("log", f"{base}, startingHighWaterMarks '{as_json(marks)}'"),
+        ("log", f"{base}, startingHighWaterMarks '{marks_as_json(marks)}'"),
     ):
         spark.sql(f"CREATE TEMPORARY VIEW {name} USING waltz OPTIONS ({options})")
     spark.sql("INSERT INTO log_in SELECT 3, CAST('over connect' AS binary)")
@@ -230,8 +236,8 @@ def test_views_and_inserts_of_sql_work_over_connect(
         spark.sql(f"CREATE TEMPORARY VIEW bad USING waltz OPTIONS ({base}, partition '3')")
 
 
-def finished(query: StreamingQuery) -> StreamingQuery:
-    assert query.awaitTermination(HANG_S)
+def await_query(query: StreamingQuery) -> StreamingQuery:
+    assert query.awaitTermination(TEST_TIMEOUT_S)
     return query
 
 
@@ -242,14 +248,14 @@ def test_a_stream_reads_the_log_and_a_stream_writes_it_once(
     output: list[str] = []
     listener = LagListener(lambda query, _lags: output.append(query))
     spark.streams.addListener(listener)
-    starting = {"startingHighWaterMarks": as_json(marks), "maxTransactionsPerTrigger": "40"}
+    starting = {"startingHighWaterMarks": marks_as_json(marks), "maxTransactionsPerTrigger": "40"}
     for times in (1, 2):
         rows = spark.range(0, 60, numPartitions=2).selectExpr(f"concat('{times}-', id) AS data")
         rows.write.format("waltz").mode("append").save(connect)
         table = spark.readStream.format("waltz").options(**starting).load(connect)
         writer = table.selectExpr("CAST(data AS string)").writeStream.format("parquet")
         writer = writer.option("checkpointLocation", str(tmp_path / "in"))
-        query = finished(writer.trigger(availableNow=True).start(str(tmp_path / "files")))
+        query = await_query(writer.trigger(availableNow=True).start(str(tmp_path / "files")))
         assert sum(lag_of(query.lastProgress)[0].values()) == 0
         assert len(query.recentProgress) >= (2 if HAS_ADMISSION_CONTROL else 1)
         files = spark.read.parquet(str(tmp_path / "files"))
@@ -263,15 +269,15 @@ def test_a_stream_reads_the_log_and_a_stream_writes_it_once(
         files = spark.readStream.schema("data string").parquet(str(tmp_path / "files"))
         writer = files.writeStream.format("waltz").option("resultsPath", str(results))
         writer = writer.option("checkpointLocation", str(tmp_path / "out"))
-        finished(writer.trigger(availableNow=True).start(connect))
-        assert read(spark, connect, middle).count() == 120
+        await_query(writer.trigger(availableNow=True).start(connect))
+        assert read_after_marks(spark, connect, middle).count() == 120
         if times == 1:  # as a driver leaves it that dies before Spark records the micro-batch
             for name in ("0", ".0.crc"):
                 (tmp_path / "out" / "commits" / name).unlink(missing_ok=True)
     assert (results / "batch=0" / "_SUCCESS").exists()
 
 
-def started(writer: DataStreamWriter) -> StreamingQuery:
+def start_with_function(writer: DataStreamWriter) -> StreamingQuery:
     """Start a query with a Python function; once more where Spark does not get its worker.
 
     It waits ten seconds for a Python process on the server's machine, and no setting changes this:
@@ -305,12 +311,14 @@ def test_foreach_batch_is_written_once(
         stream = spark.readStream.schema("data string").parquet(str(tmp_path / "in"))
         writer = stream.writeStream.foreachBatch(settle)
         writer = writer.option("checkpointLocation", str(tmp_path / "checkpoint"))
-        return started(writer.trigger(availableNow=True))
+        return start_with_function(writer.trigger(availableNow=True))
 
     with pytest.raises(PySparkException, match="after the write"):
-        run().awaitTermination(HANG_S)
-    finished(run())
-    found = Counter(int(bytes(row.data)) for row in read(spark, connect, marks).collect())
+        run().awaitTermination(TEST_TIMEOUT_S)
+    await_query(run())
+    found = Counter(
+        int(bytes(row.data)) for row in read_after_marks(spark, connect, marks).collect()
+    )
     assert found == Counter(dict.fromkeys(range(80), 1))
 
 
@@ -322,11 +330,11 @@ def test_a_stream_with_wrong_columns_is_rejected(
     writer = stream.writeStream.format("waltz").option("checkpointLocation", str(tmp_path / "c"))
     query = writer.trigger(availableNow=True).start(connect)
     with pytest.raises(errors.BadRequest, match=r"^the input has no column 'data'") as caught:
-        query.awaitTermination(HANG_S)
+        query.awaitTermination(TEST_TIMEOUT_S)
     assert is_one_sentence(caught.value)
     output = query.exception()
     assert type(waltz_spark.error_of(output)) is errors.BadRequest
-    assert "input has no column 'data'" in shown_first(output)
+    assert "input has no column 'data'" in first_shown_text(output)
 
 
 def test_the_session_of_a_table_ends_no_threads_of_other_sessions(spark: SparkSession) -> None:
@@ -342,7 +350,7 @@ def test_the_session_of_a_table_ends_no_threads_of_other_sessions(spark: SparkSe
     assert spark.range(4).count() == 4
 
 
-@pytest.mark.skipif(not table_jars.DELTA.jars(), reason=table_jars.DELTA.reason_without())
+@pytest.mark.skipif(not table_libraries.DELTA.jars(), reason=table_libraries.DELTA.missing_reason())
 def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path) -> None:
     rows = spark.range(20).select("id", F.lit("followed").alias("owner"))
     written = waltz_spark.append(
@@ -355,8 +363,10 @@ def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path
     assert marks[0] == start[0] + 20
     assert spark.read.format("delta").load(place["table"]).count() == 20
     assert waltz_spark.follow(spark, connect, **place, until="now") == marks
-    read = spark.read.format("waltz").option("startingHighWaterMarks", as_json(start))
-    df = read.schema("id long, owner string, partition int, transaction_id long")
+    read_after_marks = spark.read.format("waltz").option(
+        "startingHighWaterMarks", marks_as_json(start)
+    )
+    df = read_after_marks.schema("id long, owner string, partition int, transaction_id long")
     df = df.option("dataFormat", "msgpack").load(connect)
     other = {"table": str(tmp_path / "other"), "key": "id"}
     assert waltz_spark.upsert(df, connect, **other) == {0: marks[0]}
@@ -364,7 +374,7 @@ def test_tables_follow_the_log(spark: SparkSession, connect: str, tmp_path: Path
     found = {"table": str(tmp_path / "found"), "key": "id"}
     assert waltz_spark.follow(spark, connect, **found, start=start, until="now") == marks
     streamed = {"table": str(tmp_path / "streamed"), "key": "id"}
-    stream = spark.readStream.format("waltz").option("startingHighWaterMarks", as_json(start))
+    stream = spark.readStream.format("waltz").option("startingHighWaterMarks", marks_as_json(start))
     rows = stream.schema(df.schema).option("dataFormat", "msgpack").load(connect)
     in_batches = rows.writeStream.foreachBatch(
         lambda batch, _number: waltz_spark.upsert(batch, connect, **streamed)

@@ -16,47 +16,49 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-NETWORK = "10.99.0"
+ADDRESS_PREFIX = "10.99.0"
 BRIDGE = "hub"
 CLONE_NEWNET = 0x40000000
 PR_SET_PDEATHSIG = 1
-SECONDS_MAX = 30
+COMMAND_TIMEOUT_S = 30
 # `WALTZ_PLACES=loopback` is for a look at what remains without namespaces.
-WANTED = os.environ.get("WALTZ_PLACES", "namespaces")
+ISOLATION_MODE = os.environ.get("WALTZ_PLACES", "namespaces")
 
 
 @dataclass(frozen=True)
-class Place:
+class SimulatedHost:
     """A machine: its address and, in a namespace, the process that holds it."""
 
     address: str
-    holder: int | None = None
+    namespace_pid: int | None = None
 
     @property
-    def is_apart(self) -> bool:
+    def has_own_network(self) -> bool:
         """Whether this place has a separate network."""
-        return self.holder is not None
+        return self.namespace_pid is not None
 
     def command(self, *words: str) -> list[str]:
         """Return the command that runs another one here."""
         return (
             [*words]
-            if self.holder is None
-            else ["nsenter", f"-n/proc/{self.holder}/ns/net", *words]
+            if self.namespace_pid is None
+            else ["nsenter", f"-n/proc/{self.namespace_pid}/ns/net", *words]
         )
 
     def run(self, *words: str) -> None:
         """Run a command here; raises CalledProcessError with its output."""
-        subprocess.run(self.command(*words), check=True, capture_output=True, timeout=SECONDS_MAX)
+        subprocess.run(
+            self.command(*words), check=True, capture_output=True, timeout=COMMAND_TIMEOUT_S
+        )
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
         """Enter this place with this thread and its children during a `with` block."""
-        if self.holder is None:
+        if self.namespace_pid is None:
             yield
             return
         with Path("/proc/thread-self/ns/net").open() as before:
-            with Path(f"/proc/{self.holder}/ns/net").open() as there:
+            with Path(f"/proc/{self.namespace_pid}/ns/net").open() as there:
                 _set_network(there.fileno())
             try:
                 yield
@@ -77,48 +79,53 @@ class Place:
 
 
 @contextlib.contextmanager
-def places() -> Iterator[tuple[Place, Place, Place]]:
+def simulated_hosts() -> Iterator[tuple[SimulatedHost, SimulatedHost, SimulatedHost]]:
     """Yield three places for the duration of a `with` block: the hub and two rims."""
     with contextlib.ExitStack() as stack:
         try:
-            holders = [stack.enter_context(namespace()) for _ in range(3)]
+            holders = [stack.enter_context(network_namespace()) for _ in range(3)]
             hub, first, second = made = tuple(
-                Place(f"{NETWORK}.{n + 1}", holder) for n, holder in enumerate(holders)
+                SimulatedHost(f"{ADDRESS_PREFIX}.{n + 1}", namespace_pid)
+                for n, namespace_pid in enumerate(holders)
             )
-            _join(hub, (first, second))
+            _connect_hosts(hub, (first, second))
         except (OSError, subprocess.SubprocessError):
             stack.close()
-            made = Place("127.0.0.1"), Place("127.0.0.1"), Place("127.0.0.2")
+            made = (
+                SimulatedHost("127.0.0.1"),
+                SimulatedHost("127.0.0.1"),
+                SimulatedHost("127.0.0.2"),
+            )
         yield made
 
 
 @contextlib.contextmanager
-def namespace(*also: str) -> Iterator[int]:
+def network_namespace(*also: str) -> Iterator[int]:
     """Create a network namespace; yield the process that holds it.
 
     With `-m` it also has its own mounts, which end with it.
     """
-    if WANTED != "namespaces":
-        raise OSError(f"WALTZ_PLACES={WANTED}")
-    with subprocess.Popen(["unshare", "-n", *also, "cat"], stdin=subprocess.PIPE) as holder:
-        deadline = time.monotonic() + SECONDS_MAX
+    if ISOLATION_MODE != "namespaces":
+        raise OSError(f"WALTZ_PLACES={ISOLATION_MODE}")
+    with subprocess.Popen(["unshare", "-n", *also, "cat"], stdin=subprocess.PIPE) as namespace_pid:
+        deadline = time.monotonic() + COMMAND_TIMEOUT_S
         try:
             # When it has become `cat` all is made.
-            while Path(f"/proc/{holder.pid}/comm").read_text() != "cat\n":
-                if holder.poll() is not None or time.monotonic() > deadline:
+            while Path(f"/proc/{namespace_pid.pid}/comm").read_text() != "cat\n":
+                if namespace_pid.poll() is not None or time.monotonic() > deadline:
                     raise OSError("no network namespace can be made here")
                 time.sleep(0.01)
-            yield holder.pid
+            yield namespace_pid.pid
         finally:
-            holder.kill()
+            namespace_pid.kill()
 
 
-def _join(hub: Place, rims: Sequence[Place]) -> None:
+def _connect_hosts(hub: SimulatedHost, rims: Sequence[SimulatedHost]) -> None:
     """Connect the places by a bridge in the hub, and a pair of Ethernet ends for each rim."""
     hub.run("ip", "link", "add", BRIDGE, "type", "bridge")
     for number, rim in enumerate(rims, 1):
         end = f"rim{number}"
-        peer = ("peer", "name", "eth0", "netns", str(rim.holder))
+        peer = ("peer", "name", "eth0", "netns", str(rim.namespace_pid))
         hub.run("ip", "link", "add", end, "type", "veth", *peer)
         hub.run("ip", "link", "set", end, "master", BRIDGE, "up")
     for place, link in ((hub, BRIDGE), *((rim, "eth0") for rim in rims)):

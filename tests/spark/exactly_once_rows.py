@@ -6,20 +6,20 @@ from collections.abc import Mapping
 
 from pyspark.sql import DataFrame, SparkSession
 
-from tests.spark.in_log import FROM_THE_START, in_log
+from tests.spark.log_payloads import BEFORE_ALL_MARKS, payload_counts
 from waltz_core.client import WaltzClient
 
 # Each job writes twice: name of the write -> its options.
 WRITES: Mapping[str, Mapping[str, str]] = {"on": {}, "off": {"exactlyOnce": "false"}}
 TASKS, ROWS = 4, 400
-EXPECTED = {b"task%d-%d-" % (n // ROWS, n) for n in range(TASKS * ROWS)}
+EXPECTED_PREFIXES = {b"task%d-%d-" % (n // ROWS, n) for n in range(TASKS * ROWS)}
 # After this time an attempt fails, and the job prints what it waited for.
 WAIT_S_MAX = 200
 # So many rows Spark collects before it hands them to the writer.
 SMALL_BATCHES = {"spark.sql.execution.arrow.maxRecordsPerBatch": "20"}
 
 
-def rows_of(spark: SparkSession) -> DataFrame:
+def make_rows(spark: SparkSession) -> DataFrame:
     """Return `ROWS` rows for each of `TASKS` tasks; each row names its task and its number."""
     return spark.range(0, TASKS * ROWS, numPartitions=TASKS).selectExpr(
         # Large rows: between two workers Spark hands on 64 KiB at a time.
@@ -28,13 +28,13 @@ def rows_of(spark: SparkSession) -> DataFrame:
     )
 
 
-def rows_in(connect: str, after: Mapping[int, int] = FROM_THE_START) -> Counter[bytes]:
+def count_rows_in_log(connect: str, after: Mapping[int, int] = BEFORE_ALL_MARKS) -> Counter[bytes]:
     """Return which of the rows are in the log after the marks, and how often."""
     with WaltzClient(connect) as client:
-        return Counter({data.rstrip(b"x"): n for data, n in in_log(client, after).items()})
+        return Counter({data.rstrip(b"x"): n for data, n in payload_counts(client, after).items()})
 
 
-def marks_of(connect: str) -> dict[int, int]:
+def read_marks(connect: str) -> dict[int, int]:
     """Return the marks of the log."""
     with WaltzClient(connect) as client:
         return dict(client.high_water_marks(linearizable=True))
@@ -43,15 +43,15 @@ def marks_of(connect: str) -> dict[int, int]:
 def check_write(write: str, counts: Mapping[str, int], found: Counter[bytes]) -> None:
     """Check the rows of one of `WRITES` in the log: each once, or twice if exactly-once is off."""
     if write == "on":
-        assert found == Counter(dict.fromkeys(EXPECTED, 1))
+        assert found == Counter(dict.fromkeys(EXPECTED_PREFIXES, 1))
         assert (counts["committed"], counts["rejected"]) == (TASKS * ROWS, 0)
     else:
-        assert set(found) == EXPECTED
+        assert set(found) == EXPECTED_PREFIXES
         assert max(found.values()) > 1
 
 
-def until_some_are_there(
-    connect: str, prefix: bytes, after: Mapping[int, int] = FROM_THE_START
+def wait_until_in_log(
+    connect: str, prefix: bytes, after: Mapping[int, int] = BEFORE_ALL_MARKS
 ) -> None:
     """Wait until a row with this prefix is in the log after the marks."""
     deadline = time.monotonic() + WAIT_S_MAX

@@ -1,7 +1,7 @@
 """The libraries of Delta and Iceberg for the Spark of this environment, for tests of tables.
 
-`python -m tests.table_jars` downloads them once, with Spark's own client of Maven's registry, into
-this environment. Without a library, its tests are skipped.
+`python -m tests.table_libraries` downloads them once into this environment, with Spark's own client
+of Maven's registry. Without a library, its tests are skipped.
 """
 
 import subprocess
@@ -13,55 +13,55 @@ from typing import Final, NamedTuple
 
 import pyspark
 
-_SPARK: Final = ".".join(version("pyspark").split(".")[:2])
+_SPARK_VERSION: Final = ".".join(version("pyspark").split(".")[:2])
 
 
-class Library(NamedTuple):
+class TableLibrary(NamedTuple):
     """A library of a table format: its names in Maven's registry, by version of Spark."""
 
     name: str
     modules: Mapping[str, str]
-    prefix: str  # of its files
-    excluded: Sequence[str]  # what it depends on, and Spark has
+    file_prefix: str  # of its files
+    excluded_groups: Sequence[str]  # what it depends on, and Spark has
     extension: str
     settings: Mapping[str, str]
 
     @property
     def _directory(self) -> Path:
-        module = self.modules[_SPARK].rpartition(":")[2]
-        return Path(sys.prefix) / f"{self.name.lower()}-{module}-spark-{_SPARK}"
+        module = self.modules[_SPARK_VERSION].rpartition(":")[2]
+        return Path(sys.file_prefix) / f"{self.name.lower()}-{module}-spark-{_SPARK_VERSION}"
 
     def jars(self) -> list[Path]:
         """Return the files of the library; none if they were not downloaded."""
-        if _SPARK not in self.modules or not (self._directory / "complete").exists():
+        if _SPARK_VERSION not in self.modules or not (self._directory / "complete").exists():
             return []
-        return sorted(self._directory.glob(f"jars/{self.prefix}*.jar"))
+        return sorted(self._directory.glob(f"jars/{self.file_prefix}*.jar"))
 
-    def reason_without(self) -> str:
+    def missing_reason(self) -> str:
         """Return why there is no library."""
-        if _SPARK not in self.modules:
-            return f"{self.name} has no library for Spark {_SPARK}"
-        return f"the library of {self.name} was not downloaded: python -m tests.table_jars"
+        if _SPARK_VERSION not in self.modules:
+            return f"{self.name} has no library for Spark {_SPARK_VERSION}"
+        return f"the library of {self.name} was not downloaded: python -m tests.table_libraries"
 
     def download(self) -> None:
         """Download the library, if this Spark has one and it is absent."""
-        if self.jars() or _SPARK not in self.modules:
+        if self.jars() or _SPARK_VERSION not in self.modules:
             return
         submit = Path(pyspark.__file__).parent / "bin" / "spark-submit"
-        line = [str(submit), "--master", "local[1]", "--packages", self.modules[_SPARK]]
+        line = [str(submit), "--master", "local[1]", "--packages", self.modules[_SPARK_VERSION]]
         line += ["--conf", f"spark.jars.ivy={self._directory}"]
-        if self.excluded:
-            line += ["--exclude-packages", ",".join(f"{group}:*" for group in self.excluded)]
+        if self.excluded_groups:
+            line += ["--exclude-packages", ",".join(f"{group}:*" for group in self.excluded_groups)]
         # A program of Spark's that ends at once.
         line += ["--class", "org.apache.spark.examples.DeltaHasNone", "spark-internal"]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
-        if list(self._directory.glob(f"jars/{self.prefix}*.jar")):
+        if list(self._directory.glob(f"jars/{self.file_prefix}*.jar")):
             (self._directory / "complete").touch()
         else:
             sys.stderr.write(f"no tests of {self.name}; Spark reported\n{done.stderr[-2000:]}\n")
 
 
-DELTA: Final = Library(
+DELTA: Final = TableLibrary(
     "Delta",
     {each: f"io.delta:delta-spark_{each}_2.13:4.4.0" for each in ("4.0", "4.1", "4.2")},
     "io.delta_",
@@ -85,7 +85,7 @@ DELTA: Final = Library(
         "spark.databricks.delta.snapshotPartitions": "2",  # of small tables
     },
 )
-ICEBERG: Final = Library(
+ICEBERG: Final = TableLibrary(
     "Iceberg",
     {
         each: f"org.apache.iceberg:iceberg-spark-runtime-{each}_2.13:{number}"
@@ -99,7 +99,7 @@ ICEBERG: Final = Library(
 LIBRARIES: Final = (DELTA, ICEBERG)
 
 
-def settings() -> dict[str, str]:
+def spark_settings() -> dict[str, str]:
     """Return the settings of a Spark session with the libraries that there are."""
     found = [library for library in LIBRARIES if library.jars()]
     if not found:

@@ -21,12 +21,12 @@ def drop_all(refused: pa.Table, since: pa.Table) -> pa.Table:
     return refused.slice(0, 0)
 
 
-def as_it_was(refused: pa.Table, _since: pa.Table) -> pa.Table:
+def return_unchanged(refused: pa.Table, _since: pa.Table) -> pa.Table:
     """Return the rows unchanged: correct for rows that only must see what came before them."""
     return refused
 
 
-def no_table(_refused: pa.Table, _since: pa.Table) -> object:
+def return_list(_refused: pa.Table, _since: pa.Table) -> object:
     """Return something that is no table."""
     return [1, 2]
 
@@ -40,13 +40,13 @@ def count_since(refused: pa.Table, since: pa.Table) -> pa.Table:
     return refused.set_column(place, "value", values)
 
 
-def other_rows(refused: pa.Table, _since: pa.Table) -> pa.Table:
+def change_identity(refused: pa.Table, _since: pa.Table) -> pa.Table:
     """Change what distinguishes one row from another."""
     place = refused.column_names.index("row")
     rows = pc.add(refused.column("row"), 100)
     return refused.set_column(place, "row", pc.cast(rows, pa.int32()))
 
 
-def fails(_refused: pa.Table, _since: pa.Table) -> pa.Table:
+def raise_error(_refused: pa.Table, _since: pa.Table) -> pa.Table:
     """Raise an error."""
     raise ZeroDivisionError("the shop's own")

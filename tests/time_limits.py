@@ -5,15 +5,15 @@ import os
 from waltz_core.config import ClientConfig
 
 # After this a condition counts as one that never comes, and a process as one that hangs.
-HANG_S = 600
+TEST_TIMEOUT_S = 600
 # A client whose requests, and whose start, have this time.
-PATIENT = ClientConfig(
-    request_timeout_ms=1000 * HANG_S,
-    zookeeper_connect_timeout_ms=1000 * HANG_S,
+PATIENT_CLIENT = ClientConfig(
+    request_timeout_ms=1000 * TEST_TIMEOUT_S,
+    zookeeper_connect_timeout_ms=1000 * TEST_TIMEOUT_S,
 )
 
 
-def slowness() -> float:
+def machine_slowdown() -> float:
     """Return the factor by which this machine is slower than an idle one: the load for each core.
 
     For the few limits that the product promises, such as the gap of a fail-over.

@@ -4,7 +4,7 @@ Rules:
     1. The objects of the recorded manifests have the bytes of the log from ID 0 on, without gaps.
        Each storage has those from its oldest segment on. Together they have the whole log.
     2. After a collection each file is listed by a recorded manifest, or is a manifest that was
-       replaced less than the grace period ago. `AGE_MS` makes older files old enough.
+       replaced less than the grace period ago. `AGED_BY_MS` makes older files old enough.
     3. Local logs are bounded: the retention, one segment of each partition, and what was appended
        since the last store sessions began, since those confirm what may be removed.
     4. The round tests reads from the archive: all storages have removed segments of each partition,
@@ -31,8 +31,8 @@ from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.records.record import PartitionId
 
-AGE_MS = 2 * GRACE_MS
-EVENTS = {
+AGED_BY_MS = 2 * GRACE_MS
+EVENT_PATTERNS = {
     "archived ranges": re.compile(r" archive\.manifest_recorded "),
     "failed uploads": re.compile(r" storage\.archive_failed "),
     "failed attempts": re.compile(r" archive\.failed "),
@@ -66,7 +66,7 @@ class SavedArchive:
                 place = each.name.rpartition("/")[0], version
                 written_ms[place] = max(each.modified_ms, written_ms.get(place, 0))
 
-        def was_replaced_lately(each: ListedFile) -> bool:
+        def was_replaced_recently(each: ListedFile) -> bool:
             version = version_of(each.name)
             if version is None:
                 return False
@@ -76,7 +76,7 @@ class SavedArchive:
         return [
             each.name
             for each in self.files
-            if each.name not in self.listed and not was_replaced_lately(each)
+            if each.name not in self.listed and not was_replaced_recently(each)
         ]
 
     def differences(self, log: Log) -> list[str]:
@@ -112,7 +112,7 @@ def recorded_marks(cluster: ChaosCluster) -> dict[int, ArchivedMark]:
     async def read() -> dict[int, ArchivedMark]:
         found = {}
         async with open_session(cluster.connect) as coordinator:
-            for partition in range(cluster.world.partitions):
+            for partition in range(cluster.cluster_size.partitions):
                 marker = (await coordinator.read_partition(PartitionId(partition))).marker
                 if marker is not None and marker.archived is not None:
                     found[partition] = marker.archived
@@ -132,14 +132,14 @@ def copy_archive(cluster: ChaosCluster, directory: Path) -> SavedArchive:
     """Copy the archive; raises ObjectMissing if a manifest was replaced meanwhile."""
     shutil.rmtree(directory, ignore_errors=True)
     marks = recorded_marks(cluster)
-    cluster.order_bucket(f"save {directory.absolute()}")
+    cluster.send_bucket_command(f"save {directory.absolute()}")
     return SavedArchive(ArchiveStore(f"file://{directory.absolute()}/{FOLDER}"), marks)
 
 
-def local_differences(locals_: Iterable[tuple[str, dict[int, LocalLog]]], log: Log) -> list[str]:
+def local_differences(local_logs: Iterable[tuple[str, dict[int, LocalLog]]], log: Log) -> list[str]:
     """Return the storages whose logs differ from what clients read (rules 1, 3 and 4)."""
     wrong = []
-    for name, logs in locals_:
+    for name, logs in local_logs:
         kept = 0
         for partition, (first, records) in logs.items():
             offset = log.offsets[partition][first]
@@ -158,11 +158,11 @@ def local_differences(locals_: Iterable[tuple[str, dict[int, LocalLog]]], log: L
 
 
 def count_events(cluster: ChaosCluster) -> Counter[str]:
-    """Return the count of each event of `EVENTS` in the logs, or of the files that it deleted."""
+    """Return how often each event of `EVENT_PATTERNS` was logged, or how many files it deleted."""
     found: Counter[str] = Counter()
-    for name in (*cluster.world.names("server"), *cluster.world.names("storage")):
+    for name in (*cluster.cluster_size.names("server"), *cluster.cluster_size.names("storage")):
         text = cluster.log_path(name).read_text(encoding="utf-8", errors="replace")
-        for what, event in EVENTS.items():
+        for what, event in EVENT_PATTERNS.items():
             found[what] += sum(int(each[1]) if event.groups else 1 for each in event.finditer(text))
     return found
 

@@ -6,25 +6,25 @@ import threading
 from collections.abc import Callable
 from typing import Self
 
-from tests.patience import HANG_S
 from tests.ports import free_port, stop_listening
+from tests.time_limits import TEST_TIMEOUT_S
 
 
-class Gate:
+class PortProxy:
     """Listens at its own port, and forwards bytes to and from the port behind it."""
 
     def __init__(
-        self, port_behind: Callable[[], int], *, host: str = "127.0.0.1", port: int | None = None
+        self, target_port: Callable[[], int], *, host: str = "127.0.0.1", port: int | None = None
     ) -> None:
-        self._port_behind = port_behind
+        self._target_port = target_port
         self._host = host
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="gate")
         self._server: asyncio.Server | None = None
-        self._carrying: set[asyncio.Task[None]] = set()
+        self._forwarding_tasks: set[asyncio.Task[None]] = set()
         # While it is cleared nothing is carried, and connections stay.
-        self._flows = asyncio.Event()
-        self._flows.set()
+        self._is_forwarding = asyncio.Event()
+        self._is_forwarding.set()
         self._answers_left = -1
         self.port = free_port() if port is None else port
 
@@ -41,11 +41,11 @@ class Gate:
 
     def open(self) -> None:
         """Let all connections through."""
-        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(HANG_S)
+        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(TEST_TIMEOUT_S)
 
     def close(self) -> None:
         """Close every connection, and reject new ones."""
-        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(HANG_S)
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(TEST_TIMEOUT_S)
 
     def stall(self, *, after_answers: int) -> None:
         """Forward a number of answers from behind the gate, and then nothing until `resume`."""
@@ -54,7 +54,7 @@ class Gate:
     def resume(self) -> None:
         """Forward everything again."""
         self._answers_left = -1
-        self._loop.call_soon_threadsafe(self._flows.set)
+        self._loop.call_soon_threadsafe(self._is_forwarding.set)
 
     async def _open(self) -> None:
         self._server = await asyncio.start_server(self._accept, self._host, self.port)
@@ -63,25 +63,25 @@ class Gate:
         assert self._server is not None
         await stop_listening(self._server)
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in self._carrying:
+            for task in self._forwarding_tasks:
                 task.cancel()
             await asyncio.wait(others)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = self._loop.create_task(self._forward(reader, writer))
-        self._carrying.add(task)
-        task.add_done_callback(self._carrying.discard)
+        self._forwarding_tasks.add(task)
+        task.add_done_callback(self._forwarding_tasks.discard)
         # A task that is cancelled before its first step never comes to its `finally`.
         task.add_done_callback(lambda _: writer.transport.abort())
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers = [writer]
         try:
-            there, back = await asyncio.open_connection(self._host, self._port_behind())
+            there, back = await asyncio.open_connection(self._host, self._target_port())
             writers.append(back)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._copy(reader, back))
-                group.create_task(self._copy(there, writer, are_answers=True))
+                group.create_task(self._copy(there, writer, counts_answers=True))
         except OSError:
             return
         finally:
@@ -93,14 +93,14 @@ class Gate:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         *,
-        are_answers: bool = False,
+        counts_answers: bool = False,
     ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65_536):
-                await self._flows.wait()
+                await self._is_forwarding.wait()
                 writer.write(data)
-                if are_answers and self._answers_left > 0:
+                if counts_answers and self._answers_left > 0:
                     self._answers_left -= 1
                     if self._answers_left == 0:
-                        self._flows.clear()
+                        self._is_forwarding.clear()
         writer.close()

@@ -3,11 +3,11 @@
 import hashlib
 
 
-def key_of(key_id: str) -> bytes:
+def key_from_id(key_id: str) -> bytes:
     """Return the key of an ID."""
     return hashlib.sha256(key_id.encode()).digest()
 
 
-def without_task_1(key_id: str) -> bytes | None:
+def key_except_of_task_1(key_id: str) -> bytes | None:
     """Return the same keys; that of task 1 is destroyed."""
-    return None if key_id == "task1-key" else key_of(key_id)
+    return None if key_id == "task1-key" else key_from_id(key_id)

@@ -6,10 +6,12 @@ from types import MappingProxyType
 
 from waltz_core.client import WaltzClient
 
-FROM_THE_START: Mapping[int, int] = MappingProxyType({})
+BEFORE_ALL_MARKS: Mapping[int, int] = MappingProxyType({})
 
 
-def in_log(client: WaltzClient, after: Mapping[int, int] = FROM_THE_START) -> Counter[bytes]:
+def payload_counts(
+    client: WaltzClient, after: Mapping[int, int] = BEFORE_ALL_MARKS
+) -> Counter[bytes]:
     """Return the payloads after the marks, and how often each is in the log.
 
     No request ID may be in the log twice, whichever attempt has used it.

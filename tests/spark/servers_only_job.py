@@ -1,6 +1,6 @@
 """A job whose executors can reach the servers only: it reads and writes.
 
-    spark-submit --master spark://... walled_job.py CONNECT RESULTS
+    spark-submit --master spark://... servers_only_job.py CONNECT RESULTS
 
 The last line of its output has the number of rows that it has read, and the error of the write.
 """

@@ -1,6 +1,6 @@
 """A Spark job that writes three times, each time with four tasks, three of which fail at first.
 
-    python -m tests.spark.once_job CONNECT DIRECTORY
+    python -m tests.spark.exactly_once_job CONNECT DIRECTORY
 
 It runs on a master with two executors of their own (`local-cluster`). Task 0 raises, the Python
 worker of task 1 and the executor of task 2 are killed with -9; each when some of its rows are in
@@ -19,20 +19,20 @@ from pyspark import TaskContext
 
 import waltz_spark
 from tests.spark import encrypted_write
-from tests.spark.once_rows import (
+from tests.spark.exactly_once_rows import (
     ROWS,
     SMALL_BATCHES,
     TASKS,
     WRITES,
     check_write,
-    marks_of,
-    rows_in,
-    rows_of,
-    until_some_are_there,
+    count_rows_in_log,
+    make_rows,
+    read_marks,
+    wait_until_in_log,
 )
 
 
-class FailsOnce:
+class FailFirstAttempts:
     """Passes rows on; in the middle of a task's first attempt it makes the task fail.
 
     Args:
@@ -62,7 +62,7 @@ class FailsOnce:
             return
         if task == TASKS - 1:
             return
-        until_some_are_there(self.connect, b"task%d-" % task, self.after)
+        wait_until_in_log(self.connect, b"task%d-" % task, self.after)
         if task == 0:
             raise RuntimeError("struck")
         worker = psutil.Process()
@@ -82,17 +82,17 @@ def main(connect: str, directory: Path) -> None:
             **SMALL_BATCHES,
         },
     )
-    rows = rows_of(spark)
+    rows = make_rows(spark)
     for write, options in WRITES.items():
         struck = directory / write
         struck.mkdir()
-        after = marks_of(connect)
-        broken = rows.mapInArrow(FailsOnce(connect, struck, after), rows.schema)
+        after = read_marks(connect)
+        broken = rows.mapInArrow(FailFirstAttempts(connect, struck, after), rows.schema)
         result = waltz_spark.append(broken, connect, batchSize="10", **options)
-        check_write(write, result.counts, rows_in(connect, after))
+        check_write(write, result.counts, count_rows_in_log(connect, after))
     struck = directory / "encrypted"
     struck.mkdir()
-    encrypted_write.run(spark, connect, lambda after: FailsOnce(connect, struck, after))
+    encrypted_write.run(spark, connect, lambda after: FailFirstAttempts(connect, struck, after))
     spark.stop()
 
 

@@ -5,8 +5,8 @@ Spark's workers import this file alone.
 
 import pyarrow as pa
 
-PAIRS = "tests.changing:pairs"
-_COLUMNS = pa.schema(
+PAIRS_FUNCTION = "tests.changes_functions:return_pairs"
+_CHANGES_SCHEMA = pa.schema(
     [
         ("partition", pa.int32()),
         ("transaction_id", pa.int64()),
@@ -17,7 +17,7 @@ _COLUMNS = pa.schema(
 )
 
 
-def changes_of(_header: int, row: dict) -> list[tuple[int, int | None]]:
+def pair_changes(_header: int, row: dict) -> list[tuple[int, int | None]]:
     """Return the changes of a transaction: none to three keys, with a value or None for a delete.
 
     The last two of three have the same key.
@@ -31,7 +31,7 @@ def changes_of(_header: int, row: dict) -> list[tuple[int, int | None]]:
     return [(key, value), (key + 1, None), (key + 1, -value)][: 1 + value % 3]
 
 
-def pairs(rows: pa.Table) -> pa.Table:
+def return_pairs(rows: pa.Table) -> pa.Table:
     """Return the changes of transactions."""
     found = [
         {
@@ -42,11 +42,11 @@ def pairs(rows: pa.Table) -> pa.Table:
             "_deleted": value is None,
         }
         for row in rows.to_pylist()
-        for key, value in changes_of(row["header"], row)
+        for key, value in pair_changes(row["header"], row)
     ]
-    return pa.Table.from_pylist(found, _COLUMNS)
+    return pa.Table.from_pylist(found, _CHANGES_SCHEMA)
 
 
-def failing(rows: pa.Table) -> pa.Table:
+def raise_key_error(rows: pa.Table) -> pa.Table:
     """Raise an error for each transaction."""
-    return pairs(rows) if not rows.num_rows else {}["none"]
+    return return_pairs(rows) if not rows.num_rows else {}["none"]
