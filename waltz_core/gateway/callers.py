@@ -33,30 +33,30 @@ _log = logging.getLogger(__name__)
 
 CALLERS_MAX: Final = 256
 IDLE_S_MAX: Final = 300.0
-SWEEP_INTERVAL_S: Final = 10.0
-_ANONYMOUS: Final = ""
+IDLE_CHECK_INTERVAL_S: Final = 10.0
+_NO_TOKEN_HASH: Final = ""
 
 
 @dataclass(slots=True, eq=False)
 class Caller:
     """A caller with its client, and the number of its requests in progress."""
 
-    key: str
+    token_hash: str  # empty for a caller without a token
     token: ForwardedToken | None
     client: AsyncWaltzClient
     writes: WriteRequests
     request_count: int = 0
     idle_since_s: float = 0.0
-    is_over: bool = False  # it is forgotten (rule 3)
+    is_unusable: bool = False  # the next request must open a new client (rule 3)
 
     async def close(self) -> None:
-        """Close its client."""
+        """Close the client of the caller."""
         await self.writes.close()
         await self.client.close()
 
 
 class Callers:
-    """The callers of one gateway; see the module's rules."""
+    """Opens, finds and closes the clients of the gateway's callers (rules 1 to 4)."""
 
     def __init__(self, connect: str, config: ClientConfig, directory: SharedDirectory) -> None:
         self._connect = connect
@@ -64,27 +64,27 @@ class Callers:
         self._directory = directory
         self._has_certificate = tls.has_certificate(config, connect)
         self._callers: dict[str, Caller] = {}
-        self._opening: dict[str, asyncio.Lock] = {}
+        self._opening_locks: dict[str, asyncio.Lock] = {}
         self._loop = asyncio.get_running_loop()
 
     def __len__(self) -> int:
         return len(self._callers)
 
     @contextlib.asynccontextmanager
-    async def request_of(self, authorization: str | None) -> AsyncIterator[Caller]:
+    async def caller_of_request(self, authorization: str | None) -> AsyncIterator[Caller]:
         """Yield the caller of a request with this `Authorization` header.
 
         Raises:
-            AuthenticationFailed: there is no valid token where one is needed.
+            AuthenticationFailed: the token is not valid, or a necessary token is missing.
             Overloaded: there are too many callers with requests in progress.
         """
-        token = self._token_in(authorization)
-        caller = await self._find(token)
+        token = self._parse_token(authorization)
+        caller = await self._find_or_open(token)
         caller.request_count += 1
         try:
             yield caller
         except errors.AuthenticationFailed:
-            caller.is_over = True
+            caller.is_unusable = True
             raise
         except errors.OutcomeUnknown:
             raise  # whatever the reason is, the caller must repeat the request
@@ -94,30 +94,31 @@ class Callers:
         finally:
             caller.request_count -= 1
             caller.idle_since_s = self._loop.time()
-            if caller.is_over and self._callers.get(caller.key) is caller:
-                del self._callers[caller.key]
-            if not caller.request_count and self._callers.get(caller.key) is not caller:
+            if caller.is_unusable and self._callers.get(caller.token_hash) is caller:
+                del self._callers[caller.token_hash]
+            if not caller.request_count and self._callers.get(caller.token_hash) is not caller:
                 await caller.close()
 
     async def check_token(self, caller: Caller) -> None:
         """Check the token of a caller whose request failed as unavailable (rule 3).
 
         Raises:
-            AuthenticationFailed: a server rejects it. The client itself waits for a valid one.
+            AuthenticationFailed: a server rejects the token. A client does not report this: it
+                waits until its token is valid again.
         """
         if caller.token is None:
             return
         try:
-            await _present(caller.client)
+            await _present_token(caller.client)
         except errors.AuthenticationFailed:
-            caller.is_over = True
+            caller.is_unusable = True
             raise
 
     @contextlib.asynccontextmanager
-    async def own_client(
+    async def dedicated_client(
         self, caller: Caller, config: ClientConfig | None = None
     ) -> AsyncIterator[AsyncWaltzClient]:
-        """Yield a client of the caller, not open yet, which is used for one purpose only."""
+        """Yield a separate client with the caller's token, not open yet; close it at the end."""
         client = self.new_client(caller.token, config)
         try:
             yield client
@@ -127,7 +128,7 @@ class Callers:
     def new_client(
         self, token: ForwardedToken | None, config: ClientConfig | None = None
     ) -> AsyncWaltzClient:
-        """Return a client with a token; it is not open yet."""
+        """Return a new client that presents this token; it is not open yet."""
         return AsyncWaltzClient(
             self._directory.view(),
             self._connect,
@@ -136,24 +137,24 @@ class Callers:
             token=token,
         )
 
-    async def sweep(self) -> None:
+    async def close_idle_callers(self) -> None:
         """Close idle callers until cancelled (rule 4)."""
         while True:
-            await asyncio.sleep(SWEEP_INTERVAL_S)
+            await asyncio.sleep(IDLE_CHECK_INTERVAL_S)
             until_s = self._loop.time() - IDLE_S_MAX
             for caller in list(self._callers.values()):
                 if not caller.request_count and caller.idle_since_s < until_s:
-                    del self._callers[caller.key]
+                    del self._callers[caller.token_hash]
                     await caller.close()
 
     async def close(self) -> None:
-        """Close all of them."""
+        """Close the clients of all callers."""
         callers, self._callers = list(self._callers.values()), {}
         async with asyncio.TaskGroup() as group:
             for caller in callers:
                 group.create_task(caller.close())
 
-    def _token_in(self, authorization: str | None) -> Token | None:
+    def _parse_token(self, authorization: str | None) -> Token | None:
         if authorization is None:
             if self._has_certificate:  # rule 1
                 raise errors.AuthenticationFailed(
@@ -171,25 +172,25 @@ class Callers:
             f"header Authorization: expected Bearer TOKEN, found the scheme {kind[:20]!r}"
         )
 
-    async def _find(self, token: Token | None) -> Caller:
-        key = _ANONYMOUS if token is None else hash_of(token.secret)  # rule 2
+    async def _find_or_open(self, token: Token | None) -> Caller:
+        key = _NO_TOKEN_HASH if token is None else hash_of(token.secret)  # rule 2
         if (known := self._callers.get(key)) is not None:
             return known
-        lock = self._opening.setdefault(key, asyncio.Lock())
+        lock = self._opening_locks.setdefault(key, asyncio.Lock())
         try:
             async with lock:
                 if (known := self._callers.get(key)) is not None:
                     return known
-                made = await self._open(key, None if token is None else ForwardedToken(token))
+                opened = await self._open(key, None if token is None else ForwardedToken(token))
                 try:  # only now: a wrong token must not close the client of another caller
-                    await self._make_room()
+                    await self._evict_idle_caller()
                 except BaseException:
-                    await made.close()
+                    await opened.close()
                     raise
-                self._callers[key] = made
-                return made
+                self._callers[key] = opened
+                return opened
         finally:
-            self._opening.pop(key, None)
+            self._opening_locks.pop(key, None)
 
     async def _open(self, key: str, token: ForwardedToken | None) -> Caller:
         try:
@@ -201,26 +202,26 @@ class Callers:
         await client.open()
         try:
             if token is not None:
-                await _present(client)
+                await _present_token(client)
         except BaseException:
             await client.close()
             raise
-        made = Caller(key, token, client, WriteRequests(self._connect, client))
-        made.idle_since_s = self._loop.time()
-        return made
+        opened = Caller(key, token, client, WriteRequests(self._connect, client))
+        opened.idle_since_s = self._loop.time()
+        return opened
 
-    async def _make_room(self) -> None:
+    async def _evict_idle_caller(self) -> None:
         if len(self._callers) < CALLERS_MAX:
             return
         idle = [each for each in self._callers.values() if not each.request_count]
         if not idle:
             raise errors.Overloaded(f"the gateway has requests of {CALLERS_MAX} callers")
         oldest = min(idle, key=lambda each: each.idle_since_s)
-        del self._callers[oldest.key]
+        del self._callers[oldest.token_hash]
         await oldest.close()
 
 
-async def _present(client: AsyncWaltzClient) -> None:
+async def _present_token(client: AsyncWaltzClient) -> None:
     """Present the token to the first server that answers (rule 3)."""
     for address in sorted({owner.address for owner in client.directory.owners.values()}):
         try:

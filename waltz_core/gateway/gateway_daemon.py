@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 def run(config: GatewayConfig) -> None:
-    """Run a gateway until SIGTERM or SIGINT; raises the error that ended it otherwise."""
+    """Run a gateway until SIGTERM or SIGINT; raises the error if the gateway fails."""
     try:
         net.run(serve(config, on_ready=_print_ready))
     except BaseExceptionGroup as group:
@@ -55,9 +55,9 @@ async def serve(
     on_ready: Callable[[str], None] = lambda _address: None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve until `stop` is set (without one: until SIGTERM or SIGINT)."""
+    """Serve HTTP requests until `stop` is set; without `stop`, until SIGTERM or SIGINT."""
     loop = asyncio.get_running_loop()
-    context = _listen_context(config)
+    context = _tls_context(config)
     if stop is None:
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -78,17 +78,20 @@ async def serve(
         metrics.set_source("waltz_gateway_callers", lambda: len(callers))
         metrics.set_source("waltz_gateway_feeds", lambda: routes.feed_count)
         background = [
-            tasks.create_task(directory.follow(), name="directory"),
-            tasks.create_task(callers.sweep(), name="sweep"),
+            tasks.create_task(directory.watch_assignment(), name="directory"),
+            tasks.create_task(callers.close_idle_callers(), name="idle_callers"),
         ]
         async with AsyncExitStack() as ports:
             if config.http_port:
                 pages = serve_pages(
-                    metrics, _health_of(directory), host=config.http_host, port=config.http_port
+                    metrics,
+                    _health_callback(directory),
+                    host=config.http_host,
+                    port=config.http_port,
                 )
                 await ports.enter_async_context(pages)
             served = serve_http(
-                routes.app(),
+                routes.asgi_app(),
                 host=config.listen_host,
                 port=config.port,
                 keep_alive_connections_max=config.connections_max,
@@ -102,7 +105,7 @@ async def serve(
             task.cancel()
 
 
-def _health_of(directory: SharedDirectory) -> HealthCallback:
+def _health_callback(directory: SharedDirectory) -> HealthCallback:
     async def health() -> Health:
         owners = directory.directory.owners
         count = directory.directory.cluster.partition_count
@@ -133,10 +136,10 @@ def _client_config(config: GatewayConfig) -> ClientConfig:
     )
 
 
-def _listen_context(config: GatewayConfig) -> ssl.SSLContext | None:
-    """Return the context of the port; raises BadConfig, also by rule 3."""
+def _tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
+    """Return the TLS context of the port, None for plain HTTP; raises BadConfig (rule 3)."""
     if config.https_certificate:
-        return _read_certificate(config)
+        return _load_tls_context(config)
     if is_loopback(config.listen_host):
         return None
     if not config.insecure_network:
@@ -154,7 +157,7 @@ def _listen_context(config: GatewayConfig) -> ssl.SSLContext | None:
     return None
 
 
-def _read_certificate(config: GatewayConfig) -> ssl.SSLContext:
+def _load_tls_context(config: GatewayConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.options |= ssl.OP_NO_RENEGOTIATION
@@ -163,11 +166,11 @@ def _read_certificate(config: GatewayConfig) -> ssl.SSLContext:
 
 
 def _reload_certificate(config: GatewayConfig, context: ssl.SSLContext | None) -> None:
-    """Read the certificate again; if it is not valid, the previous one stays in use."""
+    """Read the certificate file again; if it is not valid, keep the previous certificate."""
     if context is None:
         return
     try:
-        _read_certificate(config)  # first: half of a pair of files must not be used
+        _load_tls_context(config)  # checks both files before `context` uses one of them
         tls.load_certificate(context, "https", config.https_certificate, config.https_key)
     except errors.BadConfig as error:
         _log.error("tls.reload_failed error=%s", error)

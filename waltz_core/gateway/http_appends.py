@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from waltz_core import errors
 from waltz_core.client.api.async_client import AsyncWaltzClient
-from waltz_core.gateway.json_errors import fields_of, headers_of, status_of
+from waltz_core.gateway.json_errors import error_fields, error_headers, http_status_of
 from waltz_core.gateway.request_parsing import NewTransaction
 
 if TYPE_CHECKING:
@@ -20,29 +20,31 @@ if TYPE_CHECKING:
 
     from waltz_core.records.record import TransactionId
 
-_OUTCOME: TypeAlias = "TransactionId | errors.WaltzError"
+_Outcome: TypeAlias = "TransactionId | errors.WaltzError"
 # Worst first.
-_SEVERITY: Final = (500, 504, 401, 403, 503, 429, 413, 404, 400, 409)
+_STATUSES_BY_SEVERITY: Final = (500, 504, 401, 403, 503, 429, 413, 404, 400, 409)
 
 
 class AppendReply(NamedTuple):
-    """The answer to a request: its status, headers and JSON, and the errors in it."""
+    """The answer to an append request: HTTP status, headers, JSON body, and all errors in it."""
 
     status: int
     headers: dict[str, str]
-    fields: dict[str, Any]
+    body: dict[str, Any]
     errors: list[errors.WaltzError]
 
 
-async def append_all(client: AsyncWaltzClient, rows: Sequence[NewTransaction]) -> AppendReply:
-    """Append the transactions; return the answer."""
+async def append_transactions(
+    client: AsyncWaltzClient, rows: Sequence[NewTransaction]
+) -> AppendReply:
+    """Append transactions without an idempotency key; return the answer with all outcomes."""
     sent: list[tuple[int, asyncio.Future[TransactionId] | errors.WaltzError]] = []
     for row in rows:
         try:
             sent.append((row.partition, await _append(client, row)))
         except errors.WaltzError as error:
             sent.append((row.partition, error))
-    outcomes: list[tuple[int, _OUTCOME]] = []
+    outcomes: list[tuple[int, _Outcome]] = []
     for partition, future in sent:
         if isinstance(future, errors.WaltzError):
             outcomes.append((partition, future))
@@ -51,7 +53,7 @@ async def append_all(client: AsyncWaltzClient, rows: Sequence[NewTransaction]) -
             outcomes.append((partition, await future))
         except errors.WaltzError as error:
             outcomes.append((partition, error))
-    return answer_of(outcomes)
+    return reply_of_outcomes(outcomes)
 
 
 async def _append(client: AsyncWaltzClient, row: NewTransaction) -> "asyncio.Future[TransactionId]":
@@ -66,10 +68,10 @@ async def _append(client: AsyncWaltzClient, row: NewTransaction) -> "asyncio.Fut
     )
 
 
-def answer_of(outcomes: Sequence[tuple[int, _OUTCOME]]) -> AppendReply:
-    """Return the answer for partitions and outcomes."""
+def reply_of_outcomes(outcomes: Sequence[tuple[int, _Outcome]]) -> AppendReply:
+    """Return the answer to a request from the partition and the outcome of each transaction."""
     shown = [
-        {"partition": partition, **fields_of(outcome)}
+        {"partition": partition, **error_fields(outcome)}
         if isinstance(outcome, errors.WaltzError)
         else {"partition": partition, "transaction_id": int(outcome)}
         for partition, outcome in outcomes
@@ -77,11 +79,11 @@ def answer_of(outcomes: Sequence[tuple[int, _OUTCOME]]) -> AppendReply:
     found = [outcome for _, outcome in outcomes if isinstance(outcome, errors.WaltzError)]
     if not found:
         return AppendReply(200, {}, {"outcomes": shown}, [])
-    worst = min(found, key=_severity)
-    fields = fields_of(worst) | {"outcomes": shown}
-    return AppendReply(status_of(worst), headers_of(worst), fields, found)
+    worst = min(found, key=_severity_rank)
+    fields = error_fields(worst) | {"outcomes": shown}
+    return AppendReply(http_status_of(worst), error_headers(worst), fields, found)
 
 
-def _severity(error: errors.WaltzError) -> int:
-    status = status_of(error)
-    return _SEVERITY.index(status) if status in _SEVERITY else -1
+def _severity_rank(error: errors.WaltzError) -> int:
+    status = http_status_of(error)
+    return _STATUSES_BY_SEVERITY.index(status) if status in _STATUSES_BY_SEVERITY else -1

@@ -25,32 +25,32 @@ from waltz_core.client.read.data_cache import DataBudget
 from waltz_core.client.read.feed_delivery import DeliveryProgress, DeliveryRun
 from waltz_core.client.read.ranges import RangeQuery
 from waltz_core.config.declarations import ClientConfig
-from waltz_core.gateway.json_errors import fields_of
+from waltz_core.gateway.json_errors import error_fields
 from waltz_core.records import strict_json
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 
-BATCH_MAX: Final = 256
+BATCH_TRANSACTIONS_MAX: Final = 256
 BATCH_BYTES_MAX: Final = 256 * 1024
 CACHE_BYTES_MAX: Final = 4 * 1024 * 1024
 PREFETCH_COUNT_MAX: Final = 4_096
 HEARTBEAT_S: Final = 10.0
-EVENT_STREAM: Final = "text/event-stream"
-JSON_LINES: Final = "application/x-ndjson"
+EVENT_STREAM_TYPE: Final = "text/event-stream"
+JSON_LINES_TYPE: Final = "application/x-ndjson"
 
 
-class _Batch(NamedTuple):
-    """Events with their marks, and the mark after them; the last batch ends the feed."""
+class _EventBatch(NamedTuple):
+    """Consecutive events of a feed with their marks, and the mark after all of them."""
 
     events: Sequence[tuple[int, dict[str, Any]]]
     mark: int
     is_last: bool = False
 
 
-Encode = Callable[[int, dict[str, Any] | None], bytes]
+EncodeEvent = Callable[[int, dict[str, Any] | None], bytes]
 
 
-def feed_config(config: ClientConfig) -> ClientConfig:
-    """Return the settings of a feed's client: small, because there may be many feeds."""
+def feed_client_config(config: ClientConfig) -> ClientConfig:
+    """Return the settings for the client of a feed; its prefetch is small, as there are many."""
     return replace(config, feed_prefetch_count_max=PREFETCH_COUNT_MAX)
 
 
@@ -63,11 +63,13 @@ class HttpFeed:
         self._client = client
         self._partition = partition
         self._mark = mark  # of the events that were yielded
-        self._batches: asyncio.Queue[_Batch] = asyncio.Queue(1)  # full: `apply` waits (rule 2)
+        self._event_batches: asyncio.Queue[_EventBatch] = asyncio.Queue(
+            1
+        )  # full: `apply` waits (rule 2)
         client.subscriptions.data_budget = DataBudget(CACHE_BYTES_MAX)
 
-    async def check(self) -> None:
-        """Check position and permissions (rule 4).
+    async def check_start(self) -> None:
+        """Check that the log has the position, and that the caller may read it (rule 4).
 
         Raises:
             PermissionDenied, AuthenticationFailed: the caller may not read the partition.
@@ -86,21 +88,23 @@ class HttpFeed:
             query = RangeQuery(TransactionId(first), TransactionId(first), RangeForm.HEADERS)
             await self._client.requests.fetch_range(PartitionId(self._partition), query)
 
-    async def events(self, header_values: tuple[int, ...], encode: Encode) -> AsyncIterator[bytes]:
-        """Yield encoded events; a heartbeat has None instead of a transaction."""
+    async def events(
+        self, header_values: tuple[int, ...], encode: EncodeEvent
+    ) -> AsyncIterator[bytes]:
+        """Subscribe, and yield the encoded events and heartbeats (rule 3)."""
         await self._client.subscribe_consumer(self, [self._partition], header_values)
         yield encode(self._mark, None)
         while True:
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
-                    batch = await self._batches.get()
+                    batch = await self._event_batches.get()
             except TimeoutError:
                 try:
                     await self._check_token()
                 except errors.AuthenticationFailed as error:
-                    yield encode(self._mark, fields_of(error))
+                    yield encode(self._mark, error_fields(error))
                     return
-                if self._batches.empty():
+                if self._event_batches.empty():
                     yield encode(self._mark, None)
                 continue
             if batch.events:
@@ -133,23 +137,23 @@ class HttpFeed:
         last: TransactionId,
         failed: Callable[[], bool],
     ) -> DeliveryProgress:
-        """Pass transactions on; waits while the reader is slow (rule 2)."""
+        """Queue transactions as events; wait while the reader is slow (rule 2)."""
         source = self._client.subscriptions.data_cache(partition_id)
         events: list[tuple[int, dict[str, Any]]] = []
         size, caught = 0, None
         try:
-            for number, words in run[:BATCH_MAX]:
+            for number, words in run[:BATCH_TRANSACTIONS_MAX]:
                 if not failed() or size > BATCH_BYTES_MAX:
                     break
                 transaction = AsyncTransaction(partition_id, TransactionId(number), words, source)
                 data = await transaction.data()
                 size += len(data)
-                events.append((number, fields_of_transaction(number, transaction.header, data)))
+                events.append((number, transaction_fields(number, transaction.header, data)))
         except errors.WaltzError as error:
             caught = error
         if events or not run:
             mark = last if len(events) == len(run) else events[-1][0]
-            await self._batches.put(_Batch(events, mark))
+            await self._event_batches.put(_EventBatch(events, mark))
         return DeliveryProgress(len(events), caught)
 
     async def on_uncaught_exception(
@@ -163,18 +167,20 @@ class HttpFeed:
         if policy is PoisonPolicy.STOP:
             known = error if isinstance(error, errors.WaltzError) else errors.WaltzError(str(error))
             before = transaction_id - 1
-            await self._batches.put(_Batch([(before, fields_of(known))], before, is_last=True))
+            await self._event_batches.put(
+                _EventBatch([(before, error_fields(known))], before, is_last=True)
+            )
         return policy
 
 
-def fields_of_transaction(transaction_id: int, header: int, data: bytes) -> dict[str, Any]:
-    """Return the JSON of a transaction."""
+def transaction_fields(transaction_id: int, header: int, data: bytes) -> dict[str, Any]:
+    """Return the JSON fields of a transaction; the data is Base64."""
     text = base64.b64encode(data).decode("ascii")
     return {"transaction_id": transaction_id, "header": header, "data": text}
 
 
 def as_server_sent_event(mark: int, fields: dict[str, Any] | None) -> bytes:
-    """Encode an event; its ID is the mark, which a browser sends as `Last-Event-ID`."""
+    """Encode an event; its ID is the mark. A browser sends this ID again as `Last-Event-ID`."""
     if fields is None:
         return b": heartbeat\nid: %d\n\n" % mark
     kind = b"error" if "type" in fields else b"transaction"

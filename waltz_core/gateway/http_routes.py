@@ -2,8 +2,8 @@
 
 Rules:
     1. Every response except a feed is JSON; an error has the fields of `json_errors.py`.
-    2. `ROUTES` is the table of all operations: the metrics and the description (`openapi.py`) use
-       the same names.
+    2. `openapi.OPERATIONS` is the table of all operations: the routes, the metrics and the OpenAPI
+       document use the same names.
     3. An exception that is no `WaltzError` is logged and answered with status 500. In a feed that
        has begun, it ends the connection.
 """
@@ -29,27 +29,32 @@ from waltz_core.config.host_names import is_loopback
 from waltz_core.errors import RequestRejected
 from waltz_core.gateway import openapi
 from waltz_core.gateway.callers import Caller, Callers
-from waltz_core.gateway.http_appends import AppendReply, append_all
+from waltz_core.gateway.http_appends import AppendReply, append_transactions
 from waltz_core.gateway.http_feeds import (
-    EVENT_STREAM,
-    JSON_LINES,
+    EVENT_STREAM_TYPE,
+    JSON_LINES_TYPE,
     HttpFeed,
     as_json_line,
     as_server_sent_event,
-    feed_config,
-    fields_of_transaction,
+    feed_client_config,
+    transaction_fields,
 )
 from waltz_core.gateway.idempotent_appends import IdempotentAppends
-from waltz_core.gateway.json_errors import fields_of, headers_of, status_of
-from waltz_core.gateway.request_headers import check_content, check_local_host, key_in, length_of
+from waltz_core.gateway.json_errors import error_fields, error_headers, http_status_of
+from waltz_core.gateway.request_headers import (
+    check_content_headers,
+    check_local_host,
+    content_length,
+    idempotency_key_in,
+)
 from waltz_core.gateway.request_parsing import (
-    BodyMemory,
+    BodyReader,
     UrlParameters,
-    check_number,
+    check_integer,
     check_partition,
     parse_integer,
     parse_transactions,
-    with_partition,
+    with_default_partition,
 )
 from waltz_core.metrics import Metrics
 from waltz_core.records import strict_json
@@ -62,7 +67,7 @@ _log = logging.getLogger(__name__)
 
 RANGE_BYTES_MAX: Final = 1024 * 1024
 # After these errors the client's stream of the partition continues.
-_HARMLESS: Final = (errors.Superseded, errors.Unavailable, errors.UsageError)
+_NON_FATAL_ERRORS: Final = (errors.Superseded, errors.Unavailable, errors.UsageError)
 
 HttpHandler: TypeAlias = Callable[[Request, Caller], Awaitable[Response]]
 
@@ -78,39 +83,40 @@ class GatewayParts(NamedTuple):
 
 
 class GatewayRoutes:
-    """The operations of one gateway."""
+    """The HTTP operations of one gateway: append, marks, range and feed."""
 
     def __init__(self, parts: GatewayParts) -> None:
         config = parts.config
         self._parts = parts
-        self._memory = BodyMemory(
+        self._body_memory = BodyReader(
             body_bytes_max=config.body_bytes_max, memory_bytes_max=config.memory_bytes_max
         )
-        self._idempotent = IdempotentAppends(
+        self._idempotent_appends = IdempotentAppends(
             parts.callers,
             config.connect,
             retention_ms=config.idempotency_retention_ms,
             timeout_ms=config.request_timeout_ms,
         )
-        self._is_local = is_loopback(config.listen_host) and not config.https_certificate
-        self._turn = 0
+        self._must_check_host = is_loopback(config.listen_host) and not config.https_certificate
+        self._round_robin_count = 0  # chooses the partition if a request has none
         self.feed_count = 0
 
-    def app(self) -> Starlette:
-        """Return the application."""
+    def asgi_app(self) -> Starlette:
+        """Return the ASGI application with the routes of all operations."""
         handlers: dict[str, HttpHandler] = {
             "append": self._append,
-            "marks": self._marks,
-            "range": self._range,
-            "feed": self._feed,
+            "marks": self._read_marks,
+            "range": self._read_range,
+            "feed": self._open_feed,
         }
         routes = [
             Route(each.path, self._endpoint(each.name, handlers[each.name]), methods=[each.method])
             for each in openapi.OPERATIONS
         ]
-        routes.append(Route(openapi.DOCUMENT_PATH, _document))
+        routes.append(Route(openapi.DOCUMENT_PATH, _openapi_document))
         app = Starlette(
-            routes=routes, exception_handlers={404: _reject_operation, 405: _reject_operation}
+            routes=routes,
+            exception_handlers={404: _reject_unknown_operation, 405: _reject_unknown_operation},
         )
         app.router.redirect_slashes = False  # rule 1
         return app
@@ -118,7 +124,7 @@ class GatewayRoutes:
     def _endpoint(
         self, name: str, handler: HttpHandler
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return an endpoint with its caller, its errors and its metrics."""
+        """Return an endpoint that runs a handler, reports its errors as JSON, and counts it."""
 
         async def endpoint(request: Request) -> Response:
             began_s = time.monotonic()
@@ -127,11 +133,16 @@ class GatewayRoutes:
             except errors.WaltzError as error:
                 response = _error_response(error)
             except ClientDisconnect:  # nothing reads the response
-                response = _error_response(errors.BadRequest("the body is not complete"))
+                response = _error_response(
+                    errors.BadRequest("the connection ended before the end of the request body")
+                )
             except Exception:  # noqa: BLE001 - the top of a task (rule 3)
                 _log.exception("gateway.request_failed operation=%s", name)
                 response = _error_response(
-                    errors.WaltzError("the gateway has failed; its log has the error")
+                    errors.WaltzError(
+                        "internal error in the gateway. Hint: the log of the gateway has the "
+                        "details."
+                    )
                 )
             metrics = self._parts.metrics
             metrics.add("waltz_gateway_requests_total", operation=name, status=response.status_code)
@@ -143,78 +154,82 @@ class GatewayRoutes:
         return endpoint
 
     async def _respond(self, request: Request, handler: HttpHandler) -> Response:
-        if self._is_local:
+        if self._must_check_host:
             check_local_host(request.headers)
         authorization = request.headers.get("authorization")
-        async with self._parts.callers.request_of(authorization) as caller:
+        async with self._parts.callers.caller_of_request(authorization) as caller:
             return await handler(request, caller)
 
     # --- append
 
     async def _append(self, request: Request, caller: Caller) -> Response:
-        _query(request, ())
-        check_content(request.headers)
-        key = key_in(request.headers)
-        async with self._memory.body(request.stream(), length_of(request.headers)) as body:
+        _url_parameters(request, ())
+        check_content_headers(request.headers)
+        key = idempotency_key_in(request.headers)
+        async with self._body_memory.body(
+            request.stream(), content_length(request.headers)
+        ) as body:
             count = caller.client.partition_count
             rows = parse_transactions(body, count)
             if key is not None:
-                answer = await self._idempotent.append(caller, key, rows)
+                answer = await self._idempotent_appends.append(caller, key, rows)
             else:
-                self._turn += 1
-                answer = await append_all(caller.client, with_partition(rows, self._turn % count))
-        caller.is_over |= any(_ends_client(each) for each in answer.errors)
-        self._count(answer)
+                self._round_robin_count += 1
+                answer = await append_transactions(
+                    caller.client, with_default_partition(rows, self._round_robin_count % count)
+                )
+        caller.is_unusable |= any(_makes_client_unusable(each) for each in answer.errors)
+        self._count_committed(answer)
         if answer.status == 503 and len(answer.errors) == len(rows):
             await self._parts.callers.check_token(caller)
-        return _json(answer.fields, answer.status, answer.headers)
+        return _json_response(answer.body, answer.status, answer.headers)
 
-    def _count(self, answer: AppendReply) -> None:
-        outcomes = answer.fields["outcomes"]
+    def _count_committed(self, answer: AppendReply) -> None:
+        outcomes = answer.body["outcomes"]
         committed = sum("transaction_id" in each for each in outcomes)
         self._parts.metrics.add("waltz_gateway_appended_transactions_total", committed)
 
     # --- marks and ranges
 
-    async def _marks(self, request: Request, caller: Caller) -> Response:
-        query = _query(request, ("partition", "linearizable"))
+    async def _read_marks(self, request: Request, caller: Caller) -> Response:
+        query = _url_parameters(request, ("partition", "linearizable"))
         count = caller.client.partition_count
         chosen = query.partitions(count)
         marks = await caller.client.high_water_marks(
             chosen or None, linearizable=query.flag("linearizable")
         )
         shown = {str(partition): int(mark) for partition, mark in sorted(marks.items())}
-        return _json({"partition_count": count, "marks": shown})
+        return _json_response({"partition_count": count, "marks": shown})
 
-    async def _range(self, request: Request, caller: Caller) -> Response:
-        query = _query(request, ("first", "last", "header"))
-        partition = _partition(request, caller)
-        first = query.number("first")
+    async def _read_range(self, request: Request, caller: Caller) -> Response:
+        query = _url_parameters(request, ("first", "last", "header"))
+        partition = _partition_in_path(request, caller)
+        first = query.integer("first")
         if first is None:
             raise RequestRejected("query parameter first", expected="an ID", found=None)
-        last, headers = query.number("last"), query.headers()
+        last, headers = query.integer("last"), query.headers()
         mark = await caller.client.high_water_mark(partition)
         end = mark if last is None else min(last, mark)
         found: dict[str, Any] = {"transactions": [], "next": first, "high_water_mark": int(mark)}
         if first > end:
-            return _json(found)
-        query_of = RangeQuery(
+            return _json_response(found)
+        range_query = RangeQuery(
             TransactionId(first), TransactionId(end), RangeForm.WHOLE, headers, RANGE_BYTES_MAX
         )
-        chunk = await caller.client.requests.fetch_range(PartitionId(partition), query_of)
-        found["transactions"] = [fields_of_transaction(*row) for row in chunk.rows()]
+        chunk = await caller.client.requests.fetch_range(PartitionId(partition), range_query)
+        found["transactions"] = [transaction_fields(*row) for row in chunk.rows()]
         found["next"] = int(chunk.next)
-        return _json(found)
+        return _json_response(found)
 
     # --- the feed
 
-    async def _feed(self, request: Request, caller: Caller) -> Response:
-        query = _query(request, ("from", "header"))
-        partition = _partition(request, caller)
-        mark, headers = _start_of_feed(request, query), query.headers()
-        encode, media = as_server_sent_event, EVENT_STREAM
-        if JSON_LINES in request.headers.get("accept", ""):
-            encode, media = as_json_line, JSON_LINES
+    async def _open_feed(self, request: Request, caller: Caller) -> Response:
+        query = _url_parameters(request, ("from", "header"))
+        partition = _partition_in_path(request, caller)
+        mark, headers = _feed_start(request, query), query.headers()
+        encode, media = as_server_sent_event, EVENT_STREAM_TYPE
+        if JSON_LINES_TYPE in request.headers.get("accept", ""):
+            encode, media = as_json_line, JSON_LINES_TYPE
         if self.feed_count >= self._parts.config.feeds_max:
             raise errors.Overloaded(
                 f"the gateway has {self.feed_count} feeds (feeds_max). Hint: use another gateway, "
@@ -222,26 +237,28 @@ class GatewayRoutes:
             )
         self.feed_count += 1
         stack = AsyncExitStack()
-        stack.callback(self._feed_ended)
+        stack.callback(self._on_feed_ended)
         try:
-            config = feed_config(self._parts.client_config)
-            client = await stack.enter_async_context(self._parts.callers.own_client(caller, config))
+            config = feed_client_config(self._parts.client_config)
+            client = await stack.enter_async_context(
+                self._parts.callers.dedicated_client(caller, config)
+            )
             await client.open()
             reader = HttpFeed(client, partition, mark)
-            await reader.check()
+            await reader.check_start()
         except BaseException:
             await stack.aclose()
             raise
-        # As a task: what ends the response also cancels everything that the response awaits.
+        # In a task of its own: if the response is cancelled, everything that it awaits is, too.
         on_end = partial(self._parts.tasks.create_task, stack.aclose())
         return _FeedResponse(reader.events(headers, encode), media, on_end)
 
-    def _feed_ended(self) -> None:
+    def _on_feed_ended(self) -> None:
         self.feed_count -= 1
 
 
 class _FeedResponse(StreamingResponse):
-    """A feed; `on_end` is called when the response ends, for whatever reason."""
+    """A streaming response with a feed; calls `on_end` when it ends, for whatever reason."""
 
     def __init__(
         self, events: AsyncIterator[bytes], media: str, on_end: Callable[[], object]
@@ -259,12 +276,12 @@ class _FeedResponse(StreamingResponse):
             self._on_end()
 
 
-def _start_of_feed(request: Request, query: UrlParameters) -> int:
-    """Return the mark after which a feed begins; `Last-Event-ID` is a later one than `from`."""
+def _feed_start(request: Request, query: UrlParameters) -> int:
+    """Return the mark after which a feed begins, from `Last-Event-ID`, otherwise from `from`."""
     text = request.headers.get("last-event-id")
     if text:
-        return check_number(parse_integer(text), "header Last-Event-ID", minimum=BEFORE_FIRST)
-    mark = query.number("from", minimum=BEFORE_FIRST)
+        return check_integer(parse_integer(text), "header Last-Event-ID", minimum=BEFORE_FIRST)
+    mark = query.integer("from", minimum=BEFORE_FIRST)
     if mark is None:
         raise RequestRejected(
             "query parameter from",
@@ -274,36 +291,38 @@ def _start_of_feed(request: Request, query: UrlParameters) -> int:
     return mark
 
 
-def _partition(request: Request, caller: Caller) -> int:
+def _partition_in_path(request: Request, caller: Caller) -> int:
     number = parse_integer(request.path_params["partition"])
     return check_partition(number, "partition in the path", caller.client.partition_count)
 
 
-def _query(request: Request, known: tuple[str, ...]) -> UrlParameters:
+def _url_parameters(request: Request, known: tuple[str, ...]) -> UrlParameters:
     return UrlParameters(request.query_params.multi_items(), known)
 
 
-def _ends_client(error: errors.WaltzError) -> bool:
+def _makes_client_unusable(error: errors.WaltzError) -> bool:
     is_denied = isinstance(error, errors.AuthenticationFailed | errors.PermissionDenied)
-    return is_denied or not isinstance(error, _HARMLESS)
+    return is_denied or not isinstance(error, _NON_FATAL_ERRORS)
 
 
-async def _document(_request: Request) -> Response:
-    return _json(openapi.document())
+async def _openapi_document(_request: Request) -> Response:
+    return _json_response(openapi.openapi_document())
 
 
-async def _reject_operation(request: Request, error: Exception) -> Response:
+async def _reject_unknown_operation(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     hint = f"GET {openapi.DOCUMENT_PATH} returns the operations."
     text = f"there is no operation {request.method} {request.url.path[:200]}"
     fields = {"type": "BadRequest", "error": text, "hint": hint}
-    return _json(fields, status, getattr(error, "headers", None))  # `Allow`
+    return _json_response(fields, status, getattr(error, "headers", None))  # `Allow`
 
 
 def _error_response(error: errors.WaltzError) -> Response:
-    return _json(fields_of(error), status_of(error), headers_of(error))
+    return _json_response(error_fields(error), http_status_of(error), error_headers(error))
 
 
-def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _json_response(
+    value: object, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     body = strict_json.to_json(value) + b"\n"
     return Response(body, status, headers, media_type="application/json")

@@ -18,8 +18,9 @@ Rules:
     6. The name of the run is the hash of the request, so a key cannot be used for two requests.
     7. Only the latest attempt may finish the write: a later one may append a transaction that a
        lock had rejected before.
-    8. At most `ATTEMPTS_MAX` requests are processed at a time, and `REGISTRY_CHANGES_MAX` of them
-       change the registry: concurrent changes repeat each other.
+    8. At most `CONCURRENT_APPENDS_MAX` requests are processed at a time. At most
+       `CONCURRENT_REGISTRY_CHANGES_MAX` of them change the registry: a concurrent change would make
+       others start again.
 """
 
 import asyncio
@@ -33,38 +34,46 @@ from waltz_core import errors
 from waltz_core.client import AsyncWaltzClient, BatchOutcome, RangeForm, RowOutcomeCode, TaskClaim
 from waltz_core.cluster.write_registry import TaskAttempt, WriteState
 from waltz_core.gateway.callers import Caller, Callers
-from waltz_core.gateway.http_appends import AppendReply, answer_of
-from waltz_core.gateway.request_parsing import NewTransaction, with_partition
+from waltz_core.gateway.http_appends import AppendReply, reply_of_outcomes
+from waltz_core.gateway.request_parsing import NewTransaction, with_default_partition
 from waltz_core.records import raw_records
 from waltz_core.records.batches import encode_append
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import BEFORE_FIRST, TransactionId, partition_of_hash
 
-ATTEMPTS_MAX: Final = 64
-REGISTRY_CHANGES_MAX: Final = 4
+CONCURRENT_APPENDS_MAX: Final = 64
+CONCURRENT_REGISTRY_CHANGES_MAX: Final = 4
 BATCH_BYTES_MAX: Final = 1024 * 1024
 RESEND_DELAY_S: Final = 0.05
-_PREFIX: Final = "http-"
-_TASK: Final = 0
-_AHEAD: Final = -2  # instead of a winner: the transaction's mark is above the log's
-_TAKEN_OVER: Final = (
+_WRITE_PREFIX: Final = "http-"
+_TASK_ID: Final = 0
+_MARK_ABOVE_LOG: Final = -2  # instead of a winner: the transaction's mark is above the log's
+_TAKEN_OVER_TEXT: Final = (
     "another request with the same idempotency key has taken over. Hint: repeat the request. Use a "
     "client timeout that is longer than an append takes: each repetition interrupts the request "
     "before it."
 )
+_EXPIRED_TEXT: Final = "the idempotency key has expired during the request"
 # After one of these, some transactions may be in the log.
-_INTERRUPTIONS: Final = (errors.Unavailable, errors.Superseded, errors.PermissionDenied)
+_INTERRUPTING_ERRORS: Final = (errors.Unavailable, errors.Superseded, errors.PermissionDenied)
 
 
 class _Rejection(NamedTuple):
-    """A rejected transaction: the winner of its lock, or `_AHEAD`; and a mark of the log."""
+    """The reason of a rejection: winner of the lock or `_MARK_ABOVE_LOG`, and a mark of the log."""
 
     winner: int
     high_water_mark: int
 
 
 class IdempotentAppends:
-    """See the module's rules; `connect` is the cluster, `retention_ms` the time for a key."""
+    """Appends the transactions of a request once for each idempotency key (rules 1 to 8).
+
+    Args:
+        callers: creates the clients of the attempts.
+        connect: the connect string of the cluster.
+        retention_ms: how long the registry keeps a key.
+        timeout_ms: the limit for the appends of one request.
+    """
 
     def __init__(
         self, callers: Callers, connect: str, *, retention_ms: int, timeout_ms: int
@@ -73,34 +82,35 @@ class IdempotentAppends:
         self._connect = connect
         self._retention_ms = retention_ms
         self._timeout_s = timeout_ms / 1000
-        self._attempts = asyncio.Semaphore(ATTEMPTS_MAX)
-        self._registry_changes = asyncio.Semaphore(REGISTRY_CHANGES_MAX)
+        self._attempt_slots = asyncio.Semaphore(CONCURRENT_APPENDS_MAX)
+        self._registry_slots = asyncio.Semaphore(CONCURRENT_REGISTRY_CHANGES_MAX)
 
     async def append(self, caller: Caller, key: str, rows: Sequence[NewTransaction]) -> AppendReply:
-        """Append the transactions once; return the answer, which is the same each time.
+        """Append the transactions once; return the same answer each time.
 
         Raises:
             IdempotencyKeyReused: the key was used for another request.
-            WaltzError: the outcome is not known yet; the same request determines it.
+            WaltzError: the outcome is not known yet. If the request is sent again, it returns the
+                outcome.
         """
-        write, count = _PREFIX + key, caller.client.partition_count
-        rows = with_partition(rows, partition_of_hash(crc32(key.encode()), count))
-        request = _hash_of(rows)
-        async with self._attempts:
+        write, count = _WRITE_PREFIX + key, caller.client.partition_count
+        rows = with_default_partition(rows, partition_of_hash(crc32(key.encode()), count))
+        request_hash = _request_hash(rows)
+        async with self._attempt_slots:
             try:
-                state = await self._begin(caller, write, rows)
+                state = await self._begin_write(caller, write, rows)
                 if not state.is_done:
-                    state = await self._attempt(caller, write, rows, request)
+                    state = await self._run_attempt(caller, write, rows, request_hash)
             except errors.ConnectionSuperseded as error:  # rule 1
-                raise errors.OutcomeUnknown(_TAKEN_OVER) from error
-        return _answer_in(state, rows, request)
+                raise errors.OutcomeUnknown(_TAKEN_OVER_TEXT) from error
+        return _reply_of_write(state, rows, request_hash)
 
-    async def _begin(
+    async def _begin_write(
         self, caller: Caller, write: str, rows: Sequence[NewTransaction]
     ) -> WriteState:
         partitions = sorted({row.partition for row in rows})
         marks = await caller.client.high_water_marks(partitions)
-        async with self._registry_changes:
+        async with self._registry_slots:
             try:
                 return await caller.writes.begin(write, marks, self._retention_ms)
             except errors.CoordinatorUnavailable as error:
@@ -108,31 +118,31 @@ class IdempotentAppends:
                     f"an append with an idempotency key needs ZooKeeper: {error}"
                 ) from error
 
-    async def _attempt(
-        self, caller: Caller, write: str, rows: Sequence[NewTransaction], request: str
+    async def _run_attempt(
+        self, caller: Caller, write: str, rows: Sequence[NewTransaction], request_hash: str
     ) -> WriteState:
-        claim = TaskClaim(self._connect, write, _TASK, run=request)
-        async with self._callers.own_client(caller) as client:
+        claim = TaskClaim(self._connect, write, _TASK_ID, run=request_hash)
+        async with self._callers.dedicated_client(caller) as client:
             client.claim = claim
             await client.open()
             if claim.is_done:
-                return await self._finished(caller, write)
-            if claim.state.runs[0] != request:  # rule 6
+                return await self._read_finished_write(caller, write)
+            if claim.state.runs[0] != request_hash:  # rule 6
                 raise _key_reused_error()
             try:
-                outcomes = await self._append_parts(client, claim, rows)
+                outcomes = await self._append_by_partition(client, claim, rows)
                 summary, by = (
-                    _summary_of(outcomes, request),
-                    TaskAttempt(_TASK, claim.state.attempt),
+                    _registry_summary(outcomes, request_hash),
+                    TaskAttempt(_TASK_ID, claim.state.attempt),
                 )
-                async with self._registry_changes:  # rule 7
+                async with self._registry_slots:  # rule 7
                     return await caller.writes.finish(write, summary, self._retention_ms, by=by)
             except errors.ConnectionSuperseded:
                 raise
-            except _INTERRUPTIONS as error:
+            except _INTERRUPTING_ERRORS as error:
                 raise errors.OutcomeUnknown(f"the append was interrupted: {error}") from error
 
-    async def _append_parts(
+    async def _append_by_partition(
         self, client: AsyncWaltzClient, claim: TaskClaim, rows: Sequence[NewTransaction]
     ) -> dict[int, TransactionId | _Rejection]:
         """Append the transactions of each partition; return the outcomes by position."""
@@ -141,22 +151,22 @@ class IdempotentAppends:
             async with asyncio.timeout(self._timeout_s):
                 for partition in sorted({row.partition for row in rows}):
                     own = [at for at, row in enumerate(rows) if row.partition == partition]
-                    task = _PartitionTask(client, claim, partition, [rows[at] for at in own])
+                    task = _PartitionAppend(client, claim, partition, [rows[at] for at in own])
                     found = await task.append()
                     outcomes |= {own[at]: each for at, each in found.items()}
         except TimeoutError:
-            raise errors.OutcomeUnknown(f"it has taken longer than {self._timeout_s:g} s") from None
+            raise errors.OutcomeUnknown(f"no outcome within {self._timeout_s:g} s") from None
         return outcomes
 
-    async def _finished(self, caller: Caller, write: str) -> WriteState:
+    async def _read_finished_write(self, caller: Caller, write: str) -> WriteState:
         state = await caller.writes.read(write)
         if state is None:
-            raise errors.Unavailable("the idempotency key expires at this moment")
+            raise errors.Unavailable(_EXPIRED_TEXT)
         return state
 
 
-class _PartitionTask:
-    """The transactions of one request in one partition."""
+class _PartitionAppend:
+    """Appends the transactions of one request in one partition (rules 2 to 4)."""
 
     def __init__(
         self,
@@ -170,19 +180,19 @@ class _PartitionTask:
         self._partition = partition
         self._rows = rows
         self._outcomes: dict[int, TransactionId | _Rejection] = {}
-        self._base = 0  # k * n of rule 2
+        self._sequence_base = 0  # k * n of rule 2
 
     async def append(self) -> Mapping[int, TransactionId | _Rejection]:
         """Append the missing transactions; return the outcomes of all by position."""
         if self._claim.state.attempt > 1:
-            await self._find_earlier()
+            await self._find_committed()
         while not await self._send_missing():
-            self._base += len(self._rows)
+            self._sequence_base += len(self._rows)
             await asyncio.sleep(RESEND_DELAY_S)
         return self._outcomes
 
-    async def _find_earlier(self) -> None:
-        """Rule 3."""
+    async def _find_committed(self) -> None:
+        """Find the transactions that earlier attempts have committed (rule 3)."""
         last = (await self._client.mount([self._partition]))[self._partition]
         first = self._claim.marks[self._partition] + 1
         if last < first:
@@ -197,13 +207,13 @@ class _PartitionTask:
                 sequence = int(each["req_id"]["sequence"])
                 self._outcomes[(sequence - 1) % count] = TransactionId(int(each["transaction_id"]))
                 highest = max(highest, sequence)
-        self._base = -(-highest // count) * count
+        self._sequence_base = -(-highest // count) * count
 
     async def _send_missing(self) -> bool:
         """Send the transactions without an outcome, in order; return whether all have one now."""
-        for first, last in self._runs():
+        for first, last in self._runs_to_send():
             rows = self._rows[first : last + 1]
-            sequences = {self._partition: self._base + first + 1}
+            sequences = {self._partition: self._sequence_base + first + 1}
             await self._client.begin_sequences(sequences)
             future = await self._client.append_batch(
                 self._partition,
@@ -211,11 +221,11 @@ class _PartitionTask:
                 len(rows),
                 client_high_water_mark=BEFORE_FIRST,  # each row has its own
             )
-            if not self._take(first, await future):
+            if not self._record_outcomes(first, await future):
                 return False
         return True
 
-    def _runs(self) -> Iterator[tuple[int, int]]:
+    def _runs_to_send(self) -> Iterator[tuple[int, int]]:
         """Yield the first and the last position of rows to send together."""
         first, size = -1, 0
         for at, row in enumerate(self._rows):
@@ -228,8 +238,8 @@ class _PartitionTask:
         if first >= 0:
             yield first, len(self._rows) - 1
 
-    def _take(self, first: int, outcome: BatchOutcome) -> bool:
-        """Keep the final outcomes; return whether all are final (rule 4)."""
+    def _record_outcomes(self, first: int, outcome: BatchOutcome) -> bool:
+        """Store the final outcomes of sent rows; return whether all are final (rule 4)."""
         ids, reasons = outcome.transaction_ids.tolist(), outcome.reasons.tolist()
         conflicting, mark = outcome.conflicting.tolist(), int(outcome.high_water_mark)
         is_final = True
@@ -239,7 +249,7 @@ class _PartitionTask:
             elif reason == RowOutcomeCode.LOCK:
                 self._outcomes[first + offset] = _Rejection(conflicting[offset], mark)
             elif reason == RowOutcomeCode.AHEAD:
-                self._outcomes[first + offset] = _Rejection(_AHEAD, mark)
+                self._outcomes[first + offset] = _Rejection(_MARK_ABOVE_LOG, mark)
             elif reason == RowOutcomeCode.TOO_LARGE:
                 raise errors.TooLarge(
                     f"partition {self._partition}: the server rejects a transaction: "
@@ -261,8 +271,8 @@ def _payload_of(rows: Sequence[NewTransaction]) -> bytes:
     )
 
 
-def _hash_of(rows: Sequence[NewTransaction]) -> str:
-    """Return the hash of a request."""
+def _request_hash(rows: Sequence[NewTransaction]) -> str:
+    """Return a hash of the transactions of a request (rule 6)."""
     made = hashlib.sha256()
     for row in rows:
         made.update(repr((len(row.data), *row[1:])).encode())
@@ -270,22 +280,26 @@ def _hash_of(rows: Sequence[NewTransaction]) -> str:
     return made.hexdigest()
 
 
-def _summary_of(outcomes: Mapping[int, TransactionId | _Rejection], request: str) -> dict[str, Any]:
-    """Return what the registry keeps: about 40 bytes for a transaction."""
+def _registry_summary(
+    outcomes: Mapping[int, TransactionId | _Rejection], request_hash: str
+) -> dict[str, Any]:
+    """Return the summary that the registry stores: about 40 bytes for each transaction."""
     ordered = [outcomes[at] for at in range(len(outcomes))]
     return {
-        "request": request,
+        "request": request_hash,
         "ids": [BEFORE_FIRST if isinstance(each, _Rejection) else each for each in ordered],
         "rejections": [list(each) for each in ordered if isinstance(each, _Rejection)],
     }
 
 
-def _answer_in(state: WriteState, rows: Sequence[NewTransaction], request: str) -> AppendReply:
-    """Return the answer of a finished write."""
+def _reply_of_write(
+    state: WriteState, rows: Sequence[NewTransaction], request_hash: str
+) -> AppendReply:
+    """Return the answer to a request from the summary of its finished write."""
     summary = state.summary
     if not summary:
-        raise errors.Unavailable("the idempotency key expires at this moment")
-    if summary["request"] != request:
+        raise errors.Unavailable(_EXPIRED_TEXT)
+    if summary["request"] != request_hash:
         raise _key_reused_error()
     rejections = iter(summary["rejections"])
     outcomes: list[tuple[int, TransactionId | errors.WaltzError]] = []
@@ -293,13 +307,13 @@ def _answer_in(state: WriteState, rows: Sequence[NewTransaction], request: str) 
         if transaction_id != BEFORE_FIRST:
             outcomes.append((row.partition, TransactionId(transaction_id)))
             continue
-        outcomes.append((row.partition, _error_of(row, _Rejection(*next(rejections)))))
-    return answer_of(outcomes)
+        outcomes.append((row.partition, _rejection_error(row, _Rejection(*next(rejections)))))
+    return reply_of_outcomes(outcomes)
 
 
-def _error_of(row: NewTransaction, rejection: _Rejection) -> errors.WaltzError:
+def _rejection_error(row: NewTransaction, rejection: _Rejection) -> errors.WaltzError:
     winner, mark = rejection
-    if winner == _AHEAD:
+    if winner == _MARK_ABOVE_LOG:
         return errors.ClientAheadOfLog(
             f"partition {row.partition}: the mark {row.mark} is above the log's, {mark}. Hint: "
             "the state may be that of another cluster."

@@ -15,7 +15,7 @@ from typing import Any, Final
 from waltz_core import errors
 
 # The first class that matches decides.
-STATUS_OF: Final[tuple[tuple[type[errors.WaltzError], int], ...]] = (
+HTTP_STATUSES: Final[tuple[tuple[type[errors.WaltzError], int], ...]] = (
     (errors.AuthenticationFailed, 401),
     (errors.PermissionDenied, 403),
     (errors.UnknownPartition, 404),
@@ -34,22 +34,22 @@ STATUS_OF: Final[tuple[tuple[type[errors.WaltzError], int], ...]] = (
 RETRY_AFTER_S: Final = 1
 
 
-def status_of(error: errors.WaltzError) -> int:
-    """Return the HTTP status of an error."""
-    return next((status for kind, status in STATUS_OF if isinstance(error, kind)), 500)
+def http_status_of(error: errors.WaltzError) -> int:
+    """Return the HTTP status for an error; 500 for an unexpected error."""
+    return next((status for kind, status in HTTP_STATUSES if isinstance(error, kind)), 500)
 
 
-def headers_of(error: errors.WaltzError) -> dict[str, str]:
-    """Return the headers of an error's response."""
-    status = status_of(error)
+def error_headers(error: errors.WaltzError) -> dict[str, str]:
+    """Return the additional headers of a response with this error (rule 3)."""
+    status = http_status_of(error)
     if status in (429, 503):
         pause_ms = error.retry_after_ms if isinstance(error, errors.Overloaded) else 0
         return {"Retry-After": str(max(RETRY_AFTER_S, math.ceil(pause_ms / 1000)))}
     return {"WWW-Authenticate": "Bearer"} if status == 401 else {}
 
 
-def fields_of(error: errors.WaltzError) -> dict[str, Any]:
-    """Return the JSON of an error."""
+def error_fields(error: errors.WaltzError) -> dict[str, Any]:
+    """Return the JSON fields of an error."""
     kind = type(error).__name__
     if isinstance(error, errors.RequestRejected) and error.expected:
         named = {"expected": error.expected, "found": error.found, "hint": error.hint}

@@ -1,10 +1,10 @@
-"""The OpenAPI document of the gateway: its operations, for programs that generate clients."""
+"""Creates the OpenAPI document of the gateway, from which programs generate clients."""
 
 from typing import Any, Final, NamedTuple
 
 from waltz_core import __version__
-from waltz_core.gateway.http_feeds import EVENT_STREAM, JSON_LINES
-from waltz_core.gateway.json_errors import STATUS_OF
+from waltz_core.gateway.http_feeds import EVENT_STREAM_TYPE, JSON_LINES_TYPE
+from waltz_core.gateway.json_errors import HTTP_STATUSES
 from waltz_core.gateway.request_headers import KEY_CHARACTERS_MAX
 from waltz_core.gateway.request_parsing import TRANSACTIONS_MAX
 
@@ -12,7 +12,7 @@ DOCUMENT_PATH: Final = "/v1/openapi.json"
 
 
 class HttpOperation(NamedTuple):
-    """One operation: its name in metrics, its method and path, and what it does."""
+    """One HTTP operation: its name in metrics, its method and path, and a one-line summary."""
 
     name: str
     method: str
@@ -37,8 +37,8 @@ OPERATIONS: Final = (
     ),
 )
 
-_ID: Final = {"type": "integer", "format": "int64", "minimum": -1}
-_ID_OF_RANGE: Final = _ID | {"minimum": 0}
+_ID_OR_MARK: Final = {"type": "integer", "format": "int64", "minimum": -1}
+_RANGE_ID: Final = _ID_OR_MARK | {"minimum": 0}
 _INT32: Final = {"type": "integer", "format": "int32"}
 _PARTITION: Final = {"type": "integer", "format": "int32", "minimum": 0}
 _TEXT: Final = {"type": "string"}
@@ -64,7 +64,7 @@ _SCHEMAS: Final[dict[str, Any]] = {
             "write_locks": _LOCKS,
             "read_locks": _LOCKS,
             "append_locks": _LOCKS,
-            "mark": _ID
+            "mark": _ID_OR_MARK
             | {
                 "description": "The mark of the state from which the transaction was computed. "
                 "Required with write locks and read locks."
@@ -91,12 +91,12 @@ _SCHEMAS: Final[dict[str, Any]] = {
         "type": "object",
         "properties": {
             "partition": _PARTITION,
-            "transaction_id": _ID,
+            "transaction_id": _ID_OR_MARK,
             "type": _TEXT,
             "error": _TEXT,
             "hint": _TEXT,
-            "winner": _ID,
-            "high_water_mark": _ID,
+            "winner": _ID_OR_MARK,
+            "high_water_mark": _ID_OR_MARK,
         },
         "required": ["partition"],
     },
@@ -115,10 +115,10 @@ _SCHEMAS: Final[dict[str, Any]] = {
             "expected": {"description": "The expected value."},
             "found": {"description": "The found value."},
             "hint": _TEXT | {"description": "What to do."},
-            "winner": _ID | {"description": "The transaction that has written the lock."},
-            "high_water_mark": _ID
+            "winner": _ID_OR_MARK | {"description": "The transaction that has written the lock."},
+            "high_water_mark": _ID_OR_MARK
             | {"description": "A mark of the log from which to compute the transaction again."},
-            "first_available": _ID,
+            "first_available": _ID_OR_MARK,
             "outcomes": {"type": "array", "items": {"$ref": "#/components/schemas/Outcome"}},
         },
         "required": ["type", "error"],
@@ -127,13 +127,13 @@ _SCHEMAS: Final[dict[str, Any]] = {
         "type": "object",
         "properties": {
             "partition_count": _PARTITION,
-            "marks": {"type": "object", "additionalProperties": _ID},
+            "marks": {"type": "object", "additionalProperties": _ID_OR_MARK},
         },
         "required": ["partition_count", "marks"],
     },
     "Transaction": {
         "type": "object",
-        "properties": {"transaction_id": _ID, "header": _INT32, "data": _BASE64},
+        "properties": {"transaction_id": _ID_OR_MARK, "header": _INT32, "data": _BASE64},
         "required": ["transaction_id", "header", "data"],
     },
     "Range": {
@@ -143,19 +143,21 @@ _SCHEMAS: Final[dict[str, Any]] = {
                 "type": "array",
                 "items": {"$ref": "#/components/schemas/Transaction"},
             },
-            "next": _ID | {"description": "The first ID after this range."},
-            "high_water_mark": _ID,
+            "next": _ID_OR_MARK | {"description": "The first ID after this range."},
+            "high_water_mark": _ID_OR_MARK,
         },
         "required": ["transactions", "next", "high_water_mark"],
     },
 }
 
 
-def document() -> dict[str, Any]:
-    """Return the document."""
+def openapi_document() -> dict[str, Any]:
+    """Return the OpenAPI document with all operations."""
     paths: dict[str, Any] = {}
     for each in OPERATIONS:
-        paths[each.path] = {each.method.lower(): _DETAILS[each.name] | _common(each)}
+        paths[each.path] = {
+            each.method.lower(): _OPERATION_DETAILS[each.name] | _common_details(each)
+        }
     return {
         "openapi": "3.1.0",
         "info": {
@@ -172,8 +174,8 @@ def document() -> dict[str, Any]:
     }
 
 
-def _common(operation: HttpOperation) -> dict[str, Any]:
-    details = _DETAILS[operation.name]
+def _common_details(operation: HttpOperation) -> dict[str, Any]:
+    details = _OPERATION_DETAILS[operation.name]
     shown = {str(status): _error_response(status) for status in _ERROR_STATUSES[operation.name]}
     responses = {**shown, **details["responses"], "default": _response("An error.", "Error")}
     return {
@@ -189,7 +191,7 @@ def _response(text: str, schema: str) -> dict[str, Any]:
 
 
 def _error_response(status: int) -> dict[str, Any]:
-    types = sorted({kind.__name__ for kind, each in STATUS_OF if each == status})
+    types = sorted({kind.__name__ for kind, each in HTTP_STATUSES if each == status})
     made = _response(f"An error, such as {', '.join(types)}.", "Error")
     if status in (429, 503):
         text = "The seconds after which to repeat the request."
@@ -209,10 +211,10 @@ def _parameter(
     }
 
 
-_PARTITION_OF_PATH: Final = _parameter(
+_PARTITION_IN_PATH: Final = _parameter(
     "partition", "path", "The partition.", _PARTITION, is_required=True
 )
-_FILTER: Final = _parameter(
+_HEADER_FILTER: Final = _parameter(
     "header", "query", "Only transactions with one of these headers, such as `7,8`.", _TEXT
 )
 _COMMON_STATUSES: Final = (400, 401, 403, 429, 503)
@@ -222,7 +224,7 @@ _ERROR_STATUSES: Final = {
     "range": (*_COMMON_STATUSES, 404, 410),
     "feed": (*_COMMON_STATUSES, 404, 409, 410),
 }
-_DETAILS: Final[dict[str, dict[str, Any]]] = {
+_OPERATION_DETAILS: Final[dict[str, dict[str, Any]]] = {
     "append": {
         "parameters": [
             _parameter(
@@ -259,24 +261,29 @@ _DETAILS: Final[dict[str, dict[str, Any]]] = {
     },
     "range": {
         "parameters": [
-            _PARTITION_OF_PATH,
-            _parameter("first", "query", "The first ID.", _ID_OF_RANGE, is_required=True),
-            _parameter("last", "query", "The last ID, inclusive; default: the end.", _ID_OF_RANGE),
-            _FILTER,
+            _PARTITION_IN_PATH,
+            _parameter("first", "query", "The first ID.", _RANGE_ID, is_required=True),
+            _parameter("last", "query", "The last ID, inclusive; default: the end.", _RANGE_ID),
+            _HEADER_FILTER,
         ],
         "responses": {"200": _response("The transactions.", "Range")},
     },
     "feed": {
         "parameters": [
-            _PARTITION_OF_PATH,
-            _parameter("from", "query", "The last transaction that you have applied.", _ID),
-            _parameter("Last-Event-ID", "header", "Replaces `from` after a reconnect.", _ID),
-            _FILTER,
+            _PARTITION_IN_PATH,
+            _parameter("from", "query", "The last transaction that you have applied.", _ID_OR_MARK),
+            _parameter(
+                "Last-Event-ID", "header", "Replaces `from` after a reconnect.", _ID_OR_MARK
+            ),
+            _HEADER_FILTER,
         ],
         "responses": {
             "200": {
                 "description": "Events until the connection ends.",
-                "content": {EVENT_STREAM: {"schema": _TEXT}, JSON_LINES: {"schema": _TEXT}},
+                "content": {
+                    EVENT_STREAM_TYPE: {"schema": _TEXT},
+                    JSON_LINES_TYPE: {"schema": _TEXT},
+                },
             }
         },
     },

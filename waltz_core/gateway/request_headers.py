@@ -1,4 +1,4 @@
-"""The checks of request headers; they also protect a gateway on loopback from web pages.
+"""Checks request headers, and so protects a gateway on loopback from web pages.
 
 Rules:
     1. A body has `Content-Type: application/json`. A web page may send this header to another
@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from waltz_core.config.host_names import is_ip_address
 from waltz_core.errors import RequestRejected, UnsupportedMediaType
 
-JSON: Final = "application/json"
+JSON_TYPE: Final = "application/json"
 KEY_CHARACTERS_MAX: Final = 128
 _KEY_CHARACTERS: Final = frozenset(
     "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_.~"
@@ -22,18 +22,18 @@ _KEY_CHARACTERS: Final = frozenset(
 
 
 class RequestHeaders(Protocol):
-    """The headers of a request, which may be given more than once."""
+    """The headers of a request; a header can occur more than once."""
 
     def getlist(self, key: str) -> list[str]:
         """Return all values of a header."""
 
 
-def check_content(headers: RequestHeaders) -> None:
-    """Check type and encoding of a body; raises UnsupportedMediaType (rules 1 and 3)."""
+def check_content_headers(headers: RequestHeaders) -> None:
+    """Check the type and the encoding of a body; raises UnsupportedMediaType (rules 1 and 3)."""
     kinds = headers.getlist("content-type")
-    if [each.partition(";")[0].strip().lower() for each in kinds] != [JSON]:
+    if [each.partition(";")[0].strip().lower() for each in kinds] != [JSON_TYPE]:
         raise UnsupportedMediaType(
-            "header Content-Type", expected=JSON, found=", ".join(kinds) or None
+            "header Content-Type", expected=JSON_TYPE, found=", ".join(kinds) or None
         )
     encodings = ", ".join(headers.getlist("content-encoding"))
     if encodings.lower() not in ("", "identity"):
@@ -55,21 +55,21 @@ def check_local_host(headers: Mapping[str, str]) -> None:
         )
 
 
-def length_of(headers: Mapping[str, str]) -> int:
-    """Return the length of a body; 0 if the request does not state it."""
+def content_length(headers: Mapping[str, str]) -> int:
+    """Return the stated length of the body; 0 if the request does not state it."""
     return int(headers.get("content-length", "0"))
 
 
-def key_in(headers: RequestHeaders) -> str | None:
-    """Return the idempotency key; raises RequestRejected (rule 3)."""
+def idempotency_key_in(headers: RequestHeaders) -> str | None:
+    """Return the idempotency key of a request, if any; raises RequestRejected (rule 3)."""
     keys = headers.getlist("idempotency-key")
     if len(keys) > 1:
         raise RequestRejected("header Idempotency-Key", expected="one key", found=keys)
-    return check_key(keys[0] if keys else None)
+    return check_idempotency_key(keys[0] if keys else None)
 
 
-def check_key(key: str | None) -> str | None:
-    """Return an idempotency key; raises RequestRejected."""
+def check_idempotency_key(key: str | None) -> str | None:
+    """Return an idempotency key unchanged; raises RequestRejected if its form is not valid."""
     if key is None or (0 < len(key) <= KEY_CHARACTERS_MAX and _KEY_CHARACTERS.issuperset(key)):
         return key
     raise RequestRejected(

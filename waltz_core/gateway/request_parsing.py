@@ -1,4 +1,4 @@
-"""The checks of requests: bodies of appends and query parameters.
+"""Parses and checks requests: the bodies of appends, and query parameters.
 
 Rules:
     1. An unknown field or parameter is an error: it may be a misspelled one. A field that is given
@@ -8,7 +8,7 @@ Rules:
     3. A transaction is in the partition that it names, else in that of its first lock. If it has
        neither, the partition of the request applies, which is the same in each retry with the same
        idempotency key.
-    4. The bodies in memory have at most `memory_bytes_max`.
+    4. All bodies in memory together have at most `memory_bytes_max` bytes.
     5. A request has at most `LOCKS_MAX` locks: the event loop hashes them in one step.
 """
 
@@ -29,7 +29,7 @@ from waltz_core.records.record import BEFORE_FIRST, LOCKS_MAX, TRANSACTION_BYTES
 
 TRANSACTIONS_MAX: Final = 256
 HEADERS_MAX: Final = 64
-_FIELDS: Final = (
+_TRANSACTION_FIELDS: Final = (
     "data",
     "header",
     "partition",
@@ -42,7 +42,7 @@ _INT64_MAX: Final = (1 << 63) - 1
 
 
 class NewTransaction(NamedTuple):
-    """One transaction of a request; `partition` is -1 if the request decides."""
+    """One transaction of an append request; `partition` is -1 if it names none (rule 3)."""
 
     data: bytes
     header: int
@@ -53,8 +53,8 @@ class NewTransaction(NamedTuple):
     mark: int | None
 
 
-class BodyMemory:
-    """The memory of the bodies of all requests (rule 4)."""
+class BodyReader:
+    """Reads request bodies, and limits the memory of all of them together (rule 4)."""
 
     def __init__(self, *, body_bytes_max: int, memory_bytes_max: int) -> None:
         self._body_bytes_max = body_bytes_max
@@ -63,11 +63,13 @@ class BodyMemory:
 
     @contextlib.asynccontextmanager
     async def body(self, parts: AsyncIterator[bytes], length: int = 0) -> AsyncIterator[bytes]:
-        """Yield a whole body; its bytes count until the block ends. `length` is the stated length.
+        """Yield a complete body; its bytes count towards the limit until the block ends.
+
+        `length` is the length that the request states, 0 if it states none.
 
         Raises:
             TooLarge: the body is too large.
-            Unavailable: there are too many bytes in other requests.
+            Unavailable: the bodies of all requests exceed the limit.
         """
         body = bytearray()
         self._check_length(length)
@@ -78,7 +80,7 @@ class BodyMemory:
                 self._check_length(len(body))
                 if self._bytes > self._memory_bytes_max:
                     raise errors.Unavailable(
-                        "the bodies of requests in progress have more than "
+                        "the bodies of all requests in progress have more than "
                         f"{self._memory_bytes_max} bytes (memory_bytes_max). Hint: send the "
                         "request again later."
                     )
@@ -98,7 +100,7 @@ def parse_transactions(body: bytes, partition_count: int) -> list[NewTransaction
     """Return the transactions of a request; raises RequestRejected or another UsageError."""
     try:
         values = strict_json.from_json(body)
-        json.loads(body, object_pairs_hook=_check_unique)  # rule 1
+        json.loads(body, object_pairs_hook=_check_unique_fields)  # rule 1
     except ValueError as error:
         raise RequestRejected(
             "the body is not valid JSON", expected="a JSON object", found=str(error)
@@ -130,7 +132,7 @@ def parse_transactions(body: bytes, partition_count: int) -> list[NewTransaction
     return parsed
 
 
-def _check_unique(fields: list[tuple[str, Any]]) -> None:
+def _check_unique_fields(fields: list[tuple[str, Any]]) -> None:
     names = [name for name, _ in fields]
     if len(set(names)) != len(names):
         raise RequestRejected(
@@ -140,20 +142,23 @@ def _check_unique(fields: list[tuple[str, Any]]) -> None:
         )
 
 
-def with_partition(rows: Sequence[NewTransaction], partition: int) -> list[NewTransaction]:
-    """Return the transactions; those without a partition get this one (rule 3)."""
+def with_default_partition(rows: Sequence[NewTransaction], partition: int) -> list[NewTransaction]:
+    """Return the transactions; those without a partition get the given one (rule 3)."""
     return [row._replace(partition=partition) if row.partition < 0 else row for row in rows]
 
 
 def _parse_transaction(row: object, where: str, partition_count: int) -> NewTransaction:
     if not isinstance(row, dict):
         raise RequestRejected(where, expected="an object", found=row)
-    unknown = next((name for name in row if name not in _FIELDS), None)
+    unknown = next((name for name in row if name not in _TRANSACTION_FIELDS), None)
     if unknown is not None:
         raise RequestRejected(
-            f"{where} has an unknown field", expected=", ".join(_FIELDS), found=unknown
+            f"{where} has an unknown field", expected=", ".join(_TRANSACTION_FIELDS), found=unknown
         )
-    locks = {name: _parse_locks(row.get(name, []), f"{where}.{name}") for name in _FIELDS[3:6]}
+    locks = {
+        name: _parse_locks(row.get(name, []), f"{where}.{name}")
+        for name in _TRANSACTION_FIELDS[3:6]
+    }
     write, read, added = locks.values()
     partition = row.get("partition")
     if partition is not None:
@@ -162,7 +167,7 @@ def _parse_transaction(row: object, where: str, partition_count: int) -> NewTran
         partition = partition_of(first[0], partition_count)
     mark = row.get("mark")
     if mark is not None:
-        mark = check_number(mark, f"{where}.mark", minimum=BEFORE_FIRST)
+        mark = check_integer(mark, f"{where}.mark", minimum=BEFORE_FIRST)
     elif write or read:
         raise RequestRejected(
             f"{where}.mark is missing",
@@ -170,7 +175,7 @@ def _parse_transaction(row: object, where: str, partition_count: int) -> NewTran
             found=None,
             hint="Write locks and read locks require it; docs/gateway.md describes marks.",
         )
-    header = check_number(
+    header = check_integer(
         row.get("header", 0), f"{where}.header", minimum=-(1 << 31), maximum=(1 << 31) - 1
     )
     return NewTransaction(
@@ -219,12 +224,14 @@ def _parse_lock(value: object, where: str) -> int:
         ):
             return lock(name, key)
     raise RequestRejected(
-        where, expected="[name, key], with a text and a text or a 64-bit integer", found=value
+        where,
+        expected="[name, key]: a text as name, and a text or a 64-bit integer as key",
+        found=value,
     )
 
 
-def check_number(value: object, where: str, *, minimum: int = 0, maximum: int = _INT64_MAX) -> int:
-    """Return an integer; raises RequestRejected."""
+def check_integer(value: object, where: str, *, minimum: int = 0, maximum: int = _INT64_MAX) -> int:
+    """Return the value if it is an integer within the bounds; otherwise raise RequestRejected."""
     if isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum:
         return value
     raise RequestRejected(where, expected=f"an integer of {minimum} to {maximum}", found=value)
@@ -236,7 +243,7 @@ def check_partition(value: object, where: str, partition_count: int) -> int:
         raise errors.UnknownPartition(
             f"{where}: there is no partition {value}: expected 0 to {partition_count - 1}"
         )
-    return check_number(value, where, maximum=partition_count - 1)
+    return check_integer(value, where, maximum=partition_count - 1)
 
 
 class UrlParameters:
@@ -256,15 +263,15 @@ class UrlParameters:
                 "a query parameter is given twice", expected="each once", found=str(given)
             )
 
-    def number(self, name: str, *, minimum: int = 0) -> int | None:
-        """Return a number; None if it is not given."""
+    def integer(self, name: str, *, minimum: int = 0) -> int | None:
+        """Return an integer parameter; None if it is not given."""
         text = self._values.get(name)
         if text is None:
             return None
-        return check_number(parse_integer(text), f"query parameter {name}", minimum=minimum)
+        return check_integer(parse_integer(text), f"query parameter {name}", minimum=minimum)
 
     def flag(self, name: str) -> bool:
-        """Return a flag; false if it is not given."""
+        """Return a boolean parameter; false if it is not given."""
         text = self._values.get(name, "false")
         if text not in ("true", "false"):
             raise RequestRejected(f"query parameter {name}", expected="true or false", found=text)
@@ -286,12 +293,12 @@ class UrlParameters:
         if len(parts) > HEADERS_MAX:
             raise RequestRejected(where, expected=f"at most {HEADERS_MAX} headers", found=text)
         return tuple(
-            check_number(parse_integer(each), where, minimum=-limit, maximum=limit - 1)
+            check_integer(parse_integer(each), where, minimum=-limit, maximum=limit - 1)
             for each in parts
         )
 
 
 def parse_integer(text: str) -> int | str:
-    """Return the integer that a text is, or the text itself."""
+    """Parse a decimal integer; return the text itself if it is not one."""
     is_number = text.isascii() and text.removeprefix("-").isdigit() and len(text) <= 20
     return int(text) if is_number else text

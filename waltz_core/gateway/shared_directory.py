@@ -1,7 +1,8 @@
-"""The owners of partitions for all clients of one process, through one session with ZooKeeper.
+"""Gives all clients of a process the owners of partitions, through one session with ZooKeeper.
 
-A gateway has a client for each caller, for each feed, and for a moment for each idempotency key.
-With a session for each of them it would load ZooKeeper, and each would take the time of a connect.
+A gateway has a client for each caller and for each feed, and a short-lived client for each request
+with an idempotency key. A session for each client would load ZooKeeper, and delay each client until
+its session is open.
 """
 
 import asyncio
@@ -16,11 +17,11 @@ from waltz_core.records.record import PartitionId
 
 _log = logging.getLogger(__name__)
 
-RETRY_S: Final = 2.0
+RETRY_INTERVAL_S: Final = 2.0
 
 
 class SharedDirectory:
-    """The one directory; `view` returns what a client gets."""
+    """Reads the owners of partitions once for all clients; each client uses a `DirectoryView`."""
 
     def __init__(self, connect: str, config: ClientConfig) -> None:
         self._directory = ZooKeeperDirectory.from_config(connect, config)
@@ -28,23 +29,23 @@ class SharedDirectory:
 
     async def open(self) -> None:
         """Connect and read the cluster; raises like `ZooKeeperDirectory.open`."""
-        await self._directory.open(self._changed)
+        await self._directory.open(self._on_owners_changed)
 
-    async def follow(self) -> None:
-        """Follow the assignment until cancelled."""
+    async def watch_assignment(self) -> None:
+        """Watch the assignment of partitions in ZooKeeper until cancelled."""
         while True:
             try:
                 await self._directory.run()
             except errors.WaltzError as error:
                 _log.warning("client.assignment_watch_failed error=%s", error)
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(RETRY_INTERVAL_S)
 
     async def close(self) -> None:
-        """End the session."""
+        """End the session with ZooKeeper."""
         await self._directory.close()
 
     def view(self) -> "DirectoryView":
-        """Return the directory of one client."""
+        """Return a directory for one client."""
         return DirectoryView(self)
 
     @property
@@ -52,41 +53,41 @@ class SharedDirectory:
         """The directory that all views use."""
         return self._directory
 
-    def listen(self, view: "DirectoryView", changed: OwnersChanged) -> None:
-        """Call `changed` after each change, until `forget`."""
+    def add_listener(self, view: "DirectoryView", changed: OwnersChanged) -> None:
+        """Call `changed` after each change of owners, until `remove_listener`."""
         self._listeners[view] = changed
 
-    def forget(self, view: "DirectoryView") -> None:
-        """Stop calling a view's `changed`."""
+    def remove_listener(self, view: "DirectoryView") -> None:
+        """Stop reporting changes of owners to a view."""
         self._listeners.pop(view, None)
 
-    def _changed(self, owners: Mapping[PartitionId, Owner]) -> None:
+    def _on_owners_changed(self, owners: Mapping[PartitionId, Owner]) -> None:
         for changed in list(self._listeners.values()):
             changed(owners)
 
 
 class DirectoryView:
-    """A `Directory` of one client; opening and closing it costs nothing."""
+    """The directory of one client; it uses the session of the `SharedDirectory`."""
 
     def __init__(self, shared: SharedDirectory) -> None:
         self._shared = shared
 
     @property
     def cluster(self) -> ClusterInfo:
-        """The cluster."""
+        """The constants of the cluster: name, cluster key, number of partitions."""
         return self._shared.directory.cluster
 
     @property
     def owners(self) -> Mapping[PartitionId, Owner]:
-        """The known owners."""
+        """The last known owner of each partition."""
         return self._shared.directory.owners
 
     async def open(self, changed: OwnersChanged) -> None:
-        """Begin to report changes."""
-        self._shared.listen(self, changed)
+        """Call `changed` after each change of owners, until `close`."""
+        self._shared.add_listener(self, changed)
 
     async def run(self) -> None:
-        """Wait until cancelled: the shared directory follows the changes."""
+        """Wait until cancelled: the shared directory watches the assignment."""
         await asyncio.Event().wait()
 
     async def owner(self, partition_id: PartitionId, *, after_failure: bool) -> Owner:
@@ -98,7 +99,7 @@ class DirectoryView:
         return await self._shared.directory.owner_now(partition_id)
 
     def mark_suspect(self) -> None:
-        """Do nothing: the watch reports every move."""
+        """Do nothing: the shared directory's watch reports every change of owner."""
 
     async def groups(self, storages: Collection[str]) -> Mapping[str, int]:
         """Return the groups of storages."""
@@ -110,4 +111,4 @@ class DirectoryView:
 
     async def close(self) -> None:
         """Stop reporting changes."""
-        self._shared.forget(self)
+        self._shared.remove_listener(self)

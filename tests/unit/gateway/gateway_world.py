@@ -146,7 +146,7 @@ class GatewayWorld:
     async def gateway(self, **settings: Any) -> AsyncIterator[MemoryGateway]:
         made = MemoryGateway(self, settings)
         served = serve_http(
-            made.routes.app(), host="127.0.0.1", port=0, keep_alive_connections_max=32
+            made.routes.asgi_app(), host="127.0.0.1", port=0, keep_alive_connections_max=32
         )
         try:
             async with served as port:

@@ -317,7 +317,7 @@ def test_wrong_reads_are_rejected(path, status):
 
 # --- the feed
 
-LINES = {"Accept": http_feeds.JSON_LINES}
+LINES = {"Accept": http_feeds.JSON_LINES_TYPE}
 
 
 def test_a_feed_of_server_sent_events_continues_at_the_last_event_id():
@@ -420,7 +420,7 @@ def test_a_feed_waits_for_a_slow_reader(monkeypatch):
             events = reader.events((), http_feeds.as_json_line)
             assert await anext(events) == b'{"mark":-1}\n'
             lines = (await anext(events)).splitlines()
-            await poll_until(reader._batches.full)
+            await poll_until(reader._event_batches.full)
             assert own._partitions[1].mark < 10
             while len(lines) < 60:
                 lines += (await anext(events)).splitlines()

@@ -79,7 +79,7 @@ def test_each_caller_has_the_permissions_of_its_token(files):
             assert (await reader.get("/v1/partitions/2/transactions?first=0")).status == 403
             assert (await reader.get("/v1/partitions/2/feed?from=-1")).status == 403
             lines = await reader.read_feed(
-                f"/v1/partitions/{MINE}/feed?from=0", 2, Accept=http_feeds.JSON_LINES
+                f"/v1/partitions/{MINE}/feed?from=0", 2, Accept=http_feeds.JSON_LINES_TYPE
             )
             assert json.loads(lines[1])["transaction_id"] == 1
         async with gateway.client() as anonymous:
@@ -144,7 +144,7 @@ def test_a_revoked_token_ends_requests_and_feeds(files, monkeypatch):
 
             async with gateway.client(token("writer")) as reader:
                 events = await reader.read_feed_until_its_end(
-                    f"/v1/partitions/{MINE}/feed?from=-1", revoke, Accept=http_feeds.JSON_LINES
+                    f"/v1/partitions/{MINE}/feed?from=-1", revoke, Accept=http_feeds.JSON_LINES_TYPE
                 )
             assert json.loads(events[-1])["type"] == "AuthenticationFailed"
             assert (await writer.append(row(MINE))).status == 401

@@ -18,7 +18,7 @@ class _Directory:
     async def open(self):
         """Do nothing."""
 
-    async def follow(self):
+    async def watch_assignment(self):
         """Return at once."""
 
     async def close(self):

@@ -11,7 +11,7 @@ from tests.loops import poll_until
 from tests.unit.gateway.gateway_world import in_gateway_world
 from waltz_core.client.links.write_requests import WriteRequests
 from waltz_core.errors import CoordinatorUnavailable
-from waltz_core.gateway.idempotent_appends import _PartitionTask
+from waltz_core.gateway.idempotent_appends import _PartitionAppend
 from waltz_core.transport import http_port
 
 HEAD = b"POST /v1/transactions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -63,12 +63,12 @@ def test_an_incomplete_body_is_abandoned(monkeypatch, disconnects):
     async def scenario(world, gateway):
         reader, writer = await connect_to(gateway)
         writer.write(HEAD + b"Content-Length: 1000\r\n\r\n" + bytes(500))
-        await poll_until(lambda: gateway.routes._memory._bytes == 500)
+        await poll_until(lambda: gateway.routes._body_memory._bytes == 500)
         if disconnects:
             writer.transport.abort()
         else:
             assert await reader.read() == b""
-        await poll_until(lambda: not gateway.routes._memory._bytes)
+        await poll_until(lambda: not gateway.routes._body_memory._bytes)
         metric = "waltz_gateway_requests_total"
         await poll_until(lambda: gateway.metrics.value(metric, operation="append", status=400))
         assert world.transaction_count() == 0
@@ -94,7 +94,7 @@ def test_a_client_that_sends_a_huge_body_first_can_read_the_answer(is_chunked):
                 await writer.drain()
         status, fields = await read_answer(reader)
         assert (status, fields["type"]) == (413, "TooLarge")
-        assert not gateway.routes._memory._bytes
+        assert not gateway.routes._body_memory._bytes
         writer.write(request_with(append_body(row("a"))))
         status, fields = await read_answer(reader)
         assert (status, world.log(1)) == (200, [b"a"])
@@ -196,7 +196,7 @@ def test_two_gateways_get_a_key_at_the_same_time(texts):
 
 
 def test_a_repeated_request_interrupts_the_one_before_it(monkeypatch):
-    append, is_waiting, goes_on = _PartitionTask.append, asyncio.Event(), asyncio.Event()
+    append, is_waiting, goes_on = _PartitionAppend.append, asyncio.Event(), asyncio.Event()
 
     async def wait_then_append(task):
         if not is_waiting.is_set():
@@ -204,7 +204,7 @@ def test_a_repeated_request_interrupts_the_one_before_it(monkeypatch):
             await goes_on.wait()
         return await append(task)
 
-    monkeypatch.setattr(_PartitionTask, "append", wait_then_append)
+    monkeypatch.setattr(_PartitionAppend, "append", wait_then_append)
 
     async def scenario(world, gateway):
         async with gateway.client() as client, gateway.client() as other:

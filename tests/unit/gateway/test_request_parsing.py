@@ -8,14 +8,14 @@ import pytest
 from tests.loops import run_on_virtual_loop
 from waltz_core import errors
 from waltz_core.client import lock, partition_of
-from waltz_core.gateway.json_errors import fields_of, headers_of, status_of
-from waltz_core.gateway.request_headers import check_key
+from waltz_core.gateway.json_errors import error_fields, error_headers, http_status_of
+from waltz_core.gateway.request_headers import check_idempotency_key
 from waltz_core.gateway.request_parsing import (
     TRANSACTIONS_MAX,
-    BodyMemory,
+    BodyReader,
     UrlParameters,
     parse_transactions,
-    with_partition,
+    with_default_partition,
 )
 
 COUNT = 4
@@ -60,7 +60,7 @@ def test_a_named_partition_overrides_that_of_the_lock():
 
 def test_transactions_without_a_partition_get_that_of_the_request():
     rows = parsed({"data": ""}, {"data": "", "partition": 0})
-    assert [row.partition for row in with_partition(rows, 2)] == [2, 0]
+    assert [row.partition for row in with_default_partition(rows, 2)] == [2, 0]
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_transactions_without_a_partition_get_that_of_the_request():
 )
 def test_a_wrong_transaction_is_rejected_with_its_place(row, message, status):
     error = rejection(lambda: parsed(row))
-    assert status_of(error) == status
+    assert http_status_of(error) == status
     assert re.search(message, str(error))
 
 
@@ -117,7 +117,7 @@ def test_a_wrong_transaction_is_rejected_with_its_place(row, message, status):
     ],
 )
 def test_a_wrong_body_is_rejected(body):
-    assert status_of(rejection(lambda: parse_transactions(body, COUNT))) == 400
+    assert http_status_of(rejection(lambda: parse_transactions(body, COUNT))) == 400
 
 
 def test_a_request_has_a_limit_of_locks():
@@ -128,18 +128,18 @@ def test_a_request_has_a_limit_of_locks():
 
 @pytest.mark.parametrize("key", ["", "a b", "ä", "x" * 129, "a/b"])
 def test_a_wrong_key_is_rejected(key):
-    assert "Idempotency-Key" in fields_of(rejection(lambda: check_key(key)))["error"]
+    assert "Idempotency-Key" in error_fields(rejection(lambda: check_idempotency_key(key)))["error"]
 
 
 def test_a_key_is_optional():
-    assert check_key(None) is None
-    assert check_key("8e03978e-40d5-43dd-bc93-6894a57f9324") is not None
+    assert check_idempotency_key(None) is None
+    assert check_idempotency_key("8e03978e-40d5-43dd-bc93-6894a57f9324") is not None
 
 
 def test_query_parameters_are_checked():
     query = UrlParameters([("first", "7"), ("header", "-1,8"), ("linearizable", "true")], QUERY)
-    assert query.number("first") == 7
-    assert query.number("last") is None
+    assert query.integer("first") == 7
+    assert query.integer("last") is None
     assert query.headers() == (-1, 8)
     assert query.flag("linearizable")
 
@@ -152,9 +152,9 @@ QUERY = ("first", "last", "header", "linearizable")
     [
         ([("start", "7")], lambda query: query),
         ([("first", "7"), ("first", "8")], lambda query: query),
-        ([("first", "x")], lambda query: query.number("first")),
-        ([("first", "-1")], lambda query: query.number("first")),
-        ([("first", "9" * 30)], lambda query: query.number("first")),
+        ([("first", "x")], lambda query: query.integer("first")),
+        ([("first", "-1")], lambda query: query.integer("first")),
+        ([("first", "9" * 30)], lambda query: query.integer("first")),
         ([("header", "1,")], lambda query: query.headers()),
         ([("header", "1_0")], lambda query: query.headers()),
         ([("header", "--1")], lambda query: query.headers()),
@@ -163,7 +163,7 @@ QUERY = ("first", "last", "header", "linearizable")
     ],
 )
 def test_a_wrong_query_is_rejected(given, read):
-    assert status_of(rejection(lambda: read(UrlParameters(given, QUERY)))) == 400
+    assert http_status_of(rejection(lambda: read(UrlParameters(given, QUERY)))) == 400
 
 
 async def parts(*found):
@@ -173,7 +173,7 @@ async def parts(*found):
 
 @run_on_virtual_loop
 async def test_the_bodies_of_all_requests_share_the_memory():
-    memory = BodyMemory(body_bytes_max=10, memory_bytes_max=15)
+    memory = BodyReader(body_bytes_max=10, memory_bytes_max=15)
     async with memory.body(parts(b"12345", b"67890")) as first:
         assert first == b"1234567890"
         with pytest.raises(errors.Unavailable, match="more than 15 bytes"):
@@ -215,30 +215,30 @@ def lock_failed():
 )
 def test_errors_have_a_status_and_fields(error, status, more):
     text = "a lock conflict" if status == 409 and "winner" in more else "x"
-    assert status_of(error) == status
+    assert http_status_of(error) == status
     expected = {"type": type(error).__name__, "error": text, **more}
-    found = fields_of(error)
+    found = error_fields(error)
     found["error"] = found["error"].removesuffix(".")
     assert found == expected
 
 
 def test_an_unknown_outcome_has_a_hint():
-    fields = fields_of(errors.OutcomeUnknown("x"))
-    assert status_of(errors.OutcomeUnknown("x")) == 504
+    fields = error_fields(errors.OutcomeUnknown("x"))
+    assert http_status_of(errors.OutcomeUnknown("x")) == 504
     assert "same Idempotency-Key" in fields["hint"]
 
 
 def test_a_retry_has_a_time():
-    assert headers_of(errors.Overloaded("x", 1_500)) == {"Retry-After": "2"}
-    assert headers_of(errors.NoSpace("x")) == {"Retry-After": "1"}
-    assert headers_of(errors.AuthenticationFailed("x")) == {"WWW-Authenticate": "Bearer"}
-    assert headers_of(errors.LockFailed("x")) == {}
+    assert error_headers(errors.Overloaded("x", 1_500)) == {"Retry-After": "2"}
+    assert error_headers(errors.NoSpace("x")) == {"Retry-After": "1"}
+    assert error_headers(errors.AuthenticationFailed("x")) == {"WWW-Authenticate": "Bearer"}
+    assert error_headers(errors.LockFailed("x")) == {}
 
 
 def test_a_rejected_request_states_what_was_expected_and_found():
     named = {"expected": "a number", "hint": "Use 7."}
     error = errors.RequestRejected("field a", found=[1] * 500, **named)
-    fields = fields_of(error)
+    fields = error_fields(error)
     assert fields.pop("found").startswith("[1, 1, ")
     assert fields.pop("error").startswith("field a: expected a number, found [1, 1, ")
     assert fields == {"type": "RequestRejected", **named}
