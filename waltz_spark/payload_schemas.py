@@ -53,7 +53,7 @@ def payload_decoder(options: ReadOptions | WriteOptions) -> Decode | None:
     if found is None:
         return None
     if options.registry is not None and options.registry.schema is not None:
-        found.schemas().add(options.registry.schema)
+        found.schema_cache().add(options.registry.schema)
     return found.decode
 
 
@@ -84,7 +84,7 @@ def resolve_write_schema(options: WriteOptions, columns: Sequence[pa.Field]) -> 
     schema = schema_of_columns(columns) if given.is_derived_from_columns else None
     found = create_schema_format(options, schema)
     assert found is not None
-    registry = replace(given, schema=found.written_schema())
+    registry = replace(given, schema=found.schema_to_write())
     writer = _create_encoder(registry)
     assert writer is not None
     for part in columns:

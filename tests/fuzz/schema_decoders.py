@@ -77,7 +77,7 @@ class FixedAnswer(SchemaRegistry):
         super().__init__("http://registry")
         self._data = data
 
-    def answer(self, path, body, deadline_s) -> HttpAnswer:
+    def send_to_any_address(self, path, body, deadline_s) -> HttpAnswer:
         return HttpAnswer(200, self._data)
 
 
@@ -150,7 +150,7 @@ def read_answer(data: bytes) -> None:
     try:
         registry.schema(1, SchemaType.AVRO)
     finally:
-        registry.version("orders-value", None, SchemaType.AVRO)
+        registry.subject_schema("orders-value", None, SchemaType.AVRO)
 
 
 DECODERS = (

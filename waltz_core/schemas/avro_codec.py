@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.records.strict_json import from_json
-from waltz_core.schemas.avro_schemas import SchemaCheck
+from waltz_core.schemas.avro_schemas import AvroSchemaCheck
 from waltz_core.schemas.avro_values import LOGICAL_READERS, AvroConverter
 from waltz_core.schemas.registered_schemas import RegisteredSchema
 
 if TYPE_CHECKING:
-    from waltz_core.schemas.strict_values import Convert
+    from waltz_core.schemas.strict_values import Converter
 
 try:
     import fastavro
@@ -28,12 +28,20 @@ except ImportError as error:
         f"Avro needs the package fastavro: {error}. Hint: pip install 'waltz-spark[avro]'"
     ) from error
 
-# The names of these logical types begin with `RENAMED`, so other users of fastavro are unaffected.
+# The names of these logical types begin with `RENAMED_PREFIX`, so other users of fastavro are
+# unaffected.
 fastavro.read.LOGICAL_READERS.update(LOGICAL_READERS)
 
 # The errors that fastavro raises for damaged bytes.
-_DAMAGED: Final = (EOFError, ValueError, IndexError, OverflowError, TypeError, struct.error)
-_INVALID: Final = (
+_DAMAGED_BYTES_ERRORS: Final = (
+    EOFError,
+    ValueError,
+    IndexError,
+    OverflowError,
+    TypeError,
+    struct.error,
+)
+_INVALID_SCHEMA_ERRORS: Final = (
     fastavro.schema.SchemaParseException,
     fastavro.schema.UnknownType,
     AttributeError,
@@ -54,17 +62,17 @@ class AvroCodec:
     """
 
     def __init__(self, schema: RegisteredSchema) -> None:
-        check = SchemaCheck()
-        self._named: dict[str, Any] = {}
+        check = AvroSchemaCheck()
+        self._named_types: dict[str, Any] = {}
         try:
             for _, text in schema.references:
-                self._parsed(check, text)
-            self._schema = self._parsed(check, schema.text)
+                self._parse_schema(check, text)
+            self._schema = self._parse_schema(check, schema.text)
         except BadFormat as error:
             raise BadFormat(f"schema {schema.schema_id}: {error}") from None
-        self._convert: Convert | None = None
+        self._converter: Converter | None = None
 
-    def _parsed(self, check: SchemaCheck, text: str) -> Any:  # noqa: ANN401 - a schema
+    def _parse_schema(self, check: AvroSchemaCheck, text: str) -> Any:  # noqa: ANN401 - a schema
         try:
             given = from_json(text.encode())
         except ValueError as error:
@@ -73,8 +81,8 @@ class AvroCodec:
             given = text.strip()  # the name of a type, without quotes
         checked = check.check_schema(given)
         try:
-            return fastavro.parse_schema(checked, named_schemas=self._named)
-        except _INVALID as error:
+            return fastavro.parse_schema(checked, named_schemas=self._named_types)
+        except _INVALID_SCHEMA_ERRORS as error:
             raise BadFormat(f"Avro schema: {error}") from None
 
     def decode(self, body: bytes) -> Any:  # noqa: ANN401 - a value of the schema
@@ -86,7 +94,7 @@ class AvroCodec:
         source = io.BytesIO(body)
         try:
             value = fastavro.schemaless_reader(source, self._schema, None)
-        except _DAMAGED as error:
+        except _DAMAGED_BYTES_ERRORS as error:
             reason = str(error) or type(error).__name__
             raise BadFormat(f"not a value of the Avro schema: {reason:.300}") from None
         rest = len(body) - source.tell()
@@ -99,8 +107,8 @@ class AvroCodec:
     def field_names(self) -> tuple[str, ...]:
         """Return the names of the record's fields; none if the schema is not a record."""
         schema = self._schema
-        while isinstance(schema, str) and schema in self._named:
-            schema = self._named[schema]
+        while isinstance(schema, str) and schema in self._named_types:
+            schema = self._named_types[schema]
         is_record = isinstance(schema, dict) and schema["type"] == "record"
         return tuple(each["name"] for each in schema["fields"]) if is_record else ()
 
@@ -110,14 +118,14 @@ class AvroCodec:
         Raises:
             BadRequest: the value does not fit the schema.
         """
-        if self._convert is None:
+        if self._converter is None:
             try:
-                self._convert = AvroConverter(self._named).of(self._schema)
+                self._converter = AvroConverter(self._named_types).converter_of(self._schema)
             except (TypeError, ValueError, AttributeError, KeyError):
                 raise BadRequest("the Avro schema has a default that is not of its type") from None
         sink = io.BytesIO()
         try:
-            fastavro.schemaless_writer(sink, self._schema, self._convert(value))
+            fastavro.schemaless_writer(sink, self._schema, self._converter(value))
         except (TypeError, ValueError, OverflowError) as error:
             raise BadRequest(f"a value does not fit the Avro schema: {error}") from None
         except RecursionError:

@@ -29,9 +29,9 @@ VALUES_MAX: Final = 10_000
 VALUES_PER_BYTE: Final = 16
 FIXED_BYTES_MAX: Final = 4 * 1024 * 1024
 # The prefix of renamed logical types (rule 3).
-RENAMED: Final = "waltz-"
+RENAMED_PREFIX: Final = "waltz-"
 # The key for the default of a field. Readers need no default, and `avro_values.py` writes it.
-DEFAULT: Final = f"{RENAMED}default"
+DEFAULT_KEY: Final = f"{RENAMED_PREFIX}default"
 ROOT_NAME: Final = "topLevelRecord"  # the name that Spark's to_avro uses
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FULL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*")
@@ -52,13 +52,13 @@ def _flat_size(bytes_min: int) -> _Size:
     return _Size(1 - VALUES_PER_BYTE * bytes_min, 1, 1)
 
 
-_PRIMITIVES: Final = {
+_PRIMITIVE_SIZES: Final = {
     "null": _flat_size(0),
     **dict.fromkeys(("boolean", "int", "long", "bytes", "string"), _flat_size(1)),
     "float": _flat_size(4),
     "double": _flat_size(8),
 }
-_LOGICAL: Final = {
+_LOGICAL_TYPE_BASES: Final = {
     "date": ("int",),
     "time-millis": ("int",),
     "time-micros": ("long",),
@@ -73,14 +73,14 @@ _LOGICAL: Final = {
 }
 
 
-class SchemaCheck:
+class AvroSchemaCheck:
     """Checks schemas, and returns them with full names and renamed logical types.
 
     The object stores named types, so that a later schema may refer to types of an earlier one.
     """
 
     def __init__(self) -> None:
-        self._named: dict[str, _Size | None] = {}  # None: the definition is not complete yet
+        self._named_sizes: dict[str, _Size | None] = {}  # None: the definition is not complete yet
 
     def check_schema(self, schema: object) -> Any:  # noqa: ANN401 - JSON
         """Check a schema, and convert it for `avro_codec.py`.
@@ -88,51 +88,53 @@ class SchemaCheck:
         Raises:
             BadFormat: it is not an Avro schema, or violates rule 1 or 2.
         """
-        found, size = self._type(schema, "", DEPTH_MAX)
+        found, size = self._check_type(schema, "", DEPTH_MAX)
         if size.values > VALUES_MAX:
             raise BadFormat(f"Avro schema: expected up to {VALUES_MAX} fields, found {size.values}")
         return found
 
-    def _type(self, schema: object, namespace: str, depth: int) -> tuple[Any, _Size]:
+    def _check_type(self, schema: object, namespace: str, depth: int) -> tuple[Any, _Size]:
         if depth == 0:
-            raise _too_deep()
+            raise _too_deep_error()
         found: Any
         match schema:
             case str():
-                found, size = self._by_name(schema, namespace)
+                found, size = self._find_type(schema, namespace)
             case list():
-                found, size = self._union(schema, namespace, depth)
+                found, size = self._check_union(schema, namespace, depth)
             case dict():
-                found, size = self._complex(schema, namespace, depth)
+                found, size = self._check_complex(schema, namespace, depth)
             case _:
                 raise BadFormat(f"Avro schema: expected a type, found {schema!r:.100}")
         if size.depth > DEPTH_MAX:
-            raise _too_deep()
+            raise _too_deep_error()
         return found, size
 
-    def _by_name(self, name: str, namespace: str) -> tuple[str, _Size]:
-        if name in _PRIMITIVES:
-            return name, _PRIMITIVES[name]
+    def _find_type(self, name: str, namespace: str) -> tuple[str, _Size]:
+        if name in _PRIMITIVE_SIZES:
+            return name, _PRIMITIVE_SIZES[name]
         full = name if "." in name or not namespace else f"{namespace}.{name}"
-        if full not in self._named:
+        if full not in self._named_sizes:
             full = name
-        if full not in self._named:
+        if full not in self._named_sizes:
             raise BadFormat(f"Avro schema: there is no type {name!r:.100}")
-        size = self._named[full]
+        size = self._named_sizes[full]
         if size is None:  # rule 1
             raise BadFormat(
                 f"Avro schema: type {full!r:.100} contains itself, which is not supported"
             )
         return full, size
 
-    def _union(self, schema: list[Any], namespace: str, depth: int) -> tuple[list[Any], _Size]:
+    def _check_union(
+        self, schema: list[Any], namespace: str, depth: int
+    ) -> tuple[list[Any], _Size]:
         if not schema:
             raise BadFormat(
                 "Avro schema: expected a union with at least one type, found an empty one"
             )
         if any(isinstance(each, list) for each in schema):
             raise BadFormat("Avro schema: expected no union in a union, found one")
-        parts = [self._type(each, namespace, depth - 1) for each in schema]
+        parts = [self._check_type(each, namespace, depth - 1) for each in schema]
         names = [branch_name(found) for found, _ in parts]
         if len(set(names)) != len(names):
             raise BadFormat(
@@ -145,32 +147,36 @@ class SchemaCheck:
             1 + max(size.depth for size in sizes),
         )
 
-    def _complex(  # noqa: PLR0911 - a case each
+    def _check_complex(  # noqa: PLR0911 - a case each
         self, schema: dict[str, Any], namespace: str, depth: int
     ) -> tuple[Any, _Size]:
         match schema.get("type"):
             case "record" | "error":
-                return self._record(schema, namespace, depth)
+                return self._check_record(schema, namespace, depth)
             case "enum":
-                return self._enum(schema, namespace)
+                return self._check_enum(schema, namespace)
             case "fixed":
-                return self._fixed(schema, namespace)
+                return self._check_fixed(schema, namespace)
             case "array":
-                found, size = self._elements(schema.get("items"), namespace, depth, key_bytes=0)
+                found, size = self._check_elements(
+                    schema.get("items"), namespace, depth, key_bytes=0
+                )
                 return {"type": "array", "items": found}, size
             case "map":
-                found, size = self._elements(schema.get("values"), namespace, depth, key_bytes=1)
+                found, size = self._check_elements(
+                    schema.get("values"), namespace, depth, key_bytes=1
+                )
                 return {"type": "map", "values": found}, size
-            case str() as name if name in _PRIMITIVES:
-                return {"type": name} | _logical(schema, name), _PRIMITIVES[name]
+            case str() as name if name in _PRIMITIVE_SIZES:
+                return {"type": name} | _renamed_logical_type(schema, name), _PRIMITIVE_SIZES[name]
             case inner:
-                return self._type(inner, namespace, depth - 1)
+                return self._check_type(inner, namespace, depth - 1)
 
-    def _elements(
+    def _check_elements(
         self, schema: object, namespace: str, depth: int, *, key_bytes: int
     ) -> tuple[Any, _Size]:
         """Check the type of elements; return it, and the size of their array or map."""
-        found, size = self._type(schema, namespace, depth - 1)
+        found, size = self._check_type(schema, namespace, depth - 1)
         if size.excess > VALUES_PER_BYTE * key_bytes:  # rule 2
             raise BadFormat(
                 "Avro schema: an element of an array or a map may have no bytes, or more than "
@@ -178,8 +184,10 @@ class SchemaCheck:
             )
         return found, _flat_size(1)._replace(depth=1 + size.depth)
 
-    def _record(self, schema: dict[str, Any], namespace: str, depth: int) -> tuple[Any, _Size]:
-        name, inner = self._defined(schema, namespace)
+    def _check_record(
+        self, schema: dict[str, Any], namespace: str, depth: int
+    ) -> tuple[Any, _Size]:
+        name, inner = self._define_type(schema, namespace)
         fields = schema.get("fields")
         if not isinstance(fields, list):
             raise BadFormat(f"Avro schema: record {name!r:.100} has no list of fields")
@@ -192,35 +200,35 @@ class SchemaCheck:
                     f"Avro schema: record {name!r:.100} has two fields {field['name']!r:.100}"
                 )
             names.add(field["name"])
-            found, part = self._type(field.get("type"), inner, depth - 1)
+            found, part = self._check_type(field.get("type"), inner, depth - 1)
             size = _Size(
                 size.excess + part.excess,
                 size.values + part.values,
                 max(size.depth, 1 + part.depth),
             )
-            default = {DEFAULT: field["default"]} if "default" in field else {}
+            default = {DEFAULT_KEY: field["default"]} if "default" in field else {}
             kept.append({"name": field["name"], "type": found} | default)
-        self._named[name] = size
+        self._named_sizes[name] = size
         return {"type": "record", "name": name, "fields": kept}, size
 
-    def _enum(self, schema: dict[str, Any], namespace: str) -> tuple[Any, _Size]:
-        name, _ = self._defined(schema, namespace)
+    def _check_enum(self, schema: dict[str, Any], namespace: str) -> tuple[Any, _Size]:
+        name, _ = self._define_type(schema, namespace)
         symbols = schema.get("symbols")
         if not isinstance(symbols, list) or not all(_is_name(each, _NAME) for each in symbols):
             raise BadFormat(f"Avro schema: enum {name!r:.100} has no list of symbols")
-        self._named[name] = size = _flat_size(1)
+        self._named_sizes[name] = size = _flat_size(1)
         return {"type": "enum", "name": name, "symbols": symbols}, size
 
-    def _fixed(self, schema: dict[str, Any], namespace: str) -> tuple[Any, _Size]:
-        name, _ = self._defined(schema, namespace)
+    def _check_fixed(self, schema: dict[str, Any], namespace: str) -> tuple[Any, _Size]:
+        name, _ = self._define_type(schema, namespace)
         count = schema.get("size")
         if type(count) is not int or not 0 <= count <= FIXED_BYTES_MAX:
             raise BadFormat(f"Avro schema: fixed {name!r:.100} has no valid size")
-        self._named[name] = size = _flat_size(count)
+        self._named_sizes[name] = size = _flat_size(count)
         found = {"type": "fixed", "name": name, "size": count}
-        return found | _logical(schema, "fixed"), size
+        return found | _renamed_logical_type(schema, "fixed"), size
 
-    def _defined(self, schema: dict[str, Any], namespace: str) -> tuple[str, str]:
+    def _define_type(self, schema: dict[str, Any], namespace: str) -> tuple[str, str]:
         """Register a new type; return its full name, and the namespace of its inner types."""
         name, given = schema.get("name"), schema.get("namespace")
         if given is None:
@@ -228,9 +236,9 @@ class SchemaCheck:
         full = f"{given}.{name}" if given and "." not in str(name) else name
         if not isinstance(full, str) or not _is_name(full, _FULL_NAME):
             raise BadFormat(f"Avro schema: expected a name of a type, found {full!r:.100}")
-        if full in self._named or full in _PRIMITIVES:
+        if full in self._named_sizes or full in _PRIMITIVE_SIZES:
             raise BadFormat(f"Avro schema: two types have the name {full!r:.100}")
-        self._named[full] = None
+        self._named_sizes[full] = None
         return full, full.rpartition(".")[0]
 
 
@@ -242,7 +250,7 @@ def branch_name(schema: str | dict[str, Any]) -> str:
     return found
 
 
-def _too_deep() -> BadFormat:
+def _too_deep_error() -> BadFormat:
     return BadFormat(
         f"Avro schema: expected at most {DEPTH_MAX} levels of nested types, found more"
     )
@@ -252,12 +260,12 @@ def _is_name(value: object, pattern: re.Pattern[str]) -> bool:
     return isinstance(value, str) and pattern.fullmatch(value) is not None
 
 
-def _logical(schema: dict[str, Any], base: str) -> dict[str, Any]:
+def _renamed_logical_type(schema: dict[str, Any], base: str) -> dict[str, Any]:
     """Return the renamed logical type of a schema; empty if there is none (rule 3)."""
     name = schema.get("logicalType")
-    if not isinstance(name, str) or base not in _LOGICAL.get(name, ()):
+    if not isinstance(name, str) or base not in _LOGICAL_TYPE_BASES.get(name, ()):
         return {}
-    found: dict[str, Any] = {"logicalType": RENAMED + name}
+    found: dict[str, Any] = {"logicalType": RENAMED_PREFIX + name}
     if name == "uuid" and base == "fixed" and schema["size"] != 16:
         return {}
     if name == "decimal":
@@ -280,10 +288,10 @@ def schema_of_columns(fields: Sequence[pa.Field]) -> dict[str, Any]:
     Raises:
         BadRequest: Avro has no type for a column, or does not permit its name.
     """
-    return _record_of(fields, ROOT_NAME, "")
+    return _record_schema(fields, ROOT_NAME, "")
 
 
-def _record_of(fields: Sequence[pa.Field], name: str, path: str) -> dict[str, Any]:
+def _record_schema(fields: Sequence[pa.Field], name: str, path: str) -> dict[str, Any]:
     parts = []
     for part in fields:
         if _NAME.fullmatch(part.name) is None:
@@ -291,36 +299,36 @@ def _record_of(fields: Sequence[pa.Field], name: str, path: str) -> dict[str, An
                 f"column {path + part.name!r}: a name in Avro has letters, digits and '_', and "
                 "does not begin with a digit. Hint: rename it."
             )
-        kind = _type_of(part, f"{name}.{part.name}", f"{path}{part.name}")
+        kind = _column_type(part, f"{name}.{part.name}", f"{path}{part.name}")
         default = {"default": None} if isinstance(kind, list) else {}
         parts.append({"name": part.name, "type": kind} | default)
     return {"type": "record", "name": name, "fields": parts}
 
 
-def _type_of(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
-    found = _nested_type(part.type, name, path)
+def _column_type(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
+    found = _not_null_type(part.type, name, path)
     if part.nullable and found != "null":
         return ["null", found]
     return found
 
 
-def _element(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
-    found = _type_of(part, name, path)
+def _element_type(part: pa.Field, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
+    found = _column_type(part, name, path)
     return [found] if found == "null" else found  # a union has at least one byte (rule 2)
 
 
-def _nested_type(kind: pa.DataType, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
+def _not_null_type(kind: pa.DataType, name: str, path: str) -> Any:  # noqa: ANN401 - JSON
     if pa.types.is_struct(kind):
-        return _record_of(list(kind), name, f"{path}.")
+        return _record_schema(list(kind), name, f"{path}.")
     if pa.types.is_map(kind):
         if not pa.types.is_string(kind.key_type) and not pa.types.is_large_string(kind.key_type):
             raise BadRequest(
                 f"column {path!r}: a map in Avro has keys of type string, found {kind.key_type}. "
                 "Hint: cast the keys to strings."
             )
-        return {"type": "map", "values": _element(kind.item_field, f"{name}.value", path)}
+        return {"type": "map", "values": _element_type(kind.item_field, f"{name}.value", path)}
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return {"type": "array", "items": _element(kind.value_field, f"{name}.element", path)}
+        return {"type": "array", "items": _element_type(kind.value_field, f"{name}.element", path)}
     found = _flat_type(kind)
     if found is None:
         raise BadRequest(f"column {path!r}: Avro has no type for {kind}. Hint: cast it first.")

@@ -28,22 +28,22 @@ from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 from waltz_core.config.settings import first_names_text
-from waltz_core.schemas.avro_schemas import DEFAULT, RENAMED, branch_name
+from waltz_core.schemas.avro_schemas import DEFAULT_KEY, RENAMED_PREFIX, branch_name
 from waltz_core.schemas.strict_values import (
-    Convert,
-    binary,
-    boolean,
-    decimal_bytes,
-    decimal_of,
-    floating,
-    integer,
+    Converter,
+    check_boolean,
+    check_null,
+    check_text,
+    decimal_from_unscaled,
+    float_converter,
+    integer_converter,
     mismatch_error,
-    null,
-    text,
-    unscaled_of,
+    to_bytes,
+    to_unscaled,
+    twos_complement_bytes,
 )
 
-_DAYS: Final = date(1970, 1, 1).toordinal()
+_EPOCH_ORDINAL: Final = date(1970, 1, 1).toordinal()
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _LOCAL_EPOCH: Final = datetime(1970, 1, 1)  # noqa: DTZ001 - a local time has no zone
 _DAY_MICROS: Final = 86_400_000_000
@@ -54,11 +54,11 @@ _MICROSECOND: Final = timedelta(microseconds=1)
 # Reading
 
 
-def _date(value: int, *_: object) -> date:
-    return date.fromordinal(value + _DAYS)
+def _read_date(value: int, *_: object) -> date:
+    return date.fromordinal(value + _EPOCH_ORDINAL)
 
 
-def _timestamp(nanos: int, epoch: datetime) -> Callable[..., datetime]:
+def _timestamp_reader(nanos: int, epoch: datetime) -> Callable[..., datetime]:
     """Return the conversion from integers; their unit is `nanos` nanoseconds."""
 
     def convert(value: int, *_: object) -> datetime:
@@ -70,7 +70,7 @@ def _timestamp(nanos: int, epoch: datetime) -> Callable[..., datetime]:
     return convert
 
 
-def _time(micros: int) -> Callable[..., time]:
+def _time_reader(micros: int) -> Callable[..., time]:
     def convert(value: int, *_: object) -> time:
         if not 0 <= value * micros < _DAY_MICROS:
             raise ValueError(f"expected a time of a day, found {value}")
@@ -79,29 +79,32 @@ def _time(micros: int) -> Callable[..., time]:
     return convert
 
 
-def _decimal(data: bytes, schema: Mapping[str, Any], *_: object) -> Decimal:
+def _read_decimal(data: bytes, schema: Mapping[str, Any], *_: object) -> Decimal:
     unscaled = int.from_bytes(data, "big", signed=True)
     if abs(unscaled) >= 10 ** schema["precision"]:
         raise ValueError(f"expected a decimal of up to {schema['precision']} digits, found more")
-    return decimal_of(unscaled, schema["scale"])
+    return decimal_from_unscaled(unscaled, schema["scale"])
 
 
-_NANOS: Final = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
+_UNIT_NANOS: Final = {"millis": 1_000_000, "micros": 1_000, "nanos": 1}
 
 # Keys are base types and renamed logical types. fastavro passes a value, its schema and more.
 LOGICAL_READERS: Final[dict[str, Callable[..., Any]]] = {
-    f"int-{RENAMED}date": _date,
-    f"int-{RENAMED}time-millis": _time(1_000),
-    f"long-{RENAMED}time-micros": _time(1),
-    **{f"long-{RENAMED}timestamp-{unit}": _timestamp(n, _EPOCH) for unit, n in _NANOS.items()},
+    f"int-{RENAMED_PREFIX}date": _read_date,
+    f"int-{RENAMED_PREFIX}time-millis": _time_reader(1_000),
+    f"long-{RENAMED_PREFIX}time-micros": _time_reader(1),
     **{
-        f"long-{RENAMED}local-timestamp-{unit}": _timestamp(n, _LOCAL_EPOCH)
-        for unit, n in _NANOS.items()
+        f"long-{RENAMED_PREFIX}timestamp-{unit}": _timestamp_reader(n, _EPOCH)
+        for unit, n in _UNIT_NANOS.items()
     },
-    f"bytes-{RENAMED}decimal": _decimal,
-    f"fixed-{RENAMED}decimal": _decimal,
-    f"string-{RENAMED}uuid": lambda value, *_: UUID(value),
-    f"fixed-{RENAMED}uuid": lambda value, *_: UUID(bytes=value),
+    **{
+        f"long-{RENAMED_PREFIX}local-timestamp-{unit}": _timestamp_reader(n, _LOCAL_EPOCH)
+        for unit, n in _UNIT_NANOS.items()
+    },
+    f"bytes-{RENAMED_PREFIX}decimal": _read_decimal,
+    f"fixed-{RENAMED_PREFIX}decimal": _read_decimal,
+    f"string-{RENAMED_PREFIX}uuid": lambda value, *_: UUID(value),
+    f"fixed-{RENAMED_PREFIX}uuid": lambda value, *_: UUID(bytes=value),
 }
 
 
@@ -111,7 +114,7 @@ LOGICAL_READERS: Final[dict[str, Callable[..., Any]]] = {
 
 class _RecordField(NamedTuple):
     name: str
-    convert: Convert
+    convert: Converter
     default: Any  # in the form that fastavro writes
     has_default: bool
 
@@ -126,38 +129,40 @@ class AvroConverter:
     """
 
     def __init__(self, named: Mapping[str, Any]) -> None:
-        self._named = named
+        self._named_types = named
 
-    def of(self, schema: Any) -> Convert:  # noqa: ANN401, PLR0911 - a schema; a case each
+    def converter_of(self, schema: Any) -> Converter:  # noqa: ANN401, PLR0911 - a schema; a case each
         """Return the conversion function for a checked schema."""
         if isinstance(schema, str):
-            return _PRIMITIVES.get(schema) or self.of(self._named[schema])
+            return _PRIMITIVES.get(schema) or self.converter_of(self._named_types[schema])
         if isinstance(schema, list):
-            return self._union(schema)
+            return self._union_converter(schema)
         logical = schema.get("logicalType")
         if logical is not None:
-            return _logical(schema, logical.removeprefix(RENAMED))
+            return _logical_converter(schema, logical.removeprefix(RENAMED_PREFIX))
         match schema["type"]:
             case "record":
-                return self._record(schema)
+                return self._record_converter(schema)
             case "array":
-                return _array(self.of(schema["items"]))
+                return _array_converter(self.converter_of(schema["items"]))
             case "map":
-                return _map(self.of(schema["values"]))
+                return _map_converter(self.converter_of(schema["values"]))
             case "enum":
-                return _enum(frozenset(schema["symbols"]))
+                return _enum_converter(frozenset(schema["symbols"]))
             case "fixed":
-                return _fixed(schema["size"])
+                return _fixed_converter(schema["size"])
             case name:
                 return _PRIMITIVES[name]
 
-    def _record(self, schema: Mapping[str, Any]) -> Convert:
+    def _record_converter(self, schema: Mapping[str, Any]) -> Converter:
         fields = [
             _RecordField(
                 each["name"],
-                self.of(each["type"]),
-                self._default(each["type"], each[DEFAULT]) if DEFAULT in each else None,
-                DEFAULT in each,
+                self.converter_of(each["type"]),
+                self._convert_default(each["type"], each[DEFAULT_KEY])
+                if DEFAULT_KEY in each
+                else None,
+                DEFAULT_KEY in each,
             )
             for each in schema["fields"]
         ]
@@ -182,8 +187,10 @@ class AvroConverter:
 
         return convert
 
-    def _union(self, schema: list[Any]) -> Convert:
-        branches = [(branch_name(each), self.of(each)) for each in schema if each != "null"]
+    def _union_converter(self, schema: list[Any]) -> Converter:
+        branches = [
+            (branch_name(each), self.converter_of(each)) for each in schema if each != "null"
+        ]
         branches.sort(key=lambda branch: branch[0] == "float")  # rule 2
         has_null = "null" in schema
 
@@ -201,44 +208,46 @@ class AvroConverter:
 
         return convert
 
-    def _default(self, schema: Any, default: Any) -> Any:  # noqa: ANN401 - JSON
+    def _convert_default(self, schema: Any, default: Any) -> Any:  # noqa: ANN401 - JSON
         """Convert the JSON default of a field to the form that fastavro writes."""
-        if isinstance(schema, str) and schema in self._named:
-            schema = self._named[schema]
+        if isinstance(schema, str) and schema in self._named_types:
+            schema = self._named_types[schema]
         if isinstance(schema, list):
             branch = schema[0] if default is not None or "null" not in schema else "null"
-            return branch_name(branch), self._default(branch, default)
+            return branch_name(branch), self._convert_default(branch, default)
         kind = schema if isinstance(schema, str) else schema["type"]
         if kind in ("bytes", "fixed"):
             return default.encode("latin-1")
         if kind == "array":
-            return [self._default(schema["items"], each) for each in default]
+            return [self._convert_default(schema["items"], each) for each in default]
         if kind == "map":
-            return {key: self._default(schema["values"], each) for key, each in default.items()}
+            return {
+                key: self._convert_default(schema["values"], each) for key, each in default.items()
+            }
         if kind == "record":
             return {
-                each["name"]: self._default(
-                    each["type"], default.get(each["name"], each.get(DEFAULT))
+                each["name"]: self._convert_default(
+                    each["type"], default.get(each["name"], each.get(DEFAULT_KEY))
                 )
                 for each in schema["fields"]
             }
         return default
 
 
-_LONG: Final = integer("long", -(1 << 63), (1 << 63) - 1)
-_PRIMITIVES: Final[dict[str, Convert]] = {
-    "null": null,
-    "boolean": boolean,
-    "int": integer("int", -(1 << 31), (1 << 31) - 1),
+_LONG: Final = integer_converter("long", -(1 << 63), (1 << 63) - 1)
+_PRIMITIVES: Final[dict[str, Converter]] = {
+    "null": check_null,
+    "boolean": check_boolean,
+    "int": integer_converter("int", -(1 << 31), (1 << 31) - 1),
     "long": _LONG,
-    "float": floating("<f", "float"),
-    "double": floating("<d", "double"),
-    "bytes": binary,
-    "string": text,
+    "float": float_converter("<f", "float"),
+    "double": float_converter("<d", "double"),
+    "bytes": to_bytes,
+    "string": check_text,
 }
 
 
-def _array(inner: Convert) -> Convert:
+def _array_converter(inner: Converter) -> Converter:
     def convert(value: Any) -> list[Any]:  # noqa: ANN401
         if not isinstance(value, list | tuple):
             raise mismatch_error("a list", value)
@@ -247,16 +256,16 @@ def _array(inner: Convert) -> Convert:
     return convert
 
 
-def _map(inner: Convert) -> Convert:
+def _map_converter(inner: Converter) -> Converter:
     def convert(value: Any) -> dict[str, Any]:  # noqa: ANN401
         if not isinstance(value, dict):
             raise mismatch_error("a map", value)
-        return {text(key): inner(each) for key, each in value.items()}
+        return {check_text(key): inner(each) for key, each in value.items()}
 
     return convert
 
 
-def _enum(symbols: frozenset[str]) -> Convert:
+def _enum_converter(symbols: frozenset[str]) -> Converter:
     def convert(value: Any) -> str:  # noqa: ANN401
         if not isinstance(value, str) or value not in symbols:
             raise mismatch_error(f"one of {first_names_text(sorted(symbols), 10)}", value)
@@ -265,9 +274,9 @@ def _enum(symbols: frozenset[str]) -> Convert:
     return convert
 
 
-def _fixed(size: int) -> Convert:
+def _fixed_converter(size: int) -> Converter:
     def convert(value: Any) -> bytes:  # noqa: ANN401
-        data = binary(value)
+        data = to_bytes(value)
         if len(data) != size:
             raise ValueError(f"expected {size} bytes, found {len(data)}")
         return data
@@ -275,85 +284,85 @@ def _fixed(size: int) -> Convert:
     return convert
 
 
-def _logical(schema: Mapping[str, Any], name: str) -> Convert:
+def _logical_converter(schema: Mapping[str, Any], name: str) -> Converter:
     unit = name.rpartition("-")[2]
     match name:
         case "date":
-            return _from_date
+            return _write_date
         case "decimal":
-            return _from_decimal(schema)
+            return _decimal_writer(schema)
         case "uuid":
-            return _from_uuid_text if schema["type"] == "string" else _from_uuid
+            return _write_uuid_text if schema["type"] == "string" else _write_uuid
         case "time-millis" | "time-micros":
-            return _from_time(_NANOS[unit] // 1_000)
+            return _time_writer(_UNIT_NANOS[unit] // 1_000)
         case _:  # a timestamp
             pass
     epoch = _LOCAL_EPOCH if name.startswith("local-") else _EPOCH
-    return _from_timestamp(_NANOS[unit], epoch)
+    return _timestamp_writer(_UNIT_NANOS[unit], epoch)
 
 
-def _from_date(value: Any) -> int:  # noqa: ANN401
+def _write_date(value: Any) -> int:  # noqa: ANN401
     if not isinstance(value, date) or isinstance(value, datetime):
         raise mismatch_error("a date", value)
-    return value.toordinal() - _DAYS
+    return value.toordinal() - _EPOCH_ORDINAL
 
 
-def _from_time(micros: int) -> Convert:
+def _time_writer(micros: int) -> Converter:
     def convert(value: Any) -> int:  # noqa: ANN401
         if not isinstance(value, time) or value.tzinfo is not None:
             raise mismatch_error("a time without a time zone", value)
         since = datetime.combine(_LOCAL_EPOCH, value) - _LOCAL_EPOCH
-        return _whole(since // _MICROSECOND, micros)
+        return _divide_exactly(since // _MICROSECOND, micros)
 
     return convert
 
 
-def _from_timestamp(nanos: int, epoch: datetime) -> Convert:
+def _timestamp_writer(nanos: int, epoch: datetime) -> Converter:
     has_zone = epoch.tzinfo is not None
 
     def convert(value: Any) -> int:  # noqa: ANN401
         if not isinstance(value, datetime) or (value.tzinfo is not None) is not has_zone:
             raise mismatch_error(f"a timestamp with{'' if has_zone else 'out'} a time zone", value)
-        found = _whole((value - epoch) // _MICROSECOND * 1_000, nanos)
+        found = _divide_exactly((value - epoch) // _MICROSECOND * 1_000, nanos)
         number: int = _LONG(found)
         return number
 
     return convert
 
 
-def _whole(value: int, unit: int) -> int:
+def _divide_exactly(value: int, unit: int) -> int:
     whole, rest = divmod(value, unit)
     if rest:
-        raise ValueError("it has a part that is smaller than the unit of the schema")
+        raise ValueError("the value is more precise than the unit of the schema")
     return whole
 
 
-def _from_decimal(schema: Mapping[str, Any]) -> Convert:
+def _decimal_writer(schema: Mapping[str, Any]) -> Converter:
     scale, precision = schema["scale"], schema["precision"]
     size = schema.get("size")
 
     def convert(value: Any) -> bytes:  # noqa: ANN401
         if isinstance(value, bool) or not isinstance(value, Decimal | int):
             raise mismatch_error("a decimal", value)
-        unscaled = unscaled_of(value, scale)
+        unscaled = to_unscaled(value, scale)
         if abs(unscaled) >= 10**precision:
             raise ValueError(f"expected up to {precision} digits, found {value!r:.100}")
         if size is None:
-            return decimal_bytes(unscaled)
+            return twos_complement_bytes(unscaled)
         return unscaled.to_bytes(size, "big", signed=True)
 
     return convert
 
 
-def _from_uuid_text(value: Any) -> str:  # noqa: ANN401
-    return str(UUID(value) if isinstance(value, str) else _uuid(value))
+def _write_uuid_text(value: Any) -> str:  # noqa: ANN401
+    return str(UUID(value) if isinstance(value, str) else _check_uuid(value))
 
 
-def _from_uuid(value: Any) -> bytes:  # noqa: ANN401
-    return (UUID(value) if isinstance(value, str) else _uuid(value)).bytes
+def _write_uuid(value: Any) -> bytes:  # noqa: ANN401
+    return (UUID(value) if isinstance(value, str) else _check_uuid(value)).bytes
 
 
-def _uuid(value: Any) -> UUID:  # noqa: ANN401
+def _check_uuid(value: Any) -> UUID:  # noqa: ANN401
     if not isinstance(value, UUID):
         raise mismatch_error("a UUID", value)
     return value

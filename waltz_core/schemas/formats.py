@@ -6,8 +6,8 @@
 
 Rules:
     1. A schema is requested once per process, because the schema of an ID never changes. An ID that
-       does not exist is requested again after `MISSING_S`. The cache has at most `SCHEMAS_MAX` IDs,
-       because payloads contain the IDs, and a writer chooses them.
+       does not exist is requested again after `MISSING_SCHEMA_RETRY_S`. The cache has at most
+       `SCHEMAS_MAX` IDs, because payloads contain the IDs, and a writer chooses them.
     2. A serializer contains only references, so that it can be sent to another process: URLs, the
        name of a file with credentials, subject and schema. Each process has its own cache.
     3. An outage of the schema registry is `Unavailable`, and never counts as a payload that does
@@ -28,7 +28,7 @@ from waltz_core.schemas.registry_client import SchemaRegistry
 from waltz_core.schemas.schema_prefix import prefix_of, split_prefix
 
 SCHEMAS_MAX: Final = 1_000
-MISSING_S: Final = 5.0
+MISSING_SCHEMA_RETRY_S: Final = 5.0
 
 
 class PayloadCodec(Protocol):
@@ -45,8 +45,10 @@ class PayloadCodec(Protocol):
 
 
 class _MissingSchema(NamedTuple):
+    """An ID that the registry does not have; it is not requested again before `retry_at_s`."""
+
     reason: str
-    until_s: float
+    retry_at_s: float
 
 
 class SchemaCache:
@@ -87,20 +89,22 @@ class SchemaCache:
     def add(self, schema: RegisteredSchema) -> None:
         """Add a schema, so that the cache need not request it."""
         if schema.schema_id not in self._codecs:
-            self._keep(schema.schema_id, codec_of(schema))
+            self._store(schema.schema_id, codec_of(schema))
 
     def _request_codec(self, schema_id: int, missing: _MissingSchema | None) -> PayloadCodec:
-        if missing is not None and self._clock() < missing.until_s:
+        if missing is not None and self._clock() < missing.retry_at_s:
             raise BadFormat(missing.reason)
         try:
             codec = codec_of(self.registry.schema(schema_id, self.kind))
         except BadFormat as error:
-            self._keep(schema_id, _MissingSchema(str(error), self._clock() + MISSING_S))
+            self._store(
+                schema_id, _MissingSchema(str(error), self._clock() + MISSING_SCHEMA_RETRY_S)
+            )
             raise
-        self._keep(schema_id, codec)
+        self._store(schema_id, codec)
         return codec
 
-    def _keep(self, schema_id: int, codec: PayloadCodec | _MissingSchema) -> None:
+    def _store(self, schema_id: int, codec: PayloadCodec | _MissingSchema) -> None:
         self._codecs[schema_id] = codec
         if len(self._codecs) > SCHEMAS_MAX:
             with suppress(KeyError):  # another thread has removed it
@@ -124,7 +128,7 @@ def codec_of(schema: RegisteredSchema, message: str | None = None) -> PayloadCod
 
 
 @lru_cache(maxsize=16)
-def schemas_of(urls: str, auth_file: str | None, kind: SchemaType) -> SchemaCache:
+def shared_schema_cache(urls: str, auth_file: str | None, kind: SchemaType) -> SchemaCache:
     """Return the schema cache for a registry; each call in a process returns the same object.
 
     Raises:
@@ -179,11 +183,11 @@ class SchemaFormat:
         self._auth_file = auth_file
         self._subject = subject
         self._version = version
-        self._writer: PayloadEncoder | None = None
-        self.schemas()
+        self._encoder: PayloadEncoder | None = None
+        self.schema_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_writer": None}  # rule 2
+        return self.__dict__ | {"_encoder": None}  # rule 2
 
     def serialize(self, value: Any) -> bytes:  # noqa: ANN401 - any value of the schema
         """Encode a value as a payload.
@@ -194,9 +198,9 @@ class SchemaFormat:
             BadRequest: the value does not fit the schema, or the registry rejects the schema.
             BadConfig, Unavailable: the schema registry cannot be read.
         """
-        if self._writer is None:
-            self._writer = PayloadEncoder(self.written_schema(), self._message())
-        return self._writer.encode(value)
+        if self._encoder is None:
+            self._encoder = PayloadEncoder(self.schema_to_write(), self._message_type_to_write())
+        return self._encoder.encode(value)
 
     def deserialize(self, data: bytes) -> Any:  # noqa: ANN401
         """Decode a payload with the schema with which it was written.
@@ -214,24 +218,24 @@ class SchemaFormat:
             raise BadFormat(f"transaction data: {error}") from error
 
     def decode(self, data: bytes) -> Any:  # noqa: ANN401
-        """Decode a payload for columns; raises the errors of `deserialize`."""
-        return self.schemas().decode(bytes(data))
+        """Decode a payload like `deserialize`, for callers that add the location to errors."""
+        return self.schema_cache().decode(bytes(data))
 
-    def schemas(self) -> SchemaCache:
+    def schema_cache(self) -> SchemaCache:
         """Return this process's cache for the schema registry."""
-        return schemas_of(self._registry, self._auth_file, self.kind)
+        return shared_schema_cache(self._registry, self._auth_file, self.kind)
 
-    def written_schema(self) -> RegisteredSchema:
+    def schema_to_write(self) -> RegisteredSchema:
         """Return the schema with which payloads are written.
 
         Raises:
             BadConfig: the subject is missing, or has no such version.
             Unavailable: the schema registry cannot be read.
         """
-        registry = self.schemas().registry
-        return registry.version(self._written_subject(), self._version, self.kind)
+        registry = self.schema_cache().registry
+        return registry.subject_schema(self._required_subject(), self._version, self.kind)
 
-    def _written_subject(self) -> str:
+    def _required_subject(self) -> str:
         if self._subject is None:
             raise BadConfig(
                 f"{type(self).__name__}: writing needs the argument subject. Hint: a subject has "
@@ -239,7 +243,7 @@ class SchemaFormat:
             )
         return self._subject
 
-    def _message(self) -> str | None:
+    def _message_type_to_write(self) -> str | None:
         return None
 
 
@@ -277,19 +281,23 @@ class Avro(SchemaFormat):
         super().__init__(registry, auth_file=auth_file, subject=subject, version=version)
         if schema is not None and version is not None:
             raise BadConfig("Avro: expected one of the arguments schema and version, found both")
-        self._text = schema if schema is None or isinstance(schema, str) else _compact(schema)
-        if self._text is not None:
+        self._schema_text = (
+            schema if schema is None or isinstance(schema, str) else _compact_json(schema)
+        )
+        if self._schema_text is not None:
             try:
-                codec_of(RegisteredSchema(0, self.kind, self._text))
+                codec_of(RegisteredSchema(0, self.kind, self._schema_text))
             except BadFormat as error:
                 reason = str(error).removeprefix("schema 0: ")
                 raise BadRequest(f"argument schema: {reason}") from None
 
-    def written_schema(self) -> RegisteredSchema:
+    def schema_to_write(self) -> RegisteredSchema:
         """Return the schema with which payloads are written; register it if it is new."""
-        if self._text is None:
-            return super().written_schema()
-        return self.schemas().registry.register(self._written_subject(), self.kind, self._text)
+        if self._schema_text is None:
+            return super().schema_to_write()
+        return self.schema_cache().registry.register(
+            self._required_subject(), self.kind, self._schema_text
+        )
 
 
 class Protobuf(SchemaFormat):
@@ -324,11 +332,11 @@ class Protobuf(SchemaFormat):
         super().__init__(registry, auth_file=auth_file, subject=subject, version=version)
         self._message_name = message
 
-    def _message(self) -> str | None:
+    def _message_type_to_write(self) -> str | None:
         return self._message_name
 
 
-def _compact(schema: object) -> str:
+def _compact_json(schema: object) -> str:
     try:
         return json.dumps(schema, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:

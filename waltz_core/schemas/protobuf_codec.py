@@ -7,9 +7,9 @@ Rules:
     2. A payload names the message type by its path in the file (`schema_prefix.py`).
     3. The parser limits the depth of messages to 100, and memory to the size of the payload.
        `protobuf_values.py` limits the number of fields.
-    4. `_BUILT_IN` has files that the registry does not store, because each compiler has them: the
-       well-known types, and some files of google.type and Confluent. Confluent's meta.proto has
-       only options, which nothing here reads, so it is an empty file.
+    4. `_BUILT_IN_FILES` has files that the registry does not store, because each compiler has
+       them: the well-known types, and some files of google.type and Confluent. Confluent's
+       meta.proto has only options, which nothing here reads, so it is an empty file.
 """
 
 import base64
@@ -20,7 +20,7 @@ from waltz_core.config.settings import first_names_text
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.schemas.protobuf_values import MessageBuilder, MessageReader, MessageTypes
 from waltz_core.schemas.registered_schemas import RegisteredSchema
-from waltz_core.schemas.schema_prefix import message_indexes, split_indexes
+from waltz_core.schemas.schema_prefix import encode_message_indexes, split_message_indexes
 
 try:
     from google.protobuf import (
@@ -44,7 +44,7 @@ except ImportError as error:
         f"Protobuf needs the package protobuf: {error}. Hint: pip install 'waltz-spark[protobuf]'"
     ) from error
 
-_WELL_KNOWN: Final = (
+_WELL_KNOWN_MODULES: Final = (
     any_pb2,
     api_pb2,
     descriptor_pb2,
@@ -58,7 +58,7 @@ _WELL_KNOWN: Final = (
     wrappers_pb2,
 )
 # The errors that the library raises for a descriptor or a message that is not valid.
-_INVALID: Final = (
+_INVALID_ERRORS: Final = (
     DecodeError,
     TypeError,
     ValueError,
@@ -70,7 +70,7 @@ _INVALID: Final = (
 _INT32, _UINT32, _BYTES = 5, 13, 12
 
 
-class _Type(NamedTuple):
+class _MessageClass(NamedTuple):
     """A message type: the class of its messages, and its path in the file as bytes."""
 
     message: Any
@@ -92,15 +92,15 @@ class ProtobufCodec:
     def __init__(self, schema: RegisteredSchema, message: str | None = None) -> None:
         self._schema_id = schema.schema_id
         self._types = MessageTypes()
-        self._found: dict[tuple[int, ...], _Type] = {}
+        self._classes: dict[tuple[int, ...], _MessageClass] = {}
         self._pool = descriptor_pool.DescriptorPool()
-        files = {each.name: _parsed(each.text, each.name) for each in schema.references}
-        self._file = _parsed(schema.text, f"schema-{schema.schema_id}.proto")
+        files = {each.name: _parse_file(each.text, each.name) for each in schema.references}
+        self._file = _parse_file(schema.text, f"schema-{schema.schema_id}.proto")
         try:
-            self._add(self._file, files, set())
-        except _INVALID as error:
+            self._add_file(self._file, files, set())
+        except _INVALID_ERRORS as error:
             raise BadFormat(f"schema {schema.schema_id}: Protobuf: {error!s:.300}") from None
-        self._written = (0,) if message is None else self._path_of(message)
+        self._path_to_write = (0,) if message is None else self._path_of(message)
 
     def decode(self, body: bytes) -> Any:  # noqa: ANN401 - a value of the schema
         """Decode message indexes and the message after them.
@@ -108,17 +108,19 @@ class ProtobufCodec:
         Raises:
             BadFormat: the bytes are damaged.
         """
-        path, data = split_indexes(body)
-        kind = self._type(path)
+        path, data = split_message_indexes(body)
+        kind = self._message_class(path)
         try:
             message = kind.message.FromString(data)
             return MessageReader(self._types, len(data)).value(message)
-        except _INVALID as error:
+        except _INVALID_ERRORS as error:
             raise BadFormat(f"not a message of the Protobuf schema: {error!s:.300}") from None
 
     def field_names(self) -> tuple[str, ...]:
         """Return the names of the fields in the message type to write."""
-        return tuple(part.name for part in self._type(self._written).message.DESCRIPTOR.fields)
+        return tuple(
+            part.name for part in self._message_class(self._path_to_write).message.DESCRIPTOR.fields
+        )
 
     def encode(self, value: Any) -> bytes:  # noqa: ANN401
         """Encode a value as message indexes and a message.
@@ -126,7 +128,7 @@ class ProtobufCodec:
         Raises:
             BadRequest: the value does not fit the schema.
         """
-        kind = self._type(self._written)
+        kind = self._message_class(self._path_to_write)
         given = getattr(getattr(value, "DESCRIPTOR", None), "full_name", None)
         try:
             if given is not None:
@@ -139,25 +141,27 @@ class ProtobufCodec:
                 message = kind.message()
                 MessageBuilder(self._types).fill(message, value)
                 data = message.SerializeToString(deterministic=True)
-        except (*_INVALID, EncodeError) as error:
+        except (*_INVALID_ERRORS, EncodeError) as error:
             raise BadRequest(f"a value does not fit the Protobuf schema: {error}") from None
         return kind.indexes + bytes(data)
 
-    def _add(self, file: Any, files: dict[str, Any], added: set[str]) -> None:  # noqa: ANN401
+    def _add_file(self, file: Any, files: dict[str, Any], added: set[str]) -> None:  # noqa: ANN401
         """Add a file to the pool, after the files that it imports."""
         if file.name in added:
             return
         added.add(file.name)
         for name in file.dependency:
-            found = files.get(name) or _BUILT_IN.get(name)
+            found = files.get(name) or _BUILT_IN_FILES.get(name)
             if found is not None:  # otherwise the pool raises an error that names the file
-                self._add(found, files, added)
+                self._add_file(found, files, added)
         self._pool.AddSerializedFile(file.SerializeToString())
 
-    def _type(self, path: tuple[int, ...]) -> _Type:
-        found = self._found.get(path)
+    def _message_class(self, path: tuple[int, ...]) -> _MessageClass:
+        found = self._classes.get(path)
         if found is None:
-            found = self._found[path] = _Type(self._class_of(path), message_indexes(path))
+            found = self._classes[path] = _MessageClass(
+                self._class_of(path), encode_message_indexes(path)
+            )
         return found
 
     def _class_of(self, path: tuple[int, ...]) -> Any:  # noqa: ANN401 - a class of messages
@@ -191,7 +195,7 @@ class ProtobufCodec:
         )
 
 
-def _parsed(text: str, name: str) -> Any:  # noqa: ANN401 - a descriptor
+def _parse_file(text: str, name: str) -> Any:  # noqa: ANN401 - a descriptor
     """Parse the descriptor of a file, and set the name by which other files import it."""
     try:
         file = descriptor_pb2.FileDescriptorProto.FromString(base64.b64decode(text, validate=True))
@@ -204,7 +208,7 @@ def _parsed(text: str, name: str) -> Any:  # noqa: ANN401 - a descriptor
     return file
 
 
-def _file(name: str, message: str, *fields: tuple[str, int]) -> Any:  # noqa: ANN401
+def _file_descriptor(name: str, message: str, *fields: tuple[str, int]) -> Any:  # noqa: ANN401
     """Return the descriptor of a file with one message type; its fields are numbered from 1."""
     package, _, kind = message.rpartition(".")
     file = descriptor_pb2.FileDescriptorProto(name=name, package=package, syntax="proto3")
@@ -215,27 +219,27 @@ def _file(name: str, message: str, *fields: tuple[str, int]) -> Any:  # noqa: AN
     return file
 
 
-_BUILT_IN: Final = {
+_BUILT_IN_FILES: Final = {
     **{
         module.DESCRIPTOR.name: descriptor_pb2.FileDescriptorProto.FromString(
             module.DESCRIPTOR.serialized_pb
         )
-        for module in _WELL_KNOWN
+        for module in _WELL_KNOWN_MODULES
     },
-    "google/type/date.proto": _file(
+    "google/type/date.proto": _file_descriptor(
         "google/type/date.proto",
         "google.type.Date",
         *(("year", _INT32), ("month", _INT32), ("day", _INT32)),
     ),
-    "google/type/timeofday.proto": _file(
+    "google/type/timeofday.proto": _file_descriptor(
         "google/type/timeofday.proto",
         "google.type.TimeOfDay",
         *(("hours", _INT32), ("minutes", _INT32), ("seconds", _INT32), ("nanos", _INT32)),
     ),
-    "confluent/type/decimal.proto": _file(
+    "confluent/type/decimal.proto": _file_descriptor(
         "confluent/type/decimal.proto",
         "confluent.type.Decimal",
         *(("value", _BYTES), ("precision", _UINT32), ("scale", _INT32)),
     ),
-    "confluent/meta.proto": _file("confluent/meta.proto", "confluent."),
+    "confluent/meta.proto": _file_descriptor("confluent/meta.proto", "confluent."),
 }

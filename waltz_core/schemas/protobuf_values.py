@@ -30,16 +30,16 @@ from typing import Any, Final, NamedTuple
 
 from waltz_core.config.settings import first_names_text
 from waltz_core.schemas.strict_values import (
-    Convert,
-    binary,
-    boolean,
-    decimal_bytes,
-    decimal_of,
-    floating,
-    integer,
+    Converter,
+    check_boolean,
+    check_text,
+    decimal_from_unscaled,
+    float_converter,
+    integer_converter,
     mismatch_error,
-    text,
-    unscaled_of,
+    to_bytes,
+    to_unscaled,
+    twos_complement_bytes,
 )
 
 VALUES_PER_BYTE: Final = 8
@@ -47,99 +47,104 @@ VALUES_MIN: Final = 100_000
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND: Final = timedelta(microseconds=1)
 # The codes of FieldDescriptor.type.
-_MESSAGES: Final = (10, 11)
-_ENUM: Final = 14
-_TEXT: Final = 9
-_SCALARS: Final[dict[int, Convert]] = {
-    1: floating("<d", "double"),
-    2: floating("<f", "float"),
-    **dict.fromkeys((3, 16, 18), integer("int64", -(1 << 63), (1 << 63) - 1)),
-    **dict.fromkeys((5, 15, 17), integer("int32", -(1 << 31), (1 << 31) - 1)),
-    **dict.fromkeys((4, 6), integer("uint64", 0, (1 << 64) - 1)),
-    **dict.fromkeys((7, 13), integer("uint32", 0, (1 << 32) - 1)),
-    8: boolean,
-    9: text,
-    12: binary,
+_MESSAGE_CODES: Final = (10, 11)
+_ENUM_CODE: Final = 14
+_STRING_CODE: Final = 9
+_SCALAR_CONVERTERS: Final[dict[int, Converter]] = {
+    1: float_converter("<d", "double"),
+    2: float_converter("<f", "float"),
+    **dict.fromkeys((3, 16, 18), integer_converter("int64", -(1 << 63), (1 << 63) - 1)),
+    **dict.fromkeys((5, 15, 17), integer_converter("int32", -(1 << 31), (1 << 31) - 1)),
+    **dict.fromkeys((4, 6), integer_converter("uint64", 0, (1 << 64) - 1)),
+    **dict.fromkeys((7, 13), integer_converter("uint32", 0, (1 << 32) - 1)),
+    8: check_boolean,
+    9: check_text,
+    12: to_bytes,
 }
 # Message classes are created at runtime, so mypy has no type for a message or a descriptor.
 Message = Any
 Descriptor = Any
 
 
-class MessagePart(NamedTuple):
+class MessageField(NamedTuple):
     """One field of a message type."""
 
     name: str
     has_presence: bool
     is_repeated: bool
-    key: Convert | None  # the conversion of keys, if the field is a map
-    scalar: Convert | None  # None for messages
-    names: dict[int, str] | None  # names by number, if the field is an enum
-    message: Descriptor | None
-    oneof: str | None
+    key_converter: Converter | None  # the conversion of keys, if the field is a map
+    scalar_converter: Converter | None  # None for messages
+    enum_names: dict[int, str] | None  # names by number, if the field is an enum
+    message_type: Descriptor | None
+    oneof_name: str | None
     is_text: bool
 
 
 class MessageType(NamedTuple):
     """The fields of a message type by name, and the values of fields that are not set (rule 1)."""
 
-    fields: dict[str, MessagePart]
+    fields: dict[str, MessageField]
     defaults: dict[str, Any]
     lists: tuple[str, ...]  # the names of repeated fields
     maps: tuple[str, ...]
 
 
 class MessageTypes:
-    """The message types of a schema, by full name."""
+    """The fields of a schema's message types, computed at the first use of each type."""
 
     def __init__(self) -> None:
         self._known: dict[str, MessageType] = {}
 
-    def of(self, kind: Descriptor) -> MessageType:
-        """Return the fields of a message type; computed once."""
+    def message_type(self, kind: Descriptor) -> MessageType:
+        """Return the fields and defaults of a message type."""
         found = self._known.get(kind.full_name)
         if found is None:
-            found = self._known[kind.full_name] = _type(kind)
+            found = self._known[kind.full_name] = _message_type(kind)
         return found
 
 
-def _type(kind: Descriptor) -> MessageType:
-    fields = {part.name: _field(part) for part in kind.fields}
+def _message_type(kind: Descriptor) -> MessageType:
+    fields = {part.name: _message_field(part) for part in kind.fields}
     single = [part for part in kind.fields if not part.has_presence and not part.is_repeated]
-    defaults = {part.name: _named(fields[part.name], part.default_value) for part in single}
+    defaults = {part.name: _enum_name(fields[part.name], part.default_value) for part in single}
     repeated = [part for part in fields.values() if part.is_repeated]
-    lists = tuple(part.name for part in repeated if part.key is None)
+    lists = tuple(part.name for part in repeated if part.key_converter is None)
     return MessageType(
-        fields, defaults, lists, tuple(part.name for part in repeated if part.key is not None)
+        fields,
+        defaults,
+        lists,
+        tuple(part.name for part in repeated if part.key_converter is not None),
     )
 
 
-def _named(part: MessagePart, value: Any) -> Any:  # noqa: ANN401
-    return value if part.names is None else part.names.get(value, value)
+def _enum_name(part: MessageField, value: Any) -> Any:  # noqa: ANN401
+    return value if part.enum_names is None else part.enum_names.get(value, value)
 
 
-def _field(part: Descriptor) -> MessagePart:
+def _message_field(part: Descriptor) -> MessageField:
     key, item = None, part
     if part.message_type is not None and part.message_type.GetOptions().map_entry:
-        key = _SCALARS[part.message_type.fields_by_name["key"].type]
+        key = _SCALAR_CONVERTERS[part.message_type.fields_by_name["key"].type]
         item = part.message_type.fields_by_name["value"]
     names = None
-    if item.type == _ENUM:
+    if item.type == _ENUM_CODE:
         names = {value.number: value.name for value in item.enum_type.values}
-    return MessagePart(
+    return MessageField(
         part.name,
         part.has_presence,
         part.is_repeated,
         key,
-        None if item.type in _MESSAGES else _SCALARS.get(item.type, _enum_number(names or {})),
+        None
+        if item.type in _MESSAGE_CODES
+        else _SCALAR_CONVERTERS.get(item.type, _enum_converter(names or {})),
         names,
-        item.message_type if item.type in _MESSAGES else None,
+        item.message_type if item.type in _MESSAGE_CODES else None,
         None if part.containing_oneof is None else part.containing_oneof.name,
-        item.type == _TEXT,
+        item.type == _STRING_CODE,
     )
 
 
-def _enum_number(names: Mapping[int, str]) -> Convert:
+def _enum_converter(names: Mapping[int, str]) -> Converter:
     numbers = {name: number for number, name in names.items()}
 
     def convert(value: Any) -> int:  # noqa: ANN401
@@ -173,15 +178,15 @@ class MessageReader:
 
         AttributeError: a message has the name of a known type, but other fields.
         """
-        special = _READERS.get(message.DESCRIPTOR.full_name)
+        special = _SPECIAL_READERS.get(message.DESCRIPTOR.full_name)
         if special is not None:
             return special(message)
-        fields, defaults, lists, maps = self._types.of(message.DESCRIPTOR)
+        fields, defaults, lists, maps = self._types.message_type(message.DESCRIPTOR)
         self._left -= len(fields)
         if self._left < 0:
             raise ValueError(
-                f"expected at most {self._limit} fields in the message and the messages in it, "
-                "the limit for a payload of its size; found more (fields that are absent count)"
+                f"expected at most {self._limit} fields in the message and its nested messages, "
+                "the limit for a payload of this size; found more (absent fields count, too)"
             )
         found = defaults.copy()
         for name in lists:
@@ -191,23 +196,23 @@ class MessageReader:
         for descriptor, given in message.ListFields():
             if not descriptor.is_extension:
                 part = fields[descriptor.name]
-                found[part.name] = self._field(part, given)
+                found[part.name] = self._field_value(part, given)
         return found
 
-    def _field(self, part: MessagePart, given: Any) -> Any:  # noqa: ANN401
-        if part.key is not None:
+    def _field_value(self, part: MessageField, given: Any) -> Any:  # noqa: ANN401
+        if part.key_converter is not None:
             # For a map of messages, `items` would return copies of the keys only.
-            return {key: self._one(part, given[key]) for key in given}
+            return {key: self._single_value(part, given[key]) for key in given}
         if part.is_repeated:
-            return [self._one(part, each) for each in given]
-        return self._one(part, given)
+            return [self._single_value(part, each) for each in given]
+        return self._single_value(part, given)
 
-    def _one(self, part: MessagePart, given: Any) -> Any:  # noqa: ANN401
-        if part.message is not None:
+    def _single_value(self, part: MessageField, given: Any) -> Any:  # noqa: ANN401
+        if part.message_type is not None:
             return self.value(given)
         if part.is_text and not isinstance(given, str):  # proto2
             raise ValueError(f"field {part.name!r} is not valid UTF-8")
-        return _named(part, given)
+        return _enum_name(part, given)
 
 
 def _read_timestamp(message: Message) -> datetime:
@@ -225,10 +230,12 @@ def _read_time(message: Message) -> time:
 
 
 def _read_decimal(message: Message) -> Decimal:
-    return decimal_of(int.from_bytes(binary(message.value), "big", signed=True), message.scale)
+    return decimal_from_unscaled(
+        int.from_bytes(to_bytes(message.value), "big", signed=True), message.scale
+    )
 
 
-_WRAPPED: Final = (
+_WRAPPED_TYPES: Final = (
     "Double",
     "Float",
     "Int64",
@@ -239,8 +246,8 @@ _WRAPPED: Final = (
     "String",
     "Bytes",
 )
-_WRAPPERS: Final = tuple(f"google.protobuf.{name}Value" for name in _WRAPPED)
-_READERS: Final[dict[str, Callable[[Message], Any]]] = {
+_WRAPPERS: Final = tuple(f"google.protobuf.{name}Value" for name in _WRAPPED_TYPES)
+_SPECIAL_READERS: Final[dict[str, Callable[[Message], Any]]] = {
     "google.protobuf.Timestamp": _read_timestamp,
     "google.type.Date": lambda message: date(message.year, message.month, message.day),
     "google.type.TimeOfDay": _read_time,
@@ -263,7 +270,7 @@ class MessageBuilder:
         """Set the fields of an empty message; raises TypeError, ValueError or OverflowError."""
         kind = message.DESCRIPTOR.full_name
         message.SetInParent()  # marks it as present, even if all of its fields are absent
-        special = _WRITERS.get(kind)
+        special = _SPECIAL_WRITERS.get(kind)
         if special is not None:
             special(message, value)
             return
@@ -271,26 +278,26 @@ class MessageBuilder:
             value = {"value": value}
         if not isinstance(value, dict):
             raise mismatch_error("a map of fields", value)
-        fields = self._types.of(message.DESCRIPTOR).fields
+        fields = self._types.message_type(message.DESCRIPTOR).fields
         unknown = value.keys() - fields.keys()
         if unknown:
             raise ValueError(f"the schema has no field {min(map(str, unknown))!r:.100}")
         chosen: dict[str, str] = {}
         for name, given in value.items():
             part = fields[name]
-            if given is not None and part.oneof is not None:
-                other = chosen.setdefault(part.oneof, part.name)
+            if given is not None and part.oneof_name is not None:
+                other = chosen.setdefault(part.oneof_name, part.name)
                 if other != part.name:
                     raise ValueError(
                         f"fields {other!r} and {part.name!r} are in the same oneof: expected a "
                         "value in one of them, found values in both"
                     )
             try:
-                self._field(message, part, given)
+                self._set_field(message, part, given)
             except (TypeError, ValueError, OverflowError) as error:
                 raise ValueError(f"field {part.name!r}: {error}") from None
 
-    def _field(self, message: Message, part: MessagePart, given: Any) -> None:  # noqa: ANN401
+    def _set_field(self, message: Message, part: MessageField, given: Any) -> None:  # noqa: ANN401
         if given is None:
             if not part.has_presence:
                 raise ValueError(
@@ -298,28 +305,28 @@ class MessageBuilder:
                     "optional in the schema"
                 )
             return
-        if part.key is not None:
-            self._map(getattr(message, part.name), part, part.key, given)
+        if part.key_converter is not None:
+            self._set_map(getattr(message, part.name), part, part.key_converter, given)
         elif part.is_repeated:
             if not isinstance(given, list | tuple):
                 raise mismatch_error("a list", given)
             target = getattr(message, part.name)
-            if part.scalar is not None:
-                target.extend([part.scalar(each) for each in given])
+            if part.scalar_converter is not None:
+                target.extend([part.scalar_converter(each) for each in given])
             else:
                 for each in given:
                     self.fill(target.add(), each)
-        elif part.scalar is not None:
-            setattr(message, part.name, part.scalar(given))
+        elif part.scalar_converter is not None:
+            setattr(message, part.name, part.scalar_converter(given))
         else:
             self.fill(getattr(message, part.name), given)
 
-    def _map(self, target: Any, part: MessagePart, key: Convert, given: Any) -> None:  # noqa: ANN401
+    def _set_map(self, target: Any, part: MessageField, key: Converter, given: Any) -> None:  # noqa: ANN401
         if not isinstance(given, dict):
             raise mismatch_error("a map", given)
         for name, each in given.items():
-            if part.scalar is not None:
-                target[key(name)] = part.scalar(each)
+            if part.scalar_converter is not None:
+                target[key(name)] = part.scalar_converter(each)
             else:
                 self.fill(target[key(name)], each)
 
@@ -349,12 +356,12 @@ def _write_decimal(message: Message, value: Any) -> None:  # noqa: ANN401
         raise mismatch_error("a decimal", value)
     exponent = Decimal(value).as_tuple().exponent
     scale = max(0, -exponent) if isinstance(exponent, int) else 0
-    unscaled = unscaled_of(value, scale)
-    message.value, message.scale = decimal_bytes(unscaled), scale
+    unscaled = to_unscaled(value, scale)
+    message.value, message.scale = twos_complement_bytes(unscaled), scale
     message.precision = max(len(str(abs(unscaled))), scale)
 
 
-_WRITERS: Final[dict[str, Callable[[Message, Any], None]]] = {
+_SPECIAL_WRITERS: Final[dict[str, Callable[[Message, Any], None]]] = {
     "google.protobuf.Timestamp": _write_timestamp,
     "google.type.Date": _write_date,
     "google.type.TimeOfDay": _write_time,

@@ -33,7 +33,7 @@ REFERENCES_MAX: Final = 100
 SCHEMA_CHARACTERS_MAX: Final = 1024 * 1024
 _CONTENT_TYPE: Final = "application/vnd.schemaregistry.v1+json"
 _ACCEPT: Final = f"{_CONTENT_TYPE}, application/json"
-_TEXT_MAX: Final = 300
+_REASON_CHARACTERS_MAX: Final = 300
 
 
 class SchemaRegistry:
@@ -66,21 +66,23 @@ class SchemaRegistry:
             BadFormat: the schema does not exist, or is of another kind.
             BadConfig, Unavailable: see rule 1.
         """
-        lookup = _Lookup(self, kind)
-        found = lookup.get(f"/schemas/ids/{schema_id}")
+        lookup = _SchemaLookup(self, kind)
+        found = lookup.send_request(f"/schemas/ids/{schema_id}")
         if found is None:
             raise BadFormat(f"schema {schema_id} does not exist in the schema registry at {self}")
         return lookup.resolve_schema(schema_id, found)
 
-    def version(self, subject: str, version: int | None, kind: SchemaType) -> RegisteredSchema:
+    def subject_schema(
+        self, subject: str, version: int | None, kind: SchemaType
+    ) -> RegisteredSchema:
         """Request a version of a subject's schema; None: the latest version.
 
         Raises:
             BadFormat: the schema is of another kind.
             BadConfig, Unavailable: see rule 1.
         """
-        lookup = _Lookup(self, kind)
-        found = lookup.version(subject, "latest" if version is None else version)
+        lookup = _SchemaLookup(self, kind)
+        found = lookup.subject_schema(subject, "latest" if version is None else version)
         return lookup.resolve_schema(_schema_id(found, str(self)), found)
 
     def register(self, subject: str, kind: SchemaType, text: str) -> RegisteredSchema:
@@ -90,17 +92,17 @@ class SchemaRegistry:
             BadRequest: the schema is not valid, or not compatible with the subject's schemas.
             BadConfig, Unavailable: see rule 1.
         """
-        lookup = _Lookup(self, kind)
+        lookup = _SchemaLookup(self, kind)
         given: dict[str, Any] = {"schema": text}
         if kind is not SchemaType.AVRO:  # earlier versions of the API have Avro only
             given["schemaType"] = kind.value
-        found = lookup.get(f"/subjects/{quote(subject, safe='')}/versions", given)
+        found = lookup.send_request(f"/subjects/{quote(subject, safe='')}/versions", given)
         if found is None:
             raise BadConfig(f"the schema registry at {self} has no subjects: {given}")
         return RegisteredSchema(_schema_id(found, str(self)), kind, text)
 
-    def answer(self, path: str, body: bytes | None, deadline_s: float) -> "HttpAnswer":
-        """Try the addresses in turn, and return the first answer; raises the errors of rule 1."""
+    def send_to_any_address(self, path: str, body: bytes | None, deadline_s: float) -> "HttpAnswer":
+        """Send a request to one address after the other; return the first answer (rules 1, 2)."""
         # Most clients use no schema registry, and importing http.client takes 30 ms.
         from waltz_core.schemas.registry_http import basic_auth, request  # noqa: PLC0415
 
@@ -122,12 +124,12 @@ class SchemaRegistry:
                 return found
             failure = Unavailable(
                 f"the schema registry at {address} answers with status {found.status}: "
-                f"{found.shown}"
+                f"{found.body_text}"
             )
         raise failure
 
 
-class _Lookup:
+class _SchemaLookup:
     """The requests for one schema (rules 2 and 3)."""
 
     def __init__(self, registry: SchemaRegistry, kind: SchemaType) -> None:
@@ -135,23 +137,23 @@ class _Lookup:
         self._kind = kind
         self._deadline_s = time.monotonic() + registry._timeout_s
 
-    def get(self, path: str, given: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    def send_request(self, path: str, given: dict[str, Any] | None = None) -> dict[str, Any] | None:
         """Send a request; return the object in the answer, None if the resource does not exist."""
         if given is None and self._kind is SchemaType.PROTOBUF:
             path += "?format=serialized"
         body = None if given is None else json.dumps(given).encode()
-        found = self._registry.answer(path, body, self._deadline_s)
-        reply = _object(found.body)
+        found = self._registry.send_to_any_address(path, body, self._deadline_s)
+        reply = _json_object(found.body)
         if found.status == 200 and reply is not None:
             return reply
         # The answer of another web server without this API has no error code.
         if found.status == 404 and reply is not None and "error_code" in reply:
             return None
-        raise _rejection(found, reply, str(self._registry))
+        raise _rejection_error(found, reply, str(self._registry))
 
-    def version(self, subject: str, version: object) -> dict[str, Any]:
+    def subject_schema(self, subject: str, version: object) -> dict[str, Any]:
         """Request a version of a subject's schema; raises BadConfig if it does not exist."""
-        found = self.get(f"/subjects/{quote(subject, safe='')}/versions/{version}")
+        found = self.send_request(f"/subjects/{quote(subject, safe='')}/versions/{version}")
         if found is None:
             raise BadConfig(
                 f"the schema registry at {self._registry} has no version {version} of subject "
@@ -163,15 +165,15 @@ class _Lookup:
         """Return the schema in an answer, with the schemas to which it refers."""
         what = f"schema {schema_id} of the schema registry at {self._registry}"
         known: dict[tuple[str, int], NamedSchema | None] = {}
-        self._collect(found, known, what)
+        self._collect_references(found, known, what)
         references = tuple(each for each in known.values() if each is not None)
-        return RegisteredSchema(schema_id, self._kind, self._text(found, what), references)
+        return RegisteredSchema(schema_id, self._kind, self._schema_text(found, what), references)
 
-    def _collect(
+    def _collect_references(
         self, found: dict[str, Any], known: dict[tuple[str, int], NamedSchema | None], what: str
     ) -> None:
         """Add the schemas to which a schema refers, each after those to which it refers itself."""
-        for name, subject, version in _references(found, what):
+        for name, subject, version in _parse_references(found, what):
             key = (subject, version)
             if key in known:
                 continue
@@ -180,12 +182,12 @@ class _Lookup:
                     f"{what}: expected at most {REFERENCES_MAX} referenced schemas, found more"
                 )
             known[key] = None  # ends the recursion for a schema that refers to itself
-            part = self.version(subject, version)
-            self._collect(part, known, what)
+            part = self.subject_schema(subject, version)
+            self._collect_references(part, known, what)
             del known[key]  # moves it after its own references
-            known[key] = NamedSchema(name, self._text(part, what))
+            known[key] = NamedSchema(name, self._schema_text(part, what))
 
-    def _text(self, found: dict[str, Any], what: str) -> str:
+    def _schema_text(self, found: dict[str, Any], what: str) -> str:
         kind = found.get("schemaType", SchemaType.AVRO.value)
         if kind != self._kind.value:
             raise BadFormat(f"{what}: expected a schema of kind {self._kind.value}, found {kind!r}")
@@ -197,7 +199,7 @@ class _Lookup:
         return text
 
 
-def _object(body: bytes) -> dict[str, Any] | None:
+def _json_object(body: bytes) -> dict[str, Any] | None:
     try:
         found = from_json(body)
     except ValueError:
@@ -214,7 +216,7 @@ def _schema_id(found: dict[str, Any], where: str) -> int:
     return schema_id
 
 
-def _references(found: dict[str, Any], what: str) -> list[tuple[str, str, int]]:
+def _parse_references(found: dict[str, Any], what: str) -> list[tuple[str, str, int]]:
     given = found.get("references") or []
     if not isinstance(given, list):
         raise BadFormat(f"{what}: expected a list of references, found {type(given).__name__}")
@@ -228,12 +230,12 @@ def _references(found: dict[str, Any], what: str) -> list[tuple[str, str, int]]:
     return references
 
 
-def _rejection(found: "HttpAnswer", reply: dict[str, Any] | None, where: str) -> Exception:
+def _rejection_error(found: "HttpAnswer", reply: dict[str, Any] | None, where: str) -> Exception:
     """Return the error for an answer that contains no result (rule 1)."""
     status = found.status
-    reason = found.shown
+    reason = found.body_text
     if reply is not None and isinstance(reply.get("message"), str):
-        reason = repr(reply["message"][:_TEXT_MAX])
+        reason = repr(reply["message"][:_REASON_CHARACTERS_MAX])
     registry = f"the schema registry at {where}"
     if status in (401, 403):
         return BadConfig(

@@ -22,7 +22,7 @@ from waltz_core.errors import BadConfig, Unavailable
 from waltz_core.schemas.registry_urls import RegistryAddress
 
 ANSWER_BYTES_MAX: Final = 4 * 1024 * 1024
-_AUTH_BYTES_MAX: Final = 4096
+_AUTH_FILE_BYTES_MAX: Final = 4096
 # The number of characters that an answer may add to a message.
 _TEXT_MAX: Final = 300
 
@@ -34,7 +34,7 @@ class HttpAnswer(NamedTuple):
     body: bytes
 
     @property
-    def shown(self) -> str:
+    def body_text(self) -> str:
         """The beginning of the body, for a message."""
         return repr(self.body[:_TEXT_MAX].decode("utf-8", "replace"))
 
@@ -47,11 +47,11 @@ def basic_auth(auth_file: str) -> str:
     """
     try:
         with Path(auth_file).open("rb") as file:
-            text = file.read(_AUTH_BYTES_MAX + 1).strip()
+            text = file.read(_AUTH_FILE_BYTES_MAX + 1).strip()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadConfig(f"schema registry: file {auth_file!r} cannot be read ({reason})") from None
-    if b":" not in text or len(text) > _AUTH_BYTES_MAX or len(text.splitlines()) != 1:
+    if b":" not in text or len(text) > _AUTH_FILE_BYTES_MAX or len(text.splitlines()) != 1:
         raise BadConfig(
             f"schema registry: expected one line, user:password, in file {auth_file!r}, found "
             "something else"
@@ -80,12 +80,12 @@ def request(
         Unavailable: there is no answer in time, or no HTTP answer.
     """
     kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-    connection = kind(address.host, address.port, timeout=_rest_s(deadline_s))
+    connection = kind(address.host, address.port, timeout=_remaining_s(deadline_s))
     opened: socket.socket | None = None
     try:
         connection.connect()
         opened = connection.sock
-        limited: Any = _LimitedSocket(opened, deadline_s)
+        limited: Any = _DeadlineSocket(opened, deadline_s)
         connection.sock = limited
         method = "GET" if body is None else "POST"
         connection.request(method, address.path + path, body, dict(headers))
@@ -115,7 +115,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:_TEXT_MAX]}"
 
 
-def _rest_s(deadline_s: float) -> float:
+def _remaining_s(deadline_s: float) -> float:
     """Return the seconds until a deadline; raises TimeoutError after it."""
     rest = deadline_s - time.monotonic()
     if rest <= 0:
@@ -123,7 +123,7 @@ def _rest_s(deadline_s: float) -> float:
     return rest
 
 
-class _LimitedSocket:
+class _DeadlineSocket:
     """The socket methods that http.client uses, with a deadline; `request` closes the socket."""
 
     def __init__(self, opened: socket.socket, deadline_s: float) -> None:
@@ -131,17 +131,17 @@ class _LimitedSocket:
         self._deadline_s = deadline_s
 
     def sendall(self, data: bytes) -> None:
-        self._socket.settimeout(_rest_s(self._deadline_s))
+        self._socket.settimeout(_remaining_s(self._deadline_s))
         self._socket.sendall(data)
 
     def makefile(self, *_: object) -> io.BufferedReader:
-        return io.BufferedReader(_LimitedReader(self._socket, self._deadline_s))
+        return io.BufferedReader(_DeadlineReader(self._socket, self._deadline_s))
 
     def close(self) -> None:
         pass
 
 
-class _LimitedReader(io.RawIOBase):
+class _DeadlineReader(io.RawIOBase):
     """A stream of the bytes that a socket receives until a deadline."""
 
     def __init__(self, opened: socket.socket, deadline_s: float) -> None:
@@ -152,5 +152,5 @@ class _LimitedReader(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:  # noqa: ANN401 - any writable buffer
-        self._socket.settimeout(_rest_s(self._deadline_s))
+        self._socket.settimeout(_remaining_s(self._deadline_s))
         return self._socket.recv_into(buffer)

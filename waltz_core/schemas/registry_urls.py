@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from waltz_core.errors import BadConfig
 
-_PORTS: Final = {"http": 80, "https": 443}
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
 
 
 class RegistryAddress(NamedTuple):
@@ -33,13 +33,13 @@ def addresses_of(urls: str) -> tuple[RegistryAddress, ...]:
     """
     if not isinstance(urls, str):
         raise BadConfig(f"schema registry: expected a URL, found {type(urls).__name__}")
-    found = tuple(_address(each.strip()) for each in urls.split(",") if each.strip())
+    found = tuple(_parse_address(each.strip()) for each in urls.split(",") if each.strip())
     if not found:
         raise BadConfig("schema registry: expected a URL like http://registry:8081, found none")
     return found
 
 
-def _address(url: str) -> RegistryAddress:
+def _parse_address(url: str) -> RegistryAddress:
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -51,12 +51,12 @@ def _address(url: str) -> RegistryAddress:
             "schema registry: expected a URL without a user and a password, which plans and logs "
             "would show. Hint: write user:password into a file, and name the file."
         )
-    if parts.scheme not in _PORTS or not parts.hostname or parts.query or parts.fragment:
+    if parts.scheme not in _DEFAULT_PORTS or not parts.hostname or parts.query or parts.fragment:
         raise BadConfig(
             f"schema registry: expected a URL like http://registry:8081, found {url[:200]!r}"
         )
     if not url.isascii() or not url.isprintable() or " " in url:
         raise BadConfig(f"schema registry: expected a URL of ASCII characters, found {url[:200]!r}")
     return RegistryAddress(
-        parts.scheme, parts.hostname, port or _PORTS[parts.scheme], parts.path.rstrip("/")
+        parts.scheme, parts.hostname, port or _DEFAULT_PORTS[parts.scheme], parts.path.rstrip("/")
     )

@@ -20,20 +20,20 @@ from typing import Final
 
 from waltz_core.errors import BadFormat
 
-MAGIC: Final = 0
+MAGIC_BYTE: Final = 0
 SCHEMA_ID_MAX: Final = (1 << 31) - 1
 _PREFIX: Final = struct.Struct(">BI")
 # protoc rejects types that are nested more deeply. The limit also bounds what a payload can demand.
-_STEPS_MAX: Final = 32
+_PATH_STEPS_MAX: Final = 32
 _VARINT_BYTES_MAX: Final = 5
 
-FIRST_MESSAGE: Final = (0,)
+FIRST_MESSAGE_PATH: Final = (0,)
 
 
 def prefix_of(schema_id: int) -> bytes:
     """Return the 5 bytes that identify a schema."""
     assert 0 <= schema_id <= SCHEMA_ID_MAX
-    return _PREFIX.pack(MAGIC, schema_id)
+    return _PREFIX.pack(MAGIC_BYTE, schema_id)
 
 
 def split_prefix(data: bytes) -> tuple[int, bytes]:
@@ -48,7 +48,7 @@ def split_prefix(data: bytes) -> tuple[int, bytes]:
             f"{len(data)}"
         )
     magic, schema_id = _PREFIX.unpack_from(data)
-    if magic != MAGIC:
+    if magic != MAGIC_BYTE:
         raise BadFormat(
             f"expected Confluent's wire format, which begins with byte 0x00, found {magic:#04x}. "
             "Hint: the payload was written in another format, or is encrypted."
@@ -58,15 +58,15 @@ def split_prefix(data: bytes) -> tuple[int, bytes]:
     return schema_id, data[_PREFIX.size :]
 
 
-def message_indexes(path: Sequence[int]) -> bytes:
+def encode_message_indexes(path: Sequence[int]) -> bytes:
     """Encode the path to a message type (rules 1 and 2)."""
     assert path
-    if tuple(path) == FIRST_MESSAGE:
+    if tuple(path) == FIRST_MESSAGE_PATH:
         return b"\0"
-    return b"".join(_varint(each << 1) for each in (len(path), *path))
+    return b"".join(_encode_varint(each << 1) for each in (len(path), *path))
 
 
-def split_indexes(body: bytes) -> tuple[tuple[int, ...], bytes]:
+def split_message_indexes(body: bytes) -> tuple[tuple[int, ...], bytes]:
     """Split bytes into the path to a message type and the bytes of the message.
 
     Raises:
@@ -74,9 +74,9 @@ def split_indexes(body: bytes) -> tuple[tuple[int, ...], bytes]:
     """
     count, at = _read_varint(body, 0)
     if count == 0:
-        return FIRST_MESSAGE, body[at:]
-    if not 0 < count <= _STEPS_MAX:
-        raise BadFormat(f"expected 1 to {_STEPS_MAX} message indexes, found {count}")
+        return FIRST_MESSAGE_PATH, body[at:]
+    if not 0 < count <= _PATH_STEPS_MAX:
+        raise BadFormat(f"expected 1 to {_PATH_STEPS_MAX} message indexes, found {count}")
     path = []
     for _ in range(count):
         step, at = _read_varint(body, at)
@@ -86,7 +86,7 @@ def split_indexes(body: bytes) -> tuple[tuple[int, ...], bytes]:
     return tuple(path), body[at:]
 
 
-def _varint(value: int) -> bytes:
+def _encode_varint(value: int) -> bytes:
     found = bytearray()
     while value > 0x7F:
         found.append(value & 0x7F | 0x80)

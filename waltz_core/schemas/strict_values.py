@@ -11,13 +11,13 @@ from collections.abc import Callable
 from decimal import Context, Decimal, Inexact
 from typing import Any, Final
 
-Convert = Callable[[Any], Any]
+Converter = Callable[[Any], Any]
 
 DECIMAL_DIGITS_MAX: Final = 76
-_LIMIT: Final = 10**DECIMAL_DIGITS_MAX
-_DIGITS: Final = 2 * DECIMAL_DIGITS_MAX
+_DECIMAL_LIMIT: Final = 10**DECIMAL_DIGITS_MAX
+_EXACT_DIGITS: Final = 2 * DECIMAL_DIGITS_MAX
 # Numbers of up to twice as many digits are exact; more digits are an error.
-_EXACT: Final = Context(prec=2 * _DIGITS, traps=[Inexact])
+_EXACT_CONTEXT: Final = Context(prec=2 * _EXACT_DIGITS, traps=[Inexact])
 
 
 def mismatch_error(expected: str, value: object) -> TypeError:
@@ -25,20 +25,20 @@ def mismatch_error(expected: str, value: object) -> TypeError:
     return TypeError(f"expected {expected}, found {value!r:.100} ({type(value).__name__})")
 
 
-def null(value: Any) -> None:  # noqa: ANN401
+def check_null(value: Any) -> None:  # noqa: ANN401
     """Accept only None."""
     if value is not None:
         raise mismatch_error("null", value)
 
 
-def boolean(value: Any) -> bool:  # noqa: ANN401
+def check_boolean(value: Any) -> bool:  # noqa: ANN401
     """Accept only a boolean, and return it."""
     if not isinstance(value, bool):
         raise mismatch_error("a boolean", value)
     return value
 
 
-def integer(kind: str, low: int, high: int) -> Convert:
+def integer_converter(kind: str, low: int, high: int) -> Converter:
     """Return a conversion that accepts integers from `low` to `high`."""
 
     def convert(value: Any) -> int:  # noqa: ANN401
@@ -51,7 +51,7 @@ def integer(kind: str, low: int, high: int) -> Convert:
     return convert
 
 
-def floating(layout: str, kind: str) -> Convert:
+def float_converter(layout: str, kind: str) -> Converter:
     """Return a conversion to float; `layout` is the float's format in `struct`."""
 
     pack = struct.Struct(layout).pack
@@ -72,31 +72,31 @@ def floating(layout: str, kind: str) -> Convert:
     return convert
 
 
-def binary(value: Any) -> bytes:  # noqa: ANN401
+def to_bytes(value: Any) -> bytes:  # noqa: ANN401
     """Accept a bytes-like value, and return it as bytes."""
     if not isinstance(value, bytes | bytearray | memoryview):
         raise mismatch_error("bytes", value)
     return bytes(value)
 
 
-def text(value: Any) -> str:  # noqa: ANN401
+def check_text(value: Any) -> str:  # noqa: ANN401
     """Accept only a string, and return it."""
     if not isinstance(value, str):
         raise mismatch_error("a text", value)
     return value
 
 
-def unscaled_of(value: Decimal | int, scale: int) -> int:
+def to_unscaled(value: Decimal | int, scale: int) -> int:
     """Return the integer value * 10**scale; raises ValueError if this is not exact."""
-    number = Decimal(value) if isinstance(value, int) and abs(value) < _LIMIT else value
-    if not isinstance(number, Decimal) or (number and abs(number.adjusted()) > _DIGITS):
+    number = Decimal(value) if isinstance(value, int) and abs(value) < _DECIMAL_LIMIT else value
+    if not isinstance(number, Decimal) or (number and abs(number.adjusted()) > _EXACT_DIGITS):
         raise ValueError("a number is out of the range of a decimal")
     if not number.is_finite():
         raise ValueError(f"{value} is not a number")
     if not number:
         return 0
     try:
-        scaled = number.scaleb(scale, _EXACT)
+        scaled = number.scaleb(scale, _EXACT_CONTEXT)
     except Inexact:
         raise ValueError("a number has too many digits for a decimal") from None
     unscaled = int(scaled)
@@ -105,7 +105,7 @@ def unscaled_of(value: Decimal | int, scale: int) -> int:
     return unscaled
 
 
-def decimal_of(unscaled: int, scale: int) -> Decimal:
+def decimal_from_unscaled(unscaled: int, scale: int) -> Decimal:
     """Return unscaled / 10**scale as a decimal.
 
     Raises:
@@ -118,7 +118,7 @@ def decimal_of(unscaled: int, scale: int) -> Decimal:
     return Decimal((sign, digits, -scale))
 
 
-def decimal_bytes(unscaled: int) -> bytes:
+def twos_complement_bytes(unscaled: int) -> bytes:
     """Return the shortest two's complement form of an integer, big-endian."""
     fewest = (unscaled if unscaled >= 0 else ~unscaled).bit_length() // 8 + 1
     return unscaled.to_bytes(fewest, "big", signed=True)

@@ -32,8 +32,8 @@ def test_schemas_are_found_by_id_and_by_version(registry):
     first, second = registry.put("a/b c", TEXT), registry.put("a/b c", '"string"')
     client = SchemaRegistry(registry.url + "/")
     assert client.schema(first, AVRO).text == TEXT
-    assert client.version("a/b c", None, AVRO)[:3] == (second, AVRO, '"string"')
-    assert client.version("a/b c", 1, AVRO).schema_id == first
+    assert client.subject_schema("a/b c", None, AVRO)[:3] == (second, AVRO, '"string"')
+    assert client.subject_schema("a/b c", 1, AVRO).schema_id == first
     assert registry.requests[0] == ("GET", f"/schemas/ids/{first}")
     assert registry.requests[1] == ("GET", "/subjects/a%2Fb%20c/versions/latest")
 
@@ -82,7 +82,7 @@ def test_references_are_limited_and_a_circle_ends(registry):
         more = [{"name": "n", "subject": f"s{each + 1}", "version": 1}]
         registry.put(f"s{each}", f'"{each}"', references=more)
     with pytest.raises(BadFormat, match=f"expected at most {REFERENCES_MAX} referenced schemas"):
-        client.version("s0", None, AVRO)
+        client.subject_schema("s0", None, AVRO)
 
 
 @pytest.mark.parametrize("references", [7, [7], [{"name": "n"}], [{"name": 1, "subject": "s"}]])
@@ -97,7 +97,7 @@ def test_a_missing_schema_is_not_an_outage(registry):
     with pytest.raises(BadFormat, match=rf"schema 7 does not exist .* {registry.url}"):
         client.schema(7, AVRO)
     with pytest.raises(BadConfig, match="no version latest of subject 'orders'"):
-        client.version("orders", None, AVRO)
+        client.subject_schema("orders", None, AVRO)
 
 
 def test_a_schema_of_another_kind_is_an_error(registry):

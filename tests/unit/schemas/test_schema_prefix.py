@@ -3,7 +3,12 @@
 import pytest
 
 from waltz_core.errors import BadFormat
-from waltz_core.schemas.schema_prefix import message_indexes, prefix_of, split_indexes, split_prefix
+from waltz_core.schemas.schema_prefix import (
+    encode_message_indexes,
+    prefix_of,
+    split_message_indexes,
+    split_prefix,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,12 +30,12 @@ def test_the_prefix_is_a_zero_and_the_schema_id_big_endian(schema_id, data):
     [((0,), "00"), ((1,), "0202"), ((1, 0), "040200"), ((2, 0, 70), "0604008c01")],
 )
 def test_message_indexes_are_zigzag_varints_with_one_byte_for_the_first_type(path, data):
-    assert message_indexes(path).hex() == data
-    assert split_indexes(bytes.fromhex(data) + b"rest") == (path, b"rest")
+    assert encode_message_indexes(path).hex() == data
+    assert split_message_indexes(bytes.fromhex(data) + b"rest") == (path, b"rest")
 
 
 def test_the_long_form_of_the_first_type_is_read():
-    assert split_indexes(b"\x02\x00rest") == ((0,), b"rest")
+    assert split_message_indexes(b"\x02\x00rest") == ((0,), b"rest")
 
 
 @pytest.mark.parametrize(
@@ -62,4 +67,4 @@ def test_another_prefix_is_an_error(data, text):
 )
 def test_damaged_message_indexes_are_an_error(data, text):
     with pytest.raises(BadFormat, match=text):
-        split_indexes(data)
+        split_message_indexes(data)
