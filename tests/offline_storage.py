@@ -53,7 +53,7 @@ def verification_texts(path: Path) -> tuple[list[str], list[str]]:
     texts = {True: [], False: []}
     for one in findings.kept:
         where = one.path if one.offset is None else f"{one.path} at {one.offset}"
-        texts[one.is_wrong].append(f"{where}: {one.what}")
+        texts[one.is_error].append(f"{where}: {one.what}")
     assert not findings.omitted_count
     return texts[True], texts[False]
 

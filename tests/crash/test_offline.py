@@ -125,7 +125,7 @@ def test_any_changed_byte_outside_the_logs_is_found(tmp_path_factory, seed, data
 
 @given(SLOTS)
 def test_slots_are_read_as_they_are_written(slot):
-    read = layout.control_slot(slot.encode(), (slot.sequence + 1) % 2)
+    read = layout.decode_control_slot(slot.encode(), (slot.sequence + 1) % 2)
     assert read.errors == ()
     assert (read.partition, read.sequence, read.old_sequence) == (
         slot.partition_id,
@@ -156,30 +156,30 @@ def test_slots_are_read_as_they_are_written(slot):
 def test_batches_are_read_as_they_are_written(entry, position, key, created_ms):
     segment = disk_format.SegmentHeader(created_ms, key, PartitionId(3), entry.first)
     head = disk_format.LineageHeader(segment, GENESIS)
-    read_head = layout.chain_header(head.encode())
+    read_head = layout.decode_chain_header(head.encode())
     assert (read_head.errors, read_head.chain_before) == ((), GENESIS)
     assert read_head.header[1:5] == (created_ms, key, 3, entry.first)
-    assert layout.file_header(segment.encode()) == read_head.header
+    assert layout.decode_file_header(segment.encode()) == read_head.header
     written = disk_format.encode_entry(
         entry, entry.first - 1, segment_crc=head.segment_crc, position=position
     )
-    read = layout.batch(written, position, read_head.segment_crc)
+    read = layout.decode_batch_entry(written, position, read_head.segment_crc)
     expected = ()
     if entry.session_id < layout.RECONSTRUCTED:
         expected = (f"expected a session number of at least -2, found {entry.session_id}",)
     assert read == BatchEntry(*entry, entry.first - 1, expected)
-    elsewhere = layout.batch(written, position + 1, read_head.segment_crc)
+    elsewhere = layout.decode_batch_entry(written, position + 1, read_head.segment_crc)
     assert elsewhere.errors[0].startswith("expected CRC")
 
 
 @given(st.binary(max_size=600), st.integers(0, 1))
 def test_any_bytes_are_decoded_without_an_exception(data, position):
-    assert layout.control_slot(data, position).errors
-    assert layout.control_entry(data, position).errors
-    assert layout.file_header(data[:100]).errors
-    assert layout.chain_header(data[:60]).errors
-    assert layout.batch(data[:60], position, 0).errors
-    assert layout.storage_id(data[:20])[1]
+    assert layout.decode_control_slot(data, position).errors
+    assert layout.decode_control_entry(data, position).errors
+    assert layout.decode_file_header(data[:100]).errors
+    assert layout.decode_chain_header(data[:60]).errors
+    assert layout.decode_batch_entry(data[:60], position, 0).errors
+    assert layout.decode_storage_id(data[:20])[1]
 
 
 def test_the_second_crc_is_crc_32():

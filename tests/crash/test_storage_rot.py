@@ -18,7 +18,12 @@ from tests.storage_model import (
     run_until_power_loss,
 )
 from waltz_core.errors import ChecksumMismatch, Damaged, DiskFailed
-from waltz_core.offline.layout import BATCH_BYTES, CHAIN_HEADER_BYTES, batch, chain_header
+from waltz_core.offline.layout import (
+    BATCH_BYTES,
+    CHAIN_HEADER_BYTES,
+    decode_batch_entry,
+    decode_chain_header,
+)
 from waltz_sim.world.simulated_disk import Contents, DiskFault, SimDisk, Survival
 
 SEEDS = range(12 + int(os.environ.get("WALTZ_STORAGE_SEEDS", "0")))
@@ -122,10 +127,12 @@ def durable_before(files, marker):
     last = marker
     paths = sorted(path.with_suffix(".chn") for path in files if path.suffix == ".seg")
     for path in paths:
-        crc = chain_header(files[path][:CHAIN_HEADER_BYTES]).segment_crc
+        crc = decode_chain_header(files[path][:CHAIN_HEADER_BYTES]).segment_crc
         body = files[path][CHAIN_HEADER_BYTES:]
         for position in range(len(body) // BATCH_BYTES):
-            one = batch(body[BATCH_BYTES * position : BATCH_BYTES * (position + 1)], position, crc)
+            one = decode_batch_entry(
+                body[BATCH_BYTES * position : BATCH_BYTES * (position + 1)], position, crc
+            )
             if not one.errors:
                 last = max(last, one.synced if path == paths[-1] else one.last)
     return last

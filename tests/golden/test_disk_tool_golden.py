@@ -40,7 +40,7 @@ def test_a_0_13_program_directory_verifies(storage, capsys):
     ]
     assert verification_texts(storage) == (missing, [ONLY_THE_ORIGINAL])
     log = verify_directory(storage, partitions=[0]).logs[0]
-    assert (log.records, log.checksums, log.last) == (9, 18, 8)
+    assert (log.record_count, log.checksum_count, log.last) == (9, 18, 8)
     code, (value,) = run_tool(capsys, "verify", storage, "--partition", 0)
     assert code == 0
     assert (value["wrong"], value["notes"]) == (0, 1)
@@ -110,7 +110,7 @@ def test_corruption_anywhere_in_a_0_13_directory_is_found(storage):
         flip_byte(path, at)
         findings = verify_directory(storage, partitions=[0]).findings
         assert findings.error_count, at
-        assert any(one.path == f"0/{NAME}.seg" for one in findings.kept if one.is_wrong), at
+        assert any(one.path == f"0/{NAME}.seg" for one in findings.kept if one.is_error), at
         flip_byte(path, at)
 
 
@@ -136,4 +136,4 @@ def test_an_adopted_directory_verifies(storage):
         notes += [new_session, f"{one}/waltz-x.ctl: {lost}"]
     assert verification_texts(storage) == ([], notes)
     log = verify_directory(storage).logs[0]
-    assert (log.last, log.chains, log.unchecked_chains) == (8, 1, 0)
+    assert (log.last, log.batch_count, log.unchecked_batch_count) == (8, 1, 0)

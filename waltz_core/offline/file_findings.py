@@ -3,7 +3,7 @@
 A check only adds findings; this class counts, orders and limits them.
 
 Rules:
-    1. An error (`is_wrong`) is a state that no storage would leave. A note is a state of interest
+    1. An error (`is_error`) is a state that no storage would leave. A note is a state of interest
        that a storage handles by itself: the traces of a stop without a close, or pending work.
     2. The first `limit` findings are kept; the others are only counted.
 """
@@ -19,7 +19,7 @@ def records_text(first: int, last: int) -> str:
 class FileFinding(NamedTuple):
     """One finding; `path` is relative to the verified directory."""
 
-    is_wrong: bool
+    is_error: bool
     path: str
     offset: int | None
     what: str
@@ -39,14 +39,14 @@ class VerificationFindings:
         """The number of findings that were counted but not kept (rule 2)."""
         return self.error_count + self.note_count - len(self.kept)
 
-    def add(self, path: str, offset: int | None, what: str, *, is_wrong: bool) -> None:
+    def add(self, path: str, offset: int | None, what: str, *, is_error: bool) -> None:
         """Count a finding, and keep it if the limit permits."""
-        if is_wrong:
+        if is_error:
             self.error_count += 1
         else:
             self.note_count += 1
         if len(self.kept) < self._limit:
-            self.kept.append(FileFinding(is_wrong, path, offset, what))
+            self.kept.append(FileFinding(is_error, path, offset, what))
 
     def in_file(self, path: str) -> "FileFindings":
         """Return a collector for the findings of one file."""
@@ -62,12 +62,12 @@ class FileFindings:
 
     def add_error(self, offset: int | None, what: str) -> None:
         """Add an error at an offset; None if it concerns the complete file."""
-        self._findings.add(self._path, offset, what, is_wrong=True)
+        self._findings.add(self._path, offset, what, is_error=True)
 
     def add_note(self, offset: int | None, what: str) -> None:
         """Add a note at an offset; None if it concerns the complete file."""
-        self._findings.add(self._path, offset, what, is_wrong=False)
+        self._findings.add(self._path, offset, what, is_error=False)
 
-    def add_finding(self, offset: int | None, what: str, *, is_wrong: bool) -> None:
+    def add_finding(self, offset: int | None, what: str, *, is_error: bool) -> None:
         """Add an error or a note."""
-        self._findings.add(self._path, offset, what, is_wrong=is_wrong)
+        self._findings.add(self._path, offset, what, is_error=is_error)

@@ -101,7 +101,7 @@ def names_in(directory: Path) -> list[str]:
 # finding files
 
 
-def first_of(name: str) -> int | None:
+def first_id_in_name(name: str) -> int | None:
     """Return the first ID in the name of a `.seg` file; None for any other name."""
     stem, suffix = os.path.splitext(name)
     is_number = len(stem) == _NAME_DIGITS and stem.isascii() and stem.isdigit()
@@ -115,7 +115,7 @@ def segment_path(directory: Path, first: int, suffix: str) -> Path:
 
 def first_ids_in(directory: Path) -> list[int]:
     """Return the first IDs of a partition's segments, in ascending order."""
-    return [first for name in names_in(directory) if (first := first_of(name)) is not None]
+    return [first for name in names_in(directory) if (first := first_id_in_name(name)) is not None]
 
 
 def partitions_in(directory: Path) -> list[int]:
@@ -124,7 +124,7 @@ def partitions_in(directory: Path) -> list[int]:
     return sorted(int(name) for name in names if (directory / name).is_dir())
 
 
-def is_storage(directory: Path) -> bool:
+def is_storage_directory(directory: Path) -> bool:
     """Return whether a directory is a storage directory, not a partition's directory."""
     return (directory / CONTROL_NAME).exists() or (directory / ID_NAME).exists()
 
@@ -138,7 +138,7 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
         BadRequest: the path does not exist, or has no segment.
     """
     if path.is_file():
-        if first_of(path.name) is None:
+        if first_id_in_name(path.name) is None:
             raise BadRequest(
                 f"{path}: expected a segment file, whose name has {_NAME_DIGITS} digits and "
                 f"ends in {SEGMENT_SUFFIX}"
@@ -147,8 +147,8 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
     if not path.is_dir():
         raise BadRequest(f"{path}: expected a segment or a directory, found nothing")
     directories = [path]
-    if is_storage(path) or not first_ids_in(path):
-        directories = [path / str(number) for number in chosen_partitions(path, partitions)]
+    if is_storage_directory(path) or not first_ids_in(path):
+        directories = [path / str(number) for number in select_partitions(path, partitions)]
     found = [
         segment_path(directory, first, SEGMENT_SUFFIX)
         for directory in directories
@@ -159,7 +159,7 @@ def segments_at(path: Path, partitions: list[int] | None = None) -> list[Path]:
     return found
 
 
-def chosen_partitions(directory: Path, partitions: list[int] | None) -> list[int]:
+def select_partitions(directory: Path, partitions: list[int] | None) -> list[int]:
     """Return the partitions of a storage directory; only `partitions` if they are given.
 
     Raises BadRequest if a given partition does not exist.
@@ -174,11 +174,12 @@ def chosen_partitions(directory: Path, partitions: list[int] | None) -> list[int
     return here if partitions is None else sorted(set(partitions))
 
 
-def storage_of(path: Path) -> Path | None:
+def storage_directory_of(path: Path) -> Path | None:
     """Return the storage directory that contains a file or a directory; None if there is none."""
     path = path.absolute()
     return next(
-        (directory for directory in (path, *path.parents[:2]) if is_storage(directory)), None
+        (directory for directory in (path, *path.parents[:2]) if is_storage_directory(directory)),
+        None,
     )
 
 
@@ -187,7 +188,7 @@ def storage_of(path: Path) -> Path | None:
 
 
 @contextmanager
-def locked_shared(path: Path) -> Iterator[None]:
+def hold_shared_locks(path: Path) -> Iterator[None]:
     """Hold shared locks on the storage directory of a path, so that no storage runs on it.
 
     A file outside of a storage directory, such as a copy, needs no lock.
@@ -195,7 +196,7 @@ def locked_shared(path: Path) -> Iterator[None]:
     Raises:
         DiskFailed: a storage runs on the directory.
     """
-    directory = storage_of(path)
+    directory = storage_directory_of(path)
     with ExitStack() as held:
         if directory is not None:
             for name in (ID_NAME, CONTROL_NAME):

@@ -22,14 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 from waltz_core.errors import BadFormat, DiskFailed
-from waltz_core.offline.files import segment_path, storage_of
+from waltz_core.offline.files import segment_path, storage_directory_of
 from waltz_core.offline.layout import (
     CONTROL_HEADER_BYTES,
     CONTROL_NAME,
     FILE_HEADER_BYTES,
     ID_NAME,
     OFFSET_BYTES,
-    file_header,
+    decode_file_header,
 )
 from waltz_core.offline.records import Gap, walk_records
 from waltz_core.storage.disk.file_system import TEMPORARY_SUFFIX, Disk, File
@@ -69,21 +69,21 @@ def repair_index(disk: Disk, segment: Path, *, dry_run: bool) -> IndexRepairResu
     with ExitStack() as opened:
         file = disk.open(segment)
         opened.callback(file.close)
-        header = _valid_header(file, segment, first)
+        header = _checked_header(file, segment, first)
         old = _OldIndex()
         if disk.exists(path):
             old_file = disk.open(path)
             opened.callback(old_file.close)
             old = _OldIndex(old_file)
         # The records are read twice, so that the index need not fit into memory.
-        found = _compare(path, header, _entries(file, first, old), old)
+        found = _compare_with_old(path, header, _new_entries(file, first, old), old)
         if not found.is_valid and not dry_run:
-            _write(disk, path, header, _entries(file, first, old))
+            _write_index(disk, path, header, _new_entries(file, first, old))
         return found
 
 
 @contextmanager
-def locked_exclusively(disk: Disk, path: Path) -> Iterator[None]:
+def hold_exclusive_locks(disk: Disk, path: Path) -> Iterator[None]:
     """Hold the locks of a storage on the directory of a path, as a running storage does.
 
     A file outside of a storage directory, such as a copy, needs no lock.
@@ -91,7 +91,7 @@ def locked_exclusively(disk: Disk, path: Path) -> Iterator[None]:
     Raises:
         DiskFailed: a storage runs on the directory, or another command reads it.
     """
-    directory = storage_of(path)
+    directory = storage_directory_of(path)
     with ExitStack() as held:
         for name in (ID_NAME, CONTROL_NAME):
             if directory is None or not disk.exists(directory / name):
@@ -126,9 +126,9 @@ class _OldIndex:
         return np.frombuffer(data, dtype=">i8").astype(np.int64)
 
 
-def _valid_header(file: File, path: Path, first: int) -> bytes:
+def _checked_header(file: File, path: Path, first: int) -> bytes:
     data = file.pread(FILE_HEADER_BYTES, 0)
-    header = file_header(data)
+    header = decode_file_header(data)
     errors = list(header.errors)
     if header.first != first:
         errors.append(f"expected first transaction ID {first}, found {header.first}")
@@ -150,7 +150,7 @@ class _IndexPart(NamedTuple):
     is_kept: bool
 
 
-def _entries(file: File, first: int, old: _OldIndex) -> Iterator[_IndexPart]:
+def _new_entries(file: File, first: int, old: _OldIndex) -> Iterator[_IndexPart]:
     """Yield the entries of the new index, part by part."""
     for part in walk_records(file, first):
         position = part.first - first
@@ -178,7 +178,7 @@ def _is_plausible(entries: I64, gap: Gap) -> bool:
     )
 
 
-def _compare(
+def _compare_with_old(
     path: Path, header: bytes, parts: Iterator[_IndexPart], old: _OldIndex
 ) -> IndexRepairResult:
     count = wrong = kept = 0
@@ -197,7 +197,7 @@ def _compare(
     return IndexRepairResult(path, count, old.count, wrong, kept)
 
 
-def _write(disk: Disk, path: Path, header: bytes, parts: Iterator[_IndexPart]) -> None:
+def _write_index(disk: Disk, path: Path, header: bytes, parts: Iterator[_IndexPart]) -> None:
     """Replace the old index by a new one, durably (rule 1)."""
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     file = disk.open(temporary, create=True)

@@ -115,7 +115,7 @@ class ControlEntry(NamedTuple):
         return None if self.current is None else self.infos[self.current]
 
 
-def control_header(data: Bytes) -> ControlFileHeader:
+def decode_control_header(data: Bytes) -> ControlFileHeader:
     """Decode the 128 bytes of the control file's header."""
     body, errors = _fit_to_size(data, CONTROL_HEADER_BYTES)
     version, created_ms, key, count, reserved = struct.unpack(">iq16si96s", body)
@@ -126,12 +126,12 @@ def control_header(data: Bytes) -> ControlFileHeader:
     return ControlFileHeader(version, created_ms, key, count, tuple(errors))
 
 
-def control_entry(data: Bytes, position: int) -> ControlEntry:
+def decode_control_entry(data: Bytes, position: int) -> ControlEntry:
     """Decode the 76 bytes of the partition at this position in the control file."""
     body, errors = _fit_to_size(data, CONTROL_ENTRY_BYTES)
     number = int.from_bytes(body[:4], "big", signed=True)
     _expect(errors, "partition", position, number)
-    infos = _info(body[4:40]), _info(body[40:76])
+    infos = _decode_info(body[4:40]), _decode_info(body[40:76])
     good = [index for index in (0, 1) if not infos[index].errors]
     if not good:
         errors.append("both copies of the structure are wrong, so neither is used")
@@ -145,7 +145,7 @@ def control_entry(data: Bytes, position: int) -> ControlEntry:
     return ControlEntry(number, infos, current, tuple(errors))
 
 
-def _info(data: bytes) -> ControlInfo:
+def _decode_info(data: bytes) -> ControlInfo:
     session, mark, local, flags, sequence, stated = struct.unpack(">qqqiiI", data)
     errors: list[str] = []
     _expect_crc(errors, data[:-4], stated)
@@ -157,7 +157,7 @@ def _info(data: bytes) -> ControlInfo:
     return ControlInfo(session, mark, local, flags, sequence, tuple(errors))
 
 
-def storage_id(data: Bytes) -> tuple[bytes, tuple[str, ...]]:
+def decode_storage_id(data: Bytes) -> tuple[bytes, tuple[str, ...]]:
     """Decode `waltz-x.id`; return the ID and the errors."""
     body, errors = _fit_to_size(data, ID_BYTES)
     version, uuid, stated = struct.unpack(">i16sI", body)
@@ -209,7 +209,7 @@ class ControlSlot(NamedTuple):
         return any(low <= first and last <= high for low, high in self.damaged)
 
 
-def control_slot(data: Bytes, position: int) -> ControlSlot:
+def decode_control_slot(data: Bytes, position: int) -> ControlSlot:
     """Decode a slot from the beginning of block 0 or 1."""
     body, errors = _fit_to_size(data, SLOT_BYTES)
     _expect_crc(errors, body[:-4], int.from_bytes(body[-4:], "big"))
@@ -326,7 +326,7 @@ class BatchEntry(NamedTuple):
     errors: tuple[str, ...]
 
 
-def file_header(data: Bytes) -> FileHeader:
+def decode_file_header(data: Bytes) -> FileHeader:
     """Decode the 128 bytes of the header of `.seg` or `.idx`."""
     body, errors = _fit_to_size(data, FILE_HEADER_BYTES)
     version, created_ms, key, partition, first, reserved = struct.unpack(">iq16siq88s", body)
@@ -335,7 +335,7 @@ def file_header(data: Bytes) -> FileHeader:
     return FileHeader(version, created_ms, key, partition, first, tuple(errors))
 
 
-def chain_header(data: Bytes) -> ChainHeader:
+def decode_chain_header(data: Bytes) -> ChainHeader:
     """Decode the 64 bytes of the header of `.chn`."""
     body, errors = _fit_to_size(data, CHAIN_HEADER_BYTES)
     version, created_ms, key, partition, first, chain, reserved, stated = struct.unpack(
@@ -349,7 +349,7 @@ def chain_header(data: Bytes) -> ChainHeader:
     return ChainHeader(header, chain, crc32(body[:40] + bytes(88)))
 
 
-def batch(data: Bytes, position: int, segment_crc: int) -> BatchEntry:
+def decode_batch_entry(data: Bytes, position: int, segment_crc: int) -> BatchEntry:
     """Decode the 64 bytes of the entry at a position in its `.chn` file."""
     body, errors = _fit_to_size(data, BATCH_BYTES)
     first, last, session, stamp_ms, chain, synced, reserved, stated = struct.unpack(

@@ -27,14 +27,14 @@ from waltz_core.offline.layout import (
     RECONSTRUCTED,
     BatchEntry,
     ChainHeader,
-    batch,
-    chain_header,
+    decode_batch_entry,
+    decode_chain_header,
 )
 
 _BLOCK_BATCHES: Final = 4096
 _CHAIN_INPUT: Final = struct.Struct(">16sqqq")
 _CRC_BYTES: Final = 4
-_SPARE: Final = 1 << 63  # above any ID: for an error that loses no record
+_NO_LOST_ID: Final = 1 << 63  # above any ID: for an error that loses no record
 
 
 class PlacedEntry(NamedTuple):
@@ -47,7 +47,7 @@ class PlacedEntry(NamedTuple):
 
 def header_of(file: ReadableFile) -> ChainHeader:
     """Decode the header of a `.chn` file."""
-    return chain_header(file.pread(CHAIN_HEADER_BYTES, 0))
+    return decode_chain_header(file.pread(CHAIN_HEADER_BYTES, 0))
 
 
 def batches_of(file: ReadableFile, segment_crc: int, position: int = 0) -> Iterator[PlacedEntry]:
@@ -58,13 +58,15 @@ def batches_of(file: ReadableFile, segment_crc: int, position: int = 0) -> Itera
         data = file.pread(_BLOCK_BATCHES * BATCH_BYTES, offset)
         for at in range(0, len(data), BATCH_BYTES):
             yield PlacedEntry(
-                position, offset + at, batch(data[at : at + BATCH_BYTES], position, segment_crc)
+                position,
+                offset + at,
+                decode_batch_entry(data[at : at + BATCH_BYTES], position, segment_crc),
             )
             position += 1
         offset += len(data)
 
 
-class BatchesEnd(NamedTuple):
+class BatchEnd(NamedTuple):
     """The end of a batch: its last ID, and the chain hash there."""
 
     last: int
@@ -74,18 +76,18 @@ class BatchesEnd(NamedTuple):
 class ChainCheck:
     """Receives the records of a partition in order, and compares them with its batches.
 
-    `start` is the batch end after which the log begins. `is_wrong` returns whether a fault at an ID
-    is an error, not only the trace of a stop. `ends` are IDs at which a batch should end; `chains`
-    receives the chain hashes at these IDs.
+    `start` is the batch end after which the log begins. `is_error_at` returns whether a fault at an
+    ID is an error, not only the trace of a stop. `ends` are IDs at which a batch should end;
+    `chains` receives the chain hashes at these IDs.
     """
 
     def __init__(
         self,
         directory: Path,
         firsts: list[int],
-        start: BatchesEnd,
+        start: BatchEnd,
         findings: VerificationFindings,
-        is_wrong: Callable[[int], bool],
+        is_error_at: Callable[[int], bool],
         ends: frozenset[int],
     ) -> None:
         self.end = start
@@ -95,7 +97,7 @@ class ChainCheck:
         self._directory = directory
         self._firsts = firsts
         self._findings = findings
-        self._is_wrong = is_wrong
+        self._is_error_at = is_error_at
         self._ends = ends
         # If the log begins within the oldest segment, a batch may cross the beginning of this
         # segment, and the chain hash before the first entry is not `start.chain`.
@@ -104,65 +106,67 @@ class ChainCheck:
         self._entries = self._all_entries()
         self._current: tuple[PlacedEntry, int] | None = None  # with the first ID of its segment
         self._digest = hashlib.blake2b(digest_size=16)
-        self._due = 0  # the next ID of the current batch
-        self._is_whole = True
+        self._next_id = 0  # the next ID of the current batch
+        self._is_chain_computable = True
 
     # ---- records
 
-    def take(self, first: int, crcs: bytes | None, count: int) -> None:
+    def check_records(self, first: int, crcs: bytes | None, count: int) -> None:
         """Check records with their CRCs; `crcs` is None if the records cannot be read."""
         last = first + count - 1
         at = first
         while at <= last:
-            if self._current is None and not self._begin():
+            if self._current is None and not self._begin_batch():
                 return
             assert self._current is not None
             entry = self._current[0].batch
             if entry.last < at:
-                self._is_whole = False  # it overlaps the preceding batch, which was reported
-                self._finish()
+                self._is_chain_computable = (
+                    False  # it overlaps the preceding batch, which was reported
+                )
+                self._finish_batch()
                 continue
             if entry.first > at:
                 at = entry.first  # IDs without a batch were reported with this entry
                 continue
-            self._is_whole = self._is_whole and at == self._due
+            self._is_chain_computable = self._is_chain_computable and at == self._next_id
             stop = min(entry.last, last)
             if crcs is None:
-                self._is_whole = False
+                self._is_chain_computable = False
             else:
                 self._digest.update(
                     crcs[_CRC_BYTES * (at - first) : _CRC_BYTES * (stop - first + 1)]
                 )
-            at = self._due = stop + 1
+            at = self._next_id = stop + 1
             if stop == entry.last:
-                self._finish()
+                self._finish_batch()
 
     def finish(self, last: int) -> None:
         """Check the batches after the last record."""
-        while self._current is not None or self._begin():
+        while self._current is not None or self._begin_batch():
             assert self._current is not None
             (_, offset, entry), segment = self._current
             missing = records_text(max(entry.first, last + 1), entry.last)
-            self._add(
+            self._add_finding(
                 segment,
                 offset,
                 f"batch {entry.first}..{entry.last}: the log ends at transaction {last}, "
                 f"without {missing}",
-                is_wrong=self._is_wrong(entry.last),
+                is_error=self._is_error_at(entry.last),
             )
-            self._is_whole = False
-            self._finish()
+            self._is_chain_computable = False
+            self._finish_batch()
         if self.count and self.end.last < last:
-            self._add(
+            self._add_finding(
                 self._firsts[-1],
                 None,
                 f"no batch has {records_text(self.end.last + 1, last)}",
-                is_wrong=self._is_wrong(self.end.last + 1),
+                is_error=self._is_error_at(self.end.last + 1),
             )
 
     # ---- batches
 
-    def _begin(self) -> bool:
+    def _begin_batch(self) -> bool:
         self._current = next(self._entries, None)
         if self._current is None:
             return False
@@ -171,27 +175,27 @@ class ChainCheck:
             _CHAIN_INPUT.pack(self.end.chain, entry.first, entry.last, entry.session),
             digest_size=16,
         )
-        self._due = entry.first
+        self._next_id = entry.first
         # If batches are missing before this one, its chain hash continues an unknown one.
-        self._is_whole = self._is_chain_known and entry.session != RECONSTRUCTED
+        self._is_chain_computable = self._is_chain_known and entry.session != RECONSTRUCTED
         return True
 
-    def _finish(self) -> None:
+    def _finish_batch(self) -> None:
         assert self._current is not None
         (_, offset, entry), segment = self._current
         found = self._digest.digest()
-        if not self._is_whole:
+        if not self._is_chain_computable:
             self.unchecked += 1
         elif found != entry.chain:
-            self._add(
+            self._add_finding(
                 segment,
                 offset,
                 f"batch {entry.first}..{entry.last}: expected chain hash {found.hex()} for "
                 f"these records, found {entry.chain.hex()}",
-                is_wrong=self._is_wrong(entry.last),
+                is_error=self._is_error_at(entry.last),
             )
         self.count += 1
-        self.end = BatchesEnd(entry.last, entry.chain)
+        self.end = BatchEnd(entry.last, entry.chain)
         self._is_chain_known = entry.session != RECONSTRUCTED
         if entry.last in self._ends:
             self.chains[entry.last] = entry.chain
@@ -205,7 +209,7 @@ class ChainCheck:
             path = segment_path(self._directory, first, ".chn")
             if not path.exists():
                 lost = "the file is missing: its batches are lost"
-                self._add(first, None, lost, is_wrong=self._is_wrong(-1))
+                self._add_finding(first, None, lost, is_error=self._is_error_at(-1))
                 self._is_chain_known = False
                 continue
             next_first = self._firsts[position + 1] if position + 1 < len(self._firsts) else None
@@ -233,14 +237,14 @@ class ChainCheck:
         """
         for error in header.errors:
             what = f"header: {error}; the batches of the file cannot be read"
-            self._add(first, 0, what, is_wrong=self._is_wrong(-1))
+            self._add_finding(first, 0, what, is_error=self._is_error_at(-1))
         if not header.errors and is_sure and header.chain_before != self.end.chain:
-            self._add(
+            self._add_finding(
                 first,
                 40,
                 f"header: expected chain hash {self.end.chain.hex()} before the first batch, "
                 f"found {header.chain_before.hex()}",
-                is_wrong=self._is_wrong(-1),
+                is_error=self._is_error_at(-1),
             )
 
     def _check_unreadable(
@@ -249,14 +253,14 @@ class ChainCheck:
         """Report unreadable entries; `next_first` is the first ID of the next readable entry."""
         for placed, segment in unreadable:
             # If no batch is missing, a stop in the middle of a write left this entry.
-            lost = before + 1 if next_first != before + 1 else _SPARE
-            self._add(
+            lost = before + 1 if next_first != before + 1 else _NO_LOST_ID
+            self._add_finding(
                 segment,
                 placed.offset,
                 f"entry {placed.position}, after batch {before}: {'; '.join(placed.batch.errors)}",
-                is_wrong=self._is_wrong(lost),
+                is_error=self._is_error_at(lost),
             )
-            self._is_chain_known = self._is_chain_known and lost == _SPARE
+            self._is_chain_known = self._is_chain_known and lost == _NO_LOST_ID
         unreadable.clear()
 
     def _is_in_place(self, placed: PlacedEntry, first: int, next_first: int | None) -> bool:
@@ -266,12 +270,12 @@ class ChainCheck:
             return True
         # The tail of a file that a failed write has ended may have reappeared: its truncation was
         # not synced.
-        self._add(
+        self._add_finding(
             first,
             placed.offset,
             f"batch {entry.first}..{entry.last}: expected the entry in the file of the "
             "segment that has the last record of the batch",
-            is_wrong=self._is_wrong(-1 if entry.last < first else _SPARE),
+            is_error=self._is_error_at(-1 if entry.last < first else _NO_LOST_ID),
         )
         return False
 
@@ -280,15 +284,15 @@ class ChainCheck:
         if entry.first != before + 1:
             # After an unreadable entry, which was reported, a wrong order is not a separate fault.
             if self._is_chain_known:
-                self._add(
+                self._add_finding(
                     first,
                     placed.offset,
                     f"batch {entry.first}..{entry.last}: expected the batch to begin at "
                     f"transaction {before + 1}",
-                    is_wrong=self._is_wrong(entry.last),
+                    is_error=self._is_error_at(entry.last),
                 )
             self._is_chain_known = False
 
-    def _add(self, segment: int, offset: int | None, what: str, *, is_wrong: bool) -> None:
+    def _add_finding(self, segment: int, offset: int | None, what: str, *, is_error: bool) -> None:
         path = segment_path(Path(self._directory.name), segment, ".chn")
-        self._findings.add(str(path), offset, what, is_wrong=is_wrong)
+        self._findings.add(str(path), offset, what, is_error=is_error)

@@ -54,14 +54,14 @@ class RecordRun(NamedTuple):
 class Gap(NamedTuple):
     """Bytes offset..end-1, in which the records first..next_id-1 are missing.
 
-    `next_id` is None if no record follows. `why` states the fault.
+    `next_id` is None if no record follows. `reason` states the fault.
     """
 
     first: int
     next_id: int | None
     offset: int
     end: int
-    why: str
+    reason: str
 
 
 class RecordFields(NamedTuple):
@@ -82,7 +82,7 @@ def record_fields(record: bytes | memoryview) -> RecordFields:
     return RecordFields._make(RECORD.unpack_from(record))
 
 
-def is_valid(record: bytes | memoryview) -> bool:
+def has_valid_crc(record: bytes | memoryview) -> bool:
     """Return whether the CRC at the end of a record is correct."""
     return crc32(record[:-4]) == int.from_bytes(record[-4:], "big")
 
@@ -99,36 +99,36 @@ def walk_records(
 ) -> Iterator[RecordRun | Gap]:
     """Yield all records from the one with ID `first` at `offset` on, and the gaps between them."""
     size = file.size()
-    due = first
+    expected_id = first
     while offset < size:
-        run = _read_run(file, due, offset, size)
+        run = _read_run(file, expected_id, offset, size)
         if run.length:
             yield run
-            due, offset = due + run.length, run.offset + run.bounds[-1]
+            expected_id, offset = expected_id + run.length, run.offset + run.bounds[-1]
             continue
-        gap = _gap(file, due, offset, size)
+        gap = _find_gap(file, expected_id, offset, size)
         yield gap
         if gap.next_id is None:
             return
-        due, offset = gap.next_id, gap.end
+        expected_id, offset = gap.next_id, gap.end
 
 
-def _read_run(file: ReadableFile, due: int, offset: int, size: int) -> RecordRun:
+def _read_run(file: ReadableFile, expected_id: int, offset: int, size: int) -> RecordRun:
     """Return the records of one block that lead to another record or to the end of the file."""
-    end = _end_of(file, due, offset, size)
+    end = _record_end(file, expected_id, offset, size)
     data = file.pread(max(BLOCK_BYTES, end - offset) if end else 0, offset)
-    bounds = _bounds(data, due)
+    bounds = _record_bounds(data, expected_id)
     if len(bounds) > 1:
         end = offset + bounds[-1]
-        is_continued = end == size or _end_of(file, due + len(bounds) - 1, end, size)
+        is_continued = end == size or _record_end(file, expected_id + len(bounds) - 1, end, size)
         # If the run leads to no other record, that record is broken, or the last record of the run
         # has a wrong length and leads to the wrong place. In the second case its CRC is wrong, too.
-        if not is_continued and not is_valid(memoryview(data)[bounds[-2] : bounds[-1]]):
+        if not is_continued and not has_valid_crc(memoryview(data)[bounds[-2] : bounds[-1]]):
             bounds.pop()
-    return RecordRun(due, offset, data, bounds)
+    return RecordRun(expected_id, offset, data, bounds)
 
 
-def _bounds(data: bytes, due: int) -> list[int]:
+def _record_bounds(data: bytes, expected_id: int) -> list[int]:
     """Return the starts of the complete records in these bytes, and the end of the last one."""
     unpack = RECORD.unpack_from
     bounds = [0]
@@ -136,31 +136,35 @@ def _bounds(data: bytes, due: int) -> list[int]:
     while at <= last_start:
         prefix = unpack(data, at)
         length = prefix[6]
-        if prefix[0] != due or not 0 <= length <= last_start - at:
+        if prefix[0] != expected_id or not 0 <= length <= last_start - at:
             break
         at += length + RECORD_FRAME_BYTES
-        due += 1
+        expected_id += 1
         bounds.append(at)
     return bounds
 
 
-def _end_of(file: ReadableFile, due: int, offset: int, size: int) -> int:
+def _record_end(file: ReadableFile, expected_id: int, offset: int, size: int) -> int:
     """Return the end of the record at an offset; 0 if it cannot be the expected record."""
-    return 0 if _record_fault(file, due, offset, size) else offset + _length(file, offset)
+    return (
+        0
+        if _record_fault(file, expected_id, offset, size)
+        else offset + _record_length(file, offset)
+    )
 
 
-def _length(file: ReadableFile, offset: int) -> int:
+def _record_length(file: ReadableFile, offset: int) -> int:
     return RECORD_FRAME_BYTES + record_fields(file.pread(RECORD.size, offset)).data_bytes
 
 
-def _record_fault(file: ReadableFile, due: int, offset: int, size: int) -> str:
-    """Return why the bytes at an offset cannot be the expected record; empty if they can."""
+def _record_fault(file: ReadableFile, expected_id: int, offset: int, size: int) -> str:
+    """Return an error text if the bytes at an offset cannot be the expected record, or ''."""
     space = size - offset - RECORD_FRAME_BYTES
     if space < 0:
         return f"expected at least {RECORD_FRAME_BYTES} bytes for a record, found {size - offset}"
     found = record_fields(file.pread(RECORD.size, offset))
-    if found.transaction_id != due:
-        return f"expected transaction ID {due}, found {found.transaction_id}"
+    if found.transaction_id != expected_id:
+        return f"expected transaction ID {expected_id}, found {found.transaction_id}"
     space = min(space, RECORD_BYTES_MAX)
     if not 0 <= found.data_bytes <= space:
         return (
@@ -170,35 +174,37 @@ def _record_fault(file: ReadableFile, due: int, offset: int, size: int) -> str:
     return ""
 
 
-def _gap(file: ReadableFile, due: int, offset: int, size: int) -> Gap:
-    why = _record_fault(file, due, offset, size)
+def _find_gap(file: ReadableFile, expected_id: int, offset: int, size: int) -> Gap:
+    why = _record_fault(file, expected_id, offset, size)
     if not why:
-        record = file.pread(_length(file, offset), offset)
+        record = file.pread(_record_length(file, offset), offset)
         found = int.from_bytes(record[-4:], "big")
         why = f"expected CRC {crc32(record[:-4]):08x}, found {found:08x}; no valid record follows"
-    behind = _find_record(file, offset + 1, due, size)
-    next_id, end = behind if behind is not None else (None, size)
-    return Gap(due, next_id, offset, end, why)
+    following = _find_next_record(file, offset + 1, expected_id, size)
+    next_id, end = following if following is not None else (None, size)
+    return Gap(expected_id, next_id, offset, end, why)
 
 
-def _find_record(file: ReadableFile, offset: int, after: int, size: int) -> tuple[int, int] | None:
+def _find_next_record(
+    file: ReadableFile, offset: int, after: int, size: int
+) -> tuple[int, int] | None:
     """Find the first record with a valid CRC and an ID above `after`; return its ID and offset."""
     # Each record has at least 40 bytes, so no ID can be far above the expected one.
     id_max = after + (size - offset) // RECORD_FRAME_BYTES + 1
     while offset + RECORD_FRAME_BYTES <= size:
         data = file.pread(BLOCK_BYTES, offset)
-        for at in _candidates(data, after, id_max, size - offset):
+        for at in _possible_offsets(data, after, id_max, size - offset):
             found = record_fields(memoryview(data)[at:])
             length = RECORD_FRAME_BYTES + found.data_bytes
             whole = len(data) - at >= length
             record = data[at : at + length] if whole else file.pread(length, offset + at)
-            if is_valid(record):
+            if has_valid_crc(record):
                 return found.transaction_id, offset + at
         offset += max(1, len(data) - RECORD.size + 1)
     return None
 
 
-def _candidates(data: bytes, after: int, id_max: int, space: int) -> list[int]:
+def _possible_offsets(data: bytes, after: int, id_max: int, space: int) -> list[int]:
     """Return the offsets at which ID and length look possible.
 
     `space` is the number of bytes from the beginning of `data` to the end of the file.

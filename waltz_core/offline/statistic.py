@@ -22,7 +22,7 @@ from waltz_core.offline.layout import (
     RECORD,
     RECORD_FRAME_BYTES,
     FileHeader,
-    file_header,
+    decode_file_header,
 )
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.offline.records import Gap, walk_records
@@ -42,7 +42,7 @@ class SessionStatistic:
 
 
 @dataclass(slots=True)
-class Statistic:
+class SegmentStatistic:
     """The counts of a segment."""
 
     path: Path
@@ -56,7 +56,7 @@ class Statistic:
     index_entries: int | None = None
     batches: int = 0
     batch_records: Counter[int] = field(default_factory=Counter)
-    wrong_batches: int = 0
+    invalid_batches: int = 0
     sessions: dict[int, SessionStatistic] = field(default_factory=dict)
     first_stamp_ms: int | None = None
     last_stamp_ms: int | None = None
@@ -87,10 +87,12 @@ def percentile(counts: Counter[int], percent: int) -> int:
     return 0
 
 
-def statistic_of(path: Path) -> Statistic:
+def statistic_of(path: Path) -> SegmentStatistic:
     """Count the content of a segment, given its `.seg` file."""
     with OpenFile(path) as file:
-        found = Statistic(path, file_header(file.pread(FILE_HEADER_BYTES, 0)), file.size())
+        found = SegmentStatistic(
+            path, decode_file_header(file.pread(FILE_HEADER_BYTES, 0)), file.size()
+        )
         unpack = RECORD.unpack_from
         for part in walk_records(file, int(path.stem)):
             if isinstance(part, Gap):
@@ -112,14 +114,14 @@ def statistic_of(path: Path) -> Statistic:
     return found
 
 
-def _count_batches(found: Statistic, path: Path) -> None:
+def _count_batches(found: SegmentStatistic, path: Path) -> None:
     if not path.exists():
         return
     with OpenFile(path) as file:
         for placed in batches_of(file, header_of(file).segment_crc):
             entry = placed.batch
             if entry.errors:
-                found.wrong_batches += 1
+                found.invalid_batches += 1
                 continue
             found.batches += 1
             found.batch_records[entry.last - entry.first + 1] += 1

@@ -10,19 +10,19 @@ from typing import NamedTuple
 from waltz_core.errors import BadRequest
 from waltz_core.offline.file_findings import VerificationFindings
 from waltz_core.offline.files import (
-    chosen_partitions,
+    first_id_in_name,
     first_ids_in,
-    first_of,
-    is_storage,
-    locked_shared,
+    hold_shared_locks,
+    is_storage_directory,
     partitions_in,
+    select_partitions,
 )
 from waltz_core.offline.layout import CONTROL_NAME, SLOTS_NAME
 from waltz_core.offline.verify_control import (
-    Control,
-    check_control,
-    check_id,
-    compare_log,
+    DecodedControlFile,
+    check_control_file,
+    check_storage_id,
+    compare_log_with_control_files,
     expected_log,
     is_assigned,
     read_control,
@@ -49,10 +49,10 @@ def verify(path: Path, partitions: list[int] | None, limit: int) -> Verification
     """
     began = time.perf_counter()
     findings = VerificationFindings(limit)
-    with locked_shared(path):
-        if path.is_file() and first_of(path.name) is not None:
+    with hold_shared_locks(path):
+        if path.is_file() and first_id_in_name(path.name) is not None:
             logs = {-1: verify_segment(path, findings)}
-        elif path.is_dir() and is_storage(path):
+        elif path.is_dir() and is_storage_directory(path):
             logs = _verify_storage(path, partitions, findings)
         elif path.is_dir() and (first_ids_in(path) or (path / SLOTS_NAME).exists()):
             logs = _verify_partition(path, findings)
@@ -68,29 +68,31 @@ def _verify_storage(
     directory: Path, partitions: list[int] | None, findings: VerificationFindings
 ) -> dict[int, FoundLog]:
     control = read_control(directory / CONTROL_NAME)
-    check_control(control, findings)
-    here = partitions_in(directory)
-    has_slots = any((directory / str(number) / SLOTS_NAME).exists() for number in here)
-    check_id(directory, findings, has_slots=has_slots)
+    check_control_file(control, findings)
+    present = partitions_in(directory)
+    has_slots = any((directory / str(number) / SLOTS_NAME).exists() for number in present)
+    check_storage_id(directory, findings, has_slots=has_slots)
     if control is not None and partitions is None:
-        _check_assignment(control, here, findings)
+        _check_assignment(control, present, findings)
     logs = {}
-    for number in chosen_partitions(directory, partitions):
-        logs[number] = _verify_one(directory, number, control, findings)
+    for number in select_partitions(directory, partitions):
+        logs[number] = _verify_log_of(directory, number, control, findings)
     return logs
 
 
-def _check_assignment(control: Control, here: list[int], findings: VerificationFindings) -> None:
+def _check_assignment(
+    control: DecodedControlFile, present: list[int], findings: VerificationFindings
+) -> None:
     for number, entry in enumerate(control.entries):
-        if is_assigned(entry) and number not in here:
+        if is_assigned(entry) and number not in present:
             session = -1 if entry.info is None else entry.info.session
             findings.in_file(str(number)).add_finding(
                 None,
                 f"the directory is missing, but partition {number} is assigned to the "
                 f"storage and had session {session}",
-                is_wrong=session >= 0,  # before the first session there may be no files yet
+                is_error=session >= 0,  # before the first session there may be no files yet
             )
-    for number in here:
+    for number in present:
         report = findings.in_file(str(number))
         count = control.header.partition_count
         if number >= count:
@@ -110,16 +112,16 @@ def _verify_partition(directory: Path, findings: VerificationFindings) -> dict[i
         raise BadRequest(f"{directory}: expected a directory whose name is a partition number")
     number = int(directory.absolute().name)
     control = read_control(parent / CONTROL_NAME)
-    return {number: _verify_one(parent, number, control, findings)}
+    return {number: _verify_log_of(parent, number, control, findings)}
 
 
-def _verify_one(
-    directory: Path, number: int, control: Control | None, findings: VerificationFindings
+def _verify_log_of(
+    directory: Path, number: int, control: DecodedControlFile | None, findings: VerificationFindings
 ) -> FoundLog:
     expected = expected_log(directory, number, control, findings)
     seen = verify_log(directory / str(number), expected, findings)
     entry = None
     if control is not None and number < len(control.entries):
         entry = control.entries[number]
-    compare_log(expected, entry, seen, findings)
+    compare_log_with_control_files(expected, entry, seen, findings)
     return seen

@@ -40,17 +40,17 @@ from waltz_core.offline.layout import (
     ControlFileHeader,
     ControlInfo,
     ControlSlot,
-    control_entry,
-    control_header,
-    control_slot,
     current_slot,
-    storage_id,
+    decode_control_entry,
+    decode_control_header,
+    decode_control_slot,
+    decode_storage_id,
 )
 from waltz_core.offline.verify_log import has_batches
 from waltz_core.offline.verify_segment import ExpectedLog, FoundLog
 
 
-class Control(NamedTuple):
+class DecodedControlFile(NamedTuple):
     """The decoded control file, and its size in bytes."""
 
     header: ControlFileHeader
@@ -58,18 +58,18 @@ class Control(NamedTuple):
     size: int
 
 
-def read_control(path: Path) -> Control | None:
+def read_control(path: Path) -> DecodedControlFile | None:
     """Read and decode a control file; return None if it does not exist."""
     data = read_all(path)
     if data is None:
         return None
-    header = control_header(data[:CONTROL_HEADER_BYTES])
+    header = decode_control_header(data[:CONTROL_HEADER_BYTES])
     whole = (len(data) - CONTROL_HEADER_BYTES) // CONTROL_ENTRY_BYTES
     entries = []
     for position in range(max(0, min(header.partition_count, whole))):
         at = CONTROL_HEADER_BYTES + CONTROL_ENTRY_BYTES * position
-        entries.append(control_entry(data[at : at + CONTROL_ENTRY_BYTES], position))
-    return Control(header, tuple(entries), len(data))
+        entries.append(decode_control_entry(data[at : at + CONTROL_ENTRY_BYTES], position))
+    return DecodedControlFile(header, tuple(entries), len(data))
 
 
 def read_slots(path: Path) -> tuple[ControlSlot, ControlSlot] | None:
@@ -77,14 +77,16 @@ def read_slots(path: Path) -> tuple[ControlSlot, ControlSlot] | None:
     data = read_all(path)
     if data is None:
         return None
-    return control_slot(data[:SLOT_BYTES], 0), control_slot(data[SLOT_BLOCK_BYTES:][:SLOT_BYTES], 1)
+    return decode_control_slot(data[:SLOT_BYTES], 0), decode_control_slot(
+        data[SLOT_BLOCK_BYTES:][:SLOT_BYTES], 1
+    )
 
 
 # ---------------------------------------------------------------------------------------------
 # the storage
 
 
-def check_control(control: Control | None, findings: VerificationFindings) -> None:
+def check_control_file(control: DecodedControlFile | None, findings: VerificationFindings) -> None:
     """Report the errors of the control file."""
     report = findings.in_file(CONTROL_NAME)
     if control is None:
@@ -113,7 +115,7 @@ def check_control(control: Control | None, findings: VerificationFindings) -> No
                 )
 
 
-def check_id(directory: Path, findings: VerificationFindings, *, has_slots: bool) -> None:
+def check_storage_id(directory: Path, findings: VerificationFindings, *, has_slots: bool) -> None:
     """Report the errors of `waltz-x.id`; a directory of Waltz 0.13 has no such file."""
     report = findings.in_file(ID_NAME)
     data = read_all(directory / ID_NAME)
@@ -121,7 +123,7 @@ def check_id(directory: Path, findings: VerificationFindings, *, has_slots: bool
         if has_slots:
             report.add_error(None, "the file is missing, so the storage ID is unknown")
         return
-    wrong = storage_id(data)[1]
+    wrong = decode_storage_id(data)[1]
     if wrong:
         report.add_error(0, f"{'; '.join(wrong)}; the storage does not start")
 
@@ -131,12 +133,12 @@ def check_id(directory: Path, findings: VerificationFindings, *, has_slots: bool
 
 
 def expected_log(
-    directory: Path, number: int, control: Control | None, findings: VerificationFindings
+    directory: Path, number: int, control: DecodedControlFile | None, findings: VerificationFindings
 ) -> ExpectedLog:
     """Return the facts about a log that the control files state, and report their errors."""
     report = findings.in_file(f"{number}/{SLOTS_NAME}")
     slots = read_slots(directory / str(number) / SLOTS_NAME)
-    _check_blocks(directory / str(number) / SLOTS_NAME, report)
+    _check_slot_blocks(directory / str(number) / SLOTS_NAME, report)
     if slots is None and has_batches(directory / str(number)):
         report.add_error(
             None,
@@ -171,7 +173,7 @@ def expected_log(
     return ExpectedLog(number, key, current, is_adopted=is_adopted, durable=durable, ends=ends)
 
 
-def _check_blocks(path: Path, report: FileFindings) -> None:
+def _check_slot_blocks(path: Path, report: FileFindings) -> None:
     """Report nonzero bytes after each slot in its block, and a wrong size of the file."""
     data = read_all(path)
     if data is None:
@@ -220,7 +222,7 @@ def _check_slots(
 # a partition, after its log was read
 
 
-def compare_log(
+def compare_log_with_control_files(
     expected: ExpectedLog,
     entry: ControlEntry | None,
     seen: FoundLog,
@@ -315,7 +317,7 @@ def _compare_damage(slot: ControlSlot, seen: FoundLog, report: FileFindings) -> 
                 f"records {first}..{last} are listed as damaged, but the log ends at transaction "
                 f"{seen.last}",
             )
-        elif not any(low <= last and first <= high for low, high in seen.bad):
+        elif not any(low <= last and first <= high for low, high in seen.unreadable):
             report.add_note(
                 None,
                 f"records {first}..{last} are listed as damaged, but all of them can be read "

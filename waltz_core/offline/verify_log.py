@@ -20,7 +20,7 @@ from typing import Final
 from waltz_core.offline.file_findings import VerificationFindings, records_text
 from waltz_core.offline.files import OpenFile, first_ids_in, names_in, segment_path
 from waltz_core.offline.layout import GENESIS, SLOTS_NAME, TRUNCATE
-from waltz_core.offline.lineage import BatchesEnd, ChainCheck, batches_of, header_of
+from waltz_core.offline.lineage import BatchEnd, ChainCheck, batches_of, header_of
 from waltz_core.offline.verify_segment import ExpectedLog, FoundLog, SegmentCheck
 
 # The files with the locks of the newest batches. They are not checked: a new owner verifies them
@@ -45,8 +45,8 @@ def verify_segment(path: Path, findings: VerificationFindings) -> FoundLog:
         findings=findings,
         seen=seen,
         chain=None,
-        is_wrong=lambda _: True,
-        is_index_wrong=lambda _: True,
+        is_error_at=lambda _: True,
+        is_index_error_at=lambda _: True,
     ).run()
     return seen
 
@@ -57,6 +57,8 @@ def has_batches(directory: Path) -> bool:
 
 
 class _LogCheck:
+    """The check of the log of one partition, with the control slot and across segments."""
+
     def __init__(
         self, directory: Path, expected: ExpectedLog, findings: VerificationFindings
     ) -> None:
@@ -65,38 +67,40 @@ class _LogCheck:
         self._findings = findings
         self._seen = FoundLog()
         slot = expected.slot
-        self._start = BatchesEnd(-1, GENESIS)
+        self._start = BatchEnd(-1, GENESIS)
         if slot is not None:
-            self._start = BatchesEnd(slot.start, slot.start_chain)
-        self._firsts = first_ids_in(directory)
-        self._durable = expected.durable
+            self._start = BatchEnd(slot.start, slot.start_chain)
+        self._first_ids = first_ids_in(directory)
+        self._synced_up_to = expected.durable
         self._chain: ChainCheck | None = None
 
     def run(self) -> FoundLog:
         """Verify all segments of the log, and return the content that was found."""
-        self._check_names()
-        self._skip_removed()
-        if not self._firsts:
+        self._check_file_names()
+        self._skip_segments_before_start()
+        if not self._first_ids:
             return self._seen
         if self._expected.slot is not None or has_batches(self._directory):
-            by_entries = self._durable_by_entries(self._firsts[-1])
-            self._durable = max(self._durable, by_entries, self._passed_batches())
+            by_entries = self._synced_by_entries(self._first_ids[-1])
+            self._synced_up_to = max(
+                self._synced_up_to, by_entries, self._last_batch_in_older_segments()
+            )
             slot = self._expected.slot
             if slot is not None and slot.flags & TRUNCATE:
                 # An entry above the truncation is valid, but does not count after the truncation.
-                self._durable = min(self._durable, slot.truncate_to)
+                self._synced_up_to = min(self._synced_up_to, slot.truncate_to)
             self._chain = ChainCheck(
                 self._directory,
-                self._firsts,
+                self._first_ids,
                 self._start,
                 self._findings,
-                self._is_wrong_batch,
+                self._is_batch_error_at,
                 self._expected.ends,
             )
-        due = min(self._start.last + 1, self._firsts[0])
-        for first, next_first in zip(self._firsts, [*self._firsts[1:], None], strict=True):
+        due = min(self._start.last + 1, self._first_ids[0])
+        for first, next_first in zip(self._first_ids, [*self._first_ids[1:], None], strict=True):
             if first > due:
-                self._report_missing(due, first)
+                self._report_missing_segments(due, first)
             due = SegmentCheck(
                 self._directory,
                 first,
@@ -105,23 +109,23 @@ class _LogCheck:
                 findings=self._findings,
                 seen=self._seen,
                 chain=self._chain,
-                is_wrong=partial(self._is_wrong, segment=first),
-                is_index_wrong=partial(self._is_index_wrong, segment=first),
+                is_error_at=partial(self._is_error_at, segment=first),
+                is_index_error_at=partial(self._is_index_error_at, segment=first),
             ).run()
         self._seen.last = due - 1
         if self._chain is not None:
             self._chain.finish(due - 1)
             self._seen.end = self._chain.end
             self._seen.chains_at = self._chain.chains
-            self._seen.chains = self._chain.count
-            self._seen.unchecked_chains = self._chain.unchecked
+            self._seen.batch_count = self._chain.count
+            self._seen.unchecked_batch_count = self._chain.unchecked
         return self._seen
 
-    def _skip_removed(self) -> None:
+    def _skip_segments_before_start(self) -> None:
         """Skip segments that end at or before the start of the log."""
         first = self._start.last + 1
-        while len(self._firsts) > 1 and self._firsts[1] <= first:
-            path = segment_path(Path(self._directory.name), self._firsts.pop(0), ".seg")
+        while len(self._first_ids) > 1 and self._first_ids[1] <= first:
+            path = segment_path(Path(self._directory.name), self._first_ids.pop(0), ".seg")
             note = (
                 f"the segment ends before transaction {first}, where the log begins; the next "
                 "start of the storage removes it"
@@ -130,34 +134,34 @@ class _LogCheck:
 
     # ---- what may be torn (rule 1)
 
-    def _is_wrong(self, transaction_id: int, segment: int) -> bool:
+    def _is_error_at(self, transaction_id: int, segment: int) -> bool:
         is_used = transaction_id > self._start.last
-        return is_used and self._is_synced(transaction_id, segment, self._durable)
+        return is_used and self._is_synced(transaction_id, segment, self._synced_up_to)
 
-    def _is_index_wrong(self, transaction_id: int, segment: int) -> bool:
+    def _is_index_error_at(self, transaction_id: int, segment: int) -> bool:
         # The index is synced when the marker moves. Entries only state that records were synced.
         return self._is_synced(transaction_id, segment, self._expected.durable)
 
     def _is_synced(self, transaction_id: int, segment: int, durable: int) -> bool:
         """Return whether the bytes of an ID in a segment must have been synced."""
-        behind = self._firsts[self._firsts.index(segment) + 1 :]
-        if behind:
+        later = self._first_ids[self._first_ids.index(segment) + 1 :]
+        if later:
             # The tail of a file that a failed write has ended may have reappeared: its truncation
             # was not synced.
-            return not self._is_dirty or transaction_id < behind[0]
+            return not self._is_dirty or transaction_id < later[0]
         return not self._is_dirty or transaction_id <= durable
 
-    def _is_wrong_batch(self, transaction_id: int) -> bool:
+    def _is_batch_error_at(self, transaction_id: int) -> bool:
         # An entry is judged by its IDs alone: at the end of a full segment, the last entry may not
         # have been written.
-        is_torn = self._is_dirty and transaction_id > self._durable
+        is_torn = self._is_dirty and transaction_id > self._synced_up_to
         return not (self._expected.is_adopted or is_torn)
 
     @property
     def _is_dirty(self) -> bool:
         return self._expected.slot is not None and self._expected.slot.is_dirty
 
-    def _durable_by_entries(self, first: int) -> int:
+    def _synced_by_entries(self, first: int) -> int:
         """Return the last ID that the entries of the last segment state as synced before them."""
         path = segment_path(self._directory, first, ".chn")
         if not path.exists():
@@ -167,9 +171,9 @@ class _LogCheck:
             entries = (found.batch for found in batches_of(file, header.segment_crc))
             return max((entry.synced for entry in entries if not entry.errors), default=-1)
 
-    def _passed_batches(self) -> int:
+    def _last_batch_in_older_segments(self) -> int:
         """Return the end of the last valid batch in an older segment; older segments are synced."""
-        for first, next_first in zip(self._firsts[-2::-1], self._firsts[:0:-1], strict=True):
+        for first, next_first in zip(self._first_ids[-2::-1], self._first_ids[:0:-1], strict=True):
             path = segment_path(self._directory, first, ".chn")
             if not path.exists():
                 continue
@@ -184,18 +188,18 @@ class _LogCheck:
 
     # ---- names
 
-    def _report_missing(self, due: int, first: int) -> None:
+    def _report_missing_segments(self, due: int, first: int) -> None:
         path = segment_path(Path(self._directory.name), first, ".seg")
         what = f"no segment has {records_text(due, first - 1)}"
         self._findings.in_file(str(path)).add_error(None, what)
         self._seen.note_unreadable(due, first - 1)
         if self._chain is not None:
-            self._chain.take(due, None, first - due)
+            self._chain.check_records(due, None, first - due)
 
-    def _check_names(self) -> None:
+    def _check_file_names(self) -> None:
         expected = {SLOTS_NAME, *_LOCK_NAMES} | {
             segment_path(self._directory, first, suffix).name
-            for first in self._firsts
+            for first in self._first_ids
             for suffix in _SUFFIXES
         }
         for name in names_in(self._directory):

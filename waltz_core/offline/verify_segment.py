@@ -30,21 +30,21 @@ from waltz_core.offline.layout import (
     OFFSET_BYTES,
     ControlSlot,
     FileHeader,
-    chain_header,
     crc32,
-    file_header,
+    decode_chain_header,
+    decode_file_header,
 )
-from waltz_core.offline.lineage import BatchesEnd, ChainCheck
+from waltz_core.offline.lineage import BatchEnd, ChainCheck
 from waltz_core.offline.records import Gap, RecordRun, record_fields, walk_records
 
-_CREATED_AT = 4  # offset of the creation time in a header
+_CREATION_TIME_OFFSET = 4  # offset of the creation time in a header
 
 
 class ExpectedLog(NamedTuple):
-    """The facts about a log before it is read; `key` is None if the cluster key is unknown.
+    """The facts about a log that are known before the log is read.
 
-    `durable` is the last ID that a slot states as synced. `ends` are IDs at which a batch of the
-    log should end.
+    `key` is the cluster key, None if it is unknown. `durable` is the last ID that a slot states as
+    synced. `ends` are IDs at which a batch of the log should end.
     """
 
     partition: int | None
@@ -59,30 +59,30 @@ class ExpectedLog(NamedTuple):
 class FoundLog:
     """The content of one partition's files, as the verification found it."""
 
-    segments: int = 0
-    records: int = 0
+    segment_count: int = 0
+    record_count: int = 0
     bytes_read: int = 0
-    checksums: int = 0
-    chains: int = 0
-    unchecked_chains: int = 0
+    checksum_count: int = 0
+    batch_count: int = 0
+    unchecked_batch_count: int = 0
     last: int = -1
-    end: BatchesEnd | None = None
+    end: BatchEnd | None = None
     chains_at: dict[int, bytes] = field(default_factory=dict)
-    bad: list[tuple[int, int]] = field(default_factory=list)  # ranges of IDs that cannot be read
+    unreadable: list[tuple[int, int]] = field(default_factory=list)  # ranges of IDs
 
     def note_unreadable(self, first: int, last: int) -> None:
         """Note that the records first..last cannot be read."""
-        if self.bad and self.bad[-1][1] == first - 1:
-            self.bad[-1] = (self.bad[-1][0], last)
+        if self.unreadable and self.unreadable[-1][1] == first - 1:
+            self.unreadable[-1] = (self.unreadable[-1][0], last)
         else:
-            self.bad.append((first, last))
+            self.unreadable.append((first, last))
 
 
 class SegmentCheck:
     """The check of one segment.
 
-    `is_wrong` returns whether a fault at an ID is an error (rule 3). `is_index_wrong` does the same
-    for the index, which is synced less often.
+    `is_error_at` returns whether a fault at an ID is an error (rule 3). `is_index_error_at` does
+    the same for the index, which is synced less often.
     """
 
     def __init__(  # noqa: PLR0913 - files, knowledge, and collectors
@@ -95,16 +95,16 @@ class SegmentCheck:
         findings: VerificationFindings,
         seen: FoundLog,
         chain: ChainCheck | None,
-        is_wrong: Callable[[int], bool],
-        is_index_wrong: Callable[[int], bool],
+        is_error_at: Callable[[int], bool],
+        is_index_error_at: Callable[[int], bool],
     ) -> None:
         self._first = first
         self._next_first = next_first
         self._expected = expected
         self._seen = seen
         self._chain = chain
-        self._is_wrong = is_wrong
-        self._is_index_wrong = is_index_wrong
+        self._is_error_at = is_error_at
+        self._is_index_error_at = is_index_error_at
         self._paths = {
             suffix: segment_path(directory, first, suffix) for suffix in (".seg", ".idx", ".chn")
         }
@@ -115,20 +115,22 @@ class SegmentCheck:
 
     def run(self) -> int:
         """Verify the segment; return the ID that the next segment should begin with."""
-        self._seen.segments += 1
+        self._seen.segment_count += 1
         self._check_headers()
         report = self._report[".seg"]
         index = _IndexCheck(
-            self._paths[".idx"], self._first, self._report[".idx"], self._is_index_wrong
+            self._paths[".idx"], self._first, self._report[".idx"], self._is_index_error_at
         )
         due = self._first
         with OpenFile(self._paths[".seg"]) as file:
             size = file.size()
             for part in walk_records(file, self._first):
                 if self._next_first is not None and part.first >= self._next_first:
-                    self._report_spare(part.offset)
+                    self._report_overlap(part.offset)
                     break
-                due = self._gap(part) if isinstance(part, Gap) else self._run(part, index)
+                due = (
+                    self._check_gap(part) if isinstance(part, Gap) else self._check_run(part, index)
+                )
         if self._next_first is not None and due < self._next_first:
             what = (
                 f"the segment ends with record {due - 1}, but the next segment begins with "
@@ -149,15 +151,15 @@ class SegmentCheck:
                 continue
             with OpenFile(path) as file:
                 if suffix == ".chn":
-                    found = chain_header(file.pread(CHAIN_HEADER_BYTES, 0)).header
+                    found = decode_chain_header(file.pread(CHAIN_HEADER_BYTES, 0)).header
                     if found.errors:
                         continue  # reported where its entries are read
                 else:
-                    found = file_header(file.pread(FILE_HEADER_BYTES, 0))
+                    found = decode_file_header(file.pread(FILE_HEADER_BYTES, 0))
             headers[suffix] = found
         for suffix, found in headers.items():
             self._check_header(suffix, found, headers[".seg"])
-        self._check_created({suffix: found.created_ms for suffix, found in headers.items()})
+        self._check_creation_times({suffix: found.created_ms for suffix, found in headers.items()})
 
     def _check_header(self, suffix: str, found: FileHeader, of_records: FileHeader) -> None:
         report = self._report[suffix]
@@ -174,23 +176,23 @@ class SegmentCheck:
             if value != expected:
                 report.add_error(offset, f"header: expected {what} {expected}, found {value}")
 
-    def _check_created(self, times: dict[str, int]) -> None:
+    def _check_creation_times(self, times: dict[str, int]) -> None:
         if len(times) < 3 or times[".seg"] == times[".idx"]:
             return
         for outlier, suffix, other in ((".seg", ".idx", ".chn"), (".idx", ".seg", ".chn")):
             if times[suffix] == times[other]:
                 self._report[outlier].add_note(
-                    _CREATED_AT,
+                    _CREATION_TIME_OFFSET,
                     f"header: created at {times[outlier]} ms, but {suffix} and {other} at "
                     f"{times[suffix]}; this has no effect",
                 )
 
     # ---- records
 
-    def _run(self, run: RecordRun, index: "_IndexCheck") -> int:
+    def _check_run(self, run: RecordRun, index: "_IndexCheck") -> int:
         next_first = self._next_first
         if next_first is not None and run.first + run.length > next_first:
-            self._report_spare(run.offset + run.bounds[next_first - run.first])
+            self._report_overlap(run.offset + run.bounds[next_first - run.first])
             run = run.up_to(next_first - 1)
         crcs = bytearray()
         bad: list[int] = []
@@ -203,24 +205,26 @@ class SegmentCheck:
                 bad.append(position)
             crcs += crc
             start = end
-        self._seen.checksums += 2 * run.length
-        self._seen.records += run.length
+        self._seen.checksum_count += 2 * run.length
+        self._seen.record_count += run.length
         index.compare(run)
-        self._pass_on(run, bytes(crcs), bad)
+        self._pass_to_chain_check(run, bytes(crcs), bad)
         return run.first + run.length
 
-    def _pass_on(self, run: RecordRun, crcs: bytes, bad: list[int]) -> None:
+    def _pass_to_chain_check(self, run: RecordRun, crcs: bytes, bad: list[int]) -> None:
         """Pass the records to the chain check; bad records count as unreadable."""
         at = 0
         for position in [*bad, run.length]:
             if self._chain is not None and position > at:
-                self._chain.take(run.first + at, crcs[4 * at : 4 * position], position - at)
+                self._chain.check_records(
+                    run.first + at, crcs[4 * at : 4 * position], position - at
+                )
             if position < run.length:
-                self._report_bad(run, position)
+                self._report_bad_record(run, position)
                 self._note_unreadable(run.first + position, run.first + position)
             at = position + 1
 
-    def _report_bad(self, run: RecordRun, position: int) -> None:
+    def _report_bad_record(self, run: RecordRun, position: int) -> None:
         start, end = run.bounds[position], run.bounds[position + 1]
         record = run.data[start:end]
         number = run.first + position
@@ -231,64 +235,65 @@ class SegmentCheck:
         found, expected = record_fields(record).data_crc, crc32(record[36:-4])
         if found != expected:
             parts.append(f"expected CRC {expected:08x} of the data, found {found:08x}")
-        self._report_lost(run.offset + start, number, number, "; ".join(parts))
+        self._report_unreadable(run.offset + start, number, number, "; ".join(parts))
 
-    def _gap(self, gap: Gap) -> int:
+    def _check_gap(self, gap: Gap) -> int:
         reach, next_first = gap.next_id, self._next_first
         if reach is None or (next_first is not None and reach > next_first):
             reach = next_first
         if reach is not None:
-            self._report_lost(gap.offset, gap.first, reach - 1, gap.why)
+            self._report_unreadable(gap.offset, gap.first, reach - 1, gap.reason)
             self._note_unreadable(gap.first, reach - 1)
             return reach
-        is_wrong = self._is_wrong(gap.first)
+        is_error = self._is_error_at(gap.first)
         tail = (
             ""
-            if is_wrong
+            if is_error
             else ("; never acknowledged, so the next start of the storage truncates it")
         )
         what = (
-            f"bytes {gap.offset}..{gap.end - 1} have no valid record from {gap.first} on: {gap.why}"
+            f"bytes {gap.offset}..{gap.end - 1} have no valid record from {gap.first} on: "
+            f"{gap.reason}"
         )
-        self._report[".seg"].add_finding(gap.offset, what + tail, is_wrong=is_wrong)
+        self._report[".seg"].add_finding(gap.offset, what + tail, is_error=is_error)
         return gap.first
 
     def _note_unreadable(self, first: int, last: int) -> None:
         self._seen.note_unreadable(first, last)
         if self._chain is not None:
-            self._chain.take(first, None, last - first + 1)
+            self._chain.check_records(first, None, last - first + 1)
 
-    def _report_lost(self, offset: int, first: int, last: int, why: str) -> None:
-        is_wrong = self._is_wrong(first)
+    def _report_unreadable(self, offset: int, first: int, last: int, why: str) -> None:
+        is_error = self._is_error_at(first)
         slot = self._expected.slot
         tail = ""
-        if not is_wrong:
+        if not is_error:
             tail = "; never acknowledged, so the next start of the storage truncates the log there"
         elif slot is not None:
             tail = f"; {'' if slot.lists_as_damaged(first, last) else 'not '}listed as damaged"
         what = f"{records_text(first, last)}: {why}{tail}"
-        self._report[".seg"].add_finding(offset, what, is_wrong=is_wrong)
+        self._report[".seg"].add_finding(offset, what, is_error=is_error)
 
-    def _report_spare(self, offset: int) -> None:
+    def _report_overlap(self, offset: int) -> None:
         assert self._next_first is not None
         slot = self._expected.slot
         # The tail of a file that a failed write has ended may have reappeared: its truncation was
         # not synced.
-        is_wrong = slot is None or not slot.is_dirty
+        is_error = slot is None or not slot.is_dirty
         what = f"the segment has record {self._next_first}, with which the next segment begins"
-        self._report[".seg"].add_finding(offset, what, is_wrong=is_wrong)
+        self._report[".seg"].add_finding(offset, what, is_error=is_error)
 
 
 class _IndexCheck:
     """Compares the offsets in `.idx` with the positions of the records (rule 2)."""
 
     def __init__(
-        self, path: Path, first: int, report: FileFindings, is_wrong: Callable[[int], bool]
+        self, path: Path, first: int, report: FileFindings, is_error_at: Callable[[int], bool]
     ) -> None:
         self._path = path
         self._first = first
         self._report = report
-        self._is_wrong = is_wrong
+        self._is_error_at = is_error_at
         self._exists = path.exists()
         if not self._exists:
             report.add_error(None, "the file is missing; waltz-core disk repair-index rebuilds it")
@@ -312,7 +317,7 @@ class _IndexCheck:
                 FILE_HEADER_BYTES + OFFSET_BYTES * (position + at),
                 f"index entry of record {run.first + at}: expected offset {expected[at]}, "
                 f"found {found[at]}{more}",
-                is_wrong=self._is_wrong(run.first + at),
+                is_error=self._is_error_at(run.first + at),
             )
 
     def finish(self, due: int, next_first: int | None) -> None:
@@ -332,5 +337,5 @@ class _IndexCheck:
                 where,
                 f"expected {expected} bytes, for the index of {due - self._first} records, "
                 f"found {size}",
-                is_wrong=self._is_wrong(transaction_id),
+                is_error=self._is_error_at(transaction_id),
             )

@@ -8,7 +8,7 @@ import pytest
 from tests.offline_storage import PARTITION, sample_log
 from tests.storage_model import ROOT
 from waltz_core.errors import BadFormat, DiskFailed
-from waltz_core.offline.index_repair import locked_exclusively, repair_index
+from waltz_core.offline.index_repair import hold_exclusive_locks, repair_index
 from waltz_core.storage.disk.file_system import RealDisk
 from waltz_sim.world.simulated_disk import DiskFault, PowerLoss, Survival
 
@@ -138,13 +138,13 @@ def test_a_repair_locks_the_storage_directory(tmp_path):
     for name in ("waltz-x.id", "waltz-storage.ctl"):
         (tmp_path / name).write_bytes(bytes(200))
     (tmp_path / "2").mkdir()
-    with locked_exclusively(disk, tmp_path / "2"):
+    with hold_exclusive_locks(disk, tmp_path / "2"):
         file = disk.open(tmp_path / "waltz-x.id")
         assert not file.lock_whole_file()
     assert file.lock_whole_file()
     with (
         pytest.raises(DiskFailed, match=r"holds the lock on waltz-x.id"),
-        locked_exclusively(disk, tmp_path),
+        hold_exclusive_locks(disk, tmp_path),
     ):
         pass
     file.close()

@@ -6,7 +6,7 @@ import pytest
 
 from tests.storage_model import encode_record
 from waltz_core.offline import records
-from waltz_core.offline.records import Gap, RecordRun, is_valid, record_fields, walk_records
+from waltz_core.offline.records import Gap, RecordRun, has_valid_crc, record_fields, walk_records
 
 
 class Bytes:
@@ -44,7 +44,7 @@ def test_all_records_come_in_order_with_their_bytes():
     assert (run.first, run.offset, run.length) == (7, 128, 50)
     taken = [run.data[a:b] for a, b in zip(run.bounds, run.bounds[1:], strict=False)]
     assert taken == made
-    assert all(is_valid(one) for one in taken)
+    assert all(has_valid_crc(one) for one in taken)
     assert [record_fields(one).transaction_id for one in taken] == list(range(7, 57))
 
 
@@ -99,7 +99,7 @@ def test_a_wrong_crc_alone_is_left_to_the_caller():
     hurt[len(made[0]) + 36] ^= 1
     (run,) = walk_records(Bytes(bytes(hurt)), 0)
     assert run.length == 5
-    assert not is_valid(run.data[run.bounds[1] : run.bounds[2]])
+    assert not has_valid_crc(run.data[run.bounds[1] : run.bounds[2]])
 
 
 def test_a_record_inside_the_data_of_a_record_is_not_found():

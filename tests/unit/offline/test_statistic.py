@@ -39,7 +39,7 @@ def test_unreadable_records_are_counted_in_bytes(tmp_path):
     segment_files(directory, ".idx")[0].unlink()
     found = statistic_of(path)
     assert (found.records, found.unreadable_bytes) == (10, len(world.records[3]))
-    assert (found.batches, found.wrong_batches) == (2, 1)
+    assert (found.batches, found.invalid_batches) == (2, 1)
     assert found.index_density is None
 
 

@@ -19,7 +19,7 @@ from tests.offline_storage import (
 from tests.storage_model import ROOT
 from tests.storage_model import encode_record as make_record
 from waltz_core.errors import BadRequest, DiskFailed
-from waltz_core.offline.files import OpenFile, locked_shared
+from waltz_core.offline.files import OpenFile, hold_shared_locks
 from waltz_core.offline.layout import UNBATCHED, crc32
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.offline.verify_control import read_slots
@@ -55,8 +55,8 @@ def swap(one, other):
 
 def test_checked_files_and_records_are_counted(storage):
     log = verify_directory(storage).logs[PARTITION]
-    assert (log.segments, log.records, log.last) == (3, 36, 35)
-    assert (log.checksums, log.chains, log.unchecked_chains) == (72, 7, 0)
+    assert (log.segment_count, log.record_count, log.last) == (3, 36, 35)
+    assert (log.checksum_count, log.batch_count, log.unchecked_batch_count) == (72, 7, 0)
     assert log.bytes_read == sum(one.stat().st_size for one in segment_files(storage))
 
 
@@ -420,7 +420,7 @@ def test_a_directory_without_a_storage_is_rejected(storage, name):
 
 def test_a_directory_cannot_be_inspected_and_opened_at_the_same_time(storage):
     file = RealDisk().open(storage / "waltz-x.id")
-    with locked_shared(storage), locked_shared(storage / "2"):
+    with hold_shared_locks(storage), hold_shared_locks(storage / "2"):
         assert not file.lock_whole_file()
     assert file.lock_whole_file()
     with pytest.raises(DiskFailed, match="a running storage uses this directory"):
@@ -494,7 +494,7 @@ def test_reconstructed_batches_are_not_reported_as_wrong_records(tmp_path):
     log = verify_directory(directory).logs[PARTITION]
     assert [one.session for one in batches(seg(directory, 0, ".chn"))][:4] == [1, -2, -2, 1]
     assert verification_texts(directory) == ([], [])
-    assert (log.chains, log.unchecked_chains) == (7, 3)
+    assert (log.batch_count, log.unchecked_batch_count) == (7, 3)
     flip_byte(seg(directory, 0, ".chn"), 64 + 64 * 5 + 40)
     assert verification_texts(directory)[0] != []
 
@@ -532,7 +532,7 @@ def started(tmp_path):
 def test_a_log_that_begins_above_0_is_verified_from_its_start_on(started):
     directory, _ = started
     log = verify_directory(directory).logs[PARTITION]
-    assert (log.segments, log.last, log.unchecked_chains) == (2, 35, 1)
+    assert (log.segment_count, log.last, log.unchecked_batch_count) == (2, 35, 1)
     assert log.chains_at[20] == read_slots(directory / SLOTS)[0].start_chain
     flip_byte(seg(directory, 0), 128 + 37)  # record 11, below the start
     wrong, notes = verification_texts(directory)

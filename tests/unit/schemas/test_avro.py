@@ -108,7 +108,7 @@ def test_values_of_each_type_round_trip(schema, value, data):
         (logical("int", "date"), MOMENT, "expected a date"),
         (logical("int", "date"), 5, "expected a date"),
         (logical("int", "time-millis"), dt.time(0, 0, 0, 1), "more precise than the unit"),
-        (logical("long", "timestamp-millis"), MOMENT.replace(microsecond=1), "smaller than"),
+        (logical("long", "timestamp-millis"), MOMENT.replace(microsecond=1), "more precise than"),
         (logical("long", "timestamp-micros"), LOCAL, "with a time zone"),
         (logical("long", "local-timestamp-micros"), MOMENT, "without a time zone"),
         (logical("long", "timestamp-nanos"), dt.datetime(9999, 1, 1, tzinfo=UTC), "range of long"),

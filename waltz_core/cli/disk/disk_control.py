@@ -9,7 +9,7 @@ from waltz_core.cli.disk.disk_text import fields_json, utc_text, uuid_text
 from waltz_core.cli.output import print_json, print_result, print_table
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadRequest
-from waltz_core.offline.files import is_storage, partitions_in, read_all
+from waltz_core.offline.files import is_storage_directory, partitions_in, read_all
 from waltz_core.offline.layout import (
     ASSIGNED,
     AVAILABLE,
@@ -24,9 +24,14 @@ from waltz_core.offline.layout import (
     ControlEntry,
     ControlSlot,
     current_slot,
-    storage_id,
+    decode_storage_id,
 )
-from waltz_core.offline.verify_control import Control, is_assigned, read_control, read_slots
+from waltz_core.offline.verify_control import (
+    DecodedControlFile,
+    is_assigned,
+    read_control,
+    read_slots,
+)
 
 _INFO_FLAGS = {AVAILABLE: "available", ASSIGNED: "assigned"}
 _SLOT_FLAGS = {
@@ -74,7 +79,7 @@ def dump_control_file(
         _print_control(control, {number: entries[number] for number in shown if number in entries})
         print_result("")
     if identity is not None:
-        storage, errors = storage_id(identity)
+        storage, errors = decode_storage_id(identity)
         print_result(f"{ID_NAME}: storage {uuid_text(storage)}{_errors_text(errors)}")
         print_result("")
     for number, pair in slots.items():
@@ -83,13 +88,15 @@ def dump_control_file(
     return 0
 
 
-def _read_control_files(path: Path) -> tuple[Control | None, bytes | None, dict[int, Path]]:
+def _read_control_files(
+    path: Path,
+) -> tuple[DecodedControlFile | None, bytes | None, dict[int, Path]]:
     """Return the control file and the ID of a storage, and its slot files by partition."""
     if path.is_file() and path.name == SLOTS_NAME:
         return None, None, {_partition_number(path.absolute().parent): path}
     if path.is_file() and path.name == CONTROL_NAME:
         return read_control(path), None, {}
-    if path.is_dir() and is_storage(path):
+    if path.is_dir() and is_storage_directory(path):
         held = {number: path / str(number) / SLOTS_NAME for number in partitions_in(path)}
         return read_control(path / CONTROL_NAME), read_all(path / ID_NAME), held
     if path.is_dir() and (path / SLOTS_NAME).exists():
@@ -117,7 +124,7 @@ def _flag_names(flags: int, known: dict[int, str]) -> list[str]:
 # JSON for programs
 
 
-def _header_json(control: Control) -> dict[str, object]:
+def _header_json(control: DecodedControlFile) -> dict[str, object]:
     header = control.header
     return {
         "version": header.version,
@@ -131,7 +138,7 @@ def _header_json(control: Control) -> dict[str, object]:
 
 
 def _storage_id_json(data: bytes) -> dict[str, object]:
-    number, errors = storage_id(data)
+    number, errors = decode_storage_id(data)
     return {"id": uuid_text(number), "wrong": errors}
 
 
@@ -185,7 +192,7 @@ def _slot_json(slot: ControlSlot, *, is_current: bool) -> dict[str, object]:
 # Tables for people
 
 
-def _print_control(control: Control, entries: dict[int, ControlEntry]) -> None:
+def _print_control(control: DecodedControlFile, entries: dict[int, ControlEntry]) -> None:
     header = control.header
     print_result(
         f"{CONTROL_NAME}: version {header.version}, {control.size} bytes, "

@@ -34,11 +34,11 @@ from waltz_core.offline.layout import (
     BatchEntry,
     FileHeader,
     crc32,
-    file_header,
+    decode_file_header,
 )
 from waltz_core.offline.lineage import batches_of, header_of
 from waltz_core.offline.records import Gap, RecordFields, is_record_at, record_fields, walk_records
-from waltz_core.offline.statistic import PERCENTILES, Statistic, percentile, statistic_of
+from waltz_core.offline.statistic import PERCENTILES, SegmentStatistic, percentile, statistic_of
 
 
 class _DumpOptions(NamedTuple):
@@ -138,7 +138,7 @@ def _dump_segment(path: Path, wanted: _DumpOptions) -> None:
     first = int(path.stem)
     batches = _read_batches(path, wanted) if wanted.batches else iter(())
     with OpenFile(path) as file:
-        header = file_header(file.pread(FILE_HEADER_BYTES, 0))
+        header = decode_file_header(file.pread(FILE_HEADER_BYTES, 0))
         if wanted.header:
             _show_header(path, header, file.size(), wanted)
         if wanted.records:
@@ -254,10 +254,11 @@ def _show_record(offset: int, record: bytes, wanted: _DumpOptions) -> None:
     found = record_fields(record)
     data = record[36:-4]
     stated = int.from_bytes(record[-4:], "big")
-    is_valid = crc32(record[:-4]) == stated and crc32(data) == found.data_crc
+    has_valid_crc = crc32(record[:-4]) == stated and crc32(data) == found.data_crc
     if wanted.as_json:
         print_json(
-            _record_json(found, offset, stated, is_valid=is_valid) | _data_json(wanted, data)
+            _record_json(found, offset, stated, has_valid_crc=has_valid_crc)
+            | _data_json(wanted, data)
         )
         return
     identity = f"{found.client}/{found.generation}/{found.partition}/{found.sequence}"
@@ -269,7 +270,7 @@ def _show_record(offset: int, record: bytes, wanted: _DumpOptions) -> None:
         found.data_bytes,
         f"{stated:08x}",
         f"{found.data_crc:08x}",
-        "yes" if is_valid else "NO",
+        "yes" if has_valid_crc else "NO",
     )
     print_result(
         row.rstrip()
@@ -279,7 +280,7 @@ def _show_record(offset: int, record: bytes, wanted: _DumpOptions) -> None:
 
 
 def _record_json(
-    found: RecordFields, offset: int, crc: int, *, is_valid: bool
+    found: RecordFields, offset: int, crc: int, *, has_valid_crc: bool
 ) -> dict[str, object]:
     return {
         "kind": "record",
@@ -293,7 +294,7 @@ def _record_json(
         "data_bytes": found.data_bytes,
         "crc": f"{crc:08x}",
         "data_crc": f"{found.data_crc:08x}",
-        "is_valid": is_valid,
+        "is_valid": has_valid_crc,
     }
 
 
@@ -308,7 +309,7 @@ def _show_gap(gap: Gap, wanted: _DumpOptions) -> None:
     what = f"records from {gap.first} on"
     if gap.next_id is not None:
         what = records_text(gap.first, gap.next_id - 1)
-    print_result(f"  {what}: bytes {gap.offset}..{gap.end - 1} cannot be read: {gap.why}")
+    print_result(f"  {what}: bytes {gap.offset}..{gap.end - 1} cannot be read: {gap.reason}")
 
 
 def _show_batch(batch: BatchEntry, wanted: _DumpOptions) -> None:
@@ -341,7 +342,7 @@ def segment_statistic(*, path: Path, partitions: list[int] | None, as_json: bool
     return 0
 
 
-def _sizes_json(found: Statistic) -> dict[str, object] | None:
+def _sizes_json(found: SegmentStatistic) -> dict[str, object] | None:
     if not found.records:
         return None
     return {
@@ -352,8 +353,8 @@ def _sizes_json(found: Statistic) -> dict[str, object] | None:
     }
 
 
-def _statistic_json(found: Statistic) -> dict[str, object]:
-    batches: dict[str, object] = {"count": found.batches, "wrong": found.wrong_batches}
+def _statistic_json(found: SegmentStatistic) -> dict[str, object]:
+    batches: dict[str, object] = {"count": found.batches, "wrong": found.invalid_batches}
     if found.batches:
         batches["records_min"] = min(found.batch_records)
         records = sum(size * count for size, count in found.batch_records.items())
@@ -388,7 +389,7 @@ def _statistic_json(found: Statistic) -> dict[str, object]:
     }
 
 
-def _print_statistic(found: Statistic) -> None:
+def _print_statistic(found: SegmentStatistic) -> None:
     value = _statistic_json(found)
     print_result(
         f"{found.path}: {found.file_bytes} bytes, created {utc_text(found.header.created_ms)}"
@@ -410,8 +411,8 @@ def _print_statistic(found: Statistic) -> None:
             f"  batches   {found.batches}, of {batches['records_min']} to "
             f"{batches['records_max']} records, mean {batches['records_mean']}"
         )
-    if found.wrong_batches:
-        print_result(f"  batches   {found.wrong_batches} entries are wrong")
+    if found.invalid_batches:
+        print_result(f"  batches   {found.invalid_batches} entries are wrong")
     for session, statistic in found.sessions.items():
         ids = f"{statistic.first}..{statistic.last}"
         print_result(f"  session   {session}: {statistic.batches} batches, {ids}")

@@ -10,8 +10,8 @@ from waltz_core.cli.output import print_error, print_json, print_result, print_t
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.offline.file_findings import FileFinding
-from waltz_core.offline.files import locked_shared, segments_at
-from waltz_core.offline.index_repair import IndexRepairResult, locked_exclusively
+from waltz_core.offline.files import hold_shared_locks, segments_at
+from waltz_core.offline.index_repair import IndexRepairResult, hold_exclusive_locks
 from waltz_core.offline.index_repair import repair_index as rebuild_index
 from waltz_core.offline.verify import VerificationResult
 from waltz_core.offline.verify import verify as verify_at
@@ -61,15 +61,15 @@ def _verification_json(found: VerificationResult) -> dict[str, object]:
         "partitions": [
             {
                 "partition": None if number < 0 else number,
-                "segments": seen.segments,
-                "records": seen.records,
+                "segments": seen.segment_count,
+                "records": seen.record_count,
                 "last": seen.last,
                 "bytes": seen.bytes_read,
-                "checksums": seen.checksums,
-                "batches": seen.chains,
-                "unchecked_batches": seen.unchecked_chains,
+                "checksums": seen.checksum_count,
+                "batches": seen.batch_count,
+                "unchecked_batches": seen.unchecked_batch_count,
                 "chain": None if seen.end is None else seen.end.chain.hex(),
-                "unreadable": seen.bad,
+                "unreadable": seen.unreadable,
             }
             for number, seen in found.logs.items()
         ],
@@ -78,7 +78,7 @@ def _verification_json(found: VerificationResult) -> dict[str, object]:
 
 
 def _finding_kind(finding: FileFinding) -> str:
-    return "wrong" if finding.is_wrong else "note"
+    return "wrong" if finding.is_error else "note"
 
 
 def _print_verification(found: VerificationResult) -> None:
@@ -104,8 +104,8 @@ def _print_verification(found: VerificationResult) -> None:
         )
     logs = found.logs.values()
     print_result(
-        f"checked {sum(log.checksums for log in logs)} checksums of "
-        f"{sum(log.records for log in logs)} records, "
+        f"checked {sum(log.checksum_count for log in logs)} checksums of "
+        f"{sum(log.record_count for log in logs)} records, "
         f"{sum(log.bytes_read for log in logs)} bytes, in {found.seconds:.1f} s: "
         f"{findings.error_count} wrong, {findings.note_count} notes"
     )
@@ -113,13 +113,13 @@ def _print_verification(found: VerificationResult) -> None:
 
 def _log_row(number: int, seen: FoundLog) -> tuple[object, ...]:
     chain = "-" if seen.end is None else seen.end.chain.hex()
-    unchecked = seen.unchecked_chains
+    unchecked = seen.unchecked_batch_count
     return (
         number,
-        seen.segments,
-        seen.records,
+        seen.segment_count,
+        seen.record_count,
         seen.bytes_read,
-        seen.chains,
+        seen.batch_count,
         unchecked,
         seen.last,
         chain,
@@ -157,7 +157,7 @@ def repair_index(*, path: Path, partitions: list[int] | None, dry_run: bool, as_
 
 def _lock_directory(disk: RealDisk, path: Path, *, dry_run: bool) -> AbstractContextManager[None]:
     """Lock the storage directory: shared for a dry run, otherwise exclusively."""
-    return locked_shared(path) if dry_run else locked_exclusively(disk, path)
+    return hold_shared_locks(path) if dry_run else hold_exclusive_locks(disk, path)
 
 
 def _repair_json(index: IndexRepairResult, *, dry_run: bool) -> dict[str, object]:
