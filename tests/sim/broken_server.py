@@ -394,7 +394,7 @@ def lock_blocks_trusted_without_chain() -> Patches:
 
     def below(self, end, steps_max):
         for _ in range(steps_max):
-            block = self._take()
+            block = self._take_last_block()
             if block is None or block.end.last < end.last:
                 self.is_spent = True
                 return None
@@ -410,7 +410,7 @@ def gap_between_lock_blocks_ignored() -> Patches:
     """If a lock block is missing, the earlier ones are used anyway."""
 
     def below(self, end, steps_max):
-        while (block := self._take()) is not None and block.end.last > end.last:
+        while (block := self._take_last_block()) is not None and block.end.last > end.last:
             pass
         self.is_spent = block is None
         return block

@@ -49,18 +49,18 @@ from waltz_core.wire.messages import (
 )
 
 VERSION_MAX: Final = 4
-_OUTCOMES_UP_TO: Final = 2  # the last version in which a bool answers a mount
+_MOUNT_OUTCOME_VERSION_MAX: Final = 2  # the last version in which a bool answers a mount
 # How long a request for a high-water mark stays open if it cannot be answered.
 MARK_WAIT_S: Final = 5.0
 # A client mounts again 500 ms after NOT_READY (docs/design/wire-format.md 2.2).
 MOUNT_WAIT_S: Final = 5.0
 # The error texts of 0.13 that its clients check.
-_NOT_FOUND: Final = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
-_NOT_HERE: Final = "partition not ready"
+_NOT_FOUND_TEXT: Final = "com.wepay.waltz.store.exception.TransactionNotFoundException: "
+_NOT_READY_TEXT: Final = "partition not ready"
 
 # If a row was rejected for one of these reasons, it is not in the log, and its client must mount
 # again.
-_ENDS_MOUNT: Final = frozenset(
+_MOUNT_ENDING_REASONS: Final = frozenset(
     (
         RowOutcomeCode.LOST,
         RowOutcomeCode.AHEAD,
@@ -71,11 +71,11 @@ _ENDS_MOUNT: Final = frozenset(
 )
 # The errors of a mount or a feed after which 0.13 closes the connection, or that a 0.13 client
 # cannot use.
-_ENDS_CONNECTION: Final = frozenset(
+_CONNECTION_ENDING_CODES: Final = frozenset(
     each.code for each in (errors.BadRequest, errors.ClientAheadOfLog, errors.ConnectionSuperseded)
 )
 # The errors that do not show whether the partition exists.
-_OF_ANY_PARTITION: Final = frozenset(
+_UNKNOWN_PARTITION_CODES: Final = frozenset(
     each.code
     for each in (
         errors.UnknownPartition,
@@ -86,7 +86,7 @@ _OF_ANY_PARTITION: Final = frozenset(
     )
 )
 # The errors of a request for data if the partition has moved, or is between two sessions.
-_OTHER_OWNER_CODES: Final = frozenset(
+_NOT_OWNER_CODES: Final = frozenset(
     each.code
     for each in (
         errors.NotOwned,
@@ -136,7 +136,7 @@ class _LegacyMount:
 class LegacyClientAdapter:
     """Adapts one connection of a 0.13 client, by the module's rules."""
 
-    __slots__ = ("_ended_s", "_ends_soon", "_mounts", "_version")
+    __slots__ = ("_is_closing", "_mount_ended_s", "_mounts", "_version")
 
     def __init__(self, version: int) -> None:
         assert version <= VERSION_MAX
@@ -144,8 +144,8 @@ class LegacyClientAdapter:
         self._mounts: dict[PartitionId, _LegacyMount] = {}
         # When the end of a partition's mount was last reported, if the partition has no mount now
         # (rule 5).
-        self._ended_s: dict[PartitionId, float] = {}
-        self._ends_soon = False
+        self._mount_ended_s: dict[PartitionId, float] = {}
+        self._is_closing = False
 
     # -----------------------------------------------------------------------------------------
     # requests
@@ -154,14 +154,14 @@ class LegacyClientAdapter:
         """Check a request before it is processed; return EndConnection if the link must close."""
         partition_id = message.req_id.partition_id
         if isinstance(message, AppendRequest | FeedRequest):
-            ended_s = self._ended_s.get(partition_id)
+            ended_s = self._mount_ended_s.get(partition_id)
             if ended_s is not None and now_s - ended_s > MOUNT_WAIT_S:
                 return EndConnection(
                     f"the client sends requests for partition {partition_id}, but its mount "
                     "of the partition has ended"
                 )
         if isinstance(message, MountRequest):
-            self._ended_s.pop(partition_id, None)
+            self._mount_ended_s.pop(partition_id, None)
             if message.client_high_water_mark < BEFORE_FIRST:
                 return EndConnection(
                     "mount request: expected a high-water mark of -1 or more, found "
@@ -188,8 +188,8 @@ class LegacyClientAdapter:
         answer = self._translate(message, request)
         if isinstance(answer, MountResponse | MountOutcome):
             partition_id = answer.req_id.partition_id
-            if partition_id not in self._mounts and not _is_of_no_partition(message):
-                self._ended_s[partition_id] = now_s
+            if partition_id not in self._mounts and not _may_be_unknown_partition(message):
+                self._mount_ended_s[partition_id] = now_s
         return answer
 
     def _translate(
@@ -219,7 +219,7 @@ class LegacyClientAdapter:
             # transaction.
             assert conflict <= message.high_water_mark
             return LockFailure(req_id, conflict)
-        if reason in _ENDS_MOUNT:
+        if reason in _MOUNT_ENDING_REASONS:
             return self._on_mount_ended(req_id.partition_id)
         if reason is RowOutcomeCode.TOO_LARGE:
             return InexpressibleError(
@@ -248,7 +248,7 @@ class LegacyClientAdapter:
         return self._on_mount_answered(mount.req_id, MountState.NOT_READY)
 
     def _mount_state(self, req_id: ReqId, state: int) -> ClientMessage:
-        if self._version <= _OUTCOMES_UP_TO:
+        if self._version <= _MOUNT_OUTCOME_VERSION_MAX:
             return MountOutcome(req_id, is_ready=state == MountState.READY)
         return MountResponse(req_id, state)
 
@@ -273,7 +273,7 @@ class LegacyClientAdapter:
             case HighWaterMarkRequest():
                 answer = self._on_mark_rejected(error)
             case TransactionDataRequest():
-                text = _NOT_HERE if error.error_code in _OTHER_OWNER_CODES else error.message
+                text = _NOT_READY_TEXT if error.error_code in _NOT_OWNER_CODES else error.message
                 answer = TransactionDataResponse(req_id, request.transaction_id, (None, text))
             case AddPreferredRequest():
                 answer = AddPreferredResponse(req_id, is_done=False)
@@ -287,7 +287,7 @@ class LegacyClientAdapter:
         mount = self._mounts.get(req_id.partition_id)
         if mount is None or mount.req_id != req_id:
             return None  # rule 4
-        if error.error_code in _ENDS_CONNECTION:
+        if error.error_code in _CONNECTION_ENDING_CODES:
             return EndConnection(error.message)
         return self._on_mount_answered(req_id, MountState.NOT_READY)
 
@@ -299,23 +299,23 @@ class LegacyClientAdapter:
 
     def _on_mark_rejected(self, error: ErrorResponse) -> LegacyResponse | None:
         """Send nothing. The client requests the mark again on its next connection (rule 3)."""
-        if self._ends_soon:
+        if self._is_closing:
             return None
-        self._ends_soon = True
+        self._is_closing = True
         return EndConnection(error.message, MARK_WAIT_S)
 
 
-def _is_of_no_partition(message: ClientMessage) -> bool:
+def _may_be_unknown_partition(message: ClientMessage) -> bool:
     """Whether the partition may not exist.
 
     A peer that invents partition IDs must not exhaust memory.
     """
     if not isinstance(message, ErrorResponse):
         return False
-    return message.error_code in _OF_ANY_PARTITION
+    return message.error_code in _UNKNOWN_PARTITION_CODES
 
 
 def _data_not_found(message: TransactionDataResponse) -> TransactionDataResponse:
     req_id, wanted = message.req_id, message.transaction_id
-    text = f"{_NOT_FOUND}partition={req_id.partition_id}transactionId={wanted}"
+    text = f"{_NOT_FOUND_TEXT}partition={req_id.partition_id}transactionId={wanted}"
     return TransactionDataResponse(req_id, wanted, (None, text))

@@ -31,15 +31,15 @@ class ReceivedFromLegacyServer:
 
 
 @value(frozen=True, slots=True)
-class OwnershipProven:
-    """ZooKeeper has answered `ProveOwnership`: whether the server owns the partition."""
+class OwnershipChecked:
+    """ZooKeeper has answered `CheckOwnership`: whether the server owns the partition."""
 
     partition_id: PartitionId
     number: int
     is_owner: bool
 
 
-Event: TypeAlias = SendToLegacyServer | ReceivedFromLegacyServer | OwnershipProven | Wakeup
+Event: TypeAlias = SendToLegacyServer | ReceivedFromLegacyServer | OwnershipChecked | Wakeup
 
 
 class LegacyServerLink:
@@ -63,12 +63,12 @@ class LegacyServerLink:
                 return self._send(event.message, now_ms)
             case ReceivedFromLegacyServer():
                 return self._receive(event.messages, now_ms)
-            case OwnershipProven():
+            case OwnershipChecked():
                 partition = self._partitions[event.partition_id]
-                effects = partition.on_ownership_proven(
+                effects = partition.on_ownership_checked(
                     event.number, is_owner=event.is_owner, now_ms=now_ms
                 )
-                self._note(partition)
+                self._update_wake_time(partition)
                 return effects
             case Wakeup():
                 return self._wake(now_ms)
@@ -82,7 +82,7 @@ class LegacyServerLink:
         if partition is None:
             partition = self._partitions[partition_id] = LegacyServerPartition(partition_id)
         effects = partition.send(message, self._connection_sequence, now_ms)
-        self._note(partition)
+        self._update_wake_time(partition)
         return effects
 
     def _receive(self, received: Sequence[ClientMessage], now_ms: int) -> list[Effect]:
@@ -95,7 +95,7 @@ class LegacyServerLink:
             if partition is not None:
                 assert self._connection_sequence is not None
                 effects += partition.receive(each, self._connection_sequence, now_ms)
-                self._note(partition)
+                self._update_wake_time(partition)
         return effects
 
     def _wake(self, now_ms: int) -> list[Effect]:
@@ -103,10 +103,10 @@ class LegacyServerLink:
         effects: list[Effect] = []
         for partition in self._partitions.values():
             effects += partition.wake(now_ms)
-            self._note(partition)
+            self._update_wake_time(partition)
         return effects
 
-    def _note(self, partition: LegacyServerPartition) -> None:
+    def _update_wake_time(self, partition: LegacyServerPartition) -> None:
         wanted_ms = partition.wake_at_ms
         if wanted_ms is not None and (self._wake_at_ms is None or wanted_ms < self._wake_at_ms):
             self._wake_at_ms = wanted_ms

@@ -56,7 +56,7 @@ HEADERS_COUNT_MAX = 65_536
 # The maximum number of feeds of one partition that are kept for readers that continue.
 FEEDS_MAX = 4
 
-_NO_REQUEST = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
+_UNKNOWN_REQ_ID = ReqId(ClientId(0), 0, PartitionId(0), 0)  # type: ignore[arg-type]
 
 
 class LegacyServerReads:
@@ -84,13 +84,13 @@ class LegacyServerReads:
 
         Raises Unavailable, like a read at a current server.
         """
-        heads = await self._headers(reader, query)
+        heads = await self._read_headers(reader, query)
         last = heads[-1].transaction_id if heads else query.first - 1
         wanted = [
             each for each in heads if not query.header_values or each.header in query.header_values
         ]
         if query.form is RangeForm.WHOLE:
-            return await self._with_data(reader, query, wanted, TransactionId(last))
+            return await self._fetch_data(reader, query, wanted, TransactionId(last))
         records = b"".join(
             RECORD_HEADER.pack(each.transaction_id, each.req_id.to_bytes(), each.header)
             for each in wanted
@@ -107,12 +107,12 @@ class LegacyServerReads:
         if query.header_values:
             last = query.first
         heads = [
-            RecordHeader(TransactionId(each), _NO_REQUEST, 0)
+            RecordHeader(TransactionId(each), _UNKNOWN_REQ_ID, 0)
             for each in range(query.first, last + 1)
         ]
-        return await self._with_data(reader, query, heads, TransactionId(last))
+        return await self._fetch_data(reader, query, heads, TransactionId(last))
 
-    async def _headers(self, reader: LinkToOwner, query: Query) -> list[RecordHeader]:
+    async def _read_headers(self, reader: LinkToOwner, query: Query) -> list[RecordHeader]:
         count_max = WHOLE_COUNT_MAX if query.form is RangeForm.WHOLE else HEADERS_COUNT_MAX
         feed = await self._feed_at(reader, query.first)
         is_over = True
@@ -126,14 +126,14 @@ class LegacyServerReads:
                 f"within {reader.timeout_s:.3g} s"
             ) from error
         finally:  # also if the caller is cancelled
-            self._leave(reader.partition_id, feed, is_over=is_over)
+            self._release_feed(reader.partition_id, feed, is_over=is_over)
         return found
 
     async def _feed_at(self, reader: LinkToOwner, first: TransactionId) -> "HeaderFeed":
         """Return the feed that continues at a transaction, or a new feed."""
         feeds = self._feeds.setdefault(reader.partition_id, [])
         for each in feeds:
-            if each.is_at(reader.owner, first):
+            if each.continues_at(reader.owner, first):
                 feeds.remove(each)
                 return each
         idle = self._idle_ids
@@ -146,7 +146,9 @@ class LegacyServerReads:
             raise
         return made
 
-    def _leave(self, partition_id: PartitionId, feed: "HeaderFeed", *, is_over: bool) -> None:
+    def _release_feed(
+        self, partition_id: PartitionId, feed: "HeaderFeed", *, is_over: bool
+    ) -> None:
         feeds = self._feeds[partition_id]
         if not is_over and not self._is_closed:
             feeds.append(feed)
@@ -156,7 +158,7 @@ class LegacyServerReads:
         feed.close()
         self._idle_ids.append(feed.client_id)
 
-    async def _with_data(
+    async def _fetch_data(
         self,
         reader: LinkToOwner,
         query: Query,
@@ -167,7 +169,9 @@ class LegacyServerReads:
         records, lengths = bytearray(), list[int]()
         for start in range(0, len(heads), CONCURRENT_REQUESTS_MAX):
             part = heads[start : start + CONCURRENT_REQUESTS_MAX]
-            datas = await run_parallel(self._data(reader, each.transaction_id) for each in part)
+            datas = await run_parallel(
+                self._request_data(reader, each.transaction_id) for each in part
+            )
             for head, data in zip(part, datas, strict=True):
                 # The CRC of the data was checked when the data arrived.
                 record = encode_record(
@@ -180,7 +184,7 @@ class LegacyServerReads:
                 break
         return LegacyRecords(last, lengths, bytes(records))
 
-    async def _data(self, reader: LinkToOwner, transaction_id: TransactionId) -> bytes:
+    async def _request_data(self, reader: LinkToOwner, transaction_id: TransactionId) -> bytes:
         answer = await reader.link.request(
             messages.TransactionDataResponse,
             lambda req_id: messages.TransactionDataRequest(req_id, transaction_id),
@@ -224,7 +228,7 @@ class HeaderFeed:
         req_id = ReqId(ClientId(self.client_id), self._owner.generation, self._partition_id, 1)
         link.send(messages.MountRequest(req_id, first - 1, connection_sequence))
 
-    def is_at(self, owner: OwnerAddress, first: TransactionId) -> bool:
+    def continues_at(self, owner: OwnerAddress, first: TransactionId) -> bool:
         """Whether the feed continues at a transaction of this owner."""
         return not self.is_closed and self._owner == owner and self._next == first
 

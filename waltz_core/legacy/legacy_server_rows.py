@@ -45,17 +45,17 @@ class SubmissionRows:
     ids: list[int] = field(init=False)
     reasons: bytearray = field(init=False)
     conflicting: list[int] = field(init=False)
-    open_count: int = field(init=False)
+    pending_count: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.ids = [BEFORE_FIRST] * self.row_count
         self.conflicting = [BEFORE_FIRST] * self.row_count
         self.reasons = bytearray(self.row_count)
-        self.open_count = self.row_count
+        self.pending_count = self.row_count
 
     def result(self, high_water_mark: TransactionId) -> AppendResult:
         """Return the answer in the form of a current server (rule 2); all rows must be final."""
-        assert self.open_count == 0
+        assert self.pending_count == 0
         layout = f">{self.row_count}q"
         return AppendResult(
             self.req_id,
@@ -100,8 +100,8 @@ class LegacyRow:
 
     def _mark_ended(self, reason: RowOutcomeCode) -> bool:
         self.submission.reasons[self.position] = reason
-        self.submission.open_count -= 1
-        return self.submission.open_count == 0
+        self.submission.pending_count -= 1
+        return self.submission.pending_count == 0
 
 
 def rows_of(message: AppendRequest | AppendBatch) -> list[LegacyRow]:
@@ -151,7 +151,7 @@ class FeedRun:
     def _clear(self) -> None:
         self._first, self._count = 0, 0
         self._headers = bytearray()
-        self._picked: list[int] = []
+        self._selected_positions: list[int] = []
 
     def add(self, message: FeedData) -> None:
         """Add a transaction; if the filter excludes it, omit its header, like a current server."""
@@ -159,14 +159,14 @@ class FeedRun:
             self._first = message.transaction_id
         if not self._values or message.header in self._values:
             self._headers += _FEED_HEADER.pack(message.req_id.to_bytes(), message.header)
-            self._picked.append(self._count)
+            self._selected_positions.append(self._count)
         self._count += 1
 
     def take(self) -> FeedBatch | None:
         """Return the transactions added since the last call; None if there are none."""
         if self._count == 0:
             return None
-        is_whole = len(self._picked) == self._count
+        is_whole = len(self._selected_positions) == self._count
         made = FeedBatch(
             self._mount.req_id,
             self._first,
@@ -175,7 +175,9 @@ class FeedRun:
             NO_SESSION,
             BEFORE_FIRST,
             GENESIS_CHAIN,
-            b"" if is_whole else struct.pack(f">{len(self._picked)}i", *self._picked),
+            b""
+            if is_whole
+            else struct.pack(f">{len(self._selected_positions)}i", *self._selected_positions),
         )
         self._clear()
         return made

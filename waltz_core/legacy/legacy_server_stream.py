@@ -9,7 +9,7 @@ Rules (1 to 3 and 7: `legacy_server_appends.py`):
        high-water mark of the server, from the answer to a flush, or to a mount and a flush. A
        server that has lost the partition without knowing it may report an old mark. So ZooKeeper is
        read afterwards, and the inference holds only if the server is still the owner
-       (`ProveOwnership`).
+       (`CheckOwnership`).
     5. All mounts of one connection have one connection sequence, that of its first mount: the
        server keeps this sequence as long as the connection lasts. If a mount gets no answer, the
        server has dropped it, and would drop all later mounts of this connection. So the connection
@@ -76,10 +76,10 @@ class SendToStream:
 
 
 @value(frozen=True, slots=True)
-class ProveOwnership:
+class CheckOwnership:
     """Read the partition's owner from ZooKeeper.
 
-    The answer is `OwnershipProven` with the same number.
+    The answer is `OwnershipChecked` with the same number.
     """
 
     partition_id: PartitionId
@@ -93,7 +93,7 @@ class CloseLink:
     reason: str
 
 
-Effect: TypeAlias = SendToServer | SendToStream | ProveOwnership | CloseLink
+Effect: TypeAlias = SendToServer | SendToStream | CheckOwnership | CloseLink
 
 
 class _Phase(Enum):
@@ -101,13 +101,13 @@ class _Phase(Enum):
     REQUESTING = auto()  # waiting for the server's high-water mark
     MOUNTING = auto()
     FLUSHING = auto()
-    PROVING = auto()
+    CHECKING_OWNER = auto()
     MOUNTED = auto()
     READING = auto()  # mounted once more, to receive the same range again
 
 
 @dataclass(slots=True)
-class _Reading:
+class _Readback:
     """Headers that the stream reads back (`readback.py`)."""
 
     request: messages.RangeRequest
@@ -122,7 +122,7 @@ class _Flush:
     req_id: ReqId
     number: int  # the number of the last row that was sent before it
     mark: TransactionId | None = None  # known once the server has answered
-    is_proving: bool = False
+    is_checking_owner: bool = False
 
 
 class LegacyServerPartition:
@@ -134,24 +134,24 @@ class LegacyServerPartition:
         self._mount: messages.MountWriter | None = None
         self._run: FeedRun | None = None  # None for a mount without a feed
         # The request ID of the newest mount, by which the server identifies its feed.
-        self._feed_id: ReqId | None = None
+        self._feed_req_id: ReqId | None = None
         self._mark = BEFORE_FIRST  # the last ID of the feed
         self._requested_ms = 0
-        self._known = BEFORE_FIRST  # the server's mark in its last answer
+        self._server_mark = BEFORE_FIRST  # the server's mark in its last answer
         self._flush_mark: TransactionId | None = None  # the mark in the answer to the mount's flush
-        self._proof = 0
-        # The continuations of `ProveOwnership`, by its number (rule 4).
-        self._proofs: dict[int, Callable[[bool], None]] = {}
-        self._is_suspended = False  # The server has sent the requested part of the feed.
-        self._is_granted = False  # The stream has requested more of the feed.
-        self._reading: _Reading | None = None
+        self._last_check_number = 0
+        # The continuations of `CheckOwnership`, by its number (rule 4).
+        self._ownership_callbacks: dict[int, Callable[[bool], None]] = {}
+        self._is_feed_suspended = False  # The server has sent the requested part of the feed.
+        self._is_feed_requested = False  # The stream has requested more of the feed.
+        self._readback: _Readback | None = None
         self._appends = LegacyAppends()
         # The row for which the server's mark was requested (rule 6).
-        self._expected_req_id: ReqId | None = None
-        self._ahead: LegacyRow | None = None
+        self._mark_req_id: ReqId | None = None
+        self._row_ahead: LegacyRow | None = None
         self._flush: _Flush | None = None
         self._flushed_ms = 0
-        self._out: list[Effect] = []
+        self._effects: list[Effect] = []
 
     @property
     def wake_at_ms(self) -> int | None:
@@ -163,7 +163,7 @@ class LegacyServerPartition:
 
     @property
     def _repeat_at_ms(self) -> int | None:
-        is_requested = self._phase is _Phase.REQUESTING or self._expected_req_id is not None
+        is_requested = self._phase is _Phase.REQUESTING or self._mark_req_id is not None
         return self._requested_ms + RETRY_MS if is_requested else None
 
     @property
@@ -183,11 +183,11 @@ class LegacyServerPartition:
         """
         match message:
             case messages.MountWriter():
-                self._begin(message, now_ms)
+                self._begin_mount(message, now_ms)
             case messages.RangeRequest():
                 self._read_back(message, connection_sequence)
             case messages.FeedRequest():
-                self._is_granted = True
+                self._is_feed_requested = True
                 self._request_feed()
             case messages.AppendRequest() | messages.AppendBatch():
                 self._append(message, now_ms)
@@ -219,13 +219,13 @@ class LegacyServerPartition:
                     self._on_mark_answered(message, connection_sequence)
                 case _:
                     pass  # a late answer, which has no effect any more
-        self._conclude()
+        self._settle_rows()
         self._send_waiting(now_ms)
         return self._take_effects()
 
-    def on_ownership_proven(self, number: int, *, is_owner: bool, now_ms: int) -> list[Effect]:
+    def on_ownership_checked(self, number: int, *, is_owner: bool, now_ms: int) -> list[Effect]:
         """Continue with ZooKeeper's answer whether the server is still the owner (rule 4)."""
-        then = self._proofs.pop(number, None)
+        then = self._ownership_callbacks.pop(number, None)
         if then is not None:
             self._flushed_ms = now_ms
             then(is_owner)
@@ -245,9 +245,9 @@ class LegacyServerPartition:
 
     # --- the mount
 
-    def _begin(self, mount: messages.MountWriter, now_ms: int) -> None:
+    def _begin_mount(self, mount: messages.MountWriter, now_ms: int) -> None:
         if self._phase is _Phase.MOUNTING:  # rule 5
-            self._out.append(
+            self._effects.append(
                 CloseLink(
                     f"the server did not answer the mount of partition {self._partition_id}. "
                     "It may have another connection of this client ID"
@@ -257,16 +257,16 @@ class LegacyServerPartition:
         # No row is in flight on a connection that is mounted again (partition_stream.py, invariant
         # 4).
         self._appends.clear()
-        self._proofs.clear()
-        self._flush = self._reading = self._expected_req_id = self._ahead = self._flush_mark = None
-        self._is_granted = False
+        self._ownership_callbacks.clear()
+        self._flush = self._readback = self._mark_req_id = self._row_ahead = self._flush_mark = None
+        self._is_feed_requested = False
         self._mount = mount
         self._run = FeedRun(mount) if mount.wants_feed else None
         self._phase = _Phase.REQUESTING
         self._request_mark(now_ms)
 
     def _request_mark(self, now_ms: int) -> None:
-        req_id = self._expected_req_id
+        req_id = self._mark_req_id
         if req_id is None:
             assert self._mount is not None
             req_id = self._mount.req_id
@@ -286,25 +286,25 @@ class LegacyServerPartition:
             if mark < BEFORE_FIRST:
                 self._fail_mount("the server has no store session for the partition yet")
                 return
-            self._known = mark
+            self._server_mark = mark
             is_latest = mount.high_water_mark == LATEST_MARK
             self._mark = mark if is_latest else TransactionId(mount.high_water_mark)
             self._phase = _Phase.MOUNTING
             self._send_mount(mount.req_id, self._mark, connection_sequence)
-        elif message.req_id == self._expected_req_id:
-            self._expected_req_id = None
-            self._known = max(self._known, mark)
-            if self._appends.waiting[0].mark > max(self._known, self._mark):  # rule 6
-                self._ahead = self._appends.waiting.popleft()
-                self._prove(partial(self._on_ahead_proven, mark))
+        elif message.req_id == self._mark_req_id:
+            self._mark_req_id = None
+            self._server_mark = max(self._server_mark, mark)
+            if self._appends.waiting[0].mark > max(self._server_mark, self._mark):  # rule 6
+                self._row_ahead = self._appends.waiting.popleft()
+                self._check_ownership(partial(self._on_ahead_owner_checked, mark))
 
     def _send_mount(self, req_id: ReqId, mark: int, connection_sequence: int) -> None:
-        self._feed_id = req_id
-        self._is_suspended = False
+        self._feed_req_id = req_id
+        self._is_feed_suspended = False
         self._to_server(messages.MountRequest(req_id, mark, connection_sequence))
 
     def _on_mount_answered(self, message: messages.MountResponse) -> None:
-        if message.req_id != self._feed_id:
+        if message.req_id != self._feed_req_id:
             return
         if self._phase is _Phase.READING:
             self._finish_read_back(is_ready=message.state == MountState.READY)
@@ -314,13 +314,15 @@ class LegacyServerPartition:
             self._phase = _Phase.FLUSHING
             self._to_server(messages.FeedRequest(message.req_id, self._mark))
             self._to_server(messages.FlushRequest(message.req_id))
-        elif message.state == MountState.CLIENT_AHEAD and self._mark > self._known:
-            text = f"the client's high-water mark {self._mark} is above the log's, {self._known}"
+        elif message.state == MountState.CLIENT_AHEAD and self._mark > self._server_mark:
+            text = (
+                f"the client's high-water mark {self._mark} is above the log's, {self._server_mark}"
+            )
             self._fail_mount(text, errors.ClientAheadOfLog)
         else:
             self._fail_mount("the server is not ready for the partition")
 
-    def _on_mount_proven(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_prove` takes it
+    def _on_mount_owner_checked(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_check_ownership` takes it
         assert self._mount is not None
         if not is_owner:
             self._fail_mount("the partition moved to another server during the mount")
@@ -344,13 +346,13 @@ class LegacyServerPartition:
         if self._phase is not _Phase.MOUNTED or request.form != RangeForm.HEADERS:
             self._reject(request.req_id, "not mounted", errors.NotMounted)
             return
-        self._reading = _Reading(request, request.first)
+        self._readback = _Readback(request, request.first)
         self._phase = _Phase.READING
         self._send_mount(request.req_id, request.first - 1, connection_sequence)
 
     def _finish_read_back(self, *, is_ready: bool) -> None:
         """Answer the stream, after the server has sent the log once more."""
-        reading, self._reading = self._reading, None
+        reading, self._readback = self._readback, None
         assert reading is not None
         request = reading.request
         if not is_ready or reading.next <= request.last:
@@ -380,7 +382,7 @@ class LegacyServerPartition:
 
     def _on_feed_received(self, message: messages.FeedData) -> None:
         transaction_id = TransactionId(message.transaction_id)
-        reading = self._reading
+        reading = self._readback
         if reading is not None and transaction_id == reading.next <= reading.request.last:
             reading.next += 1
             req_id = message.req_id.to_bytes()
@@ -391,24 +393,24 @@ class LegacyServerPartition:
         self._mark = transaction_id
         if self._run is not None:
             self._run.add(message)
-        self._answer(self._appends.on_committed(message.req_id, transaction_id))
+        self._answer_submissions(self._appends.on_committed(message.req_id, transaction_id))
 
     def _on_feed_suspended(self, req_id: ReqId) -> None:
-        if req_id != self._feed_id:
+        if req_id != self._feed_req_id:
             return
-        self._is_suspended = True
+        self._is_feed_suspended = True
         # Rule 8.
         if self._run is None or self._appends.in_flight or self._phase is not _Phase.MOUNTED:
             self._request_feed()
-        if self._is_granted:
+        if self._is_feed_requested:
             assert self._mount is not None
-            self._is_granted = False
+            self._is_feed_requested = False
             self._to_stream(messages.FeedSuspended(self._mount.req_id))
 
     def _request_feed(self) -> None:
-        if self._is_suspended and self._feed_id is not None:
-            self._is_suspended = False
-            self._to_server(messages.FeedRequest(self._feed_id, self._mark))
+        if self._is_feed_suspended and self._feed_req_id is not None:
+            self._is_feed_suspended = False
+            self._to_server(messages.FeedRequest(self._feed_req_id, self._mark))
 
     # --- appends
 
@@ -424,12 +426,12 @@ class LegacyServerPartition:
         while (
             appends.may_send
             and self._phase is _Phase.MOUNTED
-            and self._expected_req_id is None
-            and self._ahead is None
+            and self._mark_req_id is None
+            and self._row_ahead is None
         ):
             row = appends.waiting[0]
-            if row.mark > max(self._mark, self._known):
-                self._expected_req_id = row.request.req_id
+            if row.mark > max(self._mark, self._server_mark):
+                self._mark_req_id = row.request.req_id
                 self._request_mark(now_ms)
                 break
             self._to_server(appends.send(now_ms))
@@ -438,7 +440,7 @@ class LegacyServerPartition:
 
     def _on_flush_answered(self, message: messages.FlushResponse, now_ms: int) -> None:
         mark = TransactionId(message.high_water_mark)
-        if self._phase is _Phase.FLUSHING and message.req_id == self._feed_id:
+        if self._phase is _Phase.FLUSHING and message.req_id == self._feed_req_id:
             if mark < BEFORE_FIRST:
                 self._fail_mount("the server no longer has a store session for the partition")
             else:
@@ -450,40 +452,46 @@ class LegacyServerPartition:
         else:
             self._flush.mark = mark
 
-    def _on_flush_proven(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_prove` takes it
+    def _on_flush_owner_checked(self, is_owner: bool) -> None:  # noqa: FBT001 - as `_check_ownership` takes it
         flush, self._flush = self._flush, None
         assert flush is not None
         if is_owner:
             # The rows were dropped, or lost with a store session. A new mount shows whether the
             # client may write.
-            self._answer(self._appends.end_up_to(flush.number, RowOutcomeCode.NOT_MOUNTED))
+            self._answer_submissions(
+                self._appends.end_up_to(flush.number, RowOutcomeCode.NOT_MOUNTED)
+            )
 
-    def _on_ahead_proven(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
-        row, self._ahead = self._ahead, None
+    def _on_ahead_owner_checked(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
+        row, self._row_ahead = self._row_ahead, None
         assert row is not None
         # The mark of a server that has lost the partition is lower. A server without a session has
         # no mark.
         is_known = is_owner and mark >= BEFORE_FIRST
         if row.on_rejected(RowOutcomeCode.AHEAD if is_known else RowOutcomeCode.NOT_MOUNTED):
-            self._answer([row.submission])
+            self._answer_submissions([row.submission])
 
-    def _conclude(self) -> None:
+    def _settle_rows(self) -> None:
         """Settle the rows whose outcome follows from the feed's position (rules 3 and 4)."""
-        self._answer(self._appends.end_rejected(self._mark))
-        if self._phase is _Phase.FLUSHING and _is_reached(self._flush_mark, self._mark):
-            self._phase = _Phase.PROVING
-            self._prove(self._on_mount_proven)
+        self._answer_submissions(self._appends.end_rejected(self._mark))
+        if self._phase is _Phase.FLUSHING and _has_reached(self._flush_mark, self._mark):
+            self._phase = _Phase.CHECKING_OWNER
+            self._check_ownership(self._on_mount_owner_checked)
         flush = self._flush
-        if flush is not None and not flush.is_proving and _is_reached(flush.mark, self._mark):
-            flush.is_proving = True
-            self._prove(self._on_flush_proven)
+        if (
+            flush is not None
+            and not flush.is_checking_owner
+            and _has_reached(flush.mark, self._mark)
+        ):
+            flush.is_checking_owner = True
+            self._check_ownership(self._on_flush_owner_checked)
 
-    def _prove(self, then: Callable[[bool], None]) -> None:
-        self._proof += 1
-        self._proofs[self._proof] = then
-        self._out.append(ProveOwnership(self._partition_id, self._proof))
+    def _check_ownership(self, then: Callable[[bool], None]) -> None:
+        self._last_check_number += 1
+        self._ownership_callbacks[self._last_check_number] = then
+        self._effects.append(CheckOwnership(self._partition_id, self._last_check_number))
 
-    def _answer(self, submissions: Iterable[SubmissionRows]) -> None:
+    def _answer_submissions(self, submissions: Iterable[SubmissionRows]) -> None:
         for each in submissions:
             # An estimate is the ID of a transaction in the log, whether this feed contained it or
             # not.
@@ -493,25 +501,25 @@ class LegacyServerPartition:
     # --- out
 
     def _to_server(self, message: ClientMessage) -> None:
-        last = self._out[-1] if self._out else None
+        last = self._effects[-1] if self._effects else None
         if isinstance(last, SendToServer):  # sent with one system call
             last.messages.append(message)
         else:
-            self._out.append(SendToServer([message]))
+            self._effects.append(SendToServer([message]))
 
     def _to_stream(self, message: ClientMessage) -> None:
         """Pass a message to the stream, after all transactions that the server fed before it."""
-        self._end_run()
-        self._out.append(SendToStream(message))
+        self._pass_feed_run()
+        self._effects.append(SendToStream(message))
 
-    def _end_run(self) -> None:
+    def _pass_feed_run(self) -> None:
         batch = None if self._run is None else self._run.take()
         if batch is not None:
-            self._out.append(SendToStream(batch))
+            self._effects.append(SendToStream(batch))
 
     def _take_effects(self) -> list[Effect]:
-        self._end_run()
-        taken, self._out = self._out, []
+        self._pass_feed_run()
+        taken, self._effects = self._effects, []
         return taken
 
 
@@ -524,5 +532,5 @@ def exactly_once_error(address: str) -> errors.UsageError:
     )
 
 
-def _is_reached(wanted: TransactionId | None, mark: TransactionId) -> bool:
+def _has_reached(wanted: TransactionId | None, mark: TransactionId) -> bool:
     return wanted is not None and wanted <= mark

@@ -58,9 +58,16 @@ LOCK_COLUMNS: Final = ("write_locks", "read_locks", "append_locks")
 _METADATA_BYTES_MAX: Final = 16 * 1024
 _STREAM_END_BYTES: Final = 8  # a continuation marker and a length of 0
 # If rows have at least this average size, a view of a row is cheaper than a copy for its CRC.
-_VIEWED_BYTES_MIN: Final = 1024
+_VIEWED_ROW_BYTES_MIN: Final = 1024
 # The exceptions of pyarrow for unreadable bytes. Not all of them are subclasses of ArrowException.
-_UNREADABLE: Final = (pa.ArrowException, OSError, EOFError, ValueError, TypeError, OverflowError)
+_UNREADABLE_ERRORS: Final = (
+    pa.ArrowException,
+    OSError,
+    EOFError,
+    ValueError,
+    TypeError,
+    OverflowError,
+)
 
 
 class LockColumn(NamedTuple):
@@ -201,7 +208,7 @@ def encode_append_arrow(rows: pa.RecordBatch) -> memoryview:
 
 
 def _encode_columns(found: dict[str, pa.Array]) -> memoryview:
-    columns = {name: _cast(name, column) for name, column in found.items()}
+    columns = {name: _cast_column(name, column) for name, column in found.items()}
     data = columns["data"]
     lengths = raw_records.lengths_between(_offsets(data))
     over = np.flatnonzero(lengths > TRANSACTION_BYTES_MAX)
@@ -233,7 +240,7 @@ def data_crcs(data: pa.Array) -> pa.Array:
     """Return the CRC-32 of each row of a binary column; the column must not have nulls."""
     offsets = _offsets(data)
     parts: Sequence[Buffer]
-    if offsets[-1] - offsets[0] < len(data) * _VIEWED_BYTES_MIN:
+    if offsets[-1] - offsets[0] < len(data) * _VIEWED_ROW_BYTES_MIN:
         parts = data.to_pylist()
     elif len(data):
         view = memoryview(data.buffers()[2])
@@ -243,7 +250,7 @@ def data_crcs(data: pa.Array) -> pa.Array:
     return pa.array(checksum.crc32_of_each(parts))
 
 
-def _cast(name: str, column: pa.Array) -> pa.Array:
+def _cast_column(name: str, column: pa.Array) -> pa.Array:
     kind = _TYPES[name]
     try:
         cast = column if column.type == kind else column.cast(kind)
@@ -279,7 +286,7 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
         raise TooLarge(f"append batch: expected at most {bytes_max} bytes, found {len(payload)}")
     try:
         batch = _read_batch(payload)
-    except _UNREADABLE as error:
+    except _UNREADABLE_ERRORS as error:
         raise BadRequest(
             "append batch: expected an Arrow stream with one record batch, found other bytes "
             f"({_short_message(error)})"
@@ -290,7 +297,7 @@ def decode_append(payload: Buffer, *, rows_max: int, bytes_max: int) -> AppendRo
         raise BadRequest("append batch: expected at least one row, found none")
     try:
         batch.validate(full=True)
-    except _UNREADABLE as error:
+    except _UNREADABLE_ERRORS as error:
         raise BadRequest(
             "append batch: expected columns that match each other, found an inconsistency "
             f"({_short_message(error)})"
@@ -341,20 +348,20 @@ def _is_compressed(metadata: memoryview) -> bool:
     """
     try:
         (root,) = struct.unpack_from("<I", metadata, 0)
-        header = _slot(metadata, root, 2)
+        header = _flatbuffer_field(metadata, root, 2)
         if header is None:
             raise BadRequest(
                 "append batch: expected a record batch message with a header, found one without"
             )
         (distance,) = struct.unpack_from("<I", metadata, header)
-        return _slot(metadata, header + distance, 3) is not None
+        return _flatbuffer_field(metadata, header + distance, 3) is not None
     except struct.error as error:
         raise BadRequest(
             f"append batch: the metadata of the record batch is damaged ({error})"
         ) from error
 
 
-def _slot(metadata: memoryview, table: int, slot: int) -> int | None:
+def _flatbuffer_field(metadata: memoryview, table: int, slot: int) -> int | None:
     """Return the position of a field in a flatbuffer table; None if the field is absent."""
     (to_vtable,) = struct.unpack_from("<i", metadata, table)
     vtable = table - to_vtable
@@ -398,15 +405,15 @@ def _rows_of(batch: pa.RecordBatch) -> AppendRows:
 
 def _values(column: pa.Array, kind: npt.DTypeLike) -> npt.NDArray[Any]:
     """Return the values of a fixed-width column without nulls, as a view."""
-    return _window(column, kind, len(column))
+    return _buffer_values(column, kind, len(column))
 
 
 def _offsets(column: pa.Array) -> I64:
     """Return the offsets of a binary or list column; there is one more offset than rows."""
-    return _window(column, np.int32, len(column) + 1).astype(np.int64)
+    return _buffer_values(column, np.int32, len(column) + 1).astype(np.int64)
 
 
-def _window(column: pa.Array, kind: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
+def _buffer_values(column: pa.Array, kind: npt.DTypeLike, count: int) -> npt.NDArray[Any]:
     """Return `count` numbers of a column's second buffer, starting at the column's offset.
 
     The buffer may contain more numbers than the column needs.
@@ -557,7 +564,7 @@ def range_to_arrow(
         reach = int(ends[start - 1]) if start else 0
         within = int(np.searchsorted(ends, reach + ARROW_BYTES_MAX, side="right"))
         stop = max(start + 1, min(start + ARROW_ROWS_MAX, within))
-        batches.append(_slice_of(made, columns, start, stop))
+        batches.append(_record_batch_slice(made, columns, start, stop))
         start = stop
     return batches
 
@@ -582,12 +589,12 @@ def headers_to_arrow(
     heads = np.frombuffer(headers, raw_records.HEADER_DTYPE)
     made = _header_columns(heads, stamps, columns, partition_id)
     return [
-        _slice_of(made, columns, start, min(start + ARROW_ROWS_MAX, heads.size))
+        _record_batch_slice(made, columns, start, min(start + ARROW_ROWS_MAX, heads.size))
         for start in range(0, heads.size, ARROW_ROWS_MAX)
     ]
 
 
-def _slice_of(
+def _record_batch_slice(
     made: dict[str, pa.Array], columns: Sequence[str], start: int, stop: int
 ) -> pa.RecordBatch:
     arrays = []
@@ -613,11 +620,11 @@ def _header_columns(
     made: dict[str, pa.Array] = {}
     for name in columns:
         if name == "partition":
-            made[name] = _numbers(name, np.full(heads.size, partition_id, dtype=np.int32))
+            made[name] = _number_column(name, np.full(heads.size, partition_id, dtype=np.int32))
         elif name == "transaction_id":
-            made[name] = _numbers(name, heads["transaction_id"].astype(np.int64))
+            made[name] = _number_column(name, heads["transaction_id"].astype(np.int64))
         elif name == "header":
-            made[name] = _numbers(name, heads["header"].astype(np.int32))
+            made[name] = _number_column(name, heads["header"].astype(np.int32))
         elif name == "request_id":
             made[name] = _request_ids(heads["req_id"])
         elif name == "commit_time":
@@ -627,7 +634,7 @@ def _header_columns(
     return made
 
 
-def _numbers(name: str, values: npt.NDArray[Any]) -> pa.Array:
+def _number_column(name: str, values: npt.NDArray[Any]) -> pa.Array:
     return arrow_buffers.as_numbers(values, READ_SCHEMA.field(name).type)
 
 

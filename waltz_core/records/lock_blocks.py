@@ -104,7 +104,7 @@ class LockBlockReader:
     def block_ending_at(self, end: LogEnd, steps_max: int) -> LockBlock | None:
         """Return the block that ends at `end`; None if the next `steps_max` blocks lack it."""
         for _ in range(steps_max):
-            block = self._take()
+            block = self._take_last_block()
             if block is None or block.end.last < end.last:
                 self.is_spent = True
                 return None
@@ -112,7 +112,7 @@ class LockBlockReader:
                 return block
         return None
 
-    def _take(self) -> LockBlock | None:
+    def _take_last_block(self) -> LockBlock | None:
         """Remove and return the last remaining block of any log; None if it is invalid."""
         start = self._end - TRAILER_BYTES
         if start < 0:

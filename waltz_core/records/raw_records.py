@@ -257,7 +257,7 @@ def verified_crcs(
     a CRC that a sender states.
     """
     if lengths.size <= ONE_BY_ONE_MAX and len(records) <= ONE_BY_ONE_BYTES_MAX:
-        return _proven_one_by_one(memoryview(records), lengths.tolist(), first)
+        return _verified_crcs_one_by_one(memoryview(records), lengths.tolist(), first)
     ends = lengths.cumsum()
     assert len(records) == ends[-1]
     prefixes = _gather(records, ends - lengths, PREFIX_DTYPE)
@@ -272,7 +272,7 @@ def verified_crcs(
     return trailers.tobytes() if found == run_crc(trailers, lengths) else None
 
 
-def _proven_one_by_one(records: memoryview, lengths: list[int], first: int) -> bytes | None:
+def _verified_crcs_one_by_one(records: memoryview, lengths: list[int], first: int) -> bytes | None:
     """Do the same as `verified_crcs` for a few records, for which arrays would be slower."""
     assert len(records) == sum(lengths)
     crcs: list[memoryview] = []

@@ -22,9 +22,9 @@ from typing import Any, Final, NoReturn
 
 # A search in a larger text takes too long for a process that has received it from a peer.
 _LOCATED_CHARACTERS_MAX: Final = 256 * 1024
-_HALF = re.compile("[\ud800-\udfff]")
-_ESCAPED_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # a pair of them is one character
-NOT_JSON = "JSON supports neither NaN nor infinities"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # a pair of them is one character
+NOT_FINITE_TEXT = "JSON supports neither NaN nor infinities"
 TOO_DEEP = (
     "the value is nested too deeply: expected at most a few hundred levels of lists and objects"
 )
@@ -48,12 +48,12 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
             raise
         found, where = place
         raise ValueError(
-            f"found {found} at {where}; {NOT_JSON}. Hint: write null or a string instead."
+            f"found {found} at {where}; {NOT_FINITE_TEXT}. Hint: write null or a string instead."
         ) from error
     try:
         return text.encode()
     except UnicodeEncodeError as error:
-        raise _half_of_character(value) from error
+        raise _surrogate_error(value) from error
 
 
 def from_json(data: bytes) -> Any:  # noqa: ANN401
@@ -65,7 +65,7 @@ def from_json(data: bytes) -> Any:  # noqa: ANN401
     """
     text = data.decode(json.detect_encoding(data))
     try:
-        return _check_characters(text, _decoded(text))
+        return _check_characters(text, _decode_text(text))
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
 
@@ -78,57 +78,57 @@ def exact_from_json(data: bytes) -> Any:  # noqa: ANN401
     """
     text = data.decode(json.detect_encoding(data))
     try:
-        return _check_characters(text, _EXACT.decode(text))
+        return _check_characters(text, _DECIMAL_DECODER.decode(text))
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
-    except (json.JSONDecodeError, _HalfOfCharacterError):
+    except (json.JSONDecodeError, _SurrogateError):
         raise
     except ValueError as error:
-        raise ValueError(f"found {error}; {NOT_JSON}") from error
+        raise ValueError(f"found {error}; {NOT_FINITE_TEXT}") from error
 
 
 def _check_characters(text: str, value: Any) -> Any:  # noqa: ANN401
     """Return the decoded value of a text; raises ValueError if a string has half a character."""
-    if _ESCAPED_HALF.search(text):
+    if _ESCAPED_SURROGATE.search(text):
         # NB: do not search with `_find_wrong_part` here. A peer can send a MiB, for which it takes
         # seconds; the encoder is written in C.
         try:
             _ANY_ENCODER.encode(value).encode()
         except UnicodeEncodeError as error:
             is_located = len(text) <= _LOCATED_CHARACTERS_MAX  # rule 4
-            raise _half_of_character(value if is_located else None) from error
+            raise _surrogate_error(value if is_located else None) from error
     return value
 
 
-class _HalfOfCharacterError(ValueError):
+class _SurrogateError(ValueError):
     """A string in the JSON text contains half a character."""
 
 
-def _half_of_character(value: object) -> ValueError:
-    found = _find_wrong_part(value, _is_half)
+def _surrogate_error(value: object) -> ValueError:
+    found = _find_wrong_part(value, _has_surrogate)
     where = "a text" if found is None else found[1]
-    return _HalfOfCharacterError(
-        f"found an unpaired surrogate at {where}, which UTF-8 cannot encode"
-    )
+    return _SurrogateError(f"found an unpaired surrogate at {where}, which UTF-8 cannot encode")
 
 
-def _is_half(part: object) -> bool:
-    return isinstance(part, str) and _HALF.search(part) is not None
+def _has_surrogate(part: object) -> bool:
+    return isinstance(part, str) and _SURROGATE.search(part) is not None
 
 
-def _decoded(text: str) -> Any:  # noqa: ANN401
+def _decode_text(text: str) -> Any:  # noqa: ANN401
     try:
         return _DECODER.decode(text)
     except json.JSONDecodeError:
         raise
     except ValueError as error:
         if len(text) > _LOCATED_CHARACTERS_MAX:  # rule 4
-            raise ValueError(f"found {error}; {NOT_JSON}") from error
+            raise ValueError(f"found {error}; {NOT_FINITE_TEXT}") from error
         # Decode the text a second time and keep these words, to find their position.
-        place = _find_wrong_part(_LENIENT.decode(text), lambda part: type(part) is _NonFinite)
+        place = _find_wrong_part(
+            _LENIENT_DECODER.decode(text), lambda part: type(part) is _NonFinite
+        )
         if place is None:  # A later value for the same key has replaced the word.
-            raise ValueError(f"found {error}; {NOT_JSON}") from error
-        raise ValueError(f"found {place[0]} at {place[1]}; {NOT_JSON}") from error
+            raise ValueError(f"found {error}; {NOT_FINITE_TEXT}") from error
+        raise ValueError(f"found {place[0]} at {place[1]}; {NOT_FINITE_TEXT}") from error
 
 
 class _NonFinite(str):
@@ -137,13 +137,13 @@ class _NonFinite(str):
     __slots__ = ()
 
 
-def _reject(word: str) -> NoReturn:
+def _reject_number(word: str) -> NoReturn:
     raise ValueError(word)
 
 
 def _parse_finite(text: str) -> float:
     number = float(text)
-    return number if math.isfinite(number) else _reject(text)
+    return number if math.isfinite(number) else _reject_number(text)
 
 
 def _finite_or_word(text: str) -> float | _NonFinite:
@@ -153,9 +153,9 @@ def _finite_or_word(text: str) -> float | _NonFinite:
 
 _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 _ANY_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=str)
-_DECODER = json.JSONDecoder(parse_constant=_reject, parse_float=_parse_finite)
-_EXACT = json.JSONDecoder(parse_constant=_reject, parse_float=Decimal)
-_LENIENT = json.JSONDecoder(parse_constant=_NonFinite, parse_float=_finite_or_word)
+_DECODER = json.JSONDecoder(parse_constant=_reject_number, parse_float=_parse_finite)
+_DECIMAL_DECODER = json.JSONDecoder(parse_constant=_reject_number, parse_float=Decimal)
+_LENIENT_DECODER = json.JSONDecoder(parse_constant=_NonFinite, parse_float=_finite_or_word)
 
 
 def _is_not_finite(part: object) -> bool:

@@ -24,25 +24,27 @@ VALUE_NAMES: dict[type, str] = {
     UUID: "UUID",
 }
 
-Only = Callable[..., list[Any]]
+CheckTypes = Callable[..., list[Any]]
 
 
-def typed_builder(kind: pa.DataType, only: Only) -> Callable[[list[Any]], pa.Array] | None:
+def typed_builder(
+    kind: pa.DataType, check_types: CheckTypes
+) -> Callable[[list[Any]], pa.Array] | None:
     """Return the function that builds an array of a type; None if no special one is needed.
 
     Args:
         kind: the type of the column.
-        only: returns its values unchanged, or raises TypeError if a value has none of the wanted
-            types.
+        check_types: returns its values unchanged, or raises TypeError if a value has none of the
+            wanted types.
     """
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return lambda values: pa.array(_texts(only(values, str, UUID)), kind)
+        return lambda values: pa.array(_texts(check_types(values, str, UUID)), kind)
     if pa.types.is_date(kind):
-        return lambda values: pa.array(only(values, date), pa.date32()).cast(kind)
+        return lambda values: pa.array(check_types(values, date), pa.date32()).cast(kind)
     if pa.types.is_timestamp(kind):
-        return lambda values: _timestamps(only(values, datetime), kind)
+        return lambda values: _timestamps(check_types(values, datetime), kind)
     if pa.types.is_time(kind):
-        return lambda values: pa.array(only(values, time), pa.time64("us")).cast(kind)
+        return lambda values: pa.array(check_types(values, time), pa.time64("us")).cast(kind)
     return None
 
 

@@ -67,8 +67,10 @@ class Unpacker:
         names = [part.name for part in fields]
         meant = {name for each in required for name in columns_named(each, names)}
         self._required = [name for name in names if name in meant]
-        self._find = dict.get if is_case_sensitive else _case_insensitive
-        self._builders = [_builder(part.type, data_format, self._find) for part in fields]
+        self._find_value = dict.get if is_case_sensitive else _case_insensitive
+        self._array_builders = [
+            _array_builder(part.type, data_format, self._find_value) for part in fields
+        ]
         self._format = data_format
         exact = any(_has_decimal(part.type) for part in fields)
         self._decode = decode or decoder_of(data_format, exact=exact)
@@ -117,12 +119,12 @@ class Unpacker:
         for each, part in enumerate(self._fields):
             values = self._values(rows, part.name)
             try:
-                columns.append(self._builders[each](values))
+                columns.append(self._array_builders[each](values))
             except _MISMATCHES:
-                for row in self._mismatches(values, each, 0):
+                for row in self._mismatched_rows(values, each, 0):
                     values[row] = None
                     is_whole[row] = False
-                columns.append(self._builders[each](values))
+                columns.append(self._array_builders[each](values))
             if not part.nullable:  # rule 5
                 is_whole &= columns[-1].is_valid().to_numpy(zero_copy_only=False)
         return columns, is_whole
@@ -131,16 +133,16 @@ class Unpacker:
         found = [row.get(name) for row in rows]
         if None not in found:
             return found
-        # `_find` for each row would take longer than all other work here.
+        # `_find_value` for each row would take longer than all other work here.
         return [
-            self._find(row, name) if value is None else value
+            self._find_value(row, name) if value is None else value
             for row, value in zip(rows, found, strict=True)
         ]
 
     def _missing_values(self, rows: list[dict[str, Any]]) -> Iterator[tuple[int, str]]:
         for name in self._required:
             for index, row in enumerate(rows):
-                if name not in row and self._find(row, name, _ABSENT) is _ABSENT:
+                if name not in row and self._find_value(row, name, _ABSENT) is _ABSENT:
                     yield index, name
 
     def _decode_each_map(
@@ -149,28 +151,28 @@ class Unpacker:
         """Decode payloads; return empty maps in place of non-maps, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
-            return self.decoded(data, _not_found), is_map
+            return self.decoded(data, _no_location), is_map
         except BadFormat:
             rows: list[dict[str, Any]] = []
         for index in range(len(data)):
             try:
-                rows += self.decoded(data.slice(index, 1), _not_found)
+                rows += self.decoded(data.slice(index, 1), _no_location)
             except BadFormat:
                 rows.append({})
                 is_map[index] = False
         return rows, is_map
 
-    def _mismatches(self, values: list[Any], each: int, start: int) -> Iterator[int]:
+    def _mismatched_rows(self, values: list[Any], each: int, start: int) -> Iterator[int]:
         """Find by bisection the rows whose values do not fit a column; yield their indexes."""
         try:
-            self._builders[each](values)
+            self._array_builders[each](values)
         except _MISMATCHES:
             half = len(values) // 2
             if half == 0:
                 yield start
                 return
-            yield from self._mismatches(values[:half], each, start)
-            yield from self._mismatches(values[half:], each, start + half)
+            yield from self._mismatched_rows(values[:half], each, start)
+            yield from self._mismatched_rows(values[half:], each, start + half)
 
     def decoded(self, data: pa.Array, where: Callable[[int], str]) -> list[dict[str, Any]]:
         """Return the payloads as maps; raises BadFormat if a payload is damaged or not a map."""
@@ -179,7 +181,7 @@ class Unpacker:
         try:
             rows.extend(map(self._decode, payloads))
         except (BadFormat, ValueError, TypeError, msgpack.UnpackException) as error:
-            reason = str(error) or _REASONS.get(type(error), type(error).__name__)
+            reason = str(error) or _MSGPACK_REASONS.get(type(error), type(error).__name__)
             if "Hint: " not in reason:
                 hint = "the payload may have another format, or is encrypted"
                 reason = f"{reason.removesuffix('.')}. Hint: {hint}."
@@ -197,9 +199,9 @@ class Unpacker:
     def _column(self, values: list[Any], each: int, where: Callable[[int], str]) -> pa.Array:
         part = self._fields[each]
         try:
-            array = self._builders[each](values)
+            array = self._array_builders[each](values)
         except _MISMATCHES:
-            row = next(self._mismatches(values, each, 0))
+            row = next(self._mismatched_rows(values, each, 0))
         else:
             if not part.nullable and array.null_count:  # rule 5
                 raise BadFormat(
@@ -210,7 +212,7 @@ class Unpacker:
             return array
         value = values[row]
         try:
-            return self._builders[each]([value])
+            return self._array_builders[each]([value])
         except _MISMATCHES as error:
             raise BadFormat(
                 f"{where(row)}, column {part.name!r}: expected {part.type}, found {value!r} "
@@ -242,7 +244,7 @@ def identity_of(data: bytes, names: Sequence[str], decode: Decode) -> bytes | No
 
 _ABSENT = object()
 # These exceptions of msgpack have no message.
-_REASONS: dict[type, str] = {
+_MSGPACK_REASONS: dict[type, str] = {
     msgpack.StackError: "the payload is nested too deeply",
     msgpack.FormatError: "the payload has an invalid byte",
 }
@@ -272,7 +274,7 @@ def _has_decimal(kind: pa.DataType) -> bool:
     return bool(pa.types.is_decimal(kind))
 
 
-def _not_found(_row: int) -> str:
+def _no_location(_row: int) -> str:
     return ""
 
 
@@ -287,7 +289,7 @@ _Builder = Callable[[list[Any]], pa.Array]
 _Find = Callable[..., Any]
 
 
-def _builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
+def _array_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
     """Return the function that builds an array. It raises if a value has another type."""
     if pa.types.is_struct(kind):
         return _struct_builder(kind, data_format, find)
@@ -370,7 +372,8 @@ def _exact_float(value: int | Decimal, kind: pa.DataType) -> float:
 
 def _decimals(values: list[Any], kind: pa.DataType) -> pa.Array:
     texts = [
-        each if each is None else _digits(each) for each in _check_types(values, str, int, Decimal)
+        each if each is None else _decimal_text(each)
+        for each in _check_types(values, str, int, Decimal)
     ]
     # Convert through a wider type: a text with too many digits for 128 bits overflows in Arrow's
     # cast.
@@ -378,7 +381,7 @@ def _decimals(values: list[Any], kind: pa.DataType) -> pa.Array:
     return wide.cast(kind)
 
 
-def _digits(value: str | int | Decimal) -> str:
+def _decimal_text(value: str | int | Decimal) -> str:
     if isinstance(value, Decimal):
         if abs(value.adjusted()) > _DECIMAL_DIGITS_MAX:
             raise ValueError(f"{value} is out of the range of a decimal")
@@ -403,7 +406,7 @@ def _timestamps(values: list[Any], kind: pa.DataType) -> pa.Array:
 
 
 def _struct_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
-    parts = [(part, _builder(part.type, data_format, find)) for part in kind]
+    parts = [(part, _array_builder(part.type, data_format, find)) for part in kind]
 
     def build(values: list[Any]) -> pa.Array:
         present = _present_mask(values, dict)
@@ -420,7 +423,7 @@ def _struct_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builde
 
 
 def _list_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
-    inner = _builder(kind.value_type, data_format, find)
+    inner = _array_builder(kind.value_type, data_format, find)
     of = pa.LargeListArray if pa.types.is_large_list(kind) else pa.ListArray
 
     def build(values: list[Any]) -> pa.Array:
@@ -434,8 +437,8 @@ def _list_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
 
 
 def _map_builder(kind: pa.DataType, data_format: str, find: _Find) -> _Builder:
-    key = _builder(kind.key_type, data_format, find)
-    item = _builder(kind.item_type, data_format, find)
+    key = _array_builder(kind.key_type, data_format, find)
+    item = _array_builder(kind.item_type, data_format, find)
 
     def build(values: list[Any]) -> pa.Array:
         if data_format != "json":

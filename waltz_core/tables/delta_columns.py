@@ -10,11 +10,11 @@ from waltz_core.errors import BadConfig
 from waltz_core.tables.found_columns import LEVELS_MAX
 from waltz_core.tables.row_changes import DELETED
 
-_RESERVED = {"_partition", "_transaction_id", DELETED}
+_RESERVED_NAMES = {"_partition", "_transaction_id", DELETED}
 # Spark cannot write a column whose name has one of the first characters. deltalake cannot find a
 # column with a control character, and reserves the prefix for its own columns.
-_NO_NAME = re.compile(r"[ ,;{}()=\x00-\x1f]|^__delta_rs_")
-_TYPES_OF_DELTA = (
+_FORBIDDEN_NAME = re.compile(r"[ ,;{}()=\x00-\x1f]|^__delta_rs_")
+_DELTA_TYPES = (
     pa.types.is_boolean,
     pa.types.is_signed_integer,
     pa.types.is_float32,
@@ -35,7 +35,7 @@ def check_schema(schema: ArrowSchema) -> None:
     """
     if not schema.names:
         raise BadConfig("schema of the table: expected one or more columns, found none")
-    _check_names(schema, "", _RESERVED)
+    _check_names(schema, "", _RESERVED_NAMES)
     for part in schema:
         _check_nested(part.type, part.name, 1)
         if not _is_delta_type(part.type):
@@ -48,7 +48,7 @@ def check_schema(schema: ArrowSchema) -> None:
 def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> None:
     seen = {name: name for name in reserved}
     for part in fields:
-        if _NO_NAME.search(part.name) or not part.name:
+        if _FORBIDDEN_NAME.search(part.name) or not part.name:
             raise BadConfig(
                 f"column {path + part.name!r}: Delta does not permit this name. Hint: "
                 "use a name without spaces, without control characters, without the characters "
@@ -85,4 +85,4 @@ def _is_delta_type(kind: pa.DataType) -> bool:
         return kind.unit == "us" and kind.tz in (None, "UTC")
     if pa.types.is_decimal(kind):
         return bool(kind.precision <= 38)
-    return any(is_of(kind) for is_of in _TYPES_OF_DELTA)
+    return any(is_of(kind) for is_of in _DELTA_TYPES)

@@ -18,14 +18,16 @@ LibraryError: TypeAlias = BadConfig | BadFormat | BadRequest | Superseded | Unav
 # The beginning of an error that the SQL of the merge raises, and its position in the library's
 # text.
 TWO_PARTITIONS: Final = "key in two partitions: "
-_FOUND_TWICE = re.compile(rf"{TWO_PARTITIONS}(\(.*\) in partition .*)\.'", re.DOTALL)
-_COLORS = re.compile(r"\x1b\[\d+m")
+_TWO_PARTITIONS_TEXT = re.compile(rf"{TWO_PARTITIONS}(\(.*\) in partition .*)\.'", re.DOTALL)
+_COLOR_CODES = re.compile(r"\x1b\[\d+m")
 _PREFIXES = re.compile(r"(?:(?:Kernel|Generic DeltaTable|External) error(?: ->|:)?\s+)+")
 _STACK = re.compile(r"\s+0: <unknown>")
 # The answer of an object store in XML, after its status.
-_ANSWER = re.compile(r"status code\W+(\d{3}[ \w]*\w)(?:.*<Code>(\w+)</Code>)?", re.DOTALL)
+_STORE_ANSWER = re.compile(r"status code\W+(\d{3}[ \w]*\w)(?:.*<Code>(\w+)</Code>)?", re.DOTALL)
 _ANSWER_TEXT = re.compile(r"<Message>([^<]*)</Message>")
-_TEMPORARY = r"after \d+ retries|error sending request|timed out|status code\W+(?:408|429|5\d\d)"
+_TEMPORARY_ERRORS = (
+    r"after \d+ retries|error sending request|timed out|status code\W+(?:408|429|5\d\d)"
+)
 CREDENTIALS_HINT = (
     "Hint: check the credentials in the environment (for S3: AWS_ACCESS_KEY_ID, "
     "AWS_SECRET_ACCESS_KEY) and their permissions."
@@ -42,7 +44,7 @@ class _KnownError(NamedTuple):
     hint: str
 
 
-_MEANINGS = tuple(
+_KNOWN_ERRORS = tuple(
     _KnownError(re.compile(text, re.IGNORECASE | re.DOTALL), kind, cause, hint)
     for text, kind, cause, hint in (
         (
@@ -94,7 +96,7 @@ _MEANINGS = tuple(
             "Hint: pass a directory, or a URL such as s3://bucket/path.",
         ),
         (
-            _TEMPORARY,
+            _TEMPORARY_ERRORS,
             Unavailable,
             None,
             "",
@@ -119,21 +121,21 @@ _MEANINGS = tuple(
 
 def library_error(table: str, error: Exception) -> LibraryError:
     """Convert an error of the library to an error of the project."""
-    text = _COLORS.sub("", str(error))
-    if found := _FOUND_TWICE.search(text):
+    text = _COLOR_CODES.sub("", str(error))
+    if found := _TWO_PARTITIONS_TEXT.search(text):
         return BadRequest(
             f"table {table}: expected the changes of a key in one partition, found key "
             f"{found[1]}, and partitions have no common order. Hint: use a key that includes the "
             "columns that determine the partition."
         )
-    meaning = next(each for each in _MEANINGS if each.text.search(text))
-    cause = meaning.cause or _without_colors(text)
+    meaning = next(each for each in _KNOWN_ERRORS if each.text.search(text))
+    cause = meaning.cause or _one_line_cause(text)
     return meaning.kind(". ".join(filter(None, (f"table {table}: {cause}", meaning.hint))))
 
 
-def _without_colors(text: str) -> str:
+def _one_line_cause(text: str) -> str:
     """Return the cause in an error's text as one line (rule 2)."""
-    if answer := _ANSWER.search(text):
+    if answer := _STORE_ANSWER.search(text):
         status, code = answer.groups()
         reasons = [code, *_ANSWER_TEXT.findall(text)[:1]]
         shown = ": ".join(each for each in reasons if each)

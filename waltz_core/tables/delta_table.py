@@ -74,7 +74,7 @@ class FollowedDeltaTable:
     """
 
     def __init__(self, uri: str, schema: ArrowSchema | None, key: Sequence[str]) -> None:
-        self._is_declared = schema is not None
+        self._has_declared_columns = schema is not None
         if not key:
             raise BadConfig("key: expected one or more columns for a Delta table, found none")
         if schema is not None:
@@ -114,7 +114,7 @@ class FollowedDeltaTable:
                     self._uri,
                     self._schema,
                     mode="error",
-                    commit_properties=_properties(self._start),
+                    commit_properties=_commit_properties(self._start),
                 )
             except DeltaError:
                 if DeltaTable.is_deltatable(self._uri):
@@ -141,8 +141,8 @@ class FollowedDeltaTable:
                     if self._start is None:
                         return None
                     return TableState(encode(self._start), self._start.version, (), has_rows=False)
-                _check_partitions(table)
-                if self._is_declared:
+                _check_partition_types(table)
+                if self._has_declared_columns:
                     self._check_columns(table)
                 self._table, self._start = table, None
             else:
@@ -151,7 +151,7 @@ class FollowedDeltaTable:
                     raise BadFormat(REMOVED)
             # NB: the history may have newer commits than the loaded version, under wrong versions.
             while self._state is None or self._state[0] != self._table.version():
-                self._state = self._table.version(), _state_of(self._table, follower)
+                self._state = self._table.version(), _read_table_state(self._table, follower)
                 self._table.update_incremental()
             return self._state[1]
 
@@ -166,26 +166,26 @@ class FollowedDeltaTable:
         """
         if changes is not None and not changes.num_rows:
             return False
-        rows = None if changes is None else self._rows(changes)
+        rows = None if changes is None else self._rows_of_changes(changes)
         self.finish()
         table = self._table
         assert table is not None, "marks() was called"
         before = table.version()
         with self._translate_errors():
             if changes is None or rows is None:
-                _append(table, _schema_of(table).empty_table(), marks)
+                _commit_rows(table, _schema_of(table).empty_table(), marks)
                 return True
             _check_partition_values(table, rows)
             if self._has_key(table):
                 before = self._add_fields(table, rows)
                 self._merge(table, rows.append_column(DELETED, changes[DELETED]), marks)
             else:
-                _append(table, rows.filter(pc.invert(changes[DELETED])), marks)
+                _commit_rows(table, rows.filter(pc.invert(changes[DELETED])), marks)
             return table.version() != before
 
-    def _rows(self, changes: ArrowTable) -> ArrowTable:
+    def _rows_of_changes(self, changes: ArrowTable) -> ArrowTable:
         """Return the rows of changes, with the columns of the table; raises BadConfig."""
-        schema = self._schema if self._is_declared else _found_schema(changes)
+        schema = self._schema if self._has_declared_columns else _inferred_schema(changes)
         columns = [changes[_PLACE.get(name, name)] for name in schema.names]
         return pa.table(columns, schema=schema)
 
@@ -209,32 +209,34 @@ class FollowedDeltaTable:
         )
         if new > old:
             assert self._state is not None, "marks() was called"
-            _append(table, rows.slice(0, 0), decode(self._state[1].metadata))
+            _commit_rows(table, rows.slice(0, 0), decode(self._state[1].metadata))
             version += 1
             if table.version() != version:
                 raise Superseded(f"table {self._uri}: another program has committed a version")
         return version
 
     def _merge(self, table: DeltaTable, source: ArrowTable, marks: TableMarks) -> None:
-        values = {_quoted(name): f"source.{_quoted(name)}" for name in source.schema.names[:-1]}
-        is_deleted = f"source.{_quoted(DELETED)}"
-        is_key = (f"target.{each} = source.{each}" for each in map(_quoted, self._key))
+        values = {
+            _quote_name(name): f"source.{_quote_name(name)}" for name in source.schema.names[:-1]
+        }
+        is_deleted = f"source.{_quote_name(DELETED)}"
+        is_key = (f"target.{each} = source.{each}" for each in map(_quote_name, self._key))
         merge = table.merge(
             source,
             predicate=" AND ".join(is_key),
             source_alias="source",
             target_alias="target",
             merge_schema=True,  # NB: new columns are committed also without another effect (rule 4)
-            commit_properties=_properties(marks),
+            commit_properties=_commit_properties(marks),
         )
         (
-            merge.when_matched_delete(self._checked(source.schema, is_deleted))
+            merge.when_matched_delete(self._delete_condition(source.schema, is_deleted))
             .when_matched_update(values)
             .when_not_matched_insert(values, predicate=f"NOT {is_deleted}")
             .execute()
         )
 
-    def _checked(self, schema: ArrowSchema, is_deleted: str) -> str:
+    def _delete_condition(self, schema: ArrowSchema, is_deleted: str) -> str:
         """Return condition `is_deleted`, which fails for a row of another partition (rule 3)."""
         key = ", ', ', ".join(_as_text(schema.field(name)) for name in self._key)
         places = ", ' and ', ".join(
@@ -256,7 +258,7 @@ class FollowedDeltaTable:
                     "Hint: declare all columns of the table."
                 )
             declared = self._schema.field(part.name).type
-            if _plain(part.type) != _plain(declared):
+            if _comparable_type(part.type) != _comparable_type(declared):
                 raise BadConfig(
                     f"table {self._uri}: column {part.name!r} has type {part.type} in the table, "
                     f"but is declared as {declared}. Hint: the type of a column cannot change; "
@@ -280,7 +282,7 @@ def _with_place(schema: ArrowSchema) -> ArrowSchema:
     return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _PLACE_TYPES.items())])
 
 
-def _found_schema(changes: ArrowTable) -> ArrowSchema:
+def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
     """Return the schema of the table for changes whose columns were found; raises BadConfig."""
     own = (*LOG_COLUMNS, DELETED)
     found = pa.schema([part for part in changes.schema if part.name not in own])
@@ -288,14 +290,14 @@ def _found_schema(changes: ArrowTable) -> ArrowSchema:
     return _with_place(found)
 
 
-def _append(table: DeltaTable, rows: ArrowTable, marks: TableMarks | None) -> None:
+def _commit_rows(table: DeltaTable, rows: ArrowTable, marks: TableMarks | None) -> None:
     """Commit rows, possibly none, and columns that the table lacks."""
     write_deltalake(
-        table, rows, mode="append", schema_mode="merge", commit_properties=_properties(marks)
+        table, rows, mode="append", schema_mode="merge", commit_properties=_commit_properties(marks)
     )
 
 
-def _check_partitions(table: DeltaTable) -> None:
+def _check_partition_types(table: DeltaTable) -> None:
     """Reject types of partition columns that the library changes (rule 6)."""
     schema = _schema_of(table)
     for name in table.metadata().partition_columns:
@@ -325,7 +327,7 @@ def _check_partition_values(table: DeltaTable, rows: ArrowTable) -> None:
 
 def _as_text(column: pa.Field) -> str:
     """Return a SQL expression for the value of a source column as text."""
-    name = f"source.{_quoted(column.name)}"
+    name = f"source.{_quote_name(column.name)}"
     is_binary = pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type)
     return f"encode({name}, 'hex')" if is_binary else f"CAST({name} AS VARCHAR)"
 
@@ -334,27 +336,27 @@ def _is_text(kind: pa.DataType) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
-def _plain(kind: pa.DataType) -> pa.DataType:
+def _comparable_type(kind: pa.DataType) -> pa.DataType:
     """Return the type without what Delta does not store: names of children and 64-bit offsets."""
     if pa.types.is_large_string(kind):
         return pa.string()
     if pa.types.is_large_binary(kind):
         return pa.binary()
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return pa.list_(_plain(kind.value_type))
+        return pa.list_(_comparable_type(kind.value_type))
     if pa.types.is_map(kind):
-        return pa.map_(_plain(kind.key_type), _plain(kind.item_type))
+        return pa.map_(_comparable_type(kind.key_type), _comparable_type(kind.item_type))
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(part.name, _plain(part.type)) for part in kind])
+        return pa.struct([pa.field(part.name, _comparable_type(part.type)) for part in kind])
     return kind
 
 
-def _state_of(table: DeltaTable, follower: TableMarks) -> TableState:
+def _read_table_state(table: DeltaTable, follower: TableMarks) -> TableState:
     """Find the newest commit of a follower, and commits to check; read as few as possible."""
     version = table.transaction_version(follower.application)
     limit: int | None = 2
     while True:
-        commits = list(map(_commit, table.history(limit)))
+        commits = list(map(_parse_commit, table.history(limit)))
         is_complete = limit is None or len(commits) < limit
         if found := newest_of(follower, commits, is_complete=is_complete):
             metadata, others = found
@@ -367,7 +369,7 @@ def _state_of(table: DeltaTable, follower: TableMarks) -> TableState:
         limit = None if limit is None or limit > 1000 else limit * 8
 
 
-def _commit(entry: Mapping[str, Any]) -> DeltaCommit:
+def _parse_commit(entry: Mapping[str, Any]) -> DeltaCommit:
     mode = entry.get("operationParameters", {}).get("mode", "")
     operation = operation_of(entry.get("operation", ""), mode)
     return DeltaCommit(entry["version"], operation, entry.get("userMetadata"))
@@ -378,7 +380,7 @@ def _has_rows(table: DeltaTable) -> bool:
     return bool(counts.null_count or pc.sum(counts).as_py())
 
 
-def _properties(marks: TableMarks | None) -> CommitProperties:
+def _commit_properties(marks: TableMarks | None) -> CommitProperties:
     """Return the properties of a commit; `marks` is None for a user's table without marks."""
     if marks is None:
         return CommitProperties(max_commit_retries=0)  # rule 1
@@ -389,6 +391,6 @@ def _properties(marks: TableMarks | None) -> CommitProperties:
     )
 
 
-def _quoted(name: str) -> str:
+def _quote_name(name: str) -> str:
     escaped = name.replace('"', '""')
     return f'"{escaped}"'

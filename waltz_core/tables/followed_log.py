@@ -98,7 +98,7 @@ class LoggedTable:
         has_keys: bool = False,
     ) -> None:
         self.place, self.headers = place, tuple(headers)
-        self._known = schema if callable(schema) else None
+        self._known_columns = schema if callable(schema) else None
         if callable(schema) and not isinstance(data_format, str):
             raise BadConfig(
                 "schema: expected declared columns for payloads in "
@@ -108,14 +108,14 @@ class LoggedTable:
         declared = pa.schema([READ_SCHEMA.field("data")]) if callable(schema) else schema
         rows = transactions_schema(declared)
         with errors_of_table(place):
-            if self._known is None:
+            if self._known_columns is None:
                 check_rules(rules, rows)
             if headers and (unread := set(rules.delete_headers) - set(headers)):
                 raise BadConfig(
                     f"delete_headers: header {min(unread)} is not one of the headers of the table, "
                     f"{sorted(headers)}. Hint: add it to them."
                 )
-            self._columns = _columns(rows, data_format, has_keys=has_keys)
+            self._scan_columns = _scan_columns(rows, data_format, has_keys=has_keys)
         self._rows = rows
         self._found_format = str(data_format)
         self._rules = rules
@@ -128,13 +128,13 @@ class LoggedTable:
     @property
     def form(self) -> RangeForm:
         """The form in which ranges are read: headers only, or whole transactions with payloads."""
-        return self._columns.form
+        return self._scan_columns.form
 
     def no_changes(self) -> ArrowTable:
         """Return an empty table of changes, the start of a batch."""
         schema = self._rows
-        if self._known is not None:
-            schema = transactions_schema(self._known())
+        if self._known_columns is not None:
+            schema = transactions_schema(self._known_columns())
         return no_changes(schema, self._rules)
 
     def with_part(
@@ -156,11 +156,11 @@ class LoggedTable:
             batches = []
             for partition, chunk in chunks:
                 own = partial(select_rows, after=starts[partition], headers=self.headers)
-                for batch in self._columns.batches(chunk, partition, own):
+                for batch in self._scan_columns.batches(chunk, partition, own):
                     check_decrypted(batch)
                     batches.append(batch.select(self._rows.names))
             part = pa.Table.from_batches(batches, schema=self._rows)
-            if self._known is not None:
+            if self._known_columns is not None:
                 return with_found_changes(found, part, self._rules, self._found_format)
             return with_changes(found, part, self._rules)
 
@@ -209,12 +209,12 @@ class ClientFollowedLog:
             Unavailable: a partition does not answer.
         """
         found = [each.no_changes() for each in self._tables]
-        for part in self._parts(starts, ends):
+        for part in self._read_parts(starts, ends):
             for at, (table, start) in enumerate(zip(self._tables, starts, strict=True)):
                 found[at] = table.with_part(found[at], part, start)
         return found
 
-    def _parts(
+    def _read_parts(
         self, starts: Sequence[MarkMap], ends: MarkMap
     ) -> Iterator[list[tuple[int, RangeChunk]]]:
         """Yield the transactions after the lowest start in parts of about `PART_BYTES`."""
@@ -243,7 +243,7 @@ class ClientFollowedLog:
             yield part
 
 
-def _columns(rows: ArrowSchema, data_format: DataFormat, *, has_keys: bool) -> ScanColumns:
+def _scan_columns(rows: ArrowSchema, data_format: DataFormat, *, has_keys: bool) -> ScanColumns:
     """Return the columns to read; with keys, also the column for decryption errors (rule 4)."""
     found = ScanColumns(rows, data_format, has_keys=has_keys)
     if not has_keys or found.form is RangeForm.HEADERS:

@@ -51,9 +51,15 @@ CONFLICTS_MAX = 20
 
 REMOVED = "the table was removed while it was followed"
 # Operations of Delta and deltalake that replace a table's rows, in the form of `operation_of`.
-_REPLACEMENTS = ("RESTORE", "CREATE OR REPLACE", "REPLACE TABLE", "CLONE", "WRITE (OVERWRITE)")
+_REPLACING_OPERATIONS = (
+    "RESTORE",
+    "CREATE OR REPLACE",
+    "REPLACE TABLE",
+    "CLONE",
+    "WRITE (OVERWRITE)",
+)
 # Operations of Delta and deltalake that change no row. Some names have a suffix ("VACUUM START").
-_MAINTENANCE = (
+_MAINTENANCE_OPERATIONS = (
     "ADD COLUMN",
     "ADD CONSTRAINT",
     "ADD FEATURE",
@@ -91,12 +97,12 @@ class OtherCommit(NamedTuple):
     @property
     def is_replacement(self) -> bool:
         """Whether the commit replaces the rows of the table."""
-        return self.operation.upper().startswith(_REPLACEMENTS)
+        return self.operation.upper().startswith(_REPLACING_OPERATIONS)
 
     @property
     def is_maintenance(self) -> bool:
         """Whether the commit changes no row."""
-        return self.operation.upper().startswith(_MAINTENANCE)
+        return self.operation.upper().startswith(_MAINTENANCE_OPERATIONS)
 
 
 class TableState(NamedTuple):
@@ -203,16 +209,18 @@ class TableProgress(Generic[ChangesT]):
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._table, self._place = table, place
-        self._name, self._given = name, name.marks
+        self._name, self._given_marks = name, name.marks
         self._clock_s = clock_s
         self._committed_s = clock_s()
-        self._seen: tuple[str | None, int | None] | None = None  # metadata, version; as last read
+        self._last_read: tuple[str | None, int | None] | None = (
+            None  # metadata, version; as last read
+        )
         self._is_created = False  # as far as the follower has read or committed
         self._has_marks = False  # whether the table has marks of this follower, or has lost them
         self._stored = name  # the marks in the table
         self._marks = name  # the marks up to which there are no more changes (rule 1)
-        self._warned: set[int] = set()  # versions of other programs that were logged
-        self._conflicts = 0
+        self._warned_versions: set[int] = set()  # versions of other programs that were logged
+        self._conflict_count = 0
 
     @property
     def marks(self) -> MarkMap:
@@ -264,8 +272,8 @@ class TableProgress(Generic[ChangesT]):
             with errors_of_table(self._place):
                 step()
         except Superseded as error:
-            self._conflicts += 1
-            if self._conflicts > CONFLICTS_MAX:
+            self._conflict_count += 1
+            if self._conflict_count > CONFLICTS_MAX:
                 raise
             _log.info("follow.commit_conflict reason=%s", error)
             return False
@@ -275,27 +283,27 @@ class TableProgress(Generic[ChangesT]):
         """Read the newest version of the table; create the table if it does not exist."""
         state = self._table.marks(self._name)
         if state is None:
-            if self._seen is not None:
+            if self._last_read is not None:
                 raise BadFormat(REMOVED)
             self._table.create(self._start(log))
             state = self._table.marks(self._name)
             assert state is not None, "it was created"
         self._check_others(state.others)
         seen = state.metadata, state.version
-        if seen != self._seen:  # rule 1; another process with the same name may have committed
+        if seen != self._last_read:  # rule 1; another process with the same name may have committed
             stored = self._continue_from(state, log)
-            if self._seen is None:
+            if self._last_read is None:
                 _log.info(
                     "follow.started table=%s marks=%s", self._place, _marks_text(stored.marks)
                 )
-            self._seen, self._conflicts = seen, 0
+            self._last_read, self._conflict_count = seen, 0
             self._stored = self._marks = stored
         self._is_created = not state.is_due
         self._has_marks = state.metadata is not None or state.version is not None
 
     def _continue_from(self, state: TableState, log: FollowedLog[ChangesT]) -> TableMarks:
         """Return the marks from which the follower continues (rule 5)."""
-        is_given = bool(self._given)
+        is_given = bool(self._given_marks)
         if state.metadata is None:
             is_new = state.version is None
             if is_new and state.has_rows and not is_given:
@@ -309,7 +317,7 @@ class TableProgress(Generic[ChangesT]):
             if state.version is None or (is_given and state.version <= self._name.version):
                 return self._start(log)
         stored = continued_marks(state.metadata, state.version, self._name)
-        if not self._is_created and is_given and dict(self._given) != dict(stored.marks):
+        if not self._is_created and is_given and dict(self._given_marks) != dict(stored.marks):
             raise BadConfig(
                 f"start marks or a start time were given, but follower {self._name.follower!r} "
                 f"has already written the table up to {_marks_text(stored.marks)}. Hint: omit "
@@ -325,29 +333,29 @@ class TableProgress(Generic[ChangesT]):
             DataLoss: the log does not have the transactions after the start.
         """
         log = followed.state()
-        if not self._given:
+        if not self._given_marks:
             firsts = {each: log.firsts.get(each, 0) - 1 for each in log.marks}
             return self._name._replace(marks=firsts)
-        if self._given.keys() != log.marks.keys():
+        if self._given_marks.keys() != log.marks.keys():
             raise BadConfig(
                 f"start marks: expected a mark for each partition of {sorted(log.marks)}, found "
-                f"those for {sorted(self._given)}. Hint: -1 is before the first transaction."
+                f"those for {sorted(self._given_marks)}. Hint: -1 is before the first transaction."
             )
-        next_batch(self._given, log, 1)  # raises before a table with this start is created
+        next_batch(self._given_marks, log, 1)  # raises before a table with this start is created
         return self._name
 
     def _check_others(self, others: Sequence[OtherCommit]) -> None:
         """Check the commits of other programs (rule 4)."""
         check_others(others, self._name)
         for each in sorted(others):
-            if each.version not in self._warned and not each.is_maintenance:
+            if each.version not in self._warned_versions and not each.is_maintenance:
                 _log.warning(
                     "follow.foreign_commit table=%s version=%d operation=%s",
                     self._place,
                     each.version,
                     each.operation,
                 )
-        self._warned = {each.version for each in others}
+        self._warned_versions = {each.version for each in others}
 
     def _finish(self, *, is_end: bool) -> None:
         self._table.finish()
@@ -367,7 +375,7 @@ class TableProgress(Generic[ChangesT]):
             self._stored = after
             self._is_created = self._has_marks = True
             self._committed_s = self._clock_s()
-            self._conflicts = 0
+            self._conflict_count = 0
 
 
 class Follower(Generic[ChangesT]):
@@ -399,7 +407,7 @@ class Follower(Generic[ChangesT]):
         self._log, self._tables = log, list(tables)
         self._batch_transactions = batch_transactions
         self._on_progress = on_progress
-        self._first_version: int | None = None
+        self._initial_count: int | None = None
         self._is_pause_due = False  # rule 7
 
     def run(self, until: MarkMap | None = None) -> list[TableMarks]:
@@ -430,7 +438,7 @@ class Follower(Generic[ChangesT]):
         """Apply the next batch, or commit marks alone; return whether the follower has ended."""
         if not all(each.read(self._log) for each in self._tables):
             return False
-        end = self._next_end(until)
+        end = self._next_batch_end(until)
         if end is not None:
             before = int(BEFORE_FIRST)
             starts = [{part: each.marks.get(part, before) for part in end} for each in self._tables]
@@ -441,15 +449,15 @@ class Follower(Generic[ChangesT]):
         is_end = until is not None
         return all(each.finish(is_end=is_end) for each in self._tables) and is_end
 
-    def _next_end(self, until: MarkMap | None) -> dict[int, int] | None:
+    def _next_batch_end(self, until: MarkMap | None) -> dict[int, int] | None:
         """Wait for the next batch; return its end, None if marks are due or the end is reached."""
         while True:
             log = self._log.state()
             for each in self._tables:
                 each.check(log)
-            starts = self._lowest(log)
+            starts = self._lowest_marks(log)
             ends = log.marks if until is None else _limit_ends(log.marks, starts, until)
-            self._report(starts, ends)
+            self._report_progress(starts, ends)
             end = next_batch(starts, LogState(ends, log.firsts), self._batch_transactions)
             if end != starts and not self._is_pause_due:
                 self._is_pause_due = until is None and end == ends
@@ -459,7 +467,7 @@ class Follower(Generic[ChangesT]):
             self._is_pause_due = False
             self._log.wait()
 
-    def _lowest(self, log: LogState) -> dict[int, int]:
+    def _lowest_marks(self, log: LogState) -> dict[int, int]:
         """Return the lowest marks of all tables, from which the next batch is read (rule 6)."""
         before = int(BEFORE_FIRST)
         return {
@@ -467,12 +475,12 @@ class Follower(Generic[ChangesT]):
             for partition in log.marks
         }
 
-    def _report(self, starts: MarkMap, ends: MarkMap) -> None:
+    def _report_progress(self, starts: MarkMap, ends: MarkMap) -> None:
         done, total = (sum(mark + 1 for mark in marks.values()) for marks in (starts, ends))
-        if self._first_version is None:
-            self._first_version = done
-        applied = done - self._first_version
-        self._on_progress(applied, max(applied, total - self._first_version))
+        if self._initial_count is None:
+            self._initial_count = done
+        applied = done - self._initial_count
+        self._on_progress(applied, max(applied, total - self._initial_count))
 
 
 @contextmanager

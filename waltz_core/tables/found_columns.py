@@ -31,16 +31,16 @@ COLUMNS_MAX = 1_000
 # The columns of the log in the rows of a follower. These names and the place columns of the table
 # are reserved. Spark ignores the case of names.
 LOG_COLUMNS = ("partition", "transaction_id", "header")
-_RESERVED = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
+_RESERVED_NAMES = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
 
-_TYPES: dict[type, ArrowType] = {
+_ARROW_TYPES: dict[type, ArrowType] = {
     bool: pa.bool_(),
     int: pa.int64(),
     float: pa.float64(),
     str: pa.string(),
     bytes: pa.binary(),
 }
-_NAMES = {
+_TYPE_NAMES = {
     pa.bool_(): "a boolean",
     pa.int64(): "an integer",
     pa.float64(): "a double",
@@ -92,13 +92,13 @@ def _add_payload(types: dict[str, ArrowType], payload: Mapping[Any, Any]) -> Non
         if value is None:
             continue
         known = types.get(name)
-        if known is not None and _TYPES.get(type(value)) == known:
+        if known is not None and _ARROW_TYPES.get(type(value)) == known:
             continue  # nearly all values
-        if not isinstance(name, str) or name.lower() in _RESERVED:
+        if not isinstance(name, str) or name.lower() in _RESERVED_NAMES:
             raise _Mismatch(
-                name, f"text that is none of {', '.join(sorted(_RESERVED))}", repr(name)
+                name, f"text that is none of {', '.join(sorted(_RESERVED_NAMES))}", repr(name)
             )
-        grown = _widen(known, value, name)
+        grown = _widen_type(known, value, name)
         if grown == known:
             continue
         types[name] = grown
@@ -113,7 +113,7 @@ def field_count(types: Iterable[ArrowType]) -> int:
     )
 
 
-def _widen(known: ArrowType | None, value: object, path: str, level: int = 1) -> ArrowType:
+def _widen_type(known: ArrowType | None, value: object, path: str, level: int = 1) -> ArrowType:
     """Return the type of a column after one more value (rules 1 to 3)."""
     if level > LEVELS_MAX:
         raise _Mismatch(path[:200], f"at most {LEVELS_MAX} levels of lists and maps", "more")
@@ -121,12 +121,12 @@ def _widen(known: ArrowType | None, value: object, path: str, level: int = 1) ->
         return _widen_list(known, value, path, level)
     if isinstance(value, dict):
         return _widen_struct(known, value, path, level)
-    found = _TYPES.get(type(value))
-    if known is not None and known not in _NAMES and not pa.types.is_nested(known):
+    found = _ARROW_TYPES.get(type(value))
+    if known is not None and known not in _TYPE_NAMES and not pa.types.is_nested(known):
         return known  # the column was declared: the conversion checks the value
     if found is None or known not in (None, found):
         expected = "a boolean, a number, text, binary, a list or a map" if known is None else ""
-        shown = type(value).__name__ if found is None else _NAMES[found]
+        shown = type(value).__name__ if found is None else _TYPE_NAMES[found]
         raise _Mismatch(path, expected or _type_text(known), shown)
     return found
 
@@ -137,7 +137,7 @@ def _widen_list(known: ArrowType | None, value: list[Any], path: str, level: int
     item = None if known is None else known.value_type
     for each in value:
         if each is not None:
-            item = _widen(item, each, f"{path}[]", level + 1)
+            item = _widen_type(item, each, f"{path}[]", level + 1)
     if item is None:
         raise _Mismatch(path, "a value", "a list without elements, so that their type is unknown")
     return pa.list_(item)
@@ -153,7 +153,7 @@ def _widen_struct(
         if not isinstance(name, str):
             raise _Mismatch(path, "text as key of a map", repr(name))
         if each is not None:
-            fields[name] = _widen(fields.get(name), each, f"{path}.{name}", level + 1)
+            fields[name] = _widen_type(fields.get(name), each, f"{path}.{name}", level + 1)
     if not fields:
         raise _Mismatch(path, "a value", "a map without entries, so that their types are unknown")
     return pa.struct(list(fields.items()))
@@ -162,4 +162,4 @@ def _widen_struct(
 def _type_text(kind: ArrowType) -> str:
     if pa.types.is_list(kind):
         return "a list"
-    return "a map" if pa.types.is_struct(kind) else _NAMES.get(kind, str(kind))
+    return "a map" if pa.types.is_struct(kind) else _TYPE_NAMES.get(kind, str(kind))

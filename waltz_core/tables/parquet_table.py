@@ -46,20 +46,20 @@ from waltz_core.tables.row_changes import DELETED, ArrowTable, ChangeRules
 from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
 
 MARKS_FILE: Final = "_waltz.json"
-_WRITING: Final = "_writing"
-_REMOVED: Final = "_removed"
-_COMPLETE: Final = re.compile(rf"batch=(\d+)/{re.escape(MARKS_FILE)}")
+_WRITING_FOLDER: Final = "_writing"
+_REMOVED_FOLDER: Final = "_removed"
+_COMPLETE_BATCH: Final = re.compile(rf"batch=(\d+)/{re.escape(MARKS_FILE)}")
 # The place columns of the table (rule 4), and the columns of the changes from which they come.
 _PLACE: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
 _PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
 _RESERVED: Final = {*_PLACE, DELETED, "batch"}  # readers add a column `batch`
 # Error numbers of a directory, and the texts of the libraries for object stores.
-_DENIED_NUMBERS: Final = (errno.EPERM, errno.EACCES, errno.EROFS)
-_DENIED: Final = re.compile(
+_DENIED_ERRNOS: Final = (errno.EPERM, errno.EACCES, errno.EROFS)
+_DENIED_TEXT: Final = re.compile(
     r"ACCESS_DENIED|PERMISSION_DENIED|INVALID_ACCESS_KEY_ID|SIGNATURE_DOES_NOT_MATCH|"
     r"status\W+40[13]\b"
 )
-_HINT = "Hint: use a Delta table for the current row of each key."
+_DELTA_HINT = "Hint: use a Delta table for the current row of each key."
 
 
 class FollowedParquetTable:
@@ -79,15 +79,15 @@ class FollowedParquetTable:
         if rules.key or rules.delete_headers or rules.delete_where:
             raise BadConfig(
                 "a Parquet table only gains rows: expected no key and no rules for deletes, found "
-                f"{'a key' if rules.key else 'rules for deletes'}. {_HINT}"
+                f"{'a key' if rules.key else 'rules for deletes'}. {_DELTA_HINT}"
             )
         self._schema = None if schema is None else with_place(schema)
         _check_types(schema or ())
         self._uri = uri
         self._store = ArchiveStore(_url_of(uri))
-        self._newest = -1  # the number of the newest complete batch
+        self._newest_batch = -1  # the number of the newest complete batch
         self._start: TableMarks | None = None  # the marks of a table before its creation (rule 5)
-        self._is_checked = False
+        self._has_checked_columns = False
 
     def columns(self) -> ArrowSchema:
         """Return the columns of the newest file, without the place columns."""
@@ -102,9 +102,9 @@ class FollowedParquetTable:
             Unavailable: the store reports an error.
         """
         with self._translate_errors():
-            own = (f"{_WRITING}/", f"{_REMOVED}/")
-            others = [each for each in self._names() if not each.startswith(own)]
-        if others and not any(map(_COMPLETE.fullmatch, others)):
+            own = (f"{_WRITING_FOLDER}/", f"{_REMOVED_FOLDER}/")
+            others = [each for each in self._all_file_names() if not each.startswith(own)]
+        if others and not any(map(_COMPLETE_BATCH.fullmatch, others)):
             raise BadConfig(
                 f"table {self._uri}: expected an empty directory or a table of Parquet files, "
                 f"found {others[0]}. Hint: use another directory."
@@ -133,19 +133,19 @@ class FollowedParquetTable:
             Unavailable: the store reports an error.
         """
         with self._translate_errors():
-            if self._newest < 0:
-                self._remove_writing()
-            if self._newest < 0 or not self._is_newest():
-                self._newest = max(self._complete_batches(), default=-1)
-            if self._newest < 0:
+            if self._newest_batch < 0:
+                self._remove_unpublished_files()
+            if self._newest_batch < 0 or not self._is_newest_batch():
+                self._newest_batch = max(self._complete_batches(), default=-1)
+            if self._newest_batch < 0:
                 if self._start is None:
                     return None
                 return TableState(encode(self._start), self._start.version, (), has_rows=False)
             self._start = None
-            if not self._is_checked:
+            if not self._has_checked_columns:
                 self._check_columns()
-                self._is_checked = True
-            return self._state(follower)
+                self._has_checked_columns = True
+            return self._read_state(follower)
 
     def apply(self, changes: ArrowTable | None, marks: TableMarks) -> bool:
         """Write changes as a batch with the marks after it; return whether there is a new batch.
@@ -160,8 +160,8 @@ class FollowedParquetTable:
             return False
         names: list[str] = []
         if changes is not None:
-            schema = self._schema or _found_schema(changes)
-            names = _write(self._uri, self._store, schema, [changes])
+            schema = self._schema or _inferred_schema(changes)
+            names = _write_parquet_file(self._uri, self._store, schema, [changes])
         self.publish(names, marks)
         return True
 
@@ -176,16 +176,16 @@ class FollowedParquetTable:
         self._publish(names, marks)
 
     def _publish(self, names: Iterable[str], marks: TableMarks) -> None:
-        target, names = f"batch={self._newest + 1}", list(names)
+        target, names = f"batch={self._newest_batch + 1}", list(names)
         with self._translate_errors():
             found = self._store.names(target)
             if f"{target}/{MARKS_FILE}" in found:
                 raise Superseded(f"table {self._uri}: another program has written {target}")
             for name in found:
                 self._store.delete(name)  # rule 2
-            folder = f"{_WRITING}/{_unique_name()}" if self._store.is_directory else target
+            folder = f"{_WRITING_FOLDER}/{_unique_name()}" if self._store.is_directory else target
             for name in names:
-                self._store.move(f"{_WRITING}/{name}", f"{folder}/{name}")
+                self._store.move(f"{_WRITING_FOLDER}/{name}", f"{folder}/{name}")
             self._store.write(f"{folder}/{MARKS_FILE}", encode(marks).encode())
             if folder != target:
                 expected = sorted(f"{folder}/{name}" for name in (*names, MARKS_FILE))
@@ -199,38 +199,42 @@ class FollowedParquetTable:
                             f"table {self._uri}: another program has written {target}"
                         ) from error
                     raise
-        self._newest += 1
+        self._newest_batch += 1
 
-    def _remove_writing(self) -> None:
+    def _remove_unpublished_files(self) -> None:
         """Remove the files that are in no batch (rules 2 and 3)."""
         if not self._store.is_directory:
-            self._store.delete_folder(_WRITING)
+            self._store.delete_folder(_WRITING_FOLDER)
             return
-        if self._store.names(_WRITING):
+        if self._store.names(_WRITING_FOLDER):
             with suppress(ObjectMissing):  # another follower has removed them
-                self._store.move(_WRITING, f"{_REMOVED}/{_unique_name()}")
-        self._store.delete_folder(_REMOVED)
+                self._store.move(_WRITING_FOLDER, f"{_REMOVED_FOLDER}/{_unique_name()}")
+        self._store.delete_folder(_REMOVED_FOLDER)
 
-    def _names(self) -> list[str]:
+    def _all_file_names(self) -> list[str]:
         return self._store.names("")
 
     def _complete_batches(self) -> list[int]:
         """Return the numbers of all complete batches."""
-        return [int(found[1]) for found in map(_COMPLETE.fullmatch, self._names()) if found]
+        return [
+            int(found[1])
+            for found in map(_COMPLETE_BATCH.fullmatch, self._all_file_names())
+            if found
+        ]
 
-    def _is_newest(self) -> bool:
+    def _is_newest_batch(self) -> bool:
         """Whether the newest batch that was read still exists, and no later batch does."""
         this, following = (
             f"batch={number}/{MARKS_FILE}" in self._store.names(f"batch={number}")
-            for number in (self._newest, self._newest + 1)
+            for number in (self._newest_batch, self._newest_batch + 1)
         )
         return this and not following
 
-    def _state(self, follower: TableMarks) -> TableState:
+    def _read_state(self, follower: TableMarks) -> TableState:
         """Find the newest batch of the follower, and the later batches (rule 2)."""
         others: list[OtherCommit] = []
         rules: StoredRules | None = None
-        numbers = [self._newest]
+        numbers = [self._newest_batch]
         while numbers:
             number = numbers.pop(0)
             metadata = self._store.read(f"batch={number}/{MARKS_FILE}").decode()
@@ -239,7 +243,7 @@ class FollowedParquetTable:
                 return TableState(metadata, found.version, others)
             rules = rules or (found and found.rules)
             others.append(OtherCommit(number, "APPEND", found.follower if found else None))
-            if number == self._newest:
+            if number == self._newest_batch:
                 numbers = sorted(self._complete_batches(), reverse=True)[1:]
         return TableState(None, None, rules=rules)
 
@@ -287,9 +291,9 @@ def _translate_errors(uri: str, store: ArchiveStore) -> Iterator[None]:
             raise Superseded(text) from error  # another follower has started (rule 3)
         if isinstance(cause, pa.ArrowException) and not isinstance(cause, OSError):
             raise BadRequest(text) from error
-        if getattr(cause, "errno", None) in _DENIED_NUMBERS:
+        if getattr(cause, "errno", None) in _DENIED_ERRNOS:
             raise BadConfig(f"{text}. {PERMISSION_HINT}") from error
-        if _DENIED.search(str(cause)):
+        if _DENIED_TEXT.search(str(cause)):
             raise BadConfig(f"{text.rstrip('.')}. {CREDENTIALS_HINT}") from error
         raise Unavailable(text) from error
 
@@ -309,10 +313,10 @@ def write_file(uri: str, schema: ArrowSchema, changes: Iterable[ArrowTable]) -> 
         BadRequest: a change is a delete, or a value does not fit its column.
         Unavailable, BadConfig: the store reports an error (rule 6).
     """
-    return _write(uri, ArchiveStore(_url_of(uri)), schema, changes)
+    return _write_parquet_file(uri, ArchiveStore(_url_of(uri)), schema, changes)
 
 
-def _write(
+def _write_parquet_file(
     uri: str, store: ArchiveStore, schema: ArrowSchema, changes: Iterable[ArrowTable]
 ) -> list[str]:
     parts = (part for part in changes if part.num_rows)
@@ -322,21 +326,21 @@ def _write(
     name = f"{_unique_name()}.parquet"
     with (
         _translate_errors(uri, store),
-        store.writing(f"{_WRITING}/{name}") as sink,
+        store.writing(f"{_WRITING_FOLDER}/{name}") as sink,
         pq.ParquetWriter(sink, schema) as writer,
     ):
         for part in chain([first], parts):
-            writer.write_table(_rows(part, schema))
+            writer.write_table(_rows_to_write(part, schema))
     return [name]
 
 
-def _rows(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
+def _rows_to_write(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
     if pc.any(changes[DELETED]).as_py():
         row = pc.index(changes[DELETED], value=True).as_py()
         partition, transaction = (changes[name][row] for name in _PLACE.values())
         raise BadRequest(
             f"partition {partition}, transaction {transaction}: expected no delete, found one, "
-            f"but rows of a Parquet table cannot be deleted. {_HINT}"
+            f"but rows of a Parquet table cannot be deleted. {_DELTA_HINT}"
         )
     # Timestamp types in Spark's batches have the time zone of the session.
     columns = [changes[_PLACE.get(part.name, part.name)].cast(part.type) for part in schema]
@@ -367,7 +371,7 @@ def _check_types(schema: Iterable[pa.Field]) -> None:
             ) from None
 
 
-def _found_schema(changes: ArrowTable) -> ArrowSchema:
+def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
     own = (*LOG_COLUMNS, DELETED)
     return with_place(pa.schema([part for part in changes.schema if part.name not in own]))
 

@@ -64,7 +64,7 @@ _COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     ">=": pc.greater_equal,
 }
 _PLAIN_NAME = re.compile(r"[^\W\d]\w*")
-_CONDITION = re.compile(
+_CONDITION_PATTERN = re.compile(
     rf"\s*(?:(?P<plain>{_PLAIN_NAME.pattern})|`(?P<quoted>[^`]+)`)\s*"
     r"(?:(?P<operator>=|!=|<>|<=|>=|<|>)\s*"
     r"(?:'(?P<text>(?:[^']|'')*)'|(?P<number>[+-]?\d+(?:\.\d+)?)|(?P<flag>(?i:true|false)))\s*)?"
@@ -177,7 +177,7 @@ def parse_condition(text: str) -> Condition:
     Raises:
         BadConfig: the text is neither a column nor one comparison of a column with a literal.
     """
-    found = _CONDITION.fullmatch(text)
+    found = _CONDITION_PATTERN.fullmatch(text)
     if found is None:
         raise BadConfig(
             "condition for deletes: expected a column, or one comparison of a column with a "
@@ -207,14 +207,14 @@ def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
     used = [*_PLACE, *(["header"] if rules.delete_headers else [])]
     used += [] if rules.delete_where is None else [rules.delete_where.column]
     if rules.function is None:
-        _check_key(rules.key, schema)
+        _check_key_types(rules.key, schema)
     for name in used:
-        _field(schema, name)
+        _find_field(schema, name)
     if rules.delete_where is not None:
-        _scalar(rules.delete_where, _field(schema, rules.delete_where.column).type)
+        _literal_scalar(rules.delete_where, _find_field(schema, rules.delete_where.column).type)
 
 
-def _field(schema: pa.Schema, name: str) -> pa.Field:
+def _find_field(schema: pa.Schema, name: str) -> pa.Field:
     if schema.names.count(name) != 1:
         shown = first_names_text(schema.names, 20)
         raise BadConfig(
@@ -224,9 +224,9 @@ def _field(schema: pa.Schema, name: str) -> pa.Field:
     return schema.field(name)
 
 
-def _check_key(key: Sequence[str], schema: pa.Schema) -> None:
+def _check_key_types(key: Sequence[str], schema: pa.Schema) -> None:
     for name in key:
-        kind = _field(schema, name).type
+        kind = _find_field(schema, name).type
         if not any(is_of(kind) for is_of in _KEY_TYPES):
             raise BadConfig(
                 f"key column {name!r}: expected a boolean, an integer, a decimal, text, "
@@ -235,7 +235,7 @@ def _check_key(key: Sequence[str], schema: pa.Schema) -> None:
             )
 
 
-def _scalar(where: Condition, kind: pa.DataType) -> pa.Scalar:
+def _literal_scalar(where: Condition, kind: pa.DataType) -> pa.Scalar:
     """Convert the literal of a condition to the type of its column; raises BadConfig."""
     literal: Any = where.literal
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
@@ -292,7 +292,7 @@ def changes_of(rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
         changes = rules.function(rows) if rows.num_rows else no_changes(rows.schema, rules)
     else:
         changes = rows.append_column(_DELETED_FIELD, pa.array(deletes_in(rows, rules)))
-    _check_nulls(changes, rules.key)
+    _check_key_nulls(changes, rules.key)
     return changes
 
 
@@ -307,12 +307,12 @@ def deletes_in(rows: ArrowTable, rules: ChangeRules) -> npt.NDArray[np.bool_]:
     if rules.delete_where is not None:
         where = rules.delete_where
         column = rows[where.column]
-        holds = _COMPARISONS[where.operator](column, _scalar(where, column.type))
+        holds = _COMPARISONS[where.operator](column, _literal_scalar(where, column.type))
         found |= holds.fill_null(False).to_numpy()  # noqa: FBT003 - Arrow's parameter
     return found
 
 
-def _check_nulls(changes: ArrowTable, key: Sequence[str]) -> None:
+def _check_key_nulls(changes: ArrowTable, key: Sequence[str]) -> None:
     for name in key:
         if changes[name].null_count:
             row = changes[name].is_null().index(pa.scalar(True)).as_py()  # noqa: FBT003
@@ -355,7 +355,7 @@ def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> Change
             "pyarrow.Table.from_pylist(rows, schema=...)."
         )
     try:
-        _check_key(key, columns)
+        _check_key_types(key, columns)
     except BadConfig as error:
         raise BadConfig(f"result of the changes function {name}: {error}") from None
     return ChangesFunction(name, columns)

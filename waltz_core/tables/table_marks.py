@@ -31,10 +31,10 @@ from waltz_core.records.strict_json import from_json, to_json
 # For each partition, a high-water mark.
 MarkMap: TypeAlias = Mapping[int, int]
 
-_MEMBER = "waltz"
+_METADATA_KEY = "waltz"
 _FIELDS = ("follower", "cluster", "marks", "rules")
-_CLUSTER = re.compile("[0-9a-f]{32}")
-_PARTITION = re.compile("0|[1-9][0-9]{0,9}")
+_CLUSTER_KEY_PATTERN = re.compile("[0-9a-f]{32}")
+_PARTITION_PATTERN = re.compile("0|[1-9][0-9]{0,9}")
 _PARTITION_MAX = 2**31 - 1
 _ID_MAX = 2**63 - 1
 
@@ -98,7 +98,7 @@ def encode(table: TableMarks) -> str:
         if value != getattr(default, name)
     }
     parts = (table.follower, table.cluster, marks, rules)
-    return to_json({_MEMBER: dict(zip(_FIELDS, parts, strict=True))}).decode()
+    return to_json({_METADATA_KEY: dict(zip(_FIELDS, parts, strict=True))}).decode()
 
 
 def decode(metadata: str | None) -> TableMarks | None:
@@ -111,15 +111,15 @@ def decode(metadata: str | None) -> TableMarks | None:
         value = from_json((metadata or "null").encode())
     except ValueError:
         return None
-    if not isinstance(value, dict) or _MEMBER not in value:
+    if not isinstance(value, dict) or _METADATA_KEY not in value:
         return None
-    body = value[_MEMBER]
+    body = value[_METADATA_KEY]
     if len(value) > 1 or not isinstance(body, dict) or sorted(body) != sorted(_FIELDS):
-        raise _bad_marks_error(f"an object {_MEMBER!r} with {', '.join(_FIELDS)}", value)
+        raise _bad_marks_error(f"an object {_METADATA_KEY!r} with {', '.join(_FIELDS)}", value)
     follower, cluster, marks, rules = (body[name] for name in _FIELDS)
     if not isinstance(follower, str) or not follower:
         raise _bad_marks_error("a name of the follower", follower)
-    if not isinstance(cluster, str) or not _CLUSTER.fullmatch(cluster):
+    if not isinstance(cluster, str) or not _CLUSTER_KEY_PATTERN.fullmatch(cluster):
         raise _bad_marks_error("a cluster's key with 32 hexadecimal digits", cluster)
     if not isinstance(marks, dict):
         raise _bad_marks_error("an object of marks by partition", marks)
@@ -144,7 +144,7 @@ def _decode_rules(rules: Any) -> StoredRules:  # noqa: ANN401 - any JSON value
 
 
 def _decode_mark(name: str, mark: Any) -> tuple[int, int]:  # noqa: ANN401 - any JSON value
-    if not _PARTITION.fullmatch(name) or int(name) > _PARTITION_MAX:
+    if not _PARTITION_PATTERN.fullmatch(name) or int(name) > _PARTITION_MAX:
         raise _bad_marks_error("a partition", name)
     if type(mark) is not int or not BEFORE_FIRST <= mark <= _ID_MAX:
         raise _bad_marks_error(f"a mark of partition {name}, -1 or a transaction ID", mark)

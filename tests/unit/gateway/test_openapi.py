@@ -18,7 +18,7 @@ def references(value):
 
 
 def test_each_operation_is_described():
-    document = openapi.document()
+    document = openapi.openapi_document()
     found = {
         (details["operationId"], method.upper(), path)
         for path, methods in document["paths"].items()
@@ -28,14 +28,14 @@ def test_each_operation_is_described():
 
 
 def test_each_reference_leads_to_a_schema_and_each_schema_is_used():
-    document = openapi.document()
+    document = openapi.openapi_document()
     names = {each.removeprefix("#/components/schemas/") for each in references(document)}
     assert names == document["components"]["schemas"].keys()
 
 
 @pytest.mark.parametrize("each", openapi.OPERATIONS, ids=lambda each: each.name)
 def test_each_parameter_of_the_path_is_declared(each):
-    details = openapi.document()["paths"][each.path][each.method.lower()]
+    details = openapi.openapi_document()["paths"][each.path][each.method.lower()]
     in_path = {
         parameter["name"] for parameter in details["parameters"] if parameter["in"] == "path"
     }
@@ -44,16 +44,16 @@ def test_each_parameter_of_the_path_is_declared(each):
 
 
 def test_each_operation_has_its_error_statuses():
-    for path in openapi.document()["paths"].values():
+    for path in openapi.openapi_document()["paths"].values():
         for details in path.values():
             assert {"400", "401", "403", "429", "503"} <= details["responses"].keys()
             assert "Retry-After" in details["responses"]["503"]["headers"]
-    responses = openapi.document()["paths"]["/v1/transactions"]["post"]["responses"]
+    responses = openapi.openapi_document()["paths"]["/v1/transactions"]["post"]["responses"]
     assert "ClientAheadOfLog" in responses["409"]["description"]
     assert "UnsupportedMediaType" in responses["415"]["description"]
 
 
 def test_the_document_is_json():
-    document = openapi.document()
+    document = openapi.openapi_document()
     assert json.loads(json.dumps(document)) == document
     assert document["openapi"] == "3.1.0"

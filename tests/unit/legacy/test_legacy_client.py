@@ -391,5 +391,5 @@ def test_partitions_that_do_not_exist_are_not_remembered(unknown: errors.WaltzEr
         mount = messages.MountRequest(req(1, partition), -1, 0)
         assert original.note_request(mount, 0.0) is None
         assert refused(original, mount, unknown) == MountResponse(mount.req_id, NOT_READY)
-    assert not original._ended_s
+    assert not original._mount_ended_s
     assert not original._mounts

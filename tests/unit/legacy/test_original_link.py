@@ -2,13 +2,13 @@
 
 from waltz_core.legacy.legacy_server_link import (
     LegacyServerLink,
-    OwnershipProven,
+    OwnershipChecked,
     ReceivedFromLegacyServer,
     SendToLegacyServer,
 )
 from waltz_core.legacy.legacy_server_stream import (
     FLUSH_AFTER_MS,
-    ProveOwnership,
+    CheckOwnership,
     SendToServer,
     SendToStream,
 )
@@ -42,10 +42,10 @@ def test_mounts_share_a_sequence_and_each_partition_gets_its_own_answers():
     proofs = [
         each
         for each in link.step(ReceivedFromLegacyServer(ready), 0)
-        if isinstance(each, ProveOwnership)
+        if isinstance(each, CheckOwnership)
     ]
     assert [each.partition_id for each in proofs] == [1]
-    (received,) = link.step(OwnershipProven(1, proofs[0].number, is_owner=True), 0)
+    (received,) = link.step(OwnershipChecked(1, proofs[0].number, is_owner=True), 0)
     assert isinstance(received, SendToStream)
     assert isinstance(received.message, m.Mounted)
     link.step(Wakeup(), 0)

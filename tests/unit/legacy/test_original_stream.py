@@ -9,9 +9,9 @@ from waltz_core.legacy.legacy_server_appends import IN_FLIGHT_MAX
 from waltz_core.legacy.legacy_server_stream import (
     FLUSH_AFTER_MS,
     RETRY_MS,
+    CheckOwnership,
     CloseLink,
     LegacyServerPartition,
-    ProveOwnership,
     SendToServer,
     SendToStream,
 )
@@ -55,7 +55,7 @@ class Table:
                     self.sent += each.messages
                 case SendToStream():
                     self.translated.append(each.message)
-                case ProveOwnership():
+                case CheckOwnership():
                     self.proofs.append(each.number)
                 case CloseLink():
                     self.end_reason = each.reason
@@ -74,7 +74,7 @@ class Table:
     def prove(self, *, is_owner=True):
         self.translated.clear()
         number = self.proofs.pop()
-        self.do(self.partition.on_ownership_proven(number, is_owner=is_owner, now_ms=self.now_ms))
+        self.do(self.partition.on_ownership_checked(number, is_owner=is_owner, now_ms=self.now_ms))
         return list(self.translated)
 
     def wake(self):

@@ -11,7 +11,7 @@ from waltz_core.legacy import legacy_server_stream
 from waltz_core.legacy.legacy_server_link import (
     Event,
     LegacyServerLink,
-    OwnershipProven,
+    OwnershipChecked,
     ReceivedFromLegacyServer,
     SendToLegacyServer,
 )
@@ -60,14 +60,14 @@ class LegacyServer:
                 self._link.send_all(effect.messages)
             case legacy_server_stream.SendToStream():
                 self._deliver(effect.message)
-            case legacy_server_stream.ProveOwnership():
+            case legacy_server_stream.CheckOwnership():
                 self._prove(effect.partition_id, partial(self._on_ownership_proven, effect))
             case legacy_server_stream.CloseLink():
                 self._link.abort(effect.reason)
 
     def _on_ownership_proven(
         self,
-        request: legacy_server_stream.ProveOwnership,
+        request: legacy_server_stream.CheckOwnership,
         is_owner: bool,  # noqa: FBT001 - as `Prove` has it
     ) -> None:
-        self._driver.post(OwnershipProven(request.partition_id, request.number, is_owner))
+        self._driver.post(OwnershipChecked(request.partition_id, request.number, is_owner))
