@@ -57,7 +57,7 @@ async def _many_partitions(load: BenchLoad) -> Measured:
     cluster = LocalCluster(
         directory,
         exit_with_parent=True,
-        partition_count=load.show_partitions or PARTITIONS,
+        partition_count=load.partitions or PARTITIONS,
         server_count=SERVERS,
         storage_count=STORAGES,
     )
