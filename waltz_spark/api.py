@@ -36,8 +36,8 @@ from waltz_spark.writer.results import (
     RETRY,
     SUMMARY_FILE,
     ResultDirectory,
-    is_result_of,
-    open_results,
+    is_result_file_of,
+    open_results_directory,
 )
 from waltz_spark.writer.rows_hash import RowsHash
 
@@ -193,9 +193,9 @@ def _check_distinct_columns(df: DataFrame, options: Mapping[str, str]) -> None:
 
 
 def _read_summary(path: str) -> dict[str, Any]:
-    place = open_results(path, is_read=True)
+    place = open_results_directory(path, is_for_reading=True)
     try:
-        with place.system.open_input_stream(f"{place.path}/{SUMMARY_FILE}") as stream:
+        with place.file_system.open_input_stream(f"{place.path}/{SUMMARY_FILE}") as stream:
             return dict(json.loads(stream.read()))
     except FileNotFoundError:
         raise BadConfig(
@@ -206,10 +206,10 @@ def _read_summary(path: str) -> dict[str, Any]:
 
 def _read_results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
     """Return the results of a write from a directory; None if there is no file with results."""
-    place = open_results(path, is_read=True)
-    names = [entry.base_name for entry in place.system.get_file_info(_files_in(place.path))]
+    place = open_results_directory(path, is_for_reading=True)
+    names = [entry.base_name for entry in place.file_system.get_file_info(_files_in(place.path))]
     directory = _path_for_spark(path, place)
-    own = [f"{directory}/{each}" for each in names if is_result_of(each, name)]
+    own = [f"{directory}/{each}" for each in names if is_result_file_of(each, name)]
     return spark.read.parquet(*own) if own else None
 
 
@@ -217,7 +217,7 @@ def _path_for_spark(path: str, place: ResultDirectory) -> str:
     """Return the path of a directory for Spark, with `file://` if the directory is local."""
     from pyarrow import fs  # noqa: PLC0415 - only functions that read results need it
 
-    if isinstance(place.system, fs.LocalFileSystem):
+    if isinstance(place.file_system, fs.LocalFileSystem):
         path = f"file://{Path(place.path).absolute()}"
     return re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", path.rstrip("/"))  # otherwise it is a pattern
 

@@ -25,8 +25,8 @@ from waltz_spark.writer.batch_write import (
     DAY_MS,
     NamedWrite,
     WaltzBatchWriter,
-    finish,
-    new_job,
+    create_write_job,
+    finish_write,
     remove_writes,
 )
 from waltz_spark.writer.task import TaskResult, WriteJob
@@ -73,13 +73,13 @@ class Write:
 
     def job_of(self, schema: StructType) -> WriteJob:
         """Begin a run with other columns."""
-        job = new_job(self.options, schema, self.name)
+        job = create_write_job(self.options, schema, self.name)
         asyncio.run(begin_write(self.connect, self.name, job.marks, keep_ms=KEEP_MS))
         return job
 
     def finish(self, job: WriteJob, *tasks: TaskResult) -> None:
         """Commit a run, as the driver does."""
-        finish(job, tasks, NamedWrite(self.name, 7))
+        finish_write(job, tasks, NamedWrite(self.name, 7))
 
     def in_log(self) -> Counter[bytes]:
         """Return what has come in since the write was made, and how often."""
@@ -145,7 +145,7 @@ def test_an_attempt_continues_where_the_previous_one_stopped(write: Write) -> No
     third = job.write_task(batches_of(rows), 0, 2)
     assert (third.committed, third.found) == (200, 200)
     assert write.in_log() == once(rows)
-    assert third.runs != []
+    assert third.id_ranges != []
 
 
 def test_without_exactly_once_a_repeated_write_duplicates_rows(write: Write) -> None:
@@ -154,7 +154,7 @@ def test_without_exactly_once_a_repeated_write_duplicates_rows(write: Write) -> 
     off = Write(write.connect, write.name, exactlyOnce="false")
     off.client.close()
     off.client = write.client
-    job = new_job(off.options, SCHEMA, None)
+    job = create_write_job(off.options, SCHEMA, None)
     stopped_after(off, job, rows, 60)
     job.write_task(batches_of(rows), 0, 1)
     assert max(off.in_log().values()) == 2

@@ -18,7 +18,7 @@ from waltz_core.client import begin_write
 from waltz_core.errors import BadRequest
 from waltz_spark.functions import lock
 from waltz_spark.options import parse_write
-from waltz_spark.writer.batch_write import new_job
+from waltz_spark.writer.batch_write import create_write_job
 from waltz_spark.writer.task import WriteJob
 
 pytestmark = pytest.mark.spark
@@ -257,7 +257,7 @@ def job_of(connect: str, name: str, **options: str) -> WriteJob:
         "clientHighWaterMarks": "{}",
         **options,
     }
-    job = new_job(parse_write(wanted), SCHEMA, name)
+    job = create_write_job(parse_write(wanted), SCHEMA, name)
     asyncio.run(begin_write(connect, name, job.marks, keep_ms=1 << 34))
     return job
 

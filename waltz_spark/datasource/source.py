@@ -180,9 +180,9 @@ class WaltzDataSource(DataSource):
                 if field.name not in WRITE_COLUMNS:
                     check_packed_type(field.name, field.dataType, options.data_format)
         if options.results_path is not None:
-            from waltz_spark.writer.results import open_results  # noqa: PLC0415 - see the module
+            from waltz_spark.writer.results import open_results_directory  # noqa: PLC0415 - see the module
 
-            open_results(options.results_path)
+            open_results_directory(options.results_path)
         return options
 
     def __reduce__(self) -> Any:  # noqa: ANN401 - pickle's own protocol

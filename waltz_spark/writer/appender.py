@@ -38,7 +38,7 @@ from waltz_core.errors import (
 from waltz_core.records.batches import encode_append_arrow
 from waltz_spark.options import WriteOptions
 from waltz_spark.payload_encryption import ADDED_BYTES_MAX, PayloadEncryptor
-from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ConvertedRows
 from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 
 if TYPE_CHECKING:
@@ -48,18 +48,18 @@ BATCH_BYTES_MAX = 4 * 1024 * 1024
 _LOCK_BYTES = 4
 RETRY_SECONDS_MAX = 60.0
 _PAUSE_SECONDS_FIRST, _PAUSE_SECONDS_MAX = 0.02, 1.0
-_RETRIED = (
+_RETRIED_OUTCOMES = (
     RowOutcomeCode.LOST,
     RowOutcomeCode.NOT_MOUNTED,
     RowOutcomeCode.GENERATION,
     RowOutcomeCode.OVERLOADED,
     RowOutcomeCode.NO_SPACE,
 )
-_KINDS: dict[RowOutcomeCode, type[Unavailable]] = {
+_ERROR_TYPES: dict[RowOutcomeCode, type[Unavailable]] = {
     RowOutcomeCode.NO_SPACE: NoSpace,
     RowOutcomeCode.OVERLOADED: Overloaded,
 }
-_FATAL: dict[RowOutcomeCode, tuple[type[WaltzError], str]] = {
+_FATAL_OUTCOMES: dict[RowOutcomeCode, tuple[type[WaltzError], str]] = {
     RowOutcomeCode.AHEAD: (
         ClientAheadOfLog,
         (
@@ -138,7 +138,7 @@ class _Chunk:
         return _Chunk(self.partition, append, identity, source, self.attempt + 1, self.retries)
 
 
-class _RowsToRecompute(NamedTuple):
+class _WaitingRows(NamedTuple):
     """Rejected rows that wait until they are recomputed."""
 
     due: float
@@ -152,15 +152,15 @@ class _PartitionRows:
     """The rows for one log partition: to send, in flight, to send again, and to recompute."""
 
     waiting: list[_Chunk] = field(default_factory=list)
-    waiting_rows: int = 0
+    waiting_row_count: int = 0
     waiting_bytes: int = 0
     sent: "deque[tuple[_Chunk, Future[BatchOutcome]]]" = field(default_factory=deque)
-    resend: list[_Chunk] = field(default_factory=list)
-    rejected: "deque[_RowsToRecompute]" = field(default_factory=deque)
+    chunks_to_resend: list[_Chunk] = field(default_factory=list)
+    rejected: "deque[_WaitingRows]" = field(default_factory=deque)
     recomputed: "deque[_Chunk]" = field(default_factory=deque)
     order: ReportOrder = field(default_factory=ReportOrder)
-    failing_since: float | None = None
-    failures: int = 0
+    failing_since_s: float | None = None
+    failure_count: int = 0
     last_reason: RowOutcomeCode = RowOutcomeCode.LOST
     last_detail: str = ""
 
@@ -180,13 +180,13 @@ class Appender:
         self._rejected_bytes_max = BATCH_BYTES_MAX * options.in_flight_max
         self._batch_rows = options.batch_rows
         # Encryption is the last step before an append: rows that wait are in plain text.
-        self._sealer = None if options.encryption_keys is None else PayloadEncryptor(options)
-        self._sealed_bytes = 0 if self._sealer is None else ADDED_BYTES_MAX
+        self._encryptor = None if options.encryption_keys is None else PayloadEncryptor(options)
+        self._added_bytes = 0 if self._encryptor is None else ADDED_BYTES_MAX
         self._in_flight_max = options.in_flight_max
-        self._lanes: dict[int, _PartitionRows] = {}
+        self._rows_by_partition: dict[int, _PartitionRows] = {}
         self._in_flight = 0
 
-    def send(self, batches: Iterable[ShapedRows]) -> Iterator[FinalRows]:
+    def send(self, batches: Iterable[ConvertedRows]) -> Iterator[FinalRows]:
         """Send all rows; yield their outcomes as they become known.
 
         Raises:
@@ -194,28 +194,28 @@ class Appender:
             BadRequest: the `recompute` function returned an invalid result.
             ClientAheadOfLog, TooLarge: the log can never accept a row.
         """
-        for shaped in batches:
-            self._enqueue(shaped)
+        for converted in batches:
+            self._enqueue(converted)
             yield from self._send_and_collect(last=False)
         yield from self._send_and_collect(last=True)
 
     # -- in -----------------------------------------------------------------------------------
 
-    def _enqueue(self, shaped: ShapedRows) -> None:
-        order = np.argsort(shaped.partitions, kind="stable")
-        partitions, starts = np.unique(shaped.partitions[order], return_index=True)
+    def _enqueue(self, converted: ConvertedRows) -> None:
+        order = np.argsort(converted.partitions, kind="stable")
+        partitions, starts = np.unique(converted.partitions[order], return_index=True)
         bounds = [*starts.tolist(), len(order)]
         for number, partition in enumerate(partitions.tolist()):
             rows = pa.array(order[bounds[number] : bounds[number + 1]])
             whole = len(partitions) == 1
-            append = shaped.append if whole else shaped.append.take(rows)
+            append = converted.append if whole else converted.append.take(rows)
             identity, source = (
                 batch if batch is None or whole else batch.take(rows)
-                for batch in (shaped.identity, shaped.source)
+                for batch in (converted.identity, converted.source)
             )
-            lane = self._lanes.setdefault(partition, _PartitionRows())
+            lane = self._rows_by_partition.setdefault(partition, _PartitionRows())
             lane.waiting.append(_Chunk(partition, append, identity, source))
-            lane.waiting_rows += append.num_rows
+            lane.waiting_row_count += append.num_rows
             lane.waiting_bytes += append.nbytes
 
     # -- out ----------------------------------------------------------------------------------
@@ -223,27 +223,27 @@ class Appender:
     def _send_and_collect(self, *, last: bool) -> Iterator[FinalRows]:
         """Send rows until the next input may be read; with `last`, until all rows are answered."""
         while True:
-            for partition in sorted(self._lanes):
-                lane = self._lanes[partition]
+            for partition in sorted(self._rows_by_partition):
+                lane = self._rows_by_partition[partition]
                 if lane.rejected:
-                    yield from self._recompute(lane)
-                self._fill(lane, last=last)
-            yield from self._collect(block=False)
+                    yield from self._recompute_due_rows(lane)
+                self._send_waiting_rows(lane, last=last)
+            yield from self._collect_answers(block=False)
             if self._has_capacity() and not self._has_work(last=last):
                 return
             if not self._in_flight:
-                self._await_rejected()
-            yield from self._collect(block=True)
+                self._sleep_until_recompute()
+            yield from self._collect_answers(block=True)
 
     def _has_capacity(self) -> bool:
         return self._in_flight < self._in_flight_max
 
     def _has_work(self, *, last: bool) -> bool:
-        lanes = self._lanes.values()
-        if any(lane.resend or lane.recomputed for lane in lanes):
+        lanes = self._rows_by_partition.values()
+        if any(lane.chunks_to_resend or lane.recomputed for lane in lanes):
             return True
         if last:
-            return any(lane.waiting_rows or lane.sent or lane.rejected for lane in lanes)
+            return any(lane.waiting_row_count or lane.sent or lane.rejected for lane in lanes)
         rejected = [each.chunk for lane in lanes for each in lane.rejected]
         if sum(chunk.append.num_rows for chunk in rejected) >= self._rejected_rows_max:
             return True
@@ -252,23 +252,23 @@ class Appender:
         return any(self._is_full(lane) for lane in lanes)
 
     def _is_full(self, lane: _PartitionRows) -> bool:
-        return lane.waiting_rows >= self._batch_rows or lane.waiting_bytes >= BATCH_BYTES_MAX
+        return lane.waiting_row_count >= self._batch_rows or lane.waiting_bytes >= BATCH_BYTES_MAX
 
-    def _fill(self, lane: _PartitionRows, *, last: bool) -> None:
-        if lane.resend:
+    def _send_waiting_rows(self, lane: _PartitionRows, *, last: bool) -> None:
+        if lane.chunks_to_resend:
             # Rule 2: send lost rows first, after all outstanding answers have arrived. So they keep
             # their order.
             if lane.sent:
                 return
-            self._pause(lane)
-            chunks, lane.resend = lane.resend, []
+            self._pause_before_resend(lane)
+            chunks, lane.chunks_to_resend = lane.chunks_to_resend, []
             for chunk in chunks:
-                self._submit(lane, chunk)
+                self._send_chunk(lane, chunk)
             return
         while lane.recomputed and self._has_capacity():
-            self._submit(lane, lane.recomputed.popleft())
-        while self._has_capacity() and (self._is_full(lane) or (last and lane.waiting_rows)):
-            self._submit(lane, self._next_chunk(lane))
+            self._send_chunk(lane, lane.recomputed.popleft())
+        while self._has_capacity() and (self._is_full(lane) or (last and lane.waiting_row_count)):
+            self._send_chunk(lane, self._next_chunk(lane))
 
     def _next_chunk(self, lane: _PartitionRows) -> _Chunk:
         """Remove up to `batchSize` rows and 4 MiB from the start of a lane, as one chunk."""
@@ -277,7 +277,7 @@ class Appender:
         while lane.waiting and rows < self._batch_rows:
             chunk = lane.waiting[0]
             fit = _rows_that_fit(
-                chunk.append, self._batch_rows - rows, BATCH_BYTES_MAX - size, self._sealed_bytes
+                chunk.append, self._batch_rows - rows, BATCH_BYTES_MAX - size, self._added_bytes
             )
             if fit == 0 and taken:
                 break
@@ -285,19 +285,19 @@ class Appender:
             head = _slice_chunk(chunk, 0, fit)
             taken.append(head)
             rows += fit
-            size += head.append.nbytes + fit * self._sealed_bytes
+            size += head.append.nbytes + fit * self._added_bytes
             if fit == chunk.append.num_rows:
                 lane.waiting.pop(0)
             else:
                 lane.waiting[0] = _slice_chunk(chunk, fit, chunk.append.num_rows - fit)
-        lane.waiting_rows -= rows
+        lane.waiting_row_count -= rows
         lane.waiting_bytes = max(0, lane.waiting_bytes - size) if lane.waiting else 0
         return _join_chunks(taken)
 
-    def _submit(self, lane: _PartitionRows, chunk: _Chunk) -> None:
+    def _send_chunk(self, lane: _PartitionRows, chunk: _Chunk) -> None:
         append = chunk.append
-        if self._sealer is not None:
-            append = self._sealer.encrypt_columns(append, chunk.partition)
+        if self._encryptor is not None:
+            append = self._encryptor.encrypt_columns(append, chunk.partition)
         payload = encode_append_arrow(append)
         # Each row in the batch has its own mark. The mark of the frame applies to no row.
         future = self._client.append_batch(
@@ -310,34 +310,34 @@ class Appender:
         lane.sent.append((chunk, future))
         self._in_flight += 1
 
-    def _collect(self, *, block: bool) -> Iterator[FinalRows]:
+    def _collect_answers(self, *, block: bool) -> Iterator[FinalRows]:
         """Process available answers in order; if `block`, wait for the oldest answer of a lane."""
-        for partition in sorted(self._lanes):
-            lane = self._lanes[partition]
+        for partition in sorted(self._rows_by_partition):
+            lane = self._rows_by_partition[partition]
             while lane.sent and (block or lane.sent[0][1].done()):
                 chunk, future = lane.sent.popleft()
                 self._in_flight -= 1
                 outcome = future.result()
                 block = False
-                yield from self._outcomes_of(lane, chunk, outcome)
+                yield from self._process_outcome(lane, chunk, outcome)
 
-    def _outcomes_of(
+    def _process_outcome(
         self, lane: _PartitionRows, chunk: _Chunk, outcome: BatchOutcome
     ) -> Iterator[FinalRows]:
         reasons = outcome.reasons
-        for reason, (kind, text) in _FATAL.items():
+        for reason, (kind, text) in _FATAL_OUTCOMES.items():
             if (reasons == reason).any():
                 mark = pc.max(chunk.append.column(MARK_COLUMN)).as_py()
                 text_of_outcome = text.format(end=outcome.high_water_mark, mark=mark)
                 raise kind(f"partition {chunk.partition}: {text_of_outcome}")
-        lost = np.isin(reasons, [int(reason) for reason in _RETRIED])
+        lost = np.isin(reasons, [int(reason) for reason in _RETRIED_OUTCOMES])
         if lost.any():
             lane.order.processed_count += 1
-            lane.resend.append(chunk.take(np.flatnonzero(lost)))
+            lane.chunks_to_resend.append(chunk.take(np.flatnonzero(lost)))
             lane.last_reason = RowOutcomeCode(int(reasons[lost][0]))
             lane.last_detail = f": {outcome.detail}" if outcome.detail else ""
-        elif not lane.resend:
-            lane.failing_since, lane.failures = None, 0
+        elif not lane.chunks_to_resend:
+            lane.failing_since_s, lane.failure_count = None, 0
         kept = np.flatnonzero(~lost)
         if self._recomputer is not None and chunk.retries < self._recomputer.retries_max:
             rejected = np.flatnonzero(~lost & (reasons != RowOutcomeCode.COMMITTED))
@@ -345,7 +345,7 @@ class Appender:
             if len(rejected):
                 due = time.monotonic() + self._recomputer.pause_s(chunk.retries)
                 won, mark = outcome.conflicting[rejected], outcome.high_water_mark
-                lane.rejected.append(_RowsToRecompute(due, chunk.take(rejected), won, mark))
+                lane.rejected.append(_WaitingRows(due, chunk.take(rejected), won, mark))
         if len(kept):
             identity = chunk.identity
             if identity is not None and len(kept) < len(reasons):
@@ -363,7 +363,7 @@ class Appender:
 
     # -- again --------------------------------------------------------------------------------
 
-    def _recompute(self, lane: _PartitionRows) -> Iterator[FinalRows]:
+    def _recompute_due_rows(self, lane: _PartitionRows) -> Iterator[FinalRows]:
         """Recompute the rows whose delay has passed; yield rows that the function omitted."""
         assert self._recomputer is not None
         now = time.monotonic()
@@ -377,36 +377,36 @@ class Appender:
             )
             made = _Chunk(
                 chunk.partition,
-                recomputed.shaped.append,
-                recomputed.shaped.identity,
-                recomputed.shaped.source,
+                recomputed.converted.append,
+                recomputed.converted.identity,
+                recomputed.converted.source,
                 chunk.attempt,
                 chunk.retries + 1,
             )
-            lane.recomputed.extend(_pieces(made, self._batch_rows, self._sealed_bytes))
+            lane.recomputed.extend(_split_chunk(made, self._batch_rows, self._added_bytes))
             omitted = np.setdiff1d(np.arange(chunk.append.num_rows), recomputed.rows)
             if len(omitted):
                 yield _omitted_rows(waiting, omitted)
 
-    def _await_rejected(self) -> None:
-        due = [each.due for lane in self._lanes.values() for each in lane.rejected]
+    def _sleep_until_recompute(self) -> None:
+        due = [each.due for lane in self._rows_by_partition.values() for each in lane.rejected]
         if due:
             time.sleep(max(0.0, min(due) - time.monotonic()))
 
-    def _pause(self, lane: _PartitionRows) -> None:
+    def _pause_before_resend(self, lane: _PartitionRows) -> None:
         """Sleep, longer after each failure of this lane; raise after `RETRY_SECONDS_MAX`."""
         now = time.monotonic()
-        lane.failing_since = lane.failing_since or now
-        if now - lane.failing_since > RETRY_SECONDS_MAX:
-            chunk = lane.resend[0]
-            kind = _KINDS.get(lane.last_reason, Unavailable)
+        lane.failing_since_s = lane.failing_since_s or now
+        if now - lane.failing_since_s > RETRY_SECONDS_MAX:
+            chunk = lane.chunks_to_resend[0]
+            kind = _ERROR_TYPES.get(lane.last_reason, Unavailable)
             raise kind(
                 f"partition {chunk.partition} accepted no rows for {RETRY_SECONDS_MAX:.0f} s "
                 f"(last answer: {lane.last_reason.name}{lane.last_detail}), so "
-                f"{sum(c.append.num_rows for c in lane.resend)} rows are not in the log"
+                f"{sum(c.append.num_rows for c in lane.chunks_to_resend)} rows are not in the log"
             )
-        pause = min(_PAUSE_SECONDS_FIRST * 2**lane.failures, _PAUSE_SECONDS_MAX)
-        lane.failures += 1
+        pause = min(_PAUSE_SECONDS_FIRST * 2**lane.failure_count, _PAUSE_SECONDS_MAX)
+        lane.failure_count += 1
         time.sleep(pause)
 
 
@@ -420,17 +420,17 @@ def _slice_chunk(chunk: _Chunk, start: int, count: int) -> _Chunk:
     return _Chunk(chunk.partition, append, identity, source, chunk.attempt, chunk.retries)
 
 
-def _pieces(chunk: _Chunk, rows_max: int, sealed_bytes: int) -> Iterator[_Chunk]:
+def _split_chunk(chunk: _Chunk, rows_max: int, added_bytes: int) -> Iterator[_Chunk]:
     """Split recomputed rows into chunks of the size of an append."""
     start = 0
     while start < chunk.append.num_rows:
         rest = chunk.append.slice(start)
-        count = max(1, _rows_that_fit(rest, rows_max, BATCH_BYTES_MAX, sealed_bytes))
+        count = max(1, _rows_that_fit(rest, rows_max, BATCH_BYTES_MAX, added_bytes))
         yield _slice_chunk(chunk, start, count)
         start += count
 
 
-def _omitted_rows(waiting: _RowsToRecompute, rows: npt.NDArray[np.int64]) -> FinalRows:
+def _omitted_rows(waiting: _WaitingRows, rows: npt.NDArray[np.int64]) -> FinalRows:
     """Return rejected rows as final, because the function omitted them."""
     chunk = waiting.chunk
     assert chunk.identity is None or len(chunk.identity) == len(waiting.conflicting)
@@ -460,24 +460,24 @@ def _join_chunks(chunks: list[_Chunk]) -> _Chunk:
     return _Chunk(chunks[0].partition, append, identity, source, attempt)
 
 
-def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int, sealed_bytes: int) -> int:
+def _rows_that_fit(append: pa.RecordBatch, rows_max: int, bytes_max: int, added_bytes: int) -> int:
     """Return the number of leading rows whose payloads and locks are within both limits.
 
-    `sealed_bytes` is the number of bytes that encryption adds to each row.
+    `added_bytes` is the number of bytes that encryption adds to each row.
     """
     count: int = min(append.num_rows, rows_max)
     data = append.column("data")
     offsets = np.frombuffer(data.buffers()[1], np.int32)[data.offset :][: len(data) + 1]
     ends = offsets[1 : count + 1].astype(np.int64) - int(offsets[0])
-    if sealed_bytes:
-        ends += sealed_bytes * np.arange(1, count + 1)
+    if added_bytes:
+        ends += added_bytes * np.arange(1, count + 1)
     for name in LOCK_COLUMNS:
         locks = np.asarray(append.column(name).offsets)
         ends += _LOCK_BYTES * (locks[1 : count + 1].astype(np.int64) - int(locks[0]))
     return min(count, int(np.searchsorted(ends, max(bytes_max, 0), "right")))
 
 
-def check_marks(marks: Mapping[int, int], partition_count: int) -> None:
+def check_client_marks(marks: Mapping[int, int], partition_count: int) -> None:
     """Reject marks for partitions that the cluster does not have.
 
     Raises:

@@ -44,10 +44,10 @@ from waltz_spark.planning import check_partition
 from waltz_spark.shared_clients import with_client
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.worker_errors import without_stack
-from waltz_spark.writer.appender import check_marks
+from waltz_spark.writer.appender import check_client_marks
 from waltz_spark.writer.columns import WRITE_COLUMNS, check_schema
-from waltz_spark.writer.recompute import load_recompute
-from waltz_spark.writer.results import check_column_types, keep_results, write_summary_again
+from waltz_spark.writer.recompute import load_recompute_function
+from waltz_spark.writer.results import check_column_types, publish_results, rewrite_summary
 from waltz_spark.writer.rows_hash import RowsHash
 from waltz_spark.writer.task import TaskResult, WriteJob, task_attempt
 
@@ -55,12 +55,12 @@ _log = logging.getLogger("waltz")
 
 DAY_MS = 24 * 3_600 * 1_000
 # The retention of writes that are not done, and of the last micro-batch of a stream.
-UNFINISHED_DAYS = 365
-_HINT = (
+UNFINISHED_RETENTION_DAYS = 365
+_OTHER_ROWS_HINT = (
     "A repeated run must compute the same rows; use another writeId for other rows. This "
     "run has appended nothing."
 )
-_HINT_OF_RACE = (
+_CONCURRENT_RUN_HINT = (
     "Another run of this write completed first. The rows that this run has appended stay in "
     "the log."
 )
@@ -70,11 +70,11 @@ class NamedWrite(NamedTuple):
     """A write that can run again; `hint` is for the error if a later run has other rows."""
 
     write: str
-    keep_days: int
-    hint: str = _HINT
+    retention_days: int
+    hint: str = _OTHER_ROWS_HINT
 
 
-def new_job(options: WriteOptions, schema: StructType, write: str | None) -> WriteJob:
+def create_write_job(options: WriteOptions, schema: StructType, write: str | None) -> WriteJob:
     """Return the common part of all tasks of one run; called on the driver, before any task.
 
     Raises:
@@ -86,7 +86,7 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Wri
     if options.results_path is not None:
         check_column_types(schema, options.result_columns)
     if options.recompute_function is not None:
-        load_recompute(options.recompute_function)
+        load_recompute_function(options.recompute_function)
         if options.is_exactly_once and not options.identity_columns:
             _log.warning(
                 "spark.recompute_without_identity hint=%r",
@@ -96,10 +96,10 @@ def new_job(options: WriteOptions, schema: StructType, write: str | None) -> Wri
     if options.registry is not None:
         packed = [part for part in arrow_schema(schema) if part.name not in WRITE_COLUMNS]
         options = resolve_write_schema(options, packed)
-    return with_client(options.connect, lambda client: _job_at(client, options, write))
+    return with_client(options.connect, lambda client: _create_job(client, options, write))
 
 
-def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> WriteJob:
+def _create_job(client: WaltzClient, options: WriteOptions, write: str | None) -> WriteJob:
     for partition in options.partitions or ():
         check_partition(partition, client.partition_count, "option 'partitions'")
     if options.is_exactly_once and client.has_legacy_server(options.partitions):
@@ -107,7 +107,7 @@ def _job_at(client: WaltzClient, options: WriteOptions, write: str | None) -> Wr
             "option 'exactlyOnce': some partitions are at a Waltz 0.13 server, which does "
             "not support exactly-once writes. Hint: use exactlyOnce=false."
         )
-    check_marks(options.marks, client.partition_count)
+    check_client_marks(options.marks, client.partition_count)
     # The marks are resolved once for the whole job: a row without its own mark counts as computed
     # from the log as of the start of the job.
     found = client.high_water_marks(options.partitions)
@@ -130,10 +130,10 @@ class WaltzBatchWriter(DataSourceArrowWriter):
     def __init__(self, options: WriteOptions, schema: StructType) -> None:
         named = options.write_name
         write = named if named is not None else f"run-{secrets.token_hex(12)}"
-        job = new_job(options, schema, write if options.is_exactly_once else None)
+        job = create_write_job(options, schema, write if options.is_exactly_once else None)
         self._job = job
         if options.is_exactly_once:
-            keep_ms = UNFINISHED_DAYS * DAY_MS
+            keep_ms = UNFINISHED_RETENTION_DAYS * DAY_MS
             asyncio.run(begin_write(options.connect, write, job.marks, keep_ms=keep_ms))
 
     # -- in a task ----------------------------------------------------------------------------
@@ -150,7 +150,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         """Keep the results, and log the outcome of the job (rule 2)."""
         write, days = self._job.write, self._job.options.retention_days
         named = None if write is None or not self._job.is_named else NamedWrite(write, days)
-        finish(self._job, messages, named)
+        finish_write(self._job, messages, named)
         remove_writes(self._job, [] if write is None or named is not None else [write])
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
@@ -166,7 +166,7 @@ class WaltzBatchWriter(DataSourceArrowWriter):
         )
 
 
-def finish(
+def finish_write(
     job: WriteJob, messages: Sequence[WriterCommitMessage | None], named: NamedWrite | None
 ) -> dict[str, Any] | None:
     """Keep the results, mark a named write as done, and log the outcome of the job.
@@ -184,13 +184,13 @@ def finish(
     """
     tasks = [message for message in messages if isinstance(message, TaskResult)]
     if named is not None and any(task.was_done for task in tasks):
-        _report_repeated(job, tasks, named)
+        _finish_repeated_write(job, tasks, named)
         return None
     if named is not None and any(task.is_repeated for task in tasks):
-        _check_no_task_is_left(job, named.write, len(messages))
+        _check_no_extra_tasks(job, named.write, len(messages))
     paths = [task.results_path for task in tasks if task.results_path is not None]
-    rows = _rows_of(tasks)
-    summary = summarize(tasks, returns_rejected_rows=job.options.returns_rejected_rows)
+    rows = _total_rows(tasks)
+    summary = summarize_tasks(tasks, returns_rejected_rows=job.options.returns_rejected_rows)
     summary["seconds"] = round((now_ms() - job.began_ms) / 1_000, 3)
     if named is not None:
         summary |= rows.as_fields()
@@ -198,13 +198,13 @@ def finish(
         # Spark commits a micro-batch with another writer than that of its tasks.
         name = next((task.results_name for task in tasks), job.results_name)
         summary |= {"results_path": paths[0], "results_name": name}
-        keep_results(
+        publish_results(
             paths[0], [task.file for task in tasks if task.file is not None], name, summary
         )
     if named is not None:
-        keep_ms = named.keep_days * DAY_MS
+        keep_ms = named.retention_days * DAY_MS
         ended = end_write(job.options.connect, named.write, summary, keep_ms=keep_ms)
-        rows.check_same(named.write, asyncio.run(ended), hint=_HINT_OF_RACE)
+        rows.check_equal(named.write, asyncio.run(ended), hint=_CONCURRENT_RUN_HINT)
     _log.warning(
         "spark.write_committed committed=%(committed)d recomputed=%(recomputed)d "
         "rejected=%(rejected)d retry=%(retry)d rejected_by_own_rows=%(rejected_by_own_rows)d "
@@ -214,7 +214,7 @@ def finish(
     return summary
 
 
-def _report_repeated(job: WriteJob, tasks: list[TaskResult], named: NamedWrite) -> None:
+def _finish_repeated_write(job: WriteJob, tasks: list[TaskResult], named: NamedWrite) -> None:
     """Check the rows of a write that was already done, and report it; nothing was appended."""
     summary = asyncio.run(summary_of_write(job.options.connect, named.write))
     if not summary:
@@ -224,8 +224,8 @@ def _report_repeated(job: WriteJob, tasks: list[TaskResult], named: NamedWrite) 
             "use another writeId only if the rows must be appended a second time."
         )
     is_alone = all(task.was_done for task in tasks)
-    hint = named.hint if is_alone else _HINT_OF_RACE
-    _rows_of(tasks).check_same(named.write, summary, hint=hint)
+    hint = named.hint if is_alone else _CONCURRENT_RUN_HINT
+    _total_rows(tasks).check_equal(named.write, summary, hint=hint)
     _log.warning(
         "spark.write_already_committed write=%s rows_compared=%s",
         named.write,
@@ -233,10 +233,10 @@ def _report_repeated(job: WriteJob, tasks: list[TaskResult], named: NamedWrite) 
     )
     path = next((task.results_path for task in tasks if task.results_path is not None), None)
     if path is not None:
-        write_summary_again(path, summary | {"already_committed": True})
+        rewrite_summary(path, summary | {"already_committed": True})
 
 
-def _check_no_task_is_left(job: WriteJob, write: str, task_count: int) -> None:
+def _check_no_extra_tasks(job: WriteJob, write: str, task_count: int) -> None:
     """Check that the log has no rows of tasks that only an earlier run had."""
     again = dataclasses.replace(job, write=write, keep_ms=None)
     for task in asyncio.run(tasks_of_write(job.options.connect, write)):
@@ -254,7 +254,7 @@ def _check_no_task_is_left(job: WriteJob, write: str, task_count: int) -> None:
             ) from None
 
 
-def _rows_of(tasks: list[TaskResult]) -> RowsHash:
+def _total_rows(tasks: list[TaskResult]) -> RowsHash:
     return functools.reduce(RowsHash.plus, (task.rows for task in tasks), RowsHash())
 
 
@@ -273,22 +273,24 @@ def now_ms() -> int:
     return int(time.time() * 1_000)  # noqa: TID251 - see above
 
 
-def summarize(tasks: list[TaskResult], *, returns_rejected_rows: bool = False) -> dict[str, Any]:
+def summarize_tasks(
+    tasks: list[TaskResult], *, returns_rejected_rows: bool = False
+) -> dict[str, Any]:
     """Compute the row counts and high-water marks of a job from the reports of its tasks."""
     marks: dict[int, int] = {}
     for task in tasks:
         for partition, mark in task.marks.items():
             marks[partition] = max(marks.get(partition, -1), mark)
-    runs: dict[int, list[tuple[int, int]]] = {}
+    id_ranges: dict[int, list[tuple[int, int]]] = {}
     for task in tasks:
-        for partition, first, last in task.runs:
-            runs.setdefault(partition, []).append((first, last))
-    for found in runs.values():
+        for partition, first, last in task.id_ranges:
+            id_ranges.setdefault(partition, []).append((first, last))
+    for found in id_ranges.values():
         found.sort()
     rejected = sum(task.rejected for task in tasks)
     own = sum(
-        _is_conflict_within_write(runs.get(partition, []), conflict)
-        for partition, conflict in _all_runs(tasks)
+        _is_conflict_within_write(id_ranges.get(partition, []), conflict)
+        for partition, conflict in _all_conflicts(tasks)
     )
     return {
         "committed": sum(task.committed for task in tasks),
@@ -301,11 +303,11 @@ def summarize(tasks: list[TaskResult], *, returns_rejected_rows: bool = False) -
     }
 
 
-def _all_runs(tasks: list[TaskResult]) -> Iterator[tuple[int, int]]:
+def _all_conflicts(tasks: list[TaskResult]) -> Iterator[tuple[int, int]]:
     for task in tasks:
         yield from task.conflicts
 
 
-def _is_conflict_within_write(sorted_runs: list[tuple[int, int]], conflict: int) -> bool:
-    place = bisect_right(sorted_runs, (conflict, 1 << 63)) - 1
-    return place >= 0 and sorted_runs[place][1] >= conflict
+def _is_conflict_within_write(sorted_ranges: list[tuple[int, int]], conflict: int) -> bool:
+    place = bisect_right(sorted_ranges, (conflict, 1 << 63)) - 1
+    return place >= 0 and sorted_ranges[place][1] >= conflict

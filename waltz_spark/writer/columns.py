@@ -1,7 +1,7 @@
 """Converts the columns of a DataFrame to those of an append: payload, locks, partition, mark.
 
 The module rejects invalid columns: on the driver by type (`check_schema`), on the executor by value
-(`RowShaper`).
+(`RowConverter`).
 
 Rules:
     1. It processes whole columns: Python code runs for each row only to pack payloads and hash
@@ -52,8 +52,8 @@ RESULT_COLUMNS = (
     "retry_high_water_mark",
 )
 # Columns that are added to rejected rows for the function of option `recompute`.
-ROW_COLUMN, CONFLICT_COLUMN = "waltz_row", "lock_failure_transaction_id"
-_INTEGERS = (IntegerType, LongType, ShortType)
+ROW_NUMBER_COLUMN, CONFLICT_COLUMN = "waltz_row", "lock_failure_transaction_id"
+_INTEGER_TYPES = (IntegerType, LongType, ShortType)
 _GOLDEN_RATIO = np.uint32(0x9E3779B1)
 
 
@@ -76,11 +76,11 @@ def check_schema(schema: StructType, options: WriteOptions) -> None:
             raise BadRequest(
                 f"column {name!r}: expected type int, found {types[name].simpleString()}"
             )
-    if MARK_COLUMN in types and not isinstance(types[MARK_COLUMN], _INTEGERS):
+    if MARK_COLUMN in types and not isinstance(types[MARK_COLUMN], _INTEGER_TYPES):
         found = types[MARK_COLUMN].simpleString()
         raise BadRequest(f"column {MARK_COLUMN!r}: expected type long, found {found}")
     _check_options(types, options)
-    _check_all_used(types, options)
+    _check_no_unused_columns(types, options)
 
 
 def _check_spelling(types: Mapping[str, DataType]) -> None:
@@ -99,7 +99,7 @@ def _check_spelling(types: Mapping[str, DataType]) -> None:
 
 
 def _check_names_for_recompute(types: Mapping[str, DataType]) -> None:
-    for name in (ROW_COLUMN, CONFLICT_COLUMN):
+    for name in (ROW_NUMBER_COLUMN, CONFLICT_COLUMN):
         if name in types:
             raise BadRequest(
                 f"column {name!r}: option 'recompute' reserves this name. Hint: drop or rename the "
@@ -107,7 +107,7 @@ def _check_names_for_recompute(types: Mapping[str, DataType]) -> None:
             )
 
 
-def _check_all_used(types: Mapping[str, DataType], options: WriteOptions) -> None:
+def _check_no_unused_columns(types: Mapping[str, DataType], options: WriteOptions) -> None:
     """Reject columns that would have no effect, for example a misspelled lock column."""
     if options.data_format is not None or options.recompute_function is not None:
         return  # the columns are packed, or the function may need them
@@ -150,7 +150,7 @@ def _check_options(types: Mapping[str, DataType], options: WriteOptions) -> None
             raise BadRequest(
                 f"option 'partitionBy': the input has no column {options.partition_by!r}"
             )
-        if not isinstance(kind, (*_INTEGERS, StringType)):
+        if not isinstance(kind, (*_INTEGER_TYPES, StringType)):
             raise BadRequest(
                 f"option 'partitionBy', column {options.partition_by!r}: expected an integer or "
                 f"a string, found {kind.simpleString()}. Hint: for other types use a column of "
@@ -205,11 +205,11 @@ def _check_locks(name: str, kind: DataType) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class ShapedRows:
+class ConvertedRows:
     """Rows to send: the log partition of each row, the append columns, the result columns.
 
-    `is_free` is true for rows whose partition is arbitrary (round-robin). `source` has the input
-    rows if they may be recomputed.
+    `is_round_robin` is true for rows whose partition is arbitrary. `source` has the input rows if
+    they may be recomputed.
     """
 
     partitions: npt.NDArray[np.int32]
@@ -217,11 +217,11 @@ class ShapedRows:
     # `encryptionKeyIdColumn`
     append: pa.RecordBatch
     identity: pa.RecordBatch | None
-    is_free: npt.NDArray[np.bool_]
+    is_round_robin: npt.NDArray[np.bool_]
     source: pa.RecordBatch | None = None
 
 
-class RowShaper:
+class RowConverter:
     """Converts the record batches of one task to append columns.
 
     Args:
@@ -250,33 +250,43 @@ class RowShaper:
         )
         self._wants_identity = wants_identity
         own = options.partitions
-        self._own = np.array(range(partition_count) if own is None else own, np.int64)
-        self._turn = first_turn % len(self._own)
+        self._allowed_partitions = np.array(
+            range(partition_count) if own is None else own, np.int64
+        )
+        self._next_turn = first_turn % len(self._allowed_partitions)
         self._encode = payload_encoder(options)
-        self._rows = 0  # the rows of earlier batches; errors name a row by its position in the task
+        self._row_count = (
+            0  # the rows of earlier batches; errors name a row by its position in the task
+        )
 
-    def shape(self, batch: pa.RecordBatch) -> ShapedRows:
+    def convert(self, batch: pa.RecordBatch) -> ConvertedRows:
         """Return the append columns of a batch.
 
         Raises:
             BadRequest: a value is null where this is not allowed, or a partition does not exist.
             TooLarge: a payload or the locks of a row are over the limit.
         """
-        batch = _nullable(batch)
+        batch = _with_nullable_columns(batch)
         count = batch.num_rows
-        locks = [self._locks(batch, name) for name in LOCK_COLUMNS]
-        partitions, is_free = self._partitions(batch, locks, count)
-        marks = self._row_marks(batch, partitions)
-        data = self._data(batch)
-        columns = [self._header(batch, count), data, data_crcs(data), *locks, pa.array(marks)]
+        locks = [self._lock_column(batch, name) for name in LOCK_COLUMNS]
+        partitions, is_round_robin = self._choose_partitions(batch, locks, count)
+        marks = self._marks_of_rows(batch, partitions)
+        data = self._payload_column(batch)
+        columns = [
+            self._header_column(batch, count),
+            data,
+            data_crcs(data),
+            *locks,
+            pa.array(marks),
+        ]
         names = ["header", "data", "crc", *LOCK_COLUMNS, MARK_COLUMN]
         if self._options.encryption_key_column is not None:
-            columns.append(self._keys(batch, self._options.encryption_key_column))
+            columns.append(self._key_id_column(batch, self._options.encryption_key_column))
             names.append(KEY_ID_COLUMN)
         append = pa.RecordBatch.from_arrays(columns, names)
         source = None if self._options.recompute_function is None else batch
-        self._rows += count
-        return ShapedRows(partitions, append, self.identity(batch), is_free, source)
+        self._row_count += count
+        return ConvertedRows(partitions, append, self.identity(batch), is_round_robin, source)
 
     def identity(self, batch: pa.RecordBatch) -> pa.RecordBatch | None:
         """Return the input columns that the results contain; None without results."""
@@ -287,12 +297,12 @@ class RowShaper:
             names = tuple(name for name in batch.schema.names if name != "data")
         return batch.select(list(names))
 
-    def _data(self, batch: pa.RecordBatch) -> pa.Array:
+    def _payload_column(self, batch: pa.RecordBatch) -> pa.Array:
         if self._options.data_format is None:
             data = batch.column("data").cast(pa.binary())
             if data.null_count:
                 raise BadRequest(
-                    f"column 'data' is null in {self._row(batch, data.is_null())}, but a "
+                    f"column 'data' is null in {self._describe_row(batch, data.is_null())}, but a "
                     "transaction needs a payload. Hint: filter such rows with .where('data "
                     "is not null')."
                 )
@@ -310,35 +320,35 @@ class RowShaper:
             )
         return data
 
-    def _keys(self, batch: pa.RecordBatch, name: str) -> pa.Array:
+    def _key_id_column(self, batch: pa.RecordBatch, name: str) -> pa.Array:
         """Return the key ID of each row, from the column of option `encryptionKeyIdColumn`."""
         keys = batch.column(name).cast(pa.string())
         if keys.null_count:
             raise BadRequest(
                 f"option 'encryptionKeyIdColumn': expected a key ID in column {name!r}, found "
-                f"null in {self._row(batch, keys.is_null())}"
+                f"null in {self._describe_row(batch, keys.is_null())}"
             )
         for key_id in pc.unique(keys).to_pylist():
             check_key_id(key_id, f"option 'encryptionKeyIdColumn', column {name!r}")
         return keys
 
-    def _row(self, batch: pa.RecordBatch, is_wrong: pa.Array) -> str:
+    def _describe_row(self, batch: pa.RecordBatch, is_wrong: pa.Array) -> str:
         """Return a text for the first wrong row: its position in the task, and its values."""
         index = pc.index(is_wrong, True).as_py()
         rest = {
             name: batch.column(name)[index].as_py() for name in batch.schema.names if name != "data"
         }
         shown = f" ({str(rest)[:200]})" if rest else ""
-        return f"row {self._rows + index} of its task{shown}"
+        return f"row {self._row_count + index} of its task{shown}"
 
     @staticmethod
-    def _header(batch: pa.RecordBatch, count: int) -> pa.Array:
+    def _header_column(batch: pa.RecordBatch, count: int) -> pa.Array:
         if "header" not in batch.schema.names:
             return pa.array(np.zeros(count, np.int32))
         return pc.fill_null(batch.column("header").cast(pa.int32()), 0)
 
     @staticmethod
-    def _locks(batch: pa.RecordBatch, name: str) -> pa.Array:
+    def _lock_column(batch: pa.RecordBatch, name: str) -> pa.Array:
         kind = pa.list_(pa.int32())
         if name not in batch.schema.names:
             offsets = pa.array(np.zeros(batch.num_rows + 1, np.int32))
@@ -356,41 +366,40 @@ class RowShaper:
             )
         return column
 
-    def _partitions(
+    def _choose_partitions(
         self, batch: pa.RecordBatch, locks: Sequence[pa.Array], count: int
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
-        chosen, is_free = self._defaults(batch, locks, count)
+        chosen, is_round_robin = self._default_partitions(batch, locks, count)
         known = np.zeros(count, dtype=np.bool_)
         if "partition" in batch.schema.names:
             given = batch.column("partition").cast(pa.int32())
             known = np.asarray(given.is_valid())
             chosen = np.where(known, np.asarray(pc.fill_null(given, 0)), chosen)
-            is_free = is_free & ~known
+            is_round_robin = is_round_robin & ~known
             wrong = chosen[(chosen < 0) | (chosen >= self._partition_count)]
             if len(wrong):
                 raise BadRequest(
                     "column 'partition': expected a partition in "
                     f"0..{self._partition_count - 1}, found {int(wrong[0])}"
                 )
-        if len(self._own) < self._partition_count:
-            self._check_own(batch, chosen, known)
-        return chosen.astype(np.int32), is_free
+        if len(self._allowed_partitions) < self._partition_count:
+            self._check_allowed_partitions(batch, chosen, known)
+        return chosen.astype(np.int32), is_round_robin
 
-    def _check_own(
+    def _check_allowed_partitions(
         self,
         batch: pa.RecordBatch,
         chosen: npt.NDArray[np.int64],
         is_named: npt.NDArray[np.bool_],
     ) -> None:
         """Reject a row whose partition is not in option `partitions`."""
-        is_wrong = ~np.isin(chosen, self._own)
+        is_wrong = ~np.isin(chosen, self._allowed_partitions)
         if not is_wrong.any():
             return
         row = int(np.flatnonzero(is_wrong)[0])
-        found = f"partition {chosen[row]} of {self._row(batch, pa.array(is_wrong))}"
-        expected = (
-            f"expected one of option 'partitions', {first_items_text(self._own.tolist())}, found"
-        )
+        found = f"partition {chosen[row]} of {self._describe_row(batch, pa.array(is_wrong))}"
+        allowed = first_items_text(self._allowed_partitions.tolist())
+        expected = f"expected one of option 'partitions', {allowed}, found"
         if is_named[row]:
             raise BadRequest(f"column 'partition': {expected} {found}")
         by = self._options.partition_by
@@ -401,15 +410,17 @@ class RowShaper:
             f"{'lock' if by is None else 'key'}."
         )
 
-    def _defaults(
+    def _default_partitions(
         self, batch: pa.RecordBatch, locks: Sequence[pa.Array], count: int
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        turn = self._own[(self._turn + np.arange(count, dtype=np.int64)) % len(self._own)]
-        self._turn = (self._turn + count) % len(self._own)
+        turn = self._allowed_partitions[
+            (self._next_turn + np.arange(count, dtype=np.int64)) % len(self._allowed_partitions)
+        ]
+        self._next_turn = (self._next_turn + count) % len(self._allowed_partitions)
         if self._options.partition_by is not None:
             hashes = _hash_column(batch.column(self._options.partition_by))
-            return self._spread(hashes), np.zeros(count, dtype=np.bool_)
-        chosen, is_free = turn, np.ones(count, dtype=np.bool_)
+            return self._partitions_of_hashes(hashes), np.zeros(count, dtype=np.bool_)
+        chosen, is_round_robin = turn, np.ones(count, dtype=np.bool_)
         # The first lock of a row: the first of its write locks, then read locks, then append locks.
         for column in reversed(locks):
             offsets = np.asarray(column.offsets)
@@ -417,16 +428,16 @@ class RowShaper:
             if has.any():
                 values = np.asarray(column.values)
                 first = values[np.minimum(offsets[:-1], max(len(values) - 1, 0))]
-                chosen = np.where(has, self._spread(first.astype(np.uint32)), chosen)
-                is_free &= ~has
-        return chosen, is_free
+                chosen = np.where(has, self._partitions_of_hashes(first.astype(np.uint32)), chosen)
+                is_round_robin &= ~has
+        return chosen, is_round_robin
 
-    def _spread(self, hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
+    def _partitions_of_hashes(self, hashes: npt.NDArray[np.uint32]) -> npt.NDArray[np.int64]:
         """Compute `record.spread` for a whole column."""
         mixed = (hashes * _GOLDEN_RATIO).astype(np.uint64)
         return ((mixed * np.uint64(self._partition_count)) >> np.uint64(32)).astype(np.int64)
 
-    def _row_marks(
+    def _marks_of_rows(
         self, batch: pa.RecordBatch, partitions: npt.NDArray[np.int32]
     ) -> npt.NDArray[np.int64]:
         marks = self._marks[partitions]
@@ -437,7 +448,7 @@ class RowShaper:
                 found = given.filter(is_wrong)[0]
                 raise BadRequest(
                     f"column {MARK_COLUMN!r}: expected a transaction ID, or -1 for before "
-                    f"the first transaction, found {found} in {self._row(batch, is_wrong)}"
+                    f"the first transaction, found {found} in {self._describe_row(batch, is_wrong)}"
                 )
             marks = np.where(
                 np.asarray(given.is_valid()), np.asarray(pc.fill_null(given, 0)), marks
@@ -445,7 +456,7 @@ class RowShaper:
         return marks
 
 
-def _nullable(batch: pa.RecordBatch) -> pa.RecordBatch:
+def _with_nullable_columns(batch: pa.RecordBatch) -> pa.RecordBatch:
     """Return the batch with all columns nullable, so that batches can be concatenated."""
     fields = [pa.field(part.name, part.type) for part in batch.schema]
     return pa.RecordBatch.from_arrays(batch.columns, schema=pa.schema(fields))

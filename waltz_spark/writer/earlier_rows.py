@@ -33,7 +33,7 @@ from waltz_core.errors import BadRequest
 from waltz_core.records import raw_records
 from waltz_spark.payload_encryption import KEY_ID_COLUMN
 from waltz_spark.writer.appender import FinalRows
-from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ConvertedRows
 from waltz_spark.writer.row_keys import RowKeys
 
 
@@ -64,8 +64,8 @@ class EarlierRows:
     ) -> None:
         self._keys = keys or RowKeys()
         self._own = {key: deque(sorted(found)) for key, found in (own or {}).items()}
-        self._left = {found for waiting in self._own.values() for found in waiting}
-        self._found = len(self._left)
+        self._unmatched_records = {found for waiting in self._own.values() for found in waiting}
+        self._record_count = len(self._unmatched_records)
         self._others = others
         self._locks: dict[bytes, tuple[object, ...]] = {}
         self.next_sequences = dict(next_sequences or {})
@@ -78,66 +78,71 @@ class EarlierRows:
     @property
     def count(self) -> int:
         """The number of records that no row has matched so far."""
-        return len(self._left)
+        return len(self._unmatched_records)
 
-    def split(self, shaped: ShapedRows) -> tuple[ShapedRows | None, list[FinalRows]]:
+    def split(self, converted: ConvertedRows) -> tuple[ConvertedRows | None, list[FinalRows]]:
         """Return the rows to append, and the outcomes of the rows that are in the log.
 
         Raises:
             BadRequest: rule 2 or rule 4 is violated.
         """
         if self.is_empty:
-            return shaped, []
+            return converted, []
         missing: list[int] = []
-        there: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for row, key in enumerate(self._keys.of_rows(shaped)):
+        found_rows: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for row, key in enumerate(self._keys.keys_of_rows(converted)):
             # A round-robin row has no locks, but rows can differ in their encryption keys.
-            may_differ = not shaped.is_free[row] or KEY_ID_COLUMN in shaped.append.schema.names
+            may_differ = (
+                not converted.is_round_robin[row] or KEY_ID_COLUMN in converted.append.schema.names
+            )
             if key in self._own and may_differ:
-                self._check_locks(key, shaped, row)
-            found = self._take(key)
+                self._check_same_locks(key, converted, row)
+            found = self._take_record(key)
             if found is not None:
-                there[found.partition].append((row, found.transaction_id))
+                found_rows[found.partition].append((row, found.transaction_id))
             elif key in self._others:
-                raise _cut_differently_error(int(shaped.partitions[row]))
+                raise _split_differently_error(int(converted.partitions[row]))
             else:
                 missing.append(row)
         answers = [
-            _outcomes_of(shaped, partition, rows) for partition, rows in sorted(there.items())
+            _committed_rows(converted, partition, rows)
+            for partition, rows in sorted(found_rows.items())
         ]
-        if not there:
-            return shaped, []
-        return (_selected_rows(shaped, missing) if missing else None), answers
+        if not found_rows:
+            return converted, []
+        return (_select_rows(converted, missing) if missing else None), answers
 
-    def _take(self, key: bytes) -> EarlierRecord | None:
+    def _take_record(self, key: bytes) -> EarlierRecord | None:
         waiting = self._own.get(key)
         while waiting:
             found = waiting.popleft()
-            if found in self._left:  # otherwise a row has matched the record by its other key
-                self._left.remove(found)
+            if (
+                found in self._unmatched_records
+            ):  # otherwise a row has matched the record by its other key
+                self._unmatched_records.remove(found)
                 return found
         return None
 
     @property
-    def is_settled(self) -> bool:
+    def may_append(self) -> bool:
         """Whether no later row can make the write fail, except because of its locks (rule 5)."""
         return not self._others and self.count == 0
 
     def missing_rows(
-        self, batches: Iterable[ShapedRows], there: list[FinalRows]
-    ) -> Iterator[ShapedRows]:
-        """Yield the rows to append; add the outcomes of all other rows to `there` (rule 5).
+        self, batches: Iterable[ConvertedRows], found_rows: list[FinalRows]
+    ) -> Iterator[ConvertedRows]:
+        """Yield the rows to append; add the outcomes of all other rows to `found_rows` (rule 5).
 
         Raises:
             BadRequest: one of the rules 2 to 4 is violated.
         """
         rows = 0
-        with Spool() as spool:
-            for shaped in batches:
-                rows += shaped.append.num_rows
-                rest, answers = self.split(shaped)
-                there.extend(answers)
-                if self.is_settled:
+        with RowSpool() as spool:
+            for converted in batches:
+                rows += converted.append.num_rows
+                rest, answers = self.split(converted)
+                found_rows.extend(answers)
+                if self.may_append:
                     yield from spool.take()
                     if rest is not None:
                         yield rest
@@ -148,33 +153,33 @@ class EarlierRows:
 
     def _check_all_matched(self, rows: int) -> None:
         """Raise BadRequest if a record has no matching row (rule 3)."""
-        if self._left:
-            partition, transaction_id = min(self._left)
+        if self._unmatched_records:
+            partition, transaction_id = min(self._unmatched_records)
             raise BadRequest(
-                f"an earlier attempt of this task has appended {self._found} rows, but "
-                f"{len(self._left)} of them are not among the {rows} rows that the task has "
+                f"an earlier attempt of this task has appended {self._record_count} rows, but "
+                f"{self.count} of them are not among the {rows} rows that the task has "
                 f"now (the first is transaction {transaction_id} of partition {partition}). "
                 "This attempt has appended nothing. Hint: run it again with the same rows: "
                 "sort the input, write from a checkpointed DataFrame, or split it into the "
                 f"same tasks as before{self._keys.hint}. Use another writeId for other rows."
             )
 
-    def _check_locks(self, key: bytes, shaped: ShapedRows, row: int) -> None:
-        names = [*LOCK_COLUMNS, MARK_COLUMN, *self._keys.check_columns_of_key]
-        if KEY_ID_COLUMN in shaped.append.schema.names:
+    def _check_same_locks(self, key: bytes, converted: ConvertedRows, row: int) -> None:
+        names = [*LOCK_COLUMNS, MARK_COLUMN, *self._keys.additional_equal_columns]
+        if KEY_ID_COLUMN in converted.append.schema.names:
             names.append(KEY_ID_COLUMN)
-        columns = [shaped.append.column(name) for name in names]
+        columns = [converted.append.column(name) for name in names]
         locks = tuple(str(column[row].as_py()) for column in columns)
         if self._locks.setdefault(key, locks) != locks:
             raise BadRequest(
-                f"partition {shaped.partitions[row]}: several rows of this task have the "
+                f"partition {converted.partitions[row]}: several rows of this task have the "
                 f"same {self._keys.text}, but different locks, marks or encryption keys. An "
                 "earlier attempt has appended one of them, and it is unknown which one. "
                 f"Hint: give each row another {self._keys.text}."
             )
 
 
-class Spool:
+class RowSpool:
     """A temporary file with converted rows, in order, until they may be appended."""
 
     def __init__(self) -> None:
@@ -189,11 +194,15 @@ class Spool:
         if self._file is not None:
             self._file.close()
 
-    def put(self, shaped: ShapedRows) -> None:
+    def put(self, converted: ConvertedRows) -> None:
         """Write rows to the file."""
-        parts = {"p": pa.array(shaped.partitions), "f": pa.array(shaped.is_free)}
-        self._kinds = {"i": shaped.identity is not None, "s": shaped.source is not None}
-        for kind, batch in (("a", shaped.append), ("i", shaped.identity), ("s", shaped.source)):
+        parts = {"p": pa.array(converted.partitions), "f": pa.array(converted.is_round_robin)}
+        self._kinds = {"i": converted.identity is not None, "s": converted.source is not None}
+        for kind, batch in (
+            ("a", converted.append),
+            ("i", converted.identity),
+            ("s", converted.source),
+        ):
             if batch is not None:
                 parts |= {f"{kind}{name}": batch.column(name) for name in batch.schema.names}
         row_batch = pa.RecordBatch.from_pydict(parts)
@@ -202,30 +211,30 @@ class Spool:
             self._writer = pa.ipc.new_stream(self._file, row_batch.schema)
         self._writer.write_batch(row_batch)
 
-    def take(self) -> Iterator[ShapedRows]:
+    def take(self) -> Iterator[ConvertedRows]:
         """Yield all rows from the file, once."""
         if self._writer is None or self._file is None:
             return
         self._writer.close()
         self._file.seek(0)
         for row_batch in pa.ipc.open_stream(self._file):
-            yield ShapedRows(
+            yield ConvertedRows(
                 row_batch.column("p").to_numpy(),
-                _columns_of(row_batch, "a"),
-                _columns_of(row_batch, "i") if self._kinds["i"] else None,
+                _columns_with_prefix(row_batch, "a"),
+                _columns_with_prefix(row_batch, "i") if self._kinds["i"] else None,
                 row_batch.column("f").to_numpy(zero_copy_only=False),
-                _columns_of(row_batch, "s") if self._kinds["s"] else None,
+                _columns_with_prefix(row_batch, "s") if self._kinds["s"] else None,
             )
         self._file.close()
         self._file = self._writer = None
 
 
-def _columns_of(row_batch: pa.RecordBatch, kind: str) -> pa.RecordBatch:
+def _columns_with_prefix(row_batch: pa.RecordBatch, kind: str) -> pa.RecordBatch:
     names = [name for name in row_batch.schema.names if name.startswith(kind) and len(name) > 1]
     return row_batch.select(names).rename_columns([name[1:] for name in names])
 
 
-def read_back(
+def read_earlier_rows(
     client: WaltzClient,
     marks: Mapping[int, int],
     *,
@@ -248,11 +257,11 @@ def read_back(
     wanted = np.array(sorted({own, *others}), dtype=np.int64)
     for partition, last in client.mount(marks).items():
         first = marks[partition] + 1
-        for record in _records_of(client, partition, (first, int(last)), wanted):
+        for record in _read_records(client, partition, (first, int(last)), wanted):
             data: bytes | memoryview = record.data
             if encryption is not None:
                 data = _decrypt(record, encryption)
-            both = keys.of_record(partition, record.header, data)
+            both = keys.keys_of_record(partition, record.header, data)
             if record.client_id == own:
                 for key in both:
                     records[key].append(record.found)
@@ -284,7 +293,7 @@ class _Record(NamedTuple):
     data: memoryview
 
 
-def _records_of(
+def _read_records(
     client: WaltzClient, partition: int, span: tuple[int, int], wanted: npt.NDArray[np.int64]
 ) -> Iterator[_Record]:
     """Yield the records of the wanted clients; data is read only for chunks that contain any."""
@@ -294,10 +303,10 @@ def _records_of(
         if not places.size:
             continue
         low, high = int(chunk.first) + int(places[0]), int(chunk.first) + int(places[-1])
-        yield from _whole_records(client, partition, (low, high), set(wanted.tolist()))
+        yield from _read_whole_records(client, partition, (low, high), set(wanted.tolist()))
 
 
-def _whole_records(
+def _read_whole_records(
     client: WaltzClient, partition: int, span: tuple[int, int], wanted: set[int]
 ) -> Iterator[_Record]:
     for chunk in client.read_range(partition, *span):
@@ -307,7 +316,9 @@ def _whole_records(
         starts = raw_records.offsets_of(lengths).tolist()
         for row, client_id in enumerate(req_ids["client_id"].tolist()):
             if client_id in wanted:
-                data = records[starts[row] + _DATA_FROM : starts[row + 1] - _DATA_UNTIL]
+                data = records[
+                    starts[row] + _BYTES_BEFORE_DATA : starts[row + 1] - _BYTES_AFTER_DATA
+                ]
                 yield _Record(
                     client_id,
                     int(req_ids["sequence"][row]),
@@ -318,24 +329,30 @@ def _whole_records(
 
 
 # The number of bytes in a record before and after its data (docs/design/disk-format.md 4).
-_DATA_FROM, _DATA_UNTIL = raw_records.PREFIX_DTYPE.itemsize, 4
+_BYTES_BEFORE_DATA, _BYTES_AFTER_DATA = raw_records.PREFIX_DTYPE.itemsize, 4
 
 
-def _selected_rows(shaped: ShapedRows, rows: list[int]) -> ShapedRows:
+def _select_rows(converted: ConvertedRows, rows: list[int]) -> ConvertedRows:
     index = pa.array(rows, pa.int64())
-    identity = None if shaped.identity is None else shaped.identity.take(index)
-    source = None if shaped.source is None else shaped.source.take(index)
-    return ShapedRows(
-        shaped.partitions[rows], shaped.append.take(index), identity, shaped.is_free[rows], source
+    identity = None if converted.identity is None else converted.identity.take(index)
+    source = None if converted.source is None else converted.source.take(index)
+    return ConvertedRows(
+        converted.partitions[rows],
+        converted.append.take(index),
+        identity,
+        converted.is_round_robin[rows],
+        source,
     )
 
 
-def _outcomes_of(shaped: ShapedRows, partition: int, rows: list[tuple[int, int]]) -> FinalRows:
+def _committed_rows(
+    converted: ConvertedRows, partition: int, rows: list[tuple[int, int]]
+) -> FinalRows:
     ids = np.array([found for _, found in rows], dtype=np.int64)
     index = pa.array([row for row, _ in rows], pa.int64())
     return FinalRows(
         partition=partition,
-        identity=None if shaped.identity is None else shaped.identity.take(index),
+        identity=None if converted.identity is None else converted.identity.take(index),
         transaction_ids=ids,
         reasons=np.full(len(rows), int(RowOutcomeCode.COMMITTED), dtype=np.uint8),
         conflicting=np.full(len(rows), -1, dtype=np.int64),
@@ -344,7 +361,7 @@ def _outcomes_of(shaped: ShapedRows, partition: int, rows: list[tuple[int, int]]
     )
 
 
-def _cut_differently_error(partition: int) -> BadRequest:
+def _split_differently_error(partition: int) -> BadRequest:
     return BadRequest(
         f"partition {partition}: in an earlier run of this write, another task has appended "
         "a row of this task. Hint: if the input is split into other tasks than before, run "

@@ -37,10 +37,10 @@ from waltz_spark.rows import is_case_sensitive
 from waltz_spark.writer.columns import (
     CONFLICT_COLUMN,
     MARK_COLUMN,
-    ROW_COLUMN,
+    ROW_NUMBER_COLUMN,
     WRITE_COLUMNS,
-    RowShaper,
-    ShapedRows,
+    ConvertedRows,
+    RowConverter,
 )
 
 if TYPE_CHECKING:
@@ -49,15 +49,15 @@ if TYPE_CHECKING:
 _log = logging.getLogger("waltz")
 
 # A boolean column: whether a transaction's payload fits the input's columns.
-WHOLE_COLUMN = "waltz_whole"
+PAYLOAD_FITS_COLUMN = "waltz_whole"
 # Columns that the writer sets: values that the function returns for them have no effect.
-_SET_BY_WRITER = ("partition", MARK_COLUMN)
+_COLUMNS_SET_BY_WRITER = ("partition", MARK_COLUMN)
 PAUSE_MS_MAX = 5_000
 # Limits for the transactions since a mark, which are in memory as a table.
-SINCE_TRANSACTIONS_MAX = 1_000_000
-SINCE_BYTES_MAX = 256 * 1024 * 1024
+NEWER_TRANSACTIONS_MAX = 1_000_000
+NEWER_BYTES_MAX = 256 * 1024 * 1024
 
-Function = Callable[[pa.Table, pa.Table], pa.Table]
+RecomputeFunction = Callable[[pa.Table, pa.Table], pa.Table]
 
 
 class RejectedRows(NamedTuple):
@@ -68,26 +68,26 @@ class RejectedRows(NamedTuple):
     marks: npt.NDArray[np.int64]
     conflicting: npt.NDArray[np.int64]
 
-    def take(self, places: npt.NDArray[np.intp]) -> "RejectedRows":
+    def take(self, indexes: npt.NDArray[np.intp]) -> "RejectedRows":
         """Return the rows at these indexes."""
-        source = self.source.take(pa.array(places))
-        return RejectedRows(self.partition, source, self.marks[places], self.conflicting[places])
+        source = self.source.take(pa.array(indexes))
+        return RejectedRows(self.partition, source, self.marks[indexes], self.conflicting[indexes])
 
 
 class RecomputedRows(NamedTuple):
     """Recomputed rows, and the numbers of the rejected rows that they replace."""
 
-    shaped: ShapedRows
+    converted: ConvertedRows
     rows: npt.NDArray[np.int64]
 
 
-def load_recompute(name: str) -> Function:
+def load_recompute_function(name: str) -> RecomputeFunction:
     """Return the function that option `recompute` names.
 
     Raises:
         BadConfig: the function does not exist. It is raised on the driver, before any task.
     """
-    function: Function = load_function(
+    function: RecomputeFunction = load_function(
         name,
         "option 'recompute'",
         "It must be a function in a module that the driver and every worker can import, not in a "
@@ -103,20 +103,20 @@ class Recomputer:
     Args:
         client: reads the transactions since the marks.
         options: the options of the write.
-        shaper: converts recomputed rows to append columns, like the input rows.
+        converter: converts recomputed rows to append columns, like the input rows.
         random: varies the delays.
     """
 
     def __init__(
-        self, client: WaltzClient, options: WriteOptions, shaper: RowShaper, random: "Random"
+        self, client: WaltzClient, options: WriteOptions, converter: RowConverter, random: "Random"
     ) -> None:
         assert options.recompute_function is not None
         self._client = client
         self._options = options
-        self._shaper = shaper
+        self._converter = converter
         self._random = random
         self._encryption = decryption_of(options)
-        self._function = load_recompute(options.recompute_function)
+        self._function = load_recompute_function(options.recompute_function)
         self.retries_max = options.retries_max
 
     def pause_s(self, retries: int) -> float:
@@ -136,33 +136,37 @@ class Recomputer:
             mark = int(self._client.high_water_mark(partition, linearizable=True))
         rows: list[int] = []
         parts = [rejected.source.slice(0, 0)]
-        marks, since = self._load_since(rejected, mark)
+        marks, newer_transactions = self._load_newer_transactions(rejected, mark)
         for own in marks:
-            places = np.flatnonzero(rejected.marks == own)
-            newer = since.slice(own - marks[0])  # ids are dense
-            found, part = self._call(rejected.take(places), newer)
-            rows.extend(places[found].tolist())
+            indexes = np.flatnonzero(rejected.marks == own)
+            newer = newer_transactions.slice(own - marks[0])  # ids are dense
+            found, part = self._call_function(rejected.take(indexes), newer)
+            rows.extend(indexes[found].tolist())
             parts.append(part)
-        return self._place_rows(_one_batch(parts), partition, mark, rows)
+        return self._convert_recomputed_rows(_concatenate_batches(parts), partition, mark, rows)
 
-    def _call(self, rejected: RejectedRows, since: pa.Table) -> tuple[list[int], pa.RecordBatch]:
+    def _call_function(
+        self, rejected: RejectedRows, newer_transactions: pa.Table
+    ) -> tuple[list[int], pa.RecordBatch]:
         name = self._options.recompute_function or ""
         try:
-            answer = self._function(_rejected_table(rejected), since)
+            answer = self._function(_rejected_table(rejected), newer_transactions)
         except Exception as error:
             error.add_note(f"raised by {name}, the function of option 'recompute'")
             raise
-        return _check_answer(answer, rejected.source, name, self._options.identity_columns)
+        return _check_result(answer, rejected.source, name, self._options.identity_columns)
 
-    def _load_since(self, rejected: RejectedRows, last: int) -> tuple[list[int], pa.Table]:
+    def _load_newer_transactions(
+        self, rejected: RejectedRows, last: int
+    ) -> tuple[list[int], pa.Table]:
         """Return the marks from which to recompute rows, and transactions since the first mark."""
         marks = sorted({int(mark) for mark in rejected.marks})
         while marks:
-            since = self._transactions_since(
+            newer_transactions = self._read_transactions(
                 rejected.partition, marks[0] + 1, last, rejected.source.schema
             )
-            if since is not None:
-                return marks, since
+            if newer_transactions is not None:
+                return marks, newer_transactions
             _log.warning(
                 "spark.recompute_over_limit partition=%d rows=%d mark=%d",
                 rejected.partition,
@@ -172,7 +176,7 @@ class Recomputer:
             del marks[0]
         return [], pa.table({})
 
-    def _place_rows(
+    def _convert_recomputed_rows(
         self, batch: pa.RecordBatch, partition: int, mark: int, rows: list[int]
     ) -> RecomputedRows:
         """Return recomputed rows as append columns, and also with the input's columns (rule 2)."""
@@ -182,24 +186,24 @@ class Recomputer:
             "partition": pa.array(np.full(count, partition, np.int32)),
             MARK_COLUMN: pa.array(np.full(count, mark, np.int64)),
         }
-        shaped = self._shaper.shape(pa.RecordBatch.from_pydict(found | placed))
+        converted = self._converter.convert(pa.RecordBatch.from_pydict(found | placed))
         # The rows with the input's columns, which may lack `partition` and the mark.
         for name, column in placed.items():
             if name in found:
                 found[name] = column.cast(batch.schema.field(name).type)
         source = pa.RecordBatch.from_arrays(list(found.values()), schema=batch.schema)
-        identity = self._shaper.identity(source)
-        shaped = dataclasses.replace(shaped, source=source, identity=identity)
-        return RecomputedRows(shaped, np.array(rows, np.int64))
+        identity = self._converter.identity(source)
+        converted = dataclasses.replace(converted, source=source, identity=identity)
+        return RecomputedRows(converted, np.array(rows, np.int64))
 
-    def _transactions_since(
+    def _read_transactions(
         self, partition: int, first: int, last: int, schema: pa.Schema
     ) -> pa.Table | None:
         """Return transactions first..last, unpacked like the input; None: too many (rule 4)."""
-        unpacker, names = self._unpacker(schema)
+        unpacker, names = self._create_unpacker(schema)
         found: list[pa.RecordBatch] = []
         size = 0
-        if last - first >= SINCE_TRANSACTIONS_MAX:
+        if last - first >= NEWER_TRANSACTIONS_MAX:
             return None
         for chunk in self._client.read_range(partition, first, last) if first <= last else ():
             for batch in batches.range_to_arrow(
@@ -214,14 +218,14 @@ class Recomputer:
                     batch if self._encryption is None else _decrypt_batch(batch, self._encryption)
                 )
                 found.append(_unpack_payloads(plain, unpacker, names))
-            if size > SINCE_BYTES_MAX:
+            if size > NEWER_BYTES_MAX:
                 return None
         own = [batches.READ_SCHEMA.field(name) for name in LOG_COLUMNS]
         fields = [pa.field(name, schema.field(name).type) for name in names]
-        whole = [pa.field(WHOLE_COLUMN, pa.bool_())] if names else []
+        whole = [pa.field(PAYLOAD_FITS_COLUMN, pa.bool_())] if names else []
         return pa.Table.from_batches(found, schema=pa.schema([*own, *fields, *whole]))
 
-    def _unpacker(self, schema: pa.Schema) -> tuple[Unpacker | None, list[str]]:
+    def _create_unpacker(self, schema: pa.Schema) -> tuple[Unpacker | None, list[str]]:
         if self._options.data_format is None:
             return None, []
         taken = {*WRITE_COLUMNS, *LOG_COLUMNS}
@@ -251,11 +255,11 @@ def _unpack_payloads(
     columns, is_whole = unpacker.columns_with_nulls(batch.column("data"))
     found = {name: batch.column(name) for name in batch.schema.names}
     found |= dict(zip(names, columns, strict=True))
-    found[WHOLE_COLUMN] = pa.array(is_whole)
+    found[PAYLOAD_FITS_COLUMN] = pa.array(is_whole)
     return pa.RecordBatch.from_pydict(found)
 
 
-def _one_batch(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
+def _concatenate_batches(parts: list[pa.RecordBatch]) -> pa.RecordBatch:
     fields = [pa.field(part.name, part.type) for part in parts[0].schema]
     schema = pa.schema(fields)
     return pa.concat_batches(
@@ -268,7 +272,7 @@ def _rejected_table(rejected: RejectedRows) -> pa.Table:
     source = rejected.source
     count = source.num_rows
     own: dict[str, Any] = {
-        ROW_COLUMN: pa.array(np.arange(count)),
+        ROW_NUMBER_COLUMN: pa.array(np.arange(count)),
         "partition": pa.array(np.full(count, rejected.partition, np.int32)),
         MARK_COLUMN: pa.array(rejected.marks),
         CONFLICT_COLUMN: pa.array(rejected.conflicting),
@@ -277,7 +281,7 @@ def _rejected_table(rejected: RejectedRows) -> pa.Table:
     return pa.table(kept | own)
 
 
-def _check_answer(
+def _check_result(
     answer: object, source: pa.RecordBatch, name: str, identity: tuple[str, ...]
 ) -> tuple[list[int], pa.RecordBatch]:
     """Return the numbers of the replaced rows, and the recomputed rows with the input's columns.
@@ -292,7 +296,7 @@ def _check_answer(
             f"expected {name} to return a pyarrow.Table, found {type(answer).__name__}"
         )
     names = answer.column_names
-    lost = {ROW_COLUMN, *source.schema.names} - {*_SET_BY_WRITER, *names}
+    lost = {ROW_NUMBER_COLUMN, *source.schema.names} - {*_COLUMNS_SET_BY_WRITER, *names}
     if lost:
         raise _wrong_result_error(
             f"expected {name} to return a table with the columns of the rejected rows, found "
@@ -302,17 +306,17 @@ def _check_answer(
         raise _wrong_result_error(
             f"expected {name} to return a table with unique column names, found {names}"
         )
-    rows = answer.column(ROW_COLUMN).to_pylist()
+    rows = answer.column(ROW_NUMBER_COLUMN).to_pylist()
     count = source.num_rows
     is_fit = all(type(row) is int and 0 <= row < count for row in rows)
     if not is_fit or len(set(rows)) != len(rows):
         raise _wrong_result_error(
-            f"expected {name} to return distinct row numbers in column {ROW_COLUMN!r}, 0 to "
+            f"expected {name} to return distinct row numbers in column {ROW_NUMBER_COLUMN!r}, 0 to "
             f"{count - 1}, found {first_names_text(list(map(str, rows)), 20)}"
         )
     fields = [part.with_nullable(nullable=True) for part in source.schema]
     try:
-        arrays = [_column(answer, part) for part in fields]
+        arrays = [_result_column(answer, part) for part in fields]
     except (pa.ArrowException, ValueError) as error:
         raise _wrong_result_error(
             f"expected {name} to return columns with the types of the input, found others ({error})"
@@ -331,8 +335,8 @@ def _wrong_result_error(text: str) -> BadRequest:
     return BadRequest(f"option 'recompute': {text}")
 
 
-def _column(answer: pa.Table, part: pa.Field) -> pa.Array:
-    if part.name in _SET_BY_WRITER:
+def _result_column(answer: pa.Table, part: pa.Field) -> pa.Array:
+    if part.name in _COLUMNS_SET_BY_WRITER:
         return pa.nulls(answer.num_rows, part.type)
     column = answer.column(part.name).cast(part.type)
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], part.type)

@@ -42,8 +42,8 @@ RESULT_FIELDS = (
 SUMMARY_FILE = "_waltz.json"
 _SUCCESS = "_SUCCESS"
 # Spark and pyarrow ignore files with this prefix.
-_HIDDEN = "_"
-_OWN = frozenset(part.name for part in RESULT_FIELDS)
+_HIDDEN_PREFIX = "_"
+_RESULT_COLUMN_NAMES = frozenset(part.name for part in RESULT_FIELDS)
 
 
 def result_batch(answered: FinalRows, rejected_status: str) -> pa.RecordBatch:
@@ -53,7 +53,7 @@ def result_batch(answered: FinalRows, rejected_status: str) -> pa.RecordBatch:
     """
     assert answered.identity is not None
     identity = answered.identity
-    kept = [name for name in identity.schema.names if name not in _OWN]
+    kept = [name for name in identity.schema.names if name not in _RESULT_COLUMN_NAMES]
     committed = answered.reasons == RowOutcomeCode.COMMITTED
     count = len(committed)
     marks = np.maximum(answered.conflicting, answered.high_water_mark)
@@ -81,7 +81,7 @@ def check_column_types(schema: StructType, names: Sequence[str] | None) -> None:
         BadRequest: the error names the column and its type.
     """
     for part in schema.fields:
-        if part.name in _OWN or part.name not in (names or schema.names):
+        if part.name in _RESULT_COLUMN_NAMES or part.name not in (names or schema.names):
             continue
         if part.name == "data" and names is None:
             continue
@@ -100,12 +100,12 @@ def check_column_types(schema: StructType, names: Sequence[str] | None) -> None:
 class ResultDirectory(NamedTuple):
     """A directory on any file system that pyarrow supports."""
 
-    system: fs.FileSystem
+    file_system: fs.FileSystem
     path: str
 
 
-def open_results(results_path: str, *, is_read: bool = False) -> ResultDirectory:
-    """Open `resultsPath`; create the directory, unless `is_read`.
+def open_results_directory(results_path: str, *, is_for_reading: bool = False) -> ResultDirectory:
+    """Open `resultsPath`; create the directory, unless `is_for_reading`.
 
     Raises:
         BadConfig: the file system is unknown, or the directory cannot be created.
@@ -115,7 +115,7 @@ def open_results(results_path: str, *, is_read: bool = False) -> ResultDirectory
             system, path = fs.FileSystem.from_uri(results_path)
         else:
             system, path = fs.LocalFileSystem(), results_path.removeprefix("file:")
-        if not is_read:
+        if not is_for_reading:
             system.create_dir(path, recursive=True)
     except (OSError, pa.ArrowException, ValueError) as error:
         raise BadConfig(f"option 'resultsPath': {results_path!r} cannot be used: {error}") from None
@@ -127,7 +127,7 @@ class ResultFile:
 
     def __init__(self, results_path: str, name: str, *, rejected_status: str) -> None:
         self._rejected_status = rejected_status
-        self._place = open_results(results_path)
+        self._directory = open_results_directory(results_path)
         self.name = name
         self._writer: pq.ParquetWriter | None = None
 
@@ -136,62 +136,64 @@ class ResultFile:
         batch = result_batch(answered, self._rejected_status)
         if self._writer is None:
             self._writer = pq.ParquetWriter(
-                f"{self._place.path}/{_HIDDEN}{self.name}",
+                f"{self._directory.path}/{_HIDDEN_PREFIX}{self.name}",
                 batch.schema,
-                filesystem=self._place.system,
+                filesystem=self._directory.file_system,
             )
         self._writer.write_batch(batch)
 
     def close(self) -> str | None:
-        """Finish the file; return its name for `keep_results`, or None if there were no rows."""
+        """Finish the file; return its name for `publish_results`, or None if there were no rows."""
         if self._writer is None:
             return None
         self._writer.close()
         return self.name
 
-    def close_of_failed(self) -> None:
+    def close_for_failed_task(self) -> None:
         """Finish the file and make it visible, for a failed task: its job keeps no results."""
         if self.close() is not None:
-            _make_visible(self._place, self.name)
+            _make_visible(self._directory, self.name)
 
 
-def file_name(task: int, attempt: int, write: str) -> str:
+def result_file_name(task: int, attempt: int, write: str) -> str:
     """Return the name of the results file for a task attempt."""
     return f"part-{task:05d}-{attempt}-{write}.parquet"
 
 
-def is_result_of(name: str, write: str) -> bool:
+def is_result_file_of(name: str, write: str) -> bool:
     """Whether a file has results of this write; one write's name may be a suffix of another's."""
     return re.fullmatch(rf"part-\d+-\d+-{re.escape(write)}\.parquet", name) is not None
 
 
-def keep_results(
+def publish_results(
     results_path: str, names: list[str], write: str, summary: dict[str, object]
 ) -> None:
     """Make the named files of a write visible, and delete those of its other attempts (rule 1)."""
-    place = open_results(results_path)
+    directory = open_results_directory(results_path)
     for name in names:
         with suppress(FileNotFoundError):  # an executor has another local directory
-            _make_visible(place, name)
+            _make_visible(directory, name)
     wanted = set(names)
-    selector = fs.FileSelector(place.path)
-    for entry in place.system.get_file_info(selector):
+    selector = fs.FileSelector(directory.path)
+    for entry in directory.file_system.get_file_info(selector):
         name = entry.base_name
-        if is_result_of(name.removeprefix(_HIDDEN), write) and name not in wanted:
-            place.system.delete_file(entry.path)
-    _write_summary(place, summary)
+        if is_result_file_of(name.removeprefix(_HIDDEN_PREFIX), write) and name not in wanted:
+            directory.file_system.delete_file(entry.path)
+    _write_summary(directory, summary)
 
 
-def _make_visible(place: ResultDirectory, name: str) -> None:
-    place.system.move(f"{place.path}/{_HIDDEN}{name}", f"{place.path}/{name}")
+def _make_visible(directory: ResultDirectory, name: str) -> None:
+    directory.file_system.move(
+        f"{directory.path}/{_HIDDEN_PREFIX}{name}", f"{directory.path}/{name}"
+    )
 
 
-def write_summary_again(results_path: str, summary: dict[str, object]) -> None:
+def rewrite_summary(results_path: str, summary: dict[str, object]) -> None:
     """Write the summary of a write that was already done, with the directory of its results."""
-    _write_summary(open_results(results_path), summary)
+    _write_summary(open_results_directory(results_path), summary)
 
 
-def _write_summary(place: ResultDirectory, summary: dict[str, object]) -> None:
+def _write_summary(directory: ResultDirectory, summary: dict[str, object]) -> None:
     for name, text in ((SUMMARY_FILE, json.dumps(summary)), (_SUCCESS, "")):
-        with place.system.open_output_stream(f"{place.path}/{name}") as stream:
+        with directory.file_system.open_output_stream(f"{directory.path}/{name}") as stream:
             stream.write(text.encode())

@@ -26,9 +26,9 @@ from waltz_core.errors import BadRequest
 from waltz_core.records.batches import data_crcs
 from waltz_spark.options import WriteOptions
 from waltz_spark.rows import pack_rows
-from waltz_spark.writer.columns import ShapedRows
+from waltz_spark.writer.columns import ConvertedRows
 
-U64 = npt.NDArray[np.uint64]
+Uint64Array = npt.NDArray[np.uint64]
 
 _ANY_PARTITION = -1
 
@@ -52,7 +52,7 @@ class RowsHash(NamedTuple):
         """Return the fields for the summary of a write."""
         return {"rows": self.rows, "rows_hash": self.hex}
 
-    def check_same(self, write: str, summary: Mapping[str, Any], *, hint: str) -> None:
+    def check_equal(self, write: str, summary: Mapping[str, Any], *, hint: str) -> None:
         """Check that these are the rows of a finished write, if its summary has their hash.
 
         Raises:
@@ -66,31 +66,31 @@ class RowsHash(NamedTuple):
             hashes = f"; the counts are equal, the hashes differ: {digest} and {self.hex}"
         raise BadRequest(
             f"the write ID was used with different rows: write {write!r} was completed with "
-            f"{_count(rows)}, but this run has {_count(self.rows)}{hashes}. Hint: {hint}"
+            f"{_rows_text(rows)}, but this run has {_rows_text(self.rows)}{hashes}. Hint: {hint}"
         )
 
 
-def row_sum(batch: pa.RecordBatch, shaped: ShapedRows, options: WriteOptions) -> RowsHash:
+def hash_rows(batch: pa.RecordBatch, converted: ConvertedRows, options: WriteOptions) -> RowsHash:
     """Return the count and hash of a batch, from its input and append columns (rules 1 and 2)."""
-    headers = shaped.append.column("header").to_numpy()
-    data, crcs = shaped.append.column("data"), shaped.append.column("crc")
+    headers = converted.append.column("header").to_numpy()
+    data, crcs = converted.append.column("data"), converted.append.column("crc")
     names = options.identity_columns
     if names:
         data = pack_rows([batch.column(name) for name in names], names, "msgpack")
         headers, crcs = np.zeros_like(headers), data_crcs(data)
-    places = np.where(shaped.is_free, np.int32(_ANY_PARTITION), shaped.partitions)
+    places = np.where(converted.is_round_robin, np.int32(_ANY_PARTITION), converted.partitions)
     lengths = pc.binary_length(data).to_numpy()
     hashes = _mix_bits(_join_halves(crcs.to_numpy(), lengths))
     hashes = _mix_bits(hashes ^ _join_halves(places, headers))
     return RowsHash(len(hashes), int(hashes.sum()))
 
 
-def _join_halves(low: npt.NDArray[np.integer], high: npt.NDArray[np.integer]) -> U64:
+def _join_halves(low: npt.NDArray[np.integer], high: npt.NDArray[np.integer]) -> Uint64Array:
     """Combine two columns of 32-bit values into one column of 64-bit values."""
     return low.astype(np.uint32).astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
 
 
-def _mix_bits(values: U64) -> U64:
+def _mix_bits(values: Uint64Array) -> Uint64Array:
     """Mix the bits of values, so that each bit depends on all others (SplitMix64)."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
@@ -98,5 +98,5 @@ def _mix_bits(values: U64) -> U64:
     return values ^ values >> np.uint64(31)
 
 
-def _count(rows: object) -> str:
+def _rows_text(rows: object) -> str:
     return f"{rows} row" if rows == 1 else f"{rows} rows"

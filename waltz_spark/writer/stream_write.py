@@ -31,10 +31,10 @@ from waltz_spark.spark_version import DataSourceStreamArrowWriter
 from waltz_spark.worker_errors import without_stack
 from waltz_spark.writer.batch_write import (
     DAY_MS,
-    UNFINISHED_DAYS,
+    UNFINISHED_RETENTION_DAYS,
     NamedWrite,
-    finish,
-    new_job,
+    create_write_job,
+    finish_write,
     remove_writes,
 )
 from waltz_spark.writer.task import TaskResult, WriteJob, task_attempt
@@ -43,8 +43,8 @@ from waltz_spark.writer.write_counts import WriteCounts, add_counts
 _log = logging.getLogger("waltz")
 
 # The local properties of a task that identify its query and micro-batch.
-_QUERY, _BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
-_HINT = (
+_QUERY_PROPERTY, _BATCH_PROPERTY = "sql.streaming.queryId", "streaming.sql.batchId"
+_OTHER_ROWS_HINT = (
     "When Spark repeats a micro-batch, the query must compute the same rows. The rows of "
     "the first run stay in the log, and those of this run are not appended. To continue "
     "without the rows of this run, start a query with a new checkpointLocation."
@@ -74,15 +74,15 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
                 "because a repeated micro-batch cannot find recomputed rows without it. "
                 "Hint: set it, or use exactlyOnce=false."
             )
-        self._job = new_job(options, schema, None)
+        self._job = create_write_job(options, schema, None)
 
     # -- in a task ----------------------------------------------------------------------------
 
     @without_stack
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Send the rows of a task; return their outcomes."""
-        written = _job_of_batch(self._job).write_task(iterator, *task_attempt())
-        written.query = _task_property(_QUERY)
+        written = _job_of_micro_batch(self._job).write_task(iterator, *task_attempt())
+        written.query = _task_property(_QUERY_PROPERTY)
         return written
 
     # -- on the driver ------------------------------------------------------------------------
@@ -96,9 +96,9 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         if write is not None and batchId > 0:
             before = [f"{write.removesuffix(str(batchId))}{batchId - 1}"]
         _log.info("spark.micro_batch_written batch=%d", batchId)
-        keep_days = max(UNFINISHED_DAYS, self._job.options.retention_days)
-        named = None if write is None else NamedWrite(write, keep_days, _HINT)
-        summary = finish(self._job, messages, named)
+        retention_days = max(UNFINISHED_RETENTION_DAYS, self._job.options.retention_days)
+        named = None if write is None else NamedWrite(write, retention_days, _OTHER_ROWS_HINT)
+        summary = finish_write(self._job, messages, named)
         query = next((task.query for task in tasks if task.query is not None), None)
         if summary is not None and query is not None:
             rejected = summary["rejected"] + summary["retry"]
@@ -118,15 +118,17 @@ class WaltzStreamWriter(DataSourceStreamArrowWriter):
         )
 
 
-def _job_of_batch(job: WriteJob) -> WriteJob:
+def _job_of_micro_batch(job: WriteJob) -> WriteJob:
     """Return the job for this task's micro-batch (rule 1)."""
-    query, batch = _task_property(_QUERY), _task_property(_BATCH)
+    query, batch = _task_property(_QUERY_PROPERTY), _task_property(_BATCH_PROPERTY)
     options = job.options
     if options.results_path is not None:
         path = f"{options.results_path.rstrip('/')}/batch={batch}"
         options = dataclasses.replace(options, results_path=path)
     write = f"{options.write_name or 'stream'}-{query}-{batch}" if options.is_exactly_once else None
-    return dataclasses.replace(job, options=options, write=write, keep_ms=UNFINISHED_DAYS * DAY_MS)
+    return dataclasses.replace(
+        job, options=options, write=write, keep_ms=UNFINISHED_RETENTION_DAYS * DAY_MS
+    )
 
 
 def _task_property(name: str) -> str:

@@ -29,18 +29,18 @@ from waltz_spark.planning import first_items_text
 from waltz_spark.shared_clients import client_at, freeze_existing_objects
 from waltz_spark.task_spans import write_span
 from waltz_spark.writer.appender import Appender, FinalRows
-from waltz_spark.writer.columns import RowShaper, ShapedRows
-from waltz_spark.writer.earlier_rows import EarlierRows, read_back
+from waltz_spark.writer.columns import ConvertedRows, RowConverter
+from waltz_spark.writer.earlier_rows import EarlierRows, read_earlier_rows
 from waltz_spark.writer.recompute import Recomputer
-from waltz_spark.writer.results import REJECTED, RETRY, ResultFile, file_name
+from waltz_spark.writer.results import REJECTED, RETRY, ResultFile, result_file_name
 from waltz_spark.writer.row_keys import RowKeys
-from waltz_spark.writer.rows_hash import RowsHash, row_sum
+from waltz_spark.writer.rows_hash import RowsHash, hash_rows
 
 _log = logging.getLogger("waltz")
 
 # The maximum number of conflicts that a task reports; they only serve a count in a log line.
 CONFLICTS_MAX = 10_000
-RUNS_MAX = 100_000
+ID_RANGES_MAX = 100_000
 
 
 @dataclass
@@ -60,38 +60,38 @@ class TaskResult(WriterCommitMessage):
     recomputed: int = 0  # the committed rows that were recomputed
     found: int = 0  # the committed rows that earlier attempts have appended
     marks: dict[int, int] = field(default_factory=dict)
-    runs: list[tuple[int, int, int]] = field(default_factory=list)  # partition, first, last
+    id_ranges: list[tuple[int, int, int]] = field(default_factory=list)  # partition, first, last
     conflicts: list[tuple[int, int]] = field(default_factory=list)  # partition, conflicting ID
     file: str | None = None
     query: str | None = None  # of a stream
     retried: int = 0  # appends that were repeated
 
-    def count(self, answered: FinalRows) -> None:
+    def count(self, final_rows: FinalRows) -> None:
         """Add the outcomes of rows to the counts."""
-        committed = answered.reasons == RowOutcomeCode.COMMITTED
+        committed = final_rows.reasons == RowOutcomeCode.COMMITTED
         self.committed += int(committed.sum())
         self.rejected += int((~committed).sum())
-        self.recomputed += int(committed.sum()) if answered.retries else 0
-        self.retried += (answered.attempt - 1) * len(committed)
-        mark = max(self.marks.get(answered.partition, -1), answered.high_water_mark)
-        self.marks[answered.partition] = mark
-        ids = np.sort(answered.transaction_ids[committed])
+        self.recomputed += int(committed.sum()) if final_rows.retries else 0
+        self.retried += (final_rows.attempt - 1) * len(committed)
+        mark = max(self.marks.get(final_rows.partition, -1), final_rows.high_water_mark)
+        self.marks[final_rows.partition] = mark
+        ids = np.sort(final_rows.transaction_ids[committed])
         breaks = np.flatnonzero(np.diff(ids) != 1)
         firsts = ids[np.concatenate(([0], breaks + 1))] if len(ids) else ids
         lasts = ids[np.concatenate((breaks, [len(ids) - 1]))] if len(ids) else ids
         for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True):
-            self._add_run(answered.partition, first, last)
+            self._add_id_range(final_rows.partition, first, last)
         room = CONFLICTS_MAX - len(self.conflicts)
-        for conflict in answered.conflicting[~committed][: max(room, 0)].tolist():
-            self.conflicts.append((answered.partition, conflict))
+        for conflict in final_rows.conflicting[~committed][: max(room, 0)].tolist():
+            self.conflicts.append((final_rows.partition, conflict))
 
-    def _add_run(self, partition: int, first: int, last: int) -> None:
-        for index in range(len(self.runs) - 1, max(len(self.runs) - 9, -1), -1):
-            if self.runs[index][0] == partition and self.runs[index][2] == first - 1:
-                self.runs[index] = (partition, self.runs[index][1], last)
+    def _add_id_range(self, partition: int, first: int, last: int) -> None:
+        for index in range(len(self.id_ranges) - 1, max(len(self.id_ranges) - 9, -1), -1):
+            if self.id_ranges[index][0] == partition and self.id_ranges[index][2] == first - 1:
+                self.id_ranges[index] = (partition, self.id_ranges[index][1], last)
                 return
-        if len(self.runs) < RUNS_MAX:
-            self.runs.append((partition, first, last))
+        if len(self.id_ranges) < ID_RANGES_MAX:
+            self.id_ranges.append((partition, first, last))
 
 
 @dataclass(frozen=True)
@@ -121,15 +121,15 @@ class WriteJob:
     def write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
         """Write the rows of a task; return their outcomes."""
         with write_span(self.options.traces) as counts:
-            written = self._write_task(batches, task, attempt)
+            written = self._write_rows(batches, task, attempt)
             counts |= {"waltz.committed": written.committed, "waltz.rejected": written.rejected}
         freeze_existing_objects("write")
         return written
 
-    def _write_task(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
+    def _write_rows(self, batches: Iterator[pa.RecordBatch], task: int, attempt: int) -> TaskResult:
         if self.write is None:
             client = client_at(self.layout)
-            return self._send(client, batches, EarlierRows(), (task, attempt), self.marks)
+            return self._send_rows(client, batches, EarlierRows(), (task, attempt), self.marks)
         claim = TaskClaim(
             self.layout.connect,
             self.write,
@@ -141,16 +141,16 @@ class WriteJob:
             if claim.is_done:
                 path = self.options.results_path
                 written = TaskResult(write=self.write, was_done=True, results_path=path)
-                shaper = self._shaper(claim.marks, task, wants_identity=False)
-                for _ in self._shape_batches(batches, shaper, written):
+                converter = self._create_converter(claim.marks, task, wants_identity=False)
+                for _ in self._convert_batches(batches, converter, written):
                     pass  # the rows are counted (rule 2), and Spark expects a full read
                 return written
             self._check_partitions(claim)
-            already = self._find_earlier_rows(client, claim)
-            written = self._send(
-                client, batches, already or EarlierRows(), (task, attempt), claim.marks
+            earlier_rows = self._find_earlier_rows(client, claim)
+            written = self._send_rows(
+                client, batches, earlier_rows or EarlierRows(), (task, attempt), claim.marks
             )
-            written.is_repeated = already is not None
+            written.is_repeated = earlier_rows is not None
             return written
 
     @property
@@ -159,7 +159,7 @@ class WriteJob:
         return self.write or self.run
 
     def _file_name(self, task: int, attempt: int) -> str:
-        return file_name(task, attempt, self.results_name)
+        return result_file_name(task, attempt, self.results_name)
 
     def _check_partitions(self, claim: TaskClaim) -> None:
         """Check that this run uses the same partitions as the first run of the write.
@@ -181,7 +181,7 @@ class WriteJob:
             return None
         keys = RowKeys(self.options)
         own = int(state.client_id)
-        already = read_back(
+        earlier_rows = read_earlier_rows(
             client,
             claim.marks,
             own=own,
@@ -189,22 +189,22 @@ class WriteJob:
             keys=keys,
             encryption=decryption_of(self.options),
         )
-        client.begin_sequences(already.next_sequences)
+        client.begin_sequences(earlier_rows.next_sequences)
         _log.info(
             "spark.committed_rows_found task=%d write=%s attempt=%d rows=%d",
             claim.task,
             claim.write,
             state.attempt,
-            already.count,
+            earlier_rows.count,
         )
-        return already
+        return earlier_rows
 
-    def _send(
+    def _send_rows(
         self,
         client: WaltzClient,
         batches: Iterator[pa.RecordBatch],
-        already: EarlierRows,
-        place: tuple[int, int],  # the numbers of task and attempt
+        earlier_rows: EarlierRows,
+        attempt_numbers: tuple[int, int],  # the numbers of task and attempt
         marks: dict[int, int],
     ) -> TaskResult:
         options = self.options
@@ -214,32 +214,40 @@ class WriteJob:
         if options.results_path is not None:
             rejected_status = RETRY if options.returns_rejected_rows else REJECTED
             results = ResultFile(
-                options.results_path, self._file_name(*place), rejected_status=rejected_status
+                options.results_path,
+                self._file_name(*attempt_numbers),
+                rejected_status=rejected_status,
             )
-        shaper = self._shaper(marks, place[0], wants_identity=results is not None)
-        shaped = self._shape_batches(batches, shaper, written)
+        converter = self._create_converter(
+            marks, attempt_numbers[0], wants_identity=results is not None
+        )
+        converted = self._convert_batches(batches, converter, written)
         began = time.monotonic()
-        there: list[FinalRows] = []
-        sent = self._appender(client, shaper).send(already.missing_rows(shaped, there))
-        for answered in _with_existing(sent, there, written):
-            written.count(answered)
+        found_rows: list[FinalRows] = []
+        sent = self._create_appender(client, converter).send(
+            earlier_rows.missing_rows(converted, found_rows)
+        )
+        for final_rows in _with_found_rows(sent, found_rows, written):
+            written.count(final_rows)
             if results is not None:
-                results.add(answered)
+                results.add(final_rows)
             if options.on_lock_failure is OnLockFailure.FAIL and written.rejected:
-                self._fail(written, answered, results)
+                self._raise_lock_failed(written, final_rows, results)
         written.file = None if results is None else results.close()
         took, rows = time.monotonic() - began, written.committed + written.rejected
         _log.info(
             "spark.task_written task=%d attempt=%d rows=%d took_s=%.2f rejected=%d",
-            *place,
+            *attempt_numbers,
             rows,
             took,
             written.rejected,
         )
         return written
 
-    def _shaper(self, marks: Mapping[int, int], task: int, *, wants_identity: bool) -> RowShaper:
-        return RowShaper(
+    def _create_converter(
+        self, marks: Mapping[int, int], task: int, *, wants_identity: bool
+    ) -> RowConverter:
+        return RowConverter(
             self.options,
             self.layout.cluster.partition_count,
             {**marks, **self.options.marks},
@@ -247,35 +255,37 @@ class WriteJob:
             first_turn=task,
         )
 
-    def _shape_batches(
-        self, batches: Iterator[pa.RecordBatch], shaper: RowShaper, written: TaskResult
-    ) -> Iterator[ShapedRows]:
+    def _convert_batches(
+        self, batches: Iterator[pa.RecordBatch], converter: RowConverter, written: TaskResult
+    ) -> Iterator[ConvertedRows]:
         for batch in batches:
             if not batch.num_rows:
                 continue
-            shaped = shaper.shape(batch)
+            converted = converter.convert(batch)
             if self.is_named:
-                written.rows = written.rows.plus(row_sum(batch, shaped, self.options))
-            yield shaped
+                written.rows = written.rows.plus(hash_rows(batch, converted, self.options))
+            yield converted
 
-    def _appender(self, client: WaltzClient, shaper: RowShaper) -> Appender:
+    def _create_appender(self, client: WaltzClient, converter: RowConverter) -> Appender:
         recomputer = None
         if self.options.recompute_function is not None:
-            recomputer = Recomputer(client, self.options, shaper, random.SystemRandom())
+            recomputer = Recomputer(client, self.options, converter, random.SystemRandom())
         return Appender(client, self.options, recomputer)
 
-    def _fail(self, written: TaskResult, answered: FinalRows, results: ResultFile | None) -> None:
+    def _raise_lock_failed(
+        self, written: TaskResult, final_rows: FinalRows, results: ResultFile | None
+    ) -> None:
         if results is not None:
-            results.close_of_failed()
-        rejected = np.flatnonzero(answered.reasons != RowOutcomeCode.COMMITTED)
-        conflict = int(answered.conflicting[rejected[0]])
+            results.close_for_failed_task()
+        rejected = np.flatnonzero(final_rows.reasons != RowOutcomeCode.COMMITTED)
+        conflict = int(final_rows.conflicting[rejected[0]])
         where = (
             f"Hint: {self.options.results_path} has each row's outcome."
             if results is not None
             else "Hint: use option resultsPath for each row's outcome, or onLockFailure=reject."
         )
         raise LockFailed(
-            f"partition {answered.partition}: a row was rejected, because transaction "
+            f"partition {final_rows.partition}: a row was rejected, because transaction "
             f"{conflict} has written one of its locks after the row's high-water mark. "
             f"{written.committed} rows of this task are in the log, and rows of other tasks "
             f"may be as well. {where}"
@@ -288,18 +298,18 @@ def task_attempt() -> tuple[int, int]:
     return (0, 0) if context is None else (context.partitionId(), context.taskAttemptId())
 
 
-def _with_existing(
-    sent: Iterable[FinalRows], there: list[FinalRows], written: TaskResult
+def _with_found_rows(
+    sent: Iterable[FinalRows], found_rows: list[FinalRows], written: TaskResult
 ) -> Iterator[FinalRows]:
     """Yield the outcomes of sent rows, and of rows that were already in the log."""
-    for answered in sent:
-        yield from _drain(there, written)
-        yield answered
-    yield from _drain(there, written)
+    for final_rows in sent:
+        yield from _yield_found_rows(found_rows, written)
+        yield final_rows
+    yield from _yield_found_rows(found_rows, written)
 
 
-def _drain(there: list[FinalRows], written: TaskResult) -> Iterator[FinalRows]:
-    while there:
-        answered = there.pop(0)
-        written.found += len(answered.transaction_ids)
-        yield answered
+def _yield_found_rows(found_rows: list[FinalRows], written: TaskResult) -> Iterator[FinalRows]:
+    while found_rows:
+        final_rows = found_rows.pop(0)
+        written.found += len(final_rows.transaction_ids)
+        yield final_rows

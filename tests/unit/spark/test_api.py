@@ -20,7 +20,7 @@ from waltz_spark.api import (
     _path_for_spark,
     append,
 )
-from waltz_spark.writer.results import open_results
+from waltz_spark.writer.results import open_results_directory
 
 INSENSITIVE = {"spark.sql.caseSensitive": "false"}
 
@@ -117,7 +117,7 @@ def test_spark_is_given_the_directory_that_the_results_are_in(
     tmp_path: Path, path: str, expected: str
 ) -> None:
     given = path.format(here=tmp_path)
-    place = open_results(given, is_read=True)
+    place = open_results_directory(given, is_for_reading=True)
     assert _path_for_spark(given, place) == expected.format(here=tmp_path)
 
 

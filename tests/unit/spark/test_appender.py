@@ -15,7 +15,7 @@ from waltz_core.records.record import LOCKS_MAX
 from waltz_spark.options import WriteOptions
 from waltz_spark.writer import appender as appender_module
 from waltz_spark.writer.appender import Appender
-from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ShapedRows
+from waltz_spark.writer.columns import LOCK_COLUMNS, MARK_COLUMN, ConvertedRows
 from waltz_spark.writer.recompute import RecomputedRows, RejectedRows
 
 OPTIONS = WriteOptions(connect="zk:2181/waltz/x", batch_rows=7, in_flight_max=3)
@@ -76,7 +76,7 @@ class RandomLog:
         return BatchOutcome(len(log) - 1, ids, reasons, conflicts)
 
 
-def shaped(rows: list[tuple[int, bytes]]) -> ShapedRows:
+def shaped(rows: list[tuple[int, bytes]]) -> ConvertedRows:
     count = len(rows)
     empty = pa.array([[]] * count, pa.list_(pa.int32()))
     append = pa.RecordBatch.from_arrays(
@@ -90,7 +90,7 @@ def shaped(rows: list[tuple[int, bytes]]) -> ShapedRows:
     )
     identity = pa.record_batch({"name": [data.decode() for _, data in rows]})
     free = np.zeros(len(rows), dtype=np.bool_)
-    return ShapedRows(np.array([p for p, _ in rows], np.int32), append, identity, free)
+    return ConvertedRows(np.array([p for p, _ in rows], np.int32), append, identity, free)
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ class LimitedRetries:
         return RecomputedRows(with_source(made), np.array(rows, np.int64))
 
 
-def with_source(rows: list[tuple[int, bytes]]) -> ShapedRows:
+def with_source(rows: list[tuple[int, bytes]]) -> ConvertedRows:
     made = shaped(rows)
     return dataclasses.replace(made, source=made.append.select(["data"]))
 

@@ -19,8 +19,8 @@ from waltz_spark.datasource.fetch import BatchConverter
 from waltz_spark.datasource.source import WaltzDataSource
 from waltz_spark.options import ReadOptions, parse_read, parse_write
 from waltz_spark.writer.appender import BATCH_BYTES_MAX, Appender
-from waltz_spark.writer.columns import RowShaper, check_schema
-from waltz_spark.writer.earlier_rows import EarlierRecord, EarlierRows, Spool
+from waltz_spark.writer.columns import RowConverter, check_schema
+from waltz_spark.writer.earlier_rows import EarlierRecord, EarlierRows, RowSpool
 from waltz_spark.writer.row_keys import RowKeys
 
 CONNECT = {"connect": "zk1:2181/waltz/none"}
@@ -265,8 +265,8 @@ def write_options(directory: Path, **options: str):
     return parse_write({**CONNECT, "encryptionKeys": str(directory), **options})
 
 
-def shaper(options) -> RowShaper:
-    return RowShaper(options, 4, {}, wants_identity=False)
+def shaper(options) -> RowConverter:
+    return RowConverter(options, 4, {}, wants_identity=False)
 
 
 def decrypted(directory: Path, payloads: list[bytes]) -> Iterator[bytes | None]:
@@ -300,7 +300,7 @@ def test_a_column_has_the_key_of_each_row(directory: Path) -> None:
     rows = [b"1", b"2", b"3"]
     options = write_options(directory, encryptionKeyIdColumn="customer")
     log = Log(0, loss=0.0)
-    with Spool() as spool:  # an attempt that runs again spools its rows
+    with RowSpool() as spool:  # an attempt that runs again spools its rows
         spool.put(shaper(options).converter(frame(rows, ["a", "b", "a"])))
         list(Appender(log, options).send(spool.take()))
     assert [each[4:6] for each in log.payloads] == [b"\x01a", b"\x01b", b"\x01a"]
@@ -346,7 +346,7 @@ def test_the_limit_of_a_payload_includes_its_envelope(directory: Path) -> None:
 def test_equal_rows_with_different_keys_are_not_interchangeable(directory: Path) -> None:
     options = write_options(directory, encryptionKeyIdColumn="customer")
     row_keys = RowKeys(options)
-    key = row_keys.of_record(PARTITION, HEADER, b"1")[0]
+    key = row_keys.keys_of_record(PARTITION, HEADER, b"1")[0]
     for key_ids, is_clear in ((["a", "a"], True), (["a", "b"], False)):
         earlier = EarlierRows({key: [EarlierRecord(PARTITION, 5)]}, keys=row_keys)
         shaped = shaper(options).converter(frame([b"1", b"1"], key_ids))

@@ -29,7 +29,7 @@ from waltz_spark.payload_encryption import PayloadEncryptor
 from waltz_spark.payload_schemas import resolve_write_schema
 from waltz_spark.rows import pack_rows
 from waltz_spark.spark_version import arrow_schema
-from waltz_spark.writer.columns import RowShaper
+from waltz_spark.writer.columns import RowConverter
 from waltz_spark.writer.row_keys import RowKeys
 
 CONNECT = {"connect": "zk1:2181/waltz/none"}
@@ -53,7 +53,7 @@ def written(options: dict[str, str], batch: pa.RecordBatch) -> tuple[WriteOption
     """Return the options as the driver passes them, and the append columns of a task."""
     found = resolve_write_schema(parse_write(options), list(batch.schema))
     sent: WriteOptions = CPickleSerializer().loads(CPickleSerializer().dumps(found))
-    return sent, RowShaper(sent, 4, {}, wants_identity=False).converter(batch).append
+    return sent, RowConverter(sent, 4, {}, wants_identity=False).converter(batch).append
 
 
 TYPES: dict[str, types.DataType] = {
@@ -183,7 +183,7 @@ def test_a_write_registers_the_schema_of_its_columns_on_the_driver(registry):
     assert options.registry.schema.schema_id == 1
     # Tasks need no registry to write, nor to find their rows in the log.
     keys = RowKeys(parse_write(given_for(registry, identityColumns="id,price", **SUBJECT)))
-    assert keys.of_record(0, 0, first) == keys.of_record(0, 5, first)
+    assert keys.keys_of_record(0, 0, first) == keys.keys_of_record(0, 5, first)
 
 
 def test_identity_columns_identify_rows_of_any_other_value(registry):
@@ -193,10 +193,10 @@ def test_identity_columns_identify_rows_of_any_other_value(registry):
     keys = RowKeys(options)
     (one, two) = append.column("data").to_pylist()
     changed = ROWS.set_column(1, "item", pa.array(["pen", "cup"]))
-    shaped = RowShaper(options, 4, {}, wants_identity=False).converter(changed).append
+    shaped = RowConverter(options, 4, {}, wants_identity=False).converter(changed).append
     (other, _) = shaped.column("data").to_pylist()
-    assert keys.of_record(0, 0, one) == keys.of_record(0, 0, other)
-    assert keys.of_record(0, 0, one) != keys.of_record(0, 0, two)
+    assert keys.keys_of_record(0, 0, one) == keys.keys_of_record(0, 0, other)
+    assert keys.keys_of_record(0, 0, one) != keys.keys_of_record(0, 0, two)
 
 
 def test_an_incompatible_schema_is_rejected_before_any_task(registry):

@@ -16,30 +16,30 @@ from waltz_spark.writer.results import (
     RESULT_FIELDS,
     ResultFile,
     check_column_types,
-    file_name,
-    is_result_of,
-    keep_results,
+    is_result_file_of,
+    publish_results,
+    result_file_name,
 )
 
 
 @pytest.mark.parametrize("write", ["1", "n-1", "run-0123", "a.b", "x[y]"])
 def test_a_file_is_of_the_write_in_its_name(write: str) -> None:
-    assert is_result_of(file_name(3, 70_000, write), write)
-    assert is_result_of(file_name(123_456, 0, write), write)
+    assert is_result_file_of(result_file_name(3, 70_000, write), write)
+    assert is_result_file_of(result_file_name(123_456, 0, write), write)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        file_name(0, 3, "n-1"),  # the other one's name ends with this one's
-        file_name(0, 3, "11"),
+        result_file_name(0, 3, "n-1"),  # the other one's name ends with this one's
+        result_file_name(0, 3, "11"),
         "part-00000-0c1d-1.parquet",  # Spark's own names begin alike
         "part-00000-3-1.parquet.crc",
         "_SUCCESS",
     ],
 )
 def test_results_of_other_writes_are_unchanged(name: str) -> None:
-    assert not is_result_of(name, "1")
+    assert not is_result_file_of(name, "1")
 
 
 def test_the_reserved_columns_are_those_of_results() -> None:
@@ -62,7 +62,7 @@ def test_a_column_unsupported_by_parquet_is_reported_before_any_write() -> None:
 
 def attempt(path: Path, number: int, write: str = "w") -> ResultFile:
     """Return the file of an attempt that has answered two rows."""
-    file = ResultFile(str(path), file_name(0, number, write), rejected_status=REJECTED)
+    file = ResultFile(str(path), result_file_name(0, number, write), rejected_status=REJECTED)
     ids, none = np.arange(2, dtype=np.int64), np.full(2, -1, np.int64)
     identity = pa.RecordBatch.from_pydict({"id": pa.array([1, 2])})
     file.add(FinalRows(0, identity, ids, np.zeros(2, np.uint8), none, 1, 1))
@@ -76,7 +76,7 @@ def test_only_results_that_the_job_keeps_are_visible(tmp_path: Path) -> None:
     name = kept.close()
     assert name is not None
     assert pq.read_table(tmp_path).num_rows == 0
-    keep_results(str(tmp_path), [name, file_name(1, 0, "w")], "w", {})
+    publish_results(str(tmp_path), [name, result_file_name(1, 0, "w")], "w", {})
     late = attempt(tmp_path, 5)  # an attempt that is killed after the job has ended
     assert pq.read_table(tmp_path).num_rows == 2
     late.close()
@@ -86,7 +86,9 @@ def test_only_results_that_the_job_keeps_are_visible(tmp_path: Path) -> None:
 
 
 def test_the_results_of_a_failed_task_are_visible(tmp_path: Path) -> None:
-    attempt(tmp_path, 3).close_of_failed()
+    attempt(tmp_path, 3).close_for_failed_task()
     assert pq.read_table(tmp_path).num_rows == 2
-    ResultFile(str(tmp_path), file_name(0, 4, "w"), rejected_status=REJECTED).close_of_failed()
-    assert [each.name for each in tmp_path.iterdir()] == [file_name(0, 3, "w")]
+    ResultFile(
+        str(tmp_path), result_file_name(0, 4, "w"), rejected_status=REJECTED
+    ).close_for_failed_task()
+    assert [each.name for each in tmp_path.iterdir()] == [result_file_name(0, 3, "w")]

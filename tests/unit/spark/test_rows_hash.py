@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from waltz_core.errors import BadRequest
 from waltz_core.records.record import partition_of_hash
 from waltz_spark.options import WriteOptions
-from waltz_spark.writer.columns import RowShaper
-from waltz_spark.writer.rows_hash import RowsHash, row_sum
+from waltz_spark.writer.columns import RowConverter
+from waltz_spark.writer.rows_hash import RowsHash, hash_rows
 
 PLAIN = WriteOptions(connect="zk:2181/waltz/x")
 PACKED = replace(PLAIN, data_format="msgpack")
@@ -45,8 +45,8 @@ def batch_of(rows: Sequence[Row]) -> pa.RecordBatch:
 def sum_of(
     batches: Sequence[pa.RecordBatch], options: WriteOptions = PLAIN, *, task: int = 0
 ) -> RowsHash:
-    shaper = RowShaper(options, PARTITIONS, {}, wants_identity=False, first_turn=task)
-    sums = (row_sum(batch, shaper.shape(batch), options) for batch in batches)
+    shaper = RowConverter(options, PARTITIONS, {}, wants_identity=False, first_turn=task)
+    sums = (hash_rows(batch, shaper.convert(batch), options) for batch in batches)
     return reduce(RowsHash.plus, sums, RowsHash())
 
 
@@ -127,8 +127,8 @@ def test_identity_columns_replace_the_row_in_the_sum() -> None:
 
 def test_repeated_rows_and_summaries_without_a_hash_are_not_errors() -> None:
     rows = RowsHash(2, 77)
-    rows.check_same("daily", {"committed": 2, **rows.as_fields()}, hint="")
-    rows.check_same("daily", {"committed": 9}, hint="")
+    rows.check_equal("daily", {"committed": 2, **rows.as_fields()}, hint="")
+    rows.check_equal("daily", {"committed": 9}, hint="")
 
 
 @pytest.mark.parametrize(
@@ -153,5 +153,5 @@ def test_repeated_rows_and_summaries_without_a_hash_are_not_errors() -> None:
 )
 def test_other_rows_are_an_error_that_names_both_counts(rows: RowsHash, sentence: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        rows.check_same("daily", RowsHash(1, 77).as_fields(), hint="Do this.")
+        rows.check_equal("daily", RowsHash(1, 77).as_fields(), hint="Do this.")
     assert str(caught.value) == sentence
