@@ -12,7 +12,7 @@ from tests.fault.doctor import await_findings, remote_options
 from tests.fault.load import Load, Scenario, are_all_replicas_engaged, owner_addresses, wait_until
 from tests.time_limits import PATIENT_CLIENT, TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
-from waltz_core.client.stream.append_errors import TRANSIENT
+from waltz_core.client.stream.append_errors import TRANSIENT_OUTCOMES
 from waltz_core.local import LocalCluster
 
 ONE_USER = "digest:waltz:of members\n"
@@ -100,7 +100,7 @@ def check_no_append_failed(load: Load) -> None:
     A partition that moves, or whose storage ends, does not commit all rows in flight.
     """
     load.await_commits()
-    assert set(load.failure_reasons) <= {each.name for each in TRANSIENT}
+    assert set(load.failure_reasons) <= {each.name for each in TRANSIENT_OUTCOMES}
 
 
 @pytest.fixture

@@ -30,16 +30,16 @@ def unknown_is_a_rejection() -> Patches:
 @switch
 def broken_link_is_a_rejection() -> Patches:
     """A client treats appends as not sent if their connection breaks."""
-    original = PartitionStream._leave
+    original = PartitionStream._leave_link
 
-    def _leave(self, reason, now_ms, out):
+    def _leave_link(self, reason, now_ms, out):
         for pending in list(self._tracker):
             self._tracker.remove(pending)
             error = append_errors.not_sent_error(self._partition_id, 0, reason, 0)
             out.append(partition_stream.SubmissionRejected(pending.submission.token, error))
         original(self, reason, now_ms, out)
 
-    yield replaced(PartitionStream, "_leave", _leave)
+    yield replaced(PartitionStream, "_leave_link", _leave_link)
 
 
 @switch
@@ -92,5 +92,5 @@ def log_mark_claimed_while_unsubscribed() -> Patches:
     mark = property(
         lambda self: self.stream.high_water_mark if self._applier is None else self._consumed
     )
-    yield replaced(ClientPartition, "reads_by_feed", fed)
+    yield replaced(ClientPartition, "has_view", fed)
     yield replaced(ClientPartition, "mark", mark)

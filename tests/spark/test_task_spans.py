@@ -30,7 +30,7 @@ def start():
 """
 
 
-def spans_of(path: Path, name: str) -> list[dict[str, Any]]:
+def scan_ranges_of(path: Path, name: str) -> list[dict[str, Any]]:
     """Return the exported spans with a name."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [span for span in map(json.loads, lines) if span["name"] == name]
@@ -48,7 +48,7 @@ def test_each_task_of_a_write_and_a_read_has_a_span(
         begun = {str(each): mark for each, mark in client.high_water_marks().items()}
     rows = spark.range(30).selectExpr("cast(cast(id as string) as binary) as data").repartition(2)
     rows.write.format("waltz").mode("append").option("traces", function).save(connect)
-    written = spans_of(out, "waltz write task")  # exported before the task ended
+    written = scan_ranges_of(out, "waltz write task")  # exported before the task ended
     assert len(written) == 2
     assert sum(each["attributes"]["waltz.committed"] for each in written) == 30
     assert {each["attributes"]["spark.partition_id"] for each in written} == {0, 1}
@@ -59,7 +59,7 @@ def test_each_task_of_a_write_and_a_read_has_a_span(
         lambda: (
             sum(
                 each["attributes"]["messaging.batch.message_count"]
-                for each in spans_of(out, "waltz read task")
+                for each in scan_ranges_of(out, "waltz read task")
                 if "messaging.batch.message_count" in each["attributes"]
             )
             == 30

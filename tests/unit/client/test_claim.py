@@ -18,7 +18,7 @@ from waltz_core.client.api.exactly_once import (
     tasks_of_write,
 )
 from waltz_core.client.links.write_requests import WriteRequests
-from waltz_core.client.stream.write_claim import SEQUENCES_OF_ATTEMPT, TaskClaim
+from waltz_core.client.stream.write_claim import SEQUENCES_PER_ATTEMPT, TaskClaim
 
 
 def run(scenario, monkeypatch):
@@ -61,7 +61,7 @@ def test_other_clients_are_those_of_earlier_runs(monkeypatch):
         assert await again.other_clients() == {ids[0], ids[2]}
         assert await new.other_clients() == set(ids)
         assert (again.state.attempt, new.state.attempt) == (2, 1)
-        assert again.connection_sequence == 2 * SEQUENCES_OF_ATTEMPT
+        assert again.connection_sequence == 2 * SEQUENCES_PER_ATTEMPT
         assert (again.is_done, again.marks) == (False, dict(MARKS))
 
     run(scenario, monkeypatch)

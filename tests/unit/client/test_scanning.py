@@ -11,7 +11,7 @@ import pytest
 
 from waltz_core import errors
 from waltz_core.client import WaltzClient
-from waltz_core.client.api.scanning import ScanColumns, Span, open_scan, spans_of
+from waltz_core.client.api.scanning import ScanColumns, ScanRange, open_scan, scan_ranges_of
 from waltz_core.client.read.ranges import NO_REPLICAS, ArchivedRange, ReplicaSet
 from waltz_core.encryption.envelopes import DecryptedPayload
 from waltz_core.memory_waltz import MemoryWaltz
@@ -153,7 +153,7 @@ def test_nothing_is_read_before_the_consumer_requests_it(client: WaltzClient):
     fill(client, 1, 2)
     chunks = Chunks(client)
     reader = open_scan(
-        chunks, [Span(0, 1, 3), Span(1, 0, 2)], dict.fromkeys((0, 1)), ScanColumns(OWNED)
+        chunks, [ScanRange(0, 1, 3), ScanRange(1, 0, 2)], dict.fromkeys((0, 1)), ScanColumns(OWNED)
     )
     assert chunks.log == []
     assert reader.read_next_batch()["id"].to_pylist() == [1]
@@ -235,12 +235,12 @@ def archived(first: int) -> ReplicaSet:
 
 def test_a_scan_begins_at_the_first_available_transaction():
     sources = {0: archived(0), 1: archived(4)}
-    assert spans_of(sources, None, None) == [Span(0, 0, 10), Span(1, 4, 10)]
+    assert scan_ranges_of(sources, None, None) == [ScanRange(0, 0, 10), ScanRange(1, 4, 10)]
     for start, stop in ((3, None), (None, 3)):
         with pytest.raises(
             errors.BeforeLogStart, match=r"partition 1: .*transactions before 4 have expired"
         ):
-            spans_of(sources, start, stop)
+            scan_ranges_of(sources, start, stop)
 
 
 def test_a_payload_that_cannot_be_decrypted_is_null_with_its_reason(client: WaltzClient):

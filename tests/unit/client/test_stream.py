@@ -201,8 +201,8 @@ def test_rows_in_doubt_above_the_start_of_the_log_are_read_back():
 def test_a_chain_below_the_start_of_the_log_is_not_compared():
     readback = ReadBack(2_800)
     readback.begin((10, 12), (4, GENESIS_CHAIN))
-    assert (readback.request(req(-1)).first, readback.on_below_start()) == (4, False)
-    assert (readback.request(req(-2)).first, readback.on_below_start()) == (10, True)
+    assert (readback.request(req(-1)).first, readback.on_before_log_start()) == (4, False)
+    assert (readback.request(req(-2)).first, readback.on_before_log_start()) == (10, True)
 
 
 def test_without_later_records_all_unanswered_appends_are_lost():

@@ -123,7 +123,7 @@ async def test_a_server_that_does_not_own_it_yet_is_queried_again(cluster):
 async def test_a_mark_request_is_repeated_while_the_server_does_not_own_the_partition(
     monkeypatch, cluster
 ):
-    monkeypatch.setitem(requests.UNANSWERED_S, messages.HighWaterMarkResponse, 0.05)
+    monkeypatch.setitem(requests.LEGACY_ANSWER_TIMEOUT_S, messages.HighWaterMarkResponse, 0.05)
     cluster.fill(0, 4)
     await on_server(cluster, lambda: cluster.servers[0].release_ownership(0))
     async with client_of(cluster) as client, asyncio.TaskGroup() as group:

@@ -154,7 +154,7 @@ def batch(monkeypatch: pytest.MonkeyPatch, cluster: Cluster) -> Cluster:
     return cluster
 
 
-def spans_of(**options: str) -> list[tuple[int, int, int]]:
+def scan_ranges_of(**options: str) -> list[tuple[int, int, int]]:
     chosen = parse_read({"path": CONNECT, **options})
     tasks = WaltzBatchReader(chosen, None).partitions()
     return [(each.partition, each.first, each.last) for each in tasks if isinstance(each, ReadTask)]
@@ -162,11 +162,11 @@ def spans_of(**options: str) -> list[tuple[int, int, int]]:
 
 def test_a_batch_reads_what_is_available(batch: Cluster) -> None:
     ends = {"endingHighWaterMarks": '{"0": 3, "1": 3}'}
-    assert spans_of() == [(0, FIRST, 10), (1, 0, 10)]
+    assert scan_ranges_of() == [(0, FIRST, 10), (1, 0, 10)]
     given = {"startingHighWaterMarks": '{"0": 1, "1": 1}', "failOnDataLoss": "false"}
-    assert spans_of(**given, **ends) == [(1, 2, 3)]
+    assert scan_ranges_of(**given, **ends) == [(1, 2, 3)]
     batch.firsts = {0: 11, 1: 0}
-    assert spans_of() == [(1, 0, 10)], "all transactions of partition 0 have expired"
+    assert scan_ranges_of() == [(1, 0, 10)], "all transactions of partition 0 have expired"
 
 
 @pytest.mark.usefixtures("batch")
@@ -182,12 +182,12 @@ def test_a_batch_that_ends_before_the_first_available_id_fails(
         with pytest.raises(
             DataLoss, match=rf"'endingHighWaterMarks' {HINT.replace('begin', 'end')}"
         ):
-            spans_of(**ends)
+            scan_ranges_of(**ends)
     else:
-        assert spans_of(**ends) == spans
-    assert spans_of(**ends, transactionIds="5-9") == spans[:-1]
+        assert scan_ranges_of(**ends) == spans
+    assert scan_ranges_of(**ends, transactionIds="5-9") == spans[:-1]
     with caplog.at_level(logging.WARNING, "waltz"):
-        assert spans_of(**ends, failOnDataLoss="false") == spans
+        assert scan_ranges_of(**ends, failOnDataLoss="false") == spans
     assert ("spark.transactions_expired first_available={0: 5}" in caplog.text) is is_lost
 
 
@@ -195,11 +195,11 @@ def test_a_batch_that_ends_before_the_first_available_id_fails(
 def test_a_batch_of_expired_ids_fails_or_reads_what_is_available() -> None:
     for ids in ("0-3", "3-6"):
         with pytest.raises(DataLoss, match=rf"\({ids}\) {HINT}"):
-            spans_of(transactionIds=ids)
-    assert spans_of(transactionIds="0-3", partitions="1") == [(1, 0, 3)]
+            scan_ranges_of(transactionIds=ids)
+    assert scan_ranges_of(transactionIds="0-3", partitions="1") == [(1, 0, 3)]
     allowed = {"failOnDataLoss": "false"}
-    assert spans_of(transactionIds="0-3", **allowed) == [(1, 0, 3)]
-    assert spans_of(transactionIds="3-6", **allowed) == [(0, FIRST, 6), (1, 3, 6)]
+    assert scan_ranges_of(transactionIds="0-3", **allowed) == [(1, 0, 3)]
+    assert scan_ranges_of(transactionIds="3-6", **allowed) == [(0, FIRST, 6), (1, 3, 6)]
 
 
 def test_a_stream_of_expired_ids_fails_if_it_starts_at_the_earliest(cluster: Cluster) -> None:

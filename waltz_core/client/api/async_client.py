@@ -77,7 +77,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_CLOSED = "the client is closed"
+_CLOSED_TEXT = "the client is closed"
 
 
 class AsyncWaltzClient(OpenedByConnect):
@@ -167,7 +167,7 @@ class AsyncWaltzClient(OpenedByConnect):
         settings = settings_of(config)
         directory = ZooKeeperDirectory.from_config(connect, settings)
         client = cls(directory, connect, settings, client_id=client_id)
-        client._restrict(partitions)
+        client._set_own_partitions(partitions)
         return Opening(client)
 
     @classmethod
@@ -194,10 +194,10 @@ class AsyncWaltzClient(OpenedByConnect):
         client = cls(directory, layout.connect, settings, client_id=client_id)
         client._connection_sequence = connection_sequence
         client.claim = claim
-        client._restrict(partitions)
+        client._set_own_partitions(partitions)
         return Opening(client)
 
-    def _restrict(self, partitions: Iterable[int] | None) -> None:
+    def _set_own_partitions(self, partitions: Iterable[int] | None) -> None:
         if partitions is not None:
             # `open` checks that these partitions exist.
             self._own_partitions = cast(
@@ -244,16 +244,18 @@ class AsyncWaltzClient(OpenedByConnect):
         """
         if self._root is None or (self._ending is not None and self._ending.done()):
             return
-        self._check_home()
+        self._check_process_and_loop()
         self._is_closed = True
         if self._ending is None:
             # This task is outside the TaskGroup, too: the client must close even if the caller is
             # cancelled.
             loop = asyncio.get_running_loop()
-            self._ending = loop.create_task(self._end(self._root), name="waltz-client-end")
+            self._ending = loop.create_task(
+                self._finish_and_close(self._root), name="waltz-client-end"
+            )
         await asyncio.shield(self._ending)
 
-    async def _end(self, root: "asyncio.Task[None]") -> None:
+    async def _finish_and_close(self, root: "asyncio.Task[None]") -> None:
         try:
             async with asyncio.timeout(self.config.request_timeout_ms / 1000):
                 for run in list(self._runs):
@@ -649,20 +651,20 @@ class AsyncWaltzClient(OpenedByConnect):
             bytes_max or self.config.range_bytes_max,
         )
 
-        async def from_server(rest: RangeQuery) -> RangeChunk:
+        async def fetch_from_server(rest: RangeQuery) -> RangeChunk:
             return await self.requests.fetch_range(partition_id, rest)
 
         reader = ReplicaReader(
             partition_id,
             replicas or NO_REPLICAS,
-            from_server,
+            fetch_from_server,
             first=query.first,
             timeout_s=self.config.server_connect_timeout_ms / 1000,
             ssl=self._ssl,
         )
         self._range_readers[reader] = None
         try:
-            async for chunk in read_chunks(partition_id, query, reader.fetch, self._start):
+            async for chunk in read_chunks(partition_id, query, reader.fetch, self._start_fetch):
                 if self._encryption is None:
                     yield chunk
                 else:
@@ -674,13 +676,13 @@ class AsyncWaltzClient(OpenedByConnect):
 
     # --- private
 
-    def _start(self, fetch: Coroutine[Any, Any, RangeChunk]) -> "asyncio.Future[RangeChunk]":
+    def _start_fetch(self, fetch: Coroutine[Any, Any, RangeChunk]) -> "asyncio.Future[RangeChunk]":
         """Run a fetch in a task of its own, so that it finishes even if its reader is cancelled."""
         future: asyncio.Future[RangeChunk] = asyncio.get_running_loop().create_future()
         future.add_done_callback(lambda done: done.cancelled() or done.exception())
 
         async def run() -> None:
-            outcome: RangeChunk | errors.WaltzError = errors.Unavailable(_CLOSED)
+            outcome: RangeChunk | errors.WaltzError = errors.Unavailable(_CLOSED_TEXT)
             try:
                 outcome = await fetch
             except errors.WaltzError as error:
@@ -693,11 +695,11 @@ class AsyncWaltzClient(OpenedByConnect):
 
         if self._closing.is_set():
             fetch.close()
-            raise errors.UsageError(_CLOSED)
+            raise errors.UsageError(_CLOSED_TEXT)
         self.spawn(run(), "fetch")
         return future
 
-    def _check_home(self) -> None:
+    def _check_process_and_loop(self) -> None:
         if os.getpid() != self._pid:
             raise errors.UsageError(
                 f"this client was opened by process {self._pid} and cannot be used in the "
@@ -710,9 +712,9 @@ class AsyncWaltzClient(OpenedByConnect):
             )
 
     def _check_usable(self) -> None:
-        self._check_home()
+        self._check_process_and_loop()
         if self._is_closed or self._root is None:
-            raise errors.UsageError(_CLOSED)
+            raise errors.UsageError(_CLOSED_TEXT)
 
     def _check_partition(self, partition: int) -> PartitionId:
         self._check_usable()
@@ -771,7 +773,7 @@ class AsyncWaltzClient(OpenedByConnect):
         found = self._partitions.get(partition_id)
         if found is None:
             if self._closing.is_set():  # a closing client would never end the partition
-                raise errors.UsageError(_CLOSED)
+                raise errors.UsageError(_CLOSED_TEXT)
             found = ClientPartition(partition_id, self)
             self._partitions[partition_id] = found
         return found

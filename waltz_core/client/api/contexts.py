@@ -36,7 +36,7 @@ from waltz_core.client.model.transaction import (
     TransactionContext,
     check_context,
 )
-from waltz_core.client.read.feed_delivery import own_cancellation
+from waltz_core.client.read.feed_delivery import application_cancellation_error
 from waltz_core.client.stream.appends import PendingRow, RowOutcome, error_of
 from waltz_core.client.stream.client_partition import ClientPartition
 from waltz_core.encryption.envelopes import Encryption
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 PAUSE_S_MIN, PAUSE_S_MAX = 0.01, 1.0
 
-_FINAL = (RowOutcomeCode.AHEAD, RowOutcomeCode.TOO_LARGE)
+_FINAL_OUTCOMES = (RowOutcomeCode.AHEAD, RowOutcomeCode.TOO_LARGE)
 
 
 ResultT = TypeVar("ResultT")
@@ -116,7 +116,7 @@ class LoopContext:
             result: bool | Awaitable[bool] = self._context.execute(builder)
             return await result if inspect.isawaitable(result) else result
         except asyncio.CancelledError as error:
-            raise own_cancellation(error) from error
+            raise application_cancellation_error(error) from error
 
     async def call(self, hook: str, *args: object) -> None:
         """Call the hook with this name, for example `on_completion`."""
@@ -126,7 +126,7 @@ class LoopContext:
             if inspect.isawaitable(result):
                 await result
         except asyncio.CancelledError as error:
-            raise own_cancellation(error) from error
+            raise application_cancellation_error(error) from error
 
 
 class ContextRun:
@@ -163,11 +163,11 @@ class ContextRun:
     async def begin(self) -> bool:
         """Make the first attempt; return False if the context has ended with this attempt."""
         try:
-            return await self._attempt()
+            return await self._make_attempt()
         except _DeadlinePassed as late:
-            return await self._expire(errors.Unavailable(str(late)))
+            return await self._finish_expired(errors.Unavailable(str(late)))
         except Exception as error:  # noqa: BLE001 - whatever `execute` raises
-            await self._fail(error)
+            await self._finish_failed(error)
             return False
 
     async def run_to_end(self) -> None:
@@ -176,20 +176,20 @@ class ContextRun:
             while await self._run_step():
                 pass
         except asyncio.CancelledError:
-            self._close()
+            self._finish_unsettled()
             raise
         except _DeadlinePassed as late:
-            await self._expire(errors.Unavailable(str(late)))
+            await self._finish_expired(errors.Unavailable(str(late)))
         except Exception as error:  # noqa: BLE001 - whatever `execute` or a hook raises
-            await self._fail(error)
+            await self._finish_failed(error)
 
-    async def _attempt(self) -> bool:
+    async def _make_attempt(self) -> bool:
         """Execute the context and append its transaction; False if `execute` returned False."""
         partition = self._partition
         await self._await_until_deadline(
             partition.ensure_mounted(), "the client had not mounted the partition"
         )
-        if partition.reads_by_feed:
+        if partition.has_view:
             await self._await_until_deadline(
                 partition.wait_for_feed(), "the application had paused the partition"
             )
@@ -202,7 +202,7 @@ class ContextRun:
         executing = self._context.execute(builder)
         is_wanted = await self._await_until_deadline(executing, "execute was still running")
         if not is_wanted:
-            self._finish(None)
+            self._set_outcome(None)
             await self._call_hook("on_completion", False)  # noqa: FBT003
             return False
         if builder.data is None:
@@ -260,34 +260,36 @@ class ContextRun:
         try:
             outcome = await row.future
         except errors.OutcomeUnknown as error:
-            await self._fail(error)
+            await self._finish_failed(error)
             return False
         except errors.Unavailable as error:  # the row was never sent, so rule 3 holds
-            return await self._retry(error, wait_for=None)
+            return await self._retry_attempt(error, wait_for=None)
         assert isinstance(outcome, RowOutcome)
         if outcome.reason == RowOutcomeCode.COMMITTED:
-            await self._complete(outcome.transaction_id)
+            await self._finish_committed(outcome.transaction_id)
             return False
         rejection = error_of(self._partition.partition_id, row, outcome)
-        if outcome.reason in _FINAL:
-            await self._fail(rejection)
+        if outcome.reason in _FINAL_OUTCOMES:
+            await self._finish_failed(rejection)
             return False
         if outcome.reason != RowOutcomeCode.LOCK:
-            return await self._retry(rejection, wait_for=None)
+            return await self._retry_attempt(rejection, wait_for=None)
         if outcome.pipelined_state is not None:
             self._pipelined_state = outcome.pipelined_state
         await self._call_hook("on_lock_failure")
-        return await self._retry(rejection, wait_for=outcome.conflicting)
+        return await self._retry_attempt(rejection, wait_for=outcome.conflicting)
 
-    async def _retry(self, error: errors.WaltzError, *, wait_for: TransactionId | None) -> bool:
+    async def _retry_attempt(
+        self, error: errors.WaltzError, *, wait_for: TransactionId | None
+    ) -> bool:
         """Try again, after `wait_for` is applied or a delay; False when the context has ended."""
         self._retries += 1
         limit = self._context.retries_max
         if limit is not None and self._retries > limit:
-            return await self._expire(error)
+            return await self._finish_expired(error)
         if self._deadline_s is not None and self._loop.time() >= self._deadline_s:
             # `asyncio.timeout` interrupts only code that suspends.
-            return await self._expire(self._view_behind_error(wait_for) or error)
+            return await self._finish_expired(self._view_behind_error(wait_for) or error)
         try:
             async with asyncio.timeout_at(self._deadline_s):
                 if wait_for is None:
@@ -296,9 +298,9 @@ class ContextRun:
                 else:
                     await self._wait_until_applied(wait_for)
         except TimeoutError:
-            return await self._expire(self._view_behind_error(wait_for) or error)
+            return await self._finish_expired(self._view_behind_error(wait_for) or error)
         self._partition.appends.counts.retried += 1
-        return await self._attempt()
+        return await self._make_attempt()
 
     def _view_behind_error(self, wanted: TransactionId | None) -> errors.ViewBehind | None:
         """Return an error with the view's position if it has not applied `wanted` (rule 7)."""
@@ -329,7 +331,7 @@ class ContextRun:
 
     async def _wait_until_applied(self, mark: TransactionId) -> None:
         """Wait until the client has applied `mark` or knows that it is in the log (rule 2)."""
-        while self._partition.reads_by_feed:
+        while self._partition.has_view:
             applier = await self._partition.wait_for_feed()
             if applier is None:
                 break
@@ -342,7 +344,7 @@ class ContextRun:
                 return
         await self._partition.wait_until_known(mark)
 
-    async def _complete(self, transaction_id: TransactionId) -> None:
+    async def _finish_committed(self, transaction_id: TransactionId) -> None:
         if not self.future.done():
             self.future.set_result(transaction_id)
         await self._call_hook("on_completion", True)  # noqa: FBT003
@@ -354,7 +356,7 @@ class ContextRun:
                 return  # The feed has stopped, and the application was notified.
             await self._call_hook("on_application")
 
-    def _close(self) -> None:
+    def _finish_unsettled(self) -> None:
         """End the run because the client closes: report what is known about the last attempt."""
         row = self._row
         # NB: the end of the loop cancels this task, and with it the future that it waits for.
@@ -362,9 +364,9 @@ class ContextRun:
             error = errors.OutcomeUnknown(
                 "the client was closed before the outcome of the append was known"
             )
-            self._finish(error)
+            self._set_outcome(error)
         elif (failure := row.future.exception()) is not None:
-            self._finish(failure)
+            self._set_outcome(failure)
         elif isinstance(outcome := row.future.result(), RowOutcome) and not outcome.reason:
             if not self.future.done():
                 self.future.set_result(outcome.transaction_id)
@@ -373,15 +375,15 @@ class ContextRun:
                 "the client was closed before the context was tried again; the transaction is "
                 "not in the log"
             )
-            self._finish(errors.Unreachable(text))
+            self._set_outcome(errors.Unreachable(text))
 
-    async def _expire(self, error: errors.WaltzError) -> bool:
-        self._finish(error)
+    async def _finish_expired(self, error: errors.WaltzError) -> bool:
+        self._set_outcome(error)
         await self._call_hook("on_expiration")
         return False
 
-    async def _fail(self, error: Exception) -> None:
-        self._finish(error)
+    async def _finish_failed(self, error: Exception) -> None:
+        self._set_outcome(error)
         await self._call_hook("on_exception", error)
 
     async def _call_hook(self, name: str, *args: object) -> None:
@@ -393,7 +395,7 @@ class ContextRun:
                 "client.hook_failed partition=%d hook=%s", self._partition.partition_id, name
             )
 
-    def _finish(self, error: BaseException | None) -> None:
+    def _set_outcome(self, error: BaseException | None) -> None:
         if self.future.done():
             return
         if error is None:

@@ -40,13 +40,13 @@ DATA_FORMATS = ("msgpack", "json")
 DataFormat: TypeAlias = str | SchemaFormat
 ERROR_FIELD = pa.field("data_error", pa.string())
 # The columns that locate a payload in an error message.
-_PLACE = ("partition", "transaction_id")
+_LOCATION_COLUMNS = ("partition", "transaction_id")
 # Columns that may be null in the log.
-_NULLABLE = ("commit_time",)
-_NULLABLE_WITH_KEYS = ("commit_time", "data", ERROR_FIELD.name)
+_NULLABLE_COLUMNS = ("commit_time",)
+_NULLABLE_COLUMNS_WITH_KEYS = ("commit_time", "data", ERROR_FIELD.name)
 
 
-class Span(NamedTuple):
+class ScanRange(NamedTuple):
     """The transactions start..stop-1 of a partition."""
 
     partition: int
@@ -74,17 +74,21 @@ class ScanColumns:
         *,
         has_keys: bool = False,
     ) -> None:
-        name, decode = _format(data_format)
+        name, decode = _format_name_and_decoder(data_format)
         log = batches.READ_SCHEMA.append(ERROR_FIELD) if has_keys else batches.READ_SCHEMA
         self.schema = log if schema is None else _check_schema(schema, log, has_keys=has_keys)
-        self._foreign = [part for part in self.schema if part.name not in log.names]
+        self._payload_columns = [part for part in self.schema if part.name not in log.names]
         columns = [
             name for name in self.schema.names if name in log.names and name != ERROR_FIELD.name
         ]
-        needs_data = bool(self._foreign) or ERROR_FIELD.name in self.schema.names
+        needs_data = bool(self._payload_columns) or ERROR_FIELD.name in self.schema.names
         if needs_data or (has_keys and "data" in columns):
-            columns += [name for name in (*_PLACE, "header", "data") if name not in columns]
-        self._unpacker = Unpacker(self._foreign, name, decode=decode, is_case_sensitive=True)
+            columns += [
+                name for name in (*_LOCATION_COLUMNS, "header", "data") if name not in columns
+            ]
+        self._unpacker = Unpacker(
+            self._payload_columns, name, decode=decode, is_case_sensitive=True
+        )
         # For a scan without columns, a batch still needs its number of rows.
         self._columns = columns or ["partition"]
         self.form = RangeForm.WHOLE if "data" in self._columns else RangeForm.HEADERS
@@ -110,9 +114,9 @@ class ScanColumns:
                 chunk.records, chunk.lengths, chunk.stamps, self._columns, partition_id=partition_id
             )
         for batch in found:
-            yield self._project(select(batch), chunk)
+            yield self._convert_batch(select(batch), chunk)
 
-    def _project(self, batch: pa.RecordBatch, chunk: RangeChunk) -> pa.RecordBatch:
+    def _convert_batch(self, batch: pa.RecordBatch, chunk: RangeChunk) -> pa.RecordBatch:
         found = dict(zip(batch.schema.names, batch.columns, strict=True))
         if chunk.decrypt is not None and "data" in found:
             payloads = [
@@ -123,18 +127,18 @@ class ScanColumns:
             ]
             found["data"] = pa.array([each.data for each in payloads], pa.binary())
             found[ERROR_FIELD.name] = pa.array([each.error for each in payloads], pa.string())
-        if self._foreign:
-            columns = self._unpack(found)
-            found |= dict(zip((part.name for part in self._foreign), columns, strict=True))
+        if self._payload_columns:
+            columns = self._unpack_payloads(found)
+            found |= dict(zip((part.name for part in self._payload_columns), columns, strict=True))
         if not self.schema.names:
             return batch.select([])
         arrays = [found[name] for name in self.schema.names]
         return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
 
-    def _unpack(self, found: dict[str, pa.Array]) -> list[pa.Array]:
+    def _unpack_payloads(self, found: dict[str, pa.Array]) -> list[pa.Array]:
         """Return the columns from payloads; rows without a decrypted payload are null (rule 5)."""
         is_present = found["data"].is_valid()
-        data, *place = (found[name].filter(is_present) for name in ("data", *_PLACE))
+        data, *place = (found[name].filter(is_present) for name in ("data", *_LOCATION_COLUMNS))
         columns = self._unpacker.columns(
             data, lambda row: f"partition {place[0][row]}, transaction {place[1][row]}"
         )
@@ -146,7 +150,7 @@ class ScanColumns:
         return [column.take(place_of) for column in columns]
 
 
-def _format(data_format: DataFormat) -> tuple[str, Decode | None]:
+def _format_name_and_decoder(data_format: DataFormat) -> tuple[str, Decode | None]:
     """Return the name of a format and its decoder, which is None for a format without a schema."""
     if isinstance(data_format, SchemaFormat):
         return data_format.data_format, data_format.decode
@@ -176,7 +180,7 @@ def _check_schema(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> A
             raise BadRequest(
                 f"argument schema: expected different column names, found {name!r} twice"
             )
-    nullable = _NULLABLE_WITH_KEYS if has_keys else _NULLABLE
+    nullable = _NULLABLE_COLUMNS_WITH_KEYS if has_keys else _NULLABLE_COLUMNS
     for part in schema:
         if part.name not in log.names:
             if has_keys and not part.nullable:
@@ -200,7 +204,9 @@ def _check_schema(schema: ArrowSchema, log: ArrowSchema, *, has_keys: bool) -> A
     return schema
 
 
-def spans_of(sources: Mapping[int, ReplicaSet], start: object, stop: object) -> list[Span]:
+def scan_ranges_of(
+    sources: Mapping[int, ReplicaSet], start: object, stop: object
+) -> list[ScanRange]:
     """Return the range of transactions to read from each partition.
 
     Args:
@@ -214,7 +220,10 @@ def spans_of(sources: Mapping[int, ReplicaSet], start: object, stop: object) -> 
         BeforeLogStart: IDs before the first available one are requested.
         DataLoss: an ID is after the end of the log.
     """
-    starts, stops = _by_partition("start", start, sources), _by_partition("stop", stop, sources)
+    starts, stops = (
+        _ids_by_partition("start", start, sources),
+        _ids_by_partition("stop", stop, sources),
+    )
     found = []
     for partition, source in sorted(sources.items()):
         end = int(source.high_water_mark) + 1
@@ -238,11 +247,11 @@ def spans_of(sources: Mapping[int, ReplicaSet], start: object, stop: object) -> 
                 f"partition {partition}: expected start <= stop, found start {first} and stop "
                 f"{last}"
             )
-        found.append(Span(partition, first, last))
+        found.append(ScanRange(partition, first, last))
     return found
 
 
-def _by_partition(name: str, given: object, partitions: Mapping[int, Any]) -> dict[int, int]:
+def _ids_by_partition(name: str, given: object, partitions: Mapping[int, Any]) -> dict[int, int]:
     """Return the given IDs by partition; a single ID is used for all partitions."""
     if given is None:
         return {}
@@ -265,7 +274,7 @@ def _by_partition(name: str, given: object, partitions: Mapping[int, Any]) -> di
 
 def open_scan(
     client: "WaltzClient",
-    spans: Sequence[Span],
+    spans: Sequence[ScanRange],
     sources: Mapping[int, ReplicaSet],
     columns: ScanColumns,
 ) -> ArrowReader:

@@ -64,16 +64,16 @@ BATCH_S = 0.1
 ATTEMPTS_MAX = 12
 PAUSE_MS_MIN, PAUSE_MS_MAX = 5, 1_000
 # SQLSTATE: serialization failure, deadlock, lock not available (PostgreSQL and others).
-_CONFLICTS = ("40001", "40P01", "55P03")
+_CONFLICT_STATES = ("40001", "40P01", "55P03")
 # SQLSTATE of a change in a read-only transaction: the primary has become a standby, for example.
-_READ_ONLY = "25006"
+_READ_ONLY_STATE = "25006"
 _CONFLICT_TEXTS = ("database is locked", "database table is locked", "Deadlock found")
 # Parts of a statement in which keywords do not count: comments and quoted texts.
 _COMMENTS_AND_LITERALS = re.compile(
     r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'|\"[^\"]*\"|\$(\w*)\$.*?\$\1\$", re.DOTALL
 )
 # Statements that end or begin a transaction; ROLLBACK TO and RELEASE of a savepoint do not.
-_TRANSACTION_END = re.compile(
+_TRANSACTION_END_PATTERN = re.compile(
     r"(?:^|;)\s*(COMMIT|ROLLBACK(?!\s+(?:WORK\s+|TRANSACTION\s+)?TO\b)|ABORT|END|BEGIN"
     r"|START\s+TRANSACTION|PREPARE\s+TRANSACTION)\b",
     re.IGNORECASE,
@@ -132,7 +132,7 @@ class SqlCallbacks(BatchCallbacks):
         _check_class(type(self))
         _check_engine(engine)
         _check_statements(engine)
-        self._make_table()
+        self._create_table()
         # SQLite permits one writer, and the others poll for its lock. So partitions take turns
         # here.
         is_sqlite = engine.dialect.name == "sqlite"
@@ -175,8 +175,8 @@ class SqlCallbacks(BatchCallbacks):
             BadRequest: the partition is not applied to this database.
         """
         with self._engine.connect() as connection:
-            _begin_reading(connection)
-            found = self._row(connection, builder.partition_id)
+            _begin_snapshot(connection)
+            found = self._read_mark(connection, builder.partition_id)
             if found is None:
                 raise errors.BadRequest(
                     f"partition {builder.partition_id}: the view has not applied any of its "
@@ -199,7 +199,7 @@ class SqlCallbacks(BatchCallbacks):
         Raises:
             ClusterKeyMismatch: the mark belongs to another cluster's log (rule 7).
         """
-        mark = self._retry("mark", lambda: self._mark_or_begin(partition))
+        mark = self._retry_on_conflict("mark", lambda: self._read_or_insert_mark(partition))
         self._known[partition] = mark
         return mark
 
@@ -229,7 +229,9 @@ class SqlCallbacks(BatchCallbacks):
             batch = transactions[: self._sizes.get(partition, BATCH_MIN)]
             end = last if len(batch) == len(transactions) else int(batch[-1].transaction_id)
             try:
-                if self._retry("apply", partial(self._apply_once, partition, batch, end)):
+                if self._retry_on_conflict(
+                    "apply", partial(self._try_apply_batch, partition, batch, end)
+                ):
                     return len(batch)
             except Exception as error:
                 if len(batch) <= 1:
@@ -254,14 +256,14 @@ class SqlCallbacks(BatchCallbacks):
         if is_outage(error) or is_conflict(error):
             cause = error.orig if isinstance(error, DBAPIError) else error
             _log.warning("sql.database_unavailable partition=%d error=%s", partition, cause)
-            if _sqlstate(error) == _READ_ONLY:
+            if _sqlstate(error) == _READ_ONLY_STATE:
                 self._engine.dispose()  # a new connection finds the new primary
             return PoisonPolicy.RETRY
         return super().uncaught_exception(partition, transaction_id, error)
 
     # -- the database ----------------------------------------------------------------------------
 
-    def _retry(self, what: str, action: Callable[[], T]) -> T:
+    def _retry_on_conflict(self, what: str, action: Callable[[], T]) -> T:
         """Retry an action that the database rejects because of another transaction (rule 4)."""
         random = Random()  # noqa: S311 - spreads retries, keeps no secret
         backoff = Backoff(interval_ms_min=PAUSE_MS_MIN, interval_ms_max=PAUSE_MS_MAX, random=random)
@@ -276,9 +278,9 @@ class SqlCallbacks(BatchCallbacks):
                 time.sleep(pause_ms / 1000)
         return action()
 
-    def _mark_or_begin(self, partition: int) -> int:
+    def _read_or_insert_mark(self, partition: int) -> int:
         with self._engine.begin() as connection:
-            found = self._row(connection, partition)
+            found = self._read_mark(connection, partition)
         if found is None:
             beginning = self.marks.insert().values(
                 application=self._application,
@@ -291,18 +293,18 @@ class SqlCallbacks(BatchCallbacks):
                     connection.execute(beginning)
             except IntegrityError:
                 with self._engine.begin() as connection:
-                    found = self._row(connection, partition)
+                    found = self._read_mark(connection, partition)
                 if found is None:
                     raise
             else:
                 return BEFORE_FIRST
         mark, key = found
         if self._key is not None and key is None:
-            key = self._with_cluster_key(partition, self.marks.c.cluster_key.is_(None))
+            key = self._set_cluster_key(partition, self.marks.c.cluster_key.is_(None))
         elif key is not None and self._restored_from.has(key, {partition: mark}):
             marks = self.marks.c
             is_same = sa.and_(marks.cluster_key == key, marks.high_water_mark == mark)
-            key = self._with_cluster_key(partition, is_same)
+            key = self._set_cluster_key(partition, is_same)
         self._check_key(partition, key)
         return mark
 
@@ -317,36 +319,36 @@ class SqlCallbacks(BatchCallbacks):
                 "`application`."
             )
 
-    def _with_cluster_key(self, partition: int, is_same: sa.ColumnElement[bool]) -> str | None:
+    def _set_cluster_key(self, partition: int, is_same: sa.ColumnElement[bool]) -> str | None:
         """Set the cluster key of a mark that is still the same; return the mark's key (rule 7)."""
         with self._engine.begin() as connection:
             connection.execute(
                 self.marks.update()
-                .where(*self._own_row(partition), is_same)
+                .where(*self._own_row_conditions(partition), is_same)
                 .values(cluster_key=self._key)
             )
-            found = self._row(connection, partition)
+            found = self._read_mark(connection, partition)
         return None if found is None else found[1]
 
-    def _apply_once(self, partition: int, batch: Sequence[Transaction], end: int) -> bool:
+    def _try_apply_batch(self, partition: int, batch: Sequence[Transaction], end: int) -> bool:
         """Apply a batch; return False if another instance has moved the mark."""
         known, found, took_s = self._known[partition], None, 0.0
         with self._turn, self._engine.begin() as connection:
             # This statement comes first: it locks the row of the mark, so that other instances wait
             # here.
-            is_moved = self._move(connection, partition, known, end)
+            is_moved = self._move_mark(connection, partition, known, end)
             if not is_moved:
-                found = self._row(connection, partition)
+                found = self._read_mark(connection, partition)
             elif batch:
                 began_s = time.monotonic()
                 with _commit_guarded(connection):
                     self.apply_batch(connection, batch)
                 if _guard.error is not None:
-                    self._check_moved(connection, partition, end, _guard.error)
+                    self._check_mark_moved(connection, partition, end, _guard.error)
                 took_s = time.monotonic() - began_s
         if is_moved:
             self._known[partition] = end
-            self._resize(partition, len(batch), took_s)
+            self._resize_batch(partition, len(batch), took_s)
             return True
         if found is not None:
             self._check_key(partition, found[1])
@@ -360,7 +362,7 @@ class SqlCallbacks(BatchCallbacks):
         self._known[partition] = found[0]
         return False
 
-    def _resize(self, partition: int, count: int, took_s: float) -> None:
+    def _resize_batch(self, partition: int, count: int, took_s: float) -> None:
         """Choose the size of the next batch from the duration of the last one (rule 6)."""
         size = self._sizes.get(partition, BATCH_MIN)
         if count == size and took_s < BATCH_S / 2:
@@ -369,49 +371,51 @@ class SqlCallbacks(BatchCallbacks):
             size = max(1, size // 2)
         self._sizes[partition] = size
 
-    def _move(self, connection: sa.Connection, partition: int, known: int, to: int) -> bool:
+    def _move_mark(self, connection: sa.Connection, partition: int, known: int, to: int) -> bool:
         """Move the mark from the known value; return False if it has another value."""
         is_known = self.marks.c.high_water_mark == known
         if self._key is not None:
             is_known = sa.and_(is_known, self.marks.c.cluster_key == self._key)
         moved = connection.execute(
             self.marks.update()
-            .where(*self._own_row(partition), is_known)
+            .where(*self._own_row_conditions(partition), is_known)
             .values(high_water_mark=to)
         )
         return moved.rowcount == 1
 
-    def _check_moved(
+    def _check_mark_moved(
         self, connection: sa.Connection, partition: int, to: int, error: BaseException
     ) -> None:
         """Raise BadRequest if the database rolled back on an error that `apply` caught (rule 2)."""
         try:
-            found = self._row(connection, partition)
+            found = self._read_mark(connection, partition)
         except DBAPIError as failure:
             if is_outage(failure):
                 raise
             found = None  # PostgreSQL accepts no statement after an error
         if found is None or found[0] != to:
-            raise _early_end(
+            raise _early_end_error(
                 "that the database had rolled the transaction back after an error that "
                 f"`apply` caught ({error})"
             ) from error
 
-    def _row(self, connection: sa.Connection, partition: int) -> tuple[int, str | None] | None:
+    def _read_mark(
+        self, connection: sa.Connection, partition: int
+    ) -> tuple[int, str | None] | None:
         """Return a partition's mark and its cluster key; None if the table has no mark for it."""
         marks = self.marks
         query = sa.select(marks.c.high_water_mark, marks.c.cluster_key)
-        found = connection.execute(query.where(*self._own_row(partition))).one_or_none()
+        found = connection.execute(query.where(*self._own_row_conditions(partition))).one_or_none()
         return None if found is None else (int(found[0]), found[1])
 
-    def _own_row(self, partition: int) -> tuple[sa.ColumnElement[bool], ...]:
+    def _own_row_conditions(self, partition: int) -> tuple[sa.ColumnElement[bool], ...]:
         marks = self.marks
         return marks.c.application == self._application, marks.c.partition_id == partition
 
-    def _make_table(self) -> None:
+    def _create_table(self) -> None:
         try:
             self.marks.create(self._engine, checkfirst=True)
-            if not self._has_key():
+            if not self._has_key_column():
                 place = self._engine.dialect.identifier_preparer.format_table(self.marks)
                 with self._engine.begin() as connection:
                     connection.execute(
@@ -419,10 +423,13 @@ class SqlCallbacks(BatchCallbacks):
                     )
         except DatabaseError:
             # Another instance may have created the table or the column just now.
-            if not sa.inspect(self._engine).has_table(self.marks.name) or not self._has_key():
+            if (
+                not sa.inspect(self._engine).has_table(self.marks.name)
+                or not self._has_key_column()
+            ):
                 raise
 
-    def _has_key(self) -> bool:
+    def _has_key_column(self) -> bool:
         columns = sa.inspect(self._engine).get_columns(self.marks.name)
         return any(each["name"] == "cluster_key" for each in columns)
 
@@ -433,7 +440,7 @@ def is_conflict(error: Exception) -> bool:
         return False
     state = _sqlstate(error)
     if state is not None:
-        return state in _CONFLICTS
+        return state in _CONFLICT_STATES
     return any(text in str(error.orig) for text in _CONFLICT_TEXTS)
 
 
@@ -449,14 +456,14 @@ def is_outage(error: Exception) -> bool:
         return isinstance(error, sa.exc.TimeoutError)
     if error.connection_invalidated or isinstance(error, InterfaceError):
         return True
-    if _sqlstate(error) == _READ_ONLY:
+    if _sqlstate(error) == _READ_ONLY_STATE:
         return True
     # SQLite raises the same class for a full disk and for a missing table.
     is_mistake = getattr(error.orig, "sqlite_errorname", None) == "SQLITE_ERROR"
     return isinstance(error, OperationalError) and not is_mistake
 
 
-def _begin_reading(connection: sa.Connection) -> None:
+def _begin_snapshot(connection: sa.Connection) -> None:
     """Start a transaction in which all queries see one snapshot."""
     if connection.dialect.name == "postgresql":
         # PostgreSQL may reject a reader at SERIALIZABLE, but never one that reads a snapshot.
@@ -508,7 +515,7 @@ class _Guard(threading.local):
     """This thread's connection whose transaction must stay open, and the call that broke this."""
 
     connection: sa.Connection | None = None
-    broken: str | None = None
+    broken_by: str | None = None
     error: BaseException | None = None  # an error of the database; `apply` may have caught it
 
 
@@ -521,27 +528,27 @@ assert hasattr(sa.Connection, "_commit_impl")
 @contextmanager
 def _commit_guarded(connection: sa.Connection) -> Iterator[None]:
     """Reject calls that would end the transaction (rule 2), even if `apply` catches the error."""
-    _guard.connection, _guard.broken, _guard.error = connection, None, None
+    _guard.connection, _guard.broken_by, _guard.error = connection, None, None
     vars(connection)["_commit_impl"] = partial(_reject_call, "commit()")
     try:
         yield
     finally:
         del vars(connection)["_commit_impl"]
-        _guard.connection, broken = None, _guard.broken
+        _guard.connection, broken_by = None, _guard.broken_by
         if connection.closed:
-            broken = "close()"
-        elif broken is None and not connection.in_transaction():
-            broken = "rollback()"  # SQLAlchemy accepts no statement after it
-        elif broken is not None:
+            broken_by = "close()"
+        elif broken_by is None and not connection.in_transaction():
+            broken_by = "rollback()"  # SQLAlchemy accepts no statement after it
+        elif broken_by is not None:
             # For SQLAlchemy, the transaction has ended now; for the driver, it is still open.
             connection.connection.rollback()
-    if broken is not None:
-        raise _early_end(broken)
+    if broken_by is not None:
+        raise _early_end_error(broken_by)
 
 
 def _reject_call(what: str) -> NoReturn:
-    _guard.broken = what
-    raise _early_end(what)
+    _guard.broken_by = what
+    raise _early_end_error(what)
 
 
 def _check_statement(*event: Any) -> None:  # noqa: ANN401 - SQLAlchemy's own
@@ -567,10 +574,10 @@ def _check_statements(engine: sa.Engine) -> None:
 
 @lru_cache(1_000)
 def _ends_transaction(statement: str) -> bool:
-    return _TRANSACTION_END.search(_COMMENTS_AND_LITERALS.sub(" ", statement)) is not None
+    return _TRANSACTION_END_PATTERN.search(_COMMENTS_AND_LITERALS.sub(" ", statement)) is not None
 
 
-def _early_end(what: str) -> errors.BadRequest:
+def _early_end_error(what: str) -> errors.BadRequest:
     return errors.BadRequest(
         f"method apply must leave the database transaction open, found {what}. The view "
         "commits the changes together with its high-water mark after `apply` has returned. "

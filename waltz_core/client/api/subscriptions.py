@@ -55,7 +55,7 @@ class _PartitionFeed:
     async def stop(self) -> None:
         """Stop the feed, and wait for running callbacks (rule 2)."""
         text = f"the application has ended the feed of partition {self.partition.partition_id}"
-        self._catch_up.applier.pause_for(errors.Unavailable(text))
+        self._catch_up.applier.pause_by_application(errors.Unavailable(text))
         if self.task is None:  # a client that closes starts no tasks, so no transaction is applied
             self._data.clear()
         else:
@@ -63,7 +63,7 @@ class _PartitionFeed:
         self.partition.unsubscribe()
 
 
-class _Start:
+class _StartingFeed:
     """Placeholder for a feed while the application's mark is requested."""
 
 
@@ -85,7 +85,7 @@ class Subscriptions:
         self._config = config
         self._recipients: dict[PartitionId, Recipient] = {}
         self._last: Recipient | None = None
-        self._feeds: dict[PartitionId, _PartitionFeed | _Start] = {}
+        self._feeds: dict[PartitionId, _PartitionFeed | _StartingFeed] = {}
         self._data: dict[PartitionId, DataCache] = {}
         self.data_budget = DataBudget(DATA_BYTES_MAX)
         self._setting = asyncio.Lock()
@@ -108,7 +108,7 @@ class Subscriptions:
             if self._has_feed(partition_id):
                 raise errors.BadRequest(f"partition {partition_id} is already subscribed")
             self._recipients[partition_id] = recipient
-            await self._start(partition_id)
+            await self._start_feed(partition_id)
 
     async def set_partitions(self, partition_ids: Iterable[PartitionId]) -> None:
         """Stop the feeds of all other partitions, then start the feeds of these (rules 2 and 3)."""
@@ -125,16 +125,18 @@ class Subscriptions:
         self._set_count += 1
         async with self._setting:
             for partition_id in [each for each in self._feeds if each not in wanted]:
-                await self._stop(partition_id)
+                await self._stop_feed(partition_id)
             for partition_id in wanted:
                 if not self._has_feed(partition_id):
-                    await self._start(partition_id)
+                    await self._start_feed(partition_id)
 
     def data_cache(self, partition_id: PartitionId) -> DataCache:
         """Return the data cache of a partition."""
         return self._data[partition_id]
 
-    def _data_of(self, partition: ClientPartition, header_values: tuple[int, ...]) -> DataCache:
+    def _create_data_cache(
+        self, partition: ClientPartition, header_values: tuple[int, ...]
+    ) -> DataCache:
         partition_id, stream = partition.partition_id, partition.stream
         return DataCache(
             lambda query: self._requests.fetch_data_range(partition_id, query),
@@ -149,18 +151,18 @@ class Subscriptions:
 
     def _has_feed(self, partition_id: PartitionId) -> bool:
         feed = self._feeds.get(partition_id)
-        return isinstance(feed, _Start) or (feed is not None and feed.is_applied)
+        return isinstance(feed, _StartingFeed) or (feed is not None and feed.is_applied)
 
-    async def _start(self, partition_id: PartitionId) -> None:
+    async def _start_feed(self, partition_id: PartitionId) -> None:
         """Start a feed; raises any exception that `client_high_water_mark` raises."""
-        await self._stop(partition_id)  # removes a feed that has ended by itself
+        await self._stop_feed(partition_id)  # removes a feed that has ended by itself
         assert self._last is not None
         recipient = self._recipients.setdefault(partition_id, self._last)
-        start = self._feeds[partition_id] = _Start()
+        start = self._feeds[partition_id] = _StartingFeed()
         try:
             partition = await self._find(partition_id)
             # A context must not claim the log's mark while the application's view is older.
-            with partition.count_start():
+            with partition.count_starting_feed():
                 mark = await recipient.consumer.start_mark(partition_id)
         except BaseException:
             if self._feeds.get(partition_id) is start:
@@ -168,7 +170,9 @@ class Subscriptions:
             raise
         if self._feeds.get(partition_id) is not start:
             return  # stopped meanwhile, and perhaps restarted
-        data = self._data[partition_id] = self._data_of(partition, recipient.header_values)
+        data = self._data[partition_id] = self._create_data_cache(
+            partition, recipient.header_values
+        )
         catch_up = CatchUp(partition, recipient, self._requests, self._config, data)
         feed = _PartitionFeed(partition, catch_up, data)
         self._feeds[partition_id] = feed
@@ -178,11 +182,11 @@ class Subscriptions:
             catch_up.applier.start(mark)
         self._spawn(feed.run(mark), "feed")
 
-    async def _stop(self, partition_id: PartitionId) -> None:
+    async def _stop_feed(self, partition_id: PartitionId) -> None:
         feed = self._feeds.get(partition_id)
         if feed is None:
             return
-        if isinstance(feed, _Start):
+        if isinstance(feed, _StartingFeed):
             del self._feeds[partition_id]
             return
         await feed.stop()

@@ -35,7 +35,7 @@ from waltz_core.client.api.scanning import (
     DataFormat,
     ScanColumns,
     open_scan,
-    spans_of,
+    scan_ranges_of,
 )
 from waltz_core.client.api.subscriptions import self_wait_error
 from waltz_core.client.api.thread_outcome import ThreadOutcome
@@ -79,8 +79,8 @@ CLOSE_TIMEOUT_S = 5.0
 
 _log = logging.getLogger(__name__)
 
-_CLOSED = "the client is closed"
-_NOT_CLOSED = "a WaltzClient was not closed before the interpreter ended"
+_CLOSED_TEXT = "the client is closed"
+_NOT_CLOSED_TEXT = "a WaltzClient was not closed before the interpreter ended"
 # Start of the message that `ThreadPoolExecutor.submit` raises after a shutdown (of the executor or
 # of the interpreter).
 _SHUT_DOWN_TEXT = "cannot schedule new futures"
@@ -323,7 +323,7 @@ class WaltzClient:
         encryption_key_id: str | None = None,
     ) -> "Future[TransactionId]":
         """Append one transaction; return a future of its ID. See `AsyncWaltzClient.append`."""
-        return self._call_future(
+        return self._start_append(
             self._client.append(
                 data,
                 partition=partition,
@@ -347,7 +347,7 @@ class WaltzClient:
         order: "ReportOrder | None" = None,
     ) -> "Future[BatchOutcome]":
         """Append a batch encoded by `batches.encode_append`; return a future of its outcome."""
-        return self._call_future(
+        return self._start_append(
             self._client.append_batch(
                 partition,
                 payload,
@@ -364,7 +364,7 @@ class WaltzClient:
         returns.
         """
         runnable = _ThreadContext(context, self._workers, self._appliers)
-        return self._call_future(self._client.run_context(runnable))
+        return self._start_append(self._client.run_context(runnable))
 
     # --- the feed
 
@@ -457,7 +457,7 @@ class WaltzClient:
         # A server that has just lost a partition may return a mark below a given ID.
         is_given = start is not None or stop is not None
         sources = self.replica_sets(wanted, linearizable=is_given)
-        return open_scan(self, spans_of(sources, start, stop), sources, columns)
+        return open_scan(self, scan_ranges_of(sources, start, stop), sources, columns)
 
     # --- private
 
@@ -469,7 +469,7 @@ class WaltzClient:
             raise
         return self._wait(call)
 
-    def _call_future(
+    def _start_append(
         self, call: "Coroutine[Any, Any, asyncio.Future[ResultT]]"
     ) -> "Future[ResultT]":
         """Start an append and wait for space in the window; return the future of its outcome."""
@@ -480,9 +480,9 @@ class WaltzClient:
         async def begin() -> None:
             inner = await call
             if inner.done():  # the loop may end before it runs a callback
-                _copy(inner, outcome)
+                _copy_outcome(inner, outcome)
             else:
-                inner.add_done_callback(lambda done: _copy(done, outcome))
+                inner.add_done_callback(lambda done: _copy_outcome(done, outcome))
 
         try:
             self._call(begin())
@@ -500,21 +500,21 @@ class WaltzClient:
         try:
             return outcome.result()
         except CancelledError:  # only the end of the loop's thread cancels (`_end_threads`)
-            raise errors.UsageError(_CLOSED) from None
+            raise errors.UsageError(_CLOSED_TEXT) from None
         except (KeyboardInterrupt, SystemExit):  # raised by a signal handler
             outcome.cancel()
             raise
 
-    def _schedule(self, give: Callable[[], ResultT]) -> ResultT:
+    def _schedule(self, schedule: Callable[[], ResultT]) -> ResultT:
         """Schedule a call on the loop; raises UsageError once no calls are accepted (rule 4)."""
         with self._handing_over:
             try:
                 if self._takes_calls:
-                    return give()
+                    return schedule()
             except RuntimeError:  # a signal handler has closed the client meanwhile
                 if self._takes_calls:
                     raise
-            raise errors.UsageError(_CLOSED)
+            raise errors.UsageError(_CLOSED_TEXT)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -526,7 +526,7 @@ class WaltzClient:
     def _check_usable(self) -> None:
         self._check_process()
         if self._is_closed:
-            raise errors.UsageError(_CLOSED)
+            raise errors.UsageError(_CLOSED_TEXT)
         if threading.current_thread() is self._thread:
             raise errors.UsageError(
                 "a blocking method was called on the client's own event loop, and would wait "
@@ -579,7 +579,7 @@ class _Workers(ThreadPoolExecutor):
             if not str(error).startswith(_SHUT_DOWN_TEXT):
                 raise
         if not self.is_ended:
-            warnings.warn(_NOT_CLOSED, ResourceWarning, stacklevel=1)
+            warnings.warn(_NOT_CLOSED_TEXT, ResourceWarning, stacklevel=1)
         outcome: Future[ResultT] = Future()
         outcome.cancel()
         return outcome
@@ -623,15 +623,15 @@ class _ThreadContext:
             raise _error_of_thread(error) from error
 
     async def execute(self, builder: TransactionBuilder) -> bool:
-        result: object = await _on_thread(self._workers, self._context.execute, builder)
-        _check_plain("execute", result)
+        result: object = await _run_on_thread(self._workers, self._context.execute, builder)
+        _check_not_coroutine("execute", result)
         return bool(result)
 
     async def call(self, hook: str, *args: object) -> None:
         method = getattr(self._context, hook)
         if getattr(type(self._context), hook) is getattr(TransactionContext, hook):
             return  # the hook is not overridden
-        await _on_thread(self._hook_workers, method, *args)
+        await _run_on_thread(self._hook_workers, method, *args)
 
 
 class _ThreadConsumer:
@@ -654,7 +654,9 @@ class _ThreadConsumer:
         self._applying = applying
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
-        mark = await _on_thread(self._workers, self._callbacks.client_high_water_mark, partition_id)
+        mark = await _run_on_thread(
+            self._workers, self._callbacks.client_high_water_mark, partition_id
+        )
         return mark_of(partition_id, mark)
 
     async def apply(
@@ -675,7 +677,7 @@ class _ThreadConsumer:
                     if not is_running():
                         break
                     given = Transaction(partition_id, TransactionId(number), words, source)
-                    _check_plain("apply_transaction", apply(given))
+                    _check_not_coroutine("apply_transaction", apply(given))
                     count += 1
                     if time.monotonic() > until_s:
                         break
@@ -706,7 +708,9 @@ class _ThreadConsumer:
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         call = self._callbacks.uncaught_exception
-        return await _on_thread(self._workers, lambda: call(partition_id, transaction_id, error))
+        return await _run_on_thread(
+            self._workers, lambda: call(partition_id, transaction_id, error)
+        )
 
 
 class _BatchConsumer(_ThreadConsumer):
@@ -721,7 +725,7 @@ class _BatchConsumer(_ThreadConsumer):
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         begin, cluster = self._batched.begin, self._cluster
-        await _on_thread(self._workers, lambda: begin(cluster.key, cluster.restored_from))
+        await _run_on_thread(self._workers, lambda: begin(cluster.key, cluster.restored_from))
         return await super().start_mark(partition_id)
 
     async def apply(
@@ -749,7 +753,7 @@ class _BatchConsumer(_ThreadConsumer):
         return await self._apply_on_thread(partition_id, apply_transactions)
 
 
-async def _on_thread(
+async def _run_on_thread(
     workers: ThreadPoolExecutor, call: Callable[..., ResultT], *args: object
 ) -> ResultT:
     """Run the application's code on a thread; convert exceptions that would end the loop."""
@@ -766,7 +770,7 @@ async def _on_thread(
     return await asyncio.get_running_loop().run_in_executor(workers, run)
 
 
-def _check_plain(name: str, result: object) -> None:
+def _check_not_coroutine(name: str, result: object) -> None:
     """Raise UsageError for the coroutine of an async function: none of its code has run."""
     if inspect.iscoroutine(result):
         result.close()
@@ -789,7 +793,7 @@ def _error_of_thread(error: BaseException) -> Exception:
     )
 
 
-def _copy(done: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
+def _copy_outcome(done: "asyncio.Future[ResultT]", outcome: "Future[ResultT]") -> None:
     if done.cancelled():
         outcome.set_exception(
             errors.OutcomeUnknown("the client was closed before the outcome was known")

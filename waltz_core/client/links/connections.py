@@ -46,14 +46,16 @@ from waltz_core.wire.messages import (
 
 _log = logging.getLogger(__name__)
 
-_DIAL = 0  # the number of a dial: connections are counted from 1
+_DIAL_NUMBER = 0  # the number of a dial: connections are counted from 1
 
 MessageCallback = Callable[[int, ClientMessage], None]
 LostCallback = Callable[[int, str], None]
 IsWaiting = Callable[[], bool]
 # Checks whether the server still owns the partition at the generation of the mount.
 ProveCallback = Callable[[Callable[[bool], None]], None]
-_Key = tuple[str, bool]  # the server's address, and whether it is the connection for large answers
+_LinkKey = tuple[
+    str, bool
+]  # the server's address, and whether it is the connection for large answers
 
 
 class _Stream(NamedTuple):
@@ -85,7 +87,9 @@ class ServerLink:
         self._close_after_s: float | None = None
         self.is_legacy_server = (link.version or 0) <= legacy_server_stream.VERSION_MAX
         self._legacy_server = (
-            LegacyServer(link, self._deliver, self._prove) if self.is_legacy_server else None
+            LegacyServer(link, self._deliver_message, self._prove)
+            if self.is_legacy_server
+            else None
         )
         link.start(self._on_messages_received, self._on_connection_closed)
 
@@ -185,9 +189,9 @@ class ServerLink:
             self._legacy_server.on_received(rest)
             return
         for message in rest:
-            self._deliver(message)
+            self._deliver_message(message)
 
-    def _deliver(self, message: ClientMessage) -> None:
+    def _deliver_message(self, message: ClientMessage) -> None:
         stream = self._streams.get(message.req_id.partition_id)
         if stream is not None:
             stream.on_message(self.number, message)
@@ -231,9 +235,9 @@ class ServerLinks:
         self._dial_timeout_s = dial_timeout_s
         self._late_answers_s = late_answers_s
         self._ssl = ssl
-        self._links: dict[_Key, ServerLink] = {}
+        self._links: dict[_LinkKey, ServerLink] = {}
         self._open: dict[int, ServerLink] = {}
-        self._dialing: dict[_Key, asyncio.Future[None]] = {}
+        self._dialing: dict[_LinkKey, asyncio.Future[None]] = {}
         self._count = 0
         self._logged_legacy_servers: set[str] = set()  # 0.13 servers that are logged already
         self._is_closed = False
@@ -256,14 +260,14 @@ class ServerLinks:
                 del self._links[key]
             under_way = self._dialing.get(key)
             if under_way is None:
-                return await self._dial_for_all(key)
+                return await self._dial_shared(key)
             # NB: if a task that awaits a future is cancelled, the future is cancelled, too; `wait`
             # prevents this.
             await asyncio.wait([under_way])
             if not under_way.cancelled():
                 under_way.result()
 
-    async def _dial_for_all(self, key: _Key) -> ServerLink:
+    async def _dial_shared(self, key: _LinkKey) -> ServerLink:
         """Dial; callers that need the same connection meanwhile share the outcome (rule 3)."""
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dialing[key] = outcome
@@ -271,18 +275,18 @@ class ServerLinks:
         try:
             made = await self._dial(key)
         except errors.WaltzError as error:
-            self._silent_servers.on_wait_ended(key[0], _DIAL, error)
+            self._silent_servers.on_wait_ended(key[0], _DIAL_NUMBER, error)
             outcome.set_exception(error)
             outcome.exception()  # retrieved here, as there may be no waiting caller
             raise
         else:
-            self._silent_servers.on_data_received(key[0], _DIAL)
+            self._silent_servers.on_data_received(key[0], _DIAL_NUMBER)
             outcome.set_result(None)
             return made
         finally:
             overdue.cancel()
             self._silent_servers.on_wait_ended(
-                key[0], _DIAL, "the attempt to connect was cancelled"
+                key[0], _DIAL_NUMBER, "the attempt to connect was cancelled"
             )  # if it was not reported above
             del self._dialing[key]
             outcome.cancel()  # no effect if it is done; otherwise the dial was cancelled
@@ -293,7 +297,9 @@ class ServerLinks:
         began_s = loop.time()
         return loop.call_later(
             silent_servers.SILENT_S,
-            lambda: self._silent_servers.on_silence_detected(address, _DIAL, since_s=began_s),
+            lambda: self._silent_servers.on_silence_detected(
+                address, _DIAL_NUMBER, since_s=began_s
+            ),
         )
 
     async def dial_unshared(self, address: str) -> net.Link:
@@ -305,7 +311,7 @@ class ServerLinks:
             WireProtocol.CLIENT, address, timeout_s=self._dial_timeout_s, ssl=self._ssl
         )
 
-    async def _dial(self, key: _Key) -> ServerLink:
+    async def _dial(self, key: _LinkKey) -> ServerLink:
         address = key[0]
         link = await self.dial_unshared(address)
         if self._is_closed:
@@ -315,7 +321,7 @@ class ServerLinks:
         made = ServerLink(
             self._count,
             link,
-            lost=lambda gone: self._forget(key, gone),
+            lost=lambda gone: self._remove_link(key, gone),
             silent_servers=self._silent_servers,
         )
         if made.is_closed:  # since the greeting: no handler would be notified
@@ -339,7 +345,7 @@ class ServerLinks:
         for link in links:
             await link.wait_closed()
 
-    def _forget(self, key: _Key, link: ServerLink) -> None:
+    def _remove_link(self, key: _LinkKey, link: ServerLink) -> None:
         self._open.pop(link.number, None)
         if self._links.get(key) is link:
             del self._links[key]

@@ -195,13 +195,13 @@ class ZooKeeperDirectory:
             restored_from,
         )
         if servers.is_settled:
-            self._take_view(servers)
+            self._on_servers_changed(servers)
 
     async def run(self) -> None:
         """Follow the assignment until cancelled."""
         try:
-            await self._check_same()
-            await self.coordinator.follow_servers(self._take_view)
+            await self._check_cluster_key()
+            await self.coordinator.follow_servers(self._on_servers_changed)
         except errors.ClusterNotFound as error:
             raise self._missing_cluster_error(error) from error
 
@@ -209,7 +209,7 @@ class ZooKeeperDirectory:
         """Return the owner of a partition; raises NotOwned while the partition has no owner."""
         if after_failure or partition_id not in self._owners:
             # The watch may be late, as it always is after a server has died.
-            await self._refresh()
+            await self._refresh_owners()
         found = self._owners.get(partition_id)
         if found is None:
             raise errors.NotOwned(
@@ -249,7 +249,7 @@ class ZooKeeperDirectory:
         if coordinator is not None:
             await coordinator.close()
 
-    async def _refresh(self) -> None:
+    async def _refresh_owners(self) -> None:
         """Read the servers; callers that need them in the meantime share the answer (rule 4)."""
         while (under_way := self._refreshing) is not None:
             # NB: if a task that awaits a future is cancelled, the future is cancelled, too; `wait`
@@ -260,10 +260,10 @@ class ZooKeeperDirectory:
         outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._refreshing = outcome
         try:
-            await self._check_same()
+            await self._check_cluster_key()
             servers = await self._with_timeout(self.coordinator.read_servers())
             if servers.is_settled:
-                self._take_view(servers)
+                self._on_servers_changed(servers)
             outcome.set_result(None)
         except errors.WaltzError as error:
             outcome.set_exception(error)
@@ -302,7 +302,7 @@ class ZooKeeperDirectory:
             f"the cluster of this client does not exist any more: {error}"
         )
 
-    async def _check_same(self) -> None:
+    async def _check_cluster_key(self) -> None:
         """Check the key of a cluster that was missing; raises ClusterKeyMismatch (rule 8)."""
         if not self._was_missing:
             return
@@ -311,7 +311,7 @@ class ZooKeeperDirectory:
             raise _other_cluster_error(self.cluster.key, key, self.coordinator.where)
         self._was_missing = False
 
-    def _take_view(self, view: ServersView) -> None:
+    def _on_servers_changed(self, view: ServersView) -> None:
         owners = _owners_in(view)
         if owners != self._owners:
             self._owners = owners

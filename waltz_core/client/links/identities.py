@@ -64,7 +64,7 @@ class ClientIdentities:
             if self._is_usable(instead_of):
                 assert self.current is not None
                 return self.current
-            issued = await self._issue(link)
+            issued = await self._obtain_identity(link)
             if not self._is_usable(instead_of):
                 self.current = issued
             assert self.current is not None
@@ -73,9 +73,9 @@ class ClientIdentities:
     def _is_usable(self, instead_of: int) -> bool:
         return self.current is not None and self.current.client_id != instead_of
 
-    async def _issue(self, link: ServerLink) -> ClientIdentity:
+    async def _obtain_identity(self, link: ServerLink) -> ClientIdentity:
         if link.issues_client_ids:
-            return await self._request(link)
+            return await self._request_from(link)
         others = {owner.address for owner in self._directory.owners.values()} - {link.address}
         for address in sorted(others):  # rule 2
             try:
@@ -83,10 +83,10 @@ class ClientIdentities:
             except (errors.Unavailable, errors.ProtocolError):
                 continue
             if other.issues_client_ids:
-                return await self._request(other)
+                return await self._request_from(other)
         return ClientIdentity(await self._directory.next_client_id())
 
-    async def _request(self, link: ServerLink) -> ClientIdentity:
+    async def _request_from(self, link: ServerLink) -> ClientIdentity:
         answer = await link.request(
             ClientIdResponse,
             ClientIdRequest,
@@ -100,5 +100,5 @@ class ClientIdentities:
 class ClientIdentitiesInMemory(ClientIdentities):
     """Allocates client IDs from the directory, for clusters in memory."""
 
-    async def _issue(self, link: ServerLink) -> ClientIdentity:
+    async def _obtain_identity(self, link: ServerLink) -> ClientIdentity:
         return ClientIdentity(await self._directory.next_client_id())

@@ -65,13 +65,13 @@ class SilentServers:
         """A server has sent data on a connection; the end of a silence is logged."""
         known = self._end_silence(address, connection)
         if known is not None:
-            _log.info("server.responsive server=%s after_s=%.1f", address, _lasted_s(known))
+            _log.info("server.responsive server=%s after_s=%.1f", address, _duration_s(known))
 
     def on_wait_ended(self, address: str, connection: int, reason: object) -> None:
         """No caller waits on a connection any more; the end of a silence is logged."""
         known = self._end_silence(address, connection)
         if known is not None:
-            lasted_s = _lasted_s(known)
+            lasted_s = _duration_s(known)
             _log.info(
                 "server.silent_until_closed server=%s after_s=%.1f reason=%s",
                 address,
@@ -91,7 +91,7 @@ class SilentServers:
         return known
 
 
-def _lasted_s(silence: _SilentServer) -> float:
+def _duration_s(silence: _SilentServer) -> float:
     return asyncio.get_running_loop().time() - silence.since_s
 
 

@@ -90,7 +90,7 @@ class WriteRequests:
     ) -> WriteState:
         """Begin a write unless it has begun already; see `WriteRegistry.begin`."""
 
-        async def directly(coordinator: Coordinator) -> WriteState:
+        async def use_zookeeper(coordinator: Coordinator) -> WriteState:
             return await coordinator.writes.begin(write, marks, keep_ms, in_series=in_series)
 
         make = partial(
@@ -99,26 +99,26 @@ class WriteRequests:
             write=write,
             partitions=tuple(marks),
             marks=struct.pack(f">{len(marks)}q", *marks.values()),
-            arguments=_json(keep_ms=keep_ms, in_series=in_series),
+            arguments=_encode_arguments(keep_ms=keep_ms, in_series=in_series),
         )
-        return await self._carry_out(make, _decode_write, directly)
+        return await self._carry_out_operation(make, _decode_write, use_zookeeper)
 
     async def read(self, write: str) -> WriteState | None:
         """Return the state of a write; None if the write was never begun, or was removed."""
 
-        async def directly(coordinator: Coordinator) -> WriteState | None:
+        async def use_zookeeper(coordinator: Coordinator) -> WriteState | None:
             return await coordinator.writes.read(write)
 
         def decode(answer: RegistryResponse) -> WriteState | None:
             return _decode_write(answer) if answer.result else None
 
         make = partial(RegistryRequest, operation=RegistryOperation.READ, write=write)
-        return await self._carry_out(make, decode, directly)
+        return await self._carry_out_operation(make, decode, use_zookeeper)
 
     async def enter(self, write: str, task: int, run: str) -> EnteredTask:
         """Begin an attempt of a task; see `WriteRegistry.enter`."""
 
-        async def directly(coordinator: Coordinator) -> EnteredTask:
+        async def use_zookeeper(coordinator: Coordinator) -> EnteredTask:
             state = await coordinator.writes.enter(write, task, run, coordinator.next_client_id)
             return EnteredTask(state, ClientIdentity(state.client_id))
 
@@ -131,14 +131,14 @@ class WriteRequests:
             operation=RegistryOperation.ENTER,
             write=write,
             task=task,
-            arguments=_json(run=run),
+            arguments=_encode_arguments(run=run),
         )
-        return await self._carry_out(make, decode, directly)
+        return await self._carry_out_operation(make, decode, use_zookeeper)
 
     async def check(self, write: str, task: int, attempt: int) -> None:
         """Check that an attempt may continue; see `WriteRegistry.check`."""
 
-        async def directly(coordinator: Coordinator) -> None:
+        async def use_zookeeper(coordinator: Coordinator) -> None:
             await coordinator.writes.check(write, task, attempt)
 
         make = partial(
@@ -148,12 +148,12 @@ class WriteRequests:
             task=task,
             attempt=attempt,
         )
-        await self._carry_out(make, lambda _: None, directly)
+        await self._carry_out_operation(make, lambda _: None, use_zookeeper)
 
     async def tasks(self, write: str, run: str = "") -> WriteTasks:
         """Return the tasks that were begun; `others` are those of runs other than `run`."""
 
-        async def directly(coordinator: Coordinator) -> WriteTasks:
+        async def use_zookeeper(coordinator: Coordinator) -> WriteTasks:
             found = await coordinator.writes.tasks(write)
             return WriteTasks(tuple(found), client_ids_of_others(run, found))
 
@@ -166,9 +166,9 @@ class WriteRequests:
             RegistryRequest,
             operation=RegistryOperation.TASKS,
             write=write,
-            arguments=_json(run=run),
+            arguments=_encode_arguments(run=run),
         )
-        return await self._carry_out(make, decode, directly)
+        return await self._carry_out_operation(make, decode, use_zookeeper)
 
     async def finish(
         self,
@@ -180,7 +180,7 @@ class WriteRequests:
     ) -> WriteState:
         """Mark a write as done; see `WriteRegistry.finish`."""
 
-        async def directly(coordinator: Coordinator) -> WriteState:
+        async def use_zookeeper(coordinator: Coordinator) -> WriteState:
             return await coordinator.writes.finish(write, summary, keep_ms, by=by)
 
         make = partial(
@@ -189,27 +189,27 @@ class WriteRequests:
             write=write,
             task=0 if by is None else by.task,
             attempt=0 if by is None else by.attempt,
-            arguments=_json(summary=dict(summary), keep_ms=keep_ms),
+            arguments=_encode_arguments(summary=dict(summary), keep_ms=keep_ms),
         )
-        return await self._carry_out(make, _decode_write, directly)
+        return await self._carry_out_operation(make, _decode_write, use_zookeeper)
 
     async def forget(self, write: str) -> None:
         """Remove a write; servers also remove some expired writes."""
 
-        async def directly(coordinator: Coordinator) -> None:
+        async def use_zookeeper(coordinator: Coordinator) -> None:
             await coordinator.writes.forget(write)
             await coordinator.writes.forget_expired()
 
         make = partial(RegistryRequest, operation=RegistryOperation.FORGET, write=write)
-        await self._carry_out(make, lambda _: None, directly)
+        await self._carry_out_operation(make, lambda _: None, use_zookeeper)
 
-    # --- the way there
+    # --- sending requests
 
-    async def _carry_out(
+    async def _carry_out_operation(
         self,
         make: Callable[..., RegistryRequest],
         decode: Callable[[RegistryResponse], ResultT],
-        directly: Callable[[Coordinator], Awaitable[ResultT]],
+        use_zookeeper: Callable[[Coordinator], Awaitable[ResultT]],
     ) -> ResultT:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._config.request_timeout_ms / 1000
@@ -230,7 +230,7 @@ class WriteRequests:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
             await self._find_servers()
-        return await directly(await self._open())
+        return await use_zookeeper(await self._open_zookeeper_session())
 
     async def _request(
         self, make: Callable[..., RegistryRequest], deadline_s: float
@@ -281,7 +281,7 @@ class WriteRequests:
         except errors.Unavailable:
             return  # then the next attempt fails, too
 
-    async def _open(self) -> Coordinator:
+    async def _open_zookeeper_session(self) -> Coordinator:
         """Return the session with ZooKeeper (rule 2)."""
         async with self._connecting:
             if self._is_closed:
@@ -299,5 +299,5 @@ def _decode_write(answer: RegistryResponse) -> WriteState:
     return WriteState.from_bytes(bytes(answer.result))
 
 
-def _json(**arguments: object) -> bytes:
+def _encode_arguments(**arguments: object) -> bytes:
     return strict_json.to_json(arguments)

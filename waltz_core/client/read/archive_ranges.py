@@ -55,7 +55,7 @@ class ArchivedObjects:
     def objects_between(self, first: int, last: int) -> "ArchivedObjects":
         """Return the objects that contain at least one of the IDs first..last."""
         chosen = tuple(each for each in self.entries if each.last >= first and each.first <= last)
-        return ArchivedObjects(self.url, _part_of(self.manifest, chosen))
+        return ArchivedObjects(self.url, _manifest_with_entries(self.manifest, chosen))
 
 
 def find_objects(url: str, archived: ArchivedRange, first: int, last: int) -> ArchivedObjects:
@@ -67,9 +67,9 @@ def find_objects(url: str, archived: ArchivedRange, first: int, last: int) -> Ar
         ArchiveUnavailable: the object store does not answer.
         BadFormat, ChecksumMismatch: a file is damaged; the message names it.
     """
-    reader = _reader(url, archived)
+    reader = _open_reader(url, archived)
     entries = reader.objects_between(TransactionId(first), TransactionId(last))
-    return ArchivedObjects(url, _part_of(reader.manifest, entries))
+    return ArchivedObjects(url, _manifest_with_entries(reader.manifest, entries))
 
 
 def last_committed_before(url: str, archived: ArchivedRange, time_ms: int) -> TransactionId:
@@ -80,17 +80,17 @@ def last_committed_before(url: str, archived: ArchivedRange, time_ms: int) -> Tr
     Raises:
         Like `find_objects`.
     """
-    return _reader(url, archived).last_committed_before(time_ms)
+    return _open_reader(url, archived).last_committed_before(time_ms)
 
 
-def _reader(url: str, archived: ArchivedRange) -> "ArchiveReader":
+def _open_reader(url: str, archived: ArchivedRange) -> "ArchiveReader":
     from waltz_core.archive.reader import ArchiveReader  # noqa: PLC0415 - imports Parquet
 
     store, cache = _open_archive(os.getpid(), url)
     return ArchiveReader(store, archived.manifest, archived.manifest_crc, cache)
 
 
-def _part_of(manifest: "Manifest", entries: "Sequence[ObjectEntry]") -> "Manifest":
+def _manifest_with_entries(manifest: "Manifest", entries: "Sequence[ObjectEntry]") -> "Manifest":
     if not entries:
         return replace(manifest, first=TransactionId(manifest.last + 1), pages=(), newest=())
     first, end = max(manifest.first, entries[0].first), entries[-1]

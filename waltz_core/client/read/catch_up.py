@@ -91,7 +91,7 @@ class CatchUp:
         lag_max = self._partition.settings.feed_lag_max
         try:
             while last - fed > lag_max // 2 and self._applier.stopped is None:
-                fed = await self._query_until_answered(partial(self._fetch, fed, last))
+                fed = await self._query_until_answered(partial(self._fetch_next_range, fed, last))
                 if fed >= last:
                     last = await self._query_until_answered(self._request_mark)
         except errors.WaltzError as error:
@@ -123,7 +123,7 @@ class CatchUp:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
 
-    async def _fetch(self, fed: TransactionId, last: TransactionId) -> TransactionId:
+    async def _fetch_next_range(self, fed: TransactionId, last: TransactionId) -> TransactionId:
         """Fetch one range, and queue it when the application is near enough; return its last ID."""
         partition_id = self._partition.partition_id
         query = RangeQuery(

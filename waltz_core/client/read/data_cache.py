@@ -123,18 +123,18 @@ class DataCache:
 
     async def data_of(self, transaction_id: TransactionId) -> bytes:
         """Return one transaction's data."""
-        found = self._find(transaction_id)
+        found = self._find_data(transaction_id)
         if found is not None:
             return found
         async with self._turn:
-            found = self._find(transaction_id)
+            found = self._find_data(transaction_id)
             if found is not None:
                 return found
-            return await self._load(transaction_id)
+            return await self._fetch_data(transaction_id)
 
     def data_of_blocking(self, transaction_id: TransactionId) -> bytes:
         """Return one transaction's data to a thread other than the event loop's."""
-        found = self._find(transaction_id)
+        found = self._find_data(transaction_id)
         if found is not None:
             return found
         reading = self.data_of(transaction_id)
@@ -174,14 +174,14 @@ class DataCache:
             self.drop(first)
         self._budget.remove(self)
 
-    def _find(self, transaction_id: TransactionId) -> bytes | None:
+    def _find_data(self, transaction_id: TransactionId) -> bytes | None:
         for kept in list(self._kept.values()):
             data = kept.data(transaction_id)
             if data is not None:
                 return data
         return None
 
-    async def _load(self, transaction_id: TransactionId) -> bytes:
+    async def _fetch_data(self, transaction_id: TransactionId) -> bytes:
         is_sequential = transaction_id == self._expected
         if self._header_values:  # the next one that passes the filter has any later ID
             is_sequential = BEFORE_FIRST < self._expected <= transaction_id
@@ -200,11 +200,11 @@ class DataCache:
                 f"the log has lost transactions: the feed had transaction {transaction_id}, "
                 f"but the log now ends at {chunk.high_water_mark}"
             )
-        found = self._keep(chunk).data(transaction_id)
+        found = self._keep_chunk(chunk).data(transaction_id)
         assert found is not None
         return found
 
-    def _keep(self, chunk: RangeChunk) -> _CachedChunk:
+    def _keep_chunk(self, chunk: RangeChunk) -> _CachedChunk:
         offsets = raw_records.offsets_of(chunk.lengths).tolist()
         records = memoryview(chunk.records)
         ids: Sequence[int] = range(chunk.first, chunk.first + chunk.count)

@@ -32,12 +32,12 @@ from waltz_core.wire.messages import Buffer
 
 _log = logging.getLogger(__name__)
 
-FEED_WORDS = struct.Struct(">iiiii")
-assert FEED_WORDS.size == raw_records.FEED_HEADER_BYTES
+FEED_HEADER_STRUCT = struct.Struct(">iiiii")
+assert FEED_HEADER_STRUCT.size == raw_records.FEED_HEADER_BYTES
 
 # The maximum number of transactions that are passed on between two turns of the event loop, and the
 # maximum number in a batch.
-HAND_OVER_MAX = 256
+HAND_OVER_COUNT_MAX = 256
 BATCH_MAX = 4_096
 # Slow callbacks end a run early, so that the mark does not lag by the whole run.
 HAND_OVER_S_MAX = 0.05
@@ -75,11 +75,11 @@ class Consumer(Protocol):
         partition_id: PartitionId,
         run: DeliveryRun,
         last: TransactionId,
-        failed: Callable[[], bool],
+        is_running: Callable[[], bool],
     ) -> DeliveryProgress:
-        """Apply transactions in order while `failed()` is True, up to the first that raises.
+        """Apply transactions in order while `is_running()` is True, up to the first that raises.
 
-        NB: despite its name, `failed` returns True while the feed runs. When all transactions are
+        When all transactions are
         applied, the log is applied up to `last`. A consumer may apply only a part: a batched
         consumer any number, any other consumer the transactions that it begins within
         `HAND_OVER_S_MAX`, at least one.
@@ -112,9 +112,9 @@ class LoopConsumer:
         partition_id: PartitionId,
         run: DeliveryRun,
         last: TransactionId,
-        failed: Callable[[], bool],
+        is_running: Callable[[], bool],
     ) -> DeliveryProgress:
-        """Apply transactions in order while `failed()` is True, up to the first that raises."""
+        """Apply transactions in order while `is_running()` is True, up to the first that raises."""
         source = self._source_of(partition_id)
         apply = self._callbacks.apply_transaction
         loop = asyncio.get_running_loop()
@@ -122,7 +122,7 @@ class LoopConsumer:
         count = 0
         try:
             for number, words in run:
-                if not failed():
+                if not is_running():
                     break
                 transaction_id = TransactionId(number)
                 await apply(AsyncTransaction(partition_id, transaction_id, words, source))
@@ -130,7 +130,7 @@ class LoopConsumer:
                 if loop.time() > until_s:
                     break
         except asyncio.CancelledError as error:
-            return DeliveryProgress(count, own_cancellation(error))
+            return DeliveryProgress(count, application_cancellation_error(error))
         except Exception as error:  # noqa: BLE001 - the application's own, whatever it is
             return DeliveryProgress(count, error)
         return DeliveryProgress(count, None)
@@ -149,10 +149,10 @@ async def _result_of(answer: Awaitable[ResultT]) -> ResultT:
     try:
         return await answer
     except asyncio.CancelledError as error:
-        raise own_cancellation(error) from error
+        raise application_cancellation_error(error) from error
 
 
-def own_cancellation(error: asyncio.CancelledError) -> Exception:
+def application_cancellation_error(error: asyncio.CancelledError) -> Exception:
     """Return an error for a CancelledError that the application raised.
 
     Raises the CancelledError itself if this task is being cancelled.
@@ -206,7 +206,7 @@ class Applier:
 
     def start(self, mark: TransactionId) -> None:
         """Start at the application's mark."""
-        self._advance(mark)
+        self._advance_mark(mark)
 
     def queue_range(self, ids: Sequence[int], headers: Buffer, last: TransactionId) -> None:
         """Queue a range of the feed up to `last`; `headers` has 20 bytes for each ID."""
@@ -233,41 +233,43 @@ class Applier:
 
     async def run(self) -> None:
         """Pass the feed to the consumer until the feed is stopped or this task is cancelled."""
-        size = BATCH_MAX if self._consumer.is_batched else HAND_OVER_MAX
+        size = BATCH_MAX if self._consumer.is_batched else HAND_OVER_COUNT_MAX
         while self.stopped is None:
             if not self._queue:
                 self._arrived.clear()
                 await self._arrived.wait()
                 continue
-            run, last = self._take(size)
+            run, last = self._take_from_queue(size)
             if not run and not self._consumer.is_batched:
-                self._advance(last)
+                self._advance_mark(last)
                 continue
-            if not run and not await self._is_mark_due(last):
+            if not run and not await self._hold_back_mark(last):
                 continue
             for start in range(0, max(len(run), 1), size):
                 piece = run[start : start + size]
                 is_end = start + size >= len(run)
-                if not await self._apply(piece, last if is_end else TransactionId(piece[-1][0])):
+                if not await self._apply_run(
+                    piece, last if is_end else TransactionId(piece[-1][0])
+                ):
                     return
                 await asyncio.sleep(0)
 
-    def _take(self, size: int) -> tuple[DeliveryRun, TransactionId]:
+    def _take_from_queue(self, size: int) -> tuple[DeliveryRun, TransactionId]:
         """Remove about `size` transactions from the queue; return them and their last ID."""
         run: DeliveryRun = []
         last = BEFORE_FIRST
         while self._queue and len(run) < size:
             ids, headers, last = self._queue.popleft()
-            run += zip(ids, FEED_WORDS.iter_unpack(headers), strict=True)
+            run += zip(ids, FEED_HEADER_STRUCT.iter_unpack(headers), strict=True)
         return run, last
 
-    async def _is_mark_due(self, last: TransactionId) -> bool:
+    async def _hold_back_mark(self, last: TransactionId) -> bool:
         """Hold back a mark without transactions; return False when a later mark replaces it.
 
         The mark is held back for at most MARK_HOLD_S, and not while a caller waits for it.
         """
         due_s = self._advanced_s + MARK_HOLD_S
-        while not self._is_wanted(last) and self.stopped is None:
+        while not self._is_awaited(last) and self.stopped is None:
             left_s = due_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 return True
@@ -277,7 +279,7 @@ class Applier:
             await self._pause(left_s, self._arrived)
         return True
 
-    def _is_wanted(self, mark: TransactionId) -> bool:
+    def _is_awaited(self, mark: TransactionId) -> bool:
         return any(wanted <= mark for wanted in self._waiting.values())
 
     async def stop(self, error: Exception) -> None:
@@ -294,28 +296,28 @@ class Applier:
                 "feed.callback_failed partition=%d", self._partition_id, exc_info=another
             )
 
-    async def _apply(self, run: DeliveryRun, last: TransactionId) -> bool:
+    async def _apply_run(self, run: DeliveryRun, last: TransactionId) -> bool:
         """Pass transactions and the mark to the consumer; return False if the feed has ended."""
         pause_s = RETRY_S_MIN
         while self._applied != last and self.stopped is None:
-            verdict = await self._apply_once(run, last)
-            if verdict.applied_count:
-                self._advance(TransactionId(run[verdict.applied_count - 1][0]))
-                run = run[verdict.applied_count :]
+            progress = await self._apply_once(run, last)
+            if progress.applied_count:
+                self._advance_mark(TransactionId(run[progress.applied_count - 1][0]))
+                run = run[progress.applied_count :]
                 pause_s = RETRY_S_MIN
-            if verdict.error is None:
+            if progress.error is None:
                 self._outage.note_success()
                 if not run and self.stopped is None:
-                    self._advance(last)
+                    self._advance_mark(last)
                 continue
             first = TransactionId(run[0][0]) if run else last
-            policy = await self._poison_policy(first, verdict.error)
+            policy = await self._poison_policy(first, progress.error)
             if policy is PoisonPolicy.STOP:
-                _log.error("feed.stopped partition=%d error=%s", self._partition_id, verdict.error)
-                self.end(verdict.error)
+                _log.error("feed.stopped partition=%d error=%s", self._partition_id, progress.error)
+                self.end(progress.error)
                 return False
             if policy is PoisonPolicy.SKIP:
-                self._advance(first)
+                self._advance_mark(first)
                 run = run[1:]
             else:
                 await self._pause(pause_s, self._ended)
@@ -365,7 +367,7 @@ class Applier:
             )
             return PoisonPolicy.STOP
 
-    def _advance(self, mark: TransactionId) -> None:
+    def _advance_mark(self, mark: TransactionId) -> None:
         assert self._applied is None or mark > self._applied or mark == self._applied
         self._applied = mark
         self._advanced_s = asyncio.get_running_loop().time()
@@ -376,7 +378,7 @@ class Applier:
                 if not future.done():
                     future.set_result(None)
 
-    def pause_for(self, error: Exception) -> None:
+    def pause_by_application(self, error: Exception) -> None:
         """End the feed, because the application has paused it."""
         self.is_paused_by_application = True
         self.end(error)

@@ -51,7 +51,7 @@ _PIECE_BYTES: Final = 512 * 1024
 _BUFFERS_MAX: Final = 3
 # The flag to read only from the page cache, or fail; not every file system supports it.
 _NO_WAIT_FLAG: Final = getattr(os, "RWF_NOWAIT", 0)
-_WOULD_WAIT: Final = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS)
+_WOULD_WAIT_ERRORS: Final = (errno.EAGAIN, errno.EOPNOTSUPP, errno.ENOSYS)
 _OWN_REFERENCES: Final = 2  # that of the list, and that of the argument of `getrefcount`
 
 
@@ -127,30 +127,30 @@ class LocalReader:
         grant = self._grant
         if grant is None or not grant.first <= first < grant.next:
             grant = self._grant = await query()
-            self._close_all_but({place.segment for place in grant.places})
+            self._close_other_files({place.segment for place in grant.places})
         low = first - grant.first
         high = min(last + 1, grant.next) - grant.first
         high = low + raw_records.count_within(grant.lengths[low:high], bytes_max)
-        records = self._read_at_once(grant, low, high)
+        records = self._read_from_page_cache(grant, low, high)
         if records is None:
-            records = await self._read_on_a_thread(grant, low, high)
+            records = await self._read_on_thread(grant, low, high)
         end = TransactionId(grant.first + high - 1)
         return LocalRecords(grant.lengths[low:high], records, grant.batches_of(first, end))
 
-    def _read_at_once(self, grant: ReadGrant, low: int, high: int) -> memoryview | None:
+    def _read_from_page_cache(self, grant: ReadGrant, low: int, high: int) -> memoryview | None:
         """Read from the page cache; return None if a part is not in it (rule 6)."""
         if self._on_disk is grant or any(each.segment not in self._files for each in grant.places):
             return None
         try:
-            return self._read(grant, low, high, _NO_WAIT_FLAG)
+            return self._read_records(grant, low, high, _NO_WAIT_FLAG)
         except BlockingIOError:
             self._on_disk = grant  # the rest of the grant is not tried either
             return None
 
-    async def _read_on_a_thread(self, grant: ReadGrant, low: int, high: int) -> memoryview:
+    async def _read_on_thread(self, grant: ReadGrant, low: int, high: int) -> memoryview:
         def read() -> memoryview:
             try:
-                return self._read(grant, low, high, 0)
+                return self._read_records(grant, low, high, 0)
             finally:
                 self._is_reading = False
 
@@ -165,12 +165,12 @@ class LocalReader:
                 f"{self._timeout_s} s"
             ) from error
 
-    def _close_all_but(self, segments: Collection[TransactionId]) -> None:
+    def _close_other_files(self, segments: Collection[TransactionId]) -> None:
         """Close the files of other segments: a log may have more files than a process may open."""
         for segment in [each for each in self._files if each not in segments]:
             self._files.pop(segment).close()
 
-    def _read(self, grant: ReadGrant, low: int, high: int, flags: int) -> memoryview:
+    def _read_records(self, grant: ReadGrant, low: int, high: int, flags: int) -> memoryview:
         """Read the records low..high-1 of a grant and verify them (rule 2).
 
         Raises BlockingIOError if `flags` forbid waiting and the bytes are not in the page cache.
@@ -184,7 +184,7 @@ class LocalReader:
                 count = min(place.size - skip, size - done)
                 part = records[done : done + count]
                 start = FileLocation(place.segment, place.offset + skip, count)
-                crc = self._fill(part, start, grant.ticket, crc, flags)
+                crc = self._read_segment(part, start, grant.ticket, crc, flags)
                 done += count
             skip = max(0, skip - place.size)
         first = TransactionId(grant.first + low)
@@ -196,7 +196,7 @@ class LocalReader:
             )
         return records
 
-    def _fill(
+    def _read_segment(
         self, part: memoryview, place: FileLocation, ticket: bytes, crc: int, flags: int
     ) -> int:
         """Read bytes of a segment into `part`; return `crc` continued over these bytes."""
@@ -224,7 +224,7 @@ class LocalReader:
                 part = part[count:]
                 offset += count
         except (OSError, ValueError) as error:  # a file that was closed meanwhile is a ValueError
-            if flags and isinstance(error, OSError) and error.errno in _WOULD_WAIT:
+            if flags and isinstance(error, OSError) and error.errno in _WOULD_WAIT_ERRORS:
                 raise BlockingIOError(error.errno, str(error)) from error
             raise errors.ReadFailed(f"segment {segment} of {self._address}: {error}") from error
         return crc

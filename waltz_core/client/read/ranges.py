@@ -183,11 +183,11 @@ class RangeQuery:
 
 
 Fetch = Callable[[RangeQuery], Coroutine[Any, Any, RangeChunk]]
-Start = Callable[[Coroutine[Any, Any, RangeChunk]], Awaitable[RangeChunk]]
+StartFetch = Callable[[Coroutine[Any, Any, RangeChunk]], Awaitable[RangeChunk]]
 
 
 async def read_chunks(
-    partition_id: PartitionId, query: RangeQuery, fetch: Fetch, start: Start | None = None
+    partition_id: PartitionId, query: RangeQuery, fetch: Fetch, start: StartFetch | None = None
 ) -> AsyncIterator[RangeChunk]:
     """Yield the chunks of a range in order; see the module's rules.
 
@@ -268,13 +268,13 @@ def chunk_of_server(
         query.first,
         answer.count,
         TransactionId(answer.next),
-        _lengths(answer.form, answer.lengths, answer.records, where),
+        _decode_lengths(answer.form, answer.lengths, answer.records, where),
         answer.records,
         SessionId(answer.session_id),
         TransactionId(answer.high_water_mark),
         answer.lineage,
     )
-    _verify(chunk, where, is_filtered=bool(query.header_values))
+    _verify_chunk(chunk, where, is_filtered=bool(query.header_values))
     return chunk
 
 
@@ -382,13 +382,13 @@ class ReaderConnection:
             query.first,
             answer.count,
             TransactionId(answer.first + answer.count),
-            _lengths(answer.form, answer.lengths, answer.records, where),
+            _decode_lengths(answer.form, answer.lengths, answer.records, where),
             answer.records,
             session_id,
             high_water_mark,
             answer.lineage,
         )
-        _verify(chunk, where, is_filtered=False)
+        _verify_chunk(chunk, where, is_filtered=False)
         return chunk
 
     async def request_locations(
@@ -669,7 +669,7 @@ def _check_end(last: int, query: RangeQuery, where: str) -> None:
         )
 
 
-def _lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:
+def _decode_lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:
     if form == RangeForm.WHOLE:
         try:
             return raw_records.lengths_from_wire(packed, len(records))
@@ -683,7 +683,7 @@ def _lengths(form: int, packed: Buffer, records: Buffer, where: str) -> I64:
     return np.empty(0, dtype=np.int64)
 
 
-def _verify(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
+def _verify_chunk(chunk: RangeChunk, where: str, *, is_filtered: bool) -> None:
     """Raise an error unless a chunk has exactly the records of its range, undamaged."""
     if (
         chunk.form is RangeForm.WHOLE

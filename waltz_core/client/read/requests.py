@@ -49,10 +49,10 @@ from waltz_core.wire.messages import ClientMessage
 _log = logging.getLogger(__name__)
 
 # Answers that have a connection of their own (connections.py, rule 4).
-_LARGE = (messages.RangeData, messages.TransactionDataResponse)
+_LARGE_ANSWERS = (messages.RangeData, messages.TransactionDataResponse)
 # A 0.13 server that does not own the partition (yet) never answers these: they are sent again. A
 # flush may have to wait for appends in flight.
-UNANSWERED_S: dict[type[ClientMessage], float] = {
+LEGACY_ANSWER_TIMEOUT_S: dict[type[ClientMessage], float] = {
     messages.HighWaterMarkResponse: 1.0,
     messages.FlushResponse: 5.0,
 }
@@ -119,10 +119,10 @@ class OwnerRequests:
         """Query the owner until it answers; raises an error after the request timeout (rule 2)."""
 
         async def request_owner(reader: OwnerLink) -> AnswerT:
-            return await _answer_of(reader, answer, make)
+            return await _request_answer(reader, answer, make)
 
         return await self._query_until_answered(
-            partition_id, request_owner, is_bulk=answer in _LARGE
+            partition_id, request_owner, is_bulk=answer in _LARGE_ANSWERS
         )
 
     async def _query_until_answered(
@@ -137,7 +137,7 @@ class OwnerRequests:
         while True:
             timeout_s = max(deadline_s - loop.time(), 0.001)
             try:
-                return await self._attempt(
+                return await self._query_once(
                     partition_id, query, is_bulk=is_bulk, timeout_s=timeout_s, before=before
                 )
             except errors.Unavailable as error:
@@ -157,7 +157,7 @@ class OwnerRequests:
             await asyncio.sleep(max(named_s, pause_s * (0.5 + self._random.random() / 2)))
             pause_s = min(2 * pause_s, self._config.retry_interval_ms_max / 1000)
 
-    async def _attempt(
+    async def _query_once(
         self,
         partition_id: PartitionId,
         query: OwnerRequest[ResponseT],
@@ -210,14 +210,14 @@ class OwnerRequests:
             return TransactionId(
                 (await self.replicas(partition_id, linearizable=True)).high_water_mark
             )
-        return await self._query_until_answered(partition_id, _mark_of, is_bulk=False)
+        return await self._query_until_answered(partition_id, _request_mark, is_bulk=False)
 
     async def flush(self, partition_id: PartitionId) -> TransactionId:
         """Wait until all appends received before this request are final; return the mark."""
 
         async def flush(reader: OwnerLink) -> TransactionId:
-            answer = await _answer_of(reader, messages.FlushResponse, messages.FlushRequest)
-            return _mark_in(reader, answer.high_water_mark)
+            answer = await _request_answer(reader, messages.FlushResponse, messages.FlushRequest)
+            return _checked_mark(reader, answer.high_water_mark)
 
         return await self._query_until_answered(partition_id, flush, is_bulk=False)
 
@@ -229,12 +229,12 @@ class OwnerRequests:
 
         async def query(reader: OwnerLink) -> ReplicaSet:
             if reader.link.is_legacy_server:
-                mark = await _mark_of(reader)
+                mark = await _request_mark(reader)
                 if linearizable:
                     await self._check_owner(reader)
                 cluster = self._directory.cluster
                 return ReplicaSet(cluster.key, cluster.partition_count, NO_SESSION, mark, ())
-            answer = await _answer_of(
+            answer = await _request_answer(
                 reader,
                 messages.ReplicasResponse,
                 lambda req_id: messages.ReplicasRequest(req_id, linearizable),
@@ -245,7 +245,7 @@ class OwnerRequests:
                 answer.session_id,
                 answer.high_water_mark,
                 answer.replicas,
-                archived=_archived_in(answer),
+                archived=_archived_range_in(answer),
             )
 
         return await self._query_until_answered(partition_id, query, is_bulk=False)
@@ -270,7 +270,7 @@ class OwnerRequests:
         """
 
         async def query(reader: OwnerLink) -> bool:
-            answer = await _answer_of(
+            answer = await _request_answer(
                 reader,
                 messages.ExpireResponse,
                 lambda req_id: messages.ExpireRequest(req_id, before, before_ms),
@@ -299,7 +299,7 @@ class OwnerRequests:
         """
 
         async def query(reader: OwnerLink) -> messages.ObjectReplacementResponse:
-            return await _answer_of(
+            return await _request_answer(
                 reader,
                 messages.ObjectReplacementResponse,
                 lambda req_id: messages.ObjectReplacementRequest(req_id, name, first, last, token),
@@ -347,7 +347,7 @@ class OwnerRequests:
         """
         while True:
             chunk = await self._query_until_answered(
-                partition_id, partial(self._range_of, query), is_bulk=True
+                partition_id, partial(self._fetch_range_from, query), is_bulk=True
             )
             if chunk.next > query.first:
                 return chunk
@@ -357,10 +357,10 @@ class OwnerRequests:
                 return chunk
             await asyncio.sleep(self._config.retry_interval_ms_min / 1000)
 
-    async def _range_of(self, query: RangeQuery, reader: OwnerLink) -> RangeChunk:
+    async def _fetch_range_from(self, query: RangeQuery, reader: OwnerLink) -> RangeChunk:
         if reader.link.is_legacy_server:
             return chunk_of_records(query, await self._old_reads.range(reader, query))
-        answer = await _answer_of(
+        answer = await _request_answer(
             reader, messages.RangeData, lambda req_id: server_request(req_id, query)
         )
         return chunk_of_server(reader.partition_id, query, answer)
@@ -371,7 +371,7 @@ class OwnerRequests:
         async def query_owner(reader: OwnerLink) -> RangeChunk:
             if reader.link.is_legacy_server:
                 return chunk_of_records(query, await self._old_reads.data_range(reader, query))
-            return await self._range_of(query, reader)
+            return await self._fetch_range_from(query, reader)
 
         return await self._query_until_answered(partition_id, query_owner, is_bulk=True)
 
@@ -388,19 +388,19 @@ class OwnerRequests:
         return bytes(data)
 
 
-def _archived_in(answer: messages.ReplicasResponse) -> ArchivedRange | None:
+def _archived_range_in(answer: messages.ReplicasResponse) -> ArchivedRange | None:
     if not answer.manifest:
         return None
     first, last = TransactionId(answer.first_available), TransactionId(answer.archived)
     return ArchivedRange(first, last, answer.manifest, answer.manifest_crc)
 
 
-async def _answer_of(
+async def _request_answer(
     reader: OwnerLink, answer: type[AnswerT], make: Callable[[ReqId], ClientMessage]
 ) -> AnswerT:
     timeout_s = reader.timeout_s
     if reader.link.is_legacy_server:
-        timeout_s = min(timeout_s, UNANSWERED_S.get(answer, timeout_s))
+        timeout_s = min(timeout_s, LEGACY_ANSWER_TIMEOUT_S.get(answer, timeout_s))
     return await reader.link.request(
         answer,
         make,
@@ -410,12 +410,14 @@ async def _answer_of(
     )
 
 
-async def _mark_of(reader: OwnerLink) -> TransactionId:
-    answer = await _answer_of(reader, messages.HighWaterMarkResponse, messages.HighWaterMarkRequest)
-    return _mark_in(reader, answer.high_water_mark)
+async def _request_mark(reader: OwnerLink) -> TransactionId:
+    answer = await _request_answer(
+        reader, messages.HighWaterMarkResponse, messages.HighWaterMarkRequest
+    )
+    return _checked_mark(reader, answer.high_water_mark)
 
 
-def _mark_in(reader: OwnerLink, mark: int) -> TransactionId:
+def _checked_mark(reader: OwnerLink, mark: int) -> TransactionId:
     """Return a mark; raises NotOwned for the answer of a 0.13 server without a session."""
     if mark < BEFORE_FIRST:
         raise errors.NotOwned(

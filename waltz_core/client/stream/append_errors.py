@@ -15,7 +15,7 @@ from waltz_core.client.stream.outcome_tracker import BatchOutcome, PendingSubmis
 from waltz_core.records.record import PartitionId
 from waltz_core.wire.messages import RowOutcomeCode
 
-_REASONS: dict[int, RowOutcomeCode] = {
+_OUTCOME_CODES: dict[int, RowOutcomeCode] = {
     errors.LockFailed.code: RowOutcomeCode.LOCK,
     errors.SessionLost.code: RowOutcomeCode.LOST,
     errors.ClientAheadOfLog.code: RowOutcomeCode.AHEAD,
@@ -28,7 +28,7 @@ _REASONS: dict[int, RowOutcomeCode] = {
 }
 
 # Transient reasons: the rows may be sent again as they are.
-TRANSIENT = (
+TRANSIENT_OUTCOMES = (
     RowOutcomeCode.LOST,
     RowOutcomeCode.NOT_MOUNTED,
     RowOutcomeCode.GENERATION,
@@ -36,12 +36,12 @@ TRANSIENT = (
     RowOutcomeCode.OVERLOADED,
 )
 # After these reasons, the client must mount the partition again before it sends further rows.
-_REMOUNT = (RowOutcomeCode.NOT_MOUNTED, RowOutcomeCode.GENERATION)
+_REMOUNT_OUTCOMES = (RowOutcomeCode.NOT_MOUNTED, RowOutcomeCode.GENERATION)
 
 
 def outcome_code_of(error: errors.WaltzError) -> RowOutcomeCode | None:
     """Return why rows are not in the log; None if the error does not settle this (rule 2)."""
-    return _REASONS.get(error.code)
+    return _OUTCOME_CODES.get(error.code)
 
 
 def remount_reason(outcome: BatchOutcome) -> RowOutcomeCode | None:
@@ -49,7 +49,7 @@ def remount_reason(outcome: BatchOutcome) -> RowOutcomeCode | None:
     if not outcome.has_rejections:
         return None
     found = outcome.reasons.tobytes()
-    return next((reason for reason in _REMOUNT if reason in found), None)
+    return next((reason for reason in _REMOUNT_OUTCOMES if reason in found), None)
 
 
 def is_order_lost(submission: Submission, outcome: BatchOutcome) -> bool:
@@ -57,7 +57,7 @@ def is_order_lost(submission: Submission, outcome: BatchOutcome) -> bool:
     if not submission.keeps_order or not outcome.has_rejections:
         return False
     found = outcome.reasons.tobytes()
-    return any(reason in found for reason in TRANSIENT)
+    return any(reason in found for reason in TRANSIENT_OUTCOMES)
 
 
 def is_mount_retriable(error: errors.WaltzError) -> bool:
@@ -91,5 +91,5 @@ def unknown_outcome_error(
         f"partition {pending.req_id.partition_id}: the outcome of "
         f"{pending.submission.row_count} rows, from request ID {pending.req_id} on, is "
         f"unknown: it could not be determined {when} ({failure}). If the rows are in the log, "
-        f"they are after transaction {pending.mark_before}"
+        f"they are after transaction {pending.known_mark}"
     )

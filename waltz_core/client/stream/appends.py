@@ -54,14 +54,14 @@ GATHERING_S_MAX = 0.005
 RESEND_DELAY_S = 0.005
 RESEND_FULL_DELAY_S = 0.1
 
-_TRANSIENT: dict[int, type[errors.WaltzError]] = {
+_TRANSIENT_ERRORS: dict[int, type[errors.WaltzError]] = {
     RowOutcomeCode.LOST: errors.SessionLost,
     RowOutcomeCode.NOT_MOUNTED: errors.NotMounted,
     RowOutcomeCode.GENERATION: errors.NotMounted,
     RowOutcomeCode.NO_SPACE: errors.NoSpace,
     RowOutcomeCode.OVERLOADED: errors.Overloaded,
 }
-_FULL = (RowOutcomeCode.NO_SPACE, RowOutcomeCode.OVERLOADED)
+_FULL_OUTCOMES = (RowOutcomeCode.NO_SPACE, RowOutcomeCode.OVERLOADED)
 
 
 @dataclass(slots=True)
@@ -257,7 +257,7 @@ class _BatchSubmission(NamedTuple):
 
     def finish(self, outcome: BatchOutcome) -> None:
         """Pass the outcome to the writer."""
-        if self.order is not None and np.isin(outcome.reasons, list(_TRANSIENT)).any():
+        if self.order is not None and np.isin(outcome.reasons, list(_TRANSIENT_ERRORS)).any():
             self.order.reported_count += 1
         if not self.future.done():
             self.future.set_result(outcome)
@@ -314,7 +314,7 @@ class Appends:
         self._added += 1
         row.number = self._added
         row.added_s = self._loop.time()
-        row.flush_group = self._enter()
+        row.flush_group = self._join_flush_group()
         if self._tracer is not None:
             self._tracer.follow_append(row.future, self._partition_id, 1)
         self._gathered.append(row)
@@ -348,7 +348,7 @@ class Appends:
             mark,
             order,
             processed_count,
-            self._enter(),
+            self._join_flush_group(),
             self._loop.time(),
         )
         self._gathered.append(batch)
@@ -369,7 +369,7 @@ class Appends:
             finally:  # a cancelled caller must leave no future: outcomes may take days
                 waiting.pop(future, None)
 
-    def _enter(self) -> _FlushGroup:
+    def _join_flush_group(self) -> _FlushGroup:
         flush_group = self._flush_groups[-1]
         flush_group.unfinished += 1
         return flush_group
@@ -408,7 +408,7 @@ class Appends:
                 batch.row_count, RowOutcomeCode.LOST, high_water_mark=BEFORE_FIRST
             )
             self._finish_batch(batch, lost)
-            self._notify()
+            self._notify_flushes()
             return
         token = self._next_token()
         self._submissions[token] = batch
@@ -463,7 +463,7 @@ class Appends:
         self._on_submission_finished()
 
     def _finish_batch(self, batch: _BatchSubmission, outcome: BatchOutcome) -> None:
-        self._end(batch)
+        self._end_append(batch)
         self.counts.count(outcome.reasons.tobytes(), self._loop.time() - batch.added_s)
         batch.finish(outcome)
 
@@ -471,7 +471,7 @@ class Appends:
         """Process an error that ends a submission without an outcome for its rows."""
         submission = self._submissions.pop(token)
         if isinstance(submission, _BatchSubmission):
-            self._end(submission)
+            self._end_append(submission)
             self.counts.fail(error, submission.row_count)
             if not submission.future.done():
                 submission.future.set_exception(error)
@@ -483,7 +483,7 @@ class Appends:
         else:
             self.counts.fail(error, len(submission))
             for row in submission:
-                self._end(row)
+                self._end_append(row)
                 if not row.future.done():
                     row.future.set_exception(error)
         self._on_submission_finished()
@@ -497,7 +497,7 @@ class Appends:
         for token in list(self._submissions):
             self.on_rejected(token, error)
         for each in rows:
-            self._end(each)
+            self._end_append(each)
             self.counts.fail(error, each.row_count)
             if not each.future.done():
                 each.future.set_exception(error)
@@ -514,10 +514,10 @@ class Appends:
             outcome.conflicting.tolist(),
             strict=True,
         ):
-            if row.may_resend and reason in _TRANSIENT and now_s < row.deadline_s:
+            if row.may_resend and reason in _TRANSIENT_ERRORS and now_s < row.deadline_s:
                 again.append(row)
                 continue
-            self._end(row)
+            self._end_append(row)
             final.append(reason)
             if row.future.done():
                 continue
@@ -538,10 +538,10 @@ class Appends:
         self.counts.count(bytes(final), now_s - rows[0].added_s)
         if again:
             self.counts.retried += len(again)
-            is_full = bool(np.isin(outcome.reasons, _FULL).any())
-            self._hold(again, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
+            is_full = bool(np.isin(outcome.reasons, _FULL_OUTCOMES).any())
+            self._hold_rows(again, RESEND_FULL_DELAY_S if is_full else RESEND_DELAY_S)
 
-    def _hold(self, rows: Sequence[PendingRow], pause_s: float) -> None:
+    def _hold_rows(self, rows: Sequence[PendingRow], pause_s: float) -> None:
         """Send rows again after a pause, in order with the other rows that were lost with them."""
         self._held += rows
         self._barrier = self._token
@@ -554,9 +554,9 @@ class Appends:
 
     def _on_pause_ended(self) -> None:
         self._pause = None
-        self._release()
+        self._send_held_rows()
 
-    def _release(self) -> None:
+    def _send_held_rows(self) -> None:
         """Send the held rows again if rule 4 permits it now."""
         if not self._held or self._pause is not None:
             return
@@ -568,21 +568,21 @@ class Appends:
         self._gathered_bytes += sum(row.size_bytes for row in rows)
         self._send_gathered()
 
-    def _end(self, each: PendingRow | _BatchSubmission) -> None:
+    def _end_append(self, each: PendingRow | _BatchSubmission) -> None:
         each.flush_group.unfinished -= 1
         assert each.flush_group.unfinished >= 0
         self.window.release(each.row_count, each.size_bytes)
 
     def _on_submission_finished(self) -> None:
         """A submission has its outcome: send the rows that were gathered in the meantime."""
-        self._release()
+        self._send_held_rows()
         self._has_finished = bool(self._gathered)
         if self._gathered and not self._is_scheduled:
             self._is_scheduled = True
             self._loop.call_soon(self._send_or_gather)
-        self._notify()
+        self._notify_flushes()
 
-    def _notify(self) -> None:
+    def _notify_flushes(self) -> None:
         while len(self._flush_groups) > 1 and not self._flush_groups[0].unfinished:
             for future in self._flush_groups.popleft().waiting:
                 if not future.done():
@@ -614,7 +614,7 @@ def error_of(
             f"{where}: the server rejects a transaction with {len(row.data)} bytes of data as "
             "too large"
         )
-    made = _TRANSIENT.get(outcome.reason, errors.Unavailable)
+    made = _TRANSIENT_ERRORS.get(outcome.reason, errors.Unavailable)
     name = RowOutcomeCode(outcome.reason).name
     why = f"{name}: {detail}" if detail else name
     return made(f"{where}: the transaction was not appended ({why}). Hint: append it again.")

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-Fetch = Callable[[TransactionId, TransactionId], Coroutine[Any, Any, None]]
+FetchFeed = Callable[[TransactionId, TransactionId], Coroutine[Any, Any, None]]
 
 # A submission of single appends is sent when it reaches this size, or when the event loop turns.
 SUBMISSION_ROWS = 1_000
@@ -88,7 +88,7 @@ class ClientPartition:
         )
         self._driver: Driver[stream_events.Event, stream_events.Effect] = Driver(
             self.stream,
-            self._perform,
+            self._perform_effect,
             on_failure=self._on_machine_failed,
             name=f"stream-{partition_id}",
         )
@@ -99,7 +99,7 @@ class ClientPartition:
         self.appends = Appends(
             partition_id,
             self.window,
-            self._send,
+            self._post_submission,
             batch_rows=min(SUBMISSION_ROWS, config.batch_rows_max),
             batch_bytes=min(SUBMISSION_BYTES, config.batch_bytes_max),
             tracer=self.tracer,
@@ -109,7 +109,7 @@ class ClientPartition:
         self._applier_changed = asyncio.Event()
         self._starts = 0
         # Fetches the feed from one mark to about another one, then calls `on_feed_caught_up`.
-        self.fetch: Fetch | None = None
+        self.fetch: FetchFeed | None = None
         self._link: ServerLink | None = None
         self._outage = OutageLog(partition_id, "server", log_after_s=LOG_AFTER_S)
         # A cancelled caller removes its future from these dicts, because no event may come for a
@@ -128,9 +128,9 @@ class ClientPartition:
     @applier.setter
     def applier(self, applier: "Applier | None") -> None:
         self._applier = applier
-        self._change_applier()
+        self._notify_applier_changed()
 
-    def _change_applier(self) -> None:
+    def _notify_applier_changed(self) -> None:
         self._applier_changed.set()
         self._applier_changed = asyncio.Event()
 
@@ -140,17 +140,17 @@ class ClientPartition:
         return self._starts > 0
 
     @contextlib.contextmanager
-    def count_start(self) -> Iterator[None]:
+    def count_starting_feed(self) -> Iterator[None]:
         """Count a feed as starting while the application's mark is requested."""
         self._starts += 1
         try:
             yield
         finally:
             self._starts -= 1
-            self._change_applier()
+            self._notify_applier_changed()
 
     @property
-    def reads_by_feed(self) -> bool:
+    def has_view(self) -> bool:
         """Whether the application has a view of this partition, fed now or earlier (rule 3)."""
         return self.is_starting or self._consumed is not None or self._applier is not None
 
@@ -166,7 +166,7 @@ class ClientPartition:
         application has no view of the partition. Raises the error that has ended the stream.
         """
         while self._applier is None or self._applier.is_paused_by_application:
-            if not self.reads_by_feed:
+            if not self.has_view:
                 return None
             if self._stopped is not None:
                 raise self._stopped
@@ -264,7 +264,7 @@ class ClientPartition:
         if self._link is not None:
             self._link.detach(self.partition_id)
 
-    def _send(self, submission: Submission) -> None:
+    def _post_submission(self, submission: Submission) -> None:
         if self._driver.is_stopped:  # the submission would never get an outcome
             error = self._stopped or errors.Unreachable(
                 "the client was closed before the append was sent"
@@ -275,7 +275,7 @@ class ClientPartition:
 
     # --- the stream's effects
 
-    def _perform(self, effect: stream_events.Effect) -> None:  # noqa: C901, PLR0912
+    def _perform_effect(self, effect: stream_events.Effect) -> None:  # noqa: C901, PLR0912
         match effect:
             case stream_events.Send():
                 if self._link is not None and self._link.number == effect.link:
@@ -298,11 +298,11 @@ class ClientPartition:
                 self._spawn(self._open_link(effect), "link")
             case stream_events.Ready():
                 self._outage.note_success()
-                _release(self._mount_waiters)
+                _complete_all(self._mount_waiters)
             case stream_events.NeedClientId():
                 self._spawn(self._renew_client_id(), "client-id")
             case stream_events.Stopped():
-                self._end(effect.error)
+                self._on_stream_stopped(effect.error)
             case Report():
                 raise AssertionError("the driver handles reports")
             case _:
@@ -317,16 +317,18 @@ class ClientPartition:
         self._services.spawn(task, f"{name}-{self.partition_id}")
 
     async def _open_link(self, effect: stream_events.OpenLink) -> None:
-        around, attempt = self._services, effect.attempt
+        services, attempt = self._services, effect.attempt
         try:
-            owner = await around.directory.owner(self.partition_id, after_failure=attempt > 1)
-            if around.claim is not None:
-                await around.claim.check()  # after the generation was read (write_claim.py, rule 2)
-            link = await around.links.get(owner.address, excluded=effect.avoided_links)
+            owner = await services.directory.owner(self.partition_id, after_failure=attempt > 1)
+            if services.claim is not None:
+                await (
+                    services.claim.check()
+                )  # after the generation was read (write_claim.py, rule 2)
+            link = await services.links.get(owner.address, excluded=effect.avoided_links)
             self._check_claim(link)
             identity: ClientIdentity | None = None
             if self.stream.needs_client_id:
-                identity = await around.ids.get(link, instead_of=self.stream.client_id)
+                identity = await services.ids.get(link, instead_of=self.stream.client_id)
         except Exception as error:  # noqa: BLE001 - the stream waits for exactly one outcome
             self._driver.post(stream_events.LinkFailed(attempt, _as_retriable(error)))
             return
@@ -348,7 +350,7 @@ class ClientPartition:
         self._link = link
         if identity is not None:
             self._driver.post(stream_events.ClientIdRenewed(*identity))
-        sequence = around.next_connection_sequence()
+        sequence = services.next_connection_sequence()
         self._driver.post(
             stream_events.LinkOpened(
                 attempt,
@@ -426,14 +428,14 @@ class ClientPartition:
             if not future.done():
                 future.set_result(None)
 
-    def _end(self, error: errors.WaltzError) -> None:
+    def _on_stream_stopped(self, error: errors.WaltzError) -> None:
         self._stopped = error
         self._applier_changed.set()
         waiting, self._mount_waiters = self._mount_waiters, {}
         for future in waiting:
             if not future.done():
                 future.set_exception(error)
-        _release(self._mark_waiters)
+        _complete_all(self._mark_waiters)
         if self.applier is not None:
             self._spawn(self.applier.stop(error), "feed-stop")
 
@@ -444,7 +446,7 @@ class ClientPartition:
             f"the client's state machine for partition {self.partition_id} has failed: "
             f"{known_error or repr(error)}"
         )
-        self._end(known_error or errors.WaltzError(why))
+        self._on_stream_stopped(known_error or errors.WaltzError(why))
         self.appends.abandon(errors.OutcomeUnknown(why))
 
 
@@ -470,7 +472,7 @@ def _as_retriable(error: Exception) -> errors.WaltzError:
     )
 
 
-def _release(waiting: MutableMapping[asyncio.Future[None], Any]) -> None:
+def _complete_all(waiting: MutableMapping[asyncio.Future[None], Any]) -> None:
     for future in waiting:
         if not future.done():
             future.set_result(None)

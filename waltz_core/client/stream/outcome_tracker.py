@@ -47,17 +47,17 @@ from waltz_core.wire.messages import (
 )
 
 # The arrays for a row that a lock has rejected, created once: no code writes to outcomes.
-_NO_ID: Final = np.full(1, BEFORE_FIRST, dtype=np.int64)
-_LOCK: Final = np.full(1, RowOutcomeCode.LOCK, dtype=np.uint8)
-_NO_ID.flags.writeable = _LOCK.flags.writeable = False
+_NO_ID_ARRAY: Final = np.full(1, BEFORE_FIRST, dtype=np.int64)
+_LOCK_ARRAY: Final = np.full(1, RowOutcomeCode.LOCK, dtype=np.uint8)
+_NO_ID_ARRAY.flags.writeable = _LOCK_ARRAY.flags.writeable = False
 # The answers that end a submission, in addition to errors.
 AppendAnswer: TypeAlias = AppendResult | Predecessors
 I64 = npt.NDArray[np.int64]
 U8 = npt.NDArray[np.uint8]
 Structured = npt.NDArray[np.void]
 # A header of the feed: client ID, generation, partition, sequence number, application header.
-_FEED = struct.Struct(">5i")
-assert _FEED.size == FEED_HEADER_DTYPE.itemsize
+_FEED_HEADER_STRUCT = struct.Struct(">5i")
+assert _FEED_HEADER_STRUCT.size == FEED_HEADER_DTYPE.itemsize
 
 
 @value(frozen=True, slots=True, eq=False)
@@ -176,9 +176,9 @@ class PendingSubmission:
     req_id: ReqId  # the request ID of the first row
     link: int  # the connection on which it was sent
     mount: int  # the mount under which it was sent
-    mark_before: TransactionId  # the known mark when it was sent (rule 5)
+    known_mark: TransactionId  # the known mark when it was sent (rule 5)
     deadline_ms: int
-    mark_proven: TransactionId | None = None  # the mark of the mount that made it final (rule 4)
+    proven_mark: TransactionId | None = None  # the mark of the mount that made it final (rule 4)
     found: I64 | None = field(default=None, repr=False)  # IDs found in the log, otherwise -1
     is_link_lost: bool = False
 
@@ -259,7 +259,7 @@ class OutcomeTracker:
         if isinstance(result, Predecessors):
             outcome = _rejected_outcome(result, pending)
         else:
-            outcome = _decode(result, pending.submission.row_count)
+            outcome = _decode_outcome(result, pending.submission.row_count)
         if pending.found is not None:
             outcome = _correct_outcome(outcome, pending.found)
         self.remove(pending)
@@ -269,7 +269,10 @@ class OutcomeTracker:
         """Find own rows in a range of the feed (20 bytes for each header: request ID, header)."""
         if not self._pending:
             return
-        if len(headers) <= ONE_BY_ONE_MAX * _FEED.size and not len(headers) % _FEED.size:
+        if (
+            len(headers) <= ONE_BY_ONE_MAX * _FEED_HEADER_STRUCT.size
+            and not len(headers) % _FEED_HEADER_STRUCT.size
+        ):
             self._match_one_by_one(first, headers)
         else:
             feed = np.frombuffer(headers, dtype=FEED_HEADER_DTYPE)
@@ -308,15 +311,15 @@ class OutcomeTracker:
     def prove(self, mark: TransactionId) -> None:
         """Note that a mount has succeeded: all earlier rows are final, at or below its mark."""
         for pending in self._pending.values():
-            if pending.mark_proven is None:
-                pending.mark_proven = max(mark, pending.mark_before)
+            if pending.proven_mark is None:
+                pending.proven_mark = max(mark, pending.known_mark)
 
     def unresolved_range(self) -> tuple[TransactionId, TransactionId] | None:
         """Return the range first..last of the log to read back; None if no row is in doubt."""
         doubtful = [
-            (pending.mark_before, pending.mark_proven)
+            (pending.known_mark, pending.proven_mark)
             for pending in self._pending.values()
-            if pending.mark_proven is not None and pending.known_outcome(BEFORE_FIRST) is None
+            if pending.proven_mark is not None and pending.known_outcome(BEFORE_FIRST) is None
         ]
         if not doubtful:
             return None
@@ -329,8 +332,8 @@ class OutcomeTracker:
         return [
             pending
             for pending in self
-            if pending.mark_proven is not None
-            and pending.mark_before + 1 < first_available
+            if pending.proven_mark is not None
+            and pending.known_mark + 1 < first_available
             and pending.known_outcome(BEFORE_FIRST) is None
         ]
 
@@ -339,7 +342,7 @@ class OutcomeTracker:
     ) -> list[tuple[PendingSubmission, BatchOutcome]]:
         """Return the outcomes of all proven submissions, after the log was read back (rule 4)."""
         settled = []
-        for pending in [each for each in self if each.mark_proven is not None]:
+        for pending in [each for each in self if each.proven_mark is not None]:
             outcome = BatchOutcome.uniform(
                 pending.submission.row_count, RowOutcomeCode.LOST, high_water_mark=high_water_mark
             )
@@ -355,7 +358,7 @@ class OutcomeTracker:
         own = [
             (transaction_id, generation, sequence)
             for transaction_id, (client_id, generation, partition_id, sequence, _) in enumerate(
-                _FEED.iter_unpack(headers), first
+                _FEED_HEADER_STRUCT.iter_unpack(headers), first
             )
             if (client_id, partition_id) == writer
         ]
@@ -373,7 +376,7 @@ class OutcomeTracker:
                 hits.setdefault(position, []).append((row, transaction_id))
         for position in sorted(hits):
             rows, ids = np.array(hits[position], dtype=np.int64).T
-            _note(self._pending[firsts[position]], rows, ids)
+            _note_found_rows(self._pending[firsts[position]], rows, ids)
 
     def _match(self, ids: I64, req_ids: Structured) -> None:
         assert req_ids.dtype == REQ_ID_DTYPE
@@ -397,10 +400,10 @@ class OutcomeTracker:
                 & (req_ids["generation"][own] == pending.req_id.generation)
             )
             if hits.size:
-                _note(pending, rows[hits], ids[own[hits]])
+                _note_found_rows(pending, rows[hits], ids[own[hits]])
 
 
-def _note(pending: PendingSubmission, rows: I64, ids: I64) -> None:
+def _note_found_rows(pending: PendingSubmission, rows: I64, ids: I64) -> None:
     if pending.found is None:
         pending.found = np.full(pending.submission.row_count, BEFORE_FIRST, dtype=np.int64)
     known = pending.found[rows]
@@ -439,10 +442,10 @@ def _rejected_outcome(result: Predecessors, pending: PendingSubmission) -> Batch
     pipelined_state = submission.pipelined_state.with_predecessors(
         result, submission.client_high_water_mark, pending.mount, locks
     )
-    return BatchOutcome(mark, _NO_ID, _LOCK, _NO_ID, pipelined_state)
+    return BatchOutcome(mark, _NO_ID_ARRAY, _LOCK_ARRAY, _NO_ID_ARRAY, pipelined_state)
 
 
-def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
+def _decode_outcome(result: AppendResult, row_count: int) -> BatchOutcome:
     sizes = (len(result.transaction_ids), len(result.reasons) * 8, len(result.conflicting))
     if sizes != (row_count * 8,) * 3:
         raise errors.RemoteProtocolError(
@@ -451,7 +454,7 @@ def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
             f"{sizes[2] // 8} conflicting IDs"
         )
     if row_count == 1:
-        return _decode_one(result)
+        return _decode_single_outcome(result)
     ids = np.frombuffer(result.transaction_ids, dtype=">i8").astype(np.int64)
     reasons = np.frombuffer(result.reasons, dtype=np.uint8).copy()
     conflicting = np.frombuffer(result.conflicting, dtype=">i8").astype(np.int64)
@@ -462,8 +465,8 @@ def _decode(result: AppendResult, row_count: int) -> BatchOutcome:
     return BatchOutcome(TransactionId(mark), ids, reasons, conflicting)
 
 
-def _decode_one(result: AppendResult) -> BatchOutcome:
-    """Decode the result of one row, at a third of the cost of `_decode`."""
+def _decode_single_outcome(result: AppendResult) -> BatchOutcome:
+    """Decode the result of one row, at a third of the cost of `_decode_outcome`."""
     transaction_id = int.from_bytes(result.transaction_ids, "big", signed=True)
     conflicting = int.from_bytes(result.conflicting, "big", signed=True)
     reason = result.reasons[0]

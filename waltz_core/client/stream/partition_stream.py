@@ -81,7 +81,7 @@ if TYPE_CHECKING:
 SEQUENCE_MAX = (1 << 31) - 1
 _NO_CLIENT_ID = -1
 
-_LINKED = (Phase.MOUNTING, Phase.SETTLING, Phase.READY)
+_LINKED_PHASES = (Phase.MOUNTING, Phase.SETTLING, Phase.READY)
 
 
 class PartitionStream:
@@ -176,19 +176,19 @@ class PartitionStream:
         out: list[Effect] = []
         match event:
             case stream_events.SendAppends():
-                self._append(event.submission, now_ms, out)
+                self._queue_submission(event.submission, now_ms, out)
             case stream_events.MessageReceived():
                 self._on_message_received(event, now_ms, out)
             case stream_events.Applied():
                 self._on_applied(event.mark, now_ms, out)
             case stream_events.Mount():
                 self._wants_mount = True
-                self._start(out)
+                self._open_link_if_idle(out)
             case stream_events.Subscribe():
                 self._cursor.start_after(event.mark, event.header_values)
                 self._remount("the application has requested the feed", now_ms, out)
             case stream_events.Unsubscribe():
-                self._unsubscribe(now_ms, out)
+                self._end_feed(now_ms, out)
             case stream_events.Resume():
                 self._cursor.resume(event.mark)
                 self._remount("the feed has caught up", now_ms, out)
@@ -203,16 +203,16 @@ class PartitionStream:
             case stream_events.ClientIdRenewed():
                 self._on_client_id_renewed(event, now_ms, out)
             case stream_events.Close():
-                self._stop(
+                self._stop_stream(
                     errors.Unreachable("the client was closed before it sent the append"), out
                 )
             case Wakeup():
-                self._wake(now_ms, out)
+                self._on_wakeup(now_ms, out)
             case _:
                 assert_never(event)
         return out
 
-    def _append(self, submission: Submission, now_ms: int, out: list[Effect]) -> None:
+    def _queue_submission(self, submission: Submission, now_ms: int, out: list[Effect]) -> None:
         if self._stopped is not None:
             out.append(SubmissionRejected(submission.token, self._stopped))
             return
@@ -220,22 +220,22 @@ class PartitionStream:
         if self.phase is Phase.READY:
             self._send_waiting(out)
         else:
-            self._start(out)
+            self._open_link_if_idle(out)
 
-    def _wake(self, now_ms: int, out: list[Effect]) -> None:
-        self._expire(now_ms, out)
+    def _on_wakeup(self, now_ms: int, out: list[Effect]) -> None:
+        self._end_expired(now_ms, out)
         if self._phase_deadline_ms is None or now_ms < self._phase_deadline_ms:
             return
         if self.phase is Phase.WAITING:
             self._open_link(out)
         elif self.phase is Phase.READY:
-            self._leave(self._remount_reason or "", now_ms, out)
+            self._leave_link(self._remount_reason or "", now_ms, out)
         else:
-            self._leave("the server did not answer the mount in time", now_ms, out)
+            self._leave_link("the server did not answer the mount in time", now_ms, out)
 
     # --- links
 
-    def _start(self, out: list[Effect]) -> None:
+    def _open_link_if_idle(self, out: list[Effect]) -> None:
         if self.phase is Phase.IDLE:
             self._open_link(out)
 
@@ -253,7 +253,7 @@ class PartitionStream:
         if self.phase is not Phase.LINKING or event.attempt != self.attempt:
             return
         if event.generation < self._generation:  # invariant 2
-            self._wait(
+            self._wait_before_retry(
                 f"the server's generation {event.generation} of the partition is older than the "
                 f"known one, {self._generation}",
                 now_ms,
@@ -274,7 +274,7 @@ class PartitionStream:
         self.phase = Phase.MOUNTING
         self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
         self._mount += 1
-        self._mount_id = self._control_id()
+        self._mount_id = self._next_control_id()
         self._mount_has_feed = wants_feed
         self._cursor.on_mount_started()
         values = self._cursor.header_values if wants_feed else ()
@@ -288,8 +288,8 @@ class PartitionStream:
         self._avoided_links.pop(event.link, None)
         for pending in self._tracker:
             pending.is_link_lost |= pending.link == event.link
-        if event.link == self._link and self.phase in _LINKED:
-            self._leave(event.reason, now_ms, out)
+        if event.link == self._link and self.phase in _LINKED_PHASES:
+            self._leave_link(event.reason, now_ms, out)
 
     def _avoid_link(self, pending: PendingSubmission) -> None:
         """Do not mount the link of an unanswered submission again."""
@@ -305,9 +305,9 @@ class PartitionStream:
             return
         if event.error.retriable:
             self._note_pause(event.error, now_ms)
-            self._wait(str(event.error), now_ms, out)
+            self._wait_before_retry(str(event.error), now_ms, out)
         else:
-            self._stop(event.error, out)
+            self._stop_stream(event.error, out)
 
     def _on_owner_moved(self, generation: Generation, now_ms: int, out: list[Effect]) -> None:
         if self.phase in (Phase.WAITING, Phase.LINKING):
@@ -316,16 +316,16 @@ class PartitionStream:
             self._backoff.reset()  # The failures were those of another server.
             self._paused_until_ms = now_ms
             self._open_link(out)
-        elif self.phase in _LINKED and generation > self._generation:
-            self._leave("the partition has moved to another server", now_ms, out)
+        elif self.phase in _LINKED_PHASES and generation > self._generation:
+            self._leave_link("the partition has moved to another server", now_ms, out)
 
     def _remount(self, reason: str, now_ms: int, out: list[Effect]) -> None:
         """Mount again, on the same link if all appends on it are answered soon."""
         if self.phase is not Phase.READY:
             # In IDLE, no mount exists yet; in LINKING and WAITING, the next mount suffices.
             if self.phase in (Phase.MOUNTING, Phase.SETTLING):
-                self._leave(reason, now_ms, out)
-            self._start(out)
+                self._leave_link(reason, now_ms, out)
+            self._open_link_if_idle(out)
             return
         if self._remount_reason is None:
             self._remount_reason = reason
@@ -335,12 +335,12 @@ class PartitionStream:
     def _leave_if_drained(self, now_ms: int, out: list[Effect]) -> bool:
         if self._remount_reason is None or len(self._tracker):
             return False
-        self._leave(self._remount_reason, now_ms, out)
+        self._leave_link(self._remount_reason, now_ms, out)
         return True
 
-    def _leave(self, reason: str, now_ms: int, out: list[Effect]) -> None:
+    def _leave_link(self, reason: str, now_ms: int, out: list[Effect]) -> None:
         """Leave the link, and mount again if there is a reason to."""
-        assert self.phase in _LINKED
+        assert self.phase in _LINKED_PHASES
         stable_ms = self._backoff.stable_ms
         if self.phase is Phase.READY and now_ms - self._ready_since_ms >= stable_ms:
             self._backoff.reset()
@@ -348,9 +348,9 @@ class PartitionStream:
         self._mount_id = None
         self._remount_reason = None
         self._readback.cancel()
-        self._wait(reason, now_ms, out)
+        self._wait_before_retry(reason, now_ms, out)
 
-    def _wait(self, reason: str, now_ms: int, out: list[Effect]) -> None:
+    def _wait_before_retry(self, reason: str, now_ms: int, out: list[Effect]) -> None:
         self.failure = reason
         out.append(self._report("stream.interrupted", reason=reason))
         self._phase_deadline_ms = None
@@ -380,7 +380,7 @@ class PartitionStream:
             # The outcome is final on any link: the server answers when every row is final.
             self._on_append_result(message, now_ms, out)
             return
-        if event.link != self._link or self.phase not in _LINKED:
+        if event.link != self._link or self.phase not in _LINKED_PHASES:
             return
         match message:
             case messages.FeedBatch():
@@ -405,22 +405,22 @@ class PartitionStream:
         mark = TransactionId(message.high_water_mark)
         if mark < self.high_water_mark:  # invariant 3
             known = self.high_water_mark
-            self._leave(
+            self._leave_link(
                 f"the server's high-water mark {mark} is below the known one, {known}", now_ms, out
             )
             return
         self._note_mark(mark, out)
         self._limits = MountLimits.from_response(message, self._settings.in_flight_bytes_max)
-        if self._must_request_feed(mark, now_ms, out):
+        if self._mount_with_feed_if_near(mark, now_ms, out):
             return
         self._tracker.prove(mark)
         self._readback.begin(
             self._tracker.unresolved_range(), self._cursor.chain if self._mount_has_feed else None
         )
         self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
-        self._settle(now_ms, out)
+        self._continue_readback(now_ms, out)
 
-    def _must_request_feed(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> bool:
+    def _mount_with_feed_if_near(self, mark: TransactionId, now_ms: int, out: list[Effect]) -> bool:
         """Mount again with the feed if requested and not far behind; True if so (invariant 7)."""
         cursor = self._cursor
         if not cursor.is_wanted:
@@ -438,26 +438,26 @@ class PartitionStream:
             out.append(FeedLagging(fed, mark))
         return False
 
-    def _settle(self, now_ms: int, out: list[Effect]) -> None:
+    def _continue_readback(self, now_ms: int, out: list[Effect]) -> None:
         if self._readback.is_done:
             self._become_ready(now_ms, out)
             return
         self.phase = Phase.SETTLING
-        request = self._readback.request(self._control_id(), reads_own=self._reads_own)
+        request = self._readback.request(self._next_control_id(), reads_own=self._reads_own)
         out.append(Send(self._link, request))
 
     def _on_range_data(self, message: messages.RangeData, now_ms: int, out: list[Effect]) -> None:
         assert self.phase is Phase.SETTLING
         loss = self._readback.history_loss(message)
         if loss is not None:
-            self._stop(loss, out)
+            self._stop_stream(loss, out)
             return
         fault = self._readback.accept_headers(message, self._tracker)
         if fault is not None:
-            self._leave(fault, now_ms, out)
+            self._leave_link(fault, now_ms, out)
             return
         self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
-        self._settle(now_ms, out)
+        self._continue_readback(now_ms, out)
 
     def _become_ready(self, now_ms: int, out: list[Effect]) -> None:
         for pending, outcome in self._tracker.settle(self.high_water_mark):
@@ -485,16 +485,16 @@ class PartitionStream:
             self._on_append_error(pending, error, now_ms, out)
         elif message.req_id == self._mount_id:
             if append_errors.is_mount_retriable(error):
-                self._leave(str(error), now_ms, out)
+                self._leave_link(str(error), now_ms, out)
             elif isinstance(error, errors.ClientIdDenied) and not self._is_id_denied:
                 self._on_id_denied(error, now_ms, out)
             else:
-                self._stop(error, out)
+                self._stop_stream(error, out)
         elif self._readback.is_requested(message.req_id):
             if isinstance(error, errors.BeforeLogStart):
-                self._read_below_start(error, now_ms, out)
+                self._on_rows_before_log_start(error, now_ms, out)
             else:
-                self._leave(f"the client could not read back the log: {error}", now_ms, out)
+                self._leave_link(f"the client could not read back the log: {error}", now_ms, out)
         else:
             out.append(self._report("stream.message_ignored", answer=str(error)))
 
@@ -503,16 +503,16 @@ class PartitionStream:
         if isinstance(error, errors.Overloaded):
             self._paused_until_ms = max(self._paused_until_ms, now_ms + error.retry_after_ms)
 
-    def _read_below_start(
+    def _on_rows_before_log_start(
         self, error: errors.BeforeLogStart, now_ms: int, out: list[Effect]
     ) -> None:
         """The log begins after the rows to read back: their outcome is unknown."""
-        if self._readback.on_below_start():
+        if self._readback.on_before_log_start():
             self.failure = str(error)
             for pending in self._tracker.in_doubt_below(TransactionId(error.first_available)):
                 self._end_pending(pending, "since the log begins after them", out)
             self._readback.begin(self._tracker.unresolved_range(), None)
-        self._settle(now_ms, out)
+        self._continue_readback(now_ms, out)
 
     # --- appends
 
@@ -557,11 +557,11 @@ class PartitionStream:
             answer = self._tracker.on_answered(message)
         except errors.RemoteProtocolError as error:
             # The append is in doubt, like an append without an answer.
-            if self.phase in _LINKED:
-                self._leave(str(error), now_ms, out)
+            if self.phase in _LINKED_PHASES:
+                self._leave_link(str(error), now_ms, out)
             return
         if answer is not None:
-            self._conclude(*answer, now_ms, out)
+            self._process_outcome(*answer, now_ms, out)
 
     def _on_append_error(
         self, pending: PendingSubmission, error: errors.WaltzError, now_ms: int, out: list[Effect]
@@ -577,7 +577,7 @@ class PartitionStream:
                 retry_after_ms=self.pause_ms(now_ms),
             )
             is_paused = outcome.retry_after_ms > 0
-            self._conclude(pending, outcome, now_ms, out, str(error) if is_paused else None)
+            self._process_outcome(pending, outcome, now_ms, out, str(error) if is_paused else None)
         elif isinstance(error, errors.UsageError):
             self._tracker.remove(pending)
             out.append(SubmissionRejected(pending.submission.token, error))
@@ -586,11 +586,11 @@ class PartitionStream:
             # An answer to an older mount may also have this error, because this client has replaced
             # that mount.
             if pending.mount == self._mount:
-                self._stop(error, out)
+                self._stop_stream(error, out)
         else:
-            self._leave(str(error), now_ms, out)
+            self._leave_link(str(error), now_ms, out)
 
-    def _conclude(
+    def _process_outcome(
         self,
         pending: PendingSubmission,
         outcome: BatchOutcome,
@@ -633,7 +633,7 @@ class PartitionStream:
                 for settled in self._outbox.fail_following(submission, lost)
             )
 
-    def _expire(self, now_ms: int, out: list[Effect]) -> None:
+    def _end_expired(self, now_ms: int, out: list[Effect]) -> None:
         timeout_ms = self._settings.request_timeout_ms
         late = [pending for pending in self._tracker if pending.deadline_ms <= now_ms]
         for pending in late:
@@ -670,7 +670,7 @@ class PartitionStream:
         self.failure = str(error)
         for pending in list(self._tracker):
             self._end_pending(pending, "with this client ID", out)
-        self._leave(str(error), now_ms, out)
+        self._leave_link(str(error), now_ms, out)
 
     def _on_client_id_renewed(
         self, event: stream_events.ClientIdRenewed, now_ms: int, out: list[Effect]
@@ -683,14 +683,14 @@ class PartitionStream:
         self._renewing = self.needs_client_id = False
         self._client_id, self._proof = event.client_id, event.proof
         self._tracker = OutcomeTracker(event.client_id, self._partition_id)
-        if self.phase in _LINKED:
-            self._leave("the client ID has changed", now_ms, out)
+        if self.phase in _LINKED_PHASES:
+            self._leave_link("the client ID has changed", now_ms, out)
 
     # --- feed
 
-    def _unsubscribe(self, now_ms: int, out: list[Effect]) -> None:
+    def _end_feed(self, now_ms: int, out: list[Effect]) -> None:
         self._cursor = FeedCursor(self._settings.feed_ahead_max)
-        if self._mount_has_feed and self.phase in _LINKED:
+        if self._mount_has_feed and self.phase in _LINKED_PHASES:
             self._remount("the feed was ended", now_ms, out)
         # NB: messages of this feed that still arrive must not be mistaken for the next feed's.
         self._mount_has_feed = False
@@ -700,7 +700,7 @@ class PartitionStream:
             return
         stretch = self._cursor.accept_batch(message)
         if isinstance(stretch, str):  # invariant 6
-            self._leave(stretch, now_ms, out)
+            self._leave_link(stretch, now_ms, out)
             return
         if self.phase is Phase.MOUNTING:
             self._phase_deadline_ms = now_ms + self._settings.mount_timeout_ms
@@ -733,7 +733,7 @@ class PartitionStream:
             self.high_water_mark = mark
             out.append(MarkAdvanced(mark))
 
-    def _control_id(self) -> ReqId:
+    def _next_control_id(self) -> ReqId:
         sequence = self._next_control
         self._next_control = sequence - 1 if sequence > CONTROL_SEQUENCE_MIN else -1
         return ReqId(ClientId(self._client_id), self._generation, self._partition_id, sequence)
@@ -741,7 +741,7 @@ class PartitionStream:
     def _report(self, name: str, **fields: object) -> Report:
         return Report(name, (("partition", self._partition_id), *fields.items()))
 
-    def _stop(self, error: errors.WaltzError, out: list[Effect]) -> None:
+    def _stop_stream(self, error: errors.WaltzError, out: list[Effect]) -> None:
         if self.phase is Phase.STOPPED:
             return
         self.phase = Phase.STOPPED

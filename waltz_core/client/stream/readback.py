@@ -37,15 +37,15 @@ class ReadBack:
 
     def begin(
         self,
-        doubtful: tuple[TransactionId, TransactionId] | None,
+        range_in_doubt: tuple[TransactionId, TransactionId] | None,
         chain: tuple[TransactionId, Chain] | None,
     ) -> None:
         """Plan to read the headers of the range in doubt, and to compare the feed's chain hash."""
-        self._first, self._last = doubtful or (None, BEFORE_FIRST)
+        self._first, self._last = range_in_doubt or (None, BEFORE_FIRST)
         self._chain = chain
         self._request = None
 
-    def on_below_start(self) -> bool:
+    def on_before_log_start(self) -> bool:
         """The log begins after the request; return whether rows are in doubt there (rule 3)."""
         self._request = None
         if self._chain is not None:
@@ -79,7 +79,7 @@ class ReadBack:
         assert request is not None
         self._request = None
         fits = message.form == request.form and message.first == request.first
-        if not fits or not _match(message, request, tracker):
+        if not fits or not _match_own_rows(message, request, tracker):
             where = f"transactions {request.first}..{request.last}"
             return f"the server's answer for {where} has headers that were not requested"
         if self._chain is not None:
@@ -108,7 +108,7 @@ class ReadBack:
         )
 
 
-def _match(message: RangeData, request: RangeRequest, tracker: OutcomeTracker) -> bool:
+def _match_own_rows(message: RangeData, request: RangeRequest, tracker: OutcomeTracker) -> bool:
     """Find own rows in an answer; return whether it has the headers that were requested."""
     first, count = TransactionId(message.first), message.count
     if request.form == OWN_HEADERS:

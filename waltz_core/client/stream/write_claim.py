@@ -22,7 +22,7 @@ from waltz_core.client.links.write_requests import EnteredTask, RegistryUser, Wr
 from waltz_core.cluster.write_registry import TaskState, WriteState, check_name
 from waltz_core.errors import ConnectionSuperseded, Unreachable
 
-SEQUENCES_OF_ATTEMPT = 1 << 32
+SEQUENCES_PER_ATTEMPT = 1 << 32
 
 
 class TaskClaim:
@@ -69,12 +69,12 @@ class TaskClaim:
         """
         writes = self._writes = WriteRequests(self._connect, user)
         try:
-            await self._enter(writes)
+            await self._enter_write(writes)
         except BaseException:
             await writes.close()
             raise
 
-    async def _enter(self, writes: WriteRequests) -> None:
+    async def _enter_write(self, writes: WriteRequests) -> None:
         if self._series is not None:
             state: WriteState | None = await writes.begin(self.write, *self._series, in_series=True)
         else:
@@ -108,22 +108,22 @@ class TaskClaim:
     @property
     def state(self) -> TaskState:
         """The client ID, the attempt and the runs of the task."""
-        return self._entered.state
+        return self._entered_task.state
 
     @property
-    def _entered(self) -> EnteredTask:
+    def _entered_task(self) -> EnteredTask:
         assert self._task is not None, "a write that is done has no attempts"
         return self._task
 
     @property
     def identity(self) -> ClientIdentity:
         """The client ID of the task, with its proof."""
-        return self._entered.identity
+        return self._entered_task.identity
 
     @property
     def connection_sequence(self) -> int:
         """The number from which this attempt's connection sequences count (rule 1)."""
-        return self.state.attempt * SEQUENCES_OF_ATTEMPT
+        return self.state.attempt * SEQUENCES_PER_ATTEMPT
 
     async def check(self) -> None:
         """Check that this attempt may mount (rule 2).
