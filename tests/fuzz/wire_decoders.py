@@ -13,7 +13,7 @@ from tests.golden.wire_examples import make_example, message_classes
 from waltz_core.client.model.predecessors import _predecessors_in
 from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, chunk_of_server
 from waltz_core.client.stream.cursor import FeedCursor
-from waltz_core.client.stream.outcome_tracker import _decode
+from waltz_core.client.stream.outcome_tracker import _decode_outcome
 from waltz_core.errors import (
     BadFormat,
     BadRequest,
@@ -30,7 +30,7 @@ from waltz_core.replication.replica_repair import (
     verify_batches,
     verify_records,
 )
-from waltz_core.server.read.reads import _check_range, _Key
+from waltz_core.server.read.reads import _check_range, _FetchKey
 from waltz_core.transport import client_hello
 from waltz_core.wire import codec, messages
 from waltz_core.wire.codec import FRAME_HEADER
@@ -344,7 +344,7 @@ def check_storage_range(data: bytes) -> None:
     if not isinstance(message, messages.RangeBytes):
         return
     uses = [
-        partial(_check_range, message, _Key(message.first, QUERY_LAST, 1 << 20, form))
+        partial(_check_range, message, _FetchKey(message.first, QUERY_LAST, 1 << 20, form))
         for form in (RangeForm.WHOLE, RangeForm.HEADERS)
         if message.form == form
     ]
@@ -399,7 +399,7 @@ def take_append_result(data: bytes) -> None:
     """Take the answer to an append."""
     message = decode_message(WireProtocol.CLIENT, data)
     if isinstance(message, messages.AppendResult):
-        _decode(message, max(1, len(message.reasons)))
+        _decode_outcome(message, max(1, len(message.reasons)))
     elif isinstance(message, messages.Predecessors):
         list(_predecessors_in(message))
 

@@ -255,12 +255,12 @@ async def test_resent_appends_keep_their_place() -> None:
         queued = await client.append(b"2", partition=0)
         await until(lambda: server.received.count("AppendRequest") == 2)
         stream = client._partitions[0].stream
-        wait = stream._wait
+        wait = stream._wait_before_retry
         # What was queued is known to be lost before what was in flight is settled.
         with mock.patch.object(appends, "RESEND_DELAY_S", 0.0):
             left = asyncio.Event()
             with mock.patch.object(
-                stream, "_wait", lambda *arguments: (left.set(), wait(*arguments))
+                stream, "_wait_before_retry", lambda *arguments: (left.set(), wait(*arguments))
             ):
                 async with asyncio.TaskGroup() as group:
                     group.create_task(make_moves(cluster, there, 1))

@@ -35,6 +35,7 @@ def partition_without_a_server():
         ids=SimpleNamespace(current=None),
         random=Random(0),
         claim=None,
+        tracer=None,
         spawn=spawn,
     )
     return ClientPartition(PARTITION, services)
