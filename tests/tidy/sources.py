@@ -47,7 +47,7 @@ def product_sources() -> tuple[SourceFile, ...]:
     return sources_under(*PACKAGES)
 
 
-def test_sources() -> tuple[SourceFile, ...]:
+def sources_of_tests() -> tuple[SourceFile, ...]:
     """Return the files of the tests."""
     return sources_under("tests")
 

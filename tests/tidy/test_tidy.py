@@ -23,7 +23,7 @@ from tests.tidy.sources import (
     parse_source,
     product_sources,
     read_text,
-    test_sources,
+    sources_of_tests,
     tracked_files,
 )
 from waltz_core.config import CONFIG_TYPES_BY_KIND
@@ -197,7 +197,7 @@ def dotted(node: ast.AST) -> str:
 def test_every_file_has_a_docstring():
     silent = [
         s.path
-        for s in (*product_sources(), *test_sources())
+        for s in (*product_sources(), *sources_of_tests())
         if s.text and not ast.get_docstring(s.tree)
     ]
     fail_if_any(silent, "the file has no docstring")
@@ -212,7 +212,7 @@ def test_files_are_at_most_800_lines_long():
 def test_file_names_have_no_vague_words():
     vague = [
         s.path
-        for s in (*product_sources(), *test_sources())
+        for s in (*product_sources(), *sources_of_tests())
         if set(Path(s.path).stem.removeprefix("test_").split("_")) & set(BANNED_WORDS_IN_NAMES)
     ]
     fail_if_any(vague, "a vague word in the name of a file")
@@ -396,7 +396,7 @@ def test_the_glossary_has_the_frequent_words_of_names():
 def test_functions_are_at_most_60_lines_long():
     long = [
         f"{s.path}:{node.lineno} {node.name}"
-        for s in (*product_sources(), *test_sources())
+        for s in (*product_sources(), *sources_of_tests())
         for node in s.nodes
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         if body_lines(node) > FUNCTION_LINES_MAX
@@ -530,7 +530,7 @@ def test_every_setting_is_read():
 
 def test_tests_sleep_only_between_checks_of_a_condition():
     wrong = []
-    for source in test_sources():
+    for source in sources_of_tests():
         paced = {
             id(call)
             for loop in source.nodes
@@ -547,7 +547,7 @@ def test_tests_sleep_only_between_checks_of_a_condition():
 
 def test_skips_and_expected_failures_give_a_reason():
     wrong = []
-    for source in test_sources():
+    for source in sources_of_tests():
         for node in source.nodes:
             if isinstance(node, ast.Attribute) and node.attr in ("skip", "xfail", "skipif"):
                 reasoned = [
@@ -565,7 +565,7 @@ def test_skips_and_expected_failures_give_a_reason():
 def test_every_test_can_fail():
     """It asserts, expects an exception, or calls something in its file that does."""
     idle = []
-    for source in test_sources():
+    for source in sources_of_tests():
         functions = [
             node
             for node in source.nodes
