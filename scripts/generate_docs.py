@@ -181,9 +181,11 @@ def nodes() -> str:
 def node_values() -> str:
     """Return the table of the nodes' values, with their bytes."""
     rows = [
-        (each.__name__, first_line(each))
+        (each.__name__, line.strip().removeprefix("Node "))
         for each in vars(model).values()
-        if isinstance(each, type) and (each.__doc__ or "").startswith("`R")
+        if isinstance(each, type)
+        for line in (each.__doc__ or "").splitlines()
+        if line.strip().startswith("Node `R")
     ]
     return table(("value", "node and bytes"), rows)
 

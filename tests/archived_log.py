@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry
-from waltz_core.archive.objects import ObjectFacts, ObjectWriter, Piece
+from waltz_core.archive.objects import ArchivedRecords, ObjectMetadata, ObjectWriter
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN, LineageEntry, ReqId, next_chain
@@ -42,19 +42,19 @@ def split_into_pieces(records, lineage, rows):
         part = records[start : start + rows]
         low, high = lineage[0].first + start, lineage[0].first + start + len(part) - 1
         inside = [each for each in lineage if each.first <= high and each.last >= low]
-        yield Piece(b"".join(part), np.array([len(each) for each in part]), inside)
+        yield ArchivedRecords(b"".join(part), np.array([len(each) for each in part]), inside)
 
 
 def encode_object(records, lineage, *, rows=10, chain_before=GENESIS_CHAIN, **changes):
     """Return the bytes of an object with row groups of the given number of rows."""
     first = lineage[0].first
-    facts = ObjectFacts(
+    metadata = ObjectMetadata(
         CLUSTER_KEY, PARTITION_ID, first, lineage[-1].last, chain_before, lineage[-1].chain
     )
     sink = io.BytesIO()
-    writer = ObjectWriter(sink, facts._replace(**changes))
+    writer = ObjectWriter(sink, metadata._replace(**changes))
     for piece in split_into_pieces(records, lineage, rows):
-        writer.add([piece])
+        writer.write_row_group([piece])
     writer.close()
     return sink.getvalue()
 
@@ -127,7 +127,7 @@ def write_archive(
         records += made[: sum(sizes)]
         lineage, chain = lineage + used, used[-1].chain
     if page_entries:
-        page = ManifestPage(manifest.newest[:page_entries])
+        page = ManifestPage(manifest.newest_objects[:page_entries])
         store.write(f"{folder}/manifests/page", page.to_bytes())
         manifest = manifest.with_page(f"{folder}/manifests/page", page)
     name = f"{folder}/manifests/{manifest.version}"

@@ -310,9 +310,9 @@ async def a_follower_receives_changes_of_the_permissions(
     async with run_meanwhile(follower.follow_permissions(inbox)):
         assert await inbox.wait_for(lambda found: True) is None
         first, second = (Permissions(each, "ops", 0, bytes(32)) for each in (1, 2))
-        await znodes.write([CreateNode(path, access_node.encode(first))])
+        await znodes.write([CreateNode(path, access_node.encode_permissions(first))])
         assert await inbox.wait_for(lambda found: found is not None) == first
-        await znodes.write([SetNode(path, access_node.encode(second), 0)])
+        await znodes.write([SetNode(path, access_node.encode_permissions(second), 0)])
         assert await inbox.wait_for(lambda found: found.revision == 2) == second
         await znodes.write([DeleteNode(path, 1)])
         assert await inbox.wait_for(lambda found: found is None) is None
@@ -328,14 +328,14 @@ async def permissions_are_changed_by_compare_and_set(world: ZooKeeperUnderTest, 
     author = Author("ann\n@host", 7)
     assert await one.permissions.read() is None
     for change in (
-        one.permissions.require(),
+        one.permissions.read_existing(),
         one.permissions.change(add_limited_principal(1), author),
     ):
         with pytest.raises(errors.BadRequest, match=r"has no permissions.* `access init`"):
             await change
     made = await one.permissions.create(Permissions(1, "", 0, bytes(32)), author)
     assert made == Permissions(1, "ann?@host", 7, bytes(32))
-    assert await two.permissions.require() == made
+    assert await two.permissions.read_existing() == made
     with pytest.raises(errors.BadRequest, match="has permissions already"):
         await two.permissions.create(made, author)
 
@@ -347,19 +347,19 @@ async def permissions_are_changed_by_compare_and_set(world: ZooKeeperUnderTest, 
             for number, each in enumerate(changes, 1)
         ]
     assert sorted(each.result().after.revision for each in done) == list(range(2, 8))
-    now = await one.permissions.require()
+    now = await one.permissions.read_existing()
     assert sorted(now.limits) == [f"p{number}" for number in range(1, 7)]
     assert now.revision == 7
 
     again = await one.permissions.change(add_limited_principal(1), Author("bob", 9))
-    assert again.before == again.after == now == await two.permissions.require()
+    assert again.before == again.after == now == await two.permissions.read_existing()
 
     def reject_change(_old: Permissions) -> Permissions:
         raise errors.BadRequest("not this")
 
     with pytest.raises(errors.BadRequest, match="not this"):
         await one.permissions.change(reject_change, author)
-    assert await two.permissions.require() == now
+    assert await two.permissions.read_existing() == now
 
 
 def add_limited_principal(number: int) -> Callable[[Permissions], Permissions]:
@@ -387,10 +387,10 @@ async def imported_permissions_have_a_later_revision(world: ZooKeeperUnderTest, 
     found = await znodes.get(path)
     await znodes.write([SetNode(path, b"{}", found.stat.version)])
     with pytest.raises(errors.BadFormat, match=f"{path}: permissions"):
-        await coordinator.permissions.require()
+        await coordinator.permissions.read_existing()
     third = await coordinator.permissions.replace(saved, author, record_revisions, new_key=key)
     assert third == (None, made)
-    assert await coordinator.permissions.require() == made
+    assert await coordinator.permissions.read_existing() == made
 
 
 async def the_revision_in_use_is_published_in_each_session(
@@ -401,11 +401,11 @@ async def the_revision_in_use_is_published_in_each_session(
     author, at_storage, states = Author("ops", 0), CallbackRecorder(), CallbackRecorder()
     storage.on_session_state(states)
     signals = await world.znodes()
-    assert await commands.read_applied() == {}
+    assert await commands.read_applied_revisions() == {}
 
     def take(permissions: Permissions | None) -> None:
         if permissions is not None:
-            storage.publish_applied(name, permissions.revision)
+            storage.set_applied_revision(name, permissions.revision)
         at_storage(permissions)
 
     async with run_meanwhile(storage.follow_permissions(take)):
@@ -423,7 +423,7 @@ async def the_revision_in_use_is_published_in_each_session(
 
         # The node of a process that was killed is replaced by that of its successor.
         successor = await open_coordinator(world, root)
-        successor.publish_applied(name, 2)
+        successor.set_applied_revision(name, 2)
         async with run_meanwhile(successor.follow_permissions(CallbackRecorder())):
             await await_applied_revisions(
                 commands, signals, {name: 2}, successor._znodes.session_number
@@ -440,12 +440,16 @@ async def a_revision_that_cannot_be_published_does_not_delay_the_next(
     storage, name = Coordinator(await world.znodes(), root), "storage-10.0.0.1:5280"
     author, taken, failed = Author("ops", 0), CallbackRecorder(), CallbackRecorder()
     paths = commands.paths
-    for path in (paths.every_applied, paths.applied(name), f"{paths.applied(name)}/child"):
+    for path in (
+        paths.applied_revisions,
+        paths.applied_revision(name),
+        f"{paths.applied_revision(name)}/child",
+    ):
         await znodes.write([CreateNode(path, b"{}")])
 
     def take(permissions: Permissions | None) -> None:
         if permissions is not None:
-            storage.publish_applied(name, permissions.revision)
+            storage.set_applied_revision(name, permissions.revision)
         taken(permissions)
 
     async with run_meanwhile(storage.follow_permissions(take, failed)):
@@ -462,12 +466,14 @@ async def await_applied_revisions(
     signal, paths = znodes.new_signal(), commands.paths
     async with asyncio.timeout(TEST_TIMEOUT_S):
         while True:
-            await znodes.children(paths.every_applied, signal)
-            await znodes.get(paths.every_applied, signal)
-            nodes = {each: await znodes.get(paths.applied(each), signal) for each in expected}
+            await znodes.children(paths.applied_revisions, signal)
+            await znodes.get(paths.applied_revisions, signal)
+            nodes = {
+                each: await znodes.get(paths.applied_revision(each), signal) for each in expected
+            }
             owners = [node.stat.owner for node in nodes.values() if node is not None]
             is_owned = owner is None or owners == [owner]
-            if is_owned and await commands.read_applied() == expected:
+            if is_owned and await commands.read_applied_revisions() == expected:
                 break
             await signal.wait()
             signal.clear()
@@ -592,7 +598,7 @@ async def a_write_is_atomic(world: ZooKeeperUnderTest, root: str) -> None:
     assert (data, stat.version, stat.cversion, stat.owner) == (b"3", 2, 0, 0)
     names, stat = await znodes.children(base)
     assert (names, stat.version, stat.cversion, stat.owner) == (("a", "b"), 0, 2, 0)
-    numbered = CreateNode(f"{base}/s_", b"x", ephemeral=True, sequential=True)
+    numbered = CreateNode(f"{base}/s_", b"x", is_ephemeral=True, is_sequential=True)
     await znodes.write([numbered])
     await znodes.write([numbered])
     assert (await znodes.children(base)).names == ("a", "b", "s_0000000002", "s_0000000003")

@@ -49,7 +49,7 @@ async def a_task_has_one_last_attempt(world: ZooKeeperUnderTest, root: str) -> N
     await second.writes.check("w-1", 5, 3)
     other = await first.writes.enter("w-1", 6, "run-b", first.next_client_id)
     assert other.client_id == 2
-    assert await second.writes.tasks("w-1") == {5: three, 6: other}
+    assert await second.writes.read_tasks("w-1") == {5: three, 6: other}
 
 
 async def a_write_that_has_ended_ends_for_all_its_tasks(
@@ -74,7 +74,7 @@ async def a_write_that_has_ended_ends_for_all_its_tasks(
     await second.writes.forget("w")
     await second.writes.forget("w")
     assert await first.writes.read("w") is None
-    assert await first.writes.tasks("w") == {}
+    assert await first.writes.read_tasks("w") == {}
     for over in (
         first.writes.check("w", 0, 1),
         first.writes.enter("w", 0, "run", first.next_client_id),

@@ -325,7 +325,7 @@ class ScenarioRunner:
 
         def on_answer(verdict: RebuildDecision | None) -> None:
             assert verdict is not None
-            log = self.recorder.format_ids(0, verdict.log.synced_max)
+            log = self.recorder.format_ids(0, verdict.log.last_synced_id)
             self.recorder.add_milestone(f"the log of {verdict.source} is the log: {log}")
 
         DisasterRecovery(self.cluster, on_answer)

@@ -9,14 +9,14 @@ Rules (docs/decisions/064):
 
 import pyarrow as pa
 
-from waltz_core.encryption.envelopes import ENVELOPE_BYTES, Encryption
+from waltz_core.encryption.envelopes import ENVELOPE_OVERHEAD_BYTES, Encryption
 from waltz_core.encryption.key_ids import KEY_ID_BYTES_MAX
 from waltz_spark.options import ERROR_COLUMN, ReadOptions, WriteOptions
 
 # The column of an append batch with the ID of each row's key, for `encryptionKeyIdColumn`.
 KEY_ID_COLUMN = "encryption_key_id"
 # The maximum number of bytes that encryption adds to a payload.
-ADDED_BYTES_MAX = ENVELOPE_BYTES + KEY_ID_BYTES_MAX
+ADDED_BYTES_MAX = ENVELOPE_OVERHEAD_BYTES + KEY_ID_BYTES_MAX
 
 
 def decryption_of(options: ReadOptions | WriteOptions) -> Encryption | None:
@@ -31,7 +31,7 @@ def decryption_of(options: ReadOptions | WriteOptions) -> Encryption | None:
     if options.encryption_keys is None:
         return None
     is_required = isinstance(options, ReadOptions) and options.requires_encryption
-    return Encryption.of(options.encryption_keys, is_required=is_required)
+    return Encryption.from_reference(options.encryption_keys, is_required=is_required)
 
 
 def decrypt_batch(batch: pa.RecordBatch, encryption: Encryption) -> dict[str, pa.Array]:
@@ -59,7 +59,7 @@ class PayloadEncryptor:
 
     def __init__(self, options: WriteOptions) -> None:
         assert options.encryption_keys is not None
-        self._encryption = Encryption.of(options.encryption_keys)
+        self._encryption = Encryption.from_reference(options.encryption_keys)
         self._key_id = options.encryption_key_id
 
     def encrypt_columns(self, append: pa.RecordBatch, partition: int) -> pa.RecordBatch:

@@ -8,9 +8,9 @@ from waltz_core.access.requirements import (
     ANSWER,
     CREDENTIAL,
     AccessVerb,
-    ByField,
-    Exempt,
+    Exemption,
     Requirement,
+    RequirementByField,
     Scope,
 )
 from waltz_core.wire.codec import message_classes
@@ -38,11 +38,11 @@ def rows(message: type[Message]) -> Iterator[tuple[str, Requirement]]:
     match message.requires:
         case Requirement() as requirement:
             yield "", requirement
-        case ByField(field, requirements):
+        case RequirementByField(field, requirements):
             for value, requirement in requirements.items():
                 name = value.name if isinstance(value, Enum) else str(value)
                 yield f"{field} = {name.lower()}", requirement
-        case Exempt():
+        case Exemption():
             return
 
 
@@ -65,5 +65,5 @@ def _matrix(messages: Iterable[type[Message]]) -> str:
 def _cell(verb: AccessVerb, requirement: Requirement) -> str:
     if verb not in requirement.verbs:
         return ""
-    is_required = requirement.is_all or len(requirement.verbs) == 1
+    is_required = requirement.needs_all or len(requirement.verbs) == 1
     return "required" if is_required else "sufficient"

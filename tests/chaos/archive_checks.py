@@ -22,8 +22,8 @@ from time import time_ns
 from tests.chaos.cluster import RETENTION_BYTES, SEGMENT_BYTES, ChaosCluster, LocalLog
 from tests.chaos.history import Log
 from tests.chaos.object_store import FOLDER
-from waltz_core.archive.file_names import version_of
-from waltz_core.archive.garbage_collection import GRACE_MS
+from waltz_core.archive.file_names import manifest_version_of
+from waltz_core.archive.garbage_collection import REPLACED_GRACE_MS
 from waltz_core.archive.manifest import Manifest, ObjectEntry, decode_page
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore, ListedFile
@@ -31,7 +31,7 @@ from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 from waltz_core.records.record import PartitionId
 
-AGED_BY_MS = 2 * GRACE_MS
+AGED_BY_MS = 2 * REPLACED_GRACE_MS
 EVENT_PATTERNS = {
     "archived ranges": re.compile(r" archive\.manifest_recorded "),
     "failed uploads": re.compile(r" storage\.archive_failed "),
@@ -47,14 +47,14 @@ class SavedArchive:
     def __init__(self, store: ArchiveStore, marks: Mapping[int, ArchivedMark]) -> None:
         self.store = store
         self.marks = marks
-        self.files = store.files("")
+        self.files = store.list_files("")
         self.objects = {each: list[ObjectEntry]() for each in marks}
         self.listed: set[str] = set()
         for partition, mark in marks.items():
             head = Manifest.from_bytes(store.read(mark.manifest), mark.manifest)
             pages = [decode_page(each, store.read(each.name)) for each in head.pages]
             self.objects[partition] += [each for page in pages for each in page.entries]
-            self.objects[partition] += head.newest
+            self.objects[partition] += head.newest_objects
             self.listed |= {mark.manifest, *(each.name for each in head.pages)}
             self.listed |= {each.name for each in self.objects[partition]}
 
@@ -62,16 +62,16 @@ class SavedArchive:
         """Return the files that rule 2 does not permit."""
         written_ms: dict[tuple[str, int], int] = {}
         for each in self.files:
-            if (version := version_of(each.name)) is not None:
+            if (version := manifest_version_of(each.name)) is not None:
                 place = each.name.rpartition("/")[0], version
                 written_ms[place] = max(each.modified_ms, written_ms.get(place, 0))
 
         def was_replaced_recently(each: ListedFile) -> bool:
-            version = version_of(each.name)
+            version = manifest_version_of(each.name)
             if version is None:
                 return False
             replaced_ms = written_ms.get((each.name.rpartition("/")[0], version + 1), 0)
-            return now_ms - replaced_ms < GRACE_MS
+            return now_ms - replaced_ms < REPLACED_GRACE_MS
 
         return [
             each.name

@@ -20,7 +20,7 @@ from tests.crash.archive_recording import ARCHIVE, ROOT, Recorder
 from tests.unit.storage.logs import make_batches
 from waltz_core.archive import manifest as manifest_module
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
-from waltz_core.archive.file_names import TEMPORARY
+from waltz_core.archive.file_names import TEMPORARY_SUFFIX
 from waltz_core.archive.garbage_collection import GarbageCollectionJob, collect_garbage
 from waltz_core.archive.manifest import Manifest, ManifestPage, RecordedManifest
 from waltz_core.archive.manifest_jobs import BatchRun, ExpiryJob, UploadJob
@@ -144,7 +144,7 @@ class CrashChecks:
             return set()
         head = Manifest.from_bytes(self.complete[recorded.manifest], recorded.manifest)
         pages = [ManifestPage.from_bytes(self.complete[each.name], "") for each in head.pages]
-        entries = [*head.newest, *(entry for page in pages for entry in page.entries)]
+        entries = [*head.newest_objects, *(entry for page in pages for entry in page.entries)]
         objects = {each.name for each in entries if each.last >= recorded.first}
         return {recorded.manifest, *(each.name for each in head.pages), *objects}
 
@@ -152,7 +152,7 @@ class CrashChecks:
         self.counts["states"] += 1
         found = names_in(contents)
         for name, data in found.items():
-            if not name.endswith(TEMPORARY) and data != self.complete[name]:
+            if not name.endswith(TEMPORARY_SUFFIX) and data != self.complete[name]:
                 raise StateLost(f"{where}: {name} is not complete")
         if missing := self.listed(recorded) - found.keys():
             raise StateLost(f"{where}: {sorted(missing)} are not there")
@@ -181,7 +181,7 @@ def names_in(contents):
 @pytest.fixture(scope="module")
 def recorder(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(manifest_module, "PAGE_ENTRIES", 2)
+        patched.setattr(manifest_module, "ENTRIES_PER_PAGE", 2)
         yield archived(Recorder(tmp_path_factory.mktemp("archived")))
 
 
@@ -198,9 +198,9 @@ def verify(store, recorded):
     """Read every recorded object, and verify its records."""
     check = ArchiveCheck(store, KEY, PARTITION, first=recorded.first, last=None)
     check.begin(RecordedArchive(*recorded))
-    while check.check_next():
+    while check.check_next_file():
         pass
-    assert check.found == []
+    assert check.bad_files == []
     assert check.next_id == recorded.last + 1
 
 
@@ -220,7 +220,7 @@ def test_processes_are_killed_at_every_change_and_then_power_is_lost(
         again, now = started_again(tmp_path / "again", recorder, before, recorded, session)
         crashes = CrashChecks(again.complete)
         crashes.lose_power(again.changes, position + 1, keeps=(KeepNone(), KeepAll()))
-        assert set(again.store().names("")) == crashes.listed(now), f"killed after {change}"
+        assert set(again.store().list_names("")) == crashes.listed(now), f"killed after {change}"
         if kills % EVERY_VERIFIED == 0:
             verify(again.store(), now)
     record_property("crash of an archive: kills", kills)

@@ -25,14 +25,14 @@ from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cli import change_commands
 from waltz_core.cluster.change import creation
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
-from waltz_core.cluster.write_registry import BegunWrite, WriteState
-from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
+from waltz_core.cluster.write_registry import WriteState, WriteWithTasks
+from waltz_core.cluster.znodes.restore_sources import NO_RESTORE_SOURCES
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_sim.world.crash import DiskState, KeepNone, PositionMarker, changes_of
 
 PLACE = "/waltz/shop"
 END = 94  # of the second batch of the log that is longer than a row group
-WRITE = BegunWrite(WriteState({PARTITION_ID: 3}, 1_000), dict.fromkeys(range(20), TASK))
+WRITE = WriteWithTasks(WriteState({PARTITION_ID: 3}, 1_000), dict.fromkeys(range(20), TASK))
 
 
 class RecordedZooKeeper(MemoryZooKeeper):
@@ -100,9 +100,9 @@ class Place:
         check.begin(
             RecordedArchive(mark.first, mark.last, mark.chain, mark.manifest, mark.manifest_crc)
         )
-        while check.check_next():
+        while check.check_next_file():
             pass
-        assert (check.found, check.next_id) == ([], END + 1)
+        assert (check.bad_files, check.next_id) == ([], END + 1)
         assert is_pinned(store, CLUSTER_KEY)
 
 
@@ -117,7 +117,7 @@ def backed_up(tmp_path, monkeypatch):
     empty = PartitionBackup(-1, -1, -1, None)
     partitions = (*[empty] * PARTITION_ID, PartitionBackup(END, 60, 3, saved))
     backup = Backup(
-        "shop", UUID(bytes=CLUSTER_KEY), 1, 41, partitions, {"monday": WRITE}, NOT_RESTORED
+        "shop", UUID(bytes=CLUSTER_KEY), 1, 41, partitions, {"monday": WRITE}, NO_RESTORE_SOURCES
     )
     (tmp_path / "backup").write_bytes(backup.to_bytes())
     return recorder.changes

@@ -71,7 +71,7 @@ def change_layout(cluster: LocalCluster, change: Callable[[StorageLayout], Stora
 
     async def write() -> None:
         async with open_session(cluster.connect) as coordinator:
-            await coordinator.storages.change(change)
+            await coordinator.storages.change_layout(change)
 
     asyncio.run(write())
 

@@ -55,7 +55,7 @@ import sys
 from waltz_core.cli import main
 from waltz_core.cluster.change import rebuilding
 
-rebuilding.ids_from = lambda _: 1
+rebuilding.first_id_after_loss = lambda _: 1
 main.main(sys.argv[1:])
 """
 

@@ -11,10 +11,10 @@ from tests.archived_log import encode_object, make_batches
 from tests.fuzz.decoder import Decoder
 from tests.fuzz.mutations import BINARY_WORDS, TEXT_WORDS
 from tests.fuzz.zookeeper_decoders import CHAIN, KEY, saved_manifest, sealed_frame
-from waltz_core.archive.file_names import origin_of, version_of, writer_of
+from waltz_core.archive.file_names import manifest_version_of, origin_of, writer_cluster_key
 from waltz_core.archive.manifest import Expiry, Manifest, ManifestPage
 from waltz_core.archive.object_index import ObjectIndex
-from waltz_core.archive.objects import ArchiveObject, ObjectFacts
+from waltz_core.archive.objects import ArchiveObject, ObjectMetadata
 from waltz_core.errors import BadFormat, ChecksumMismatch
 
 DAMAGED = (BadFormat, ChecksumMismatch)
@@ -23,7 +23,7 @@ NAME_BYTES_MAX = 1_024  # of a key in S3
 
 def manifests() -> list[bytes]:
     saved = saved_manifest()
-    full = saved.manifest.expired(2, 1_700_000_000_000)
+    full = saved.manifest.with_expiry(2, 1_700_000_000_000)
     assert full.expiries == (Expiry(2, 1_700_000_000_000),)
     return [saved.head, full.to_bytes(), Manifest(KEY.bytes, 0, 0, 0, -1, CHAIN).to_bytes()]
 
@@ -75,7 +75,7 @@ def read_object(data: bytes) -> None:
     """Read an object whole, verify it, and make its index; each may find what is wrong."""
     found = ArchiveObject(data, "o")
     groups = range(min(found.group_count, 100))
-    uses = [partial(found.read, each) for each in groups]
+    uses = [partial(found.read_row_group, each) for each in groups]
     uses += [lambda: list(found.verify()), lambda: ObjectIndex(found)]
     wrong = None
     for each in uses:
@@ -109,7 +109,7 @@ def names() -> list[bytes]:
 
 def decode_name(data: bytes) -> None:
     name = data[:NAME_BYTES_MAX].decode(errors="surrogateescape")
-    version_of(name), origin_of(name), writer_of(name)
+    manifest_version_of(name), origin_of(name), writer_cluster_key(name)
 
 
 DECODERS = (
@@ -137,6 +137,6 @@ DECODERS = (
         words=BINARY_WORDS,
         examples=10,
     ),
-    Decoder("object-facts", ObjectFacts.from_bytes, (BadFormat,), facts, words=TEXT_WORDS),
+    Decoder("object-facts", ObjectMetadata.from_bytes, (BadFormat,), facts, words=TEXT_WORDS),
     Decoder("archive-name", decode_name, (), names, words=TEXT_WORDS),
 )

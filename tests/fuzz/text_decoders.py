@@ -110,7 +110,7 @@ def _encryption() -> Encryption:
 def decrypt(data: bytes) -> None:
     """Decrypt a payload; it is a payload, or null with a reason."""
     encryption = _encryption()
-    encryption.is_ready(data)
+    encryption.has_cached_key(data)
     found = encryption.decrypt(data, partition=3, header=7)
     assert (found.data is None) is (found.error is not None)
 

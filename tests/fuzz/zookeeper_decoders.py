@@ -7,17 +7,17 @@ from uuid import UUID
 
 from tests.fuzz.decoder import Decoder
 from tests.fuzz.mutations import TEXT_WORDS
-from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
+from waltz_core.access.permissions import Grant, Permissions, PrincipalLimits, StoredToken
 from waltz_core.access.requirements import AccessVerb
-from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, frame_json
+from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, encode_with_crc
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.cluster.change.audit import AuditEntry
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.membership.loads import PartitionLoad, decode_loads, encode_loads
 from waltz_core.cluster.membership.reachability import ReachReport
-from waltz_core.cluster.write_registry import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.write_registry import TaskState, WriteState, WriteWithTasks
 from waltz_core.cluster.znodes import access_node, model
-from waltz_core.cluster.znodes.restored_from import RestoredFrom
+from waltz_core.cluster.znodes.restore_sources import RestoreSources
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records import strict_json
 from waltz_core.records.checksum import crc32
@@ -52,7 +52,7 @@ def decode_metadata(data: bytes) -> None:
 
 
 def decode_id(data: bytes) -> None:
-    assert model.encode_id(model.decode_id(data)) == data
+    assert model.encode_id_counter(model.decode_id_counter(data)) == data
 
 
 def metadata() -> list[bytes]:
@@ -100,9 +100,12 @@ def permissions() -> list[bytes]:
             "spark-etl": PrincipalLimits(50_000_000, 20_000, 200, 50),
             "*": PrincipalLimits(connections=100),
         },
-        tokens={"ab" * 32: KnownToken("t3", "spark-etl", 1_803_643_200_000)},
+        tokens={"ab" * 32: StoredToken("t3", "spark-etl", 1_803_643_200_000)},
     )
-    return [access_node.encode(full), access_node.encode(Permissions(1, "a", 0, bytes(32)))]
+    return [
+        access_node.encode_permissions(full),
+        access_node.encode_permissions(Permissions(1, "a", 0, bytes(32))),
+    ]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -124,8 +127,8 @@ def saved_manifest() -> SavedManifest:
 
 def backups() -> list[bytes]:
     task = TaskState(5, 2, ("run",))
-    write = BegunWrite(WriteState({0: 3}, 1_000, {"rows": 1}), {4: task})
-    restored = RestoredFrom({"ab" * 16: {0: 5, 1: -1}})
+    write = WriteWithTasks(WriteState({0: 3}, 1_000, {"rows": 1}), {4: task})
+    restored = RestoreSources({"ab" * 16: {0: 5, 1: -1}})
     nothing = PartitionBackup(-1, -1, -1, None)
     full = (PartitionBackup(7, 60, 3, saved_manifest()), nothing)
     return [
@@ -135,7 +138,7 @@ def backups() -> list[bytes]:
 
 
 def sealed_frame(data: bytes) -> bytes:
-    """Return the bytes of `manifest.frame_json` with the CRC of their rest."""
+    """Return the bytes of `manifest.encode_with_crc` with the CRC of their rest."""
     _, _, body = data.partition(b"\n")
     return b"%08x\n%s" % (crc32(body), body)
 
@@ -151,9 +154,9 @@ def sealed_backup(data: bytes) -> bytes:
             for stated, page in zip(head["pages"], pages, strict=False):
                 stated["file_crc"] = crc32(page)
             files["pages"] = [page.decode() for page in pages]
-            files["head"] = frame_json(head).decode()
+            files["head"] = encode_with_crc(head).decode()
             files["crc"] = crc32(files["head"].encode())
-        return frame_json(values)
+        return encode_with_crc(values)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return sealed_frame(data)
 
@@ -196,7 +199,7 @@ DECODERS = (
     _binary("storage-registration", model.StorageRegistration, model.StorageRegistration(KEY)),
     Decoder("partition-marker", partial(decode_node, model.PartitionMarker), (BadFormat,), markers),
     Decoder("partition-metadata", decode_metadata, (BadFormat,), metadata),
-    Decoder("id-counter", decode_id, (BadFormat,), lambda: [model.encode_id(70_000)]),
+    Decoder("id-counter", decode_id, (BadFormat,), lambda: [model.encode_id_counter(70_000)]),
     _json("audit-entry", AuditEntry, AuditEntry("ann", 1, "move", "done", 2)),
     _json(
         "reach-report",
@@ -206,7 +209,7 @@ DECODERS = (
     ),
     _json("write-state", WriteState, WriteState({0: 3, 1: -1}, 1_000, {"rows": 1})),
     _json("task-state", TaskState, TaskState(5, 2, ("run", "other"))),
-    _json("restored-from", RestoredFrom, RestoredFrom({"ab" * 16: {0: 5, 1: -1}})),
+    _json("restored-from", RestoreSources, RestoreSources({"ab" * 16: {0: 5, 1: -1}})),
     Decoder(
         "loads",
         partial(decode_json_node, decode_loads, encode_loads),
@@ -216,7 +219,7 @@ DECODERS = (
     ),
     Decoder(
         "permissions",
-        partial(decode_json_node, access_node.decode, access_node.encode),
+        partial(decode_json_node, access_node.decode_permissions, access_node.encode_permissions),
         (BadFormat,),
         permissions,
         words=TEXT_WORDS,

@@ -87,7 +87,7 @@ MEANINGS: dict[str, Callable[[dict, str], object]] = {
 
 def decode(kind: str, data: bytes, path: str) -> object:
     if kind == "int":
-        return model.decode_id(data)
+        return model.decode_id_counter(data)
     if kind == "PartitionMetadata":
         return model.PartitionMetadata.from_bytes(data, partition_of(path))
     return getattr(model, kind).from_bytes(data)
@@ -95,7 +95,7 @@ def decode(kind: str, data: bytes, path: str) -> object:
 
 def encode(value: object, path: str) -> bytes:
     if isinstance(value, int):
-        return model.encode_id(value)
+        return model.encode_id_counter(value)
     if isinstance(value, model.PartitionMetadata):
         return value.to_bytes(partition_of(path))
     return value.to_bytes()

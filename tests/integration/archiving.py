@@ -66,7 +66,7 @@ class ClusterArchive:
 
     def newest_manifest(self) -> Manifest | None:
         """Return the manifest that reaches furthest."""
-        names = [each for each in self.store.names("") if each.endswith(".json")]
+        names = [each for each in self.store.list_names("") if each.endswith(".json")]
         found = [Manifest.from_bytes(self.store.read(each), each) for each in names]
         return max(found, key=lambda each: each.last, default=None)
 
@@ -76,7 +76,7 @@ class ClusterArchive:
 
     def objects(self) -> tuple[ObjectEntry, ...]:
         newest = self.newest_manifest()
-        return () if newest is None else newest.newest
+        return () if newest is None else newest.newest_objects
 
     def payloads(self) -> list[bytes]:
         """Return the payloads of all verified objects, in order."""
@@ -91,7 +91,7 @@ class ClusterArchive:
                 each = ArchiveObject(source, entry.name)
                 assert [batch.chain for batch in each.verify()][-1] == entry.chain
                 for group in range(each.group_count):
-                    piece = each.read(group)
+                    piece = each.read_row_group(group)
                     found += payloads_of(piece.records, piece.lengths)
         return found
 
@@ -114,9 +114,9 @@ class ListedFiles:
         self.mark = mark
         head = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest)
         assert not head.pages
-        self.objects = head.newest
-        listed = {mark.manifest, *(each.name for each in head.newest)}
-        files = archive.store.files("")
+        self.objects = head.newest_objects
+        listed = {mark.manifest, *(each.name for each in head.newest_objects)}
+        files = archive.store.list_files("")
         assert listed <= {each.name for each in files}
         self.garbage = [each for each in files if each.name not in listed]
         self.garbage_objects = [each for each in self.garbage if "/objects/" in each.name]

@@ -11,7 +11,7 @@ from kazoo.client import KazooClient
 from tests.certificates import Certificates
 from tests.fault.load import wait_until
 from tests.integration.tls_cluster import daemons_with_access, tls_cluster
-from waltz_core.access.permissions import Grant, KnownToken, Permissions
+from waltz_core.access.permissions import Grant, Permissions, StoredToken
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.access.tokens import hash_of
 from waltz_core.cluster.znodes import access_node
@@ -38,7 +38,7 @@ PERMISSIONS = Permissions(
         ),
     ),
     tokens={
-        hash_of(bytes([number]) * 32): KnownToken(f"t{number}", name, FAR_FUTURE_MS)
+        hash_of(bytes([number]) * 32): StoredToken(f"t{number}", name, FAR_FUTURE_MS)
         for number, name in enumerate(PRINCIPALS)
     },
 )
@@ -59,7 +59,9 @@ class ClusterAccess:
     def write(self, permissions: Permissions) -> None:
         """Write the next revision, and wait until every daemon has read it."""
         self.revision += 1
-        data = access_node.encode(dataclasses.replace(permissions, revision=self.revision))
+        data = access_node.encode_permissions(
+            dataclasses.replace(permissions, revision=self.revision)
+        )
         path = f"{self._place.root}/x/access"
         if self._zookeeper.exists(path):
             self._zookeeper.set(path, data)

@@ -11,7 +11,7 @@ from tests.certificates import Certificates
 from tests.commands import run_command
 from tests.fault.load import wait_until
 from tests.integration.tls_cluster import daemons_with_access, tls_cluster
-from waltz_core.access.permissions import KnownToken, Permissions
+from waltz_core.access.permissions import Permissions, StoredToken
 from waltz_core.access.tokens import hash_of
 from waltz_core.client import WaltzClient
 from waltz_core.cluster.znodes import access_node
@@ -24,7 +24,7 @@ PARTITION = 1
 SECRET = bytes(range(32))
 LATER_MS = 1 << 50
 PERMISSIONS = Permissions(
-    1, "ops", 0, bytes(32), tokens={hash_of(SECRET): KnownToken("t1", "ann", LATER_MS)}
+    1, "ops", 0, bytes(32), tokens={hash_of(SECRET): StoredToken("t1", "ann", LATER_MS)}
 )
 REVOKED = "token t1 of ann is revoked"
 DAEMONS = ("server-1", "storage-1")
@@ -46,7 +46,7 @@ def write(cluster: LocalCluster) -> Iterator[Callable[[Permissions], None]]:
     zookeeper.start()
 
     def put(permissions: Permissions) -> None:
-        path, data = f"{place.root}/x/access", access_node.encode(permissions)
+        path, data = f"{place.root}/x/access", access_node.encode_permissions(permissions)
         if zookeeper.exists(path):
             zookeeper.set(path, data)
         else:

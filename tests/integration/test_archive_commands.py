@@ -14,7 +14,7 @@ from tests.commands import run_command
 from tests.fault.doctor import await_findings
 from tests.fault.load import wait_until
 from tests.time_limits import TEST_TIMEOUT_S
-from waltz_core.archive.pins import pin
+from waltz_core.archive.pins import pin_objects
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster, running_cluster
@@ -123,7 +123,7 @@ def test_pins_are_shown_and_removed(archived: Archived):
     key = json.loads(run_command("cluster", "show-key", "--connect", connect, "--json").stdout)
     source, restored = UUID(key["cluster_key"]), UUID(int=7)
     assert archived.command("status")[1]["pins"] == []
-    pin(ArchiveStore(archived.url), source.bytes, restored.bytes)
+    pin_objects(ArchiveStore(archived.url), source.bytes, restored.bytes)
     assert archived.command("status")[1]["pins"] == [str(restored)]
     text = run_command("archive", "status", "--connect", connect)
     assert (

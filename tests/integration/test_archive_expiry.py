@@ -83,7 +83,7 @@ def collect_later(archive: ClusterArchive, mark: ArchivedMark, cluster_key: byte
 
 
 def object_names(archive: ClusterArchive) -> set[str]:
-    return {each for each in archive.store.names("") if "/objects/" in each}
+    return {each for each in archive.store.list_names("") if "/objects/" in each}
 
 
 def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
@@ -111,11 +111,11 @@ def test_an_expired_part_of_the_log_cannot_be_read_and_is_deleted_later(
         mark = read_archived_mark(cluster)
         assert mark is not None
         manifest = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest)
-        expired = {each.name for each in manifest.newest if each.last < first}
+        expired = {each.name for each in manifest.newest_objects if each.last < first}
         assert expired
         assert expired < object_names(archive), "the grace period has not passed"
         collect_later(archive, mark, manifest.cluster_key)
-        assert object_names(archive) == {each.name for each in manifest.newest} - expired
+        assert object_names(archive) == {each.name for each in manifest.newest_objects} - expired
         check_reads(cluster, written, first)
         expire(cluster, 10 * len(written), "--yes")
         assert first_of(cluster) == len(written), "the one after the archived mark"

@@ -21,13 +21,13 @@ from tests.integration.archiving import (
     archiving_cluster,
     read_archived_mark,
 )
-from waltz_core.archive.file_names import version_of
-from waltz_core.archive.garbage_collection import GRACE_MS
+from waltz_core.archive.file_names import manifest_version_of
+from waltz_core.archive.garbage_collection import REPLACED_GRACE_MS
 from waltz_core.client import WaltzClient
 from waltz_core.local import LocalCluster
 
 KILLS: Final = 4
-AGE_S: Final = 2 * GRACE_MS / 1_000
+AGE_S: Final = 2 * REPLACED_GRACE_MS / 1_000
 REGION: Final = "us-east-1"
 
 
@@ -56,11 +56,11 @@ def kill_during_uploads(
 ) -> None:
     """Append, and kill storages while they write objects, until some of these are garbage."""
     for count, storage in enumerate(cycle(STORAGES), 1):
-        known = {*archive.store.names("")}
+        known = {*archive.store.list_names("")}
         append_rows(client, written)
 
         def is_uploading(known: set[str] = known) -> bool:
-            return any("/objects/" in each for each in {*archive.store.names("")} - known)
+            return any("/objects/" in each for each in {*archive.store.list_names("")} - known)
 
         wait_until("an upload has begun", is_uploading)
         cluster.kill(storage)
@@ -96,7 +96,9 @@ def check_kills_leave_no_garbage(
                 mark = read_archived_mark(cluster)
                 if mark is None or mark.last < len(written) - 1:
                     return False
-                versions = [version_of(each.name) for each in ListedFiles(archive, mark).garbage]
+                versions = [
+                    manifest_version_of(each.name) for each in ListedFiles(archive, mark).garbage
+                ]
                 return all(each is not None and each >= first_kept for each in versions)
 
             wait_until("manifests that were replaced lately remain alone", is_clean)
@@ -111,7 +113,7 @@ def check_kills_leave_no_garbage(
 
 def test_kills_during_uploads_leave_no_garbage_in_a_directory(tmp_path: Path) -> None:
     def age(archive: ClusterArchive) -> None:
-        for each in archive.store.files(""):
+        for each in archive.store.list_files(""):
             aged_s = each.modified_ms / 1_000 - AGE_S
             with suppress(FileNotFoundError):  # an upload has ended meanwhile
                 os.utime(tmp_path / "archive" / each.name, (aged_s, aged_s))

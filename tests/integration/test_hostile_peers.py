@@ -22,7 +22,7 @@ from tests.integration.permitted_cluster import (
 )
 from tests.sample_messages import sample_message
 from tests.time_limits import TEST_TIMEOUT_S
-from waltz_core.access.permissions import KnownToken
+from waltz_core.access.permissions import StoredToken
 from waltz_core.access.tokens import hash_of
 from waltz_core.client import WaltzClient
 from waltz_core.config import ClientConfig
@@ -253,7 +253,7 @@ def test_announced_frames_without_their_bytes_take_no_memory(
     access.write(
         dataclasses.replace(
             PERMISSIONS,
-            tokens={**PERMISSIONS.tokens, hash_of(secret): KnownToken("tenant", tenant, 1 << 50)},
+            tokens={**PERMISSIONS.tokens, hash_of(secret): StoredToken("tenant", tenant, 1 << 50)},
         )
     )
     member = access.cluster.member(PORTS[protocol][0])

@@ -22,7 +22,7 @@ from tests.integration.permitted_cluster import (
 from tests.sample_messages import sample_message
 from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.access.client_ids import NO_PROOF
-from waltz_core.access.requirements import AccessVerb, ByField, Requirement, Scope
+from waltz_core.access.requirements import AccessVerb, Requirement, RequirementByField, Scope
 from waltz_core.client import Callbacks, Transaction, WaltzClient
 from waltz_core.client.links.directory import Owner
 from waltz_core.client.read import ranges
@@ -85,7 +85,7 @@ def access(started: ClusterAccess) -> ClusterAccess:
 
 def requirement_of(message: Message) -> Requirement | None:
     declared = message.requires
-    if isinstance(declared, ByField):
+    if isinstance(declared, RequirementByField):
         declared = declared.requirements[getattr(message, declared.field)]
     return declared if isinstance(declared, Requirement) else None
 
@@ -95,7 +95,7 @@ def is_permitted(verb: AccessVerb, requirement: Requirement, partition: int) -> 
     has_verb = verb in requirement.verbs
     if requirement.scope is Scope.NAMED:
         has_verb = has_verb and partition == PERMITTED_PARTITION
-    is_enough = len(requirement.verbs) == 1 or not requirement.is_all
+    is_enough = len(requirement.verbs) == 1 or not requirement.needs_all
     return has_verb and is_enough and requirement.scope is not Scope.ALL
 
 
@@ -104,7 +104,7 @@ def requests(protocol: WireProtocol, partition: int) -> list[Message]:
     made = []
     for each in message_classes(protocol):
         declared = each.requires
-        if isinstance(declared, ByField):
+        if isinstance(declared, RequirementByField):
             made += [
                 sample_message(each, partition, **{declared.field: value})
                 for value in declared.requirements

@@ -21,7 +21,7 @@ from tests.integration.permitted_cluster import (
     ClusterAccess,
     permitted_cluster,
 )
-from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
+from waltz_core.access.permissions import Grant, Permissions, PrincipalLimits, StoredToken
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.access.tokens import hash_of
 from waltz_core.client import AsyncWaltzClient, WaltzClient
@@ -51,7 +51,7 @@ PERMISSIONS = Permissions(
         ),
     ),
     tokens={
-        hash_of(bytes([number]) * 32): KnownToken(f"t{number}", name, FAR_FUTURE_MS)
+        hash_of(bytes([number]) * 32): StoredToken(f"t{number}", name, FAR_FUTURE_MS)
         for number, name in enumerate(PRINCIPALS)
     },
 )

@@ -92,7 +92,7 @@ def test_an_upload_that_hangs_is_reported_and_its_files_are_collected_later(tmp_
 
 def test_a_storage_ends_although_a_call_of_the_store_hangs(tmp_path, monkeypatch):
     settings = {"archive_url": f"file://{tmp_path}/archive", "archive_age_ms": 0}
-    store = HangingStore(monkeypatch, "writing")
+    store = HangingStore(monkeypatch, "open_sink")
 
     async def main():
         storage = StorageDaemon(config_for(tmp_path / "storage", **settings), CLUSTER, None)

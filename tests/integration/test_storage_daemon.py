@@ -552,7 +552,7 @@ def test_a_storage_that_was_left_out_is_registered_again_when_it_is_added(
             async with serving(config, None):
                 before = await coordinator.read_storage_ids()
                 await assign(coordinator)
-                await coordinator.storages.forget_id(address)
+                await coordinator.storages.forget_storage_id(address)
                 assert await coordinator.read_storage_ids() == {}
                 await poll_until(lambda: "storage.not_in_cluster" in caplog.text)
                 await assign(coordinator, address)

@@ -94,7 +94,7 @@ def test_scenario(scenario, zookeeper):
 def test_a_connect_string_is_sufficient_for_a_connection(zookeeper):
     async def run():
         async with zookeeper_session.open_session(f"{zookeeper}/deep/down/cluster") as coordinator:
-            assert coordinator.where == f"{zookeeper}/deep/down/cluster"
+            assert coordinator.connect_string == f"{zookeeper}/deep/down/cluster"
             assert coordinator.session_state is SessionState.CONNECTED
             with pytest.raises(errors.BadConfig, match="is no cluster at /deep/down/cluster"):
                 await coordinator.read_cluster()
@@ -128,7 +128,7 @@ def test_a_loop_that_hangs_loses_its_session_and_is_notified(zookeeper):
             )
             await session.open()
             world.sessions.append(session)
-            await session.write([CreateNode("/hangs", ephemeral=True)])
+            await session.write([CreateNode("/hangs", is_ephemeral=True)])
             number, states, is_back = session.session_number, [], asyncio.Event()
             session.on_state(states.append)
             session.on_state(lambda state: state is SessionState.CONNECTED and is_back.set())
@@ -141,7 +141,7 @@ def test_a_loop_that_hangs_loses_its_session_and_is_notified(zookeeper):
                 await is_back.wait()
             assert SessionState.LOST in states
             assert session.session_number != number
-            await session.write([CreateNode("/hangs", ephemeral=True)])
+            await session.write([CreateNode("/hangs", is_ephemeral=True)])
         other.stop()
         other.close()
 
@@ -166,7 +166,7 @@ def test_a_session_is_closed_although_no_thread_can_be_started(zookeeper, monkey
             request_timeout_ms=5_000,
         )
         await session.open()
-        await session.write([CreateNode("/exits", ephemeral=True)])
+        await session.write([CreateNode("/exits", is_ephemeral=True)])
         monkeypatch.setattr(threading.Thread, "start", refuse)
         await session.close()
         monkeypatch.undo()
@@ -441,10 +441,10 @@ def any_operation(random: Random, root: str) -> Operation:
     match random.randrange(6):
         case 0 | 1:
             return CreateNode(
-                path, random.choice([None, b"", b"x"]), ephemeral=random.random() < 0.2
+                path, random.choice([None, b"", b"x"]), is_ephemeral=random.random() < 0.2
             )
         case 2:
-            return CreateNode(f"{path}_", sequential=True)
+            return CreateNode(f"{path}_", is_sequential=True)
         case 3:
             return SetNode(path, random.randbytes(2), random.randrange(3))
         case 4:

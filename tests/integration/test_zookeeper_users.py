@@ -22,7 +22,7 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes import access_node, model
 from waltz_core.cluster.znodes.interface import CreateNode
 from waltz_core.cluster.znodes.paths import ZNODES, znode_at
-from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
+from waltz_core.cluster.znodes.restore_sources import NO_RESTORE_SOURCES
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.cluster.zookeeper.zookeeper_session import open_session
 
@@ -87,22 +87,24 @@ async def create_nodes_of_members(coordinator: Coordinator) -> None:
     marker = model.PartitionMarker(model.MarkerState.OPEN, 0, bytes(16))
     await coordinator.write_partition(0, model.PartitionMetadata(1, 0, {}), marker, view.versions)
     await coordinator.register_storage_id("10.0.0.1:5280", model.UUID(int=1))
-    await coordinator.issued_ids.next()
+    await coordinator.issued_ids.allocate_id()
     await coordinator.writes.begin("nightly", {0: -1}, 1_000_000)
     await coordinator.writes.enter("nightly", 0, "run", coordinator.next_client_id)
-    await coordinator._nodes.put_ephemeral(paths.applied("server-1"), b"{}", paths.every_applied)
+    await coordinator._nodes.put_ephemeral(
+        paths.applied_revision("server-1"), b"{}", paths.applied_revisions
+    )
     await coordinator._nodes.put_ephemeral(paths.load(1), b"{}", paths.loads)
-    await coordinator._nodes.put_ephemeral(paths.reach(1), b"{}", paths.reaches)
+    await coordinator._nodes.put_ephemeral(paths.reach_report(1), b"{}", paths.reach_reports)
 
 
 async def create_nodes_of_administrators(coordinator: Coordinator) -> None:
     """Create what commands create after the cluster."""
     paths = coordinator.paths
-    permissions = access_node.encode(Permissions(1, "ops", 0, bytes(32)))
+    permissions = access_node.encode_permissions(Permissions(1, "ops", 0, bytes(32)))
     await coordinator._znodes.write(
         [
             CreateNode(paths.access, permissions),
-            CreateNode(paths.restored_from, NOT_RESTORED.to_bytes()),
+            CreateNode(paths.restore_sources, NO_RESTORE_SOURCES.to_bytes()),
         ]
     )
     await coordinator.audit.begin(AuditEntry("ops", 0, "cluster create"))
@@ -281,7 +283,9 @@ def test_first_and_imported_permissions_set_the_access_lists(place: Place):
             await asyncio.to_thread(create_open, f"{root}/x/audit")
             await commands.permissions.create(found, author)
             await asyncio.to_thread(check, "R/x/audit")
-            await asyncio.to_thread(create_open, f"{root}/x/access", access_node.encode(found))
+            await asyncio.to_thread(
+                create_open, f"{root}/x/access", access_node.encode_permissions(found)
+            )
             await commands.permissions.replace(found, author, lambda *_: None, new_key=bytes(32))
             await asyncio.to_thread(check, "R/x/access")
 
@@ -518,7 +522,7 @@ def test_a_client_without_a_user_reads_what_is_public(place: Place):
             assert (await client.read_cluster()).params.name == "payments"
             assert list((await client.read_servers()).servers) == [1]
             assert len((await client.read_groups()).groups) == len(STORAGES)
-            assert await client.read_restored_from() == NOT_RESTORED
+            assert await client.read_restore_sources() == NO_RESTORE_SOURCES
             with pytest.raises(errors.BadConfig, match="requires authentication for /clients/ids/"):
                 await client.next_client_id()
             with pytest.raises(errors.BadConfig, match="authentication for /clients/x/writes"):

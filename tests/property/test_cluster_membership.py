@@ -133,7 +133,7 @@ def test_membership_settles_after_any_faults(seed):
                         and all(each.preferred == () for each in view.servers.values())
                     )
                 )
-        names = zookeeper.names(f"{ROOT}/serverDescriptors")
+        names = zookeeper.child_names(f"{ROOT}/serverDescriptors")
         assert len(names) == SERVER_COUNT
         assert len({str(inbox.values[-1]) for inbox in inboxes}) == 1
         for inbox in inboxes:

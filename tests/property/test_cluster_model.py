@@ -65,7 +65,7 @@ DECODERS = [
     model.ConnectionMetadata.from_bytes,
     model.PartitionMarker.from_bytes,
     model.StorageRegistration.from_bytes,
-    model.decode_id,
+    model.decode_id_counter,
     lambda data: model.PartitionMetadata.from_bytes(data, 0),
 ]
 

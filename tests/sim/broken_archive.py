@@ -81,10 +81,10 @@ def manifest_without_the_newest_object() -> Patches:
 
     def with_object(self, entry):
         made = original(self, entry)
-        return replace(made, newest=self.newest)
+        return replace(made, newest_objects=self.newest_objects)
 
     yield replaced(Manifest, "with_object", with_object)
-    yield replaced(Manifest, "_check", do_nothing)
+    yield replaced(Manifest, "_check_consistency", do_nothing)
 
 
 @switch
@@ -93,10 +93,10 @@ def manifest_without_the_objects_before() -> Patches:
     original = Manifest.with_object
 
     def with_object(self, entry):
-        return replace(original(self, entry), newest=(entry,))
+        return replace(original(self, entry), newest_objects=(entry,))
 
     yield replaced(Manifest, "with_object", with_object)
-    yield replaced(Manifest, "_check", do_nothing)
+    yield replaced(Manifest, "_check_consistency", do_nothing)
 
 
 @switch
@@ -387,7 +387,7 @@ def replacement_is_not_compared() -> Patches:
     """A replaced object may have reconstructed batches, and another chain than the manifest."""
 
     def _replaced_entry(entries, job):
-        return next(each for each in entries if each.name == job.replaces.name)
+        return next(each for each in entries if each.name == job.replaced_object.name)
 
     yield replaced(archive_pieces, "RECONSTRUCTED", object())
     yield replaced(simulated_archive, "_replaced_entry", _replaced_entry)
@@ -447,7 +447,7 @@ def too_much_expires() -> Patches:
 
     def _first_unexpired(present, before, before_ms):
         kept = original(present, before, before_ms)
-        return next((each.last + 1 for each in present.newest if each.first == kept), kept)
+        return next((each.last + 1 for each in present.newest_objects if each.first == kept), kept)
 
     yield replaced(simulated_archive, "_first_unexpired", _first_unexpired)
 

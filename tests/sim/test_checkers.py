@@ -1179,7 +1179,7 @@ def expires(world, first, requested):
 def first_end(world):
     recorded = world.coordinator.marker.archived
     data = world.cluster.archive.files[recorded.manifest].data
-    return Manifest.from_bytes(data, recorded.manifest).newest[0].last + 1
+    return Manifest.from_bytes(data, recorded.manifest).newest_objects[0].last + 1
 
 
 def test_only_what_was_requested_expires(expiring):
@@ -1201,13 +1201,13 @@ def test_whole_objects_expire(expiring):
 def test_expired_objects_stay_for_the_grace_period(expiring):
     first = first_end(expiring)
     present = expires(expiring, first, first)
-    name = present.newest[0].name
+    name = present.newest_objects[0].name
     del expiring.cluster.archive.files[name]
     with fails("Archived"):
         expiring.checks.on_archive_file_deleted(name)
     expiring.checks.archive._expired_ids = [(first, -expiring.cluster.archive.expiry_grace_ms)]
     expiring.checks.on_archive_file_deleted(name)
-    later = present.newest[1].name
+    later = present.newest_objects[1].name
     del expiring.cluster.archive.files[later]
     with fails("Archived"):
         expiring.checks.on_archive_file_deleted(later)

@@ -25,7 +25,7 @@ def accept(cluster, replica=BEST_REPLICA, *, dies_after=""):
 def test_a_log_that_is_whole_is_accepted_and_all_replicas_get_it():
     cluster = at_rest()
     last = cluster.checks.history.last
-    assert accept(cluster).log.synced_max == last
+    assert accept(cluster).log.last_synced_id == last
     assert set(cluster.replicas) == {A, B, C}
     assert cluster.unfinished_recovery is None
     repair_and_count(cluster)

@@ -107,7 +107,7 @@ def test_a_wrong_object_is_named_and_its_rows_come_from_the_storages(
     reader = archived.reader("partition,transaction_id,header,data")
     tasks = reader.partitions()
     store = ArchiveStore(archived.url)
-    name = next(each for each in store.names("") if each.endswith(".parquet"))
+    name = next(each for each in store.list_names("") if each.endswith(".parquet"))
     path = Path(archived.url.removeprefix("file://")) / name
     whole = path.read_bytes()
     path.write_bytes(whole[:-100])

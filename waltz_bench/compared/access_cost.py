@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 from typing import Final
 
 from waltz_bench.measuring import BenchLoad, Measured, Meter, Workload
-from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
+from waltz_core.access.permissions import Grant, Permissions, PrincipalLimits, StoredToken
 from waltz_core.access.principals import ANONYMOUS
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.access.tokens import TOKEN_BYTES, hash_of
@@ -153,7 +153,7 @@ async def _permit(
         ),
         limits=dict(limits),
         tokens={
-            hash_of(secret): KnownToken(f"t{number}", name, now_ms + _LATER_MS)
+            hash_of(secret): StoredToken(f"t{number}", name, now_ms + _LATER_MS)
             for number, (name, secret) in enumerate(known.items(), 1)
         },
     )

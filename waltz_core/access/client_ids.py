@@ -1,7 +1,7 @@
 """Client IDs that servers issue, each with a proof (an HMAC) of its principal (AC 9).
 
 A server stores nothing for an ID that it issues: the proof is valid at every server, and in every
-generation. IDs below `FIRST_ISSUED` are those that clients took from ZooKeeper themselves.
+generation. IDs below `FIRST_ISSUED_ID` are those that clients took from ZooKeeper themselves.
 
 When a rebuild or a restore of the cluster resets the counter of issued IDs, the permissions receive
 a new signing key. The proof of an ID that was issued before does not match the same ID when it is
@@ -15,14 +15,15 @@ from typing import Final, NamedTuple
 from waltz_core.records.record import ClientId
 
 # Servers issue IDs from this number upwards, so that no other process can issue the same IDs.
-FIRST_ISSUED: Final = ClientId(1 << 30)
-NONE_ISSUED: Final = ClientId(FIRST_ISSUED - 1)
+FIRST_ISSUED_ID: Final = ClientId(1 << 30)
+BEFORE_FIRST_ISSUED_ID: Final = ClientId(FIRST_ISSUED_ID - 1)
 PROOF_BYTES: Final = 16
-KEY_BYTES: Final = 32
+CLIENT_KEY_BYTES: Final = 32
 # The value for an ID without a proof: from ZooKeeper, or from a server without permissions.
 NO_PROOF: Final = bytes(PROOF_BYTES)
-_LABEL: Final = b"waltz client id"
-_ID: Final = Struct(">i")
+# The bytes at the beginning of each signed text.
+_SIGNED_LABEL: Final = b"waltz client id"
+_CLIENT_ID: Final = Struct(">i")
 
 
 class ClientIdentity(NamedTuple):
@@ -38,10 +39,10 @@ class ClientIdentity(NamedTuple):
 def proof_of(client_key: bytes, client_id: int, principal: str) -> bytes:
     """Return the proof that a client ID belongs to a principal: an HMAC of `PROOF_BYTES` bytes."""
     # The label and the ID have fixed lengths, so different IDs and principals sign different bytes.
-    signed = _LABEL + _ID.pack(client_id) + principal.encode()
+    signed = _SIGNED_LABEL + _CLIENT_ID.pack(client_id) + principal.encode()
     return hmac.digest(client_key, signed, "sha256")[:PROOF_BYTES]
 
 
-def is_proof(proof: bytes, client_key: bytes, client_id: int, principal: str) -> bool:
-    """Whether `proof` proves that the client ID belongs to the principal."""
+def is_valid_proof(proof: bytes, client_key: bytes, client_id: int, principal: str) -> bool:
+    """Whether `proof` is the proof that the client ID belongs to the principal."""
     return hmac.compare_digest(proof, proof_of(client_key, client_id, principal))

@@ -13,34 +13,34 @@ from waltz_core.access.permissions import Permissions
 from waltz_core.access.requirements import AccessVerb, Requirement, Scope
 
 # Disjoint ranges first..last of partitions, in ascending order. None stands for all partitions.
-Partitions: TypeAlias = tuple[tuple[int, int], ...] | None
-_NOTHING: Final[Partitions] = ()
+PartitionRanges: TypeAlias = tuple[tuple[int, int], ...] | None
+_NO_PARTITIONS: Final[PartitionRanges] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class PrincipalGrants:
     """The partitions that the grants of one principal and of its groups allow for each verb."""
 
-    partitions: Mapping[AccessVerb, Partitions] = field(default_factory=dict, hash=False)
+    ranges_by_verb: Mapping[AccessVerb, PartitionRanges] = field(default_factory=dict, hash=False)
 
     def missing_verb(self, requirement: Requirement, partition: int | None) -> AccessVerb | None:
-        """Return a verb that the requirement needs and the grants lack; None if they meet it.
+        """Return a required verb that is not granted; None if the grants meet the requirement.
 
         `partition` is a partition that the request names; None if the request names none (rule 2).
         """
         lacking = None
         for verb in requirement.verbs:
             if self._has_verb(verb, requirement.scope, partition):
-                if not requirement.is_all:
+                if not requirement.needs_all:
                     return None
-            elif requirement.is_all:
+            elif requirement.needs_all:
                 return verb
             else:
                 lacking = lacking or verb
         return lacking
 
     def _has_verb(self, verb: AccessVerb, scope: Scope, partition: int | None) -> bool:
-        granted = self.partitions.get(verb, _NOTHING)
+        granted = self.ranges_by_verb.get(verb, _NO_PARTITIONS)
         if granted is None:
             return True
         if scope is Scope.ALL:
@@ -57,41 +57,43 @@ class PrincipalGrants:
         A request can name four million partitions, most of them more than once. To check each
         mention would take seconds.
         """
-        if all(self.partitions.get(verb, _NOTHING) is None for verb in requirement.verbs):
+        if all(self.ranges_by_verb.get(verb, _NO_PARTITIONS) is None for verb in requirement.verbs):
             return partitions[:1]
         return dict.fromkeys(partitions)
 
-    def covers(self, earlier: "PrincipalGrants") -> bool:
-        """Whether these grants include everything that the `earlier` grants permitted."""
+    def includes(self, earlier: "PrincipalGrants") -> bool:
+        """Whether these grants permit everything that the `earlier` grants permitted."""
         return all(
-            _covers(self.partitions.get(verb, _NOTHING), partitions)
-            for verb, partitions in earlier.partitions.items()
+            _includes_ranges(self.ranges_by_verb.get(verb, _NO_PARTITIONS), partitions)
+            for verb, partitions in earlier.ranges_by_verb.items()
         )
 
 
-NO_GRANT: Final = PrincipalGrants()
+NO_GRANTS: Final = PrincipalGrants()
 
 
 class Grants:
     """The grants of all principals in one revision of the permissions."""
 
     def __init__(self, permissions: Permissions) -> None:
-        found: dict[str, dict[AccessVerb, Partitions]] = {}
+        found: dict[str, dict[AccessVerb, PartitionRanges]] = {}
         for grant in permissions.grants:
             grantees = permissions.groups[grant.grantee] if grant.is_group else (grant.grantee,)
             for grantee in grantees:
                 verbs = found.setdefault(grantee, {})
-                verbs[grant.verb] = _joined_partitions(
-                    verbs.get(grant.verb, _NOTHING), grant.partitions
+                verbs[grant.verb] = _union_of_ranges(
+                    verbs.get(grant.verb, _NO_PARTITIONS), grant.partitions
                 )
-        self._of = {principal: PrincipalGrants(verbs) for principal, verbs in found.items()}
+        self._by_principal = {
+            principal: PrincipalGrants(verbs) for principal, verbs in found.items()
+        }
 
     def for_principal(self, principal: str) -> PrincipalGrants:
         """Return the grants of a principal, which are empty if it has none."""
-        return self._of.get(principal, NO_GRANT)
+        return self._by_principal.get(principal, NO_GRANTS)
 
 
-def _joined_partitions(one: Partitions, other: Partitions) -> Partitions:
+def _union_of_ranges(one: PartitionRanges, other: PartitionRanges) -> PartitionRanges:
     if one is None or other is None:
         return None
     joined: list[tuple[int, int]] = []
@@ -103,7 +105,7 @@ def _joined_partitions(one: Partitions, other: Partitions) -> Partitions:
     return tuple(joined)
 
 
-def _covers(now: Partitions, earlier: Partitions) -> bool:
+def _includes_ranges(now: PartitionRanges, earlier: PartitionRanges) -> bool:
     if now is None or earlier is None:
         return now is None
     return all(any(low <= first and last <= high for low, high in now) for first, last in earlier)

@@ -7,7 +7,7 @@ Rules:
        may have, BadRequest for a change that does not fit the permissions.
     2. A grantee has at most one grant of a verb after a change of it: partitions are merged.
     3. A partition for which a principal has `replicate` keeps one, unless the caller forces the
-       change: without one, its server cannot open a session (`check_replicate`).
+       change: without one, its server cannot open a session (`check_replicate_remains`).
     4. A change that has no effect returns equal permissions, so no revision is written.
 """
 
@@ -16,21 +16,26 @@ from dataclasses import replace
 from typing import Final, NamedTuple, TypeAlias
 
 from waltz_core.access.permissions import (
-    DEFAULT_LIMITS,
+    DEFAULT_LIMITS_KEY,
     Grant,
-    KnownToken,
     Permissions,
     PrincipalLimits,
+    StoredToken,
 )
-from waltz_core.access.principals import ANONYMOUS, PRINCIPAL_EXPECTED, RESERVED, is_principal
+from waltz_core.access.principals import (
+    ANONYMOUS,
+    PRINCIPAL_NAME_FORM,
+    RESERVED_NAMES,
+    is_principal_name,
+)
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.errors import BadConfig, BadRequest
 
 # Ranges first..last of partitions, in ascending order. None stands for all partitions.
 Ranges: TypeAlias = tuple[tuple[int, int], ...] | None
 
-LIST_HINT: Final = "Hint: `access list` prints the groups, grants, limits and tokens."
-TEXT_CHARACTERS_MAX: Final = 200
+ACCESS_LIST_HINT: Final = "Hint: `access list` prints the groups, grants, limits and tokens."
+AUTHOR_CHARACTERS_MAX: Final = 200
 REVISION_MAX: Final = (1 << 63) - 1
 
 
@@ -47,13 +52,13 @@ class Grantee(NamedTuple):
 # --- values
 
 
-def first_permissions(client_key: bytes, *, accepts_0_13: bool) -> Permissions:
-    """Return permissions without grants; the coordinator sets the author and the time."""
+def initial_permissions(client_key: bytes, *, accepts_0_13: bool) -> Permissions:
+    """Return the permissions of a new cluster, without grants, author and time."""
     return Permissions(1, "", 0, client_key, accepts_0_13)
 
 
-def next_revision(found: Permissions, revision: int, changed_by: str, now_ms: int) -> Permissions:
-    """Return the permissions with a revision number, author and time.
+def with_revision(found: Permissions, revision: int, changed_by: str, now_ms: int) -> Permissions:
+    """Return the same permissions with another revision number, author and time.
 
     "?" replaces each character of `changed_by` that the access node in ZooKeeper may not contain.
 
@@ -66,7 +71,7 @@ def next_revision(found: Permissions, revision: int, changed_by: str, now_ms: in
             f"found {revision}"
         )
     return replace(
-        found, revision=revision, changed_by=author[:TEXT_CHARACTERS_MAX], changed_ms=now_ms
+        found, revision=revision, changed_by=author[:AUTHOR_CHARACTERS_MAX], changed_ms=now_ms
     )
 
 
@@ -81,7 +86,7 @@ def ranges_of(partitions: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple(ranges)
 
 
-def ranges_text(ranges: Ranges) -> str:
+def format_ranges(ranges: Ranges) -> str:
     """Format ranges as in commands and in the access node: "0-3,7", "all", or "none"."""
     if ranges is None:
         return "all"
@@ -109,9 +114,9 @@ def parse_verbs(text: str) -> tuple[AccessVerb, ...]:
 
 def check_principal(name: str) -> None:
     """Raise BadConfig unless `name` is the name of a principal that may have grants and limits."""
-    if not is_principal(name) or (name in RESERVED and name != ANONYMOUS):
+    if not is_principal_name(name) or (name in RESERVED_NAMES and name != ANONYMOUS):
         raise BadConfig(
-            f"expected a principal name of {PRINCIPAL_EXPECTED} that is not reserved, found "
+            f"expected a principal name of {PRINCIPAL_NAME_FORM} that is not reserved, found "
             f"{name!r}"
         )
 
@@ -129,34 +134,34 @@ def granted_partitions(
         for name, members in permissions.groups.items()
         if principal in members
     }
-    return _covered_partitions(permissions, verb, grantees, count)
+    return _partitions_of_grants(permissions, verb, grantees, count)
 
 
-def check_replicate(before: Permissions, after: Permissions, count: int) -> None:
+def check_replicate_remains(before: Permissions, after: Permissions, count: int) -> None:
     """Raise BadRequest if the change revokes the last `replicate` of a partition (rule 3).
 
     `count` is the number of partitions in the cluster.
     """
-    lost = _replicated_partitions(before, count) - _replicated_partitions(after, count)
+    lost = _partitions_with_replicate(before, count) - _partitions_with_replicate(after, count)
     if lost:
         raise BadRequest(
             "nothing was changed: after the change, no principal would have the verb "
-            f"`replicate` for partitions {ranges_text(ranges_of(lost))}, so their servers "
+            f"`replicate` for partitions {format_ranges(ranges_of(lost))}, so their servers "
             "could not open store sessions. Hint: grant `replicate` to another principal "
             "first, or add --force."
         )
 
 
-def _replicated_partitions(permissions: Permissions, count: int) -> set[int]:
+def _partitions_with_replicate(permissions: Permissions, count: int) -> set[int]:
     grantees = {
         Grantee(each.grantee, each.is_group)
         for each in permissions.grants
         if not each.is_group or permissions.groups[each.grantee]
     }
-    return _covered_partitions(permissions, AccessVerb.REPLICATE, grantees, count)
+    return _partitions_of_grants(permissions, AccessVerb.REPLICATE, grantees, count)
 
 
-def _covered_partitions(
+def _partitions_of_grants(
     permissions: Permissions, verb: AccessVerb, grantees: set[Grantee], count: int
 ) -> set[int]:
     found: set[int] = set()
@@ -209,7 +214,7 @@ def revoke(
         words = ",".join(each.value for each in verbs)
         raise BadRequest(
             f"nothing was changed: {grantee} has no grant of {words} for partitions "
-            f"{ranges_text(partitions)}. {LIST_HINT}"
+            f"{format_ranges(partitions)}. {ACCESS_LIST_HINT}"
         )
     return replace(old, grants=grants)
 
@@ -221,19 +226,19 @@ def _check_grantee(old: Permissions, grantee: Grantee) -> None:
         check_principal(grantee.name)
 
 
-def _is_of(grant: Grant, grantee: Grantee, verb: AccessVerb) -> bool:
+def _is_grant_of(grant: Grant, grantee: Grantee, verb: AccessVerb) -> bool:
     return (grant.grantee, grant.is_group, grant.verb) == (grantee.name, grantee.is_group, verb)
 
 
 def _with_grant(
     grants: tuple[Grant, ...], grantee: Grantee, verb: AccessVerb, partitions: Ranges
 ) -> tuple[Grant, ...]:
-    found = [each for each in grants if _is_of(each, grantee, verb)]
+    found = [each for each in grants if _is_grant_of(each, grantee, verb)]
     merged = _merge_ranges([partitions, *(each.partitions for each in found)])
     added = Grant(grantee.name, grantee.is_group, verb, merged)
     if not found:
         return (*grants, added)
-    rest = (each for each in grants if each is found[0] or not _is_of(each, grantee, verb))
+    rest = (each for each in grants if each is found[0] or not _is_grant_of(each, grantee, verb))
     return tuple(added if each is found[0] else each for each in rest)
 
 
@@ -261,7 +266,7 @@ def _without_grant(
 ) -> tuple[Grant, ...]:
     kept: list[Grant] = []
     for each in grants:
-        if not _is_of(each, grantee, verb):
+        if not _is_grant_of(each, grantee, verb):
             kept.append(each)
             continue
         if partitions is None:
@@ -278,8 +283,8 @@ def _without_grant(
 
 def add_to_group(old: Permissions, group: str, members: Sequence[str]) -> Permissions:
     """Add principals to a group, and create the group if necessary; raises BadConfig."""
-    if not is_principal(group):
-        raise BadConfig(f"expected a group name of {PRINCIPAL_EXPECTED}, found {group!r}")
+    if not is_principal_name(group):
+        raise BadConfig(f"expected a group name of {PRINCIPAL_NAME_FORM}, found {group!r}")
     for each in members:
         check_principal(each)
     named = tuple(dict.fromkeys((*old.groups.get(group, ()), *members)))
@@ -294,7 +299,7 @@ def remove_from_group(old: Permissions, group: str, members: Sequence[str]) -> P
     _check_group(old, group)
     for each in members:
         if each not in old.groups[group]:
-            raise BadRequest(f"{each} is not a member of group {group}. {LIST_HINT}")
+            raise BadRequest(f"{each} is not a member of group {group}. {ACCESS_LIST_HINT}")
     kept = tuple(each for each in old.groups[group] if each not in members)
     return replace(old, groups={**old.groups, group: kept})
 
@@ -323,7 +328,7 @@ def set_limits(old: Permissions, name: str, limits: PrincipalLimits) -> Permissi
 
     Raises BadConfig for a limit below 1 or above 2^63 - 1.
     """
-    if name != DEFAULT_LIMITS:
+    if name != DEFAULT_LIMITS_KEY:
         check_principal(name)
     given = {
         key: value
@@ -344,17 +349,17 @@ def remove_limits(old: Permissions, name: str) -> Permissions:
     Raises BadRequest if none exist.
     """
     if name not in old.limits:
-        raise BadRequest(f"{name} has no limits of its own. {LIST_HINT}")
+        raise BadRequest(f"{name} has no limits of its own. {ACCESS_LIST_HINT}")
     return replace(old, limits={key: its for key, its in old.limits.items() if key != name})
 
 
-def accept_0_13(old: Permissions, *, accepts: bool) -> Permissions:
+def set_accepts_0_13(old: Permissions, *, accepts: bool) -> Permissions:
     """Set whether client IDs without a proof are accepted (AC 9)."""
     return replace(old, accepts_0_13=accepts)
 
 
-def add_token(old: Permissions, token_hash: str, token: KnownToken) -> Permissions:
-    """Add a token with its hash; a repeated call with equal values has no effect.
+def add_token(old: Permissions, token_hash: str, token: StoredToken) -> Permissions:
+    """Add a token under the hash of its secret; a repeated call has no effect.
 
     Raises BadConfig for a reserved principal, and BadRequest if another token has the ID.
     """
@@ -372,7 +377,7 @@ def add_token(old: Permissions, token_hash: str, token: KnownToken) -> Permissio
 def check_token_principal(name: str) -> None:
     """Raise BadConfig unless a token may identify this principal: it must not be reserved."""
     check_principal(name)
-    if name in RESERVED:
+    if name in RESERVED_NAMES:
         raise BadConfig(f"expected the name of a principal that is not reserved, found {name!r}")
 
 
@@ -380,7 +385,7 @@ def revoke_token(old: Permissions, token_id: str) -> Permissions:
     """Remove the token with an ID; raises BadRequest if no token has the ID."""
     kept = {key: each for key, each in old.tokens.items() if each.token_id != token_id}
     if len(kept) == len(old.tokens):
-        raise BadRequest(f"there is no token with ID {token_id!r}. {LIST_HINT}")
+        raise BadRequest(f"there is no token with ID {token_id!r}. {ACCESS_LIST_HINT}")
     return replace(old, tokens=kept)
 
 

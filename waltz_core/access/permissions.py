@@ -10,7 +10,7 @@ from typing import Final
 from waltz_core.access.requirements import AccessVerb
 
 # The key in `limits` of the default limits: they apply where a principal has no own limit.
-DEFAULT_LIMITS: Final = "*"
+DEFAULT_LIMITS_KEY: Final = "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class PrincipalLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownToken:
+class StoredToken:
     """The stored part of a token: public ID, principal, and time of expiry in UTC milliseconds."""
 
     token_id: str
@@ -66,9 +66,9 @@ class Permissions:
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
     grants: tuple[Grant, ...] = ()
     limits: Mapping[str, PrincipalLimits] = field(default_factory=dict, hash=False)
-    tokens: Mapping[str, KnownToken] = field(default_factory=dict, hash=False)
+    tokens: Mapping[str, StoredToken] = field(default_factory=dict, hash=False)
 
-    def valid_token(self, token_hash: str, now_ms: int) -> KnownToken | None:
+    def valid_token(self, token_hash: str, now_ms: int) -> StoredToken | None:
         """Return the token with this hash; None if it is unknown, revoked or expired."""
         known = self.tokens.get(token_hash)
         return None if known is None or now_ms >= known.expires_ms else known

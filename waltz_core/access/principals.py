@@ -18,9 +18,9 @@ from waltz_core.errors import BadConfig
 
 # The principal of a connection without a token and without a certificate that has a principal.
 ANONYMOUS: Final = "anonymous"
-RESERVED: Final = (ANONYMOUS, "other")
-PRINCIPAL_EXPECTED: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : / @ + -"
-_PRINCIPAL: Final = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
+RESERVED_NAMES: Final = (ANONYMOUS, "other")
+PRINCIPAL_NAME_FORM: Final = "1 to 128 characters of A-Z a-z 0-9 . _ : / @ + -"
+_PRINCIPAL_PATTERN: Final = re.compile(r"[A-Za-z0-9._:/@+-]{1,128}")
 
 Certificate: TypeAlias = Mapping[str, Any]
 
@@ -36,15 +36,15 @@ _SHORT_NAMES: Final = {
     "domainComponent": "DC",
     "userId": "UID",
 }
-_ESCAPED: Final = re.compile(r'[,+"\\<>;\x00]|^[ #]| $')
+_ESCAPED_CHARACTERS: Final = re.compile(r'[,+"\\<>;\x00]|^[ #]| $')
 
 
-def is_principal(text: str) -> bool:
-    """Whether `text` has the form of a principal name (`PRINCIPAL_EXPECTED`)."""
-    return _PRINCIPAL.fullmatch(text) is not None
+def is_principal_name(text: str) -> bool:
+    """Whether `text` has the form of a principal name (`PRINCIPAL_NAME_FORM`)."""
+    return _PRINCIPAL_PATTERN.fullmatch(text) is not None
 
 
-def compile_pattern(pattern: str) -> "re.Pattern[str]":
+def compile_principal_pattern(pattern: str) -> "re.Pattern[str]":
     """Compile the setting `principal_pattern`.
 
     Raises BadConfig if it is invalid or has no group.
@@ -61,15 +61,15 @@ def compile_pattern(pattern: str) -> "re.Pattern[str]":
 
 def principal_of(certificate: Certificate | None, pattern: "re.Pattern[str]") -> str | None:
     """Return the principal of a verified certificate; None if it has none (rules 1 and 2)."""
-    matches = [pattern.fullmatch(name) for name in _names(certificate or {})]
+    matches = [pattern.fullmatch(name) for name in _certificate_names(certificate or {})]
     found = {match.group(1) for match in matches if match and match.group(1) is not None}
     if len(found) != 1:
         return None
     (name,) = found
-    return name if is_principal(name) and name not in RESERVED else None
+    return name if is_principal_name(name) and name not in RESERVED_NAMES else None
 
 
-def _names(certificate: Certificate) -> Iterator[str]:
+def _certificate_names(certificate: Certificate) -> Iterator[str]:
     """Yield the names of a certificate that the pattern is matched with (rule 1)."""
     subject = certificate.get("subject", ())
     for part in subject:
@@ -92,4 +92,6 @@ def _rfc4514_name(subject: tuple[tuple[tuple[str, str], ...], ...]) -> str:
 
 
 def _escape_value(value: str) -> str:
-    return _ESCAPED.sub(lambda found: "\\00" if found[0] == "\0" else f"\\{found[0]}", value)
+    return _ESCAPED_CHARACTERS.sub(
+        lambda found: "\\00" if found[0] == "\0" else f"\\{found[0]}", value
+    )

@@ -14,8 +14,8 @@ Rules:
        have a bucket of their own: a client that pipelines drains fast, a flood costs little time.
     5. If a principal does not have a limit of its own, the limit of "*" applies. A revision that
        changes a limit of a principal replaces the bucket; other buckets keep their amounts.
-    6. Metrics have a label for each of the first `LABELS_MAX` principals with a grant, in the order
-       of the permissions. All others share a label.
+    6. Metrics have a label for each of the first `METRIC_LABELS_MAX` principals with a grant, in
+       the order of the permissions. All others share a label.
 """
 
 from collections.abc import Hashable, Iterable
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
 from waltz_core.access.grants import Grants
-from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
+from waltz_core.access.permissions import DEFAULT_LIMITS_KEY, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.errors import Overloaded
 
@@ -31,52 +31,52 @@ SECOND_NS: Final = 1_000_000_000
 BURST_NS: Final = SECOND_NS
 WAIT_NS_MAX: Final = SECOND_NS
 REQUEST_BYTES_MIN: Final = 512
-LABELS_MAX: Final = 100
+METRIC_LABELS_MAX: Final = 100
 # The rate limit for client IDs of one principal at one server. A Spark job requests one ID for each
 # task, all at the same time.
 IDS_PER_S: Final = 100
-IDS_AT_ONCE: Final = 20_000
-_IDS_BURST_NS: Final = IDS_AT_ONCE * SECOND_NS // IDS_PER_S
+IDS_PER_BURST: Final = 20_000
+_IDS_BURST_NS: Final = IDS_PER_BURST * SECOND_NS // IDS_PER_S
 OTHER_LABEL: Final = "other"
 # Above this number, quotas without connections are dropped, except those still in use.
 QUOTAS_MAX: Final = 1_000
 REJECTIONS_PER_S: Final = 2_000
 # A rejected request counts as one more rejection for each of these bytes: it was received.
-REJECTION_BYTES: Final = 32 * 1024
+BYTES_PER_REJECTION: Final = 32 * 1024
 # The retry delay that a rejected connection or feed receives.
-COUNT_RETRY_MS: Final = 1_000
+REJECTED_CONNECTION_RETRY_MS: Final = 1_000
 # A large request and a small limit could exceed the 32 bits of the delay field in answers.
 RETRY_MS_MAX: Final = 24 * 3_600 * 1_000
-_HINT: Final = "Hint: `waltz-core access limit` changes the limit."
+_LIMIT_HINT: Final = "Hint: `waltz-core access limit` changes the limit."
 
 # The partition and the client ID of a feed.
-CountedFeed: TypeAlias = tuple[int, int]
+CountedFeedKey: TypeAlias = tuple[int, int]
 
 
 class TokenBucket:
     """A token bucket, stored as the time at which everything that was charged is paid for."""
 
-    __slots__ = ("_burst_ns", "_paid_ns", "per_s")
+    __slots__ = ("_burst_ns", "_paid_at_ns", "per_s")
 
     def __init__(self, per_s: int, burst_ns: int = BURST_NS) -> None:
         assert per_s > 0
         self.per_s = per_s
         self._burst_ns = burst_ns
-        self._paid_ns = -burst_ns
+        self._paid_at_ns = -burst_ns
 
     def wait_ns(self, now_ns: int) -> int:
         """Return the nanoseconds until a request may begin (rule 2)."""
-        return max(0, self._paid_ns - now_ns)
+        return max(0, self._paid_at_ns - now_ns)
 
     def is_full(self, now_ns: int) -> bool:
         """Whether the bucket holds the full burst amount."""
-        return self._paid_ns <= now_ns - self._burst_ns
+        return self._paid_at_ns <= now_ns - self._burst_ns
 
     def take(self, amount: int, now_ns: int) -> None:
         """Charge an amount, even if it exceeds the amount in the bucket."""
         assert amount >= 0
-        start_ns = max(self._paid_ns, now_ns - self._burst_ns)
-        self._paid_ns = start_ns + -(-amount * SECOND_NS // self.per_s)
+        start_ns = max(self._paid_at_ns, now_ns - self._burst_ns)
+        self._paid_at_ns = start_ns + -(-amount * SECOND_NS // self.per_s)
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ class IssuedIdLimit:
         if wait_ns:
             raise Overloaded(
                 f"{principal} requests client IDs faster than this server permits: "
-                f"{IDS_AT_ONCE} IDs in a burst, and {IDS_PER_S} per second on average. Hint: "
+                f"{IDS_PER_BURST} IDs in a burst, and {IDS_PER_S} per second on average. Hint: "
                 "open fewer clients, or write with fewer Spark tasks.",
                 -(-wait_ns // 1_000_000),
             )
@@ -135,7 +135,7 @@ class Quota:
         self.limits = PrincipalLimits()
         self.usage = usage
         self.connections: dict[Hashable, None] = {}  # in the order of arrival
-        self.feeds: dict[CountedFeed, Hashable] = {}  # the connection of each feed
+        self.feeds: dict[CountedFeedKey, Hashable] = {}  # the connection of each feed
         self._bytes: TokenBucket | None = None
         self._appends: TokenBucket | None = None
         self._rejections = TokenBucket(REJECTIONS_PER_S)
@@ -144,9 +144,9 @@ class Quota:
     def set_limits(self, limits: PrincipalLimits) -> None:
         """Apply the limits of a permissions revision (rule 5)."""
         if limits.bytes_per_s != self.limits.bytes_per_s:
-            self._bytes = _bucket(limits.bytes_per_s)
+            self._bytes = _bucket_for_rate(limits.bytes_per_s)
         if limits.appends_per_s != self.limits.appends_per_s:
-            self._appends = _bucket(limits.appends_per_s)
+            self._appends = _bucket_for_rate(limits.appends_per_s)
         self.limits = limits
 
     def is_idle(self, now_ns: int) -> bool:
@@ -156,7 +156,7 @@ class Quota:
 
     # ---- requests
 
-    def begin(
+    def begin_request(
         self,
         now_ns: int,
         *,
@@ -195,15 +195,15 @@ class Quota:
         self.usage.delayed += wait_ns > 0
         return wait_ns
 
-    def charge_rejected(self, size_bytes: int, now_ns: int) -> None:
+    def charge_rejection(self, size_bytes: int, now_ns: int) -> None:
         """Charge a rejected request of any kind to the bucket of rejections (rule 4)."""
-        self._rejections.take(1 + size_bytes // REJECTION_BYTES, now_ns)
+        self._rejections.take(1 + size_bytes // BYTES_PER_REJECTION, now_ns)
 
     def rejection_wait_ns(self, now_ns: int) -> int:
         """Return the nanoseconds until a connection with a rejection may be read again (rule 4)."""
         return self._rejections.wait_ns(now_ns)
 
-    def charge_sent(self, size_bytes: int, now_ns: int) -> int:
+    def charge_sent_bytes(self, size_bytes: int, now_ns: int) -> int:
         """Charge the bytes of an answer or a feed.
 
         Return the nanoseconds until they are paid for.
@@ -217,7 +217,7 @@ class Quota:
     def _over_limit_error(self, limit: str, retry_after_ms: int) -> Overloaded:
         self.usage.rejected += 1
         return Overloaded(
-            f"{self.principal} exceeds its limit of {limit} at this daemon. {_HINT}",
+            f"{self.principal} exceeds its limit of {limit} at this daemon. {_LIMIT_HINT}",
             min(retry_after_ms, RETRY_MS_MAX),
         )
 
@@ -227,7 +227,7 @@ class Quota:
         """Count a connection; raises Overloaded if the principal has reached its limit."""
         limit = self.limits.connections
         if limit is not None and len(self.connections) >= limit:
-            raise self._over_limit_error(f"{limit} connections", COUNT_RETRY_MS)
+            raise self._over_limit_error(f"{limit} connections", REJECTED_CONNECTION_RETRY_MS)
         self.connections[connection] = None
 
     def remove_connection(self, connection: Hashable) -> None:
@@ -236,23 +236,23 @@ class Quota:
         for key in [key for key, owner in self.feeds.items() if owner == connection]:
             del self.feeds[key]
 
-    def begin_feed(self, key: CountedFeed, connection: Hashable) -> Overloaded | None:
+    def begin_feed(self, key: CountedFeedKey, connection: Hashable) -> Overloaded | None:
         """Count a feed, or move it to another connection.
 
         Return Overloaded if it exceeds the limit.
         """
         limit = self.limits.feeds
         if limit is not None and len(self.feeds) >= limit and key not in self.feeds:
-            return self._over_limit_error(f"{limit} feeds", COUNT_RETRY_MS)
+            return self._over_limit_error(f"{limit} feeds", REJECTED_CONNECTION_RETRY_MS)
         self.feeds[key] = connection
         return None
 
-    def end_feed(self, key: CountedFeed, connection: Hashable) -> None:
+    def end_feed(self, key: CountedFeedKey, connection: Hashable) -> None:
         """Stop counting a feed, unless it has moved to another connection."""
         if self.feeds.get(key) == connection:
             del self.feeds[key]
 
-    def excess(self) -> Iterable[Hashable]:
+    def connections_over_limit(self) -> Iterable[Hashable]:
         """Return the connections to close, so that all limits hold.
 
         These are the newest connections, and the connections of the newest feeds.
@@ -275,7 +275,7 @@ class Quotas:
         self._labels: dict[str, None] = {}
         self.usage: dict[str, Usage] = {}  # by label
 
-    def apply(self, permissions: Permissions, grants: Grants) -> None:
+    def apply_permissions(self, permissions: Permissions, grants: Grants) -> None:
         """Apply a revision of the permissions to limits and metric labels (rules 5 and 6)."""
         self._limits, self._grants = dict(permissions.limits), grants
         self._labels = _metric_labels(permissions)
@@ -303,11 +303,11 @@ class Quotas:
         quota = self._quotas[principal] = Quota(principal, limits, self._usage_of(principal))
         return quota
 
-    def excess(self) -> list[Hashable]:
+    def connections_over_limit(self) -> list[Hashable]:
         """Return the connections that exceed the limits of their principals."""
-        return [each for quota in self._quotas.values() for each in quota.excess()]
+        return [each for quota in self._quotas.values() for each in quota.connections_over_limit()]
 
-    def counts(self) -> dict[str, tuple[int, int]]:
+    def connection_and_feed_counts(self) -> dict[str, tuple[int, int]]:
         """Return the numbers of connections and feeds for each metric label."""
         found = dict.fromkeys(self.usage, (0, 0))
         for quota in self._quotas.values():
@@ -326,10 +326,10 @@ class Quotas:
     def _limits_of(self, principal: str) -> PrincipalLimits | None:
         if self._grants is None:
             return None
-        if AccessVerb.REPLICATE in self._grants.for_principal(principal).partitions:
+        if AccessVerb.REPLICATE in self._grants.for_principal(principal).ranges_by_verb:
             return None
         own = self._limits.get(principal, PrincipalLimits())
-        default = self._limits.get(DEFAULT_LIMITS, PrincipalLimits())
+        default = self._limits.get(DEFAULT_LIMITS_KEY, PrincipalLimits())
         found = PrincipalLimits(
             own.bytes_per_s or default.bytes_per_s,
             own.appends_per_s or default.appends_per_s,
@@ -339,7 +339,7 @@ class Quotas:
         return None if found == PrincipalLimits() else found
 
 
-def _bucket(per_s: int | None) -> TokenBucket | None:
+def _bucket_for_rate(per_s: int | None) -> TokenBucket | None:
     return None if per_s is None else TokenBucket(per_s)
 
 
@@ -348,7 +348,7 @@ def _metric_labels(permissions: Permissions) -> dict[str, None]:
     for grant in permissions.grants:
         grantees = permissions.groups[grant.grantee] if grant.is_group else (grant.grantee,)
         for each in grantees:
-            if len(found) == LABELS_MAX:
+            if len(found) == METRIC_LABELS_MAX:
                 return found
             found[each] = None
     return found

@@ -21,7 +21,7 @@ class AccessVerb(Enum):
 
 
 class Scope(Enum):
-    """The partitions for which the verbs must be granted."""
+    """The partitions for which a principal must have the required verbs."""
 
     NAMED = "the partition that the message names, or each one if it names several"
     ANY = "at least one partition, whichever it is"
@@ -30,63 +30,65 @@ class Scope(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Requirement:
-    """A permission: one of the verbs, or all of them if `is_all`, within a scope.
+    """A permission: one of the verbs, or all of them if `needs_all`, within a scope.
 
-    Equal requirements are the same object, which `all_of` and `one_of` cache, so that the look-up
-    for each request is fast.
+    Equal requirements are the same object, which `require_all` and `require_one` cache, so that the
+    look-up for each request is fast.
     """
 
     verbs: tuple[AccessVerb, ...]
     scope: Scope
-    is_all: bool
+    needs_all: bool
 
     def __post_init__(self) -> None:
         assert self.verbs, "a requirement without a verb would be met by every principal"
 
 
-class Exempt(Enum):
-    """A message that requires no permission."""
+class Exemption(Enum):
+    """The reason why a message requires no permission."""
 
     ANSWER = "an answer: a port that receives it as a request closes the connection"
     CREDENTIAL = "the first message of a connection: it authenticates the client by a token"
 
 
 @dataclass(frozen=True, slots=True)
-class ByField:
+class RequirementByField:
     """A requirement that depends on the value of a field; it covers every value of that field."""
 
     field: str
     requirements: Mapping[object, Requirement]
 
 
-Declaration: TypeAlias = Requirement | Exempt | ByField
+RequirementDeclaration: TypeAlias = Requirement | Exemption | RequirementByField
 
 READ: Final = AccessVerb.READ
 APPEND: Final = AccessVerb.APPEND
 ADMINISTER: Final = AccessVerb.ADMINISTER
 REPLICATE: Final = AccessVerb.REPLICATE
 # NB: the functions, too, return the union: otherwise mypy infers a narrower type for each class.
-ANSWER: Final[Declaration] = Exempt.ANSWER
-CREDENTIAL: Final[Declaration] = Exempt.CREDENTIAL
+ANSWER: Final[RequirementDeclaration] = Exemption.ANSWER
+CREDENTIAL: Final[RequirementDeclaration] = Exemption.CREDENTIAL
 
 
 @cache
-def all_of(*verbs: AccessVerb, scope: Scope = Scope.NAMED) -> Declaration:
+def require_all(*verbs: AccessVerb, scope: Scope = Scope.NAMED) -> RequirementDeclaration:
     """Return the requirement that a principal has every one of these verbs."""
-    return Requirement(verbs, scope, is_all=True)
+    return Requirement(verbs, scope, needs_all=True)
 
 
 @cache
-def one_of(*verbs: AccessVerb, scope: Scope = Scope.NAMED) -> Declaration:
+def require_one(*verbs: AccessVerb, scope: Scope = Scope.NAMED) -> RequirementDeclaration:
     """Return the requirement that a principal has at least one of these verbs."""
-    return Requirement(verbs, scope, is_all=False)
+    return Requirement(verbs, scope, needs_all=False)
 
 
-def by_field(field: str, declarations: Mapping[object, Declaration]) -> Declaration:
+def require_by_field(
+    field: str, declarations: Mapping[object, RequirementDeclaration]
+) -> RequirementDeclaration:
     """Return a requirement that depends on a field.
 
     `declarations` has one for each of its values.
     """
     found = {value: each for value, each in declarations.items() if isinstance(each, Requirement)}
     assert len(found) == len(declarations), f"{field}: a value without a requirement"
-    return ByField(field, found)
+    return RequirementByField(field, found)

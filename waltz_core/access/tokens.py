@@ -13,7 +13,7 @@ from typing import Final, Never
 from waltz_core.errors import BadConfig
 
 TOKEN_BYTES: Final = 32
-_TEXT: Final = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
+_TOKEN_PATTERN: Final = re.compile(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}")
 
 
 class Token:
@@ -32,7 +32,7 @@ class Token:
         Raises BadConfig, whose message contains `where` but not the text.
         """
         text = text.strip()
-        if _TEXT.fullmatch(text) is None:
+        if _TOKEN_PATTERN.fullmatch(text) is None:
             raise BadConfig(
                 f"{where}: expected a token of {2 * TOKEN_BYTES} lower-case hexadecimal "
                 f"digits, found a text of {len(text)} characters"

@@ -1,4 +1,4 @@
-"""The part of all archives that a process has in memory: one cache for all of its partitions.
+"""A cache in memory for parts of archives; all partitions of a process share it.
 
 Rules:
     1. The values have at most `bytes_max` bytes in total; the least recently used values are
@@ -6,7 +6,7 @@ Rules:
     2. Only one thread loads a value at a time: other callers wait for this load, and receive its
        value or its error.
     3. A read-ahead only saves time: its errors are dropped, because the read that needs the value
-       finds them again. While `READ_AHEADS_MAX` read-ahead calls wait or run, further ones are
+       finds them again. While `READ_AHEAD_CALLS_MAX` read-ahead calls wait or run, further ones are
        dropped.
 """
 
@@ -17,7 +17,7 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Final, NamedTuple, TypeVar, cast
 
 READ_AHEAD_THREADS: Final = 2
-READ_AHEADS_MAX: Final = 4
+READ_AHEAD_CALLS_MAX: Final = 4
 
 _Value = TypeVar("_Value")
 
@@ -35,9 +35,11 @@ class ArchiveCache:
         self.bytes_max = bytes_max
         self.byte_count = 0
         self._lock = threading.Lock()
-        self._kept: OrderedDict[Hashable, _CacheEntry] = OrderedDict()  # least recently used first
+        self._entries: OrderedDict[Hashable, _CacheEntry] = (
+            OrderedDict()
+        )  # least recently used first
         self._loads: dict[Hashable, Future[object]] = {}
-        self._ahead: set[Hashable] = set()
+        self._read_aheads: set[Hashable] = set()
         self._threads = threads or ThreadPoolExecutor(READ_AHEAD_THREADS, "archive-read-ahead")
 
     def get(self, key: Hashable, load: Callable[[], tuple[_Value, int]]) -> _Value:
@@ -50,10 +52,10 @@ class ArchiveCache:
         """
         own_load: Future[object] = Future()
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is not None:
-                self._kept.move_to_end(key)
-                return cast("_Value", kept.value)
+            entry = self._entries.get(key)
+            if entry is not None:
+                self._entries.move_to_end(key)
+                return cast("_Value", entry.value)
             current = self._loads.setdefault(key, own_load)
         if current is own_load:
             return self._load(key, load, own_load)
@@ -62,22 +64,22 @@ class ArchiveCache:
     def read_ahead(self, key: Hashable, load: Callable[[], tuple[object, int]]) -> None:
         """Load a value on another thread, unless it is cached or being loaded (rule 3)."""
         with self._lock:
-            known = key in self._kept or key in self._loads or key in self._ahead
-            if known or len(self._ahead) >= READ_AHEADS_MAX:
+            is_known = key in self._entries or key in self._loads or key in self._read_aheads
+            if is_known or len(self._read_aheads) >= READ_AHEAD_CALLS_MAX:
                 return
-            self._ahead.add(key)
-        self._threads.submit(self._load_ahead, key, load)  # its outcome is dropped
+            self._read_aheads.add(key)
+        self._threads.submit(self._run_read_ahead, key, load)  # its outcome is dropped
 
     def close(self) -> None:
         """Stop the threads after their current read-ahead; call this after the last read."""
         self._threads.shutdown(cancel_futures=True)
 
-    def _load_ahead(self, key: Hashable, load: Callable[[], tuple[object, int]]) -> None:
+    def _run_read_ahead(self, key: Hashable, load: Callable[[], tuple[object, int]]) -> None:
         try:
             self.get(key, load)
         finally:
             with self._lock:
-                self._ahead.discard(key)
+                self._read_aheads.discard(key)
 
     def _load(
         self, key: Hashable, load: Callable[[], tuple[_Value, int]], outcome: Future[object]
@@ -91,15 +93,15 @@ class ArchiveCache:
             raise
         with self._lock:
             del self._loads[key]
-            self._keep(key, _CacheEntry(value, byte_count))
+            self._add_entry(key, _CacheEntry(value, byte_count))
         outcome.set_result(value)
         return value
 
-    def _keep(self, key: Hashable, made: _CacheEntry) -> None:
-        if made.byte_count > self.bytes_max:
+    def _add_entry(self, key: Hashable, entry: _CacheEntry) -> None:
+        if entry.byte_count > self.bytes_max:
             return
-        self._kept[key] = made
-        self.byte_count += made.byte_count
+        self._entries[key] = entry
+        self.byte_count += entry.byte_count
         while self.byte_count > self.bytes_max:
-            _, oldest = self._kept.popitem(last=False)
+            _, oldest = self._entries.popitem(last=False)
             self.byte_count -= oldest.byte_count

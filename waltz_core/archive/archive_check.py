@@ -11,7 +11,7 @@ Rules (docs/decisions/047):
        cannot be read, the chain hash before the next object is not known.
     4. A manifest may be replaced during the check, and files may be deleted after that. After
        ObjectMissing, the caller reads ZooKeeper again. If another manifest is recorded, the caller
-       continues with `begin`, otherwise with `note_missing`.
+       continues with `begin`, otherwise with `note_missing_file`.
 """
 
 from collections import deque
@@ -21,7 +21,7 @@ from itertools import pairwise
 from tempfile import TemporaryFile
 from typing import IO, Final, NamedTuple
 
-from waltz_core.archive.file_names import writer_of
+from waltz_core.archive.file_names import writer_cluster_key
 from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, PageEntry
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
@@ -57,9 +57,10 @@ class BadArchiveFile(NamedTuple):
 
 
 class ArchiveCheck:
-    """The check of IDs first..last of one partition; `next_id` is the first ID not yet checked.
+    """A check of IDs first..last in the archive of one partition.
 
-    `last` is None if the check ends where the archive ends.
+    `last` is None if the check ends where the archive ends. `next_id` is the first ID that is not
+    yet checked.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class ArchiveCheck:
         """
         self.next_id = first
         self.last = last
-        self.found: list[BadArchiveFile] = []
+        self.bad_files: list[BadArchiveFile] = []
         self.object_count = 0
         self.byte_count = 0
         self._store = store
@@ -87,8 +88,8 @@ class ArchiveCheck:
         self._newest: tuple[ObjectEntry, ...] = ()
         self._chain: Chain | None = None  # before the next object; None if it is not known
         self._is_stopped = False
-        self._reading = ""
-        self._read_count = 0
+        self._current_read = ""
+        self._read_call_count = 0
 
     @property
     def store_url(self) -> str:
@@ -96,9 +97,9 @@ class ArchiveCheck:
         return self._store.url
 
     @property
-    def activity(self) -> tuple[str, int]:
-        """The running call of the store (or an empty text), and a number that grows."""
-        return self._reading, self._read_count
+    def read_progress(self) -> tuple[str, int]:
+        """The file that is being read (or an empty text), and the number of reads so far."""
+        return self._current_read, self._read_call_count
 
     def _read(self, name: str) -> bytes:
         with self._track_call(name):
@@ -106,11 +107,11 @@ class ArchiveCheck:
 
     @contextmanager
     def _track_call(self, name: str) -> Iterator[None]:
-        self._reading, self._read_count = f"reading {name}", self._read_count + 1
+        self._current_read, self._read_call_count = f"reading {name}", self._read_call_count + 1
         try:
             yield
         finally:
-            self._reading = ""
+            self._current_read = ""
 
     def stop(self) -> None:
         """Make the check on another thread stop soon."""
@@ -135,8 +136,8 @@ class ArchiveCheck:
             return
         if self.next_id < manifest.first:
             self.next_id, self._chain = manifest.first, None
-        self._pages.extend(each for each in manifest.pages if self._is_wanted(each))
-        self._newest = manifest.newest
+        self._pages.extend(each for each in manifest.pages if self._is_in_range(each))
+        self._newest = manifest.newest_objects
 
     def _check_manifest(self, manifest: Manifest, recorded: RecordedArchive) -> None:
         expected = (*self._identity, recorded.first, recorded.last, recorded.chain)
@@ -152,16 +153,16 @@ class ArchiveCheck:
             _expect(
                 f"the {each} (recorded in ZooKeeper)", _format_value(wanted), _format_value(actual)
             )
-        if manifest.newest:
-            end = manifest.newest[-1].chain
+        if manifest.newest_objects:
+            end = manifest.newest_objects[-1].chain
             _expect(
                 f"the chain hash at transaction {manifest.last}",
                 _format_value(manifest.chain),
                 _format_value(end),
             )
 
-    def check_next(self) -> bool:
-        """Check the next file; return False if there is none.
+    def check_next_file(self) -> bool:
+        """Check the next file of the archive; return False if all are checked.
 
         Raises:
             ObjectMissing: a file does not exist (rule 4).
@@ -177,12 +178,12 @@ class ArchiveCheck:
         self._newest = ()
         return bool(self._entries)
 
-    def note_missing(self, error: ObjectMissing) -> None:
+    def note_missing_file(self, error: ObjectMissing) -> None:
         """Note that the file of the last call is missing, and skip it (rule 4)."""
         if self._entries:
             entry = self._entries[0]
-            self._note_object(entry, error)
-            self._pass_object(entry)
+            self._add_bad_object(entry, error)
+            self._finish_object(entry)
         elif self._pages:
             self._skip_page(self._pages[0], error)
 
@@ -190,14 +191,14 @@ class ArchiveCheck:
         """Note that the manifest of `begin` is missing: no object can be checked (rule 4)."""
         self._add_bad_file(recorded.manifest, recorded.first, recorded.last, error)
 
-    def _is_wanted(self, each: PageEntry | ObjectEntry) -> bool:
+    def _is_in_range(self, each: PageEntry | ObjectEntry) -> bool:
         is_reached = self.last is None or each.first <= self.last
         return is_reached and each.last >= self.next_id
 
     def _add_objects(self, entries: Iterable[ObjectEntry]) -> None:
         """Queue the objects of a page, or the newest objects, that must be checked."""
         for each in entries:
-            if self._is_wanted(each):
+            if self._is_in_range(each):
                 self._entries.append(each)
             elif not self._entries:
                 self._chain = each.chain
@@ -205,17 +206,17 @@ class ArchiveCheck:
     def _add_bad_file(
         self, name: str, first: TransactionId, last: TransactionId, why: object
     ) -> None:
-        self.found.append(BadArchiveFile(name, first, last, str(why)))
+        self.bad_files.append(BadArchiveFile(name, first, last, str(why)))
 
     # --- pages of the manifest
 
-    def _check_page(self, stated: PageEntry) -> None:
+    def _check_page(self, page_entry: PageEntry) -> None:
         try:
-            data = self._read(stated.name)
-            _expect("CRC-32", f"{stated.file_crc:08x}", f"{crc32(data):08x}")
-            entries = ManifestPage.from_bytes(data, stated.name).entries
+            data = self._read(page_entry.name)
+            _expect("CRC-32", f"{page_entry.file_crc:08x}", f"{crc32(data):08x}")
+            entries = ManifestPage.from_bytes(data, page_entry.name).entries
             bounds = (entries[0].first, entries[-1].last) if entries else None
-            _expect("IDs", (stated.first, stated.last), bounds)
+            _expect("IDs", (page_entry.first, page_entry.last), bounds)
             for before, after in pairwise(entries):
                 _expect(
                     "the first transaction ID after the previous object",
@@ -223,43 +224,43 @@ class ArchiveCheck:
                     after.first,
                 )
         except (BadFormat, ChecksumMismatch) as error:
-            self._skip_page(stated, error)
+            self._skip_page(page_entry, error)
             return
         self._pages.popleft()
         self._add_objects(entries)
 
-    def _skip_page(self, stated: PageEntry, why: Exception) -> None:
-        self._add_bad_file(stated.name, stated.first, stated.last, why)
+    def _skip_page(self, page_entry: PageEntry, why: Exception) -> None:
+        self._add_bad_file(page_entry.name, page_entry.first, page_entry.last, why)
         self._pages.popleft()
-        self.next_id, self._chain = TransactionId(stated.last + 1), None  # rule 3
+        self.next_id, self._chain = TransactionId(page_entry.last + 1), None  # rule 3
 
     # --- objects
 
     def _check_object(self, entry: ObjectEntry) -> None:
         with TemporaryFile() as copy:
-            size, crc = self._copy(entry.name, copy)
+            size, crc = self._copy_object(entry.name, copy)
             problems = list(self._object_problems(entry, size, crc, copy))
         if self._is_stopped:
             return
         if problems:
-            self._note_object(entry, "; ".join(problems))
+            self._add_bad_object(entry, "; ".join(problems))
         self.object_count += 1
         self.byte_count += size
-        self._pass_object(entry)
+        self._finish_object(entry)
 
-    def _note_object(self, entry: ObjectEntry, why: object) -> None:
-        self.found.append(BadArchiveFile(*entry[:3], str(why), is_object=True))
+    def _add_bad_object(self, entry: ObjectEntry, why: object) -> None:
+        self.bad_files.append(BadArchiveFile(*entry[:3], str(why), is_object=True))
 
-    def _pass_object(self, entry: ObjectEntry) -> None:
+    def _finish_object(self, entry: ObjectEntry) -> None:
         self._entries.popleft()
         self.next_id, self._chain = TransactionId(entry.last + 1), entry.chain
 
-    def _copy(self, name: str, target: IO[bytes]) -> tuple[int, int]:
+    def _copy_object(self, name: str, target: IO[bytes]) -> tuple[int, int]:
         """Copy an object to a local file; return its size and CRC-32."""
         size = crc = 0
         with self._track_call(name), self._store.open(name) as source:
             while not self._is_stopped and (data := source.read(_COPY_BYTES)):
-                self._read_count += 1
+                self._read_call_count += 1
                 target.write(data)
                 size, crc = size + len(data), crc32(data, crc)
         target.seek(0)
@@ -280,17 +281,17 @@ class ArchiveCheck:
 
     def _check_content(self, opened: ArchiveObject, entry: ObjectEntry) -> None:
         """Rebuild the records, and compare the object with the manifest (rule 2)."""
-        facts = opened.facts
-        _expect("the first transaction ID", entry.first, facts.first)
-        writer = writer_of(entry.name) or self._identity[0]
-        _expect("cluster key", writer.hex(), facts.cluster_key.hex())
-        _expect("partition", self._identity[1], facts.partition_id)
+        metadata = opened.metadata
+        _expect("the first transaction ID", entry.first, metadata.first)
+        writer = writer_cluster_key(entry.name) or self._identity[0]
+        _expect("cluster key", writer.hex(), metadata.cluster_key.hex())
+        _expect("partition", self._identity[1], metadata.partition_id)
         before = self._chain if entry.first else GENESIS_CHAIN
         if before is not None:
             _expect(
                 f"the chain hash before transaction {entry.first}",
                 _format_value(before),
-                _format_value(facts.chain_before),
+                _format_value(metadata.chain_before),
             )
         chain, stamps = None, (0, 0)
         for batch in opened.verify():

@@ -14,18 +14,18 @@ from uuid import UUID
 
 from waltz_core.records.record import PartitionId, SessionId, TransactionId
 
-TEMPORARY: Final = ".tmp"
+TEMPORARY_SUFFIX: Final = ".tmp"
 _NUMBER: Final = r"(?:0|[1-9][0-9]*)"
 _ORIGIN: Final = rf"(?P<session>{_NUMBER})-(?P<nonce>[0-9a-f]{{32}})-(?P<attempt>{_NUMBER})"
-_HEAD: Final = re.compile(rf"{_NUMBER}-{_ORIGIN}\.json", re.ASCII)
-_FORMS: Final = {
+_MANIFEST_HEAD_PATTERN: Final = re.compile(rf"{_NUMBER}-{_ORIGIN}\.json", re.ASCII)
+_NAME_PATTERNS: Final = {
     "objects": re.compile(rf"{_NUMBER}-{_NUMBER}-{_ORIGIN}\.parquet(?:\.tmp)?", re.ASCII),
     "manifests": re.compile(rf"{_NUMBER}-{_ORIGIN}(?:-page)?\.json(?:\.tmp)?", re.ASCII),
 }
 
 
 class FileOrigin(NamedTuple):
-    """The attempt that has written a file: the owner's session and nonce, and a number."""
+    """The attempt that wrote a file: store session and nonce of the owner, and a number."""
 
     session_id: SessionId
     nonce: bytes
@@ -60,25 +60,27 @@ def page_name(folder: str, version: int, origin: FileOrigin) -> str:
     return f"{folder}/{version}-{origin}-page.json"
 
 
-def version_of(name: str) -> int | None:
+def manifest_version_of(name: str) -> int | None:
     """Return the version in the name of a manifest's complete head; None for any other file."""
     folder, _, last_part = name.rpartition("/")
-    is_head = folder.endswith("/manifests") and _HEAD.fullmatch(last_part) is not None
+    is_head = (
+        folder.endswith("/manifests") and _MANIFEST_HEAD_PATTERN.fullmatch(last_part) is not None
+    )
     return int(last_part.partition("-")[0]) if is_head else None
 
 
 def origin_of(name: str) -> FileOrigin | None:
-    """Return the attempt in the name of a complete or incomplete file; None if it names none."""
+    """Return the attempt in the name of a file, complete or not; None for any other name."""
     folder, _, last_part = name.rpartition("/")
-    form = _FORMS.get(folder.rpartition("/")[2])
-    found = None if form is None else form.fullmatch(last_part)
+    pattern = _NAME_PATTERNS.get(folder.rpartition("/")[2])
+    found = None if pattern is None else pattern.fullmatch(last_part)
     if found is None:
         return None
     session, nonce, attempt = found["session"], found["nonce"], found["attempt"]
     return FileOrigin(SessionId(int(session)), bytes.fromhex(nonce), int(attempt))
 
 
-def writer_of(name: str) -> bytes | None:
+def writer_cluster_key(name: str) -> bytes | None:
     """Return the key of the cluster that wrote a file; None if its name has no key.
 
     A restored cluster lists objects of its source cluster, which are stored below the key of the

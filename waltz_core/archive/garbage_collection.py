@@ -1,4 +1,4 @@
-"""Deletes files of a partition's archive that no manifest will ever list: garbage.
+"""Deletes garbage from a partition's archive: files that no manifest lists or will list.
 
 Each attempt to archive leaves garbage: the manifest that it replaces or, if it fails, all its
 files. The owner of the partition requests a collection, and a storage executes it.
@@ -16,9 +16,9 @@ Rules (docs/decisions/047, AR 16):
        rolled back, that another cluster uses the archive, or that the owner is fenced. In these
        cases the collection deletes nothing.
     5. A file whose name names no attempt (`file_names.py`) is not deleted, but counted.
-    6. A replaced manifest is kept for `GRACE_MS` after the next version was written: clients and
-       lagging replicas may have only its name. After this time, they find that the file is missing,
-       and need the name of the present manifest (`reader.py`, rule 3).
+    6. A replaced manifest is kept for `REPLACED_GRACE_MS` after the next version was written:
+       clients and lagging replicas may have only its name. After this time, they find that the file
+       is missing, and need the name of the present manifest (`reader.py`, rule 3).
     7. While a restored cluster uses objects of this cluster (`pins.py`), no object is deleted:
        expiry may have removed objects from the manifest that the other cluster lists. The pins are
        read again before each object is deleted, because a restore may begin during the collection.
@@ -42,10 +42,10 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from waltz_core.archive.file_names import (
     FileOrigin,
+    manifest_version_of,
     manifests_folder,
     objects_folder,
     origin_of,
-    version_of,
 )
 from waltz_core.archive.manifest import Manifest, RecordedManifest, decode_page
 from waltz_core.archive.pins import is_pinned
@@ -56,15 +56,15 @@ from waltz_core.values import value
 if TYPE_CHECKING:
     from waltz_core.archive.store import ArchiveStore, ListedFile
 
-GRACE_MS: Final = 3_600_000
+REPLACED_GRACE_MS: Final = 3_600_000
 # The maximum number of deletions of one collection. Other work on the store waits for a collection,
 # so it must be short.
-DELETES_MAX: Final = 200
+DELETIONS_MAX: Final = 200
 
 
 @value(frozen=True, slots=True)
 class GarbageCollectionJob:
-    """A collection for the owner with this session and nonce, based on the recorded manifest.
+    """A request of an owner to collect garbage, with the manifest that ZooKeeper records.
 
     All attempts of the owner below `attempt` have ended (rule 3).
     """
@@ -72,12 +72,12 @@ class GarbageCollectionJob:
     session_id: SessionId
     nonce: bytes
     attempt: int
-    recorded: RecordedManifest
+    recorded_manifest: RecordedManifest
 
     @property
     def partition_id(self) -> PartitionId:
         """The partition whose files are collected."""
-        return self.recorded.partition_id
+        return self.recorded_manifest.partition_id
 
 
 class CollectedGarbage(NamedTuple):
@@ -104,7 +104,7 @@ def collect_garbage(
     now_ms: int,
     on_progress: Callable[[], None] = lambda: None,
 ) -> CollectedGarbage:
-    """Delete at most `DELETES_MAX` files of garbage; blocks.
+    """Delete at most `DELETIONS_MAX` files of garbage; blocks.
 
     `on_progress` is called after each call of the store.
 
@@ -115,21 +115,21 @@ def collect_garbage(
         BadRequest: there are files of a later session or another owner (rule 4), or ZooKeeper was
             rolled back (rule 9).
     """
-    manifest = job.recorded.read(store, cluster_key)
-    listed = _listed_names(store, job, manifest, now_ms, on_progress)
+    manifest = job.recorded_manifest.read(store, cluster_key)
+    listed = _names_to_keep(store, job, manifest, now_ms, on_progress)
     folders = (
         objects_folder(cluster_key, job.partition_id),
         manifests_folder(cluster_key, job.partition_id),
     )
     found: list[ListedFile] = []
     for each in folders:
-        found += store.files(each)
+        found += store.list_files(each)
         on_progress()
-    _check_complete(listed, found, folders)
+    _check_listed_files_exist(listed, found, folders)
     _check_versions(found)
     deletable = folders[1:] if is_pinned(store, cluster_key) else folders  # rule 7
     on_progress()
-    young = _recently_replaced(found, now_ms)
+    replaced = _recently_replaced(found, now_ms)
     garbage: list[ListedFile] = []
     unknown_count = 0
     for file in found:
@@ -139,11 +139,11 @@ def collect_garbage(
             continue
         _check_origin(file.name, origin, job)
         is_ended = origin.session_id < job.session_id or origin.attempt < job.attempt
-        is_garbage = is_ended and file.name not in listed and file.name not in young
+        is_garbage = is_ended and file.name not in listed and file.name not in replaced
         if is_garbage and file.name.startswith(deletable):
             garbage.append(file)
     sizes: list[int] = []
-    for file in garbage[:DELETES_MAX]:
+    for file in garbage[:DELETIONS_MAX]:
         if file.name.startswith(folders[0]):
             is_kept = is_pinned(store, cluster_key)  # rule 7
             on_progress()
@@ -152,29 +152,31 @@ def collect_garbage(
         store.delete(file.name)
         sizes.append(file.byte_count)
         on_progress()
-    return CollectedGarbage(len(sizes), sum(sizes), unknown_count, len(garbage) > DELETES_MAX)
+    return CollectedGarbage(len(sizes), sum(sizes), unknown_count, len(garbage) > DELETIONS_MAX)
 
 
-def _listed_names(
+def _names_to_keep(
     store: "ArchiveStore",
     job: GarbageCollectionJob,
     manifest: Manifest,
     now_ms: int,
     on_progress: Callable[[], None],
 ) -> set[str]:
-    """Return the names of the manifest, its pages and the objects to keep (rules 1 and 8)."""
-    entries = list(manifest.newest)
-    listed = {job.recorded.name}
-    for stated in manifest.pages:
-        page = decode_page(stated, store.read(stated.name))
-        listed.add(stated.name)
+    """Return the names of files that must be kept: manifest, pages, objects (rules 1 and 8)."""
+    entries = list(manifest.newest_objects)
+    listed = {job.recorded_manifest.name}
+    for page_entry in manifest.pages:
+        page = decode_page(page_entry, store.read(page_entry.name))
+        listed.add(page_entry.name)
         entries += page.entries
         on_progress()
     end = manifest.deletable_below(now_ms)
     return listed | {each.name for each in entries if each.last >= end}
 
 
-def _check_complete(listed: set[str], found: "list[ListedFile]", folders: tuple[str, str]) -> None:
+def _check_listed_files_exist(
+    listed: set[str], found: "list[ListedFile]", folders: tuple[str, str]
+) -> None:
     """Raise ObjectMissing if the store lacks a listed file of this partition (rule 1)."""
     own_files = {name for name in listed if name.rpartition("/")[0] in folders}
     missing = sorted(own_files - {each.name for each in found})
@@ -198,7 +200,7 @@ def _check_versions(found: "list[ListedFile]") -> None:
     """Raise BadRequest if the versions show that ZooKeeper was rolled back (rule 9)."""
     heads = []
     for file in found:
-        version, origin = version_of(file.name), origin_of(file.name)
+        version, origin = manifest_version_of(file.name), origin_of(file.name)
         if version is not None and origin is not None:
             heads.append(_ManifestVersion(origin.session_id, version, file.name))
     newest: _ManifestVersion | None = None  # the newest manifest of all earlier sessions
@@ -218,7 +220,7 @@ def _check_versions(found: "list[ListedFile]") -> None:
 
 def _recently_replaced(found: "list[ListedFile]", now_ms: int) -> set[str]:
     """Return the names of manifests whose next version was written recently (rule 6)."""
-    heads = {each: version_of(each.name) for each in found}
+    heads = {each: manifest_version_of(each.name) for each in found}
     written_ms: dict[int, int] = {}
     for each, version in heads.items():
         if version is not None:
@@ -226,7 +228,7 @@ def _recently_replaced(found: "list[ListedFile]", now_ms: int) -> set[str]:
     return {
         each.name
         for each, version in heads.items()
-        if version is not None and now_ms - written_ms.get(version + 1, 0) < GRACE_MS
+        if version is not None and now_ms - written_ms.get(version + 1, 0) < REPLACED_GRACE_MS
     }
 
 

@@ -1,8 +1,8 @@
 """The manifest of a partition's archive: its objects, in order and without gaps.
 
-A manifest is a head and pages. A page has `PAGE_ENTRIES` objects and never changes. The head lists
-the pages and the newest objects. So to archive one object, only the head is written, even if the
-archive is large. Head and pages are separate files, and are never overwritten (rule AR 2).
+A manifest is a head and pages. A page has `ENTRIES_PER_PAGE` objects and never changes. The head
+lists the pages and the newest objects. So to archive one object, only the head is written, even if
+the archive is large. Head and pages are separate files, and are never overwritten (rule AR 2).
 
     8 hexadecimal digits   CRC-32 of the rest
     line feed
@@ -22,7 +22,7 @@ Rules (docs/decisions/047):
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
-from waltz_core.archive.file_names import writer_of
+from waltz_core.archive.file_names import writer_cluster_key
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records import strict_json
 from waltz_core.records.checksum import crc32
@@ -32,8 +32,9 @@ from waltz_core.values import value
 if TYPE_CHECKING:
     from waltz_core.archive.store import ArchiveStore
 
-FORMAT: Final = 1
-PAGE_ENTRIES: Final = 1_000
+# The format of manifests, of their pages, and of backups (`cluster/change/backup.py`).
+FORMAT_VERSION: Final = 1
+ENTRIES_PER_PAGE: Final = 1_000
 EXPIRY_GRACE_MS: Final = 24 * 3_600_000
 _CHAIN_BYTES: Final = 16
 
@@ -75,13 +76,15 @@ class Expiry(NamedTuple):
 
 
 class ManifestPage(NamedTuple):
-    """The objects that a page lists."""
+    """A page of a manifest: a list of objects in order."""
 
     entries: tuple[ObjectEntry, ...]
 
     def to_bytes(self) -> bytes:
         """Return the content of the page's file."""
-        return frame_json({"format": FORMAT, "objects": [_entry_to_json(e) for e in self.entries]})
+        return encode_with_crc(
+            {"format": FORMAT_VERSION, "objects": [_entry_to_json(e) for e in self.entries]}
+        )
 
     def to_entry(self, name: str) -> PageEntry:
         """Return the entry with which a head lists this page under a file name."""
@@ -103,9 +106,9 @@ class ManifestPage(NamedTuple):
         Raises:
             BadFormat, ChecksumMismatch: the file is wrong; the error names it.
         """
-        values = unframe_json(data, f"manifest {name}")
-        with_values = _list_of(values, "objects", name)
-        return cls(tuple(_entry_from_json(each, name) for each in with_values))
+        values = decode_with_crc(data, f"manifest {name}")
+        listed = _list_of(values, "objects", name)
+        return cls(tuple(_entry_from_json(each, name) for each in listed))
 
 
 @value(frozen=True, slots=True)
@@ -119,7 +122,7 @@ class Manifest:
     last: TransactionId
     chain: Chain
     pages: tuple[PageEntry, ...] = ()
-    newest: tuple[ObjectEntry, ...] = ()
+    newest_objects: tuple[ObjectEntry, ...] = ()
     expiries: tuple[Expiry, ...] = ()
 
     def with_object(self, entry: ObjectEntry) -> "Manifest":
@@ -135,21 +138,21 @@ class Manifest:
             version=self.version + 1,
             last=entry.last,
             chain=entry.chain,
-            newest=(*self.newest, entry),
+            newest_objects=(*self.newest_objects, entry),
         )
 
     @property
-    def next_page(self) -> ManifestPage | None:
-        """The objects that must move to a page before others are added; None if there are few."""
-        full = len(self.newest) >= 2 * PAGE_ENTRIES
-        return ManifestPage(self.newest[:PAGE_ENTRIES]) if full else None
+    def page_to_write(self) -> ManifestPage | None:
+        """The page that must be written before another object is added; None if none is due."""
+        full = len(self.newest_objects) >= 2 * ENTRIES_PER_PAGE
+        return ManifestPage(self.newest_objects[:ENTRIES_PER_PAGE]) if full else None
 
     def with_page(self, name: str, page: ManifestPage) -> "Manifest":
-        """Return the same manifest after its oldest listed objects were moved to a written page."""
+        """Return this manifest with a written page in place of the oldest objects in the head."""
         count = len(page.entries)
-        assert self.newest[:count] == page.entries
+        assert self.newest_objects[:count] == page.entries
         pages = (*self.pages, page.to_entry(name))
-        return replace(self, pages=pages, newest=self.newest[count:])
+        return replace(self, pages=pages, newest_objects=self.newest_objects[count:])
 
     def page_containing(self, transaction_id: TransactionId) -> PageEntry | None:
         """Return the page with the object that contains an ID; None if the head lists it."""
@@ -157,30 +160,30 @@ class Manifest:
             (each for each in self.pages if each.first <= transaction_id <= each.last), None
         )
 
-    def with_newest(self, newest: tuple[ObjectEntry, ...]) -> "Manifest":
-        """Return the next manifest, with other entries for the objects that the head lists."""
-        return replace(self, version=self.version + 1, newest=newest)
+    def with_newest_objects(self, newest_objects: tuple[ObjectEntry, ...]) -> "Manifest":
+        """Return the next manifest, in which the head lists these objects."""
+        return replace(self, version=self.version + 1, newest_objects=newest_objects)
 
-    def with_page_for(self, old: PageEntry, name: str, page: ManifestPage) -> "Manifest":
+    def with_replaced_page(self, old: PageEntry, name: str, page: ManifestPage) -> "Manifest":
         """Return the next manifest, in which a written page replaces the page `old`."""
         made = page.to_entry(name)
         assert (made.first, made.last) == (old.first, old.last)
         pages = tuple(made if each == old else each for each in self.pages)
         return replace(self, version=self.version + 1, pages=pages)
 
-    def writer_of(self, entry: ObjectEntry) -> bytes:
+    def writer_cluster_key(self, entry: ObjectEntry) -> bytes:
         """Return the key of the cluster that wrote an object."""
-        return writer_of(entry.name) or self.cluster_key
+        return writer_cluster_key(entry.name) or self.cluster_key
 
     def deletable_below(self, now_ms: int) -> TransactionId:
-        """Return the ID below which all objects have expired longer than the grace period ago.
+        """Return an ID: all objects below it have expired, and their grace period is over.
 
         All objects at or above this ID, expired or not, must not be deleted (rule 4).
         """
-        grown = [each.first for each in self.expiries if each.at_ms + EXPIRY_GRACE_MS <= now_ms]
-        return max(grown, default=TransactionId(0))
+        starts = [each.first for each in self.expiries if each.at_ms + EXPIRY_GRACE_MS <= now_ms]
+        return max(starts, default=TransactionId(0))
 
-    def expired(self, first: TransactionId, now_ms: int) -> "Manifest":
+    def with_expiry(self, first: TransactionId, now_ms: int) -> "Manifest":
         """Return the next manifest, in which `first` is the first available ID (rule 4).
 
         The manifest does not list objects that may be deleted, unless their page has other objects.
@@ -195,14 +198,14 @@ class Manifest:
             version=self.version + 1,
             first=first,
             pages=tuple(each for each in self.pages if each.last >= end),
-            newest=tuple(each for each in self.newest if each.last >= end),
+            newest_objects=tuple(each for each in self.newest_objects if each.last >= end),
             expiries=tuple(expiries),
         )
 
     def to_bytes(self) -> bytes:
         """Return the content of the head's file."""
         values: dict[str, Any] = {
-            "format": FORMAT,
+            "format": FORMAT_VERSION,
             "cluster_key": self.cluster_key.hex(),
             "partition": self.partition_id,
             "version": self.version,
@@ -210,11 +213,11 @@ class Manifest:
             "last": self.last,
             "chain": self.chain.hex(),
             "pages": [each._asdict() for each in self.pages],
-            "objects": [_entry_to_json(each) for each in self.newest],
+            "objects": [_entry_to_json(each) for each in self.newest_objects],
         }
         if self.expiries:
             values["expiries"] = [each._asdict() for each in self.expiries]
-        return frame_json(values)
+        return encode_with_crc(values)
 
     @classmethod
     def from_bytes(cls, data: bytes, name: str) -> Self:
@@ -223,7 +226,7 @@ class Manifest:
         Raises:
             BadFormat, ChecksumMismatch: the file is wrong; the error names it.
         """
-        values = unframe_json(data, f"manifest {name}")
+        values = decode_with_crc(data, f"manifest {name}")
         try:
             found = cls(
                 _parse_hex(values["cluster_key"]),
@@ -240,11 +243,11 @@ class Manifest:
             raise BadFormat(
                 f"manifest {name} cannot be decoded: {type(error).__name__}: {error}"
             ) from error
-        found._check(name)
+        found._check_consistency(name)
         return found
 
-    def _check(self, name: str) -> None:
-        bounds = [each[2:4] for each in self.pages] + [each[1:3] for each in self.newest]
+    def _check_consistency(self, name: str) -> None:
+        bounds = [each[2:4] for each in self.pages] + [each[1:3] for each in self.newest_objects]
         reach = bounds[0][0] - 1 if bounds else self.last
         for first, last in bounds:
             if first != reach + 1 or last < first:
@@ -267,7 +270,7 @@ class Manifest:
 
 
 class RecordedManifest(NamedTuple):
-    """The facts that ZooKeeper records about the manifest of a partition."""
+    """The name, checksum and content of a manifest, as ZooKeeper records them."""
 
     partition_id: PartitionId
     last: TransactionId
@@ -285,13 +288,13 @@ class RecordedManifest(NamedTuple):
         data = store.read(self.name)
         check_crc(self.name, data, self.file_crc)
         found = Manifest.from_bytes(data, self.name)
-        self.check(found, cluster_key)
+        self.check_matches(found, cluster_key)
         return found
 
-    def check(self, found: Manifest, cluster_key: bytes) -> None:
+    def check_matches(self, found: Manifest, cluster_key: bytes) -> None:
         """Raise BadFormat unless a manifest has the recorded partition, last ID and chain hash."""
-        stated = (found.cluster_key, found.partition_id, found.last, found.chain)
-        if stated != (cluster_key, self.partition_id, self.last, self.chain):
+        page_entry = (found.cluster_key, found.partition_id, found.last, found.chain)
+        if page_entry != (cluster_key, self.partition_id, self.last, self.chain):
             raise BadFormat(
                 f"manifest {self.name or '(none)'} is not the one that ZooKeeper records: "
                 f"expected partition {self.partition_id} of cluster {cluster_key.hex()} up to "
@@ -301,19 +304,20 @@ class RecordedManifest(NamedTuple):
             )
 
 
-def decode_page(stated: PageEntry, data: bytes) -> ManifestPage:
+def decode_page(page_entry: PageEntry, data: bytes) -> ManifestPage:
     """Decode a page that a head lists.
 
     Raises ChecksumMismatch or BadFormat if the file is another one.
     """
-    check_crc(stated.name, data, stated.file_crc)
-    page = ManifestPage.from_bytes(data, stated.name)
+    check_crc(page_entry.name, data, page_entry.file_crc)
+    page = ManifestPage.from_bytes(data, page_entry.name)
     entries = page.entries
     found = f"{entries[0].first}..{entries[-1].last}" if entries else "no entries"
-    expected = f"{stated.first}..{stated.last}"
+    expected = f"{page_entry.first}..{page_entry.last}"
     if found != expected:
         raise BadFormat(
-            f"manifest page {stated.name}: expected the transaction IDs {expected}, found {found}"
+            f"manifest page {page_entry.name}: expected the transaction IDs {expected}, found "
+            f"{found}"
         )
     return page
 
@@ -330,30 +334,30 @@ def _commit_times(entry: ObjectEntry) -> tuple[int, ...]:
     return (entry.commit_ms_min, entry.commit_ms_max) if entry.commit_ms_max else ()
 
 
-def frame_json(values: dict[str, Any]) -> bytes:
-    """Return a JSON object as bytes, after a line with its CRC-32."""
+def encode_with_crc(values: dict[str, Any]) -> bytes:
+    """Encode a JSON object, after a line with the CRC-32 of its bytes."""
     body = strict_json.to_json(values)
     return b"%08x\n%s" % (crc32(body), body)
 
 
-def unframe_json(data: bytes, what: str) -> dict[str, Any]:
-    """Return the JSON object in bytes that `frame_json` has written; `what` names it in errors.
+def decode_with_crc(data: bytes, what: str) -> dict[str, Any]:
+    """Decode the bytes of `encode_with_crc`; `what` names them in errors.
 
     Raises:
         BadFormat, ChecksumMismatch: the bytes are damaged or have another format.
     """
-    stated, _, body = data.partition(b"\n")
-    if stated != b"%08x" % crc32(body):
+    page_entry, _, body = data.partition(b"\n")
+    if page_entry != b"%08x" % crc32(body):
         raise ChecksumMismatch(
-            f"{what} is corrupt: expected CRC {crc32(body):08x}, found {stated[:20]!r}"
+            f"{what} is corrupt: expected CRC {crc32(body):08x}, found {page_entry[:20]!r}"
         )
     try:
         values = strict_json.from_json(body)
     except ValueError as error:
         raise BadFormat(f"{what}: {error}") from error
     found = values.get("format") if isinstance(values, dict) else None
-    if not isinstance(values, dict) or found != FORMAT:
-        raise BadFormat(f"{what}: expected file format {FORMAT}, found {found!r}")
+    if not isinstance(values, dict) or found != FORMAT_VERSION:
+        raise BadFormat(f"{what}: expected file format {FORMAT_VERSION}, found {found!r}")
     return values
 
 

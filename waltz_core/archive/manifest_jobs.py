@@ -26,17 +26,17 @@ class ReplacedObject(NamedTuple):
     """A corrupt or missing object, and the last ID and chain hash of the manifest that lists it."""
 
     name: str
-    archived: TransactionId
-    archived_chain: Chain
+    manifest_last: TransactionId
+    manifest_chain: Chain
 
 
 @value(frozen=True, slots=True, eq=False)
 class UploadJob:
-    """A job to archive batches from `first` on, and to write a manifest that lists them.
+    """A job to write batches from `first` on as an object, and a manifest that lists it.
 
     `manifest` is the present manifest, which ends before `first`; it is empty if nothing is
     archived. Session, nonce and attempt make the names of new files unique (rule AR 2). If
-    `replaces` is set, a new object with these batches replaces that object in the manifest.
+    `replaced_object` is set, a new object with these batches replaces that object in the manifest.
     """
 
     partition_id: PartitionId
@@ -48,14 +48,14 @@ class UploadJob:
     manifest: str
     manifest_crc: int
     runs: tuple[BatchRun, ...]
-    replaces: ReplacedObject | None = None
+    replaced_object: ReplacedObject | None = None
 
     @property
-    def recorded(self) -> RecordedManifest:
+    def recorded_manifest(self) -> RecordedManifest:
         """The present manifest, as ZooKeeper records it."""
         end = TransactionId(self.first - 1), self.chain_before
-        if self.replaces is not None:
-            end = self.replaces.archived, self.replaces.archived_chain
+        if self.replaced_object is not None:
+            end = self.replaced_object.manifest_last, self.replaced_object.manifest_chain
         return RecordedManifest(self.partition_id, *end, self.manifest, self.manifest_crc)
 
     @property
@@ -102,7 +102,7 @@ class ExpiryJob:
     session_id: SessionId
     nonce: bytes
     attempt: int
-    recorded: RecordedManifest
+    recorded_manifest: RecordedManifest
     before: TransactionId
     before_ms: int
     retention_ms: int
@@ -110,11 +110,11 @@ class ExpiryJob:
     @property
     def partition_id(self) -> PartitionId:
         """The partition whose objects expire."""
-        return self.recorded.partition_id
+        return self.recorded_manifest.partition_id
 
 
-class ExpiredManifest(NamedTuple):
-    """A manifest with a greater first available ID, which was written and is durable.
+class ManifestAfterExpiry(NamedTuple):
+    """The manifest that an expiry has written; it is durable.
 
     An empty name states that nothing was written, because the expiry changes nothing.
     """
@@ -124,4 +124,4 @@ class ExpiredManifest(NamedTuple):
     file_crc: int
 
 
-ExpiryOutcome: TypeAlias = ExpiredManifest | WaltzError
+ExpiryOutcome: TypeAlias = ManifestAfterExpiry | WaltzError

@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from waltz_core.archive.manifest import Manifest, ObjectEntry
-from waltz_core.archive.objects import ArchiveObject, ObjectFacts
+from waltz_core.archive.objects import ArchiveObject, ObjectMetadata
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records import raw_records
 from waltz_core.records.checksum import crc32
@@ -18,7 +18,7 @@ from waltz_core.records.raw_records import I64
 from waltz_core.records.record import CHAIN_BYTES, Chain, LineageEntry, SessionId, TransactionId
 
 # A footer in memory uses about this many times the bytes that it has in the file.
-_FOOTER_EXPANSION: Final = 4
+_FOOTER_EXPANSION_FACTOR: Final = 4
 
 
 class RowGroup(NamedTuple):
@@ -44,9 +44,9 @@ class ObjectIndex:
         Raises:
             BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
-        outlines, lineage = opened.outlines()
+        outlines, lineage = opened.read_outlines()
         self.name = opened.name
-        self.facts: ObjectFacts = opened.facts
+        self.metadata: ObjectMetadata = opened.metadata
         self.footer: Any = opened.footer
         bounds = np.array([each[:4] for each in lineage], dtype=np.int64).reshape(-1, 4)
         self._firsts, self._lasts, self._sessions, self._stamps = np.ascontiguousarray(bounds.T)
@@ -54,11 +54,11 @@ class ObjectIndex:
         self._group_firsts = np.array([each.first for each in outlines], dtype=np.int64)
         self._group_crcs = [crc32(each.crcs) for each in outlines]
 
-    def check(self, manifest: Manifest, entry: ObjectEntry) -> None:
+    def check_matches(self, manifest: Manifest, entry: ObjectEntry) -> None:
         """Raise BadFormat or ChecksumMismatch unless this is the object that a manifest lists."""
-        facts = self.facts
-        found = (facts.cluster_key.hex(), facts.partition_id, facts.first)
-        expected = (manifest.writer_of(entry).hex(), manifest.partition_id, entry.first)
+        metadata = self.metadata
+        found = (metadata.cluster_key.hex(), metadata.partition_id, metadata.first)
+        expected = (manifest.writer_cluster_key(entry).hex(), manifest.partition_id, entry.first)
         if found != expected:
             raise BadFormat(
                 f"archived object {entry.name}: expected cluster key, partition and first "
@@ -75,7 +75,7 @@ class ObjectIndex:
     def byte_count(self) -> int:
         """The memory that the index uses, in bytes (an estimate)."""
         batches = 4 * int(self._firsts.nbytes) + len(self._chains)
-        return batches + _FOOTER_EXPANSION * int(self.footer.serialized_size)
+        return batches + _FOOTER_EXPANSION_FACTOR * int(self.footer.serialized_size)
 
     @property
     def group_count(self) -> int:
@@ -90,42 +90,48 @@ class ObjectIndex:
         """Return the first ID of a row group."""
         return TransactionId(int(self._group_firsts[group]))
 
-    def read_group(self, opened: ArchiveObject, group: int) -> RowGroup:
+    def read_row_group(self, opened: ArchiveObject, group: int) -> RowGroup:
         """Read a row group of the object, and verify its records with the hash chain.
 
         Raises:
             BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
-        piece = opened.read(group)
+        part = opened.read_row_group(group)
         # The CRCs cover the IDs, too.
-        if crc32(raw_records.record_crcs(piece.records, piece.lengths)) != self._group_crcs[group]:
+        if crc32(raw_records.record_crcs(part.records, part.lengths)) != self._group_crcs[group]:
             raise ChecksumMismatch(
                 f"archived object {self.name}: the records of row group {group} do not match "
                 "their chain hash"
             )
-        offsets = raw_records.offsets_of(piece.lengths)
-        return RowGroup(self.first_id_of_group(group), piece.records, piece.lengths, offsets)
+        offsets = raw_records.offsets_of(part.lengths)
+        return RowGroup(self.first_id_of_group(group), part.records, part.lengths, offsets)
 
     def chain_at(self, last: TransactionId) -> Chain | None:
         """Return the chain hash at the end of a batch; None if no batch ends at this ID."""
         at = int(self._lasts.searchsorted(last))
-        return self._chain(at) if at < self._lasts.size and self._lasts[at] == last else None
+        return (
+            self._chain_of_batch(at) if at < self._lasts.size and self._lasts[at] == last else None
+        )
 
-    def entries(
+    def batches_between(
         self, first: TransactionId, last: TransactionId
     ) -> tuple[Chain, tuple[LineageEntry, ...]]:
-        """Return the batches that overlap first..last, after the chain hash before them."""
+        """Return the chain hash before the batches that overlap first..last, and these batches."""
         start = int(self._lasts.searchsorted(first))
-        reach = int(self._firsts.searchsorted(last, side="right"))
+        stop = int(self._firsts.searchsorted(last, side="right"))
         columns = (self._firsts, self._lasts, self._sessions, self._stamps)
-        rows = zip(*(each[start:reach].tolist() for each in columns), strict=True)
+        rows = zip(*(each[start:stop].tolist() for each in columns), strict=True)
         entries = tuple(
             LineageEntry(
-                TransactionId(low), TransactionId(high), SessionId(session), stamp, self._chain(at)
+                TransactionId(low),
+                TransactionId(high),
+                SessionId(session),
+                stamp,
+                self._chain_of_batch(at),
             )
             for at, (low, high, session, stamp) in enumerate(rows, start)
         )
-        return self._chain(start - 1) if start else self.facts.chain_before, entries
+        return self._chain_of_batch(start - 1) if start else self.metadata.chain_before, entries
 
     def last_committed_before(self, time_ms: int) -> TransactionId:
         """Return the end of the last batch committed before `time_ms`.
@@ -135,5 +141,5 @@ class ObjectIndex:
         found = np.flatnonzero((self._stamps != 0) & (self._stamps < time_ms))
         return TransactionId(int(self._lasts[found[-1]]))
 
-    def _chain(self, at: int) -> Chain:
+    def _chain_of_batch(self, at: int) -> Chain:
         return Chain(self._chains[CHAIN_BYTES * at : CHAIN_BYTES * (at + 1)])

@@ -1,4 +1,4 @@
-"""Archive objects: they store a range of complete batches as a Parquet file, byte for byte.
+"""Archive objects: Parquet files from which the exact bytes of complete batches can be rebuilt.
 
 Any reader of Parquet can use an object: a row is a transaction, and column `data` is its payload.
 The bytes of each record follow from its row. The chain hash of each batch follows from the rows,
@@ -43,7 +43,7 @@ from waltz_core.records.record import (
     next_chain,
 )
 
-FORMAT: Final = 1
+OBJECT_FORMAT: Final = 1
 _METADATA_KEY: Final = b"waltz"
 SCHEMA: Final = pa.schema(
     [
@@ -70,12 +70,12 @@ _REQ_ID_COLUMNS: Final = {
     "sequence": "sequence",
 }
 # Columns with statistics for pruning; statistics of payloads and checksums would only cost space.
-_STATISTICS: Final = ["transaction_id", "commit_time", "header"]
+_STATISTICS_COLUMNS: Final = ["transaction_id", "commit_time", "header"]
 # The columns that prove the hash chain. They are adjacent in each row group; the IDs follow from
 # the number of rows.
 _INDEX_COLUMNS: Final = ["record_crc", "commit_time", "session_id", "batch_first", "batch_last"]
-_RISING: Final = ("transaction_id", "sequence", "batch_first", "batch_last")
-_UNREADABLE: Final = (
+_ASCENDING_COLUMNS: Final = ("transaction_id", "sequence", "batch_first", "batch_last")
+_READ_ERRORS: Final = (
     pa.ArrowException,
     OSError,
     EOFError,
@@ -87,7 +87,7 @@ _UNREADABLE: Final = (
 )
 
 
-class ObjectFacts(NamedTuple):
+class ObjectMetadata(NamedTuple):
     """The metadata of an object: its partition, its range, and the chain hashes around it."""
 
     cluster_key: bytes
@@ -100,7 +100,7 @@ class ObjectFacts(NamedTuple):
     def to_bytes(self) -> bytes:
         """Return the metadata as JSON."""
         values = {
-            "format": FORMAT,
+            "format": OBJECT_FORMAT,
             "cluster_key": self.cluster_key.hex(),
             "partition": self.partition_id,
             "first": self.first,
@@ -111,13 +111,15 @@ class ObjectFacts(NamedTuple):
         return json.dumps(values).encode()
 
     @staticmethod
-    def from_bytes(data: bytes) -> "ObjectFacts":
+    def from_bytes(data: bytes) -> "ObjectMetadata":
         """Decode the metadata; raises BadFormat."""
         try:
             values = strict_json.from_json(data)
-            if values["format"] != FORMAT:
-                raise BadFormat(f"expected object format {FORMAT}, found {values['format']!r}")
-            return ObjectFacts(
+            if values["format"] != OBJECT_FORMAT:
+                raise BadFormat(
+                    f"expected object format {OBJECT_FORMAT}, found {values['format']!r}"
+                )
+            return ObjectMetadata(
                 bytes.fromhex(values["cluster_key"]),
                 PartitionId(int(values["partition"])),
                 TransactionId(int(values["first"])),
@@ -129,8 +131,8 @@ class ObjectFacts(NamedTuple):
             raise BadFormat(f"the metadata of the Parquet file is not valid: {error}") from error
 
 
-class Piece(NamedTuple):
-    """Consecutive records of a range, and the batches to which they belong, in order.
+class ArchivedRecords(NamedTuple):
+    """Consecutive records for an archive object, and the batches to which they belong.
 
     The first and the last batch may reach beyond the records.
     """
@@ -154,21 +156,23 @@ class RowGroupOutline(NamedTuple):
 class ObjectWriter:
     """Writes an object, one row group after the other."""
 
-    def __init__(self, sink: Any, facts: ObjectFacts) -> None:  # noqa: ANN401 - as pyarrow's
-        schema = SCHEMA.with_metadata({_METADATA_KEY: facts.to_bytes()})
+    def __init__(self, sink: Any, metadata: ObjectMetadata) -> None:  # noqa: ANN401 - as pyarrow's
+        schema = SCHEMA.with_metadata({_METADATA_KEY: metadata.to_bytes()})
         self._writer = pq.ParquetWriter(
             sink,
             schema,
             compression="zstd",
             use_dictionary=False,
-            write_statistics=_STATISTICS,
-            column_encoding=dict.fromkeys(_RISING, "DELTA_BINARY_PACKED"),
+            write_statistics=_STATISTICS_COLUMNS,
+            column_encoding=dict.fromkeys(_ASCENDING_COLUMNS, "DELTA_BINARY_PACKED"),
             write_page_checksum=True,  # rule 4
         )
 
-    def add(self, pieces: Iterable[Piece]) -> None:
-        """Write consecutive pieces as one row group."""
-        batches = [pa.RecordBatch.from_arrays(_columns(each), schema=SCHEMA) for each in pieces]
+    def write_row_group(self, parts: Iterable[ArchivedRecords]) -> None:
+        """Write consecutive parts as one row group."""
+        batches = [
+            pa.RecordBatch.from_arrays(_columns_from_records(each), schema=SCHEMA) for each in parts
+        ]
         table = pa.Table.from_batches(batches)  # without a copy
         self._writer.write_table(table, row_group_size=table.num_rows)
 
@@ -177,8 +181,8 @@ class ObjectWriter:
         self._writer.close()
 
 
-def _columns(piece: Piece) -> list[pa.Array]:
-    records, lengths = piece.records, piece.lengths
+def _columns_from_records(part: ArchivedRecords) -> list[pa.Array]:
+    records, lengths = part.records, part.lengths
     prefixes = raw_records.prefixes_of(records, lengths)
     heads = prefixes["head"]
     ids = heads["transaction_id"].astype(np.int64)
@@ -191,7 +195,7 @@ def _columns(piece: Piece) -> list[pa.Array]:
     made["data_crc"] = prefixes["data_crc"].astype(np.uint32)
     crcs = np.frombuffer(raw_records.record_crcs(records, lengths), ">u4")
     made["record_crc"] = crcs.astype(np.uint32)
-    bounds = np.array([each[:4] for each in piece.batches], dtype=np.int64).reshape(-1, 4)
+    bounds = np.array([each[:4] for each in part.batches], dtype=np.int64).reshape(-1, 4)
     place = bounds[:, 1].searchsorted(ids)
     assert (bounds[place, 0] <= ids).all(), "a record outside of the batches"
     for column, name in enumerate(("batch_first", "batch_last", "session_id", "commit_time")):
@@ -230,10 +234,10 @@ class ArchiveObject:
             self.footer = self._file.metadata
             stated = (self.footer.metadata or {})[_METADATA_KEY]
             schema = self._file.schema_arrow
-        except _UNREADABLE as error:
+        except _READ_ERRORS as error:
             raise BadFormat(f"archived object {name}: {_short_message(error)}") from error
         try:
-            self.facts = ObjectFacts.from_bytes(stated)
+            self.metadata = ObjectMetadata.from_bytes(stated)
         except BadFormat as error:
             raise BadFormat(f"archived object {name}: {error}") from error
         if not schema.equals(SCHEMA):
@@ -246,27 +250,27 @@ class ArchiveObject:
         """The number of row groups."""
         return int(self._file.num_row_groups)
 
-    def read(self, group: int) -> Piece:
+    def read_row_group(self, group: int) -> ArchivedRecords:
         """Read the records of a row group, and check its first ID and all CRCs (rule 2).
 
         Raises:
             BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
         try:
-            table = self._table([group]).combine_chunks()
+            table = self._read_columns([group]).combine_chunks()
             if table.num_rows == 0:
                 raise BadFormat(f"archived object {self.name}: row group {group} is empty")
-            return self._piece(_arrays(table))
-        except _UNREADABLE as error:
+            return self._records_from_columns(_columns_of_table(table))
+        except _READ_ERRORS as error:
             raise BadFormat(
                 f"archived object {self.name}: row group {group} cannot be read: "
                 f"{_short_message(error)}"
             ) from error
 
-    def _table(self, groups: Sequence[int], columns: list[str] | None = None) -> pa.Table:
+    def _read_columns(self, groups: Sequence[int], columns: list[str] | None = None) -> pa.Table:
         """Return the rows of row groups; with threads if possible (rule 6)."""
         if self._native is not None:
-            with suppress(*_UNREADABLE):
+            with suppress(*_READ_ERRORS):
                 # PyArrow combines the requests, and sends them at once.
                 opened = pq.ParquetFile(
                     self._native,
@@ -277,9 +281,9 @@ class ArchiveObject:
                 return opened.read_row_groups(groups, columns)
         return self._file.read_row_groups(groups, columns, use_threads=False)
 
-    def _piece(self, columns: dict[str, pa.Array]) -> Piece:
+    def _records_from_columns(self, columns: dict[str, pa.Array]) -> ArchivedRecords:
         self._reject_nulls(columns)
-        records, lengths = _records_of(columns)
+        records, lengths = _rebuild_records(columns)
         first = TransactionId(columns["transaction_id"][0].as_py())
         if raw_records.verified_crcs(records, lengths, first) is None:
             bad = raw_records.first_bad_record(records, lengths)
@@ -291,7 +295,7 @@ class ArchiveObject:
             raise ChecksumMismatch(
                 f"archived object {self.name}: transaction {first + bad} does not match its CRC"
             )
-        return Piece(records, lengths, self._batches(columns, first))
+        return ArchivedRecords(records, lengths, self._batches_from_columns(columns, first))
 
     def _reject_nulls(self, columns: dict[str, pa.Array]) -> None:
         if any(each.null_count for name, each in columns.items() if name != "commit_time"):
@@ -299,8 +303,10 @@ class ArchiveObject:
                 f"archived object {self.name}: expected columns without nulls, found a null"
             )
 
-    def _batches(self, columns: dict[str, pa.Array], first: TransactionId) -> list[LineageEntry]:
-        """Return the batches of a row group; their chain hashes are empty until `_with_chains`."""
+    def _batches_from_columns(
+        self, columns: dict[str, pa.Array], first: TransactionId
+    ) -> list[LineageEntry]:
+        """Return the batches of a row group, with empty chain hashes (see `_verify_chains`)."""
         firsts, lasts, sessions = (
             _values(columns[name], np.int64) for name in ("batch_first", "batch_last", "session_id")
         )
@@ -333,47 +339,51 @@ class ArchiveObject:
         Raises:
             BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
-        return self._with_chains(self._whole_group(group) for group in range(self.group_count))
-
-    def _whole_group(self, group: int) -> RowGroupOutline:
-        piece = self.read(group)
-        first = TransactionId(int(raw_records.ids_of(piece.records, piece.lengths[:1])[0]))
-        return RowGroupOutline(
-            first, raw_records.record_crcs(piece.records, piece.lengths), piece.batches
+        return self._verify_chains(
+            self._outline_of_row_group(group) for group in range(self.group_count)
         )
 
-    def outlines(self) -> tuple[list[RowGroupOutline], list[LineageEntry]]:
+    def _outline_of_row_group(self, group: int) -> RowGroupOutline:
+        part = self.read_row_group(group)
+        first = TransactionId(int(raw_records.ids_of(part.records, part.lengths[:1])[0]))
+        return RowGroupOutline(
+            first, raw_records.record_crcs(part.records, part.lengths), part.batches
+        )
+
+    def read_outlines(self) -> tuple[list[RowGroupOutline], list[LineageEntry]]:
         """Return all row groups without their records, and every batch with its chain hash.
 
-        This reads only some columns. If the CRCs of the records that `read` returns equal those of
-        the outline, the chain hashes cover the records, too.
+        This reads only some columns. If the CRCs of the records that `read_row_group` returns equal
+        those of the outline, the chain hashes cover the records, too.
 
         Raises:
             BadFormat, ChecksumMismatch: the object is wrong; the error names it.
         """
         outlines = []
-        first = self.facts.first
+        first = self.metadata.first
         try:
-            table = self._table(range(self.group_count), _INDEX_COLUMNS)
+            table = self._read_columns(range(self.group_count), _INDEX_COLUMNS)
             for group in range(self.group_count):
                 count = self.footer.row_group(group).num_rows
                 if count <= 0:
                     raise BadFormat(f"archived object {self.name}: row group {group} is empty")
-                columns = _arrays(table.slice(first - self.facts.first, count))
+                columns = _columns_of_table(table.slice(first - self.metadata.first, count))
                 self._reject_nulls(columns)
                 crcs = _values(columns["record_crc"], np.uint32).astype(">u4").tobytes()
-                outlines.append(RowGroupOutline(first, crcs, self._batches(columns, first)))
+                outlines.append(
+                    RowGroupOutline(first, crcs, self._batches_from_columns(columns, first))
+                )
                 first = TransactionId(first + count)
-        except _UNREADABLE as error:
+        except _READ_ERRORS as error:
             raise BadFormat(f"archived object {self.name}: {_short_message(error)}") from error
-        return outlines, list(self._with_chains(outlines))
+        return outlines, list(self._verify_chains(outlines))
 
-    def _with_chains(self, outlines: Iterable[RowGroupOutline]) -> Iterator[LineageEntry]:
-        chain, expected = self.facts.chain_before, self.facts.first
+    def _verify_chains(self, outlines: Iterable[RowGroupOutline]) -> Iterator[LineageEntry]:
+        chain, expected = self.metadata.chain_before, self.metadata.first
         open_batch: LineageEntry | None = None
         crcs = bytearray()
         for start, group_crcs, batches in outlines:
-            self._expect(start, expected)
+            self._check_next_id(start, expected)
             for each in batches:
                 if open_batch is not None and each[:4] != open_batch[:4]:
                     raise BadFormat(
@@ -381,7 +391,7 @@ class ArchiveObject:
                         f"transaction {open_batch.last}, found another batch"
                     )
                 if open_batch is None:
-                    self._expect(each.first, expected)
+                    self._check_next_id(each.first, expected)
                 stop = min(each.last + 1, start + len(group_crcs) // 4)
                 crcs += group_crcs[4 * (expected - start) : 4 * (stop - start)]
                 expected, open_batch = TransactionId(stop), each
@@ -390,21 +400,25 @@ class ArchiveObject:
                     yield each._replace(chain=chain)
                     crcs.clear()
                     open_batch = None
-        if open_batch is not None or expected != self.facts.last + 1 or chain != self.facts.chain:
+        if (
+            open_batch is not None
+            or expected != self.metadata.last + 1
+            or chain != self.metadata.chain
+        ):
             raise ChecksumMismatch(
                 f"archived object {self.name}: expected the last transaction "
-                f"{self.facts.last} with chain hash {self.facts.chain.hex()}, found "
+                f"{self.metadata.last} with chain hash {self.metadata.chain.hex()}, found "
                 f"{expected - 1} with chain hash {chain.hex()}"
             )
 
-    def _expect(self, found: int, expected: int) -> None:
+    def _check_next_id(self, found: int, expected: int) -> None:
         if found != expected:
             raise BadFormat(
                 f"archived object {self.name}: expected transaction ID {expected}, found {found}"
             )
 
 
-def _records_of(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:
+def _rebuild_records(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:
     """Rebuild the records of rows; return their bytes and lengths."""
     data = columns["data"]
     offsets = np.frombuffer(data.buffers()[1], np.int32)[data.offset : data.offset + len(data) + 1]
@@ -429,7 +443,7 @@ def _records_of(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:
     return records[: int(record_lengths.sum())], record_lengths
 
 
-def _arrays(table: pa.Table) -> dict[str, pa.Array]:
+def _columns_of_table(table: pa.Table) -> dict[str, pa.Array]:
     """Return the columns of a table that has rows."""
     whole = table.combine_chunks()
     return {name: whole.column(name).chunk(0) for name in whole.column_names}

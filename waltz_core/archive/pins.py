@@ -1,4 +1,4 @@
-"""Pins: while a restored cluster uses objects of another cluster, no object is deleted there.
+"""Pins: files that prevent the deletion of objects that a restored cluster uses.
 
 A pin is an empty file `SOURCE/pins/CLUSTER`, named by the keys of both clusters. It remains until
 an operator deletes it: the processes of the source cluster cannot know whether the restored cluster
@@ -16,14 +16,14 @@ Rules (docs/decisions/055):
 from typing import TYPE_CHECKING
 from uuid import UUID
 
-from waltz_core.archive.file_names import TEMPORARY
+from waltz_core.archive.file_names import TEMPORARY_SUFFIX
 from waltz_core.errors import BadRequest
 
 if TYPE_CHECKING:
     from waltz_core.archive.store import ArchiveStore
 
 
-def pin(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> str | None:
+def pin_objects(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> str | None:
     """Pin the objects of a cluster for a restored cluster; blocks.
 
     Return the name of the pin, or None if it existed already.
@@ -32,19 +32,19 @@ def pin(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> str | N
         ArchiveUnavailable: the pin was not written.
     """
     name = f"{_folder(source_key)}/{UUID(bytes=cluster_key)}"
-    if name in store.names(_folder(source_key)):
+    if name in store.list_names(_folder(source_key)):
         return None
     store.write(name, b"")
     return name
 
 
 def is_pinned(store: "ArchiveStore", cluster_key: bytes) -> bool:
-    """Whether a restored cluster may use objects of this cluster; blocks.
+    """Whether the objects of this cluster are pinned for a restored cluster; blocks.
 
     Raises:
         ArchiveUnavailable: the store did not execute the request.
     """
-    return bool(store.names(_folder(cluster_key)))
+    return bool(store.list_names(_folder(cluster_key)))
 
 
 def pins_of(store: "ArchiveStore", cluster_key: bytes) -> list[str]:
@@ -53,11 +53,11 @@ def pins_of(store: "ArchiveStore", cluster_key: bytes) -> list[str]:
     Raises:
         ArchiveUnavailable: the store did not execute the request.
     """
-    names = [each.rpartition("/")[2] for each in store.names(_folder(cluster_key))]
-    return sorted({each.removesuffix(TEMPORARY) for each in names})  # rule 3
+    names = [each.rpartition("/")[2] for each in store.list_names(_folder(cluster_key))]
+    return sorted({each.removesuffix(TEMPORARY_SUFFIX) for each in names})  # rule 3
 
 
-def unpin(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> None:
+def unpin_objects(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> None:
     """Delete a pin; blocks.
 
     Raises:
@@ -70,7 +70,7 @@ def unpin(store: "ArchiveStore", source_key: bytes, cluster_key: bytes) -> None:
             f"archive {store.url}: expected a pin of the cluster with key {wanted}, found "
             f"{', '.join(found) or 'none'}"
         )
-    for suffix in (TEMPORARY, ""):  # rule 3
+    for suffix in (TEMPORARY_SUFFIX, ""):  # rule 3
         store.delete(f"{_folder(source_key)}/{wanted}{suffix}")
 
 

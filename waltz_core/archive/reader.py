@@ -1,4 +1,4 @@
-"""Reads ranges of a partition from its archive, as one manifest lists it.
+"""Reads ranges of a partition from the objects that one manifest lists.
 
 All calls block, and all threads of a process may share a reader. `archive_cache.py` caches pages of
 the manifest, indexes of objects (`object_index.py`) and row groups.
@@ -39,15 +39,15 @@ from waltz_core.records.raw_records import RangeRead
 from waltz_core.records.record import Chain, LineageEntry, TransactionId
 
 # A range cannot have more batches than records, so this many entries suffice for an answer.
-_RECORDS_MAX: Final = 1 << 16
+_RANGE_RECORDS_MAX: Final = 1 << 16
 # The maximum number of read ends that are remembered, to detect sequential reads.
-_STREAMS_MAX: Final = 32
+_READ_ENDS_MAX: Final = 32
 # The entries of a page use about this many times the bytes of its file.
-_PAGE_EXPANSION: Final = 4
+_PAGE_EXPANSION_FACTOR: Final = 4
 
 
 class _RowGroupRead(NamedTuple):
-    """The part of a read that one row group contains."""
+    """The records of a read that are in one row group, with the place of this row group."""
 
     range: RangeRead
     entry: ObjectEntry
@@ -66,19 +66,19 @@ class ArchiveReader:
         self._store = store
         self._manifest_crc = manifest_crc
         self._cache = cache
-        self._loaded: Manifest | None = None
+        self._loaded_manifest: Manifest | None = None
         self._lock = threading.Lock()
-        self._continuations: OrderedDict[TransactionId, None] = OrderedDict()
+        self._read_ends: OrderedDict[TransactionId, None] = OrderedDict()
 
     @classmethod
-    def of(cls, manifest: Manifest, store: ArchiveStore, cache: ArchiveCache) -> Self:
+    def for_manifest(cls, manifest: Manifest, store: ArchiveStore, cache: ArchiveCache) -> Self:
         """Return a reader of a manifest that is known already; it reads no manifest."""
         made = cls(store, "", 0, cache)
-        made._loaded = manifest
+        made._loaded_manifest = manifest
         return made
 
     def successor(self, manifest_name: str, manifest_crc: int) -> "ArchiveReader | None":
-        """Return a reader of the recorded manifest; None if this reader has it (rule 3)."""
+        """Return a reader for a newer manifest; None if this reader has it already (rule 3)."""
         if manifest_name == self.manifest_name:
             return None
         return ArchiveReader(self._store, manifest_name, manifest_crc, self._cache)
@@ -91,10 +91,10 @@ class ArchiveReader:
             ObjectMissing, ArchiveUnavailable: the head cannot be read.
             BadFormat, ChecksumMismatch: the head is wrong; the error names it.
         """
-        if self._loaded is None:
+        if self._loaded_manifest is None:
             key = self._cache_key("manifest", self.manifest_name, self._manifest_crc)
-            self._loaded = self._cache.get(key, self._head)
-        return self._loaded
+            self._loaded_manifest = self._cache.get(key, self._load_manifest)
+        return self._loaded_manifest
 
     @property
     def first_available(self) -> TransactionId:
@@ -102,7 +102,7 @@ class ArchiveReader:
         return self.manifest.first
 
     @property
-    def archived(self) -> tuple[TransactionId, Chain]:
+    def archived_end(self) -> tuple[TransactionId, Chain]:
         """The last ID of the archive, and its chain hash; raises the errors of `manifest`."""
         return self.manifest.last, self.manifest.chain
 
@@ -117,13 +117,13 @@ class ArchiveReader:
             BadFormat, ChecksumMismatch: a file is wrong; the error names it.
         """
         self._check_bounds(first, last)
-        last = min(last, TransactionId(first + _RECORDS_MAX - 1))
-        part = self._plan_read(first, last, bytes_max)
+        last = min(last, TransactionId(first + _RANGE_RECORDS_MAX - 1))
+        part = self._read_in_row_group(first, last, bytes_max)
         parts, next_id = [part], _next_id(part)
         room = bytes_max - len(part.range.records)
         while next_id <= last and room > 0:
             try:
-                part = self._plan_read(next_id, last, room)
+                part = self._read_in_row_group(next_id, last, room)
             except WaltzError:
                 break  # rule 2
             if len(part.range.records) > room:
@@ -135,14 +135,14 @@ class ArchiveReader:
             self._read_ahead(parts[-1])
         return _join_ranges([each.range for each in parts])
 
-    def read_group(self, first: TransactionId, last: TransactionId) -> RangeRead:
+    def read_within_row_group(self, first: TransactionId, last: TransactionId) -> RangeRead:
         """Return the records of first..last that are in one row group, without a copy.
 
         Raises:
             The errors of `read_range`.
         """
         self._check_bounds(first, last)
-        part = self._plan_read(first, last, sys.maxsize)
+        part = self._read_in_row_group(first, last, sys.maxsize)
         if self._is_sequential(first, _next_id(part)):
             self._read_ahead(part)
         return part.range
@@ -161,7 +161,7 @@ class ArchiveReader:
         chain_before, found = self.manifest.chain, tuple[LineageEntry, ...]()
         for entry in reversed(self.objects_between(first, last)):
             begin, end = max(first, entry.first), min(last, entry.last)
-            chain_before, entries = self._index(entry).entries(begin, end)
+            chain_before, entries = self._index_of(entry).batches_between(begin, end)
             found = entries + found
             if len(found) > entries_max:
                 return found[-entries_max - 1].chain, found[-entries_max:]
@@ -189,7 +189,7 @@ class ArchiveReader:
         """
         manifest = self.manifest
         bounds = [(each.first, each.commit_ms_min) for each in manifest.pages]
-        bounds += [(each.first, each.commit_ms_min) for each in manifest.newest]
+        bounds += [(each.first, each.commit_ms_min) for each in manifest.newest_objects]
         starts = [first for first, oldest_ms in bounds if 0 < oldest_ms < time_ms]
         found = TransactionId(manifest.first - 1)
         if not starts:
@@ -201,7 +201,7 @@ class ArchiveReader:
             if entry.commit_ms_min:
                 chosen = entry
         if chosen is not None:
-            last = self._index(chosen).last_committed_before(time_ms)
+            last = self._index_of(chosen).last_committed_before(time_ms)
             found = max(found, min(last, chosen.last))
         return found
 
@@ -219,19 +219,19 @@ class ArchiveReader:
                 f"were requested, but the last archived one is {manifest.last}"
             )
 
-    def _plan_read(
+    def _read_in_row_group(
         self, first: TransactionId, last: TransactionId, bytes_max: int
     ) -> _RowGroupRead:
-        """Return the records of a read that one row group contains, at least one."""
+        """Return the first records of a range, all from one row group, at least one."""
         entry = next(self._entries_from(first))
-        index = self._index(entry)
+        index = self._index_of(entry)
         number = index.group_containing(first)
-        group = self._group(entry, index, number)
+        group = self._row_group(entry, index, number)
         skip = first - group.first
         count = min(group.lengths.size - skip, min(last, entry.last) + 1 - first)
         count = raw_records.count_within(group.lengths[skip : skip + count], bytes_max)
         start, end = int(group.offsets[skip]), int(group.offsets[skip + count])
-        chain_before, entries = index.entries(first, TransactionId(first + count - 1))
+        chain_before, entries = index.batches_between(first, TransactionId(first + count - 1))
         found = RangeRead(
             first,
             group.lengths[skip : skip + count],
@@ -244,55 +244,59 @@ class ArchiveReader:
     def _is_sequential(self, first: TransactionId, next_id: TransactionId) -> bool:
         """Note the end of a read; return whether it began where an earlier read had ended."""
         with self._lock:
-            continues = first in self._continuations
-            self._continuations.pop(first, None)
-            self._continuations[next_id] = None
-            if len(self._continuations) > _STREAMS_MAX:
-                self._continuations.popitem(last=False)
+            continues = first in self._read_ends
+            self._read_ends.pop(first, None)
+            self._read_ends[next_id] = None
+            if len(self._read_ends) > _READ_ENDS_MAX:
+                self._read_ends.popitem(last=False)
             return continues
 
     def _read_ahead(self, part: _RowGroupRead) -> None:
         entry, index, number = part.entry, part.object_index, part.group + 1
         if number < index.group_count and index.first_id_of_group(number) <= entry.last:
             key = self._cache_key("group", entry.name, number)
-            self._cache.read_ahead(key, lambda: self._read_group(entry, index, number))
+            self._cache.read_ahead(key, lambda: self._load_row_group(entry, index, number))
             return
         with suppress(WaltzError):  # an error of a page, which the next read needs, too
             after = next(self._entries_from(TransactionId(entry.last + 1)), None)
             if after is not None:
                 key = self._cache_key("group", after.name, 0)
-                self._cache.read_ahead(key, lambda: self._read_group(after, self._index(after), 0))
+                self._cache.read_ahead(
+                    key, lambda: self._load_row_group(after, self._index_of(after), 0)
+                )
 
     # --- The files, through the cache
 
     def _cache_key(self, kind: str, name: str, number: int = 0) -> tuple[str, str, str, int]:
         return (kind, self._store.url, name, number)
 
-    def _head(self) -> tuple[Manifest, int]:
+    def _load_manifest(self) -> tuple[Manifest, int]:
         data = self._store.read(self.manifest_name)
         check_crc(self.manifest_name, data, self._manifest_crc)
         manifest = Manifest.from_bytes(data, self.manifest_name)
-        return manifest, _PAGE_EXPANSION * len(data)
+        return manifest, _PAGE_EXPANSION_FACTOR * len(data)
 
     def _entries_from(self, transaction_id: TransactionId) -> Iterator[ObjectEntry]:
         """Yield the objects, beginning with the one that contains an ID."""
         manifest = self.manifest
         start = bisect_left(manifest.pages, transaction_id, key=lambda each: each.last)
         for number in range(start, len(manifest.pages)):
-            entries = self._page(number).entries
+            entries = self._page_at(number).entries
             yield from entries[_entry_position(entries, transaction_id) :]
-        yield from manifest.newest[_entry_position(manifest.newest, transaction_id) :]
+        yield from manifest.newest_objects[
+            _entry_position(manifest.newest_objects, transaction_id) :
+        ]
 
-    def _page(self, number: int) -> ManifestPage:
-        stated = self.manifest.pages[number]
+    def _page_at(self, number: int) -> ManifestPage:
+        page_entry = self.manifest.pages[number]
 
         def load() -> tuple[ManifestPage, int]:
-            data = self._store.read(stated.name)
-            return decode_page(stated, data), _PAGE_EXPANSION * len(data)
+            data = self._store.read(page_entry.name)
+            return decode_page(page_entry, data), _PAGE_EXPANSION_FACTOR * len(data)
 
-        return self._cache.get(self._cache_key("page", stated.name, stated.file_crc), load)
+        return self._cache.get(self._cache_key("page", page_entry.name, page_entry.file_crc), load)
 
-    def _index(self, entry: ObjectEntry) -> ObjectIndex:
+    def _index_of(self, entry: ObjectEntry) -> ObjectIndex:
         """Return the index of an object, which must be the one in the manifest (rule 1)."""
 
         def load() -> tuple[ObjectIndex, int]:
@@ -301,19 +305,19 @@ class ArchiveReader:
             return made, made.byte_count
 
         index = self._cache.get(self._cache_key("index", entry.name), load)
-        index.check(self.manifest, entry)
+        index.check_matches(self.manifest, entry)
         return index
 
-    def _group(self, entry: ObjectEntry, index: ObjectIndex, number: int) -> RowGroup:
+    def _row_group(self, entry: ObjectEntry, index: ObjectIndex, number: int) -> RowGroup:
         key = self._cache_key("group", entry.name, number)
-        return self._cache.get(key, lambda: self._read_group(entry, index, number))
+        return self._cache.get(key, lambda: self._load_row_group(entry, index, number))
 
-    def _read_group(
+    def _load_row_group(
         self, entry: ObjectEntry, index: ObjectIndex, number: int
     ) -> tuple[RowGroup, int]:
         with self._store.open(entry.name) as source:
             opened = ArchiveObject(source, entry.name, footer=index.footer)
-            group = index.read_group(opened, number)
+            group = index.read_row_group(opened, number)
         return group, group.byte_count
 
 

@@ -1,4 +1,4 @@
-"""Creates the manifest of a restored partition: that of a backup up to a batch end; blocks.
+"""Creates the manifest of a restored partition from the manifest in a backup; blocks.
 
 The objects stay where they are, below the key of the cluster that wrote them. The restored cluster
 lists them in a new manifest.
@@ -33,10 +33,10 @@ from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.file_names import (
     FileOrigin,
     manifest_name,
+    manifest_version_of,
     manifests_folder,
     objects_folder,
     page_name,
-    version_of,
 )
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.archive.manifest_jobs import NewManifest
@@ -44,12 +44,12 @@ from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
-from waltz_core.archive.upload import write_read_back
+from waltz_core.archive.upload import write_and_verify
 from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ObjectMissing
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import Chain, SessionId, TransactionId
 
-_CACHE_BYTES: Final = 64 * 1024 * 1024
+_CACHE_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
 class BatchEnd(NamedTuple):
@@ -61,7 +61,7 @@ class BatchEnd(NamedTuple):
 
 
 class RestoredRange:
-    """The existing objects of a saved manifest, from which a log may be restored up to an end."""
+    """The objects of a saved manifest that still exist, to restore a log up to a batch end."""
 
     def __init__(
         self, store: ArchiveStore, saved: SavedManifest, *, may_have_expired: bool = False
@@ -75,9 +75,9 @@ class RestoredRange:
         """
         self._store = store
         entries = [each for each in saved.entries() if each.last >= saved.manifest.first]
-        own = objects_folder(saved.manifest.cluster_key, saved.manifest.partition_id)
-        existing = _existing_names(store, entries, own)
-        entries = [_intact_entry(store, each, existing, own) for each in entries]
+        own_folder = objects_folder(saved.manifest.cluster_key, saved.manifest.partition_id)
+        existing = _existing_names(store, entries, own_folder)
+        entries = [_intact_entry(store, each, existing, own_folder) for each in entries]
         if not entries:
             raise ObjectMissing(
                 f"archive {store.url}: cannot restore partition {saved.manifest.partition_id}, "
@@ -101,17 +101,19 @@ class RestoredRange:
                 f"{lost.first}..{lost.last} does not exist. Hint: if the oldest transactions "
                 "have expired since the backup, use --without-expired."
             )
-        self.written: list[str] = []  # files of `write`, which are garbage if the restore fails
+        self.written_files: list[
+            str
+        ] = []  # files of `write_manifest`, which are garbage if the restore fails
         manifest = saved.manifest
         self.first = max(manifest.first, kept[0].first)
-        self._manifest = replace(manifest, first=self.first, pages=(), newest=kept)
+        self._manifest = replace(manifest, first=self.first, pages=(), newest_objects=kept)
 
     @property
     def last(self) -> TransactionId:
         """The last ID that can be restored."""
         return self._manifest.last
 
-    def end_at(self, last: TransactionId) -> BatchEnd | None:
+    def batch_end_at(self, last: TransactionId) -> BatchEnd | None:
         """Return the last batch end at or below an ID (rule 3); None if it is before ID 0.
 
         Raises:
@@ -130,23 +132,23 @@ class RestoredRange:
             _, (batch,) = reader.lineage(last, last, 1)
         if batch.last == last:
             return BatchEnd(last, batch.chain, batch.stamp_ms)
-        return self.end_at(TransactionId(batch.first - 1))
+        return self.batch_end_at(TransactionId(batch.first - 1))
 
-    def last_until(self, time_ms: int) -> TransactionId:
+    def last_committed_until(self, time_ms: int) -> TransactionId:
         """Return the last ID that is known to be committed at or before a time.
 
         Raises:
-            The errors of `end_at`.
+            The errors of `batch_end_at`.
         """
         with self._reader() as reader:
             return reader.last_committed_before(time_ms + 1)
 
     @contextmanager
     def _reader(self) -> Iterator[ArchiveReader]:
-        with closing(ArchiveCache(_CACHE_BYTES)) as cache:
-            yield ArchiveReader.of(self._manifest, self._store, cache)
+        with closing(ArchiveCache(_CACHE_BYTES_MAX)) as cache:
+            yield ArchiveReader.for_manifest(self._manifest, self._store, cache)
 
-    def write(
+    def write_manifest(
         self, cluster_key: bytes, session_id: SessionId, nonce: bytes, end: BatchEnd
     ) -> NewManifest:
         """Write a manifest of the objects up to `end`, below another cluster key, durably.
@@ -155,43 +157,43 @@ class RestoredRange:
 
         Raises:
             ArchiveUnavailable, ChecksumMismatch: the manifest was not written correctly.
-            The errors of `end_at`.
+            The errors of `batch_end_at`.
         """
         source = self._manifest
-        entries = [each for each in source.newest if each.first <= end.last]
+        entries = [each for each in source.newest_objects if each.first <= end.last]
         entries[-1] = self._truncate_entry(entries[-1], end)
         folder = manifests_folder(cluster_key, source.partition_id)
-        versions = [version_of(each) or 0 for each in self._store.names(folder)]
+        versions = [manifest_version_of(each) or 0 for each in self._store.list_names(folder)]
         made = replace(
             source,
             cluster_key=cluster_key,
             version=max([source.version, *versions]) + 1,
             last=end.last,
             chain=end.chain,
-            newest=tuple(entries),
+            newest_objects=tuple(entries),
         )
-        while (page := made.next_page) is not None:
+        while (page := made.page_to_write) is not None:
             origin = FileOrigin(session_id, nonce, len(made.pages))
             name = page_name(folder, made.version, origin)
-            self.written.append(name)
-            write_read_back(self._store, name, page.to_bytes())
+            self.written_files.append(name)
+            write_and_verify(self._store, name, page.to_bytes())
             made = made.with_page(name, page)
         name = manifest_name(folder, made.version, FileOrigin(session_id, nonce, 0))
         data = made.to_bytes()
-        self.written.append(name)
-        write_read_back(self._store, name, data)
+        self.written_files.append(name)
+        write_and_verify(self._store, name, data)
         Manifest.from_bytes(data, name)
         return NewManifest(end.last, end.chain, end.stamp_ms, name, crc32(data))
 
-    def check_again(self) -> None:
+    def check_objects_exist(self) -> None:
         """Check that the objects still exist (rule 5); blocks.
 
         Raises:
             ObjectMissing: an object does not exist any more.
             ArchiveUnavailable: the store did not execute a request.
         """
-        existing = _existing_names(self._store, self._manifest.newest)
-        for each in self._manifest.newest:
+        existing = _existing_names(self._store, self._manifest.newest_objects)
+        for each in self._manifest.newest_objects:
             if each.name not in existing:
                 raise ObjectMissing(
                     f"archive {self._store.url}: object {each.name} with transactions "
@@ -213,16 +215,16 @@ class RestoredRange:
 
 
 def _intact_entry(
-    store: ArchiveStore, entry: ObjectEntry, existing: Collection[str], own: str
+    store: ArchiveStore, entry: ObjectEntry, existing: Collection[str], own_folder: str
 ) -> ObjectEntry:
     """Return the entry; if its object is missing or corrupt, return a replacement (rule 2).
 
-    `own` is the folder of the manifest's cluster, where it writes replacements for objects of other
-    clusters, too.
+    `own_folder` is the folder of the manifest's cluster, where it writes replacements for objects
+    of other clusters, too.
     """
     folder, _, name = entry.name.rpartition("/")
     first, last, *_ = [*name.split("-"), ""]  # `file_names.py`
-    starts = (f"{folder}/{first}-{last}-", f"{own}/{entry.first}-{entry.last}-")
+    starts = (f"{folder}/{first}-{last}-", f"{own_folder}/{entry.first}-{entry.last}-")
     others = [each for each in existing if each.startswith(starts) and each.endswith(".parquet")]
     if entry.name in existing:
         others = [each for each in others if each != entry.name]
@@ -233,7 +235,7 @@ def _intact_entry(
         with suppress(BadFormat, ChecksumMismatch):
             opened = ArchiveObject(io.BytesIO(data), each)
             chains = {batch.last: batch.chain for batch in opened.verify()}
-            if (opened.facts.first, chains.get(entry.last)) == (entry.first, entry.chain):
+            if (opened.metadata.first, chains.get(entry.last)) == (entry.first, entry.chain):
                 return entry._replace(name=each, file_bytes=len(data), file_crc=crc32(data))
     return entry
 
@@ -241,4 +243,4 @@ def _intact_entry(
 def _existing_names(store: ArchiveStore, entries: Iterable[ObjectEntry], *others: str) -> set[str]:
     """Return the names of all files in the folders of these objects, and in other folders."""
     folders = {each.name.rpartition("/")[0] for each in entries} | {*others}
-    return {name for folder in sorted(folders) for name in store.names(folder)}
+    return {name for folder in sorted(folders) for name in store.list_names(folder)}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SavedManifest(NamedTuple):
-    """The files of a manifest: its pages, and its head with the CRC-32 that ZooKeeper records."""
+    """A copy of all files of a manifest: head, pages, and the CRC-32 of the head."""
 
     name: str
     file_crc: int
@@ -51,9 +51,9 @@ class SavedManifest(NamedTuple):
                 f"found {len(self.pages)}"
             )
         found: list[ObjectEntry] = []
-        for stated, data in zip(manifest.pages, self.pages, strict=True):
-            found += decode_page(stated, data).entries
-        found += manifest.newest
+        for page_entry, data in zip(manifest.pages, self.pages, strict=True):
+            found += decode_page(page_entry, data).entries
+        found += manifest.newest_objects
         for before, after in pairwise(found):
             if after.first != before.last + 1:
                 raise BadFormat(

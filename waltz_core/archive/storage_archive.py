@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 # read again soon.
 CACHE_BYTES_MAX: Final = 128 * 1024 * 1024
 # The minimum time between two reports of progress: an upload makes hundreds of calls of the store.
-_PROGRESS_S: Final = 1.0
+_PROGRESS_INTERVAL_S: Final = 1.0
 # The maximum number of places of damage that are remembered.
-DAMAGE_MAX: Final = 100
+DAMAGED_PLACES_MAX: Final = 100
 
 
 class StorageArchive:
@@ -53,7 +53,9 @@ class StorageArchive:
         self._cluster_key = cluster_key
         self._bytes_per_s = bytes_per_s
         self._store: ArchiveStore | None = None
-        self._limited: ArchiveStore | None = None  # the same store with the rate limit, for changes
+        self._rate_limited_store: ArchiveStore | None = (
+            None  # the same store with the rate limit, for changes
+        )
         # The last error, and the number of failed attempts since the last successful one.
         self.failure: WaltzError | None = None
         self.failure_count = 0
@@ -73,9 +75,9 @@ class StorageArchive:
         from waltz_core.archive.archive_cache import ArchiveCache  # noqa: PLC0415 - see the module
         from waltz_core.archive.store import ArchiveStore, RateLimit  # noqa: PLC0415 - see the module
 
-        self._store = self._limited = ArchiveStore(self._url)
+        self._store = self._rate_limited_store = ArchiveStore(self._url)
         if self._bytes_per_s:
-            self._limited = ArchiveStore(
+            self._rate_limited_store = ArchiveStore(
                 self._url, RateLimit(self._bytes_per_s, self._note_progress)
             )
         self._cache = ArchiveCache(CACHE_BYTES_MAX, self._read_ahead)
@@ -84,9 +86,9 @@ class StorageArchive:
         """Execute an upload; return its error instead of raising it."""
         from waltz_core.archive.upload import upload  # noqa: PLC0415 - see the module
 
-        assert self._limited is not None
+        assert self._rate_limited_store is not None
         try:
-            made = upload(self._limited, self._cluster_key, job, self._note_progress)
+            made = upload(self._rate_limited_store, self._cluster_key, job, self._note_progress)
         except WaltzError as error:
             self.failure, self.failure_count = error, self.failure_count + 1
             return error
@@ -95,10 +97,10 @@ class StorageArchive:
 
     def collect_garbage(self, job: GarbageCollectionJob) -> GarbageCollectionOutcome:
         """Execute a collection; return its error instead of raising it."""
-        assert self._limited is not None
+        assert self._rate_limited_store is not None
         try:
             return collect_garbage(
-                self._limited,
+                self._rate_limited_store,
                 self._cluster_key,
                 job,
                 now_ms=time.time_ns() // 1_000_000,
@@ -111,10 +113,10 @@ class StorageArchive:
         """Execute an expiry; return its error instead of raising it."""
         from waltz_core.archive.upload import expire  # noqa: PLC0415 - see the module
 
-        assert self._limited is not None
+        assert self._rate_limited_store is not None
         try:
             return expire(
-                self._limited,
+                self._rate_limited_store,
                 self._cluster_key,
                 job,
                 now_ms=time.time_ns() // 1_000_000,
@@ -125,7 +127,7 @@ class StorageArchive:
 
     def _note_progress(self) -> None:
         now_s = time.monotonic()
-        if now_s - self._reported_s >= _PROGRESS_S:
+        if now_s - self._reported_s >= _PROGRESS_INTERVAL_S:
             self._reported_s = now_s
             self._on_progress()
 
@@ -157,7 +159,7 @@ class StorageArchive:
 
     @property
     def damaged_places(self) -> list[tuple[int, int]]:
-        """One place for each different damage: the partition and the first ID of a read."""
+        """The places of damage, one for each different error: partition and first ID of a read."""
         return list({damage: place for place, damage in self._damage.items()}.values())
 
     def find_damage_at(self, place: tuple[int, int], manifest: str, manifest_crc: int) -> str:
@@ -176,7 +178,7 @@ class StorageArchive:
             return str(error)
         return ""
 
-    def note_recheck(self, place: tuple[int, int], damage: str) -> None:
+    def note_recheck_result(self, place: tuple[int, int], damage: str) -> None:
         """Note the outcome of `find_damage_at`; success clears the same damage at all places."""
         before = self._damage.get(place)
         self.on_place_read(place, damage)
@@ -190,5 +192,5 @@ class StorageArchive:
         self._damage.pop(place, None)
         if damage:
             self._damage[place] = damage
-            if len(self._damage) > DAMAGE_MAX:
+            if len(self._damage) > DAMAGED_PLACES_MAX:
                 del self._damage[next(iter(self._damage))]

@@ -3,19 +3,19 @@
 All calls block: use threads. The simulator implements `ArchiveStore`, too.
 
 Rules (docs/decisions/047):
-    1. A file is durable when `write` or the end of `writing` has returned. In a directory, this
+    1. A file is durable when `write` or the end of `open_sink` has returned. In a directory, this
        needs a temporary file, its sync, its final name, and a sync of the directory, and once of
        each directory above it. Other stores acknowledge the end of an upload when it is durable. To
        read a file back does not prove that it is durable (AR 3).
     2. No file is overwritten (AR 2). A directory rejects a name that exists; in other stores the
        names are unique by construction.
-    3. A failed or cancelled `writing` leaves no file with the name in a directory. Other stores may
-       keep an incomplete file, which no manifest lists.
+    3. A failed or cancelled `open_sink` leaves no file with the name in a directory. Other stores
+       may keep an incomplete file, which no manifest lists.
     4. A missing file raises ObjectMissing. All other errors, such as a missing bucket or a store
        without any file of the cluster, raise ArchiveUnavailable. The message states the operation,
        the file and the reason of the store. This holds for each call of an open file, but not for
        errors of the caller's own block.
-    5. With a `RateLimit`, `read` and the sinks of `writing` wait, so that they do not exceed its
+    5. With a `RateLimit`, `read` and the sinks of `open_sink` wait, so that they do not exceed its
        rate.
     6. URLs are shown and compared, so they contain no secrets, and no message contains one.
 """
@@ -33,7 +33,7 @@ from urllib.parse import parse_qsl, urlsplit
 import pyarrow as pa
 from pyarrow import fs as arrow_fs
 
-from waltz_core.archive.file_names import TEMPORARY
+from waltz_core.archive.file_names import TEMPORARY_SUFFIX
 from waltz_core.errors import ArchiveUnavailable, BadConfig, ObjectMissing
 from waltz_core.records.raw_records import Buffer
 
@@ -54,9 +54,9 @@ _AZURE_SECRETS: Final = ("sig", "client_secret")
 _SAS_QUERY: Final = re.compile(r"\?[^\s'\"]*\bsig=[^\s'\"]*")
 # pyarrow lists all places where it has searched for the library of HDFS: thousands of characters.
 _REASON_CHARACTERS_MAX: Final = 500
-_FAILURES: Final = (OSError, pa.ArrowException)
+_STORE_ERRORS: Final = (OSError, pa.ArrowException)
 # A read with a rate limit requests this many bytes at a time.
-_LIMITED_BYTES: Final = 1024 * 1024
+_RATE_LIMITED_READ_BYTES: Final = 1024 * 1024
 # A longer wait is divided into parts, after each of which it is reported.
 _WAIT_S_MAX: Final = 1.0
 
@@ -120,33 +120,33 @@ class ArchiveStore:
         Raises:
             ArchiveUnavailable: the file was not written, or the store did not acknowledge it.
         """
-        with self.writing(name) as sink:
+        with self.open_sink(name) as sink:
             sink.write(data)
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[Any]:
+    def open_sink(self, name: str) -> Iterator[Any]:
         """Yield a sink for a file, which is durable when the block has ended without an error.
 
         Raises:
             ArchiveUnavailable: as for `write`.
         """
-        place = self._full_path(name)
+        location = self._full_path(name)
         stream: AbstractContextManager[Any]
-        with _translate_errors("write", place):
+        with _translate_errors("write", location):
             if self.is_directory:
-                self._make_durable_folder(Path(place).parent)
-                stream = _durable_file(Path(place), self._file_mode)
+                self._make_durable_folder(Path(location).parent)
+                stream = _durable_file(Path(location), self._file_mode)
             else:
-                stream = self._files.open_output_stream(place)
+                stream = self._files.open_output_stream(location)
             opened = stream.__enter__()
         try:
-            yield StoreSink(opened, place, self._rate_limit)
+            yield StoreSink(opened, location, self._rate_limit)
         except BaseException as error:
             # NB: this is an error of the caller's block, which no error of the store may replace.
-            with suppress(*_FAILURES):
+            with suppress(*_STORE_ERRORS):
                 stream.__exit__(type(error), error, error.__traceback__)
             raise
-        with _translate_errors("write", place):
+        with _translate_errors("write", location):
             stream.__exit__(None, None, None)
 
     def read(self, name: str) -> bytes:
@@ -159,7 +159,7 @@ class ArchiveStore:
             if self._rate_limit is None:
                 return bytes(source.read())
             pieces = []
-            while piece := source.read(_LIMITED_BYTES):
+            while piece := source.read(_RATE_LIMITED_READ_BYTES):
                 self._rate_limit.throttle(len(piece))
                 pieces.append(piece)
             return b"".join(pieces)
@@ -194,11 +194,11 @@ class ArchiveStore:
                 ) from error
             raise
 
-    def names(self, folder: str) -> list[str]:
-        """Return the names of all files in a folder and below it; see `files`."""
-        return [each.name for each in self.files(folder)]
+    def list_names(self, folder: str) -> list[str]:
+        """Return the names of all files in a folder and below it; see `list_files`."""
+        return [each.name for each in self.list_files(folder)]
 
-    def files(self, folder: str) -> list[ListedFile]:
+    def list_files(self, folder: str) -> list[ListedFile]:
         """Return all files in a folder and below it, sorted by name; none if it is missing.
 
         The result includes temporary files of writes that did not complete.
@@ -235,14 +235,14 @@ class ArchiveStore:
         Raises:
             ObjectMissing, ArchiveUnavailable: by rule 4.
         """
-        place = self._full_path(target)
+        location = self._full_path(target)
         if self.is_directory:
-            with _translate_errors("write", place):
-                self._make_durable_folder(Path(place).parent)
+            with _translate_errors("write", location):
+                self._make_durable_folder(Path(location).parent)
         with _translate_errors("move", self._full_path(name)):
-            self._files.move(self._full_path(name), place)
+            self._files.move(self._full_path(name), location)
             if self.is_directory:
-                _sync_folder(Path(place).parent)
+                _sync_folder(Path(location).parent)
 
     def delete_folder(self, folder: str) -> None:
         """Delete a folder with its files; do nothing if it does not exist.
@@ -282,9 +282,9 @@ class StoreFile:
     bytes from the position to the end, and fails at the end. `native` is pyarrow's file.
     """
 
-    def __init__(self, file: Any, place: str) -> None:  # noqa: ANN401 - as pyarrow's
+    def __init__(self, file: Any, location: str) -> None:  # noqa: ANN401 - as pyarrow's
         self.native = file
-        self._place = place
+        self._location = location
         self._position = 0
 
     @property
@@ -296,7 +296,7 @@ class StoreFile:
 
         Return no bytes at the end of the file.
         """
-        with _translate_errors("read", self._place):
+        with _translate_errors("read", self._location):
             rest = max(self.native.size() - self._position, 0)
             wanted = rest if byte_count is None or byte_count < 0 else min(byte_count, rest)
             data = bytes(self.native.read_at(wanted, self._position)) if wanted else b""
@@ -305,7 +305,7 @@ class StoreFile:
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
         """Set the position of the next read, and return it."""
-        with _translate_errors("read", self._place):
+        with _translate_errors("read", self._location):
             starts = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self.native.size()}
         self._position = starts[whence] + position
         return self._position
@@ -316,7 +316,7 @@ class StoreFile:
 
     def close(self) -> None:
         """Close the file."""
-        with _translate_errors("read", self._place):
+        with _translate_errors("read", self._location):
             self.native.close()
 
     def __enter__(self) -> Self:
@@ -335,11 +335,11 @@ class StoreSink:
     def __init__(
         self,
         file: Any,  # noqa: ANN401 - as pyarrow's
-        place: str,
+        location: str,
         rate_limit: RateLimit | None,
     ) -> None:
         self._file = file
-        self._place = place
+        self._location = location
         self._rate_limit = rate_limit
 
     @property
@@ -348,7 +348,7 @@ class StoreSink:
 
     def write(self, data: Buffer) -> int:
         """Write the next bytes; return their number."""
-        with _translate_errors("write", self._place):
+        with _translate_errors("write", self._location):
             written = int(self._file.write(data))
         if self._rate_limit is not None:
             self._rate_limit.throttle(written)
@@ -359,8 +359,8 @@ class StoreSink:
         return int(self._file.tell())
 
     def flush(self) -> None:
-        """Pass the bytes to the store; they are durable when `writing` has ended."""
-        with _translate_errors("write", self._place):
+        """Pass the bytes to the store; they are durable when `open_sink` has ended."""
+        with _translate_errors("write", self._location):
             self._file.flush()
 
 
@@ -392,7 +392,7 @@ def _open_file_system(url: str) -> tuple[arrow_fs.FileSystem, str]:
                 )
             return store, f"{parts.netloc}{parts.path}".rstrip("/")
         found, base = arrow_fs.FileSystem.from_uri(_complete_url(url, os.environ))
-    except (*_FAILURES, ValueError) as error:
+    except (*_STORE_ERRORS, ValueError) as error:
         raise BadConfig(
             f"archive {url} cannot be used: {_error_reason(error)}. Hint: use a URL such as "
             "file:///srv/archive, s3://bucket/folder, gs://bucket/folder, "
@@ -403,7 +403,7 @@ def _open_file_system(url: str) -> tuple[arrow_fs.FileSystem, str]:
 
 @contextmanager
 def _resolve_region(region: str | None) -> Iterator[None]:
-    """Make the SDK of S3 find the region in its environment.
+    """Set the region in the environment, where the SDK of S3 reads it, during a block.
 
     Otherwise it requests the region from the metadata service of EC2, even if the region is given.
     If that service does not answer, all threads of the process would stop for about 8 s.
@@ -453,26 +453,27 @@ def _error_reason(error: Exception) -> str:
 
 
 @contextmanager
-def _translate_errors(operation: str, place: str) -> Iterator[None]:
+def _translate_errors(operation: str, location: str) -> Iterator[None]:
+    """Raise errors of the store in a block as ObjectMissing or ArchiveUnavailable (rule 4)."""
     try:
         yield
     except FileNotFoundError as error:
         if operation == "write":  # The bucket is missing, which is no damage.
             reason = "the bucket or the folder does not exist"
-            raise ArchiveUnavailable(f"archive: cannot write {place}: {reason}") from error
+            raise ArchiveUnavailable(f"archive: cannot write {location}: {reason}") from error
         raise ObjectMissing(
-            f"archive: cannot {operation} {place}, because it does not exist"
+            f"archive: cannot {operation} {location}, because it does not exist"
         ) from error
-    except _FAILURES as error:
+    except _STORE_ERRORS as error:
         raise ArchiveUnavailable(
-            f"archive: cannot {operation} {place}: {_error_reason(error)}"
+            f"archive: cannot {operation} {location}: {_error_reason(error)}"
         ) from error
 
 
 @contextmanager
 def _durable_file(path: Path, mode: int | None) -> Iterator[Any]:
     """Yield a file for writes; it receives its name after its sync (rules 1 to 3)."""
-    temporary = path.with_name(path.name + TEMPORARY)
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         with temporary.open("xb") as sink:
             if mode is not None:

@@ -10,9 +10,9 @@ Rules (docs/decisions/047):
     2. The object is read back. It must have the bytes that were written, because no other check
        covers statistics and headers. It must also have the records, batches and chain hashes of the
        log (AR 4).
-    3. The new manifest is read back. It has all objects of the present manifest, which must end
+    3. The new manifest is read back. It has all objects of the current manifest, which must end
        directly before the range (AR 5).
-    4. A failure leaves the present manifest as it is. Files of a failed attempt are garbage.
+    4. A failure leaves the current manifest as it is. Files of a failed attempt are garbage.
     5. Only complete objects expire, the oldest first. The first available ID is at most the ID
        after the archived mark, where local logs and new objects continue. Commit times never
        decrease, so all objects before an expired object are at least as old.
@@ -35,13 +35,13 @@ from waltz_core.archive.file_names import (
 from waltz_core.archive.manifest import Manifest, ManifestPage, ObjectEntry, PageEntry, decode_page
 from waltz_core.archive.manifest_jobs import (
     BatchRun,
-    ExpiredManifest,
     ExpiryJob,
+    ManifestAfterExpiry,
     NewManifest,
     ReplacedObject,
     UploadJob,
 )
-from waltz_core.archive.objects import ArchiveObject, ObjectFacts, ObjectWriter, Piece
+from waltz_core.archive.objects import ArchivedRecords, ArchiveObject, ObjectMetadata, ObjectWriter
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32
@@ -63,45 +63,45 @@ def upload(
 
     Raises:
         ArchiveUnavailable, ObjectMissing: the store did not execute a request.
-        BadFormat, ChecksumMismatch: a file does not have the written bytes, or the present manifest
+        BadFormat, ChecksumMismatch: a file does not have the written bytes, or the current manifest
             does not end before the range.
     """
-    present = _present_manifest(store, cluster_key, job)
+    current = _read_current_manifest(store, cluster_key, job)
     on_progress()
     origin = FileOrigin(job.session_id, job.nonce, job.attempt)
-    if job.replaces is not None:
-        made = _with_replacement(store, present, job, job.replaces, origin, on_progress)
+    if job.replaced_object is not None:
+        made = _replace_object(store, current, job, job.replaced_object, origin, on_progress)
         if made is None:
-            return NewManifest(present.last, present.chain, job.end.stamp_ms, "", 0)
+            return NewManifest(current.last, current.chain, job.end.stamp_ms, "", 0)
     else:
-        made = _with_object(store, present, job, origin, on_progress)
+        made = _add_object(store, current, job, origin, on_progress)
     folder = manifests_folder(cluster_key, job.partition_id)
     name, data = manifest_name(folder, made.version, origin), made.to_bytes()
-    write_read_back(store, name, data)
+    write_and_verify(store, name, data)
     made = Manifest.from_bytes(data, name)
     return NewManifest(made.last, made.chain, job.end.stamp_ms, name, crc32(data))
 
 
-def _with_object(
+def _add_object(
     store: ArchiveStore,
-    present: Manifest,
+    current: Manifest,
     job: UploadJob,
     origin: FileOrigin,
     on_progress: Callable[[], None],
 ) -> Manifest:
     """Write the object; return the next manifest, with this object at its end."""
-    entry = _write_object(store, present.cluster_key, job, origin, on_progress)
+    entry = _write_object(store, current.cluster_key, job, origin, on_progress)
     on_progress()
-    page = present.next_page
+    page = current.page_to_write
     if page is not None:
-        present = present.with_page(_write_page(store, present, page, origin), page)
+        current = current.with_page(_write_page(store, current, page, origin), page)
         on_progress()
-    return present.with_object(entry)
+    return current.with_object(entry)
 
 
-def _with_replacement(
+def _replace_object(
     store: ArchiveStore,
-    present: Manifest,
+    current: Manifest,
     job: UploadJob,
     replaced: ReplacedObject,
     origin: FileOrigin,
@@ -111,9 +111,9 @@ def _with_replacement(
 
     Return None if the object was already replaced.
     """
-    stated, entries = present.page_containing(job.first), present.newest
-    if stated is not None:
-        entries = decode_page(stated, store.read(stated.name)).entries
+    page_entry, entries = current.page_containing(job.first), current.newest_objects
+    if page_entry is not None:
+        entries = decode_page(page_entry, store.read(page_entry.name)).entries
         on_progress()
     same = (job.first, job.end.last, job.end.chain)
     old = next((each for each in entries if each[1:4] == same), None)
@@ -125,24 +125,24 @@ def _with_replacement(
         )
     if old.name != replaced.name:
         return None
-    made = _write_object(store, present.cluster_key, job, origin, on_progress)
+    made = _write_object(store, current.cluster_key, job, origin, on_progress)
     on_progress()
     changed = tuple(made if each is old else each for each in entries)
-    if stated is None:
-        return present.with_newest(changed)
+    if page_entry is None:
+        return current.with_newest_objects(changed)
     page = ManifestPage(changed)
-    name = _write_page(store, present, page, origin)
+    name = _write_page(store, current, page, origin)
     on_progress()
-    return present.with_page_for(stated, name, page)
+    return current.with_replaced_page(page_entry, name, page)
 
 
 def _write_page(
-    store: ArchiveStore, present: Manifest, page: ManifestPage, origin: FileOrigin
+    store: ArchiveStore, current: Manifest, page: ManifestPage, origin: FileOrigin
 ) -> str:
     """Write a page of the next manifest; return its name."""
-    folder = manifests_folder(present.cluster_key, present.partition_id)
-    name, data = page_name(folder, present.version + 1, origin), page.to_bytes()
-    write_read_back(store, name, data)
+    folder = manifests_folder(current.cluster_key, current.partition_id)
+    name, data = page_name(folder, current.version + 1, origin), page.to_bytes()
+    write_and_verify(store, name, data)
     ManifestPage.from_bytes(data, name)
     return name
 
@@ -154,13 +154,13 @@ def expire(
     *,
     now_ms: int,
     on_progress: Callable[[], None] = lambda: None,
-) -> ExpiredManifest:
+) -> ManifestAfterExpiry:
     """Write the manifest of an expiry; it is durable and verified on return (rule 5).
 
     Raises:
         The errors of `upload`.
     """
-    present = job.recorded.read(store, cluster_key)
+    current = job.recorded_manifest.read(store, cluster_key)
     on_progress()
     before_ms = job.before_ms
     if job.retention_ms:
@@ -169,47 +169,51 @@ def expire(
     def is_old(each: PageEntry | ObjectEntry) -> bool:
         return each.last < job.before or 0 < each.commit_ms_max < before_ms
 
-    first = TransactionId(_last_expired(store, present, is_old, on_progress) + 1)
-    made = present.expired(first, now_ms)
-    if (made.first, made.pages, made.newest) == (present.first, present.pages, present.newest):
-        return ExpiredManifest(first, "", 0)
+    first = TransactionId(_last_expired_id(store, current, is_old, on_progress) + 1)
+    made = current.with_expiry(first, now_ms)
+    if (made.first, made.pages, made.newest_objects) == (
+        current.first,
+        current.pages,
+        current.newest_objects,
+    ):
+        return ManifestAfterExpiry(first, "", 0)
     folder = manifests_folder(cluster_key, job.partition_id)
     origin = FileOrigin(job.session_id, job.nonce, job.attempt)
     name, data = manifest_name(folder, made.version, origin), made.to_bytes()
-    write_read_back(store, name, data)
+    write_and_verify(store, name, data)
     Manifest.from_bytes(data, name)
-    return ExpiredManifest(first, name, crc32(data))
+    return ManifestAfterExpiry(first, name, crc32(data))
 
 
-def _last_expired(
+def _last_expired_id(
     store: ArchiveStore,
-    present: Manifest,
+    current: Manifest,
     is_old: Callable[[PageEntry | ObjectEntry], bool],
     on_progress: Callable[[], None],
 ) -> TransactionId:
     """Return the last ID of the newest expired object; it may have expired earlier (rule 5)."""
-    last = TransactionId(present.first - 1)
-    for stated in present.pages:
-        if stated.last <= last:
+    last = TransactionId(current.first - 1)
+    for page_entry in current.pages:
+        if page_entry.last <= last:
             continue
-        if is_old(stated):
-            last = stated.last
+        if is_old(page_entry):
+            last = page_entry.last
             continue
-        page = decode_page(stated, store.read(stated.name))
+        page = decode_page(page_entry, store.read(page_entry.name))
         on_progress()
         last = max([last, *(each.last for each in page.entries if is_old(each))])
-        if stated.commit_ms_max:
+        if page_entry.commit_ms_max:
             return last  # if a page has no times, only a later page shows its age
-    return max([last, *(each.last for each in present.newest if is_old(each))])
+    return max([last, *(each.last for each in current.newest_objects if is_old(each))])
 
 
-def _present_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> Manifest:
-    """Return the manifest that ends before the range (rule 3), or that contains it (rule 6)."""
+def _read_current_manifest(store: ArchiveStore, cluster_key: bytes, job: UploadJob) -> Manifest:
+    """Read the current manifest; return an empty one if nothing is archived (rules 3 and 6)."""
     if job.manifest:
-        return job.recorded.read(store, cluster_key)
+        return job.recorded_manifest.read(store, cluster_key)
     start = TransactionId(0)
     found = Manifest(cluster_key, job.partition_id, 0, start, BEFORE_FIRST, GENESIS_CHAIN)
-    job.recorded.check(found, cluster_key)
+    job.recorded_manifest.check_matches(found, cluster_key)
     return found
 
 
@@ -222,16 +226,16 @@ def _write_object(
 ) -> ObjectEntry:
     """Write the object, read it back, and return its entry (rule 2)."""
     end = job.end
-    facts = ObjectFacts(
+    metadata = ObjectMetadata(
         cluster_key, job.partition_id, job.first, end.last, job.chain_before, end.chain
     )
     folder = objects_folder(cluster_key, job.partition_id)
     name = object_name(folder, job.first, end.last, origin)
-    with store.writing(name) as target:
+    with store.open_sink(name) as target:
         sink = _CrcSink(target)
-        writer = ObjectWriter(sink, facts)
-        for group in _row_groups(job.runs):
-            writer.add(Piece(*run) for run in group)
+        writer = ObjectWriter(sink, metadata)
+        for group in _split_into_row_groups(job.runs):
+            writer.write_row_group(ArchivedRecords(*run) for run in group)
             on_progress()
         writer.close()
     on_progress()
@@ -243,7 +247,7 @@ def _write_object(
         )
     found = ArchiveObject(data, name)
     batches = [batch for run in job.runs for batch in run.batches]
-    if found.facts != facts or list(found.verify()) != batches:
+    if found.metadata != metadata or list(found.verify()) != batches:
         raise ChecksumMismatch(f"archived object {name}: its batches are not those of the log")
     stamps = [each.stamp_ms for each in batches if each.stamp_ms]
     return ObjectEntry(
@@ -274,7 +278,7 @@ class _CrcSink:
         self.crc = crc32(data, self.crc)
 
 
-def _row_groups(runs: tuple[BatchRun, ...]) -> Iterator[list[BatchRun]]:
+def _split_into_row_groups(runs: tuple[BatchRun, ...]) -> Iterator[list[BatchRun]]:
     """Group runs to row groups of about `ROW_GROUP_BYTES`."""
     group: list[BatchRun] = []
     for run in runs:
@@ -286,8 +290,8 @@ def _row_groups(runs: tuple[BatchRun, ...]) -> Iterator[list[BatchRun]]:
         yield group
 
 
-def write_read_back(store: ArchiveStore, name: str, data: bytes) -> None:
-    """Write a file of a manifest and read it back.
+def write_and_verify(store: ArchiveStore, name: str, data: bytes) -> None:
+    """Write a file of a manifest, and check that the store returns the same bytes.
 
     Raises ArchiveUnavailable, or ChecksumMismatch if the bytes differ.
     """

@@ -27,7 +27,7 @@ from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import NO_CLUSTER_SPECIFIED, SubcommandFunction
-from waltz_core.cluster.change.audit import DONE, AuditEntry
+from waltz_core.cluster.change.audit import OUTCOME_DONE, AuditEntry
 from waltz_core.cluster.change.replica_steps import ReplicaPlan
 from waltz_core.cluster.change.storage_changes import PlanProgress
 from waltz_core.cluster.coordinator import Coordinator
@@ -63,13 +63,13 @@ class ChangeCommand:
 
     async def carry_out_plan(self, plan: ReplicaPlan) -> None:
         """Carry out a plan that moves replicas, and report its steps."""
-        await self.coordinator.storages.carry_out(plan, self._show_progress)
+        await self.coordinator.storages.execute_plan(plan, self._show_progress)
 
     def _show_progress(self, progress: PlanProgress) -> None:
-        for step in progress.step:
+        for step in progress.steps:
             self.note_step(str(step))
-        what = "; ".join(map(str, progress.step or progress.waits))
-        self.report_wait(what, progress.done_count, progress.count)
+        what = "; ".join(map(str, progress.steps or progress.waits))
+        self.report_wait(what, progress.done_count, progress.partition_count)
 
 
 def change_command(
@@ -151,7 +151,7 @@ async def audit_change(
     path = None if may_create_cluster else await audit.begin(entry)
     try:
         yield
-        outcome = DONE
+        outcome = OUTCOME_DONE
     except WaltzError as error:
         outcome = f"failed: {error}"
         raise

@@ -48,7 +48,7 @@ from waltz_core.cluster.znodes.interface import (
     Znodes,
 )
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
-from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.cluster.znodes.restore_sources import NO_RESTORE_SOURCES, RestoreSources
 from waltz_core.cluster.znodes.tree import FoundCluster, delete_tree, find_clusters
 from waltz_core.records.record import ClientId, Generation, PartitionId, ReplicaId, ServerId
 
@@ -69,11 +69,11 @@ READ_ATTEMPTS_MAX = 20
 WRITE_ATTEMPTS_MAX = 20
 # Health checks do not report an outage of ZooKeeper that is shorter than this number of session
 # timeouts.
-ABSENCE_TIMEOUTS_MAX = 2
+OUTAGE_TIMEOUTS_MAX = 2
 
 
 class ClusterView(NamedTuple):
-    """The constants of a cluster."""
+    """The properties of a cluster that never change: name, partition count and cluster key."""
 
     params: model.ClusterParams
     store: model.StoreParams
@@ -118,9 +118,9 @@ class Coordinator:
         self.paths = self._nodes.paths
 
     @property
-    def where(self) -> str:
+    def connect_string(self) -> str:
         """The cluster's connect string, for messages."""
-        return self._nodes.where
+        return self._nodes.connect_string
 
     # --- the session
 
@@ -135,13 +135,13 @@ class Coordinator:
         return self._znodes.session_timeout_ms
 
     @property
-    def is_in_contact(self) -> bool:
+    def was_connected_recently(self) -> bool:
         """Whether ZooKeeper is connected, or was a short time ago; for health checks.
 
         The cluster continues without ZooKeeper, and the process soon finds another ZooKeeper
         server. But after two session timeouts, an operator should check ZooKeeper.
         """
-        limit_ms = ABSENCE_TIMEOUTS_MAX * self._znodes.session_timeout_ms
+        limit_ms = OUTAGE_TIMEOUTS_MAX * self._znodes.session_timeout_ms
         return self._nodes.connection_history.disconnected_ms < limit_ms
 
     def on_session_state(self, callback: StateCallback) -> None:
@@ -186,7 +186,7 @@ class Coordinator:
             new, lambda version: creation_steps(self.paths, new, root_version=version)
         )
 
-    async def create_for_rebuilding(self, new: NewCluster, ids: int) -> None:
+    async def create_rebuilt_cluster(self, new: NewCluster, ids: int) -> None:
         """Create the nodes of a cluster that is rebuilt from its storages (rebuilding.py).
 
         Client IDs and generations continue from `ids`.
@@ -195,44 +195,48 @@ class Coordinator:
             new, lambda version: rebuilding_steps(self.paths, new, root_version=version, ids=ids)
         )
 
-    async def create_restored(self, new: NewCluster, restored: RestoredCluster) -> None:
+    async def create_restored_cluster(self, new: NewCluster, restored: RestoredCluster) -> None:
         """Create the nodes of a cluster that is restored from a backup (restoring.py)."""
         await self._create(
             new, lambda version: restoring_steps(self.paths, new, restored, root_version=version)
         )
 
-    async def read_restored_from(self) -> RestoredFrom:
+    async def read_restore_sources(self) -> RestoreSources:
         """Read the clusters from whose backups this cluster was restored."""
-        path = self.paths.restored_from
+        path = self.paths.restore_sources
         node = await self._znodes.get(path)
-        return NOT_RESTORED if node is None else decode_node(path, node, RestoredFrom.from_bytes)
+        return (
+            NO_RESTORE_SOURCES
+            if node is None
+            else decode_node(path, node, RestoreSources.from_bytes)
+        )
 
     async def _create(
         self, new: NewCluster, steps_at: Callable[[int], list[list[Operation]]]
     ) -> None:
         root = self.paths.root
         parents = [root[:end] for end in range(1, len(root)) if root[end] == "/"]
-        await self._nodes.ensure(parents)
-        for step in steps_at(await self._version_without_cluster()):
+        await self._nodes.create_missing(parents)
+        for step in steps_at(await self._root_version_without_cluster()):
             try:
                 await self._znodes.write(step)
             except errors.CoordinatorOutcomeUnknown:
                 if not await self._is_own_creation(new):
                     raise
             except errors.CoordinatorConflict as conflict:
-                await self._version_without_cluster()
+                await self._root_version_without_cluster()
                 raise errors.CoordinatorConflict(
-                    f"cannot create a cluster at {self.where}: it has znodes of a cluster "
+                    f"cannot create a cluster at {self.connect_string}: it has znodes of a cluster "
                     "that another command is creating, or the remains of an unfinished one "
                     f"({conflict}). Hint: if no other command runs, delete the znodes with "
                     "`waltz-core cluster delete`."
                 ) from conflict
 
-    async def _version_without_cluster(self) -> int:
+    async def _root_version_without_cluster(self) -> int:
         """Return the root's version, or NO_NODE; raises CoordinatorConflict if it has a cluster."""
         node = await self._znodes.get(self.paths.root)
         if node is not None and node.data:
-            raise errors.CoordinatorConflict(f"a cluster exists already at {self.where}")
+            raise errors.CoordinatorConflict(f"a cluster exists already at {self.connect_string}")
         return NO_NODE if node is None else node.stat.version
 
     async def _is_own_creation(self, new: NewCluster) -> bool:
@@ -272,7 +276,7 @@ class Coordinator:
     async def last_client_id(self) -> ClientId:
         """Return the last allocated client ID."""
         await self._znodes.sync()
-        return ClientId(await self._nodes.read(self.paths.client_ids, model.decode_id))
+        return ClientId(await self._nodes.read(self.paths.client_ids, model.decode_id_counter))
 
     async def next_client_id(self) -> ClientId:
         """Allocate a client ID that was never used before, without a server."""
@@ -284,15 +288,15 @@ class Coordinator:
 
     async def _next_id(self, path: str) -> int:
         for _ in range(ID_ATTEMPTS_MAX):
-            node = await self._nodes.require(path)
-            last_id = decode_node(path, node, model.decode_id)
+            node = await self._nodes.get_required(path)
+            last_id = decode_node(path, node, model.decode_id_counter)
             if last_id == model.INT32_MAX:
                 raise errors.BadFormat(
                     f"cannot allocate an ID from {path}: all IDs up to {last_id} are allocated"
                 )
             try:
                 await self._znodes.write(
-                    [SetNode(path, model.encode_id(last_id + 1), node.stat.version)]
+                    [SetNode(path, model.encode_id_counter(last_id + 1), node.stat.version)]
                 )
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 continue  # An ID that may have been allocated is skipped.
@@ -302,7 +306,7 @@ class Coordinator:
             f"{ID_ATTEMPTS_MAX} attempts"
         )
 
-    async def raise_ids(
+    async def increase_ids(
         self, client_id: ClientId, generations: Mapping[PartitionId, Generation]
     ) -> None:
         """Raise the last client ID, and the generation of each partition, for a rebuilt cluster.
@@ -311,10 +315,10 @@ class Coordinator:
         """
         path = self.paths.client_ids
         for _ in range(ID_ATTEMPTS_MAX):
-            node = await self._nodes.require(path)
-            if decode_node(path, node, model.decode_id) >= client_id:
-                return await self._membership.raise_generations(generations)
-            step = SetNode(path, model.encode_id(client_id), node.stat.version)
+            node = await self._nodes.get_required(path)
+            if decode_node(path, node, model.decode_id_counter) >= client_id:
+                return await self._membership.increase_generations(generations)
+            step = SetNode(path, model.encode_id_counter(client_id), node.stat.version)
             with suppress(errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._znodes.write([step])
         raise errors.CoordinatorUnavailable(
@@ -335,12 +339,12 @@ class Coordinator:
             after = await self._znodes.get(path)
             # Both nodes change together, so a marker that was read while the metadata did not
             # change matches it.
-            if _version(before) == _version(after):
+            if _node_version(before) == _node_version(after):
                 return PartitionView(
                     _decode_metadata(path, after, partition_id),
-                    _version(after),
+                    _node_version(after),
                     _decode_marker(marker_path, marker),
-                    _version(marker),
+                    _node_version(marker),
                 )
             before = after
         raise errors.CoordinatorUnavailable(
@@ -362,7 +366,7 @@ class Coordinator:
         """
         if NO_NODE in expected:
             parents = (self.paths.partitions, self.paths.extensions, self.paths.markers)
-            await self._nodes.ensure(parents)
+            await self._nodes.create_missing(parents)
         path, data = self.paths.partition(partition_id), metadata.to_bytes(partition_id)
         steps: list[Operation] = []
         if expected.metadata == NO_NODE:
@@ -404,7 +408,7 @@ class Coordinator:
         path = self.paths.replica_assignment
         partition_count = (await self.read_cluster()).params.partition_count
         for _ in range(WRITE_ATTEMPTS_MAX):
-            node = await self._nodes.require(path)
+            node = await self._nodes.get_required(path)
             old = decode_node(path, node, model.ReplicaAssignments.from_bytes)
             new = change(old)
             check_replica_change(old, new, partition_count)
@@ -426,7 +430,7 @@ class Coordinator:
         path = self.paths.storage_id(address)
         data = model.StorageRegistration(storage_id).to_bytes()
         for _ in range(WRITE_ATTEMPTS_MAX):
-            await self._nodes.ensure((self.paths.extensions, self.paths.storage_ids))
+            await self._nodes.create_missing((self.paths.extensions, self.paths.storage_ids))
             node = await self._znodes.get(path)
             if node is not None:
                 return decode_node(path, node, model.StorageRegistration.from_bytes).storage_id
@@ -475,8 +479,9 @@ class Coordinator:
     ) -> Never:
         """Call back with the permissions, now and at each change; None: the node is missing.
 
-        The method also publishes the revision that `publish_applied` has set. If publishing is not
-        possible, `on_not_published` gets the error: publishing must not delay the next revision.
+        The method also publishes the revision that `set_applied_revision` has set. If publishing is
+        not possible, `on_not_published` gets the error: publishing must not delay the next
+        revision.
         """
         path = self.paths.access
         last: bytes | None = b""  # not read yet: the node is never empty
@@ -487,7 +492,11 @@ class Coordinator:
             now = None if node is None else node.data
             try:
                 if now != last:
-                    callback(None if node is None else decode_node(path, node, access_node.decode))
+                    callback(
+                        None
+                        if node is None
+                        else decode_node(path, node, access_node.decode_permissions)
+                    )
                     last = now
             finally:  # in a new session, also while the node cannot be decoded
                 try:
@@ -497,8 +506,8 @@ class Coordinator:
 
         await self._nodes.follow(check)
 
-    def publish_applied(self, name: str, revision: int) -> None:
-        """Set the revision of the permissions that this daemon uses (AC 6).
+    def set_applied_revision(self, name: str, revision: int) -> None:
+        """Set the permissions revision that this daemon uses and will publish (AC 6).
 
         The callback of `follow_permissions` calls this method. `follow_permissions` then publishes
         the revision, and publishes it again in each new session. `membership/applied_revisions.py`
@@ -506,7 +515,7 @@ class Coordinator:
         """
         self._applied.set_revision(name, revision)
 
-    async def read_applied(self) -> dict[str, int]:
+    async def read_applied_revisions(self) -> dict[str, int]:
         """Read the revision that each daemon uses, by name, not older than the call.
 
         Daemons without access control are not included.
@@ -524,19 +533,19 @@ class Coordinator:
         """
         await self._membership.register(descriptor)
 
-    async def prefer(self, descriptor: model.ServerDescriptor) -> None:
-        """Register with other preferred partitions, and assign all partitions again at once."""
-        await self._membership.prefer(descriptor)
+    async def change_preferences(self, descriptor: model.ServerDescriptor) -> None:
+        """Change the preferred partitions of this server, and assign all partitions again."""
+        await self._membership.change_preferences(descriptor)
 
-    def keep_assignment(self) -> None:
-        """From now on, keep the assignment while this process leads: partitions move by load."""
-        self._membership.keeps_all = True
+    def keep_owners(self) -> None:
+        """Leave each partition with its owner while this process leads: partitions move by load."""
+        self._membership.keeps_owners = True
 
     async def move_partitions(
-        self, seen: ServersView, moves: Mapping[PartitionId, ServerId]
+        self, expected_view: ServersView, moves: Mapping[PartitionId, ServerId]
     ) -> bool:
         """As the leader, move partitions; return False if servers or ownership have changed."""
-        return await self._membership.move(seen, moves)
+        return await self._membership.move_partitions(expected_view, moves)
 
     async def unregister_server(self) -> None:
         """Remove this process from the live servers (a clean shutdown)."""
@@ -544,7 +553,7 @@ class Coordinator:
 
     async def remove_dead_server(self, dead: model.ServerDescriptor) -> None:
         """Remove another server whose process is known to be dead, if it is still registered."""
-        await self._membership.remove_dead(dead)
+        await self._membership.remove_dead_server(dead)
 
     async def hand_over(self, partition_id: PartitionId, generation: Generation) -> bool:
         """Assign a partition of this process to another server; return False if there is none."""
@@ -554,8 +563,8 @@ class Coordinator:
         """Read the live servers and the partitions that they own, settled or not."""
         return await self._membership.read()
 
-    async def read_servers_now(self) -> ServersView:
-        """Return the same as `read_servers`, not older than this call."""
+    async def read_latest_servers(self) -> ServersView:
+        """Return the same as `read_servers`, including all writes before this call."""
         await self._znodes.sync()
         return await self._membership.read()
 
@@ -564,7 +573,7 @@ class Coordinator:
         await self._membership.follow(callback)
 
 
-def _version(node: Node | None) -> int:
+def _node_version(node: Node | None) -> int:
     return NO_NODE if node is None else node.stat.version
 
 

@@ -1,4 +1,4 @@
-"""The registry of exactly-once writes: each enters the log once, however often its tasks run.
+"""The registry of exactly-once writes, whose rows enter the log once even if tasks are repeated.
 
 The processes of a write do not know each other, and several may run the same task. They agree here
 on the marks from which the write started, the client ID of each task, the latest attempt of a task,
@@ -27,7 +27,8 @@ Rules (docs/spark.md, "Exactly once"):
        `anonymous`, to the first principal that enters it. Its owner never changes again (decision
        048, AC 14). `enter` checks the owner also after it has written the task: meanwhile the write
        may have been removed, and begun by another principal, whose client ID must not be returned.
-    9. A principal has at most `WRITES_MAX` writes. Concurrent calls may exceed this by a few.
+    9. A principal has at most `WRITES_PER_PRINCIPAL_MAX` writes. Concurrent calls may exceed this
+       by a few.
     10. `finish` with a `TaskAttempt` succeeds only while this attempt is the latest one of its
        task. Without it, an attempt that was paused could finish a write with outcomes that a later
        attempt has changed: the later one may append a row that a lock had rejected before.
@@ -52,19 +53,19 @@ from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node, is_
 from waltz_core.records import strict_json
 from waltz_core.records.record import ClientId
 
-_WRITE = "state of an exactly-once write"
-_TASK = "state of a task of an exactly-once write"
+_WRITE_STATE = "state of an exactly-once write"
+_TASK_STATE = "state of a task of an exactly-once write"
 ATTEMPTS_MAX = 100
 # The maximum number of recorded runs of a task. Two would be enough to detect another run. Each
 # attempt writes all recorded runs, so a tenant must not make the list long.
 RUNS_MAX = 10
-REMOVALS_MAX = 500
-EXAMINED_MAX = 50
+TASK_REMOVALS_MAX = 500
+EXAMINED_WRITES_MAX = 50
 NAME_CHARACTERS_MAX = 200
-WRITES_MAX = 10_000
+WRITES_PER_PRINCIPAL_MAX = 10_000
 # A node of ZooKeeper has at most 1 MiB.
 NODE_BYTES_MAX = 900 * 1024
-_WITHOUT_OWNER = ("", ANONYMOUS)
+_UNOWNED_PRINCIPALS = ("", ANONYMOUS)
 # The time for which a node of format 1 is kept: its own time comes from a driver's clock.
 KEEP_MS_OF_FORMAT_1 = 365 * 24 * 3_600 * 1_000
 _FORMAT_OF_WRITES, _FORMAT_OF_TASKS = 2, 1
@@ -72,7 +73,9 @@ _FORMAT_OF_WRITES, _FORMAT_OF_TASKS = 2, 1
 
 @dataclass(frozen=True, slots=True)
 class WriteState:
-    """`R/x/writes/W`: JSON with `format` 2 and these fields.
+    """The state of an exactly-once write.
+
+    Node `R/x/writes/W` has JSON with `format` 2 and these fields.
 
     `marks` are the log's high-water marks by partition when the write was first begun. `keep_ms` is
     the time from the last write of the node until the node expires. `summary` is the result of the
@@ -100,13 +103,13 @@ class WriteState:
     @staticmethod
     def from_bytes(data: bytes) -> "WriteState":
         """Decode a node of format 1 or 2; raises BadFormat."""
-        values = _object(data, _WRITE, (1, _FORMAT_OF_WRITES))
+        values = _decode_object(data, _WRITE_STATE, (1, _FORMAT_OF_WRITES))
         if values["format"] == 1:
             values["keep_ms"] = KEEP_MS_OF_FORMAT_1
-        _check_kinds(values, _WRITE, {"marks": dict, "keep_ms": int})
-        _check_kinds({"principal": "", **values}, _WRITE, {"principal": str})
+        _check_kinds(values, _WRITE_STATE, {"marks": dict, "keep_ms": int})
+        _check_kinds({"principal": "", **values}, _WRITE_STATE, {"principal": str})
         marks, summary = values["marks"], values.get("summary")
-        if not all(is_number(name) and _is_whole(mark) for name, mark in marks.items()):
+        if not all(is_number(name) and _is_whole_number(mark) for name, mark in marks.items()):
             raise errors.BadFormat(
                 "state of an exactly-once write: expected high-water marks by partition, found "
                 f"{marks!r:.200}"
@@ -126,7 +129,7 @@ class WriteState:
 
 @dataclass(frozen=True, slots=True)
 class TaskState:
-    """`R/x/writes/W/T`: JSON with `format` 1 and these fields."""
+    """The state of a task: JSON with `format` 1 in node `R/x/writes/W/T`."""
 
     client_id: ClientId
     attempt: int
@@ -140,8 +143,8 @@ class TaskState:
     @staticmethod
     def from_bytes(data: bytes) -> "TaskState":
         """Decode the node's bytes; raises BadFormat."""
-        values = _object(data, _TASK, (_FORMAT_OF_TASKS,))
-        _check_kinds(values, _TASK, {"client_id": int, "attempt": int, "runs": list})
+        values = _decode_object(data, _TASK_STATE, (_FORMAT_OF_TASKS,))
+        _check_kinds(values, _TASK_STATE, {"client_id": int, "attempt": int, "runs": list})
         if not all(isinstance(run, str) for run in values["runs"]):
             raise errors.BadFormat(
                 "state of a task of an exactly-once write: expected a list of names in field "
@@ -157,7 +160,7 @@ class TaskAttempt(NamedTuple):
     attempt: int
 
 
-class BegunWrite(NamedTuple):
+class WriteWithTasks(NamedTuple):
     """A write, and those of its tasks that have begun, by task number."""
 
     state: WriteState
@@ -187,27 +190,27 @@ class WriteRegistry:
         path = self._path(write)
         await self._znodes.sync()
         node = await self._znodes.get(path)
-        return None if node is None else self._state(path, node)
+        return None if node is None else self._decode_state(path, node)
 
-    def _state(self, path: str, node: Node) -> WriteState:
+    def _decode_state(self, path: str, node: Node) -> WriteState:
         """Decode a write; raises PermissionDenied by rule 8."""
         found = decode_node(path, node, WriteState.from_bytes)
-        if self._principal is None or found.principal in (*_WITHOUT_OWNER, self._principal):
+        if self._principal is None or found.principal in (*_UNOWNED_PRINCIPALS, self._principal):
             return found
         raise errors.PermissionDenied(
             f"write {path.rpartition('/')[2]} belongs to another principal than "
             f"{self._principal}. Hint: choose another writeId."
         )
 
-    async def read_all(self) -> dict[str, BegunWrite]:
+    async def read_all(self) -> dict[str, WriteWithTasks]:
         """Return all writes with their tasks, by name."""
         await self._znodes.sync()
         listing = await self._znodes.children(self._nodes.paths.writes)
-        found: dict[str, BegunWrite] = {}
+        found: dict[str, WriteWithTasks] = {}
         for name in () if listing is None else listing.names:
             state = await self.read(name)
             if state is not None:
-                found[name] = BegunWrite(state, await self.tasks(name))
+                found[name] = WriteWithTasks(state, await self.read_tasks(name))
         return found
 
     async def begin(
@@ -228,36 +231,39 @@ class WriteRegistry:
             if found is not None:
                 return found
             with suppress(errors.CoordinatorOutcomeUnknown):
-                await self._nodes.ensure((self._nodes.paths.extensions, self._nodes.paths.writes))
+                await self._nodes.create_missing(
+                    (self._nodes.paths.extensions, self._nodes.paths.writes)
+                )
             fence = await self._fence_operations()
             if in_series:
-                await self._check_is_last(write)
+                await self._check_latest_of_series(write)
             if self._principal is not None and self._is_limited:
-                await self._check_count(self._principal)
-            if await self._try_write([CreateNode(path, _checked(made)), *fence]):
+                await self._check_write_count(self._principal)
+            if await self._try_write([CreateNode(path, _encode_checked(made)), *fence]):
                 return made
         raise errors.CoordinatorUnavailable(
             f"cannot create znode {path}: other processes changed the registry of writes during "
             f"each of {ATTEMPTS_MAX} attempts. Hint: start the write again."
         )
 
-    async def _check_count(self, principal: str) -> None:
+    async def _check_write_count(self, principal: str) -> None:
         """Raise BadRequest if the principal has too many unexpired writes (rule 9)."""
-        if await self._count(principal) < WRITES_MAX:
+        if await self._count_writes(principal) < WRITES_PER_PRINCIPAL_MAX:
             return
         await WriteRegistry(self._nodes).forget_expired()
-        if await self._count(principal) >= WRITES_MAX:
+        if await self._count_writes(principal) >= WRITES_PER_PRINCIPAL_MAX:
             raise errors.BadRequest(
-                f"principal {principal} already has {WRITES_MAX} exactly-once writes in "
+                f"principal {principal} already has {WRITES_PER_PRINCIPAL_MAX} exactly-once writes "
+                "in "
                 "ZooKeeper, which is the limit. Hint: finished writes are removed after "
                 "their retention; shorten it (option 'writeRetention')."
             )
 
-    async def _count(self, principal: str) -> int:
-        """Return the number of a principal's writes; 0 if it is surely below `WRITES_MAX`."""
+    async def _count_writes(self, principal: str) -> int:
+        """Return the number of a principal's writes, or 0 if there are few writes in total."""
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
-        if len(names) < WRITES_MAX:
+        if len(names) < WRITES_PER_PRINCIPAL_MAX:
             return 0
         there, owners = frozenset(names), self._owners
         for gone in [name for name in owners if name not in there]:
@@ -269,7 +275,7 @@ class WriteRegistry:
                     owners[name] = _owner_in(node)
         return sum(owner == principal for owner in owners.values())
 
-    async def _check_is_last(self, write: str) -> None:
+    async def _check_latest_of_series(self, write: str) -> None:
         series, _, number = write.rpartition("-")
         if not is_number(number):
             return
@@ -284,13 +290,13 @@ class WriteRegistry:
                 )
 
     async def _fence_operations(self) -> list[Operation]:
-        """Return the operation that fails if a write was begun or removed in between (rule 7)."""
+        """Return an operation that conflicts with a concurrent begin or removal (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [SetNode(path, b"", node.stat.version)]
 
-    async def _check_of_fence(self) -> list[Operation]:
-        """Return an operation that fails in the same case but lets others succeed (rule 7)."""
+    async def _fence_check_operations(self) -> list[Operation]:
+        """Return a check that fails after a concurrent begin or removal (rule 7)."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
         return [] if node is None else [CheckVersion(path, node.stat.version)]
@@ -307,10 +313,10 @@ class WriteRegistry:
         path = self._path(write, task)
         client_id: ClientId | None = None
         for _ in range(ATTEMPTS_MAX):
-            await self._check_continues(write, task)
+            await self._check_write_is_running(write, task)
             if not await self._take_ownership(write):
                 continue
-            same = await self._check_of_fence()
+            same = await self._fence_check_operations()
             node = await self._znodes.get(path)
             if node is None:
                 client_id = await next_client_id() if client_id is None else client_id
@@ -331,24 +337,24 @@ class WriteRegistry:
         )
 
     async def _take_ownership(self, write: str) -> bool:
-        """Make the principal the owner of a write without one (rule 8); False: try again."""
-        if self._principal is None or self._principal in _WITHOUT_OWNER:
+        """Make the principal the owner of an unowned write (rule 8); return False to try again."""
+        if self._principal is None or self._principal in _UNOWNED_PRINCIPALS:
             return True
         path = self._path(write)
         node = await self._znodes.get(path)
         if node is None:
             return False
-        found = self._state(path, node)
-        if found.principal not in _WITHOUT_OWNER:
+        found = self._decode_state(path, node)
+        if found.principal not in _UNOWNED_PRINCIPALS:
             return True
-        same = await self._check_of_fence()
+        same = await self._fence_check_operations()
         if await self._znodes.get(path) != node:
             return False
         taken = replace(found, principal=self._principal)
         self._owners.pop(write, None)
         return await self._try_write([SetNode(path, taken.to_bytes(), node.stat.version), *same])
 
-    async def _check_continues(self, write: str, task: int) -> None:
+    async def _check_write_is_running(self, write: str, task: int) -> None:
         state = await self.read(write)
         if state is None:
             raise _superseded_error(
@@ -366,29 +372,29 @@ class WriteRegistry:
         Raises:
             ConnectionSuperseded: the attempt may not continue; the message states the reason.
         """
-        await self._check_continues(write, task)
+        await self._check_write_is_running(write, task)
         path = self._path(write, task)
         node = await self._znodes.get(path)
         found = None if node is None else decode_node(path, node, TaskState.from_bytes).attempt
         if found != attempt:
             raise _overtaken_error(write, TaskAttempt(task, attempt), found)
 
-    async def tasks(self, write: str) -> dict[int, TaskState]:
+    async def read_tasks(self, write: str) -> dict[int, TaskState]:
         """Return the tasks that have begun, by task number."""
         found: dict[int, TaskState] = {}
-        for task in await self.task_numbers(write):
-            state = await self.task_state(write, task)
+        for task in await self.read_task_numbers(write):
+            state = await self.read_task_state(write, task)
             if state is not None:
                 found[task] = state
         return found
 
-    async def task_state(self, write: str, task: int) -> TaskState | None:
+    async def read_task_state(self, write: str, task: int) -> TaskState | None:
         """Return the state of a task; None if it was never begun, or was removed."""
         path = self._path(write, task)
         node = await self._znodes.get(path)
         return None if node is None else decode_node(path, node, TaskState.from_bytes)
 
-    async def task_numbers(self, write: str) -> list[int]:
+    async def read_task_numbers(self, write: str) -> list[int]:
         """Return the numbers of the tasks that have begun, in order."""
         listing = await self._znodes.children(self._path(write))
         names = () if listing is None else listing.names
@@ -413,7 +419,7 @@ class WriteRegistry:
         path, marks = self._path(write), None
         for _ in range(ATTEMPTS_MAX):
             await self._znodes.sync()
-            same = await self._check_of_fence()
+            same = await self._fence_check_operations()
             node = await self._znodes.get(path)
             if node is None:
                 raise _superseded_error(
@@ -422,7 +428,7 @@ class WriteRegistry:
                     "another run has completed this write or taken it over, and the state of the "
                     "write was removed",
                 )
-            found = self._state(path, node)
+            found = self._decode_state(path, node)
             if marks not in (None, found.marks):
                 raise _superseded_error(
                     write,
@@ -433,15 +439,17 @@ class WriteRegistry:
                 return found
             marks = found.marks
             if by is not None:
-                same.append(await self._check_of_attempt(write, by))
+                same.append(await self._attempt_check_operation(write, by))
             done = replace(found, summary=dict(summary), keep_ms=keep_ms)
-            if await self._try_write([SetNode(path, _checked(done), node.stat.version), *same]):
+            if await self._try_write(
+                [SetNode(path, _encode_checked(done), node.stat.version), *same]
+            ):
                 return done
         raise errors.CoordinatorUnavailable(
             f"cannot change {path}: other processes changed it during each attempt"
         )
 
-    async def _check_of_attempt(self, write: str, by: TaskAttempt) -> Operation:
+    async def _attempt_check_operation(self, write: str, by: TaskAttempt) -> Operation:
         """Return a step that fails if a later attempt has begun (rule 10)."""
         path = self._path(write, by.task)
         node = await self._znodes.get(path)
@@ -459,33 +467,35 @@ class WriteRegistry:
         """
         failure_count = 0
         while failure_count < ATTEMPTS_MAX:
-            steps = await self._next_removal(self._path(write), expired_ms)
+            steps = await self._next_removal_operations(self._path(write), expired_ms)
             if isinstance(steps, bool):
                 return steps
             failure_count += not await self._try_write(steps)
         raise errors.CoordinatorUnavailable(f"{self._path(write)} could not be removed")
 
-    async def _next_removal(self, path: str, expired_ms: int | None) -> list[Operation] | bool:
-        """Return the next operations; True: the write is removed, False: it must not be."""
+    async def _next_removal_operations(
+        self, path: str, expired_ms: int | None
+    ) -> list[Operation] | bool:
+        """Return the next operations, True if the write is removed, or False if it must stay."""
         fence = await self._fence_operations()
         node = await self._znodes.get(path)
         if node is None:
             return True
-        found = self._state(path, node)
+        found = self._decode_state(path, node)
         is_removing = found.is_done and not found.keep_ms
         if expired_ms is not None and not is_removing and not _is_expired(node, expired_ms):
             return False
         if not found.is_done:
             over = replace(found, summary={}, keep_ms=0)
             return [SetNode(path, over.to_bytes(), node.stat.version), *fence]
-        tasks = await self._some_tasks(path)
+        tasks = await self._task_deletions(path)
         return [*(tasks or [DeleteNode(path, node.stat.version)]), *fence]
 
-    async def _some_tasks(self, path: str) -> list[Operation]:
+    async def _task_deletions(self, path: str) -> list[Operation]:
         """Return deletions of tasks, as many as fit into a request, which has at most 1 MiB."""
         listing = await self._znodes.children(path)
         removals: list[Operation] = []
-        for name in () if listing is None else listing.names[:REMOVALS_MAX]:
+        for name in () if listing is None else listing.names[:TASK_REMOVALS_MAX]:
             child = await self._znodes.get(f"{path}/{name}")
             if child is not None:
                 removals.append(DeleteNode(f"{path}/{name}", child.stat.version))
@@ -493,23 +503,23 @@ class WriteRegistry:
 
     async def forget_expired(self) -> list[str]:
         """Remove expired writes, among the few that one call checks; return their names."""
-        now_ms, names = await self._expired()
+        now_ms, names = await self._find_expired()
         return [name for name in names if await self.forget(name, expired_ms=now_ms)]
 
-    async def _expired(self) -> tuple[int, list[str]]:
+    async def _find_expired(self) -> tuple[int, list[str]]:
         """Return ZooKeeper's time, and expired writes among the few that are checked (rule 5)."""
-        now_ms = await self._time_ms()
+        now_ms = await self._read_zookeeper_time_ms()
         listing = await self._znodes.children(self._nodes.paths.writes)
         names = () if listing is None else listing.names
         start = now_ms % len(names) if names else 0  # begins at another write each time
         over: list[str] = []
-        for name in (*names[start:], *names[:start])[:EXAMINED_MAX]:
+        for name in (*names[start:], *names[:start])[:EXAMINED_WRITES_MAX]:
             node = await self._znodes.get(f"{self._nodes.paths.writes}/{name}")
             if node is not None and _is_expired(node, now_ms):
                 over.append(name)
         return now_ms, over
 
-    async def _time_ms(self) -> int:
+    async def _read_zookeeper_time_ms(self) -> int:
         """Return ZooKeeper's time in ms, from a node that was written just now."""
         path = self._nodes.paths.writes
         node = await self._znodes.get(path)
@@ -521,7 +531,7 @@ class WriteRegistry:
         return 0 if node is None else node.stat.mtime_ms
 
     def _path(self, write: str, task: int | None = None) -> str:
-        check_name(write)
+        check_write_name(write)
         return self._nodes.paths.write(write) + ("" if task is None else f"/{task}")
 
     async def _try_write(self, operations: list[Operation]) -> bool:
@@ -534,7 +544,7 @@ class WriteRegistry:
         return True
 
 
-def client_ids_of_others(run: str, tasks: Mapping[int, TaskState]) -> dict[int, int]:
+def client_ids_of_other_runs(run: str, tasks: Mapping[int, TaskState]) -> dict[int, int]:
     """Return the client IDs, by task number, of the tasks that another run than `run` has begun."""
     return {
         number: int(task.client_id)
@@ -543,7 +553,7 @@ def client_ids_of_others(run: str, tasks: Mapping[int, TaskState]) -> dict[int, 
     }
 
 
-def check_name(write: str) -> None:
+def check_write_name(write: str) -> None:
     """Raise BadRequest unless the name of a write is valid."""
     is_good = 0 < len(write) <= NAME_CHARACTERS_MAX and write not in {".", ".."}
     if not is_good or any(
@@ -555,7 +565,7 @@ def check_name(write: str) -> None:
         )
 
 
-def _checked(state: WriteState) -> bytes:
+def _encode_checked(state: WriteState) -> bytes:
     data = state.to_bytes()
     if len(data) > NODE_BYTES_MAX:
         raise errors.TooLarge(
@@ -589,11 +599,11 @@ def _is_expired(node: Node, now_ms: int) -> bool:
         return False
 
 
-def _is_whole(value: object) -> bool:
+def _is_whole_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63
 
 
-def _object(data: bytes, what: str, formats: tuple[int, ...]) -> dict[str, Any]:
+def _decode_object(data: bytes, what: str, formats: tuple[int, ...]) -> dict[str, Any]:
     try:
         values = strict_json.from_json(data)
     except ValueError as error:
@@ -609,7 +619,7 @@ def _object(data: bytes, what: str, formats: tuple[int, ...]) -> dict[str, Any]:
 def _check_kinds(values: Mapping[str, Any], what: str, kinds: Mapping[str, type]) -> None:
     for name, kind in kinds.items():
         value = values.get(name)
-        if not isinstance(value, kind) or (kind is int and not _is_whole(value)):
+        if not isinstance(value, kind) or (kind is int and not _is_whole_number(value)):
             raise errors.BadFormat(
                 f"{what}: expected field {name} of type {kind.__name__}, found {value!r:.200}"
             )

@@ -31,7 +31,7 @@ import pyarrow as pa
 
 from waltz_core import errors
 from waltz_core.encryption.key_ids import check_key_id, is_key_id
-from waltz_core.encryption.keys import KeyCache, keys_of
+from waltz_core.encryption.keys import KeyCache, key_cache_for
 from waltz_core.records.record import TRANSACTION_BYTES_MAX
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 MAGIC: Final = b"WZE\x01"
 SALT_BYTES: Final = 16
-_ROW: Final = struct.Struct(">I")
-_PLACE: Final = struct.Struct(">ii")  # partition and application header
+_ROW_NUMBER: Final = struct.Struct(">I")
+_PARTITION_AND_HEADER: Final = struct.Struct(">ii")  # partition and application header
 _TAG_BYTES: Final = 16
 # The nonce of AES-GCM has 12 bytes; the row number is the last four.
-_NONCE_HEAD: Final = bytes(12 - _ROW.size)
+_NONCE_PREFIX: Final = bytes(12 - _ROW_NUMBER.size)
 # The bytes that an envelope adds to the payload and the key ID.
-ENVELOPE_BYTES: Final = len(MAGIC) + 1 + SALT_BYTES + _ROW.size + _TAG_BYTES
+ENVELOPE_OVERHEAD_BYTES: Final = len(MAGIC) + 1 + SALT_BYTES + _ROW_NUMBER.size + _TAG_BYTES
 
 _NOT_ENCRYPTED: Final = "the payload is not encrypted"
 
@@ -58,7 +58,7 @@ class DecryptedPayload(NamedTuple):
 
 
 class DecryptedColumn(NamedTuple):
-    """Decrypted payloads with nulls for failures, and their errors with nulls for successes."""
+    """A column of decrypted payloads and a column of errors; in each row, one of them is null."""
 
     data: pa.Array
     errors: pa.Array
@@ -84,12 +84,14 @@ class Encryption:
         self._is_required = is_required
 
     @staticmethod
-    def of(reference: str, *, key_id: str = "", is_required: bool = False) -> "Encryption":
+    def from_reference(
+        reference: str, *, key_id: str = "", is_required: bool = False
+    ) -> "Encryption":
         """Return an `Encryption` with the keys at a reference.
 
-        See `keys.keys_of`, also for errors.
+        See `keys.key_cache_for`, also for errors.
         """
-        return Encryption(keys_of(reference), key_id=key_id, is_required=is_required)
+        return Encryption(key_cache_for(reference), key_id=key_id, is_required=is_required)
 
     # --- writing
 
@@ -108,14 +110,14 @@ class Encryption:
         chosen = self.key_id if key_id is None else check_key_id(key_id, "encryption key")
         if not chosen:
             return data
-        size = len(data) + ENVELOPE_BYTES + len(chosen)
+        size = len(data) + ENVELOPE_OVERHEAD_BYTES + len(chosen)
         if size > TRANSACTION_BYTES_MAX:
             raise errors.TooLarge(
                 "transaction data is too large after encryption, which adds "
                 f"{size - len(data)} bytes: expected at most {TRANSACTION_BYTES_MAX} bytes, "
                 f"found {size}"
             )
-        return _EncryptionCall(self.keys, chosen, partition).encrypt(data, header)
+        return _PayloadEncryptor(self.keys, chosen, partition).encrypt(data, header)
 
     def encrypt_column(
         self, data: pa.Array, *, partition: int, headers: Sequence[int], key_ids: Sequence[str]
@@ -135,7 +137,7 @@ class Encryption:
             Unavailable, or an error of the application's provider: see `KeyCache.find`.
         """
         calls = {
-            each: _EncryptionCall(self.keys, check_key_id(each, "encryption key"), partition)
+            each: _PayloadEncryptor(self.keys, check_key_id(each, "encryption key"), partition)
             for each in dict.fromkeys(key_ids)
         }
         rows = zip(data.to_pylist(), headers, key_ids, strict=True)
@@ -143,11 +145,11 @@ class Encryption:
 
     # --- reading
 
-    def is_ready(self, data: bytes) -> bool:
-        """Whether `decrypt` can return without a call of the key provider, which may block."""
+    def has_cached_key(self, data: bytes) -> bool:
+        """Whether `decrypt` needs no call of the key provider, which may block."""
         if data[: len(MAGIC)] != MAGIC:
             return True
-        key_id = _key_id_of(data[: _head_bytes(data) - SALT_BYTES])
+        key_id = _key_id_of(data[: _head_size_bytes(data) - SALT_BYTES])
         return not is_key_id(key_id) or self.keys.is_cached(key_id)
 
     def decrypt(self, data: bytes, *, partition: int, header: int) -> DecryptedPayload:
@@ -156,7 +158,7 @@ class Encryption:
         Raises:
             BadConfig, Unavailable, or an error of the application's provider: see `KeyCache.find`.
         """
-        return _DecryptionCall(self.keys, partition, is_required=self._is_required).decrypt(
+        return _PayloadDecryptor(self.keys, partition, is_required=self._is_required).decrypt(
             data, header
         )
 
@@ -176,7 +178,7 @@ class Encryption:
         Raises:
             BadConfig, Unavailable, or an error of the application's provider: see `KeyCache.find`.
         """
-        call = _DecryptionCall(self.keys, partition, is_required=self._is_required)
+        call = _PayloadDecryptor(self.keys, partition, is_required=self._is_required)
         rows = zip(data.to_pylist(), headers, strict=True)
         found = [call.decrypt(each, header) for each, header in rows]
         return DecryptedColumn(
@@ -185,7 +187,7 @@ class Encryption:
         )
 
 
-class _EncryptionCall:
+class _PayloadEncryptor:
     """Encrypts payloads of one key and one partition with one salt (rule 1)."""
 
     def __init__(self, keys: KeyCache, key_id: str, partition: int) -> None:
@@ -201,16 +203,16 @@ class _EncryptionCall:
         self._associated = encoded_key_id
         self._partition = partition
         self._aead = key.derive_key(salt)
-        self._rows = 0
+        self._row_count = 0
 
     def encrypt(self, data: bytes, header: int) -> bytes:
-        row = _ROW.pack(self._rows)  # raises struct.error before a number repeats
-        self._rows += 1
-        associated = self._associated + _PLACE.pack(self._partition, header)
-        return self._head + row + self._aead.encrypt(_NONCE_HEAD + row, data, associated)
+        row = _ROW_NUMBER.pack(self._row_count)  # raises struct.error before a number repeats
+        self._row_count += 1
+        associated = self._associated + _PARTITION_AND_HEADER.pack(self._partition, header)
+        return self._head + row + self._aead.encrypt(_NONCE_PREFIX + row, data, associated)
 
 
-class _DecryptionCall:
+class _PayloadDecryptor:
     """Decrypts payloads of one partition.
 
     Caches the cipher for each head (magic, key ID and salt).
@@ -223,15 +225,15 @@ class _DecryptionCall:
         self._keys = keys
         self._partition = partition
         self._is_required = is_required
-        self._heads: dict[bytes, _CallCipher | str] = {}
+        self._ciphers_by_head: dict[bytes, _EnvelopeCipher | str] = {}
 
     def decrypt(self, data: bytes, header: int) -> DecryptedPayload:
         if data[: len(MAGIC)] != MAGIC:
             if self._is_required:
                 return DecryptedPayload(None, _NOT_ENCRYPTED)
             return DecryptedPayload(data)
-        head_bytes = _head_bytes(data)
-        expected = head_bytes + _ROW.size + _TAG_BYTES
+        head_bytes = _head_size_bytes(data)
+        expected = head_bytes + _ROW_NUMBER.size + _TAG_BYTES
         if len(data) < expected:
             return DecryptedPayload(
                 None,
@@ -241,21 +243,21 @@ class _DecryptionCall:
         found = self._cipher_for(data[:head_bytes])
         if isinstance(found, str):
             return DecryptedPayload(None, found)
-        row_end = head_bytes + _ROW.size
-        nonce = _NONCE_HEAD + data[head_bytes:row_end]
-        associated = found.encoded_key_id + _PLACE.pack(self._partition, header)
+        row_end = head_bytes + _ROW_NUMBER.size
+        nonce = _NONCE_PREFIX + data[head_bytes:row_end]
+        associated = found.encoded_key_id + _PARTITION_AND_HEADER.pack(self._partition, header)
         try:
             return DecryptedPayload(found.aead.decrypt(nonce, data[row_end:], associated))
         except self._invalid_tag:
-            return DecryptedPayload(None, found.mismatch)
+            return DecryptedPayload(None, found.wrong_tag_reason)
 
-    def _cipher_for(self, head: bytes) -> "_CallCipher | str":
-        found = self._heads.get(head)
+    def _cipher_for(self, head: bytes) -> "_EnvelopeCipher | str":
+        found = self._ciphers_by_head.get(head)
         if found is None:
-            found = self._heads[head] = self._derive_cipher(head)
+            found = self._ciphers_by_head[head] = self._derive_cipher(head)
         return found
 
-    def _derive_cipher(self, head: bytes) -> "_CallCipher | str":
+    def _derive_cipher(self, head: bytes) -> "_EnvelopeCipher | str":
         """Return the cipher for envelopes with this head, or the reason why there is no cipher."""
         encoded_key_id, salt = head[:-SALT_BYTES], head[-SALT_BYTES:]
         key_id = _key_id_of(encoded_key_id)
@@ -264,22 +266,22 @@ class _DecryptionCall:
         key = self._keys.find(key_id)
         if key is None:
             return f"the key {key_id!r} does not exist"
-        mismatch = (
+        wrong_tag_reason = (
             f"the payload cannot be decrypted with key {key_id!r}: the payload was changed "
             "or copied from another transaction, or the key was replaced"
         )
-        return _CallCipher(key.derive_key(salt), encoded_key_id, mismatch)
+        return _EnvelopeCipher(key.derive_key(salt), encoded_key_id, wrong_tag_reason)
 
 
-class _CallCipher(NamedTuple):
+class _EnvelopeCipher(NamedTuple):
     """The cipher for the envelopes of one call.
 
-    `mismatch` is the reason reported for a wrong tag.
+    `wrong_tag_reason` is the reason reported for a wrong tag.
     """
 
     aead: "AESGCM"
     encoded_key_id: bytes
-    mismatch: str
+    wrong_tag_reason: str
 
 
 def _encoded_key_id(key_id: str) -> bytes:
@@ -291,7 +293,7 @@ def _key_id_of(encoded_key_id: bytes) -> str:
     return encoded_key_id[len(MAGIC) + 1 :].decode("ascii", "replace")
 
 
-def _head_bytes(data: bytes) -> int:
-    """Return the length of magic, key ID and salt in an envelope, which may be damaged."""
+def _head_size_bytes(data: bytes) -> int:
+    """Return the number of bytes before the row number in an envelope, which may be damaged."""
     id_bytes = data[len(MAGIC)] if len(data) > len(MAGIC) else 0
     return len(MAGIC) + 1 + id_bytes + SALT_BYTES

@@ -6,7 +6,7 @@ from typing import Final
 from waltz_core import errors
 
 KEY_ID_BYTES_MAX: Final = 64
-_KEY_ID = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{KEY_ID_BYTES_MAX - 1}}}")
+_KEY_ID_PATTERN = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{KEY_ID_BYTES_MAX - 1}}}")
 
 
 def is_key_id(key_id: str) -> bool:
@@ -14,7 +14,7 @@ def is_key_id(key_id: str) -> bool:
 
     A key ID has 1 to 64 characters of A-Z a-z 0-9 . _ - and begins with a letter or a digit.
     """
-    return _KEY_ID.fullmatch(key_id) is not None
+    return _KEY_ID_PATTERN.fullmatch(key_id) is not None
 
 
 def check_key_id(key_id: object, where: str) -> str:

@@ -3,10 +3,10 @@
 Options and settings contain a reference to the keys, never a key.
 
 Rules (docs/decisions/064):
-    1. A key is used for at most `KEY_SECONDS` after it was received from its provider: after this
-       time, a key that the provider has destroyed cannot be used any more.
-    2. A missing key is cached in the same way. The cache has at most `KEYS_MAX` IDs: IDs are read
-       from the log, and a writer chooses them.
+    1. A key is used for at most `KEY_LIFETIME_S` after it was received from its provider: after
+       this time, a key that the provider has destroyed cannot be used any more.
+    2. A missing key is cached in the same way. The cache has at most `CACHED_KEYS_MAX` IDs: IDs are
+       read from the log, and a writer chooses them.
     3. Only a provider that answers can state that there is no key. If it cannot answer, the call
        fails: a reader must not treat an outage as a destroyed key.
 """
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 KEY_BYTES: Final = 32
-KEY_SECONDS: Final = 60.0
-KEYS_MAX: Final = 10_000
+KEY_LIFETIME_S: Final = 60.0
+CACHED_KEYS_MAX: Final = 10_000
 # The maximum number of cached derived keys for each key. Batches that are read at the same time
 # need one each.
-_DERIVED_MAX: Final = 16
-_INFO: Final = b"waltz payload 1"
+_DERIVED_KEYS_MAX: Final = 16
+_HKDF_INFO: Final = b"waltz payload 1"
 
 # A function from a key ID to the 32 bytes of the key, or None if the key does not exist.
 KeyProvider = Callable[[str], bytes | None]
@@ -53,9 +53,9 @@ class Key:
             from cryptography.hazmat.primitives.hashes import SHA256  # noqa: PLC0415 - optional
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF  # noqa: PLC0415 - optional
 
-            found = AESGCM(HKDF(SHA256(), KEY_BYTES, salt, _INFO).derive(self._secret))
+            found = AESGCM(HKDF(SHA256(), KEY_BYTES, salt, _HKDF_INFO).derive(self._secret))
             self._derived[salt] = found
-            if len(self._derived) > _DERIVED_MAX:
+            if len(self._derived) > _DERIVED_KEYS_MAX:
                 with suppress(KeyError):  # another thread has removed it
                     self._derived.popitem(last=False)
         return found
@@ -63,7 +63,7 @@ class Key:
 
 class _CachedKey(NamedTuple):
     key: Key | None
-    until_s: float
+    expires_s: float
 
 
 class KeyCache:
@@ -92,7 +92,7 @@ class KeyCache:
         )
 
     def is_cached(self, key_id: str) -> bool:
-        """Whether `find` can return without a call of the provider, which may block."""
+        """Whether `find` needs no call of the provider, which may block."""
         return self._cached_key(key_id) is not None
 
     def find(self, key_id: str) -> Key | None:
@@ -107,17 +107,17 @@ class KeyCache:
         if found is None:
             secret = self._provider(key_id)
             key = None if secret is None else Key(_check_secret(secret, key_id, self.name))
-            found = _CachedKey(key, self._clock() + KEY_SECONDS)
+            found = _CachedKey(key, self._clock() + KEY_LIFETIME_S)
             self._cached[key_id] = found
             self._cached.move_to_end(key_id)
-            if len(self._cached) > KEYS_MAX:
+            if len(self._cached) > CACHED_KEYS_MAX:
                 with suppress(KeyError):  # another thread has removed it
                     self._cached.popitem(last=False)
         return found.key
 
     def _cached_key(self, key_id: str) -> _CachedKey | None:
         found = self._cached.get(key_id)
-        return found if found is not None and self._clock() < found.until_s else None
+        return found if found is not None and self._clock() < found.expires_s else None
 
 
 def _check_secret(secret: object, key_id: str, name: str) -> bytes:
@@ -134,8 +134,8 @@ def _check_secret(secret: object, key_id: str, name: str) -> bytes:
 
 
 @lru_cache(maxsize=16)
-def keys_of(reference: str) -> KeyCache:
-    """Return the keys at a reference: the same object for each call in a process.
+def key_cache_for(reference: str) -> KeyCache:
+    """Return the cache for the keys at a reference; a process has one cache per reference.
 
     `reference` is a directory with one file for each key: the file name is the key ID, the content
     is 64 hexadecimal digits. Or it is "module:function": a function that takes a key ID and returns

@@ -728,7 +728,7 @@ class LocalCluster:
     def _unregistered_servers(self) -> set[str]:
         """Return the addresses of the servers that ZooKeeper does not list yet."""
         view = self._read_servers(parse_connect_string(self.connect))
-        given = view.servers.keys() - view.left_out if view.is_settled else ()
+        given = view.servers.keys() - view.excluded if view.is_settled else ()
         found = {view.servers[each].address for each in given}
         servers = [self._settings_of(member) for member in self.members if member.kind == "server"]
         ports = [values.get("advertised_port") or values["port"] for values in servers]

@@ -170,7 +170,7 @@ def _check_replicas(condition: PartitionCondition) -> Iterator[FailedCheck]:
         text = f"{name} has no replicas. Hint: `waltz-core cluster auto-assign`"
         yield FailedCheck("assignment", text, affected)
         return
-    if not condition.replicas.was_opened:
+    if not condition.replicas.was_ever_opened:
         yield FailedCheck("recovery", f"{name} was never opened", affected)
         return
     if condition.has_outdated_session_replicas:
@@ -179,7 +179,7 @@ def _check_replicas(condition: PartitionCondition) -> Iterator[FailedCheck]:
             f"{', '.join(condition.assigned_replicas)}"
         )
         yield FailedCheck("recovery", text, affected)
-    if len(condition.replicas.in_sync) < condition.quorum_size:
+    if len(condition.replicas.in_sync_replicas) < condition.quorum_size:
         yield FailedCheck(
             "quorum", f"{name}: less than a quorum of its replicas is in sync", affected
         )

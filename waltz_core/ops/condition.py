@@ -81,7 +81,9 @@ class PartitionCondition:
     @property
     def not_engaged_replicas(self) -> list[ReplicaId]:
         """The assigned replicas that are not engaged in the newest session."""
-        return [each for each in self.assigned_replicas if each not in self.replicas.in_sync]
+        return [
+            each for each in self.assigned_replicas if each not in self.replicas.in_sync_replicas
+        ]
 
     @property
     def has_outdated_session_replicas(self) -> bool:
@@ -93,7 +95,7 @@ class PartitionCondition:
         """Whether ZooKeeper lacks the metadata: the marker is open, but no replica was engaged."""
         marker = self.facts.marker
         is_open = marker is not None and marker.state is MarkerState.OPEN
-        return is_open and not self.replicas.was_opened
+        return is_open and not self.replicas.was_ever_opened
 
     # --- the state at the owner
 

@@ -702,7 +702,7 @@ class _PartitionDiagnosis:
 
     def _check_metadata(self) -> bool:
         """Report metadata that ZooKeeper has lost; return whether it was lost."""
-        if rebuilding.is_waiting(self._condition.facts.metadata, self._condition.facts.marker):
+        if rebuilding.is_undecided(self._condition.facts.metadata, self._condition.facts.marker):
             # The assignment contains only the decisions so far, not the former replicas.
             self._add_finding(
                 "rebuilding-unfinished", rebuild=self._cluster_diagnosis.rebuild_command(None)
@@ -821,7 +821,7 @@ class _PartitionDiagnosis:
             self._add_finding("partition-not-served", **fields)
         elif not condition.has_open_session:
             if can_open_session:
-                was_opened = condition.replicas.was_opened
+                was_opened = condition.replicas.was_ever_opened
                 self._add_finding("session-not-open" if was_opened else "never-opened", **fields)
         else:
             self._check_session(owner, fields)

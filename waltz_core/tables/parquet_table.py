@@ -178,7 +178,7 @@ class FollowedParquetTable:
     def _publish(self, names: Iterable[str], marks: TableMarks) -> None:
         target, names = f"batch={self._newest_batch + 1}", list(names)
         with self._translate_errors():
-            found = self._store.names(target)
+            found = self._store.list_names(target)
             if f"{target}/{MARKS_FILE}" in found:
                 raise Superseded(f"table {self._uri}: another program has written {target}")
             for name in found:
@@ -189,12 +189,12 @@ class FollowedParquetTable:
             self._store.write(f"{folder}/{MARKS_FILE}", encode(marks).encode())
             if folder != target:
                 expected = sorted(f"{folder}/{name}" for name in (*names, MARKS_FILE))
-                if self._store.names(folder) != expected:
+                if self._store.list_names(folder) != expected:
                     raise Superseded(f"table {self._uri}: another program has removed {folder}")
                 try:
                     self._store.move(folder, target)
                 except Unavailable as error:
-                    if self._store.names(target):
+                    if self._store.list_names(target):
                         raise Superseded(
                             f"table {self._uri}: another program has written {target}"
                         ) from error
@@ -206,13 +206,13 @@ class FollowedParquetTable:
         if not self._store.is_directory:
             self._store.delete_folder(_WRITING_FOLDER)
             return
-        if self._store.names(_WRITING_FOLDER):
+        if self._store.list_names(_WRITING_FOLDER):
             with suppress(ObjectMissing):  # another follower has removed them
                 self._store.move(_WRITING_FOLDER, f"{_REMOVED_FOLDER}/{_unique_name()}")
         self._store.delete_folder(_REMOVED_FOLDER)
 
     def _all_file_names(self) -> list[str]:
-        return self._store.names("")
+        return self._store.list_names("")
 
     def _complete_batches(self) -> list[int]:
         """Return the numbers of all complete batches."""
@@ -225,7 +225,7 @@ class FollowedParquetTable:
     def _is_newest_batch(self) -> bool:
         """Whether the newest batch that was read still exists, and no later batch does."""
         this, following = (
-            f"batch={number}/{MARKS_FILE}" in self._store.names(f"batch={number}")
+            f"batch={number}/{MARKS_FILE}" in self._store.list_names(f"batch={number}")
             for number in (self._newest_batch, self._newest_batch + 1)
         )
         return this and not following
@@ -250,7 +250,7 @@ class FollowedParquetTable:
     def _stored_schema(self) -> ArrowSchema:
         """Return the schema of the newest file; an empty schema if there is no file."""
         for number in sorted(self._complete_batches(), reverse=True):
-            for name in self._store.names(f"batch={number}"):
+            for name in self._store.list_names(f"batch={number}"):
                 if name.endswith(".parquet"):
                     with self._store.open(name) as file:
                         return pq.read_schema(file.native)
@@ -326,7 +326,7 @@ def _write_parquet_file(
     name = f"{_unique_name()}.parquet"
     with (
         _translate_errors(uri, store),
-        store.writing(f"{_WRITING_FOLDER}/{name}") as sink,
+        store.open_sink(f"{_WRITING_FOLDER}/{name}") as sink,
         pq.ParquetWriter(sink, schema) as writer,
     ):
         for part in chain([first], parts):

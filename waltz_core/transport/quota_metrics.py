@@ -29,7 +29,7 @@ async def publish_quotas(metrics: Metrics, area: str, port: ListenContext | None
             metrics.add(f"{prefix}_rejected_requests_total", taken.rejected, principal=label)
             if area == "server":
                 metrics.add(f"{prefix}_appends_total", taken.appends, principal=label)
-        for label, (connections, feeds) in quotas.counts().items():
+        for label, (connections, feeds) in quotas.connection_and_feed_counts().items():
             metrics.set(f"{prefix}_connections", connections, principal=label)
             if area == "server":
                 metrics.set(f"{prefix}_feeds", feeds, principal=label)

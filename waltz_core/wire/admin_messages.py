@@ -17,7 +17,7 @@ from waltz_core.access.requirements import (
     READ,
     REPLICATE,
     Scope,
-    all_of,
+    require_all,
 )
 from waltz_core.values import value
 from waltz_core.wire.messages import (
@@ -80,7 +80,7 @@ class CheckCluster(AdminMessage):
     """Check that the storage belongs to this cluster. The sequence number is -1."""
 
     code = 3
-    requires = all_of(ADMINISTER, scope=Scope.ANY)
+    requires = require_all(ADMINISTER, scope=Scope.ANY)
     cluster_key: Raw16
     partition_count: Int32
 
@@ -90,7 +90,7 @@ class SetAvailable(AdminMessage):
     """Take partitions offline, or bring them online again."""
 
     code = 4
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     partitions: Int32s
     is_available: Bool
 
@@ -100,7 +100,7 @@ class SetAssigned(AdminMessage):
     """Assign partitions to the storage, or unassign them and optionally delete their files."""
 
     code = 6
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     partitions: Int32s
     is_assigned: Bool
     deletes_files: Bool
@@ -111,7 +111,7 @@ class RecordListRequest(AdminMessage):
     """Read up to `count_max` records, starting with ID `first`."""
 
     code = 7
-    requires = all_of(ADMINISTER, READ)
+    requires = require_all(ADMINISTER, READ)
     partition_id: Int32
     first: Int64
     count_max: Int32
@@ -132,7 +132,7 @@ class SessionInfoRequest(AdminMessage):
     """Request the session and the low-water marks in a partition's control file entry."""
 
     code = 9
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     partition_id: Int32
 
 
@@ -156,7 +156,7 @@ class MetricsRequest(AdminMessage):
     """Request the metrics of the storage."""
 
     code = 11
-    requires = all_of(ADMINISTER, scope=Scope.ALL)
+    requires = require_all(ADMINISTER, scope=Scope.ALL)
 
 
 @value(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class HeldRequest(AdminMessage):
     """Request the list of the partitions that are assigned to the storage."""
 
     code = 13
-    requires = all_of(ADMINISTER, scope=Scope.ANY)
+    requires = require_all(ADMINISTER, scope=Scope.ANY)
 
 
 @value(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class StorageRequest(AdminMessage):
     """Request the identity of the storage."""
 
     code = 65
-    requires = all_of(ADMINISTER, scope=Scope.ANY)
+    requires = require_all(ADMINISTER, scope=Scope.ANY)
     since = 1
 
 
@@ -231,7 +231,7 @@ class ReplicaRequest(AdminMessage):
     """Request the state of one partition of the storage."""
 
     code = 67
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     since = 1
     partition_id: Int32
 
@@ -267,7 +267,7 @@ class RemovePartition(AdminMessage):
     """Remove a partition. `is_forced`: also if the last session depends on this replica."""
 
     code = 69
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     since = 1
     partition_id: Int32
     deletes_files: Bool
@@ -279,7 +279,7 @@ class MarkSuspect(AdminMessage):
     """Mark a replica as suspect until a session has repaired it up to its low-water mark."""
 
     code = 70
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     since = 1
     partition_id: Int32
     is_forced: Bool
@@ -293,7 +293,7 @@ class ReSeed(AdminMessage):
     """
 
     code = 71
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     since = 1
     partition_id: Int32
     is_forced: Bool
@@ -304,7 +304,7 @@ class CopyRequest(AdminMessage):
     """Read whole batches, starting with ID `first`, at most up to the confirmed low-water mark."""
 
     code = 72
-    requires = all_of(ADMINISTER, READ)
+    requires = require_all(ADMINISTER, READ)
     since = 1
     partition_id: Int32
     first: Int64
@@ -320,7 +320,7 @@ class Copy(AdminMessage):
     """
 
     code = 73
-    requires = all_of(ADMINISTER, REPLICATE)
+    requires = require_all(ADMINISTER, REPLICATE)
     since = 1
     partition_id: Int32
     first: Int64
@@ -347,7 +347,7 @@ class ScrubRequest(AdminMessage):
     """Request the progress of a partition's scrub. With `begins`, first start a new scrub pass."""
 
     code = 76
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     since = 1
     partition_id: Int32
     begins: Bool

@@ -30,11 +30,11 @@ from waltz_core.access.requirements import (
     READ,
     REPLICATE,
     AccessVerb,
-    Declaration,
+    RequirementDeclaration,
     Scope,
-    all_of,
-    by_field,
-    one_of,
+    require_all,
+    require_by_field,
+    require_one,
 )
 from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, LineageEntry, Record, ReqId
 from waltz_core.values import value
@@ -167,7 +167,7 @@ class Message:
 
     protocol: ClassVar[WireProtocol]
     code: ClassVar[int]
-    requires: ClassVar[Declaration]
+    requires: ClassVar[RequirementDeclaration]
     since: ClassVar[int] = 0
     until: ClassVar[int | None] = None
 
@@ -214,7 +214,7 @@ class MountRequest(ClientMessage):
     """Start the feed of a partition on this connection, after the client's high-water mark."""
 
     code = 0
-    requires = all_of(READ)
+    requires = require_all(READ)
     client_high_water_mark: Int64
     connection_sequence: Int64
 
@@ -256,7 +256,7 @@ class AppendRequest(ClientMessage):
     """Append one transaction."""
 
     code = 2
-    requires = all_of(APPEND)
+    requires = require_all(APPEND)
     client_high_water_mark: Int64
     write_locks: Int32s
     read_locks: Int32s = field(metadata={"since": 1})
@@ -271,7 +271,7 @@ class FeedRequest(ClientMessage):
     """Request the next part of the feed. The request ID is that of the mount."""
 
     code = 3
-    requires = all_of(READ)
+    requires = require_all(READ)
     client_high_water_mark: Int64
 
 
@@ -298,7 +298,7 @@ class TransactionDataRequest(ClientMessage):
     """Request the data of one transaction."""
 
     code = 6
-    requires = all_of(READ)
+    requires = require_all(READ)
     transaction_id: Int64
 
 
@@ -317,7 +317,7 @@ class FlushRequest(ClientMessage):
     """Request an answer as soon as all appends received before this request are final."""
 
     code = 8
-    requires = one_of(READ, APPEND)
+    requires = require_one(READ, APPEND)
 
 
 @value(frozen=True, slots=True)
@@ -347,7 +347,7 @@ class HighWaterMarkRequest(ClientMessage):
     """Request the high-water mark of the partition."""
 
     code = 11
-    requires = one_of(READ, APPEND)
+    requires = require_one(READ, APPEND)
 
 
 @value(frozen=True, slots=True)
@@ -364,7 +364,7 @@ class CheckConnectivityRequest(ClientMessage):
     """Request that the server tries to connect to every storage of the assignment."""
 
     code = 13
-    requires = all_of(ADMINISTER, scope=Scope.ALL)
+    requires = require_all(ADMINISTER, scope=Scope.ALL)
     since = 1
 
 
@@ -383,7 +383,7 @@ class ServerPartitionsRequest(ClientMessage):
     """Request the list of partitions that the server owns."""
 
     code = 15
-    requires = one_of(*AccessVerb, scope=Scope.ANY)
+    requires = require_one(*AccessVerb, scope=Scope.ANY)
     since = 2
 
 
@@ -402,7 +402,7 @@ class AddPreferredRequest(ClientMessage):
     """Make the server the preferred owner of these partitions until its process exits."""
 
     code = 17
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     since = 2
     partitions: Int32s
 
@@ -422,7 +422,7 @@ class RemovePreferredRequest(ClientMessage):
     """Remove the server's preference for these partitions."""
 
     code = 19
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     since = 2
     partitions: Int32s
 
@@ -442,7 +442,7 @@ class PartitionsHealthRequest(ClientMessage):
     """Request the list of the server's partitions, with the states of their store sessions."""
 
     code = 21
-    requires = one_of(*AccessVerb, scope=Scope.ANY)
+    requires = require_one(*AccessVerb, scope=Scope.ANY)
     since = 4
 
 
@@ -461,7 +461,7 @@ class AppendTimesRequest(ClientMessage):
     """Request the latencies of this server's appends at its storages."""
 
     code = 85
-    requires = all_of(ADMINISTER, scope=Scope.ALL)
+    requires = require_all(ADMINISTER, scope=Scope.ALL)
     since = 6
 
 
@@ -490,7 +490,7 @@ class AppendBatch(ClientMessage):
     """
 
     code = 64
-    requires = all_of(APPEND)
+    requires = require_all(APPEND)
     since = 5
     client_high_water_mark: Int64
     payload: Blob
@@ -526,7 +526,7 @@ class AppendFollowing(AppendRequest):
     """
 
     code = 83
-    requires = all_of(READ, APPEND)
+    requires = require_all(READ, APPEND)
     since = 6
     session_id: Int64 = -1
 
@@ -564,7 +564,9 @@ class MountWriter(ClientMessage):
     """
 
     code = 66
-    requires = by_field("wants_feed", {False: one_of(READ, APPEND), True: all_of(READ)})
+    requires = require_by_field(
+        "wants_feed", {False: require_one(READ, APPEND), True: require_all(READ)}
+    )
     since = 5
     connection_sequence: Int64
     high_water_mark: Int64
@@ -597,12 +599,12 @@ class RangeRequest(ClientMessage):
     """
 
     code = 68
-    requires = by_field(
+    requires = require_by_field(
         "form",
         {
-            RangeForm.WHOLE: all_of(READ),
-            RangeForm.HEADERS: all_of(READ),
-            OWN_HEADERS: all_of(APPEND),
+            RangeForm.WHOLE: require_all(READ),
+            RangeForm.HEADERS: require_all(READ),
+            OWN_HEADERS: require_all(APPEND),
         },
     )
     since = 5
@@ -672,7 +674,7 @@ class ReplicasRequest(ClientMessage):
     """
 
     code = 71
-    requires = one_of(READ, APPEND)
+    requires = require_one(READ, APPEND)
     since = 5
     linearizable: Bool
 
@@ -733,7 +735,7 @@ class ExpireRequest(ClientMessage):
     """
 
     code = 76
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     since = 7
     before: Int64
     before_ms: Int64
@@ -763,7 +765,7 @@ class ObjectReplacementRequest(ClientMessage):
     """
 
     code = 78
-    requires = all_of(ADMINISTER)
+    requires = require_all(ADMINISTER)
     since = 7
     object: Text
     first: Int64
@@ -817,7 +819,7 @@ class ClientIdRequest(ClientMessage):
     """Request a new client ID: one that no server has ever issued before."""
 
     code = 89
-    requires = one_of(READ, APPEND, scope=Scope.ANY)
+    requires = require_one(READ, APPEND, scope=Scope.ANY)
     since = 8
 
 
@@ -859,16 +861,16 @@ class RegistryRequest(ClientMessage):
     """
 
     code = 91
-    requires = by_field(
+    requires = require_by_field(
         "operation",
         {
-            RegistryOperation.BEGIN: all_of(READ, APPEND),
-            RegistryOperation.READ: all_of(APPEND, scope=Scope.ANY),
-            RegistryOperation.ENTER: all_of(APPEND, scope=Scope.ANY),
-            RegistryOperation.CHECK: all_of(APPEND, scope=Scope.ANY),
-            RegistryOperation.TASKS: all_of(APPEND, scope=Scope.ANY),
-            RegistryOperation.FINISH: all_of(APPEND, scope=Scope.ANY),
-            RegistryOperation.FORGET: all_of(APPEND, scope=Scope.ANY),
+            RegistryOperation.BEGIN: require_all(READ, APPEND),
+            RegistryOperation.READ: require_all(APPEND, scope=Scope.ANY),
+            RegistryOperation.ENTER: require_all(APPEND, scope=Scope.ANY),
+            RegistryOperation.CHECK: require_all(APPEND, scope=Scope.ANY),
+            RegistryOperation.TASKS: require_all(APPEND, scope=Scope.ANY),
+            RegistryOperation.FINISH: require_all(APPEND, scope=Scope.ANY),
+            RegistryOperation.FORGET: require_all(APPEND, scope=Scope.ANY),
         },
     )
     since = 8
@@ -922,7 +924,7 @@ class OpenRequest(StorageMessage):
     """
 
     code = 1
-    requires = one_of(READ, REPLICATE, scope=Scope.ANY)
+    requires = require_one(READ, REPLICATE, scope=Scope.ANY)
     cluster_key: Raw16
     partition_count: Int32
 
@@ -944,7 +946,7 @@ class Prepare(StorageMessage):
     """
 
     code = 64
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 1
     nonce: Raw16
     storage_id: Raw16
@@ -1001,7 +1003,7 @@ class SetLowWaterMark(StorageMessage):
     """
 
     code = 67
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 1
     mark: Int64
     chain: Raw16
@@ -1017,7 +1019,7 @@ class Truncate(StorageMessage):
     """
 
     code = 68
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 1
     last_to_keep: Int64
     base: Int64
@@ -1029,7 +1031,7 @@ class Engage(StorageMessage):
     """Confirm the low-water mark: ZooKeeper lists the replica as engaged in this session."""
 
     code = 69
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 1
     mark: Int64
 
@@ -1043,7 +1045,7 @@ class AppendRaw(StorageMessage):
     """
 
     code = 70
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 1
     first: Int64
     lengths: PackedInt32s
@@ -1075,7 +1077,9 @@ class RangeRaw(StorageMessage):
     """
 
     code = 72
-    requires = by_field("reader", {False: all_of(REPLICATE), True: one_of(READ, REPLICATE)})
+    requires = require_by_field(
+        "reader", {False: require_all(REPLICATE), True: require_one(READ, REPLICATE)}
+    )
     since = 1
     first: Int64
     last: Int64
@@ -1112,7 +1116,7 @@ class LineageRequest(StorageMessage):
     """Request the lineage entries of the batches that cover first..last."""
 
     code = 74
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 1
     first: Int64
     last: Int64
@@ -1123,7 +1127,7 @@ class Repair(StorageMessage):
     """Replace a damaged range below the low-water mark by the records of another replica."""
 
     code = 75
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 1
     first: Int64
     lengths: PackedInt32s
@@ -1150,7 +1154,7 @@ class Heartbeat(StorageMessage):
     """Request a confirmation that the storage has promised no later session."""
 
     code = 77
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 1
 
 
@@ -1168,7 +1172,7 @@ class LockBlocksRequest(StorageMessage):
     """Request the newest lock blocks as a reader: the storage must be engaged in the session."""
 
     code = 81
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 1
     bytes_max: Int32
 
@@ -1229,7 +1233,7 @@ class ArchiveRange(StorageMessage):
     """
 
     code = 83
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 3
     attempt: Int32
     first: Int64
@@ -1275,7 +1279,7 @@ class SetArchived(StorageMessage):
     """
 
     code = 85
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 3
     last: Int64
     chain: Raw16
@@ -1293,7 +1297,7 @@ class ResetLog(StorageMessage):
     """
 
     code = 86
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 3
     last: Int64
     chain: Raw16
@@ -1308,7 +1312,7 @@ class CollectGarbage(StorageMessage):
     """
 
     code = 87
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 3
     attempt: Int32
     last: Int64
@@ -1343,7 +1347,7 @@ class ExpireObjects(StorageMessage):
     """
 
     code = 90
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 3
     attempt: Int32
     last: Int64
@@ -1382,7 +1386,7 @@ class ReplaceObject(StorageMessage):
     """
 
     code = 92
-    requires = all_of(REPLICATE)
+    requires = require_all(REPLICATE)
     since = 3
     attempt: Int32
     first: Int64

@@ -181,7 +181,7 @@ class DisasterRecovery:
             members = (self._accepted, *(each for each in others if each != self._accepted))
             log = logs[self._accepted]
             decision = RebuildDecision(self._partition_id, self._accepted, log, members)
-        declared = decision.declared_in(self._session_id)
+        declared = decision.with_log_session(self._session_id)
         operations = _SimulatedOperations(self, declared, prepared[decision.source])
         generation = self._cluster.coordinator.assignment.generation
         await rebuilding.declare_log(declared.metadata(generation, self._session_id), operations)

@@ -147,7 +147,12 @@ class _RestoredLog:
         expiries = (Expiry(first, 0),) if first else ()
         bounds = first, end.last, end.chain
         made = Manifest(
-            cluster.key, cluster.partition_id, 1, *bounds, newest=tuple(kept), expiries=expiries
+            cluster.key,
+            cluster.partition_id,
+            1,
+            *bounds,
+            newest_objects=tuple(kept),
+            expiries=expiries,
         )
         data = made.to_bytes()
         self._store_file(name, StoredFile(data))

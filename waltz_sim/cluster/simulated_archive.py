@@ -39,16 +39,16 @@ from waltz_core.archive.file_names import (
     objects_folder,
 )
 from waltz_core.archive.garbage_collection import (
-    GRACE_MS,
+    REPLACED_GRACE_MS,
     GarbageCollectionJob,
     GarbageCollectionOutcome,
     collect_garbage,
 )
 from waltz_core.archive.manifest import EXPIRY_GRACE_MS, Manifest, ObjectEntry
 from waltz_core.archive.manifest_jobs import (
-    ExpiredManifest,
     ExpiryJob,
     ExpiryOutcome,
+    ManifestAfterExpiry,
     NewManifest,
     UploadJob,
     UploadOutcome,
@@ -107,7 +107,7 @@ class _Write(NamedTuple):
 
 
 _Request: TypeAlias = _Read | _Write
-_Result = TypeVar("_Result", NewManifest, ExpiredManifest)
+_Result = TypeVar("_Result", NewManifest, ManifestAfterExpiry)
 
 
 class SimArchive:
@@ -234,26 +234,26 @@ class SimArchive:
 
     def _expiry_steps(
         self, storage: "SimStorage", job: ExpiryJob
-    ) -> Generator[_Request, StoredFile, ExpiredManifest]:
+    ) -> Generator[_Request, StoredFile, ManifestAfterExpiry]:
         """Yield the requests of an expiry (rule 6); raises what `archive.upload.expire` raises."""
-        recorded, cluster_key = job.recorded, self._cluster.key
+        recorded, cluster_key = job.recorded_manifest, self._cluster.key
         head = _check_crc((yield _Read(recorded.name)), recorded.name, recorded.file_crc)
         present = Manifest.from_bytes(head.data, recorded.name)
-        recorded.check(present, cluster_key)
+        recorded.check_matches(present, cluster_key)
         before_ms, wall_ms = job.before_ms, storage.wall_ms
         if job.retention_ms:
             before_ms = max(before_ms, wall_ms - job.retention_ms)
         first = _first_unexpired(present, job.before, before_ms)
-        made = present.expired(first, self._fast_clock_ms(self._world.now_ms))
-        if (made.first, made.newest) == (present.first, present.newest):
-            return ExpiredManifest(first, "", 0)
+        made = present.with_expiry(first, self._fast_clock_ms(self._world.now_ms))
+        if (made.first, made.newest_objects) == (present.first, present.newest_objects):
+            return ManifestAfterExpiry(first, "", 0)
         origin = FileOrigin(job.session_id, job.nonce, job.attempt)
         folder = manifests_folder(cluster_key, job.partition_id)
         name, data = manifest_name(folder, made.version, origin), made.to_bytes()
         self._cluster.checks.on_archive_expiry(name, wall_ms)
         yield _Write(name, StoredFile(data))
         _check_crc((yield _Read(name)), name, crc32(data))
-        return ExpiredManifest(first, name, crc32(data))
+        return ManifestAfterExpiry(first, name, crc32(data))
 
     def collect_garbage(
         self,
@@ -286,7 +286,7 @@ class SimArchive:
     def modified_ms(self, name: str) -> int:
         """Return when a file was written, adjusted so that its age has the proportion of rule 7."""
         now_ms = self._world.now_ms
-        age_ms = (now_ms - self.written_ms[name]) * GRACE_MS // SHORT_GRACE_MS
+        age_ms = (now_ms - self.written_ms[name]) * REPLACED_GRACE_MS // SHORT_GRACE_MS
         return self._fast_clock_ms(now_ms) - age_ms
 
     def delete_later(self, name: str) -> None:
@@ -339,7 +339,7 @@ class SimArchive:
         if file is None:
             return []
         found = Manifest.from_bytes(file.data, name)
-        return [each for each in found.newest if each.last >= found.first]
+        return [each for each in found.newest_objects if each.last >= found.first]
 
     def is_damaged(self, entry: ObjectEntry) -> bool:
         """Whether an object is missing, or differs from what was written."""
@@ -377,7 +377,7 @@ class SimArchive:
             raise BeforeLogStart(f"archive: {first} has expired", found.first)
         return [
             (each, self._verified_file(each.name, each.file_crc))
-            for each in found.newest
+            for each in found.newest_objects
             if first <= each.last and each.first <= last
         ]
 
@@ -400,7 +400,7 @@ class _ListedStore:
     def __init__(self, archive: SimArchive) -> None:
         self._archive = archive
 
-    def files(self, folder: str) -> list[_ListedFile]:
+    def list_files(self, folder: str) -> list[_ListedFile]:
         """Return the files in a folder, sorted by name."""
         return [
             _ListedFile(name, len(file.data), self._archive.modified_ms(name))
@@ -408,9 +408,9 @@ class _ListedStore:
             if name.startswith(f"{folder}/")
         ]
 
-    def names(self, folder: str) -> list[str]:
+    def list_names(self, folder: str) -> list[str]:
         """Return the names of the files in a folder, sorted."""
-        return [each.name for each in self.files(folder)]
+        return [each.name for each in self.list_files(folder)]
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file; raise ObjectMissing if there is none."""
@@ -483,9 +483,9 @@ def _upload_steps(
     if job.manifest:
         found = _check_crc((yield _Read(job.manifest)), job.manifest, job.manifest_crc)
         present = Manifest.from_bytes(found.data, job.manifest)
-    job.recorded.check(present, cluster_key)
-    old = None if job.replaces is None else _replaced_entry(present.newest, job)
-    if old is not None and job.replaces is not None and old.name != job.replaces.name:
+    job.recorded_manifest.check_matches(present, cluster_key)
+    old = None if job.replaced_object is None else _replaced_entry(present.newest_objects, job)
+    if old is not None and job.replaced_object is not None and old.name != job.replaced_object.name:
         return NewManifest(present.last, present.chain, job.end.stamp_ms, "", 0)
     origin = FileOrigin(job.session_id, job.nonce, job.attempt)
     entry, file = build_object(cluster_key, job)
@@ -494,8 +494,8 @@ def _upload_steps(
     if old is None:
         present = present.with_object(entry)
     else:
-        changed = (entry if each is old else each for each in present.newest)
-        present = present.with_newest(tuple(changed))
+        changed = (entry if each is old else each for each in present.newest_objects)
+        present = present.with_newest_objects(tuple(changed))
     data = present.to_bytes()
     folder = manifests_folder(cluster_key, job.partition_id)
     name = manifest_name(folder, present.version, origin)
@@ -538,7 +538,7 @@ def _first_unexpired(present: Manifest, before: int, before_ms: int) -> Transact
     """Return the first ID after the newest object that has expired."""
     expired = [
         each.last
-        for each in present.newest
+        for each in present.newest_objects
         if each.last < before or 0 < each.commit_ms_max < before_ms
     ]
     return TransactionId(max([present.first - 1, *expired]) + 1)

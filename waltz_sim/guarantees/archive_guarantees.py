@@ -18,7 +18,7 @@ Rules:
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.archive.file_names import writer_of
+from waltz_core.archive.file_names import writer_cluster_key
 from waltz_core.archive.manifest import Manifest, ObjectEntry
 from waltz_core.cluster.znodes.model import ArchivedMark, PartitionMarker
 from waltz_core.errors import BeforeLogStart, WaltzError
@@ -83,7 +83,7 @@ class ArchiveGuarantees:
         self._check_cluster_key(name)
 
     def _check_cluster_key(self, name: str) -> None:
-        if writer_of(name) != self._state.cluster.key:
+        if writer_cluster_key(name) != self._state.cluster.key:
             self._state.fail("Archived", f"{name} belongs to another cluster")
 
     def on_file_deleted(self, name: str) -> None:
@@ -259,7 +259,7 @@ class ArchiveGuarantees:
             self._state.fail(
                 "Archived", f"{mark.manifest} begins at {found.first}, but ZooKeeper records {mark}"
             )
-        for entry in found.newest:
+        for entry in found.newest_objects:
             file = files.get(entry.name)
             is_gone = self._sessions.is_rewritten and entry.name in self._deleted_files  # rule 2
             if file is None and not is_gone and entry.last >= self._expired_below():

@@ -179,7 +179,7 @@ class WaltzStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if offset.cluster_key in (None, self._cluster_key.hex()):
             return True
         assert self._cluster is not None
-        return self._cluster.restored_from.has(offset.cluster_key, offset.marks)
+        return self._cluster.restore_sources.includes(offset.cluster_key, offset.marks)
 
     def _other_cluster_text(self, expected: str | None, found: bytes) -> str:
         return (

@@ -3,7 +3,13 @@
 import hashlib
 import hmac
 
-from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, ClientIdentity, is_proof, proof_of
+from waltz_core.access.client_ids import (
+    FIRST_ISSUED_ID,
+    NO_PROOF,
+    ClientIdentity,
+    is_valid_proof,
+    proof_of,
+)
 
 KEY = bytes(range(32))
 
@@ -12,19 +18,19 @@ def test_a_proof_is_an_hmac_of_label_id_and_principal():
     """Decision 048: every server must compute the same bytes, also one of a later version."""
     signed = b"waltz client id" + b"\x40\x00\x00\x07" + b"spark-etl"
     expected = hmac.new(KEY, signed, hashlib.sha256).digest()[:16]
-    assert FIRST_ISSUED == 0x40000000
-    assert proof_of(KEY, FIRST_ISSUED + 7, "spark-etl") == expected
-    assert is_proof(expected, KEY, FIRST_ISSUED + 7, "spark-etl")
+    assert FIRST_ISSUED_ID == 0x40000000
+    assert proof_of(KEY, FIRST_ISSUED_ID + 7, "spark-etl") == expected
+    assert is_valid_proof(expected, KEY, FIRST_ISSUED_ID + 7, "spark-etl")
 
 
 def test_a_proof_is_for_one_key_id_and_principal():
     proof = proof_of(KEY, 7, "spark-etl")
-    assert is_proof(proof, KEY, 7, "spark-etl")
-    assert not is_proof(proof, bytes(32), 7, "spark-etl")
-    assert not is_proof(proof, KEY, 8, "spark-etl")
-    assert not is_proof(proof, KEY, 7, "spark-et")
-    assert not is_proof(NO_PROOF, KEY, 7, "spark-etl")
-    assert not is_proof(b"", KEY, 7, "spark-etl")
+    assert is_valid_proof(proof, KEY, 7, "spark-etl")
+    assert not is_valid_proof(proof, bytes(32), 7, "spark-etl")
+    assert not is_valid_proof(proof, KEY, 8, "spark-etl")
+    assert not is_valid_proof(proof, KEY, 7, "spark-et")
+    assert not is_valid_proof(NO_PROOF, KEY, 7, "spark-etl")
+    assert not is_valid_proof(b"", KEY, 7, "spark-etl")
 
 
 def test_the_text_of_an_identity_has_no_proof():

@@ -10,8 +10,8 @@ from waltz_core.access.requirements import (
     READ,
     REPLICATE,
     Scope,
-    all_of,
-    one_of,
+    require_all,
+    require_one,
 )
 
 GRANTS = Grants(
@@ -37,16 +37,16 @@ GRANTS = Grants(
 @pytest.mark.parametrize(
     ("principal", "requirement", "permitted"),
     [
-        ("ann", all_of(APPEND), {0, 1, 2, 3, 7}),
-        ("ann", all_of(READ), {2, 3, 4, 5, 9}),  # of the group, and its own
-        ("ann", all_of(READ, APPEND), {2, 3}),
-        ("ann", one_of(READ, APPEND), {0, 1, 2, 3, 4, 5, 7, 9}),
-        ("bob", all_of(READ), {2, 3, 4, 5}),
-        ("bob", all_of(ADMINISTER), {*range(-1, 12)}),  # all, although one grant has less
-        ("eve", all_of(REPLICATE), {*range(12)}),
-        ("eve", one_of(READ, APPEND), set()),
-        ("team", all_of(READ), set()),  # a group is no principal
-        ("anonymous", all_of(READ), set()),
+        ("ann", require_all(APPEND), {0, 1, 2, 3, 7}),
+        ("ann", require_all(READ), {2, 3, 4, 5, 9}),  # of the group, and its own
+        ("ann", require_all(READ, APPEND), {2, 3}),
+        ("ann", require_one(READ, APPEND), {0, 1, 2, 3, 4, 5, 7, 9}),
+        ("bob", require_all(READ), {2, 3, 4, 5}),
+        ("bob", require_all(ADMINISTER), {*range(-1, 12)}),  # all, although one grant has less
+        ("eve", require_all(REPLICATE), {*range(12)}),
+        ("eve", require_one(READ, APPEND), set()),
+        ("team", require_all(READ), set()),  # a group is no principal
+        ("anonymous", require_all(READ), set()),
     ],
 )
 def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
@@ -63,14 +63,14 @@ def test_a_partition_is_permitted_if_the_verbs_are_granted_for_it(
 @pytest.mark.parametrize(
     ("principal", "requirement", "missing"),
     [
-        ("ann", all_of(APPEND, scope=Scope.ANY), None),
-        ("ann", all_of(REPLICATE, scope=Scope.ANY), REPLICATE),
-        ("eve", one_of(READ, REPLICATE, scope=Scope.ANY), None),
-        ("eve", all_of(READ, REPLICATE, scope=Scope.ANY), READ),
-        ("eve", all_of(REPLICATE, scope=Scope.ALL), REPLICATE),  # a range is never all
-        ("ann", all_of(ADMINISTER, scope=Scope.ALL), None),
-        ("ann", all_of(APPEND), None),  # of no partition: rule 2
-        ("eve", all_of(APPEND), APPEND),
+        ("ann", require_all(APPEND, scope=Scope.ANY), None),
+        ("ann", require_all(REPLICATE, scope=Scope.ANY), REPLICATE),
+        ("eve", require_one(READ, REPLICATE, scope=Scope.ANY), None),
+        ("eve", require_all(READ, REPLICATE, scope=Scope.ANY), READ),
+        ("eve", require_all(REPLICATE, scope=Scope.ALL), REPLICATE),  # a range is never all
+        ("ann", require_all(ADMINISTER, scope=Scope.ALL), None),
+        ("ann", require_all(APPEND), None),  # of no partition: rule 2
+        ("eve", require_all(APPEND), APPEND),
     ],
 )
 def test_each_scope_requires_the_verb_for_its_partitions(principal, requirement, missing):
@@ -96,20 +96,25 @@ def granted(verb=READ, partitions=()):
     ],
 )
 def test_a_later_grant_covers_an_earlier_one_only_with_all_its_partitions(earlier, now, is_covered):
-    assert granted(READ, now).covers(granted(READ, earlier)) is is_covered
-    assert not granted(APPEND, now).covers(granted(READ, earlier))
-    assert granted(READ, now).covers(GRANTS.for_principal("stranger"))
+    assert granted(READ, now).includes(granted(READ, earlier)) is is_covered
+    assert not granted(APPEND, now).includes(granted(READ, earlier))
+    assert granted(READ, now).includes(GRANTS.for_principal("stranger"))
 
 
 def test_each_partition_of_a_request_is_checked_once_and_none_if_all_are_granted():
     """A request can name four million."""
     granted = GRANTS.for_principal("ann")
-    assert list(granted.partitions_to_check(all_of(ADMINISTER, APPEND), (3, 1, 3, 3))) == [3, 1]
-    assert list(granted.partitions_to_check(all_of(ADMINISTER), (3, 1, 2))) == [3]
-    assert list(GRANTS.for_principal("stranger").partitions_to_check(all_of(READ), (3, 3))) == [3]
+    assert list(granted.partitions_to_check(require_all(ADMINISTER, APPEND), (3, 1, 3, 3))) == [
+        3,
+        1,
+    ]
+    assert list(granted.partitions_to_check(require_all(ADMINISTER), (3, 1, 2))) == [3]
+    assert list(
+        GRANTS.for_principal("stranger").partitions_to_check(require_all(READ), (3, 3))
+    ) == [3]
 
 
 def test_grants_of_a_principal_and_its_groups_are_joined():
     grants = [Grant("ann", False, READ, ((4, 6),)), Grant("team", True, READ, ((0, 3), (8, 9)))]
     permissions = Permissions(1, "o", 0, bytes(32), groups={"team": ("ann",)}, grants=(*grants,))
-    assert Grants(permissions).for_principal("ann").partitions == {READ: ((0, 6), (8, 9))}
+    assert Grants(permissions).for_principal("ann").ranges_by_verb == {READ: ((0, 6), (8, 9))}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from waltz_core.access import permission_changes as changes
 from waltz_core.access.permission_changes import Grantee
-from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
+from waltz_core.access.permissions import Grant, Permissions, PrincipalLimits, StoredToken
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cluster.znodes import access_node
 from waltz_core.errors import BadConfig, BadRequest
@@ -17,7 +17,7 @@ READ, APPEND, REPLICATE = AccessVerb.READ, AccessVerb.APPEND, AccessVerb.REPLICA
 COUNT = 10
 EMPTY = Permissions(1, "ops", 0, bytes(32))
 ANN, SERVERS = Grantee("ann", is_group=False), Grantee("servers", is_group=True)
-TOKEN = KnownToken("t1", "ann", 5)
+TOKEN = StoredToken("t1", "ann", 5)
 
 
 def revoked(old, grantee, verbs, partitions):
@@ -99,7 +99,7 @@ def test_grants_and_revocations_are_unions_and_differences(steps):
             found, expected = revoked(found, ANN, [READ], ranges), expected - numbers
         assert changes.granted_partitions(found, "ann", READ, COUNT) == expected
         assert len(found.grants) <= 1
-        access_node.encode(found)  # asserts that it decodes
+        access_node.encode_permissions(found)  # asserts that it decodes
 
 
 @pytest.mark.parametrize("name", ["", "a b", "other", "x" * 129, "ä"])
@@ -108,7 +108,7 @@ def test_a_principal_is_checked_before_it_is_encoded(name):
         lambda: changes.grant(EMPTY, Grantee(name, is_group=False), [READ], None),
         lambda: changes.add_to_group(EMPTY, "g", [name]),
         lambda: changes.set_limits(EMPTY, name, PrincipalLimits(feeds=1)),
-        lambda: changes.add_token(EMPTY, "ab" * 32, KnownToken("t", name, 1)),
+        lambda: changes.add_token(EMPTY, "ab" * 32, StoredToken("t", name, 1)),
     ):
         with pytest.raises(BadConfig, match="expected a principal name of 1 to 128 characters"):
             change()
@@ -118,7 +118,7 @@ def test_anonymous_may_have_grants_and_no_token():
     made = changes.grant(EMPTY, Grantee("anonymous", is_group=False), [READ], None)
     assert changes.granted_partitions(made, "anonymous", READ, 1) == {0}
     with pytest.raises(BadConfig, match="not reserved, found 'anonymous'"):
-        changes.add_token(EMPTY, "ab" * 32, KnownToken("t", "anonymous", 1))
+        changes.add_token(EMPTY, "ab" * 32, StoredToken("t", "anonymous", 1))
 
 
 @pytest.mark.parametrize("text", ["", "write", "read,", "READ", "read append"])
@@ -144,19 +144,19 @@ def test_the_last_grant_of_replicate_for_a_partition_is_kept():
         with pytest.raises(
             BadRequest, match="change, no principal would have the verb `replicate` for partitions"
         ):
-            changes.check_replicate(old, after, COUNT)
+            changes.check_replicate_remains(old, after, COUNT)
 
     is_checked(revoked(old, SERVERS, [REPLICATE], None))
     is_checked(revoked(old, SERVERS, [REPLICATE], ((3, 3),)))
     is_checked(changes.delete_group(old, "servers"))
     is_checked(changes.remove_from_group(old, "servers", ["s1", "s2"]))
-    changes.check_replicate(old, changes.remove_from_group(old, "servers", ["s1"]), COUNT)
+    changes.check_replicate_remains(old, changes.remove_from_group(old, "servers", ["s1"]), COUNT)
     other = changes.grant(old, Grantee("s3", is_group=False), [REPLICATE], ((0, 9),))
-    changes.check_replicate(other, changes.delete_group(other, "servers"), COUNT)
+    changes.check_replicate_remains(other, changes.delete_group(other, "servers"), COUNT)
 
 
 def test_permissions_without_replicate_can_be_changed():
-    changes.check_replicate(EMPTY, EMPTY, COUNT)
+    changes.check_replicate_remains(EMPTY, EMPTY, COUNT)
 
 
 # --- groups, limits, tokens
@@ -179,7 +179,7 @@ def test_a_deleted_group_loses_its_grants():
     made = changes.delete_group(old, "g")
     assert made.groups == {}
     assert made.grants == (Grant("g", False, READ, None),)
-    access_node.encode(made)
+    access_node.encode_permissions(made)
 
 
 def test_a_missing_group_is_named():
@@ -222,11 +222,11 @@ def test_tokens_are_added_and_revoked_by_id():
 
 
 def test_a_revision_has_a_printable_author():
-    made = changes.next_revision(EMPTY, 7, "a\nb\udc80" + 500 * "x", 9)
+    made = changes.with_revision(EMPTY, 7, "a\nb\udc80" + 500 * "x", 9)
     assert (made.revision, made.changed_ms) == (7, 9)
-    assert made.changed_by == ("a?b?" + 500 * "x")[: changes.TEXT_CHARACTERS_MAX]
-    access_node.encode(made)
+    assert made.changed_by == ("a?b?" + 500 * "x")[: changes.AUTHOR_CHARACTERS_MAX]
+    access_node.encode_permissions(made)
     with pytest.raises(
         BadRequest, match="expected a revision number of at most 9223372036854775807"
     ):
-        changes.next_revision(EMPTY, 1 << 63, "ops", 9)
+        changes.with_revision(EMPTY, 1 << 63, "ops", 9)

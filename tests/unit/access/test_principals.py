@@ -2,7 +2,7 @@
 
 import pytest
 
-from waltz_core.access.principals import compile_pattern, is_principal, principal_of
+from waltz_core.access.principals import compile_principal_pattern, is_principal_name, principal_of
 from waltz_core.errors import BadConfig
 
 
@@ -45,7 +45,7 @@ SPARK = certificate(
     ],
 )
 def test_a_pattern_must_match_a_whole_name_and_give_one_principal(pattern, expected):
-    assert principal_of(SPARK, compile_pattern(pattern)) == expected
+    assert principal_of(SPARK, compile_principal_pattern(pattern)) == expected
 
 
 @pytest.mark.parametrize(
@@ -53,21 +53,25 @@ def test_a_pattern_must_match_a_whole_name_and_give_one_principal(pattern, expec
     ["anonymous", "other", "", "two words", "a" * 129, "ä", "a\nb", "a\n", "x\0y", "a,b", "a=b"],
 )
 def test_a_reserved_or_impossible_name_is_no_principal(name):
-    found = principal_of(certificate(("commonName", name)), compile_pattern("(?s:CN=(.*))"))
+    found = principal_of(
+        certificate(("commonName", name)), compile_principal_pattern("(?s:CN=(.*))")
+    )
     assert found is None
 
 
 def test_a_name_that_only_begins_like_another_is_another_principal():
-    pattern = compile_pattern("CN=(.+)")
+    pattern = compile_principal_pattern("CN=(.+)")
     assert principal_of(certificate(("commonName", "spark-etl-2")), pattern) == "spark-etl-2"
     assert (
-        principal_of(certificate(("commonName", "spark-etl")), compile_pattern("CN=(spark)"))
+        principal_of(
+            certificate(("commonName", "spark-etl")), compile_principal_pattern("CN=(spark)")
+        )
         is None
     )
 
 
 def test_two_common_names_are_no_principal_unless_they_are_equal():
-    pattern = compile_pattern("CN=(.+)")
+    pattern = compile_principal_pattern("CN=(.+)")
     ann, bob = ("commonName", "ann"), ("commonName", "bob")
     assert principal_of(certificate(ann, bob), pattern) is None
     assert principal_of(certificate(bob, ann), pattern) is None
@@ -75,7 +79,7 @@ def test_two_common_names_are_no_principal_unless_they_are_equal():
 
 
 def test_a_separator_inside_of_a_name_cannot_imitate_another_part_of_the_subject():
-    pattern = compile_pattern(r"SUBJECT=CN=(\w+),O=trusted")
+    pattern = compile_principal_pattern(r"SUBJECT=CN=(\w+),O=trusted")
     forged = certificate(("commonName", "admin,O=trusted"))
     assert principal_of(forged, pattern) is None
     genuine = certificate(("organizationName", "trusted"), ("commonName", "admin"))
@@ -99,7 +103,7 @@ def test_a_subject_is_written_as_rfc_4514_escapes_it(value, written):
 
 @pytest.mark.parametrize("nothing", [None, {}])
 def test_without_a_certificate_there_is_no_principal(nothing):
-    assert principal_of(nothing, compile_pattern("(.*)")) is None
+    assert principal_of(nothing, compile_principal_pattern("(.*)")) is None
 
 
 @pytest.mark.parametrize("pattern", ["CN=.+", "CN=(", "(?P<>x)"])
@@ -107,9 +111,9 @@ def test_a_pattern_without_a_group_or_that_is_invalid_is_an_error(pattern):
     with pytest.raises(
         BadConfig, match=r"principal_pattern: expected a regular expression .*, found '"
     ):
-        compile_pattern(pattern)
+        compile_principal_pattern(pattern)
 
 
 def test_a_principal_has_at_most_128_of_the_permitted_characters():
-    assert is_principal("CN/a.b_c:d@e+f-9" + "x" * 112)
-    assert not is_principal("CN/a.b_c:d@e+f-9" + "x" * 113)
+    assert is_principal_name("CN/a.b_c:d@e+f-9" + "x" * 112)
+    assert not is_principal_name("CN/a.b_c:d@e+f-9" + "x" * 113)

@@ -7,9 +7,9 @@ import pytest
 from waltz_core.access.grants import Grants
 from waltz_core.access.permissions import Grant, Permissions, PrincipalLimits
 from waltz_core.access.quotas import (
-    IDS_AT_ONCE,
+    IDS_PER_BURST,
     IDS_PER_S,
-    LABELS_MAX,
+    METRIC_LABELS_MAX,
     OTHER_LABEL,
     QUOTAS_MAX,
     SECOND_NS,
@@ -30,14 +30,14 @@ def quota_of(**limits):
 
 
 def begin(quota, at_ns, size_bytes=0, waited_ns=0):
-    return quota.begin(at_ns, size_bytes=size_bytes, is_append=True, waited_ns=waited_ns)
+    return quota.begin_request(at_ns, size_bytes=size_bytes, is_append=True, waited_ns=waited_ns)
 
 
 def learned(quotas, limits, grants=(), revision=1, groups=None):
     permissions = Permissions(
         revision, "ops", 0, bytes(32), groups=groups or {}, grants=tuple(grants), limits=limits
     )
-    quotas.apply(permissions, Grants(permissions))
+    quotas.apply_permissions(permissions, Grants(permissions))
     return quotas
 
 
@@ -92,7 +92,7 @@ def test_a_request_counts_as_512_bytes_at_least_and_a_range_when_it_is_sent():
     quota = quota_of(bytes_per_s=512)
     assert [begin(quota, START_NS) for _ in range(2)] == [0, 0]
     assert begin(quota, START_NS) == SECOND_NS
-    quota.charge_sent(1_024, START_NS)
+    quota.charge_sent_bytes(1_024, START_NS)
     assert begin(quota, START_NS + 3 * SECOND_NS) == SECOND_NS
     assert dataclasses.astuple(quota.usage.take()) == (4 * 512 + 1_024, 4, 2, 0)
     assert quota.usage == Usage()
@@ -135,11 +135,11 @@ def test_the_newest_connections_and_those_of_the_newest_feeds_are_the_excess():
     for number, each in enumerate(("a", "b", "c")):
         quota.add_connection(each)
         quota.begin_feed((number, 7), each)
-    assert list(quota.excess()) == []
+    assert list(quota.connections_over_limit()) == []
     quota.set_limits(PrincipalLimits(connections=2))
-    assert list(quota.excess()) == ["c"]
+    assert list(quota.connections_over_limit()) == ["c"]
     quota.set_limits(PrincipalLimits(feeds=1))
-    assert list(quota.excess()) == ["b", "c"]
+    assert list(quota.connections_over_limit()) == ["b", "c"]
 
 
 # ---- revisions
@@ -204,7 +204,7 @@ def test_a_principal_cannot_refill_its_bucket_by_a_new_connection():
 
 
 def test_the_first_principals_with_a_grant_have_a_label_each():
-    members = tuple(f"p{number}" for number in range(1, LABELS_MAX + 3))
+    members = tuple(f"p{number}" for number in range(1, METRIC_LABELS_MAX + 3))
     grants = (
         Grant("p0", False, READ, None),
         Grant("team", True, APPEND, None),
@@ -215,10 +215,12 @@ def test_the_first_principals_with_a_grant_have_a_label_each():
     names = ("p0", *members, "last", "without-grant")
     for each in names:
         quotas.quota_of(each, 0).add_connection(each)
-    labels = [*("p0", *members)[:LABELS_MAX], OTHER_LABEL]
+    labels = [*("p0", *members)[:METRIC_LABELS_MAX], OTHER_LABEL]
     assert list(quotas.usage) == labels
-    others = len(names) - LABELS_MAX
-    assert quotas.counts() == {each: ((others if each == OTHER_LABEL else 1), 0) for each in labels}
+    others = len(names) - METRIC_LABELS_MAX
+    assert quotas.connection_and_feed_counts() == {
+        each: ((others if each == OTHER_LABEL else 1), 0) for each in labels
+    }
 
 
 def test_a_revision_moves_a_principal_to_its_new_label():
@@ -239,7 +241,7 @@ def test_a_revision_moves_a_principal_to_its_new_label():
 
 def test_a_principal_over_its_client_ids_does_not_affect_others():
     limit = IssuedIdLimit()
-    for _ in range(IDS_AT_ONCE):
+    for _ in range(IDS_PER_BURST):
         limit.take("etl", START_NS)
     limit.take("etl", START_NS)  # it exceeds the burst, and later ones wait for it
     with pytest.raises(

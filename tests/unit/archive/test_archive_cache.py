@@ -7,7 +7,7 @@ import pytest
 
 from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.archive import archive_cache
-from waltz_core.archive.archive_cache import READ_AHEADS_MAX, ArchiveCache
+from waltz_core.archive.archive_cache import READ_AHEAD_CALLS_MAX, ArchiveCache
 from waltz_core.errors import ArchiveUnavailable
 
 
@@ -106,9 +106,9 @@ def test_read_aheads_above_the_limit_are_dropped(cache):
         assert go.wait(TEST_TIMEOUT_S)
         return "value", 10
 
-    for key in range(READ_AHEADS_MAX + 3):
+    for key in range(READ_AHEAD_CALLS_MAX + 3):
         cache.read_ahead(key, load)
         cache.read_ahead(key, load)
     go.set()
     cache._threads.shutdown()  # waits for all of them
-    assert len(calls) == READ_AHEADS_MAX
+    assert len(calls) == READ_AHEAD_CALLS_MAX

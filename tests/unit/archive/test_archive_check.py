@@ -33,7 +33,7 @@ class Archive:
         self.folder = folder
         self.store = ArchiveStore(f"file://{folder}")
         self.log = write_archive(self.store, page_entries=2, **options)
-        self.listed = [*self._page(), *self.log.manifest.newest]
+        self.listed = [*self._page(), *self.log.manifest.newest_objects]
 
     def _page(self):
         return ManifestPage.from_bytes(self.store.read(PAGE), PAGE).entries
@@ -55,7 +55,7 @@ class Archive:
         """Write a manifest with other entries of the same IDs, without a page."""
         self.listed = entries
         manifest = replace(
-            self.log.manifest, pages=(), newest=tuple(entries), chain=entries[-1].chain
+            self.log.manifest, pages=(), newest_objects=tuple(entries), chain=entries[-1].chain
         )
         crc = write_manifest(self.store, manifest, "relisted")
         self.log = self.log._replace(manifest=manifest, name="relisted", crc=crc)
@@ -77,17 +77,17 @@ class Archive:
             return check
         while True:
             try:
-                if not check.check_next():
+                if not check.check_next_file():
                     return check
             except ObjectMissing as error:
-                check.note_missing(error)
+                check.note_missing_file(error)
 
     def problem(self, name, **options):
         """Check everything; return what is wrong with the only wrong file."""
         check = self.check(**options)
-        assert [each.name for each in check.found] == [name]
+        assert [each.name for each in check.bad_files] == [name]
         assert check.next_id == self.log.manifest.last + 1 or not check.object_count
-        return check.found[0]
+        return check.bad_files[0]
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def archive(tmp_path):
 
 def test_an_archive_without_faults_has_no_findings(archive):
     check = archive.check()
-    assert check.found == []
+    assert check.bad_files == []
     assert (check.object_count, check.next_id) == (4, archive.log.manifest.last + 1)
     sizes = [archive.path(archive.object(each)).stat().st_size for each in range(4)]
     assert check.byte_count == sum(sizes)
@@ -177,14 +177,14 @@ def test_the_archive_of_another_partition_is_not_accepted(archive):
 def test_a_page_that_is_wrong_or_missing_hides_only_its_own_objects(archive):
     archive.flip(PAGE, 0.5)
     check = archive.check()
-    assert [each.name for each in check.found] == [PAGE]
-    assert " as CRC-32, found " in check.found[0].problem
+    assert [each.name for each in check.bad_files] == [PAGE]
+    assert " as CRC-32, found " in check.bad_files[0].problem
     assert check.object_count == 2
     archive.path(PAGE).unlink()
     assert "it does not exist" in archive.problem(PAGE).problem
     # What comes after it is still checked.
     archive.flip(archive.object(3), 0.5)
-    assert [each.name for each in archive.check().found] == [PAGE, archive.object(3)]
+    assert [each.name for each in archive.check().bad_files] == [PAGE, archive.object(3)]
 
 
 def test_all_wrong_files_are_named(archive):
@@ -192,7 +192,7 @@ def test_all_wrong_files_are_named(archive):
     archive.flip(archive.object(1), 0.5)
     archive.path(archive.object(3)).unlink()
     check = archive.check()
-    assert [each.name for each in check.found] == [archive.object(each) for each in (0, 1, 3)]
+    assert [each.name for each in check.bad_files] == [archive.object(each) for each in (0, 1, 3)]
     assert check.object_count == 2
 
 
@@ -201,9 +201,9 @@ def test_a_range_reads_only_the_objects_that_have_it(archive):
         archive.path(archive.object(number)).unlink()
     one, two = archive.listed[1:3]
     check = archive.check(first=one.first + 1, last=two.last - 1)
-    assert (check.found, check.object_count) == ([], 2)
+    assert (check.bad_files, check.object_count) == ([], 2)
     assert archive.check(first=one.first + 1, last=two.last + 1).object_count == 2
-    assert len(archive.check(first=one.first - 1, last=two.last).found) == 1
+    assert len(archive.check(first=one.first - 1, last=two.last).bad_files) == 1
 
 
 def test_a_chain_that_does_not_join_the_object_before_is_found(tmp_path):
@@ -215,8 +215,8 @@ def test_a_chain_that_does_not_join_the_object_before_is_found(tmp_path):
     good.relist([*entries[:2], *other.listed[2:]])
     for first in (0, entries[2].first):
         check = good.check(first=first)
-        assert [each.name for each in check.found] == [good.object(2)]
-        assert f"the chain hash before transaction {entries[2].first}" in check.found[0].problem
+        assert [each.name for each in check.bad_files] == [good.object(2)]
+        assert f"the chain hash before transaction {entries[2].first}" in check.bad_files[0].problem
 
 
 def test_a_manifest_chain_that_differs_from_the_object_is_found(archive):
@@ -245,13 +245,13 @@ def test_an_object_of_another_log_is_found_by_its_metadata(archive, changes, tex
         file_bytes=len(data), file_crc=crc32(data), chain=lineage[-1].chain
     )
     archive.relist([entry, *archive.listed[1:]])
-    assert text in archive.check().found[0].problem
+    assert text in archive.check().bad_files[0].problem
 
 
 def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
     """Also the chain after it is not known then."""
     entries = archive.listed
-    manifest = replace(archive.log.manifest, pages=(), newest=tuple(entries))
+    manifest = replace(archive.log.manifest, pages=(), newest_objects=tuple(entries))
     for number in (0, 1):
         page = ManifestPage((entries[number],))
         archive.store.write(f"page {number}", page.to_bytes())
@@ -263,9 +263,9 @@ def test_a_page_with_other_objects_than_the_manifest_states_is_found(archive):
     crc = write_manifest(archive.store, manifest, "paged")
     recorded = RecordedArchive(manifest.first, manifest.last, manifest.chain, "paged", crc)
     check = archive.check(recorded)
-    assert [each.name for each in check.found] == ["page 1"]
+    assert [each.name for each in check.bad_files] == ["page 1"]
     expected, found = entries[1][1:3], entries[0][1:3]
-    assert f"expected {expected} as IDs, found {found}" in check.found[0].problem
+    assert f"expected {expected} as IDs, found {found}" in check.bad_files[0].problem
     assert check.object_count == 3
 
 
@@ -280,7 +280,7 @@ def test_wrong_commit_times_of_the_manifest_are_found(archive, field):
 
 def test_rows_that_the_manifest_does_not_list_are_no_fault(tmp_path):
     archive = Archive(tmp_path / "archive", objects=1, unused=(2,))
-    assert archive.check().found == []
+    assert archive.check().bad_files == []
 
 
 def test_a_check_continues_with_a_manifest_that_replaces_the_first(archive):
@@ -288,43 +288,43 @@ def test_a_check_continues_with_a_manifest_that_replaces_the_first(archive):
     log = archive.log
     check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=0)
     check.begin(archive.recorded)
-    assert check.check_next()  # the page
-    assert check.check_next()  # object 0
+    assert check.check_next_file()  # the page
+    assert check.check_next_file()  # object 0
     for number in (1, 2):
         archive.path(archive.object(number)).unlink()
     entries = archive.listed
     first = entries[3].first + 1  # within an object
-    later = log.manifest.expired(first, 0)
+    later = log.manifest.with_expiry(first, 0)
     crc = write_manifest(archive.store, later, "later")
     with pytest.raises(ObjectMissing):
-        check.check_next()
+        check.check_next_file()
     check.begin(RecordedArchive(first, later.last, later.chain, "later", crc))
-    while check.check_next():
+    while check.check_next_file():
         pass
-    assert (check.found, check.object_count) == ([], 2)
+    assert (check.bad_files, check.object_count) == ([], 2)
     assert check.next_id == later.last + 1
 
 
 def test_an_unreachable_store_is_no_finding(archive, monkeypatch):
     check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=0)
     check.begin(archive.recorded)
-    check.check_next()
-    check.check_next()
+    check.check_next_file()
+    check.check_next_file()
 
     def unreachable(_name):
         raise ArchiveUnavailable("no route")
 
     monkeypatch.setattr(archive.store, "open", unreachable)
     with pytest.raises(ArchiveUnavailable):
-        check.check_next()
-    assert (check.found, check.next_id) == ([], archive.listed[1].first)
+        check.check_next_file()
+    assert (check.bad_files, check.next_id) == ([], archive.listed[1].first)
 
 
 def test_a_stopped_check_verifies_nothing_more(archive, monkeypatch):
     monkeypatch.setattr(archive_check, "_COPY_BYTES", 100)
     check = ArchiveCheck(archive.store, CLUSTER_KEY, PARTITION_ID, first=0)
     check.begin(archive.recorded)
-    check.check_next()
+    check.check_next_file()
     check.stop()
-    check.check_next()
-    assert (check.found, check.object_count, check.next_id) == ([], 0, 0)
+    check.check_next_file()
+    assert (check.bad_files, check.object_count, check.next_id) == ([], 0, 0)

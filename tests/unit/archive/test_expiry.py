@@ -21,13 +21,13 @@ OBJECT_IDS = 10  # of each object
 @pytest.fixture
 def archived(tmp_path, monkeypatch):
     """Return a store and its manifest of six objects with IDs 0..59, four of them in pages."""
-    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     store = CollectedStore(f"file://{tmp_path}")
     made = None
     for attempt in range(6):
         made = upload(store, KEY, job_after(made, attempt=attempt))
     head = read_manifest(store, made)
-    assert [len(head.pages), len(head.newest), head.last] == [1, 4, 6 * OBJECT_IDS - 1]
+    assert [len(head.pages), len(head.newest_objects), head.last] == [1, 4, 6 * OBJECT_IDS - 1]
     return store, made
 
 
@@ -77,14 +77,14 @@ def stamped(store, made, monkeypatch):
     times = [1_000_000 + 10 * number for number in range(6)]
     entries = [
         *manifest.decode_page(page, store.read(page.name)).entries,
-        *head.newest,
+        *head.newest_objects,
     ]
     changed = tuple(
         each._replace(commit_ms_min=time_ms, commit_ms_max=time_ms)
         for each, time_ms in zip(entries, times, strict=True)
     )
     bounds = page._replace(commit_ms_min=times[0], commit_ms_max=times[1])
-    found = manifest.replace(head, pages=(bounds,), newest=changed[2:])
+    found = manifest.replace(head, pages=(bounds,), newest_objects=changed[2:])
     monkeypatch.setattr(RecordedManifest, "read", lambda *_: found)
     monkeypatch.setattr(
         "waltz_core.archive.upload.decode_page", lambda *_: manifest.ManifestPage(changed[:2])
@@ -96,9 +96,12 @@ def test_objects_without_times_expire_with_later_ones(archived, monkeypatch):
     store, made = archived
     stamped(store, made, monkeypatch)
     found = RecordedManifest(3, made.last, made.chain, made.name, 0).read(store, KEY)
-    newest = (found.newest[0]._replace(commit_ms_min=0, commit_ms_max=0), *found.newest[1:])
+    newest = (
+        found.newest_objects[0]._replace(commit_ms_min=0, commit_ms_max=0),
+        *found.newest_objects[1:],
+    )
     page = found.pages[0]._replace(commit_ms_min=0, commit_ms_max=0)
-    changed = manifest.replace(found, pages=(page,), newest=newest)
+    changed = manifest.replace(found, pages=(page,), newest_objects=newest)
     monkeypatch.setattr(RecordedManifest, "read", lambda *_: changed)
     assert run_expiry(store, made, before_ms=newest[1].commit_ms_max + 1).first == 4 * OBJECT_IDS
     before_ms = newest[1].commit_ms_max
@@ -148,7 +151,7 @@ def test_the_next_expiry_removes_deleted_objects_from_the_manifest(archived):
     later = run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS, attempt=22)
     assert (later.first, later.name != "") == (30, True)
     head = read_manifest(store, recorded(made, later))
-    assert (head.pages, [each.first for each in head.newest]) == ((), [30, 40, 50])
+    assert (head.pages, [each.first for each in head.newest_objects]) == ((), [30, 40, 50])
     made = upload(store, KEY, job_after(recorded(made, later), attempt=23))
     assert read_manifest(store, made).first == 30
 
@@ -157,10 +160,10 @@ def test_all_can_expire_and_the_archive_continues(archived):
     store, made = archived
     expired = recorded(made, run_expiry(store, made, before=100))
     later = recorded(made, run_expiry(store, expired, now_ms=NOW_MS + EXPIRY_GRACE_MS, attempt=21))
-    assert not read_manifest(store, later).newest
+    assert not read_manifest(store, later).newest_objects
     made = upload(store, KEY, job_after(later, attempt=22))
     head = read_manifest(store, made)
-    assert (head.first, [each.first for each in head.newest], head.last) == (60, [60], 69)
+    assert (head.first, [each.first for each in head.newest_objects], head.last) == (60, [60], 69)
 
 
 def test_a_manifest_that_is_not_the_written_one_is_found(archived):

@@ -13,13 +13,13 @@ from waltz_core.archive import garbage_collection, manifest
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.file_names import FileOrigin, origin_of
 from waltz_core.archive.garbage_collection import (
-    GRACE_MS,
+    REPLACED_GRACE_MS,
     CollectedGarbage,
     GarbageCollectionJob,
     collect_garbage,
 )
 from waltz_core.archive.manifest import RecordedManifest, decode_page
-from waltz_core.archive.pins import is_pinned, pin, pins_of, unpin
+from waltz_core.archive.pins import is_pinned, pin_objects, pins_of, unpin_objects
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
@@ -41,9 +41,9 @@ class CollectedStore(FailingStore):
 
     on_delete = staticmethod(lambda: None)
 
-    def files(self, folder):
+    def list_files(self, folder):
         self._meet("list", folder, is_after=False)
-        found = super().files(folder)
+        found = super().list_files(folder)
         self._meet("list", folder, is_after=True)
         return found
 
@@ -56,14 +56,15 @@ class CollectedStore(FailingStore):
 
 def all_files(store):
     return {
-        each.name: ArchiveStore.read(store, each.name) for each in ArchiveStore.files(store, "")
+        each.name: ArchiveStore.read(store, each.name)
+        for each in ArchiveStore.list_files(store, "")
     }
 
 
 def listed_files(store, made):
     """Return the names of a manifest, its pages and its objects."""
     head = read_manifest(ArchiveStore(store.url), made)
-    names = {made.name, *(each.name for each in head.newest)}
+    names = {made.name, *(each.name for each in head.newest_objects)}
     for page in head.pages:
         entries = decode_page(page, ArchiveStore.read(store, page.name)).entries
         names |= {page.name, *(each.name for each in entries)}
@@ -90,7 +91,7 @@ def fail_upload(store, made, *, attempt, writes=1, kind=Crash, **changes):
 @pytest.fixture
 def archived(tmp_path, monkeypatch):
     """Return a store and its manifest of session 9, with a page and files of failed attempts."""
-    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     store = CollectedStore(f"file://{tmp_path}")
     made = None
     for attempt in range(0, 12, 2):
@@ -143,7 +144,7 @@ def test_while_another_cluster_uses_objects_only_manifests_are_deleted(archived)
     kept = listed_files(store, made)
     before = set(all_files(store))
     objects = {each for each in before if "/objects/" in each}
-    name = pin(store, KEY, b"k" * 16)
+    name = pin_objects(store, KEY, b"k" * 16)
     run(store, request(made))
     assert set(all_files(store)) == kept | objects | {name}
     assert before > kept | objects
@@ -159,7 +160,7 @@ def test_a_pin_that_is_written_during_a_collection_stops_it(archived):
 
     def pin_after_one():
         if not deleted:
-            pin(ArchiveStore(store.url), KEY, b"k" * 16)
+            pin_objects(ArchiveStore(store.url), KEY, b"k" * 16)
         deleted.append(None)
 
     before = {each for each in all_files(store) if "/objects/" in each}
@@ -178,12 +179,12 @@ def test_pins_are_listed_and_removed(archived):
     with pytest.raises(
         BadRequest, match=f"expected a pin of the cluster with key {restored}, found none"
     ):
-        unpin(store, KEY, restored.bytes)
-    pin(store, KEY, restored.bytes)
+        unpin_objects(store, KEY, restored.bytes)
+    pin_objects(store, KEY, restored.bytes)
     assert pins_of(store, KEY) == [str(restored)]
     with pytest.raises(BadRequest, match=f"found {restored}"):
-        unpin(store, KEY, OTHER)
-    unpin(store, KEY, restored.bytes)
+        unpin_objects(store, KEY, OTHER)
+    unpin_objects(store, KEY, restored.bytes)
     assert not is_pinned(store, KEY)
 
 
@@ -194,7 +195,7 @@ def test_the_temporary_file_of_a_pin_is_listed_and_removed_like_the_pin(archived
     store.write(f"{CLUSTER}/pins/{restored}.tmp", b"")
     assert is_pinned(store, KEY)
     assert pins_of(store, KEY) == [str(restored)]
-    unpin(store, KEY, restored.bytes)
+    unpin_objects(store, KEY, restored.bytes)
     assert not is_pinned(store, KEY)
 
 
@@ -214,16 +215,16 @@ def heads_of(store):
 def test_a_manifest_remains_for_a_while_after_the_next_one_was_written(archived):
     """Even if it is old: lagging replicas have only its name."""
     store, made = archived
-    now_ms = 10 * GRACE_MS
+    now_ms = 10 * REPLACED_GRACE_MS
     heads, listed = heads_of(store), listed_files(store, made)
     for version, names in heads.items():
         for name in names:
-            age(store, name, now_ms if version >= 5 else now_ms - 2 * GRACE_MS)
+            age(store, name, now_ms if version >= 5 else now_ms - 2 * REPLACED_GRACE_MS)
     run(store, request(made), now_ms=now_ms)
     assert set(all_files(store)) == {*listed, *heads[4], *heads[5]}
-    run(store, request(made), now_ms=now_ms + GRACE_MS - 1)
+    run(store, request(made), now_ms=now_ms + REPLACED_GRACE_MS - 1)
     assert set(all_files(store)) == {*listed, *heads[4], *heads[5]}
-    run(store, request(made), now_ms=now_ms + GRACE_MS)
+    run(store, request(made), now_ms=now_ms + REPLACED_GRACE_MS)
     assert set(all_files(store)) == listed
 
 
@@ -353,7 +354,7 @@ def test_files_with_other_names_and_of_other_partitions_are_left_alone(archived,
 
 
 def test_a_collection_deletes_a_few_files_at_a_time(archived, monkeypatch):
-    monkeypatch.setattr(garbage_collection, "DELETES_MAX", 5)
+    monkeypatch.setattr(garbage_collection, "DELETIONS_MAX", 5)
     store, made = archived
     garbage = len(all_files(store)) - len(listed_files(store, made))
     assert garbage > 10
@@ -433,6 +434,6 @@ def test_progress_is_reported_with_each_call_of_the_store(archived):
 def test_listed_files_have_sizes_and_times(tmp_path):
     store = ArchiveStore(f"file://{tmp_path}")
     store.write("1/a", b"abc")
-    (found,) = store.files("1")
+    (found,) = store.list_files("1")
     modified_ms = Path(tmp_path / "1/a").stat().st_mtime_ns // 1_000_000
     assert found == ("1/a", 3, modified_ms)

@@ -48,16 +48,16 @@ def test_an_object_after_a_gap_or_over_another_one_is_rejected(first):
 
 
 def test_old_objects_become_pages_so_that_the_head_stays_small(monkeypatch):
-    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 5)
+    monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 5)
     found, pages = EMPTY, {}
     for number in range(48):
-        page = found.next_page
+        page = found.page_to_write
         if page is not None:
             name = f"page-{len(pages)}"
             pages[name] = page.to_bytes()
             found = found.with_page(name, page)
         found = read(found.with_object(entry(number)))
-        assert len(found.newest) <= 10
+        assert len(found.newest_objects) <= 10
     assert len(found.pages) == 8
     entries = []
     for each in found.pages:
@@ -69,38 +69,38 @@ def test_old_objects_become_pages_so_that_the_head_stays_small(monkeypatch):
             page.entries[-1].commit_ms_max,
         )
         entries += page.entries
-    assert [*entries, *found.newest] == [entry(number) for number in range(48)]
+    assert [*entries, *found.newest_objects] == [entry(number) for number in range(48)]
 
 
 def test_expired_objects_stay_listed_for_the_grace_period(monkeypatch):
-    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     found = filled(4)
-    found = found.with_page("p", found.next_page)
+    found = found.with_page("p", found.page_to_write)
     for first, pages, newest in ((0, 1, 2), (19, 1, 2), (20, 0, 2), (35, 0, 1), (40, 0, 0)):
-        expired = read(found.expired(first, 5))
+        expired = read(found.with_expiry(first, 5))
         assert (expired.first, expired.version, expired.last) == (first, found.version + 1, 39)
-        assert (expired.pages, expired.newest) == (found.pages, found.newest)
+        assert (expired.pages, expired.newest_objects) == (found.pages, found.newest_objects)
         assert expired.deletable_below(5 + EXPIRY_GRACE_MS - 1) == 0
         assert expired.deletable_below(5 + EXPIRY_GRACE_MS) == first
-        kept = read(expired.expired(first, 5 + EXPIRY_GRACE_MS))
-        assert (kept.first, len(kept.pages), len(kept.newest)) == (first, pages, newest)
+        kept = read(expired.with_expiry(first, 5 + EXPIRY_GRACE_MS))
+        assert (kept.first, len(kept.pages), len(kept.newest_objects)) == (first, pages, newest)
     assert read(kept.with_object(entry(4))).last == 49
 
 
 def test_each_expiry_has_its_own_grace_period():
-    found = filled(4).expired(10, 0).expired(30, 100)
+    found = filled(4).with_expiry(10, 0).with_expiry(30, 100)
     assert found.deletable_below(EXPIRY_GRACE_MS) == 10
-    found = read(found.expired(30, EXPIRY_GRACE_MS))
-    assert [each.first for each in found.newest] == [10, 20, 30]
+    found = read(found.with_expiry(30, EXPIRY_GRACE_MS))
+    assert [each.first for each in found.newest_objects] == [10, 20, 30]
     assert found.deletable_below(EXPIRY_GRACE_MS) == 10  # for the objects of a page that stays
     assert found.deletable_below(EXPIRY_GRACE_MS + 100) == 30
 
 
 def test_the_first_available_id_never_decreases():
-    found = filled(4).expired(20, 0)
+    found = filled(4).with_expiry(20, 0)
     for first in (19, 41):
         with pytest.raises(AssertionError):
-            found.expired(first, 0)
+            found.with_expiry(first, 0)
 
 
 def test_a_changed_byte_is_found():
@@ -118,20 +118,23 @@ def test_a_changed_byte_is_found():
     [
         ({"last": 40}, "expected objects up to transaction 40"),
         ({"first": 31}, "found objects up to transaction 29 and the first available ID 31"),
-        ({"newest": (entry(0), entry(2))}, "10, found an object with transactions 20..29"),
+        ({"newest_objects": (entry(0), entry(2))}, "10, found an object with transactions 20..29"),
         (
-            {"newest": (entry(1), entry(2)), "first": 5},
+            {"newest_objects": (entry(1), entry(2)), "first": 5},
             "begins at the first available ID 5, found none",
         ),
         (
-            {"newest": (entry(0)._replace(last=-1), entry(1), entry(2))},
+            {"newest_objects": (entry(0)._replace(last=-1), entry(1), entry(2))},
             "0, found an object with transactions 0..-1",
         ),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_rejected(wrong, problem):
     good = filled(3)
-    values = {name: getattr(good, name) for name in ("version", "first", "last", "chain", "newest")}
+    values = {
+        name: getattr(good, name)
+        for name in ("version", "first", "last", "chain", "newest_objects")
+    }
     bad = Manifest(KEY, 3, **{**values, **wrong})
     with pytest.raises(BadFormat, match=problem):
         read(bad)

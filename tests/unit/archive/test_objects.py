@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tests.archived_log import CLUSTER_KEY, encode_object, make_batches, split_into_pieces
-from waltz_core.archive.objects import SCHEMA, ArchiveObject, ObjectFacts, ObjectWriter
+from waltz_core.archive.objects import SCHEMA, ArchiveObject, ObjectMetadata, ObjectWriter
 from waltz_core.archive.store import ArchiveStore, StoreFile
 from waltz_core.errors import ArchiveUnavailable, BadFormat, ChecksumMismatch
 from waltz_core.records import raw_records
@@ -27,11 +27,11 @@ def opened(data):
 def test_records_and_batches_return_byte_for_byte(rows):
     records, lineage = make_batches(FIRST, sizes=SIZES)
     found = opened(encode_object(records, lineage, rows=rows))
-    pieces = [found.read(group) for group in range(found.group_count)]
+    pieces = [found.read_row_group(group) for group in range(found.group_count)]
     assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
     assert [n for each in pieces for n in each.lengths] == [len(each) for each in records]
     assert list(found.verify()) == lineage
-    assert found.facts == ObjectFacts(
+    assert found.metadata == ObjectMetadata(
         CLUSTER_KEY, 3, FIRST, lineage[-1].last, GENESIS_CHAIN, lineage[-1].chain
     )
 
@@ -66,7 +66,7 @@ def test_a_changed_byte_is_found_or_changes_nothing():
         try:
             again = opened(bytes(data))
             assert list(again.verify()) == lineage
-            pieces = [again.read(group) for group in range(again.group_count)]
+            pieces = [again.read_row_group(group) for group in range(again.group_count)]
             assert b"".join(bytes(each.records) for each in pieces) == b"".join(records)
         except (BadFormat, ChecksumMismatch) as error:
             found += str(error).startswith("archived object")
@@ -77,10 +77,10 @@ def test_a_changed_byte_is_found_or_changes_nothing():
 def test_outlines_have_the_chains_and_the_record_crcs_without_the_records(rows):
     records, lineage = make_batches(FIRST, sizes=SIZES)
     found = opened(encode_object(records, lineage, rows=rows))
-    outlines, entries = found.outlines()
+    outlines, entries = found.read_outlines()
     assert entries == lineage
     assert [each.first for each in outlines] == list(range(FIRST, FIRST + len(records), rows))
-    pieces = [found.read(group) for group in range(found.group_count)]
+    pieces = [found.read_row_group(group) for group in range(found.group_count)]
     assert [each.crcs for each in outlines] == [
         raw_records.record_crcs(*each[:2]) for each in pieces
     ]
@@ -111,7 +111,11 @@ def test_an_error_of_the_store_is_no_damage():
     source = FailingSource(encode_object(*make_batches(FIRST, sizes=SIZES)))
     found = ArchiveObject(source, "o")
     source.is_failing = True
-    for read in (lambda: found.read(0), found.outlines, lambda: ArchiveObject(source, "o")):
+    for read in (
+        lambda: found.read_row_group(0),
+        found.read_outlines,
+        lambda: ArchiveObject(source, "o"),
+    ):
         with pytest.raises(ArchiveUnavailable, match="no route"):
             read()
 
@@ -137,7 +141,7 @@ def test_a_failed_read_of_pyarrows_threads_is_repeated_for_the_stores_error(tmp_
         found._native = store.open("o").native
         found._native.close()
         with pytest.raises(ArchiveUnavailable, match="no route"):
-            found.read(0)
+            found.read_row_group(0)
 
 
 def test_only_the_calling_thread_reads_a_python_file(tmp_path):
@@ -159,7 +163,7 @@ def test_only_the_calling_thread_reads_a_python_file(tmp_path):
     store.write("o", encode_object(*log))
     for source in (Source(encode_object(*log)), NotedFile(store.open("o").native, "o")):
         found = ArchiveObject(source, "o")
-        assert list(found.verify()) == found.outlines()[1] == log[1]
+        assert list(found.verify()) == found.read_outlines()[1] == log[1]
     assert readers == {threading.get_ident()}
 
 
@@ -196,9 +200,9 @@ def test_a_file_that_is_no_object_is_rejected():
     with pytest.raises(BadFormat, match="expected the columns"):
         opened(sink.getvalue())
     with pytest.raises(BadFormat, match="expected object format 1, found 2"):
-        ObjectFacts.from_bytes(b'{"format": 2}')
+        ObjectMetadata.from_bytes(b'{"format": 2}')
     with pytest.raises(BadFormat, match="file is not valid:"):
-        ObjectFacts.from_bytes(b"{}")
+        ObjectMetadata.from_bytes(b"{}")
 
 
 def test_a_footer_with_other_counts_of_rows_is_found():
@@ -206,7 +210,7 @@ def test_a_footer_with_other_counts_of_rows_is_found():
     found = opened(encode_object(records, lineage, rows=10))
     found.footer = SimpleNamespace(row_group=lambda group: SimpleNamespace(num_rows=45))
     with pytest.raises(BadFormat, match="object o: "):
-        found.outlines()
+        found.read_outlines()
 
 
 @pytest.mark.parametrize("rows", [1, 7, 30])
@@ -215,8 +219,8 @@ def test_pieces_become_one_row_group_with_the_same_bytes(rows):
     records, lineage = make_batches(FIRST, sizes=SIZES)
     whole = encode_object(records, lineage, rows=len(records))
     sink = io.BytesIO()
-    writer = ObjectWriter(sink, opened(whole).facts)
-    writer.add(split_into_pieces(records, lineage, rows))
+    writer = ObjectWriter(sink, opened(whole).metadata)
+    writer.write_row_group(split_into_pieces(records, lineage, rows))
     writer.close()
     assert opened(sink.getvalue()).group_count == 1
     assert list(opened(sink.getvalue()).verify()) == lineage

@@ -106,7 +106,7 @@ def test_ranges_are_those_that_were_archived(store, cache, rows):
     log = write_archive(store, rows=rows, page_entries=2, unused=(6, 2))
     reader = reader_of(store, log, cache)
     assert reader.first_available == 0
-    assert reader.archived == (len(log.records) - 1, log.lineage[-1].chain)
+    assert reader.archived_end == (len(log.records) - 1, log.lineage[-1].chain)
     rng = Random(rows)
     for _ in range(100):
         first = rng.randrange(len(log.records))
@@ -122,14 +122,14 @@ def test_a_read_of_a_row_group_ends_with_it(store, cache):
     for _ in range(100):
         first = rng.randrange(len(log.records))
         last = rng.randrange(first, len(log.records))
-        read = reader.read_group(first, last)
+        read = reader.read_within_row_group(first, last)
         group_end = first + min(9 - first % 51 % 10, 50 - first % 51)
         count = min(last, group_end) - first + 1
         assert read.lengths.size == count
         assert (read.first, read.records) == (first, b"".join(log.records[first : first + count]))
         assert (read.chain_before, read.entries) == log.batches(first, first + count - 1)
     with pytest.raises(BadRequest, match="were requested, but the"):
-        reader.read_group(0, len(log.records))
+        reader.read_within_row_group(0, len(log.records))
 
 
 def test_nothing_is_read_before_the_first_call_and_nothing_twice(store, cache):
@@ -137,7 +137,7 @@ def test_nothing_is_read_before_the_first_call_and_nothing_twice(store, cache):
     reader = reader_of(store, log, cache)
     assert store.opened == []
     read_all(reader, log)
-    files = sorted({*store.names("")})
+    files = sorted({*store.list_names("")})
     assert sorted(set(store.opened)) == files
     count = len(store.opened)
     read_all(reader_of(store, log, cache), log)
@@ -147,7 +147,7 @@ def test_nothing_is_read_before_the_first_call_and_nothing_twice(store, cache):
 def test_ids_outside_of_the_archive_are_rejected(store, cache):
     log = write_archive(store)
     name = "expired"
-    crc = write_manifest(store, log.manifest.expired(60, 0), name)
+    crc = write_manifest(store, log.manifest.with_expiry(60, 0), name)
     reader = ArchiveReader(store, name, crc, cache)
     last = len(log.records) - 1
     with pytest.raises(
@@ -214,7 +214,7 @@ def test_records_that_the_chain_does_not_cover_are_rejected(store, cache, tmp_pa
     with store.open(OBJECT_1) as source:
         index = ObjectIndex(ArchiveObject(source, "o"))
     with other.open(OBJECT_1) as source, pytest.raises(ChecksumMismatch, match="of row group 0 do"):
-        index.read_group(ArchiveObject(source, "o"), 0)
+        index.read_row_group(ArchiveObject(source, "o"), 0)
     path_of(store, OBJECT_1).write_bytes(other.read(OBJECT_1))
     with pytest.raises(ChecksumMismatch, match=f"archived object {OBJECT_1}: expected chain"):
         reader_of(store, log, cache).read_range(51, 51, 1)
@@ -233,7 +233,7 @@ def test_an_object_of_another_partition_or_range_is_rejected(store, cache):
 def test_a_manifest_that_was_replaced_by_another_one_is_found_and_named(store, cache, kind):
     log = write_archive(store, page_entries=2)
     name = log.name if kind == "manifest" else f"{PARTITION_ID}/manifests/page"
-    other = log.manifest.expired(60, 0) if kind == "manifest" else ManifestPage(())
+    other = log.manifest.with_expiry(60, 0) if kind == "manifest" else ManifestPage(())
     path_of(store, name).write_bytes(other.to_bytes())
     with pytest.raises(ChecksumMismatch, match=f"manifest {name} is corrupt: expected CRC"):
         reader_of(store, log, cache).read_range(0, 0, 1)
@@ -247,7 +247,7 @@ def test_after_a_missing_file_the_reader_of_the_recorded_manifest_decides(store,
     with pytest.raises(ObjectMissing, match=r"/objects/0\.parquet, because it does not exist"):
         stale.read_range(0, 9, EVERYTHING)
     assert stale.successor(log.name, log.crc) is None
-    expired = log.manifest.expired(51, 0)
+    expired = log.manifest.with_expiry(51, 0)
     newer = stale.successor("newer", write_manifest(store, expired, "newer"))
     with pytest.raises(BeforeLogStart, match="first available one is 51"):
         newer.read_range(0, 9, EVERYTHING)
@@ -286,7 +286,7 @@ def test_threads_may_share_a_reader_and_a_small_cache(store):
             each.result()
     cache.close()
     assert 0 < cache.byte_count <= cache.bytes_max
-    files = sum(path_of(store, each).stat().st_size for each in store.names(""))
+    files = sum(path_of(store, each).stat().st_size for each in store.list_names(""))
     assert files > cache.bytes_max
 
 
@@ -323,7 +323,7 @@ def test_objects_are_found_by_id_and_by_commit_time(store, cache):
     for time_ms in range(FIRST_COMMIT_MS - 500, FIRST_COMMIT_MS + 7_000, 500):
         older = [each.last for each in log.lineage if 0 < each.stamp_ms < time_ms]
         assert reader.last_committed_before(time_ms) == max(older, default=-1)
-    crc = write_manifest(store, log.manifest.expired(60, 0), "expired")
+    crc = write_manifest(store, log.manifest.with_expiry(60, 0), "expired")
     assert ArchiveReader(store, "expired", crc, cache).last_committed_before(FIRST_COMMIT_MS) == 59
 
 
@@ -375,7 +375,7 @@ def test_the_documented_snippets_read_objects_in_s3(bucket, monkeypatch):
         "status": {"archive": bucket},
         "objects": [
             {"name": each.name, "url": f"{base}/{each.name}", "first": 1, "last": each.last}
-            for each in log.manifest.newest
+            for each in log.manifest.newest_objects
         ],
     }
     for library in ("pyarrow", "Polars"):

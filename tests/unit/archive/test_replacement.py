@@ -13,7 +13,7 @@ from waltz_core.archive import manifest
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.manifest import decode_page
 from waltz_core.archive.manifest_jobs import NewManifest, ReplacedObject
-from waltz_core.archive.pins import pin
+from waltz_core.archive.pins import pin_objects
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
@@ -32,7 +32,7 @@ class Archived:
             self.jobs.append(job_after(self.made, attempt=attempt))
             self.made = upload(self.store, KEY, self.jobs[-1])
         head = self.head()
-        assert (len(head.pages), len(head.newest)) == (1, 4)
+        assert (len(head.pages), len(head.newest_objects)) == (1, 4)
         self.entries = self.entries_of(self.made)
 
     def head(self, made=None):
@@ -45,7 +45,7 @@ class Archived:
             for page in head.pages
             for each in decode_page(page, self.store.read(page.name)).entries
         ]
-        return [*paged, *head.newest]
+        return [*paged, *head.newest_objects]
 
     def path(self, number):
         return self.store.url.removeprefix("file://") + "/" + self.entries[number].name
@@ -60,7 +60,7 @@ class Archived:
         """Return the job that replaces an object with the batches of the log."""
         replaced = ReplacedObject(self.entries[number].name, self.made.last, self.made.chain)
         fields = {"manifest": self.made.name, "manifest_crc": self.made.file_crc}
-        fields |= {"attempt": attempt, "replaces": replaced} | changes
+        fields |= {"attempt": attempt, "replaced_object": replaced} | changes
         return replace(self.jobs[number], **fields)
 
     def read(self, made, first):
@@ -74,7 +74,7 @@ class Archived:
 
 @pytest.fixture
 def archived(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     return Archived(tmp_path)
 
 
@@ -117,7 +117,7 @@ def test_the_archive_continues_after_a_replacement_and_old_pages_stay_right(arch
     made = upload(archived.store, KEY, job_after(made, attempt=22))
     head = archived.head(made)
     assert [each.first for each in archived.entries_of(made)] == list(range(0, 70, OBJECT_IDS))
-    assert [head.last, len(head.pages), len(head.newest)] == [69, 2, 3]
+    assert [head.last, len(head.pages), len(head.newest_objects)] == [69, 2, 3]
     for first in range(0, 70, OBJECT_IDS):
         archived.read(made, first)
 
@@ -179,14 +179,14 @@ def test_a_replacement_that_fails_at_any_operation_leaves_the_archive_as_it_was(
 @pytest.mark.parametrize("is_pinned", [False, True])
 def test_the_old_object_is_garbage_once_the_new_manifest_is_recorded(archived, is_pinned):
     if is_pinned:
-        pin(archived.store, KEY, bytes(16))
+        pin_objects(archived.store, KEY, bytes(16))
     before = listed_files(archived.store, archived.made)
     upload(archived.store, KEY, archived.job(0))
     run(archived.store, collection(archived.made, attempt=21))
     assert before <= set(all_files(archived.store)), "the old manifest is the recorded one"
     made = upload(archived.store, KEY, archived.job(0, attempt=22))
     run(archived.store, collection(made, attempt=23))
-    names = set(ArchiveStore(archived.store.url).names(""))
+    names = set(ArchiveStore(archived.store.url).list_names(""))
     assert listed_files(archived.store, made) <= names
     assert (archived.entries[0].name in names) == is_pinned
     assert {each.name for each in archived.entries[1:]} <= names

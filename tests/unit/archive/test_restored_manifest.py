@@ -18,9 +18,9 @@ from tests.archived_log import (
 from waltz_core.archive import manifest as manifest_module
 from waltz_core.archive.archive_cache import ArchiveCache
 from waltz_core.archive.archive_check import ArchiveCheck, RecordedArchive
-from waltz_core.archive.file_names import version_of
+from waltz_core.archive.file_names import manifest_version_of
 from waltz_core.archive.manifest import Manifest
-from waltz_core.archive.pins import is_pinned, pin
+from waltz_core.archive.pins import is_pinned, pin_objects
 from waltz_core.archive.reader import ArchiveReader
 from waltz_core.archive.restored_manifest import BatchEnd, RestoredRange
 from waltz_core.archive.saved_manifest import SavedManifest
@@ -50,7 +50,7 @@ def saved_of(store, log):
 
 
 def restore(store, log, end):
-    return RestoredRange(store, saved_of(store, log)).write(NEW_KEY, 9, NONCE, end)
+    return RestoredRange(store, saved_of(store, log)).write_manifest(NEW_KEY, 9, NONCE, end)
 
 
 def name_of(number):
@@ -63,11 +63,11 @@ def damage(store, name, data):
 
 
 def test_an_object_that_was_replaced_after_the_backup_is_found(store, log):
-    newest = log.manifest.newest
+    newest = log.manifest.newest_objects
     old = newest[0]._replace(
         name=f"{FOLDER}/objects/{newest[0].first}-{newest[0].last}-9-n-1.parquet"
     )
-    listed = replace(log.manifest, newest=(old, *newest[1:]))
+    listed = replace(log.manifest, newest_objects=(old, *newest[1:]))
     log = log._replace(name="backup", crc=write_manifest(store, listed, "backup"))
     data = store.read(newest[0].name)
     with pytest.raises(ObjectMissing, match=old.name):
@@ -76,7 +76,7 @@ def test_an_object_that_was_replaced_after_the_backup_is_found(store, log):
     for attempt, each in enumerate((other, data[:-8] + bytes(8), data, data), start=2):
         store.write(old.name.replace("-1.parquet", f"-{attempt}.parquet"), each)
     batch = BatchEnd(log.lineage[-1].last, log.lineage[-1].chain, FIRST_COMMIT_MS)
-    made = RestoredRange(store, saved_of(store, log)).write(NEW_KEY, 9, NONCE, batch)
+    made = RestoredRange(store, saved_of(store, log)).write_manifest(NEW_KEY, 9, NONCE, batch)
     entries = SavedManifest.read(store, made.name, made.file_crc).entries()
     (found,) = (each for each in entries if each.first == old.first)
     assert found.name.endswith("-4.parquet"), "the first one with the same chain"
@@ -84,9 +84,9 @@ def test_an_object_that_was_replaced_after_the_backup_is_found(store, log):
 
 
 def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, log):
-    newest = log.manifest.newest
+    newest = log.manifest.newest_objects
     name = f"{FOLDER}/objects/{newest[0].first}-{newest[0].last}-9-n-1.parquet"
-    listed = replace(log.manifest, newest=(newest[0]._replace(name=name), *newest[1:]))
+    listed = replace(log.manifest, newest_objects=(newest[0]._replace(name=name), *newest[1:]))
     log = log._replace(name="backup", crc=write_manifest(store, listed, "backup"))
     data = store.read(newest[0].name)
     replacement = name.replace("-1.parquet", "-2.parquet")
@@ -108,8 +108,8 @@ def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, 
 def test_an_object_that_a_restored_cluster_has_replaced_is_found_below_its_key(store, log, last):
     """Its backup lists the object of its source, perhaps not as a whole."""
     first = RestoredRange(store, saved_of(store, log))
-    end = first.end_at(last)
-    made = first.write(NEW_KEY, 9, NONCE, end)
+    end = first.batch_end_at(last)
+    made = first.write_manifest(NEW_KEY, 9, NONCE, end)
     saved = SavedManifest.read(store, made.name, made.file_crc)
     store.delete(name_of(0))
     with pytest.raises(ObjectMissing, match=name_of(0)):
@@ -118,9 +118,9 @@ def test_an_object_that_a_restored_cluster_has_replaced_is_found_below_its_key(s
     name = f"{UUID(bytes=NEW_KEY)}/{PARTITION_ID}/objects/0-{last}-9-{NONCE.hex()}-4.parquet"
     store.write(name, encode_object(log.records[: last + 1], batches, cluster_key=NEW_KEY))
     again = RestoredRange(store, saved)
-    again.check_again()
-    assert again.end_at(last) == end
-    found = again.write(b"o" * 16, 10, NONCE, end)
+    again.check_objects_exist()
+    assert again.batch_end_at(last) == end
+    found = again.write_manifest(b"o" * 16, 10, NONCE, end)
     entries = SavedManifest.read(store, found.name, found.file_crc).entries()
     assert [each.name for each in entries] == [name]
 
@@ -132,19 +132,19 @@ def test_each_end_that_is_found_is_a_batch_end_of_the_log(store, log):
     last_end = None
     for last in range(4 * OBJECT):
         last_end = ends.get(last, last_end)
-        assert found.end_at(last) == last_end
-    assert found.end_at(-1) is None
+        assert found.batch_end_at(last) == last_end
+    assert found.batch_end_at(-1) is None
     with pytest.raises(
         BadRequest,
         match=rf"to restore in 0\.\.{4 * OBJECT - 1}.*found "
         rf"{4 * OBJECT}",
     ):
-        found.end_at(4 * OBJECT)
+        found.batch_end_at(4 * OBJECT)
 
 
 @pytest.mark.parametrize("last", [2, 3, OBJECT - 1, OBJECT + 2, 3 * OBJECT - 1, 4 * OBJECT - 1])
 def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(store, log, last):
-    end = RestoredRange(store, saved_of(store, log)).end_at(last)
+    end = RestoredRange(store, saved_of(store, log)).batch_end_at(last)
     made = restore(store, log, end)
     assert (made.last, made.chain, made.stamp_ms) == end
     assert made.name.startswith(
@@ -153,7 +153,7 @@ def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(stor
     with closing(ArchiveCache(1 << 20)) as cache:
         reader = ArchiveReader(store, made.name, made.file_crc, cache)
         assert reader.manifest.cluster_key == NEW_KEY
-        assert reader.archived == (last, end.chain)
+        assert reader.archived_end == (last, end.chain)
         found = b"".join(
             bytes(reader.read_range(first, last, 1).records) for first in range(last + 1)
         )
@@ -164,18 +164,18 @@ def test_a_reader_of_the_written_manifest_returns_the_records_up_to_the_end(stor
 
 @pytest.mark.parametrize("last", [2, 43, OBJECT + 2, OBJECT + 3, 4 * OBJECT - 1])
 def test_the_check_of_an_archive_finds_nothing_wrong(store, log, last):
-    made = restore(store, log, RestoredRange(store, saved_of(store, log)).end_at(last))
+    made = restore(store, log, RestoredRange(store, saved_of(store, log)).batch_end_at(last))
     check = ArchiveCheck(store, NEW_KEY, PARTITION_ID, first=0)
     check.begin(RecordedArchive(0, made.last, made.chain, made.name, made.file_crc))
-    while check.check_next():
+    while check.check_next_file():
         pass
-    assert (check.found, check.next_id) == ([], last + 1)
+    assert (check.bad_files, check.next_id) == ([], last + 1)
 
 
 def test_a_manifest_with_many_objects_has_pages(store, log, monkeypatch):
-    monkeypatch.setattr(manifest_module, "PAGE_ENTRIES", 1)
+    monkeypatch.setattr(manifest_module, "ENTRIES_PER_PAGE", 1)
     found = RestoredRange(store, saved_of(store, log))
-    made = restore(store, log, found.end_at(found.last))
+    made = restore(store, log, found.batch_end_at(found.last))
     manifest = Manifest.from_bytes(store.read(made.name), made.name)
     assert len(manifest.pages) == 3
     assert {each.name.partition("/")[0] for each in manifest.pages} == {str(UUID(bytes=NEW_KEY))}
@@ -188,8 +188,8 @@ def test_the_end_before_a_time_is_that_of_the_last_batch_with_an_earlier_stamp(s
     for number, reach in enumerate(accumulate([OBJECT] * 4)):
         # The first batch of each object has no stamp: nothing proves that it is old enough.
         stamp = FIRST_COMMIT_MS + 1_000 * number
-        assert found.last_until(stamp) == reach - 1
-        assert found.last_until(stamp - 1) == reach - OBJECT - 1
+        assert found.last_committed_until(stamp) == reach - 1
+        assert found.last_committed_until(stamp - 1) == reach - OBJECT - 1
 
 
 def test_another_archive_is_not_mistaken_for_an_expired_one(store, log, tmp_path):
@@ -210,10 +210,10 @@ def test_a_partition_begins_after_the_objects_that_expiry_has_deleted(store, log
         match=r"expected a last transaction to restore in "
         rf"{OBJECT}\.\.",
     ):
-        found.end_at(OBJECT - 1)
-    made = found.write(NEW_KEY, 9, NONCE, found.end_at(found.last))
+        found.batch_end_at(OBJECT - 1)
+    made = found.write_manifest(NEW_KEY, 9, NONCE, found.batch_end_at(found.last))
     manifest = Manifest.from_bytes(store.read(made.name), made.name)
-    assert (manifest.first, manifest.newest[0].first) == (OBJECT, OBJECT)
+    assert (manifest.first, manifest.newest_objects[0].first) == (OBJECT, OBJECT)
 
 
 @pytest.mark.parametrize("numbers", [(1,), (3,), (0, 2), (1, 2, 3)])
@@ -232,8 +232,8 @@ def test_an_object_of_another_log_is_not_restored(store, log, tmp_path):
     damage(store, name_of(3), other.read(name_of(3)))
     found = RestoredRange(store, saved_of(store, log))
     with pytest.raises(ChecksumMismatch, match=r"3\.parquet: expected chain hash"):
-        found.end_at(found.last)
-    assert found.end_at(3 * OBJECT - 1) is not None
+        found.batch_end_at(found.last)
+    assert found.batch_end_at(3 * OBJECT - 1) is not None
 
 
 def test_each_file_of_a_manifest_is_verified(store, log):
@@ -258,27 +258,27 @@ def test_objects_of_other_clusters_are_rejected(store, log):
     manifest = Manifest.from_bytes(store.read(log.name), log.name)
     strange = f"{UUID(bytes=b'z' * 16)}/{PARTITION_ID}/objects/3.parquet"
     store.write(strange, store.read(name_of(3)))
-    newest = (*manifest.newest[:-1], manifest.newest[-1]._replace(name=strange))
-    data = replace(manifest, newest=newest).to_bytes()
+    newest = (*manifest.newest_objects[:-1], manifest.newest_objects[-1]._replace(name=strange))
+    data = replace(manifest, newest_objects=newest).to_bytes()
     saved = SavedManifest("m", manifest_module.crc32(data), data, saved_of(store, log).pages)
     with pytest.raises(BadFormat, match="expected cluster key"):
-        RestoredRange(store, saved).end_at(manifest.last)
+        RestoredRange(store, saved).batch_end_at(manifest.last)
 
 
 def test_a_pin_is_written_once_and_protects_its_source(store):
     assert not is_pinned(store, CLUSTER_KEY)
-    name = pin(store, CLUSTER_KEY, NEW_KEY)
+    name = pin_objects(store, CLUSTER_KEY, NEW_KEY)
     assert name is not None
     assert is_pinned(store, CLUSTER_KEY)
     assert not is_pinned(store, NEW_KEY)
-    assert pin(store, CLUSTER_KEY, NEW_KEY) is None
+    assert pin_objects(store, CLUSTER_KEY, NEW_KEY) is None
     store.delete(name)
     assert not is_pinned(store, CLUSTER_KEY)
 
 
 def test_an_archive_of_which_all_has_expired_is_rejected(store, log):
     end = log.manifest.last + 1
-    gone = log.manifest.expired(end, 0).expired(end, manifest_module.EXPIRY_GRACE_MS)
+    gone = log.manifest.with_expiry(end, 0).with_expiry(end, manifest_module.EXPIRY_GRACE_MS)
     store.write("gone.json", gone.to_bytes())
     saved = SavedManifest.read(store, "gone.json", crc32(gone.to_bytes()))
     with pytest.raises(
@@ -288,7 +288,7 @@ def test_an_archive_of_which_all_has_expired_is_rejected(store, log):
 
 
 def test_expired_objects_that_still_exist_are_not_restored_as_available(store, log):
-    expired = log.manifest.expired(OBJECT, 0)
+    expired = log.manifest.with_expiry(OBJECT, 0)
     store.write("expired.json", expired.to_bytes())
     saved = SavedManifest.read(store, "expired.json", crc32(expired.to_bytes()))
     assert RestoredRange(store, saved).first == OBJECT
@@ -299,18 +299,18 @@ def test_the_version_is_above_all_of_the_same_cluster(store, log, key, version):
     """Otherwise manifests written after the backup would look like a rollback."""
     store.write(f"{FOLDER}/manifests/9-8-{NONCE.hex()}-1.json", b"written after the backup")
     found = RestoredRange(store, saved_of(store, log))
-    made = found.write(key, 9, NONCE, found.end_at(OBJECT - 1))
+    made = found.write_manifest(key, 9, NONCE, found.batch_end_at(OBJECT - 1))
     assert Manifest.from_bytes(store.read(made.name), made.name).version == version
-    assert version_of(made.name) == version
+    assert manifest_version_of(made.name) == version
 
 
 def test_an_object_that_was_deleted_during_the_restore_is_named(store, log):
     found = RestoredRange(store, saved_of(store, log))
-    found.check_again()
+    found.check_objects_exist()
     store.delete(name_of(0))
     later = RestoredRange(store, saved_of(store, log), may_have_expired=True)
     with pytest.raises(
         ObjectMissing, match=f"{name_of(0)} with transactions 0..{OBJECT - 1} was deleted"
     ):
-        found.check_again()
-    later.check_again()
+        found.check_objects_exist()
+    later.check_objects_exist()

@@ -25,9 +25,9 @@ def store(tmp_path):
 
 
 def test_files_are_written_read_listed_and_deleted(store):
-    assert store.names("7") == []
+    assert store.list_names("7") == []
     store.write(NAME, b"abc")
-    with store.writing("7/manifests/1") as sink:
+    with store.open_sink("7/manifests/1") as sink:
         sink.write(b"d")
         sink.write(memoryview(b"ef"))
     assert store.read(NAME) == b"abc"
@@ -35,11 +35,11 @@ def test_files_are_written_read_listed_and_deleted(store):
     with store.open(NAME) as source:
         source.seek(1)
         assert source.read() == b"bc"
-    assert store.names("7") == ["7/manifests/1", NAME]
-    assert store.names("7/objects") == [NAME]
+    assert store.list_names("7") == ["7/manifests/1", NAME]
+    assert store.list_names("7/objects") == [NAME]
     store.delete(NAME)
     store.delete(NAME)
-    assert store.names("7") == ["7/manifests/1"]
+    assert store.list_names("7") == ["7/manifests/1"]
 
 
 @pytest.mark.parametrize("call", ["read", "open"])
@@ -82,26 +82,26 @@ def test_nothing_is_overwritten(store):
     with pytest.raises(ArchiveUnavailable, match=f"cannot write .*{NAME}: File exists"):
         store.write(NAME, b"second")
     assert store.read(NAME) == b"first"
-    assert store.names("") == [NAME]
+    assert store.list_names("") == [NAME]
 
 
 def test_a_write_that_fails_leaves_no_file(store):
-    with suppress(ZeroDivisionError), store.writing(NAME) as sink:
+    with suppress(ZeroDivisionError), store.open_sink(NAME) as sink:
         sink.write(b"half")
         raise ZeroDivisionError
-    assert store.names("") == []
+    assert store.list_names("") == []
 
 
 def test_an_error_of_the_callers_block_is_not_reported_as_one_of_the_store(store):
-    with pytest.raises(OSError, match=r"^the disk of the caller$"), store.writing(NAME):
+    with pytest.raises(OSError, match=r"^the disk of the caller$"), store.open_sink(NAME):
         raise OSError("the disk of the caller")
-    with pytest.raises(FileNotFoundError), store.writing(NAME):
+    with pytest.raises(FileNotFoundError), store.open_sink(NAME):
         raise FileNotFoundError
-    assert store.names("") == []
+    assert store.list_names("") == []
 
 
 def test_an_error_of_an_open_file_is_reported_with_its_name(store):
-    with store.writing(NAME) as sink, Path("/dev/full").open("wb", buffering=0) as full:
+    with store.open_sink(NAME) as sink, Path("/dev/full").open("wb", buffering=0) as full:
         sink._file, file = full, sink._file
         with pytest.raises(ArchiveUnavailable, match=f"write .*{NAME}: No space left on device"):
             sink.write(b"abc")

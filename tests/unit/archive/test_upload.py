@@ -76,19 +76,21 @@ def test_uploads_continue_each_other_and_their_objects_have_the_log(store):
     found = read_manifest(store, second)
     assert (found.version, found.last, found.chain) == (2, 19, two.end.chain)
     assert (second.last, second.chain) == (found.last, found.chain)
-    assert [each.first for each in found.newest] == [0, 10]
-    for entry, job in zip(found.newest, (one, two), strict=True):
+    assert [each.first for each in found.newest_objects] == [0, 10]
+    for entry, job in zip(found.newest_objects, (one, two), strict=True):
         data = store.read(entry.name)
         assert (entry.file_bytes, entry.file_crc) == (len(data), crc32(data))
         assert entry.commit_ms_min == entry.commit_ms_max == 5
         with store.open(entry.name) as source:
             read = ArchiveObject(source, entry.name)
-            whole = b"".join(bytes(read.read(each).records) for each in range(read.group_count))
+            whole = b"".join(
+                bytes(read.read_row_group(each).records) for each in range(read.group_count)
+            )
             assert whole == b"".join(bytes(each.records) for each in job.runs)
             assert [each.last for each in read.verify()] == [
                 batch.last for run in job.runs for batch in run.batches
             ]
-    assert store.names(CLUSTER) == [
+    assert store.list_names(CLUSTER) == [
         f"{CLUSTER}/3/manifests/1-9-{NONCE.hex()}-1.json",
         f"{CLUSTER}/3/manifests/2-9-{NONCE.hex()}-2.json",
         f"{CLUSTER}/3/objects/0-9-9-{NONCE.hex()}-1.parquet",
@@ -97,23 +99,23 @@ def test_uploads_continue_each_other_and_their_objects_have_the_log(store):
 
 
 def test_old_objects_go_to_a_page(store, monkeypatch):
-    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     made = None
     for attempt in range(5):
         made = upload(store, KEY, job_after(made, attempt=attempt))
     found = read_manifest(store, made)
     (page,) = found.pages
-    assert len(found.newest) == 3
+    assert len(found.newest_objects) == 3
     entries = ManifestPage.from_bytes(store.read(page.name), page.name).entries
-    assert [each.first for each in (*entries, *found.newest)] == [0, 10, 20, 30, 40]
+    assert [each.first for each in (*entries, *found.newest_objects)] == [0, 10, 20, 30, 40]
 
 
 def test_nothing_is_overwritten(store):
     upload(store, KEY, job_after())
-    before = {name: store.read(name) for name in store.names(CLUSTER)}
+    before = {name: store.read(name) for name in store.list_names(CLUSTER)}
     with pytest.raises(ArchiveUnavailable, match=r"cannot write .*0-9-9-.*parquet: File exists"):
         upload(store, KEY, job_after())
-    assert {name: store.read(name) for name in store.names(CLUSTER)} == before
+    assert {name: store.read(name) for name in store.list_names(CLUSTER)} == before
 
 
 @pytest.mark.parametrize(
@@ -140,10 +142,10 @@ def test_nothing_is_overwritten(store):
 )
 def test_a_manifest_that_does_not_end_before_the_range_is_rejected(store, changes, error, reason):
     made = upload(store, KEY, job_after())
-    before = store.names(CLUSTER)
+    before = store.list_names(CLUSTER)
     with pytest.raises(error, match=reason):
         upload(store, KEY, job_after(made, attempt=2, **changes))
-    assert store.names(CLUSTER) == before
+    assert store.list_names(CLUSTER) == before
 
 
 @pytest.mark.parametrize("wrong", [".parquet", "1-9-"])
@@ -160,7 +162,7 @@ def test_records_of_another_log_are_found(store):
     wrong = (job.runs[0]._replace(batches=entries), job.runs[1])
     with pytest.raises(ChecksumMismatch, match=r"0-9-9.*: its batches are not those of the log"):
         upload(store, KEY, job_after(runs=wrong))
-    assert not [name for name in store.names(CLUSTER) if "manifests" in name]
+    assert not [name for name in store.list_names(CLUSTER) if "manifests" in name]
 
 
 def test_a_store_that_fails_is_an_error_with_the_operation(tmp_path):
@@ -190,7 +192,7 @@ def test_an_upload_has_the_rate_of_its_limit(tmp_path):
     store = ArchiveStore(f"file://{tmp_path}", limit)
     made = upload(store, KEY, job_after())
     assert made.last == read_manifest(ArchiveStore(store.url), made).last
-    written = sum(each.byte_count for each in store.files(""))
+    written = sum(each.byte_count for each in store.list_files(""))
     last = (tmp_path / made.name).stat().st_size
     assert time.now_s * 1_000 == pytest.approx(2 * written - last), "all but the last read waits"
     gaps = [later - earlier for earlier, later in pairwise([0.0, *waits_s])]

@@ -41,9 +41,9 @@ class FailingStore(ArchiveStore):
         return data
 
     @contextmanager
-    def writing(self, name):
+    def open_sink(self, name):
         self._meet("write", name, is_after=False)
-        with super().writing(name) as sink:
+        with super().open_sink(name) as sink:
             yield sink
         self._meet("write", name, is_after=True)
 
@@ -67,7 +67,7 @@ OPERATIONS = ["read", "write", "read", "write", "read", "write", "read"]
 @pytest.fixture
 def archived(tmp_path, monkeypatch):
     """Return a store and the manifest of its four objects; the next one needs a page."""
-    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 2)
+    monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 2)
     store = FailingStore(f"file://{tmp_path}")
     made = None
     for attempt in range(4):
@@ -76,7 +76,7 @@ def archived(tmp_path, monkeypatch):
 
 
 def files_of(store):
-    return {name: ArchiveStore.read(store, name) for name in store.names(CLUSTER)}
+    return {name: ArchiveStore.read(store, name) for name in store.list_names(CLUSTER)}
 
 
 def test_an_upload_reads_back_each_file_that_it_writes(archived):
@@ -107,8 +107,8 @@ def test_after_a_failure_or_a_crash_the_next_attempt_continues(archived, number,
     store.fail_next(-1, is_after=False)
     after = upload(store, KEY, job_after(made, attempt=10))
     found = read_manifest(store, after)
-    assert [each.first for each in found.newest] == [20, 30, 40]
-    listed = [each.name for each in (*found.pages, *found.newest)]
+    assert [each.first for each in found.newest_objects] == [20, 30, 40]
+    listed = [each.name for each in (*found.pages, *found.newest_objects)]
     assert after.name not in garbage
     assert not [name for name in listed if name in garbage and name not in before]
     assert garbage.items() <= files_of(store).items(), "nothing is overwritten or deleted"
@@ -117,11 +117,11 @@ def test_after_a_failure_or_a_crash_the_next_attempt_continues(archived, number,
 def test_a_flipped_bit_anywhere_in_an_object_is_found(tmp_path):
     store = FlippingStore(f"file://{tmp_path}")
     upload(store, KEY, job_after())
-    (name,) = [each for each in store.names(CLUSTER) if each.endswith(".parquet")]
+    (name,) = [each for each in store.list_names(CLUSTER) if each.endswith(".parquet")]
     size = len(store.read(name))
     places = [*range(0, size, 61), size - 1]
     for attempt, place in enumerate(places, 2):
         store.flipped = place
         with pytest.raises(WaltzError, match=f"object {CLUSTER}/3/objects/0-9-9-.*-{attempt}.parq"):
             upload(store, KEY, job_after(attempt=attempt))
-    assert len([each for each in store.names(CLUSTER) if "manifests" in each]) == 1
+    assert len([each for each in store.list_names(CLUSTER) if "manifests" in each]) == 1

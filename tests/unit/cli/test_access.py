@@ -50,7 +50,7 @@ class World:
             names = ("server-1", f"storage-{ADDRESSES[0]}")
             for each, name, revision in zip(self.daemons, names, revisions, strict=True):
                 if revision is not None:
-                    each.publish_applied(name, revision)
+                    each.set_applied_revision(name, revision)
                     await each._applied.publish()
 
         asyncio.run(publish())
@@ -90,7 +90,7 @@ class World:
 
     @property
     def permissions(self):
-        return access_node.decode(self.zookeeper.dump()[NODE])
+        return access_node.decode_permissions(self.zookeeper.dump()[NODE])
 
     @property
     def audit(self):
@@ -380,7 +380,7 @@ def test_a_token_with_an_unknown_outcome_keeps_its_file(begun, tmp_path, monkeyp
     async def unanswered(_self, _made, _before):
         raise CoordinatorOutcomeUnknown("zk:1 did not answer a write")
 
-    monkeypatch.setattr(StoredPermissions, "_is_written", unanswered)
+    monkeypatch.setattr(StoredPermissions, "_try_write", unanswered)
     failed = begun.run("token", "create", "etl", "--file", file, code=1)
     assert "Hint: `access list` shows whether token t" in failed.stderr
     assert file.exists()
@@ -398,7 +398,7 @@ def test_expired_tokens_are_removed_together(begun, tmp_path):
     }
     entry = begun.zookeeper.entry(path)
     begun.zookeeper._nodes[path] = replace(
-        entry, data=access_node.encode(replace(found, tokens=old))
+        entry, data=access_node.encode_permissions(replace(found, tokens=old))
     )
     assert [each["is_expired"] for each in begun.json("list")["tokens"]] == [True, False]
     removed = begun.run("token", "revoke", "--expired")
@@ -414,7 +414,7 @@ def test_an_export_is_imported_with_a_later_revision(begun, tmp_path):
     begun.run("export", "--file", file)
     saved = begun.permissions
     assert file.stat().st_mode & 0o777 == 0o600
-    assert access_node.decode(file.read_bytes()) == saved
+    assert access_node.decode_permissions(file.read_bytes()) == saved
     begun.run("export", "--file", file, code=1)
     begun.run("grant", "etl", "read")
     preview = begun.run("import", "--file", file)
@@ -432,7 +432,7 @@ def test_an_export_is_imported_with_a_later_revision(begun, tmp_path):
 
 def test_an_import_without_replicate_needs_force(begun, tmp_path):
     file = tmp_path / "access"
-    file.write_bytes(access_node.encode(replace(begun.permissions, grants=())))
+    file.write_bytes(access_node.encode_permissions(replace(begun.permissions, grants=())))
     words = ("import", "--file", file, "--yes")
     assert "no principal would have the verb `replicate`" in begun.run(*words, code=1).stderr
     begun.run(*words, "--force")
@@ -554,7 +554,7 @@ def test_a_command_waits_until_the_daemons_use_its_revision(begun, monkeypatch):
         waits.append(1)
         for each in begun.daemons if len(waits) == 3 else ():
             name = each._applied._wanted[0]
-            each.publish_applied(name, 4)
+            each.set_applied_revision(name, 4)
             await each._applied.publish()
         await sleep(0)
 

@@ -23,7 +23,7 @@ A, B = "10.0.0.1:5280", "10.0.0.2:5280"
 @pytest.fixture
 def archive(tmp_path, monkeypatch):
     """Return an archive with three objects of 10 IDs each, one of them in a page."""
-    monkeypatch.setattr(manifest, "PAGE_ENTRIES", 1)
+    monkeypatch.setattr(manifest, "ENTRIES_PER_PAGE", 1)
     store, made = ArchiveStore(f"file://{tmp_path}"), []
     for attempt in range(3):
         made.append(upload(store, KEY, job_after(made[-1] if made else None, attempt=attempt)))

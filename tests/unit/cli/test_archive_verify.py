@@ -47,9 +47,9 @@ def case(tmp_path):
 
 def without_first_object(case):
     """Return the mark of a manifest after the expiry of an object, whose file is deleted."""
-    first, second = case.log.manifest.newest[:2]
+    first, second = case.log.manifest.newest_objects[:2]
     (case.folder / first.name).unlink()
-    later = case.log.manifest.expired(second.first, 0)
+    later = case.log.manifest.with_expiry(second.first, 0)
     return case.mark(later, "later", write_manifest(case.store, later, "later"))
 
 
@@ -68,7 +68,9 @@ def test_a_manifest_that_was_deleted_meanwhile_is_no_fault(case):
 def test_a_missing_object_of_the_recorded_manifest_is_reported(case, capsys):
     without_first_object(case)
     found = case.verify()
-    assert [each["name"] for each in found["problems"]] == [case.log.manifest.newest[0].name]
+    assert [each["name"] for each in found["problems"]] == [
+        case.log.manifest.newest_objects[0].name
+    ]
     assert found["objects"] == 3
     shown = capsys.readouterr()
     assert "it does not exist. Hint: add --repair" in shown.out
@@ -95,7 +97,7 @@ def test_ids_that_have_expired_are_named(case, capsys, wanted, shown, objects):
     first, last = wanted
     case.check = ArchiveCheck(case.store, CLUSTER_KEY, PARTITION_ID, first=first, last=last)
     found = case.verify()
-    expired = case.log.manifest.newest[0].last
+    expired = case.log.manifest.newest_objects[0].last
     text = (
         f"transactions {shown.format(expired)} have expired; the first available one is "
         f"{expired + 1}\n"
@@ -110,7 +112,7 @@ def test_a_range_without_an_archived_id_is_empty(case, capsys):
     case.check = ArchiveCheck(case.store, CLUSTER_KEY, PARTITION_ID, first=end + 1, last=None)
     assert case.verify()["last"] is None
     assert capsys.readouterr().out.endswith(f"archived; the last archived one is {end}\n")
-    everything = case.log.manifest.expired(end + 1, 0)
+    everything = case.log.manifest.with_expiry(end + 1, 0)
     mark = case.mark(everything, "later", write_manifest(case.store, everything, "later"))
     case.marks = [mark]
     for first, last in ((1, None), (0, end), (0, None)):
@@ -120,7 +122,7 @@ def test_a_range_without_an_archived_id_is_empty(case, capsys):
 
 
 def test_a_check_that_is_interrupted_prints_where_to_continue(case, monkeypatch, capsys):
-    third = case.log.manifest.newest[2]
+    third = case.log.manifest.newest_objects[2]
     open_file = case.store.open
 
     async def main():
@@ -143,7 +145,7 @@ def test_a_check_that_is_interrupted_prints_where_to_continue(case, monkeypatch,
 
 
 def test_a_store_that_fails_ends_the_check_with_the_place_to_continue(case, monkeypatch, capsys):
-    second = case.log.manifest.newest[1]
+    second = case.log.manifest.newest_objects[1]
     open_file = case.store.open
 
     def unreachable(name):
@@ -174,7 +176,7 @@ def hang_until_reported(monkeypatch):
 
 
 def test_a_check_states_which_call_of_the_store_hangs(case, monkeypatch):
-    second = case.log.manifest.newest[1]
+    second = case.log.manifest.newest_objects[1]
     wait, open_file = hang_until_reported(monkeypatch), case.store.open
     found = []
 
@@ -197,7 +199,7 @@ def test_the_status_states_which_call_of_the_store_hangs(case, monkeypatch):
     found = []
     monkeypatch.setattr(case.store, "read", lambda name: found.extend(wait()) or read(name))
     entries = asyncio.run(archive_status._read_objects(case.store, case.marks[0]))
-    assert len(entries) == len(case.log.manifest.newest)
+    assert len(entries) == len(case.log.manifest.newest_objects)
     assert f": reading manifest {case.log.name} and its pages" in found[0]
 
 

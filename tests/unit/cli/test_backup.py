@@ -10,8 +10,8 @@ import pytest
 from tests.archived_log import CLUSTER_KEY, FIRST_COMMIT_MS, PARTITION_ID, write_archive
 from tests.commands import run_command
 from tests.unit.cluster.test_backup import ACCESS, BACKUP
-from waltz_core.access.client_ids import FIRST_ISSUED
-from waltz_core.archive.pins import is_pinned, pin
+from waltz_core.access.client_ids import FIRST_ISSUED_ID
+from waltz_core.archive.pins import is_pinned, pin_objects
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import change_commands
@@ -29,7 +29,7 @@ from waltz_core.cluster.znodes.model import (
     PartitionMarker,
     PartitionMetadata,
 )
-from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
+from waltz_core.cluster.znodes.restore_sources import NO_RESTORE_SOURCES
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadConfig, ChecksumMismatch, ObjectMissing
 
@@ -90,7 +90,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
         await coordinator.writes.finish("before", {}, 10)
         await coordinator.writes.begin("meanwhile", {0: 1}, 10)
         await coordinator.next_client_id()
-        await coordinator.issued_ids.next()
+        await coordinator.issued_ids.allocate_id()
         return marks_of(20)
 
     taken = await take(coordinator, store, request_marks)
@@ -100,7 +100,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
         1,
         marks_of(20),
     )
-    assert taken.issued_client_id == FIRST_ISSUED
+    assert taken.issued_client_id == FIRST_ISSUED_ID
     partition = taken.partitions[PARTITION_ID]
     assert (partition.session_id, partition.generation) == (60, 3)
     assert partition.manifest.manifest.last == log.lineage[-1].last
@@ -109,7 +109,7 @@ async def test_a_backup_has_the_state_of_zookeeper_and_the_archive(store):
         "before": False,
         "meanwhile": False,
     }
-    assert taken.access == made == ACCESS
+    assert taken.permissions == made == ACCESS
     assert Backup.from_bytes(taken.to_bytes(), "f") == taken
 
 
@@ -248,7 +248,7 @@ def test_a_partition_ends_at_the_last_batch_end_that_the_options_allow(store, li
 def test_a_failed_restoration_leaves_neither_a_cluster_nor_a_pin(tmp_path, monkeypatch, store):
     """The objects of the backup do not exist."""
     zookeeper = MemoryZooKeeper(asyncio.Event)
-    monkeypatch.setattr(restore_command, "pin", pinned := Pins())
+    monkeypatch.setattr(restore_command, "pin_objects", pinned := Pins())
     error = failed_restore(BACKUP, zookeeper, tmp_path, monkeypatch, store)
     assert "found no objects of partition 0 of cluster" in error
     assert pinned.names
@@ -259,7 +259,9 @@ def test_a_failed_restoration_leaves_neither_a_cluster_nor_a_pin(tmp_path, monke
 @pytest.mark.parametrize("access", [None, ACCESS])
 def test_a_restoration_prints_the_revision_of_its_permissions(tmp_path, monkeypatch, store, access):
     empty = PartitionBackup(-1, -1, -1, None)
-    backup = Backup("shop", UUID(bytes=CLUSTER_KEY), 1, 41, (empty,), {}, NOT_RESTORED, access)
+    backup = Backup(
+        "shop", UUID(bytes=CLUSTER_KEY), 1, 41, (empty,), {}, NO_RESTORE_SOURCES, access
+    )
     for words in ((), ("--json",)):
         zookeeper = MemoryZooKeeper(asyncio.Event)
         ran = run_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words)
@@ -311,8 +313,8 @@ def test_the_second_of_two_restorations_fails_and_leaves_nothing(
     saved = SavedManifest.read(store, log.name, log.crc)
     empty = PartitionBackup(-1, -1, -1, None)
     partitions = (*[empty] * PARTITION_ID, PartitionBackup(60, 8, 1, saved))
-    backup = Backup("shop", UUID(bytes=CLUSTER_KEY), 1, 41, partitions, {}, NOT_RESTORED)
-    create, before = Coordinator.create_restored, files_of(tmp_path / "archive")
+    backup = Backup("shop", UUID(bytes=CLUSTER_KEY), 1, 41, partitions, {}, NO_RESTORE_SOURCES)
+    create, before = Coordinator.create_restored_cluster, files_of(tmp_path / "archive")
     written = []
 
     async def create_later(self, new, restored):
@@ -320,7 +322,7 @@ def test_the_second_of_two_restorations_fails_and_leaves_nothing(
         await create(self, new, restored)  # the other command
         await create(self, new, restored)
 
-    monkeypatch.setattr(Coordinator, "create_restored", create_later)
+    monkeypatch.setattr(Coordinator, "create_restored_cluster", create_later)
     zookeeper = MemoryZooKeeper(asyncio.Event)
     error = failed_restore(backup, zookeeper, tmp_path, monkeypatch, store, *words)
     assert "a cluster exists already at" in error
@@ -336,7 +338,7 @@ def test_a_pin_that_another_restoration_may_need_remains(
     """Restorations with the same key share the pins of a third cluster."""
 
     def pin_third(store, _backup, key):
-        return [pin(store, bytes(16), key)]
+        return [pin_objects(store, bytes(16), key)]
 
     monkeypatch.setattr(restore_command, "_pin_objects", pin_third)
     zookeeper = MemoryZooKeeper(asyncio.Event)
@@ -355,7 +357,7 @@ class Pins:
         self.names = []
 
     def __call__(self, store, source_key, cluster_key):
-        self.names.append(pin(store, source_key, cluster_key))
+        self.names.append(pin_objects(store, source_key, cluster_key))
         assert is_pinned(store, source_key)
         return self.names[-1]
 

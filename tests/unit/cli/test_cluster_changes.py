@@ -42,7 +42,7 @@ async def run(subcommand, protocol, address_name="address", **words):
                 ChangeCommand(coordinator, Line()), admin_port=None, **words
             )
         finally:
-            stored = set((await coordinator.storages.read()).assignment.partitions)
+            stored = set((await coordinator.storages.read_layout()).assignment.partitions)
             assert stored - {words[address_name]} == {OLD}
     finally:
         await listener.close()
@@ -71,7 +71,7 @@ def test_a_storage_that_does_not_run_replaces_no_other():
         command = ChangeCommand(coordinator, Line())
         with pytest.raises(Unreachable, match=r"storage 127.0.0.1:2 does not answer; nothing"):
             await replace_storage(command, address=OLD, successor="127.0.0.1:2", admin_port=None)
-        return set((await coordinator.storages.read()).assignment.partitions)
+        return set((await coordinator.storages.read_layout()).assignment.partitions)
 
     assert asyncio.run(take_over()) == {OLD}
 

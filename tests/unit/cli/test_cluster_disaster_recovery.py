@@ -7,7 +7,7 @@ from uuid import UUID
 
 import pytest
 
-from waltz_core.access.client_ids import FIRST_ISSUED
+from waltz_core.access.client_ids import FIRST_ISSUED_ID
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli.cluster import cluster_disaster_recovery
 from waltz_core.cli.cluster.cluster_disaster_recovery import _choose_replica
@@ -203,7 +203,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
         assignment = PartitionAssignment.from_bytes(zookeeper.dump()["/a/w/serverDescriptors"])
         metadata = (await command.coordinator.read_partition(0)).metadata
         coordinator = command.coordinator
-        ids = await coordinator.next_client_id(), await coordinator.issued_ids.next()
+        ids = await coordinator.next_client_id(), await coordinator.issued_ids.allocate_id()
         return ids, assignment.servers[1][0], metadata.generation, notes
 
     monkeypatch.setattr(cluster_disaster_recovery, "open_connections", open_links)
@@ -213,7 +213,7 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
 
 
 def test_new_ids_are_above_those_in_the_logs_after_a_clock_was_set_back(monkeypatch):
-    last_issued = FIRST_ISSUED + 80_000
+    last_issued = FIRST_ISSUED_ID + 80_000
     storage = Storage(MaximumIds(70_000, 400), MaximumIds(90_000, 500, last_issued))
     ids, owned, written, _ = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 60)
     client_id, issued = ids
@@ -226,7 +226,7 @@ def test_new_ids_are_above_those_in_the_logs_after_a_clock_was_set_back(monkeypa
 
 def test_exported_permissions_are_restored_once(monkeypatch, tmp_path):
     file = tmp_path / "access"
-    file.write_bytes(access_node.encode(Permissions(17, "ann", 5, bytes(32))))
+    file.write_bytes(access_node.encode_permissions(Permissions(17, "ann", 5, bytes(32))))
     storage = Storage(MaximumIds(70, 5))
     *_, notes = rebuilt(
         monkeypatch, storage, now_s=IDS_EPOCH_S + 9, dies_at=("_assign_replicas",), access_file=file
@@ -260,6 +260,6 @@ DIED = ("_highest_ids", "_write_decision", "_assign_replicas", "_assign_replicas
 def test_ids_continue_from_the_clock_where_that_is_later(monkeypatch, storage, dies_at):
     found = rebuilt(monkeypatch, storage, now_s=IDS_EPOCH_S + 1_000, dies_at=dies_at)
     ids, owned, written, notes = found
-    assert (*ids, owned, written) == (1_001, FIRST_ISSUED + 1_000, 1_001, 1_000)
+    assert (*ids, owned, written) == (1_001, FIRST_ISSUED_ID + 1_000, 1_001, 1_000)
     is_noted = any("IDs from the clock of this machine:" in each for each in notes)
     assert is_noted != storage.is_readable

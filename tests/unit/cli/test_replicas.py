@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from waltz_core.access.client_ids import FIRST_ISSUED
+from waltz_core.access.client_ids import FIRST_ISSUED_ID
 from waltz_core.cli.storage.owner_connection import (
     ClaimedSession,
     ExpectedCluster,
@@ -98,7 +98,7 @@ def ending(last, **changes):
 
 
 def test_the_newest_ids_are_the_greatest_of_the_last_records():
-    issued = FIRST_ISSUED + 6  # by a server: the IDs of the two counters are apart
+    issued = FIRST_ISSUED_ID + 6  # by a server: the IDs of the two counters are apart
     link = Link([heads(0, (issued, 3), (70, 2))], [DAMAGE, heads(2, (8, 4))])
     found = asked(link, lambda replica: replica.highest_ids(2, SESSION, ending(2)))
     assert found == MaximumIds(70, 4, issued)

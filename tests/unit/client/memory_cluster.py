@@ -176,7 +176,7 @@ class MemoryServer:
         link.start(take, gone)
 
     async def _issue_client_id(self, link: net.Link, message: ClientIdRequest) -> None:
-        client_id = await self.coordinator.issued_ids.next()
+        client_id = await self.coordinator.issued_ids.allocate_id()
         link.send(ClientIdResponse(message.req_id, client_id, NO_PROOF))
 
     def _perform(self, number: int, effect) -> None:

@@ -14,7 +14,7 @@ from tests.loops import run_on_virtual_loop
 from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.client.memory_cluster import IN_MEMORY_CONFIG, KEY, memory_cluster, two_clients
 from waltz_core import errors
-from waltz_core.access.client_ids import FIRST_ISSUED
+from waltz_core.access.client_ids import FIRST_ISSUED_ID
 from waltz_core.client import (
     LATEST,
     AsyncCallbacks,
@@ -63,7 +63,7 @@ async def test_a_client_describes_its_cluster():
         assert client.client_id is None  # a client that only reads needs none
         assert await client.high_water_marks() == {0: -1, 1: -1, 2: -1}
         assert await client.mount() == {0: -1, 1: -1, 2: -1}
-        assert client.client_id == FIRST_ISSUED
+        assert client.client_id == FIRST_ISSUED_ID
 
 
 @run_on_virtual_loop
@@ -656,11 +656,11 @@ def logged_outages():
     """Gather what is logged of them."""
     sentence: list[str] = []
 
-    class Handler(logging.Handler):
+    class KazooHandler(logging.Handler):
         def emit(self, record):
             sentence.append(record.getMessage())
 
-    handler, log = Handler(), logging.getLogger(outage_log.__name__)
+    handler, log = KazooHandler(), logging.getLogger(outage_log.__name__)
     level = log.level
     log.setLevel(logging.INFO)
     log.addHandler(handler)

@@ -19,7 +19,7 @@ from waltz_core.client.links.directory import (
 )
 from waltz_core.cluster.membership.registration import Ownership, ServersView
 from waltz_core.cluster.znodes.model import GroupDescriptor, ServerDescriptor
-from waltz_core.cluster.znodes.restored_from import NOT_RESTORED
+from waltz_core.cluster.znodes.restore_sources import NO_RESTORE_SOURCES
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import ReplicaId
 
@@ -155,7 +155,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
     class ZooKeeper:
         where = "zk:2181/shop"
 
-        async def read_servers_now(self):
+        async def read_latest_servers(self):
             asked.append("now")
             return view(host="b", is_settled=len(asked) > 1)
 
@@ -198,8 +198,8 @@ class OtherCluster:
         store = SimpleNamespace(cluster_key=SimpleNamespace(bytes=self.key))
         return SimpleNamespace(params=params, store=store)
 
-    async def read_restored_from(self):
-        return NOT_RESTORED
+    async def read_restore_sources(self):
+        return NO_RESTORE_SOURCES
 
     async def read_servers(self):
         owners = {partition: Ownership(7, self.generation) for partition in range(3)}
@@ -465,8 +465,8 @@ class Rebuilt(WithViews):
         params = SimpleNamespace(name="shop", partition_count=3)
         return SimpleNamespace(params=params, store=SimpleNamespace(cluster_key=self.key))
 
-    async def read_restored_from(self):
-        return NOT_RESTORED
+    async def read_restore_sources(self):
+        return NO_RESTORE_SOURCES
 
     async def read_servers(self):
         self._check()
@@ -517,7 +517,7 @@ def test_a_node_that_cannot_be_decoded_counts_as_no_answer():
     async def rotten():
         raise errors.BadFormat("/shop/serverDescriptors/s_0: rotten")
 
-    zookeeper.read_servers = zookeeper.read_servers_now = rotten
+    zookeeper.read_servers = zookeeper.read_latest_servers = rotten
     for ask in (
         lambda: directory.owner(0, after_failure=True),
         lambda: directory.owner_now(0),

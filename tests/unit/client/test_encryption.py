@@ -118,7 +118,7 @@ def test_without_the_key_data_is_none_with_a_reason(directory: Path) -> None:
         client.append(b"two", encryption_key_id="b").result()
         waltz.client().append(b"plain").result()
         (directory / "b").unlink()
-        keys.keys_of.cache_clear()  # as in another process
+        keys.key_cache_for.cache_clear()  # as in another process
         expected = [
             (b"one", None),
             (None, "the key 'b' does not exist"),
@@ -140,7 +140,7 @@ async def test_an_async_client_encrypts_and_reports_lost_keys(directory: Path) -
             await (await client.append(b"one"))
             await (await client.append(b"two", encryption_key_id="b"))
             (directory / "b").unlink()
-            keys.keys_of.cache_clear()
+            keys.key_cache_for.cache_clear()
         async with waltz.async_client(config(directory)) as reader:
             seen = Seen(2)
             await reader.subscribe(SeenOnLoop(seen))
@@ -187,7 +187,7 @@ def test_predecessors_are_decrypted(directory: Path) -> None:
         client.submit(third()).result()
         assert seen[-1] == [b"first", b"second"]
         (directory / "a").unlink()
-        keys.keys_of.cache_clear()
+        keys.key_cache_for.cache_clear()
         with pytest.raises(errors.LockFailed) as failed:
             waltz.client(config(directory, key="b")).append(b"x", **hot).result()
         found = failed.value.pipelined_state.predecessors_above(2)[0]
@@ -240,7 +240,7 @@ def archived(url: Path, payloads: list[bytes]) -> ArchivedObjects:
 
 
 def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_path: Path) -> None:
-    encryption = Encryption.of(str(directory), key_id="a")
+    encryption = Encryption.from_reference(str(directory), key_id="a")
     place = {"partition": PARTITION_ID, "header": 5}
     payloads = [
         encryption.encrypt(b"one", **place),
@@ -250,8 +250,8 @@ def test_the_archive_has_envelopes_that_need_their_keys(directory: Path, tmp_pat
     (tmp_path / "archive").mkdir()
     objects = archived(tmp_path / "archive", payloads)
     (directory / "b").unlink()
-    keys.keys_of.cache_clear()
-    encryption = Encryption.of(str(directory))
+    keys.key_cache_for.cache_clear()
+    encryption = Encryption.from_reference(str(directory))
     whole = {"form": RangeForm.WHOLE}
     (chunk,) = read_archived(objects, 0, 2, **whole, encryption=encryption)
     assert [row.data for row in chunk.rows()] == [b"one", None, b"plain"]

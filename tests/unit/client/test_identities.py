@@ -7,7 +7,7 @@ import pytest
 from tests.loops import poll_until, run_on_virtual_loop
 from tests.unit.client.memory_cluster import memory_cluster
 from waltz_core import errors
-from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, ClientIdentity
+from waltz_core.access.client_ids import FIRST_ISSUED_ID, NO_PROOF, ClientIdentity
 from waltz_core.client.links.directory import Owner
 from waltz_core.client.links.identities import ClientIdentities
 from waltz_core.records.record import Generation, PartitionId
@@ -62,10 +62,10 @@ class LinksAndDirectory:
 
 @run_on_virtual_loop
 async def test_the_server_of_the_mount_issues_the_id_of_all_partitions():
-    one, two = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
+    one, two = Link("one:1", FIRST_ISSUED_ID), Link("two:1", FIRST_ISSUED_ID + 50)
     ids = LinksAndDirectory(one, two).ids()
     assert ids.current is None
-    first = ClientIdentity(FIRST_ISSUED + 1, PROOF)
+    first = ClientIdentity(FIRST_ISSUED_ID + 1, PROOF)
     assert await ids.get(one, instead_of=-1) == first
     assert await ids.get(two, instead_of=-1) == first
     assert (one.asked, two.asked) == (1, 0)
@@ -81,9 +81,9 @@ async def test_without_a_newer_server_the_id_is_one_of_zookeeper():
 
 @run_on_virtual_loop
 async def test_another_server_issues_the_id_if_the_owner_is_older():
-    old, new = Link("one:1", None), Link("two:1", FIRST_ISSUED)
+    old, new = Link("one:1", None), Link("two:1", FIRST_ISSUED_ID)
     around = LinksAndDirectory(old, new)
-    assert (await around.ids().get(old, instead_of=-1)).client_id == FIRST_ISSUED + 1
+    assert (await around.ids().get(old, instead_of=-1)).client_id == FIRST_ISSUED_ID + 1
     new.answer = errors.CoordinatorUnavailable("no ZooKeeper")
     with pytest.raises(errors.CoordinatorUnavailable):
         await around.ids().get(old, instead_of=-1)
@@ -91,17 +91,17 @@ async def test_another_server_issues_the_id_if_the_owner_is_older():
 
 @run_on_virtual_loop
 async def test_a_denied_id_is_replaced_once_for_all_partitions():
-    one, two = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
+    one, two = Link("one:1", FIRST_ISSUED_ID), Link("two:1", FIRST_ISSUED_ID + 50)
     ids = LinksAndDirectory(one, two).ids()
     denied = (await ids.get(one, instead_of=-1)).client_id
     other = await ids.get(two, instead_of=denied)
-    assert other.client_id == FIRST_ISSUED + 51
+    assert other.client_id == FIRST_ISSUED_ID + 51
     assert await ids.get(one, instead_of=denied) == other
 
 
 @run_on_virtual_loop
 async def test_an_id_that_the_application_keeps_is_not_replaced():
-    link = Link("one:1", FIRST_ISSUED)
+    link = Link("one:1", FIRST_ISSUED_ID)
     ids = LinksAndDirectory(link).ids(given=ClientIdentity(7))
     assert ids.current == ClientIdentity(7)
     with pytest.raises(
@@ -110,7 +110,7 @@ async def test_an_id_that_the_application_keeps_is_not_replaced():
         await ids.get(link, instead_of=7)
     assert link.asked == 0
     # Without sequence numbers it is of no use to the application either.
-    other = ClientIdentity(FIRST_ISSUED + 1, PROOF)
+    other = ClientIdentity(FIRST_ISSUED_ID + 1, PROOF)
     for _ in range(2):
         assert await ids.get(link, instead_of=7, is_used_up=True) == other
     assert link.asked == 1
@@ -118,7 +118,7 @@ async def test_an_id_that_the_application_keeps_is_not_replaced():
 
 @run_on_virtual_loop
 async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
-    frozen, other = Link("one:1", FIRST_ISSUED), Link("two:1", FIRST_ISSUED + 50)
+    frozen, other = Link("one:1", FIRST_ISSUED_ID), Link("two:1", FIRST_ISSUED_ID + 50)
     ids = LinksAndDirectory(frozen, other).ids()
     frozen.may_answer.clear()
     async with asyncio.TaskGroup() as group:
@@ -127,7 +127,7 @@ async def test_a_frozen_server_delays_no_other_and_its_answer_is_shared():
             await asyncio.sleep(0)
         found = await ids.get(other, instead_of=-1)
         frozen.may_answer.set()
-    assert found.client_id == FIRST_ISSUED + 51
+    assert found.client_id == FIRST_ISSUED_ID + 51
     assert {task.result() for task in waiting} == {found}
     assert frozen.asked == 1
 

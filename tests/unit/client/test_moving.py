@@ -137,8 +137,8 @@ async def move(cluster: MemoryCluster, there: list[Proxy], to: MemoryServer) -> 
     """Make a server own partition 0, as `cluster prefer` does."""
     for server, way in zip(cluster.servers, there, strict=True):
         if server is not to:
-            await server.coordinator.prefer(descriptor(server, way))
-    await to.coordinator.prefer(descriptor(to, there[cluster.servers.index(to)], 0))
+            await server.coordinator.change_preferences(descriptor(server, way))
+    await to.coordinator.change_preferences(descriptor(to, there[cluster.servers.index(to)], 0))
     await until(lambda: 0 in to.partitions and to.partitions[0].partition.is_open)
     await cluster.wait_until_settled()
 

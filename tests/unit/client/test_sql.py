@@ -15,7 +15,7 @@ from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import PoisonPolicy, Transaction, TransactionBuilder
 from waltz_core.client.api import sql
 from waltz_core.client.api.sql import SqlCallbacks
-from waltz_core.cluster.znodes.restored_from import RestoredFrom
+from waltz_core.cluster.znodes.restore_sources import RestoreSources
 from waltz_core.errors import BadConfig, BadRequest, ClusterKeyMismatch, DataLoss, Unreachable
 from waltz_core.records.record import PartitionId, TransactionId
 
@@ -491,7 +491,7 @@ def test_a_view_continues_in_a_cluster_restored_from_its_cluster(engine: sa.Engi
     old.client_high_water_mark(0)
     apply_all(old, range(3))
     restored = Adding(engine)
-    restored.begin(OTHER, RestoredFrom({ONE.hex(): {0: 2}}))
+    restored.begin(OTHER, RestoreSources({ONE.hex(): {0: 2}}))
     assert restored.client_high_water_mark(0) == 2
     # An instance that still applies the old log moves the mark no more.
     with pytest.raises(
@@ -510,7 +510,7 @@ def test_a_view_past_the_restored_end_is_rejected(engine: sa.Engine) -> None:
     old.client_high_water_mark(0)
     apply_all(old, range(3))
     restored = Adding(engine)
-    restored.begin(OTHER, RestoredFrom({ONE.hex(): {0: 1}}))
+    restored.begin(OTHER, RestoreSources({ONE.hex(): {0: 1}}))
     with pytest.raises(ClusterKeyMismatch, match=r"found cluster key 0101"):
         restored.client_high_water_mark(0)
     apply_all(old, [3])

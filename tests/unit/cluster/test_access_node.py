@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.access.permissions import Grant, KnownToken, Permissions, PrincipalLimits
+from waltz_core.access.permissions import Grant, Permissions, PrincipalLimits, StoredToken
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cluster.znodes import access_node
 from waltz_core.errors import BadConfig, BadFormat
@@ -28,18 +28,18 @@ PERMISSIONS = Permissions(
         "spark-etl": PrincipalLimits(50_000_000, 20_000, 200, 50),
         "*": PrincipalLimits(connections=100),
     },
-    tokens={HASH: KnownToken("t3", "spark-etl", 1_803_643_200_000)},
+    tokens={HASH: StoredToken("t3", "spark-etl", 1_803_643_200_000)},
 )
 
 
 def changed(**parts):
     """The node with other parts; a part that is None is left out."""
-    node = json.loads(access_node.encode(PERMISSIONS)) | parts
+    node = json.loads(access_node.encode_permissions(PERMISSIONS)) | parts
     return json.dumps({key: each for key, each in node.items() if each is not None}).encode()
 
 
 def test_the_bytes_are_those_of_the_decision():
-    node = json.loads(access_node.encode(PERMISSIONS))
+    node = json.loads(access_node.encode_permissions(PERMISSIONS))
     assert node == {
         "format": 1,
         "revision": 17,
@@ -64,7 +64,7 @@ def test_the_bytes_are_those_of_the_decision():
         },
         "tokens": {HASH: {"id": "t3", "principal": "spark-etl", "expires_ms": 1_803_643_200_000}},
     }
-    assert access_node.decode(changed()) == PERMISSIONS
+    assert access_node.decode_permissions(changed()) == PERMISSIONS
 
 
 def grant(**parts):
@@ -123,7 +123,7 @@ def token(**parts):
 )
 def test_a_part_that_is_not_exactly_as_expected_makes_the_node_unreadable(parts, error):
     with pytest.raises(BadFormat, match=error):
-        access_node.decode(changed(**parts))
+        access_node.decode_permissions(changed(**parts))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_part_that_is_not_exactly_as_expected_makes_the_node_unreadable(parts,
 )
 def test_other_bytes_are_unreadable(data, error):
     with pytest.raises(BadFormat, match=error):
-        access_node.decode(data)
+        access_node.decode_permissions(data)
 
 
 @given(
@@ -150,21 +150,21 @@ def test_other_bytes_are_unreadable(data, error):
 )
 def test_any_bytes_are_a_value_or_bad_format(data):
     with pytest.raises(BadFormat):
-        access_node.decode(data)
+        access_node.decode_permissions(data)
 
 
 def test_an_unreadable_key_is_not_in_the_error():
     with pytest.raises(BadFormat) as caught:
-        access_node.decode(changed(client_key=[KEY.hex()]))
+        access_node.decode_permissions(changed(client_key=[KEY.hex()]))
     assert "0102" not in str(caught.value)
     assert "0102" not in repr(PERMISSIONS)
 
 
 def test_permissions_over_the_limit_are_not_written():
-    many = {f"{at:064x}": KnownToken(f"t{at}", "ann", 1) for at in range(6_000)}
+    many = {f"{at:064x}": StoredToken(f"t{at}", "ann", 1) for at in range(6_000)}
     full = Permissions(1, "ann", 0, KEY, tokens=many)
     with pytest.raises(BadConfig, match="expected at most 524288"):
-        access_node.encode(full)
+        access_node.encode_permissions(full)
 
 
 def test_a_token_is_unknown_from_its_expiry_on():

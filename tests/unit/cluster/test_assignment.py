@@ -25,13 +25,13 @@ def live(*server_ids, preferred=None):
     return {s: ServerDescriptor(s, "h", 5000 + s, tuple(wanted.get(s, ()))) for s in server_ids}
 
 
-def assigned(old, servers, *, partition_count=4, cversion=1, keeps_all=False):
+def assigned(old, servers, *, partition_count=4, cversion=1, keeps_owners=False):
     return assign_partitions(
         old,
         servers,
         cversion=cversion,
         partition_count=partition_count,
-        keeps_all=keeps_all,
+        keeps_owners=keeps_owners,
     )
 
 
@@ -114,17 +114,17 @@ def test_generations_end_at_32_bits():
 
 def test_preferred_partitions_stay_and_free_ones_go_to_the_least_loaded():
     old = PartitionAssignment(1, 6, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}, 3: {4: 5, 5: 5}})
-    new = assigned(old, live(1, 2), partition_count=6, cversion=2, keeps_all=True)
+    new = assigned(old, live(1, 2), partition_count=6, cversion=2, keeps_owners=True)
     assert new.servers == {1: {0: 5, 4: 6, 5: 6}, 2: {1: 5, 2: 5, 3: 5}}
-    again = assigned(new, live(1, 2), partition_count=6, cversion=3, keeps_all=True)
+    again = assigned(new, live(1, 2), partition_count=6, cversion=3, keeps_owners=True)
     assert again.servers == new.servers
-    wanted = assigned(old, live(1, 2, 3, preferred={1: [5]}), partition_count=6, keeps_all=True)
+    wanted = assigned(old, live(1, 2, 3, preferred={1: [5]}), partition_count=6, keeps_owners=True)
     assert wanted.servers == {1: {0: 5, 5: 6}, 2: old.servers[2], 3: {4: 5}}
 
 
 def test_a_new_server_gets_its_share_although_others_would_keep_all_partitions():
     old = PartitionAssignment(1, 4, {1: {0: 5}, 2: {1: 5, 2: 5, 3: 5}})
-    new = assigned(old, live(1, 2, 3), cversion=2, keeps_all=True)
+    new = assigned(old, live(1, 2, 3), cversion=2, keeps_owners=True)
     assert new == assigned(old, live(1, 2, 3), cversion=2)
 
 
@@ -143,7 +143,7 @@ def test_a_live_server_that_the_assignment_does_not_name_may_be_given_partitions
 
 
 @given(st.data(), st.integers(0, 40), st.booleans())
-def test_every_assignment_keeps_the_invariants(data, partition_count, keeps_all):
+def test_every_assignment_keeps_the_invariants(data, partition_count, keeps_owners):
     ids = st.lists(st.integers(1, 12), min_size=1, max_size=6, unique=True)
     old = PartitionAssignment(0, 0, {})
     for cversion in range(1, 4):
@@ -157,9 +157,9 @@ def test_every_assignment_keeps_the_invariants(data, partition_count, keeps_all)
             servers,
             partition_count=partition_count,
             cversion=cversion,
-            keeps_all=keeps_all,
+            keeps_owners=keeps_owners,
         )
-        even = not preferred and not keeps_all
+        even = not preferred and not keeps_owners
         check_invariants(old, new, servers, partition_count, even=even)
         assert is_current(new, servers, cversion=cversion, partition_count=partition_count)
         assert PartitionAssignment.from_bytes(new.to_bytes()) == new

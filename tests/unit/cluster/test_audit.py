@@ -77,7 +77,7 @@ async def test_a_change_is_recorded_before_and_after(coordinator):
     first = await coordinator.audit.begin(entry(1))
     second = await coordinator.audit.begin(entry(2))
     assert await coordinator.audit.read() == [entry(1), entry(2)]
-    await coordinator.audit.end(first, entry(1), audit.DONE, 99)
+    await coordinator.audit.end(first, entry(1), audit.OUTCOME_DONE, 99)
     done, begun = await coordinator.audit.read()
     assert (done.command, done.outcome, done.ended_ms) == ("cluster verb 1", "done", 99)
     assert (begun.outcome, begun.ended_ms) == ("begun", None)
@@ -97,5 +97,5 @@ async def test_only_the_newest_are_kept(coordinator):
 async def test_an_outcome_that_cannot_be_written_breaks_nothing(coordinator):
     path = await coordinator.audit.begin(entry())
     coordinator._znodes.faults.append(WriteFault.REQUEST_LOST)
-    await coordinator.audit.end(path, entry(), audit.DONE, 5)
+    await coordinator.audit.end(path, entry(), audit.OUTCOME_DONE, 5)
     assert await coordinator.audit.read() == [entry()]

@@ -5,13 +5,13 @@ from uuid import UUID
 
 import pytest
 
-from waltz_core.access.client_ids import FIRST_ISSUED
-from waltz_core.access.permissions import KnownToken, Permissions
-from waltz_core.archive.manifest import Manifest, ObjectEntry, frame_json, unframe_json
+from waltz_core.access.client_ids import FIRST_ISSUED_ID
+from waltz_core.access.permissions import Permissions, StoredToken
+from waltz_core.archive.manifest import Manifest, ObjectEntry, decode_with_crc, encode_with_crc
 from waltz_core.archive.saved_manifest import SavedManifest
-from waltz_core.cluster.change.backup import Backup, PartitionBackup, merged_writes
-from waltz_core.cluster.write_registry import BegunWrite, TaskState, WriteState
-from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.cluster.change.backup import Backup, PartitionBackup, merge_writes
+from waltz_core.cluster.write_registry import TaskState, WriteState, WriteWithTasks
+from waltz_core.cluster.znodes.restore_sources import NO_RESTORE_SOURCES, RestoreSources
 from waltz_core.errors import BadFormat, ChecksumMismatch
 from waltz_core.records.checksum import crc32
 from waltz_core.records.record import GENESIS_CHAIN
@@ -29,15 +29,15 @@ def saved(partition=0, last=9, key=KEY):
 
 
 TASK = TaskState(5, 2, ("run",))
-WRITE = BegunWrite(WriteState({0: 3}, 1_000, {"rows": 1}), {4: TASK})
+WRITE = WriteWithTasks(WriteState({0: 3}, 1_000, {"rows": 1}), {4: TASK})
 BACKUP = Backup(
     "shop",
     KEY,
     1_700_000_000_000,
     41,
     (PartitionBackup(7, 60, 3, saved()), PartitionBackup(-1, -1, -1, None)),
-    {"monday": WRITE, "open": BegunWrite(WriteState({0: 3}, 1_000), {})},
-    RestoredFrom({OTHER_KEY: {0: 5, 1: -1}}),
+    {"monday": WRITE, "open": WriteWithTasks(WriteState({0: 3}, 1_000), {})},
+    RestoreSources({OTHER_KEY: {0: 5, 1: -1}}),
 )
 
 
@@ -46,21 +46,21 @@ def test_a_backup_survives_a_round_trip():
     assert BACKUP.marks == {0: 7, 1: -1}
 
 
-ACCESS = Permissions(17, "ann", 5, bytes(range(32)), tokens={"ab" * 32: KnownToken("t", "x", 9)})
+ACCESS = Permissions(17, "ann", 5, bytes(range(32)), tokens={"ab" * 32: StoredToken("t", "x", 9)})
 
 
 def test_a_backup_has_the_permissions_if_there_are_any():
-    taken = replace(BACKUP, access=ACCESS)
+    taken = replace(BACKUP, permissions=ACCESS)
     assert Backup.from_bytes(taken.to_bytes(), "f") == taken
-    assert "access" not in unframe_json(BACKUP.to_bytes(), "f")
+    assert "access" not in decode_with_crc(BACKUP.to_bytes(), "f")
 
 
 def test_a_backup_has_the_last_issued_id_and_an_earlier_one_has_none():
-    taken = replace(BACKUP, issued_client_id=FIRST_ISSUED + 7)
+    taken = replace(BACKUP, issued_client_id=FIRST_ISSUED_ID + 7)
     assert Backup.from_bytes(taken.to_bytes(), "f") == taken
-    values = dict(unframe_json(taken.to_bytes(), "f"))
+    values = dict(decode_with_crc(taken.to_bytes(), "f"))
     del values["issued_client_id"]
-    assert Backup.from_bytes(frame_json(values), "f") == BACKUP
+    assert Backup.from_bytes(encode_with_crc(values), "f") == BACKUP
 
 
 def test_every_changed_byte_is_found():
@@ -99,13 +99,13 @@ OPEN_STATE = WriteState({}, 1).to_bytes().decode()
             {"writes": {"w": {"state": OPEN_STATE, "tasks": {"1": 2}}}},
             "expected field 1 of type str, found 2",
         ),
-        ({"restored_from": "{}"}, "znode restored_from"),
+        ({"restored_from": "{}"}, "znode R/x/restored"),
         ({"access": None}, "expected field access of type str, found None"),
         ({"access": "{}"}, "permissions: expected format 1, found None"),
     ],
 )
 def test_wrong_values_are_named(changes, problem):
-    data = frame_json({**unframe_json(BACKUP.to_bytes(), "f"), **changes})
+    data = encode_with_crc({**decode_with_crc(BACKUP.to_bytes(), "f"), **changes})
     with pytest.raises(BadFormat, match=f"backup f: .*{problem}".replace("..", r"\.\.")):
         Backup.from_bytes(data, "f")
 
@@ -147,9 +147,9 @@ LATER = TaskState(6, 3, ())
 
 
 def merged(first, second):
-    before = {} if first is None else {"w": BegunWrite(first, {0: TASK})}
-    after = {} if second is None else {"w": BegunWrite(second, {1: LATER})}
-    found = merged_writes(before, after)["w"]
+    before = {} if first is None else {"w": WriteWithTasks(first, {0: TASK})}
+    after = {} if second is None else {"w": WriteWithTasks(second, {1: LATER})}
+    found = merge_writes(before, after)["w"]
     return found.state, sorted(found.tasks)
 
 
@@ -179,9 +179,9 @@ def test_a_write_is_done_in_the_backup_only_if_it_was_before_the_marks(first, se
 
 
 def test_a_restored_cluster_continues_its_source_and_the_sources_of_that():
-    first = NOT_RESTORED.continued("aa" * 16, {0: 9, 1: 4})
-    second = first.continued("bb" * 16, {0: 7, 1: 6})
-    assert RestoredFrom.from_bytes(second.to_bytes()) == second
+    first = NO_RESTORE_SOURCES.with_source("aa" * 16, {0: 9, 1: 4})
+    second = first.with_source("bb" * 16, {0: 7, 1: 6})
+    assert RestoreSources.from_bytes(second.to_bytes()) == second
     assert second.has("bb" * 16, {0: 7, 1: 6})
     assert not second.has("bb" * 16, {0: 8, 1: 6})
     assert second.has("aa" * 16, {0: 7, 1: 4})
@@ -205,5 +205,5 @@ def test_a_restored_cluster_continues_its_source_and_the_sources_of_that():
     ],
 )
 def test_a_damaged_node_is_rejected(data):
-    with pytest.raises(BadFormat, match="znode restored_from"):
-        RestoredFrom.from_bytes(data)
+    with pytest.raises(BadFormat, match="znode R/x/restored"):
+        RestoreSources.from_bytes(data)

@@ -115,7 +115,7 @@ def test_any_plan_keeps_the_rules(cluster):
 @given(clusters())
 def test_repeated_planning_ends(cluster):
     servers, owners, loads, preferred = cluster
-    balancer = Balancer(BalanceLimits(cooldown_ms=1, sustained_ms=0, settling_ms=2 * WINDOW_MS))
+    balancer = Balancer(BalanceLimits(cooldown_ms=1, sustained_ms=0, rebalancing_ms=2 * WINDOW_MS))
     for number in range(30):
         now_ms = number * INTERVAL_MS  # Nothing rests any more, so anything might go back.
         moves = balancer.plan_moves(owners, preferred, loads, servers, now_ms)
@@ -206,12 +206,12 @@ class Cluster:
             self._totals[partition] += rate * factor * INTERVAL_MS / 1000
         # A new owner counts from when it has taken over.
         reports = {
-            server: self._meters[server].take(
+            server: self._meters[server].update(
                 {p: self._totals[p] for p in self.assignment.servers[server]}, self.now_ms
             )
             for server in self.servers
         }
-        loads = self._averages.take(reports, self.owners)
+        loads = self._averages.update(reports, self.owners)
         moves = self._balancer.plan_moves(self.owners, (), loads, self.servers, self.now_ms)
         if moves:
             generations = {p: g for its in self.assignment.servers.values() for p, g in its.items()}

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from waltz_core.cluster.znodes.connection_history import ABSENCE_MS_MIN, ConnectionHistory
+from waltz_core.cluster.znodes.connection_history import OUTAGE_MS_MIN, ConnectionHistory
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
 
@@ -15,8 +15,8 @@ def test_an_absence_and_a_return_are_timed():
     session.suspend()
     zookeeper.advance(300)
     session.expire()  # it was away before already
-    zookeeper.advance(ABSENCE_MS_MIN)
-    assert (history.disconnected_ms, history.reconnected_ms) == (300 + ABSENCE_MS_MIN, None)
+    zookeeper.advance(OUTAGE_MS_MIN)
+    assert (history.disconnected_ms, history.reconnected_ms) == (300 + OUTAGE_MS_MIN, None)
     session.resume()
     zookeeper.advance(70)
     assert (history.disconnected_ms, history.reconnected_ms) == (0, 70)
@@ -27,7 +27,7 @@ def test_a_node_that_is_replaced_at_once_is_not_absent():
     session = zookeeper.session()
     history = ConnectionHistory(session)
     session.suspend()
-    zookeeper.advance(ABSENCE_MS_MIN - 1)
+    zookeeper.advance(OUTAGE_MS_MIN - 1)
     session.resume()
     assert (history.disconnected_ms, history.reconnected_ms) == (0, None)
 

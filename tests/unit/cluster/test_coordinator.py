@@ -112,7 +112,7 @@ async def test_cluster_and_store_must_have_as_many_partitions():
 @run_on_virtual_loop
 async def test_ids_end_at_32_bits():
     _, session, coordinator = await with_cluster()
-    await session.write([SetNode(f"{ROOT}/ids/client", model.encode_id(2**31 - 2), 0)])
+    await session.write([SetNode(f"{ROOT}/ids/client", model.encode_id_counter(2**31 - 2), 0)])
     assert await coordinator.next_client_id() == 2**31 - 1
     with pytest.raises(errors.BadFormat, match="all IDs up to 2147483647 are allocated"):
         await coordinator.next_client_id()
@@ -125,7 +125,7 @@ async def test_a_node_of_an_earlier_session_is_not_relied_on():
     server = Coordinator(await world.znodes(), ROOT)
     await server.register_server(server_descriptor(1))
     earlier.expire()
-    assert world.zookeeper.names(f"{ROOT}/serverDescriptors") == ("s_0000000001",)
+    assert world.zookeeper.child_names(f"{ROOT}/serverDescriptors") == ("s_0000000001",)
     assert list((await server.read_servers()).servers) == [1]
 
 

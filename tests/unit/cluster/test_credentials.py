@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kazoo.security import make_digest_acl_credential
 
-from waltz_core.cluster.znodes.paths import ABOVE_ROOT, LATER_ZNODE, ZNODES
+from waltz_core.cluster.znodes.paths import ABOVE_ROOT_ZNODE, UNKNOWN_ZNODE, ZNODES
 from waltz_core.cluster.zookeeper.credentials import (
     Credentials,
     NodePermission,
@@ -51,7 +51,7 @@ ADMINISTRATOR = make_digest_acl_credential("admin", "secret:2")
 NEW = make_digest_acl_credential("admin", "secret:3")
 OF_ADMINISTRATORS = "digest:admin:secret:2\nmembers:digest:waltz:secret:1\n"
 OF_MEMBERS = f"digest:waltz:secret:1\nadministrators:digest:{ADMINISTRATOR}\n"
-ROWS = {each.path: each for each in (*ZNODES, ABOVE_ROOT, LATER_ZNODE)}
+ROWS = {each.path: each for each in (*ZNODES, ABOVE_ROOT_ZNODE, UNKNOWN_ZNODE)}
 
 
 def test_a_file_with_two_users_hides_the_passwords_and_states_the_role():
@@ -72,13 +72,13 @@ def test_a_file_with_two_users_hides_the_passwords_and_states_the_role():
         ("R/x", "cr", True),
         ("R/x/access", "r", False),
         ("R/x/audit", "", False),
-        (ABOVE_ROOT.path, "r", True),
-        (LATER_ZNODE.path, "crwd", False),
+        (ABOVE_ROOT_ZNODE.path, "r", True),
+        (UNKNOWN_ZNODE.path, "crwd", False),
     ],
 )
 @pytest.mark.parametrize("text", [OF_ADMINISTRATORS, OF_MEMBERS])
 def test_both_users_create_nodes_with_the_same_permissions(text, path, members, is_public):
-    found = parse_credentials(text, "f").permissions_of(ROWS[path])
+    found = parse_credentials(text, "f").access_list_of(ROWS[path])
     expected = [NodePermission("digest", ADMINISTRATOR, "cdrwa")]
     expected += [NodePermission("digest", MEMBER, members)] if members else []
     expected += [NodePermission("world", "anyone", "r")] if is_public else []
@@ -91,7 +91,7 @@ def test_further_lines_name_administrators_or_give_at_most_what_members_have(tex
     found = parse_credentials(f"{text}{lines}", "f")
 
     def others(path: str) -> list[NodePermission]:
-        granted = found.permissions_of(ROWS[path])
+        granted = found.access_list_of(ROWS[path])
         return [each for each in granted if each.identity not in {MEMBER, ADMINISTRATOR}]
 
     world, host, administrator = "anyone", "10.0.0.1", ("digest", NEW, "cdrwa")
@@ -113,7 +113,7 @@ def test_the_documented_files_are_those_of_the_two_users():
     row = ROWS["R/store/partition"]
     assert not administrator.is_member
     assert member.is_member
-    assert member.permissions_of(row) == administrator.permissions_of(row)
+    assert member.access_list_of(row) == administrator.access_list_of(row)
 
 
 @pytest.mark.parametrize("path", ROWS)
@@ -122,7 +122,7 @@ def test_one_user_has_all_permissions_of_every_node(path):
     expected = [("auth", "", "cdrwa")]
     if path not in {"R/x/access", "R/x/audit", "R/x/audit/e_N"}:
         expected.append(("world", "anyone", "cdrwa"))
-    assert list(found.permissions_of(ROWS[path])) == expected
+    assert list(found.access_list_of(ROWS[path])) == expected
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,12 @@ def test_one_user_has_all_permissions_of_every_node(path):
         ("digest:hunter2", "line 1: expected digest:USER:PASSWORD"),
         ("digest::hunter2", "line 1: expected digest:USER:PASSWORD"),
         ("#\nsasl:a:hunter2", "line 2: expected digest:USER:PASSWORD"),
-        ("digest:a:b\nhunter2", "line 2: expected SCHEME:ID:PERMISSIONS, such as world:anyone:r"),
-        ("digest:a:b\nworld:hunter2:r", "line 2: expected SCHEME"),
-        ("digest:a:b\nworld:anyone:", "line 2: expected SCHEME"),
+        (
+            "digest:a:b\nhunter2",
+            "line 2: expected DIGEST_SCHEME:ID:PERMISSIONS, such as world:anyone:r",
+        ),
+        ("digest:a:b\nworld:hunter2:r", "line 2: expected DIGEST_SCHEME"),
+        ("digest:a:b\nworld:anyone:", "line 2: expected DIGEST_SCHEME"),
         ("digest:a:b\nworld:anyone:rx", "permissions of cdrwa"),
         ("digest:a:b\nword:anyone:r", "a scheme of world, digest"),
         ("digest:a:b\nmembers:digest:hunter2", "line 2: expected members:digest:USER:PASSWORD"),

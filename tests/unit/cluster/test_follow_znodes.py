@@ -36,9 +36,9 @@ def test_a_view_is_kept_while_nodes_cannot_be_decoded(
 
     async def scenario() -> None:
         with pytest.raises(errors.BadConfig, match="enough"):
-            await follow_znodes.follow_readable(follow, seen.append)
+            await follow_znodes.follow_despite_bad_nodes(follow, seen.append)
         with pytest.raises(errors.BadFormat):  # no view to keep
-            await follow_znodes.follow_readable(rotten, seen.append)
+            await follow_znodes.follow_despite_bad_nodes(rotten, seen.append)
 
     asyncio.run(scenario())
     assert seen == [1, 2, 3]
@@ -62,7 +62,7 @@ class _Coordinator:
             take(each)
         raise errors.Unavailable("enough")
 
-    def publish_applied(self, name: str, revision: int) -> None:
+    def set_applied_revision(self, name: str, revision: int) -> None:
         self.published.append((name, revision))
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.loops import run_on_virtual_loop
 from waltz_core import errors
-from waltz_core.access.client_ids import FIRST_ISSUED, NONE_ISSUED
+from waltz_core.access.client_ids import BEFORE_FIRST_ISSUED_ID, FIRST_ISSUED_ID
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import CreateNode
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
@@ -19,11 +19,11 @@ def coordinators(count):
 
 async def start(coordinator, *, extensions=True):
     nodes = coordinator._nodes
-    await nodes.ensure(("/waltz", *((coordinator.paths.extensions,) if extensions else ())))
+    await nodes.create_missing(("/waltz", *((coordinator.paths.extensions,) if extensions else ())))
 
 
 async def put(coordinator, last_id):
-    data = model.encode_id(last_id)
+    data = model.encode_id_counter(last_id)
     await coordinator._znodes.write([CreateNode(coordinator.paths.issued_client_ids, data)])
 
 
@@ -31,18 +31,20 @@ async def put(coordinator, last_id):
 async def test_ids_count_from_the_first_and_never_repeat_between_servers():
     one, two = coordinators(2)
     await start(one, extensions=False)  # a cluster of Waltz 0.13, as its first server finds it
-    assert await one.issued_ids.last() == NONE_ISSUED
+    assert await one.issued_ids.read_last_id() == BEFORE_FIRST_ISSUED_ID
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(each.issued_ids.next()) for each in (one, two) * 20]
-    assert sorted(task.result() for task in tasks) == list(range(FIRST_ISSUED, FIRST_ISSUED + 40))
-    assert await two.issued_ids.last() == FIRST_ISSUED + 39
+        tasks = [group.create_task(each.issued_ids.allocate_id()) for each in (one, two) * 20]
+    assert sorted(task.result() for task in tasks) == list(
+        range(FIRST_ISSUED_ID, FIRST_ISSUED_ID + 40)
+    )
+    assert await two.issued_ids.read_last_id() == FIRST_ISSUED_ID + 39
 
 
 @run_on_virtual_loop
 async def test_an_id_that_a_lost_write_may_have_allocated_is_skipped(monkeypatch):
     (one,) = coordinators(1)
     await start(one)
-    await one.issued_ids.next()
+    await one.issued_ids.allocate_id()
     write, outcomes = one._znodes.write, [errors.CoordinatorOutcomeUnknown("lost")]
 
     async def lost_once(steps):
@@ -51,16 +53,16 @@ async def test_an_id_that_a_lost_write_may_have_allocated_is_skipped(monkeypatch
             raise outcomes.pop()
 
     monkeypatch.setattr(one._znodes, "write", lost_once)
-    assert await one.issued_ids.next() == FIRST_ISSUED + 2
+    assert await one.issued_ids.allocate_id() == FIRST_ISSUED_ID + 2
 
 
 @run_on_virtual_loop
 async def test_a_raised_counter_is_not_lowered():
     (one,) = coordinators(1)
     await start(one)
-    await one.issued_ids.raise_to(FIRST_ISSUED + 70)
-    await one.issued_ids.raise_to(FIRST_ISSUED + 5)
-    assert await one.issued_ids.next() == FIRST_ISSUED + 71
+    await one.issued_ids.increase_to(FIRST_ISSUED_ID + 70)
+    await one.issued_ids.increase_to(FIRST_ISSUED_ID + 5)
+    assert await one.issued_ids.allocate_id() == FIRST_ISSUED_ID + 71
 
 
 @run_on_virtual_loop
@@ -68,9 +70,9 @@ async def test_the_last_id_is_allocated_and_then_none():
     (one,) = coordinators(1)
     await start(one)
     await put(one, model.INT32_MAX - 1)
-    assert list(await one.issued_ids.allocate(9)) == [model.INT32_MAX]
+    assert list(await one.issued_ids.allocate_ids(9)) == [model.INT32_MAX]
     with pytest.raises(errors.BadFormat, match="all IDs up to 2147483647 are issued"):
-        await one.issued_ids.next()
+        await one.issued_ids.allocate_id()
 
 
 @run_on_virtual_loop
@@ -79,4 +81,4 @@ async def test_a_counter_below_the_first_id_is_an_error():
     await start(one)
     await put(one, 5)
     with pytest.raises(errors.BadFormat, match=r"/waltz/x/client: expected at least 1073741823"):
-        await one.issued_ids.next()
+        await one.issued_ids.allocate_id()

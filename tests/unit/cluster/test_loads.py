@@ -29,10 +29,10 @@ all_loads = st.dictionaries(
 
 def metered(rates, *, step_ms=5_000):
     meter, total, found = LoadMeter(WINDOW_MS), 0.0, {}
-    meter.take({0: 0.0}, 0)
+    meter.update({0: 0.0}, 0)
     for number, rate in enumerate(rates, 1):
         total += rate * step_ms / 1000
-        found = meter.take({0: total}, number * step_ms)
+        found = meter.update({0: total}, number * step_ms)
     return found[0]
 
 
@@ -40,7 +40,7 @@ def metered(rates, *, step_ms=5_000):
 def test_a_steady_rate_is_measured_right_from_the_first_sample_on(rate, samples):
     load = metered([rate] * samples)
     assert load.per_s == pytest.approx(rate)
-    assert load.age_ms == samples * 5_000
+    assert load.measured_ms == samples * 5_000
 
 
 def test_a_change_of_load_is_measured_after_some_windows():
@@ -50,33 +50,33 @@ def test_a_change_of_load_is_measured_after_some_windows():
 
 def test_a_partition_that_returns_is_measured_from_the_start():
     meter = LoadMeter(WINDOW_MS)
-    meter.take({0: 0.0}, 0)
-    assert meter.take({0: 5_000.0}, 5_000) == {0: PartitionLoad(pytest.approx(1_000), 5_000)}
-    assert meter.take({}, 10_000) == {}
-    assert meter.take({0: 0.0}, 15_000) == {}
-    assert meter.take({0: 10.0}, 20_000) == {0: PartitionLoad(pytest.approx(2), 5_000)}
+    meter.update({0: 0.0}, 0)
+    assert meter.update({0: 5_000.0}, 5_000) == {0: PartitionLoad(pytest.approx(1_000), 5_000)}
+    assert meter.update({}, 10_000) == {}
+    assert meter.update({0: 0.0}, 15_000) == {}
+    assert meter.update({0: 10.0}, 20_000) == {0: PartitionLoad(pytest.approx(2), 5_000)}
 
 
 def test_a_restarted_counter_gives_no_negative_load():
     meter = LoadMeter(WINDOW_MS)
-    meter.take({0: 1_000.0}, 0)
-    assert meter.take({0: 3.0}, 5_000) == {}
-    assert meter.take({0: 8.0}, 10_000)[0].per_s == pytest.approx(1)
+    meter.update({0: 1_000.0}, 0)
+    assert meter.update({0: 3.0}, 5_000) == {}
+    assert meter.update({0: 8.0}, 10_000)[0].per_s == pytest.approx(1)
 
 
 def test_the_load_of_a_partition_is_kept_until_its_new_owner_reports():
     averages = LoadAverages(WINDOW_MS)
-    assert averages.take({1: {7: PartitionLoad(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
-    assert averages.take({1: {7: PartitionLoad(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}
-    assert averages.take({2: {7: PartitionLoad(3.0, WINDOW_MS - 1)}}, {7: 2}) == {7: 500.0}
-    assert averages.take({2: {7: PartitionLoad(450.0, WINDOW_MS)}}, {7: 2}) == {7: 450.0}
+    assert averages.update({1: {7: PartitionLoad(500.0, WINDOW_MS)}}, {7: 1}) == {7: 500.0}
+    assert averages.update({1: {7: PartitionLoad(480.0, WINDOW_MS)}, 2: {}}, {7: 2}) == {7: 500.0}
+    assert averages.update({2: {7: PartitionLoad(3.0, WINDOW_MS - 1)}}, {7: 2}) == {7: 500.0}
+    assert averages.update({2: {7: PartitionLoad(450.0, WINDOW_MS)}}, {7: 2}) == {7: 450.0}
 
 
 def test_a_young_load_of_an_unknown_partition_is_not_trusted():
     averages = LoadAverages(WINDOW_MS)
-    assert averages.take({1: {7: PartitionLoad(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
-    assert averages.take({1: {7: PartitionLoad(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
-    assert averages.take({}, {8: 1}) == {}
+    assert averages.update({1: {7: PartitionLoad(5.0, WINDOW_MS - 1)}}, {7: 1, 8: 1}) == {}
+    assert averages.update({1: {7: PartitionLoad(5.0, WINDOW_MS)}}, {7: 1, 8: 1}) == {7: 5.0}
+    assert averages.update({}, {8: 1}) == {}
 
 
 @given(all_loads)

@@ -60,7 +60,7 @@ class Cluster:
     def registered(self):
         """Return the server IDs that have a node, in the order in which the nodes were made."""
         dump = self.zookeeper.dump()
-        names = self.zookeeper.names(SERVERS)
+        names = self.zookeeper.child_names(SERVERS)
         return [
             model.ServerDescriptor.from_bytes(dump[f"{SERVERS}/{name}"]).server_id for name in names
         ]
@@ -201,17 +201,20 @@ async def test_a_write_of_unknown_outcome_registers_once(cluster, fault):
 async def test_a_second_node_of_the_same_server_is_removed(cluster):
     """Both of two attempts may have succeeded; the earlier node stays."""
     [(member, session)] = await cluster.servers(1)
-    (name,) = cluster.zookeeper.names(SERVERS)
+    (name,) = cluster.zookeeper.child_names(SERVERS)
     await session.write(
         [
             CreateNode(
-                f"{SERVERS}/s_", server_descriptor(1).to_bytes(), ephemeral=True, sequential=True
+                f"{SERVERS}/s_",
+                server_descriptor(1).to_bytes(),
+                is_ephemeral=True,
+                is_sequential=True,
             )
         ]
     )
     assert cluster.registered() == [1, 1]
     await member.register(server_descriptor(1))
-    assert cluster.zookeeper.names(SERVERS) == (name,)
+    assert cluster.zookeeper.child_names(SERVERS) == (name,)
 
 
 @in_cluster
@@ -282,7 +285,7 @@ async def test_with_load_balancing_the_lead_does_not_balance_by_count(cluster):
     members = [cluster.member()[0] for _ in range(3)]
     inbox = CallbackRecorder()
     for number, member in enumerate(members, 1):
-        member.keeps_all = True
+        member.keeps_owners = True
         await member.register(server_descriptor(number))
     one, _, three = members
     async with run_meanwhile(*(each.follow(inbox) for each in members)):
@@ -319,7 +322,7 @@ async def test_a_membership_that_never_stabilizes_is_reported(cluster):
 @in_cluster
 async def test_a_damaged_descriptor_is_named(cluster):
     [(member, session)] = await cluster.servers(1)
-    (name,) = cluster.zookeeper.names(SERVERS)
+    (name,) = cluster.zookeeper.child_names(SERVERS)
     await session.write([SetNode(f"{SERVERS}/{name}", b"\xff", 0)])
     with pytest.raises(errors.BadFormat, match=f"^{SERVERS}/{name}: "):
         await member.read()
@@ -552,12 +555,12 @@ async def test_a_server_that_no_witness_reaches_owns_nothing_until_one_does(clus
         await two.register(server_descriptor(2))
         view = await inbox.wait_for(lambda view: 2 in view.servers)
         assert len(view.partitions_of(1)) == 4
-        assert view.left_out == {2}
+        assert view.excluded == {2}
         await two.prefer(server_descriptor(2, preferred=[3]))
         assert len((await one.read()).partitions_of(1)) == 4
         await board.publish(ServerId(1), ReachReport(frozenset({ServerId(2)})))
         view = await inbox.wait_for(lambda view: len(view.partitions_of(2)) == 2)
-        assert not view.left_out
+        assert not view.excluded
         assert 3 in view.partitions_of(2)
         await board.publish(ServerId(1), ReachReport(unreachable={ServerId(2): "refused"}))
         await inbox.wait_for(lambda view: len(view.partitions_of(1)) == 4)

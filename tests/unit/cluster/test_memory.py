@@ -99,7 +99,7 @@ def test_a_suspended_session_rejects_requests_and_reports_its_states():
     states = []
     session.on_state(states.append)
     signal = session.new_signal()
-    now(session.write([CreateNode("/e", ephemeral=True), CreateNode("/p")]))
+    now(session.write([CreateNode("/e", is_ephemeral=True), CreateNode("/p")]))
     session.suspend()
     assert signal.is_set()
     for refused in (session.get("/e"), session.children("/"), session.write([]), session.sync()):

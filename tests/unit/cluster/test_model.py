@@ -77,8 +77,8 @@ from waltz_core.cluster.znodes import model
             "01" + "03" + "00" * 24,
             "expected state 1 (new) or 2 (open), found 3",
         ),
-        (model.decode_id, "ffffffff", "expected last ID of 0 or more"),
-        (model.decode_id, "000000", "expected 4 bytes of last ID, found 3"),
+        (model.decode_id_counter, "ffffffff", "expected last ID of 0 or more"),
+        (model.decode_id_counter, "000000", "expected 4 bytes of last ID, found 3"),
     ],
 )
 def test_errors_state_the_problem_and_its_offset(decode, text, problem):

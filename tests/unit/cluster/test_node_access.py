@@ -24,8 +24,8 @@ def two_views():
 @run_on_virtual_loop
 async def test_a_missing_node_is_a_missing_cluster():
     _, nodes, _ = two_views()
-    assert nodes.where == "memory:1/w"
-    for read in (nodes.require(ROOT), nodes.read(ROOT, model.ClusterParams.from_bytes)):
+    assert nodes.connect_string == "memory:1/w"
+    for read in (nodes.get_required(ROOT), nodes.read(ROOT, model.ClusterParams.from_bytes)):
         with pytest.raises(errors.BadConfig, match="is no cluster at /w of ZooKeeper memory:1"):
             await read
 
@@ -41,7 +41,7 @@ async def test_a_node_created_by_another_process_first_is_not_an_error():
         return found
 
     nodes.znodes.get = overtaken
-    await nodes.ensure(["/w"])
+    await nodes.create_missing(["/w"])
     assert zookeeper.dump()["/w"] == b"theirs"
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from waltz_core.cluster.znodes.paths import (
-    ABOVE_ROOT,
-    LATER_ZNODE,
+    ABOVE_ROOT_ZNODE,
+    UNKNOWN_ZNODE,
     ZNODES,
     ClusterPaths,
     NodeReaders,
@@ -36,14 +36,14 @@ def test_the_table_names_every_path():
         paths.write("W"),
         f"{paths.write('W')}/T",
         paths.issued_client_ids,
-        paths.restored_from,
+        paths.restore_sources,
         paths.access,
-        paths.every_applied,
-        paths.applied("NAME"),
+        paths.applied_revisions,
+        paths.applied_revision("NAME"),
         paths.loads,
         paths.load("ID"),
-        paths.reaches,
-        paths.reach("ID"),
+        paths.reach_reports,
+        paths.reach_report("ID"),
         paths.audit,
         paths.audit_prefix + "N",
     }
@@ -80,9 +80,9 @@ def test_each_path_is_found_in_the_table(root):
 
 @pytest.mark.parametrize("path", ["R/x/later", "R/x/later/s_1", "R/later", "R/x/restored/1"])
 def test_a_node_of_a_later_version_is_for_members(path):
-    assert znode_at("/R", f"/{path}") is LATER_ZNODE
+    assert znode_at("/R", f"/{path}") is UNKNOWN_ZNODE
 
 
 @pytest.mark.parametrize("path", ["/", "/waltz", "/waltz/pay", "/waltz/payments2"])
 def test_a_node_outside_the_root_does_not_belong_to_the_cluster(path):
-    assert znode_at("/waltz/payments", path) is ABOVE_ROOT
+    assert znode_at("/waltz/payments", path) is ABOVE_ROOT_ZNODE

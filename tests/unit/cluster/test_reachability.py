@@ -26,7 +26,7 @@ def report(reached=(), unreachable=()):
 
 
 def report_without_open_partition(reached=()):
-    return report(reached).without_open_partition()
+    return report(reached).as_non_witness()
 
 
 @pytest.mark.parametrize(
@@ -148,9 +148,9 @@ def test_a_server_is_reached_again_once_a_connection_lasts():
 
 def test_a_report_round_trips():
     report = ReachReport(frozenset({3, 1}), {7: "TLS \u2014 refused"})
-    for each in (report, report.without_open_partition()):
+    for each in (report, report.as_non_witness()):
         assert ReachReport.from_bytes(each.to_bytes()) == each
-    assert not report.without_open_partition().unreachable
+    assert not report.as_non_witness().unreachable
     for data in (
         b"",
         b"[]",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.loops import run_on_virtual_loop
 from waltz_core import errors
-from waltz_core.access.client_ids import FIRST_ISSUED
+from waltz_core.access.client_ids import FIRST_ISSUED_ID
 from waltz_core.cluster.change import rebuilding
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.change.rebuilding import ReportedLog, choose_log
@@ -33,7 +33,7 @@ def chosen(logs, *, unanswered=(), count=3):
 
 def test_the_newest_session_precedes_the_longest_log():
     found = chosen({"A": log(3, 900), "B": log(5, 100), "C": log(5, 90)})
-    assert (found.source, found.log.synced_max) == ("B", 100)
+    assert (found.source, found.log.last_synced_id) == ("B", 100)
     assert found.first_members == ("B", "C")
     assert found.members == ("B", "C", "A")
 
@@ -88,7 +88,7 @@ def test_the_chosen_log_never_lacks_quorum_records(count, data):
     other = st.sampled_from((4, 4, 3, 1))
     sessions = [4] * quorum + [data.draw(other) for _ in range(count - quorum)]
     logs = {f"r{n}": log(each, data.draw(st.integers(-1, 9))) for n, each in enumerate(sessions)}
-    in_last = {name: its.synced_max for name, its in logs.items() if its.last_session == 4}
+    in_last = {name: its.last_synced_id for name, its in logs.items() if its.last_session == 4}
     acknowledged = sorted(in_last.values(), reverse=True)[quorum - 1]
     answered_of_last = data.draw(st.sets(st.sampled_from(sorted(in_last)), min_size=1))
     hidden = data.draw(st.sets(st.sampled_from(sorted(logs)))) | set(in_last) - answered_of_last
@@ -100,7 +100,7 @@ def test_the_chosen_log_never_lacks_quorum_records(count, data):
     except errors.BadRequest:
         return
     assert found.log.last_session == 4
-    assert found.log.synced_max >= acknowledged
+    assert found.log.last_synced_id >= acknowledged
 
 
 @given(
@@ -120,7 +120,7 @@ def test_the_chosen_log_has_everything_that_a_quorum_had(cluster, data):
     found = choose_log(
         0, logs, groups={}, replica_count=count, unanswered=[f"r{number}" for number in gone]
     )
-    assert found.log.synced_max >= acknowledged
+    assert found.log.last_synced_id >= acknowledged
 
 
 def test_one_replica_is_declared_and_decides_alone():
@@ -133,18 +133,18 @@ def test_one_replica_is_declared_and_decides_alone():
 
 def test_other_logs_with_more_or_later_data_are_reported():
     logs = {"A": log(5, 10), "B": log(5, 12), "C": log(6, 9)}
-    assert rebuilding.missing_in_chosen(logs["B"], logs) == [
+    assert rebuilding.describe_missing_in_chosen(logs["B"], logs) == [
         "replica C has store session 6 as its last one, but the chosen log has 5"
     ]
     lacking = "replica B has transactions 11..12, which the chosen log does not have"
-    assert rebuilding.missing_in_chosen(logs["A"], logs)[0] == lacking
+    assert rebuilding.describe_missing_in_chosen(logs["A"], logs)[0] == lacking
 
 
 def test_ids_continue_above_all_allocated_ones():
     year = 365 * 86_400
-    assert rebuilding.ids_from(rebuilding.IDS_EPOCH_S + 5 * year) == 5 * year
-    assert rebuilding.ids_from(0) == 1
-    assert rebuilding.ids_from(1 << 40) < model.INT32_MAX
+    assert rebuilding.first_id_after_loss(rebuilding.IDS_EPOCH_S + 5 * year) == 5 * year
+    assert rebuilding.first_id_after_loss(0) == 1
+    assert rebuilding.first_id_after_loss(1 << 40) < model.INT32_MAX
 
 
 @run_on_virtual_loop
@@ -153,17 +153,17 @@ async def test_the_nodes_of_a_rebuilding_cannot_be_opened():
     new = NewCluster("w", 300, UUID(int=5), storages)
     zookeeper = MemoryZooKeeper(asyncio.Event)
     coordinator = zookeeper.coordinator("/a/w")
-    await coordinator.create_for_rebuilding(new, 77)
+    await coordinator.create_rebuilt_cluster(new, 77)
     assert (await coordinator.read_cluster()).store.cluster_key == UUID(int=5)
     assert await coordinator.next_client_id() == 78
-    assert await coordinator.issued_ids.next() == FIRST_ISSUED + 77
+    assert await coordinator.issued_ids.allocate_id() == FIRST_ISSUED_ID + 77
     assignment = await coordinator.read_replica_assignment()
     assert assignment.partitions == {"h:10": (), "h:20": (), "h:30": ()}
     assert list((await coordinator.read_groups()).groups) == list(assignment.partitions)
     for number in (0, 299):
         view = await coordinator.read_partition(number)
         assert set(view.metadata.states) == set(assignment.partitions)
-        assert rebuilding.is_waiting(view.metadata, view.marker)
+        assert rebuilding.is_undecided(view.metadata, view.marker)
         assert history_origin_of(view.metadata, view.marker) is HistoryOrigin.RECORDED
         recovery = Recovery(HistoryOrigin.RECORDED, view.metadata.states)
         assert recovery.decide() is None
@@ -178,9 +178,9 @@ def test_only_a_rebuilt_partition_that_is_not_open_waits():
     closed = model.ReplicaState(NO_SESSION, BEFORE_FIRST)
     waiting = model.PartitionMetadata(states={"A": closed})
     opened = model.PartitionMarker(model.MarkerState.OPEN)
-    assert rebuilding.is_waiting(waiting, opened)
-    assert not rebuilding.is_waiting(waiting, model.PartitionMarker(model.MarkerState.NEW))
-    assert not rebuilding.is_waiting(None, opened)
-    assert not rebuilding.is_waiting(model.PartitionMetadata(), opened)
+    assert rebuilding.is_undecided(waiting, opened)
+    assert not rebuilding.is_undecided(waiting, model.PartitionMarker(model.MarkerState.NEW))
+    assert not rebuilding.is_undecided(None, opened)
+    assert not rebuilding.is_undecided(model.PartitionMetadata(), opened)
     engaged = {"A": closed, "B": model.ReplicaState(1, model.UNRESOLVED)}
-    assert not rebuilding.is_waiting(model.PartitionMetadata(states=engaged), opened)
+    assert not rebuilding.is_undecided(model.PartitionMetadata(states=engaged), opened)

@@ -8,9 +8,9 @@ from waltz_core import errors
 from waltz_core.cluster.change import replica_steps
 from waltz_core.cluster.change.replica_steps import (
     PartitionReplicas,
+    PostponedStep,
     ReplicaPlan,
     ReplicaStep,
-    StepWait,
 )
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.znodes.model import (
@@ -44,7 +44,7 @@ def step(now, wanted, joining=""):
     if isinstance(found, ReplicaStep):
         assert set(found.before) == set(now.assigned)
         return "".join(sorted(found.after))
-    return found.reason if isinstance(found, StepWait) else None
+    return found.reason if isinstance(found, PostponedStep) else None
 
 
 # --- one step after the other
@@ -107,14 +107,14 @@ def test_a_partition_without_any_replica_is_rejected():
 
 def test_a_change_is_not_applied_to_other_replicas():
     assigned = ReplicaAssignments({"A": (0,), "B": (0, 1), "C": (1,)})
-    moved = replica_steps.apply([ReplicaStep(0, ("A", "B"), ("B", "C"))], assigned)
+    moved = replica_steps.apply_steps([ReplicaStep(0, ("A", "B"), ("B", "C"))], assigned)
     assert moved == ReplicaAssignments({"A": (), "B": (0, 1), "C": (0, 1)})
     with pytest.raises(
         errors.CoordinatorConflict, match="has changed partition 0 meanwhile: expected the replicas"
     ):
-        replica_steps.apply([ReplicaStep(0, ("A",), ("A", "C"))], assigned)
+        replica_steps.apply_steps([ReplicaStep(0, ("A",), ("A", "C"))], assigned)
     with pytest.raises(errors.BadRequest, match="D is not a storage of this cluster"):
-        replica_steps.apply([ReplicaStep(0, ("A", "B"), ("A", "D"))], assigned)
+        replica_steps.apply_steps([ReplicaStep(0, ("A", "B"), ("A", "D"))], assigned)
 
 
 def test_a_plan_names_the_joining_storages():
@@ -194,7 +194,7 @@ def test_every_plan_ends_and_each_step_keeps_the_rules(journey):
         added = [each for each in found.after if each not in found.before]
         removed = [each for each in found.before if each not in found.after]
         assert len(added) <= 1 >= len(removed)
-        after = replica_steps.apply([found], assigned)
+        after = replica_steps.apply_steps([found], assigned)
         check_replica_change(assigned, after, 1)
         in_sync = owner.in_sync & set(found.after)
         if len(found.before) > 1 or removed:
@@ -259,11 +259,11 @@ def test_a_move_to_a_storage_that_holds_the_partition_takes_no_replica_away():
 
 def test_a_restored_storage_is_added_where_replicas_are_missing():
     now = {0: ("A", "B"), 1: ("A", "B", "C"), 2: ("B", "A"), 3: ("A", "B", "D")}
-    assert replica_steps.placement_with_restored(now, "C") == {
+    assert replica_steps.placement_with_missing_replicas(now, "C") == {
         0: ("A", "B", "C"),
         2: ("B", "A", "C"),
     }
-    assert replica_steps.placement_with_restored({0: ("A", "B")}, "C") == {}
+    assert replica_steps.placement_with_missing_replicas({0: ("A", "B")}, "C") == {}
 
 
 @st.composite

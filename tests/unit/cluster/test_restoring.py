@@ -8,13 +8,13 @@ import pytest
 
 from tests.loops import run_on_virtual_loop
 from tests.unit.cluster.test_backup import ACCESS, BACKUP, KEY, saved
-from waltz_core.access.client_ids import FIRST_ISSUED
+from waltz_core.access.client_ids import FIRST_ISSUED_ID
 from waltz_core.cluster.change.backup import PartitionBackup
 from waltz_core.cluster.change.creation import STEP_BYTES_MAX, NewCluster, NewStorage
 from waltz_core.cluster.change.restoring import restored_cluster, restoring_steps
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.assignment import assign_partitions
-from waltz_core.cluster.write_registry import BegunWrite, TaskState, WriteState
+from waltz_core.cluster.write_registry import TaskState, WriteState, WriteWithTasks
 from waltz_core.cluster.znodes.interface import NO_NODE
 from waltz_core.cluster.znodes.model import (
     ArchivedMark,
@@ -39,7 +39,7 @@ async def restored(backup=BACKUP, ends=None, ids=IDS, zookeeper=None):
     zookeeper = zookeeper or MemoryZooKeeper(asyncio.Event)
     coordinator = Coordinator(zookeeper.session(), ROOT)
     made = restored_cluster(backup, NEW_KEY.bytes, ends or ENDS, ids, CLIENT_KEY)
-    await coordinator.create_restored(NEW, made)
+    await coordinator.create_restored_cluster(NEW, made)
     return coordinator
 
 
@@ -60,9 +60,9 @@ async def test_partitions_begin_after_their_ends_with_later_sessions_and_generat
     after = assign_partitions(before, {1: server}, cversion=1, partition_count=2)
     assert after.servers[1] == {0: IDS + 1, 1: IDS + 1}
     assert await coordinator.next_client_id() == IDS + 1
-    assert await coordinator.issued_ids.next() == FIRST_ISSUED + IDS
-    assert (await coordinator.read_restored_from()).has(KEY.hex, {0: 7, 1: -1})
-    assert not (await coordinator.read_restored_from()).has(KEY.hex, {0: 8})
+    assert await coordinator.issued_ids.allocate_id() == FIRST_ISSUED_ID + IDS
+    assert (await coordinator.read_restore_sources()).includes(KEY.hex, {0: 7, 1: -1})
+    assert not (await coordinator.read_restore_sources()).includes(KEY.hex, {0: 8})
 
 
 @run_on_virtual_loop
@@ -71,15 +71,15 @@ async def test_counters_of_the_backup_that_are_above_the_clock_continue():
     view = await coordinator.read_partition(0)
     assert (view.metadata.session_id, view.metadata.generation) == (61, 4)
     assert await coordinator.next_client_id() == 42
-    later = replace(BACKUP, issued_client_id=FIRST_ISSUED + 50)
-    assert await (await restored(later, ids=1)).issued_ids.next() == FIRST_ISSUED + 51
+    later = replace(BACKUP, issued_client_id=FIRST_ISSUED_ID + 50)
+    assert await (await restored(later, ids=1)).issued_ids.allocate_id() == FIRST_ISSUED_ID + 51
 
 
 @run_on_virtual_loop
 async def test_permissions_are_restored_with_their_revision_and_a_new_client_key():
     """IDs that were issued after the backup have proofs of the old key, and may be issued again."""
-    coordinator = await restored(replace(BACKUP, access=ACCESS))
-    assert await coordinator.permissions.require() == replace(ACCESS, client_key=CLIENT_KEY)
+    coordinator = await restored(replace(BACKUP, permissions=ACCESS))
+    assert await coordinator.permissions.read_existing() == replace(ACCESS, client_key=CLIENT_KEY)
     assert await (await restored()).permissions.read() is None
 
 
@@ -91,7 +91,7 @@ async def test_writes_are_restored_with_their_tasks():
 
 @run_on_virtual_loop
 async def test_a_write_after_the_restored_mark_becomes_unfinished():
-    removing = BegunWrite(WriteState({0: 6}, 0, {}), {})
+    removing = WriteWithTasks(WriteState({0: 6}, 0, {}), {})
     writes = {**BACKUP.writes, "removing": removing}
     backup = replace(BACKUP, writes=writes)
     coordinator = await restored(backup, {0: END._replace(last=2), 1: None})
@@ -103,13 +103,13 @@ async def test_a_write_after_the_restored_mark_becomes_unfinished():
 
 def test_a_restored_cluster_with_the_same_key_is_not_its_own_source():
     made = restored_cluster(BACKUP, KEY.bytes, ENDS, IDS, CLIENT_KEY)
-    assert made.restored_from == BACKUP.restored_from
+    assert made.restore_sources == BACKUP.restore_sources
 
 
 @pytest.mark.parametrize("task_count", [3, 200])
 def test_no_request_is_too_large_and_the_roots_data_is_last(task_count):
     task = TaskState(5, 2, tuple(f"run-{number:030}" for number in range(100)))
-    writes = {"w": BegunWrite(WriteState({}, 1), dict.fromkeys(range(task_count), task))}
+    writes = {"w": WriteWithTasks(WriteState({}, 1), dict.fromkeys(range(task_count), task))}
     partitions = tuple(PartitionBackup(7, 60, 3, saved(partition=each)) for each in range(2))
     backup = replace(BACKUP, writes=writes, partitions=partitions)
     made = restored_cluster(backup, NEW_KEY.bytes, {0: END, 1: END}, IDS, CLIENT_KEY)

@@ -30,9 +30,9 @@ async def test_a_caller_during_a_request_causes_another_request():
     query = CountingQuery()
     shared = SharedRequest(query.ask)
     async with asyncio.TaskGroup() as tasks:
-        first = tasks.create_task(shared.answered())
+        first = tasks.create_task(shared.wait_for_answer())
         await _turns()
-        late = [tasks.create_task(shared.answered()) for _ in range(2)]
+        late = [tasks.create_task(shared.wait_for_answer()) for _ in range(2)]
         await _turns()
         assert query.asked == 1
         query.may_answer.release()
@@ -57,7 +57,7 @@ async def test_a_failure_is_returned_to_exactly_those_that_share_it():
 
     async def note_error() -> None:
         try:
-            await shared.answered()
+            await shared.wait_for_answer()
         except CoordinatorUnavailable as error:
             messages.append(str(error))
 
@@ -74,8 +74,8 @@ async def test_a_caller_that_times_out_does_not_take_the_answer_from_others():
     query = CountingQuery()
     shared = SharedRequest(query.ask)
     async with asyncio.TaskGroup() as tasks:
-        impatient = tasks.create_task(shared.answered())
-        patient = tasks.create_task(shared.answered())
+        impatient = tasks.create_task(shared.wait_for_answer())
+        patient = tasks.create_task(shared.wait_for_answer())
         await _turns()
         impatient.cancel()
         await _turns()
@@ -97,7 +97,7 @@ def test_a_failure_without_waiters_is_not_an_error_of_the_loop():
             raise CoordinatorUnavailable("closed")
 
         shared = SharedRequest(ask)
-        asking = loop.create_task(shared.answered())
+        asking = loop.create_task(shared.wait_for_answer())
         await _turns()
         asking.cancel()
         await _turns()

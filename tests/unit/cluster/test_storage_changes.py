@@ -171,8 +171,8 @@ def test_an_admin_port_can_be_registered_again():
 @in_cluster
 async def test_the_three_nodes_change_in_one_write(cluster):
     storages = cluster.coordinator.storages
-    written = await storages.change(lambda old: old.with_storage(D, 7, 2))
-    assert await storages.read() == written
+    written = await storages.change_layout(lambda old: old.with_storage(D, 7, 2))
+    assert await storages.read_layout() == written
     assert (await cluster.coordinator.read_groups()).groups[D] == 2
     assert (await cluster.coordinator.read_connections()).admin_ports[D] == 7
     assert (await cluster.coordinator.read_replica_assignment()).partitions[D] == ()
@@ -188,9 +188,9 @@ async def test_a_change_is_repeated_if_another_process_wrote_first(cluster):
             raced.append(run_now(other.change(lambda before: before.with_storage(D, 7, 2))))
         return old.with_storage("10.0.0.9:1", 8, 2)
 
-    written = await storages.change(change)
+    written = await storages.change_layout(change)
     assert set(written.assignment.partitions) == {A, B, C, D, "10.0.0.9:1"}
-    assert await storages.read() == written
+    assert await storages.read_layout() == written
 
 
 @in_cluster
@@ -200,7 +200,7 @@ async def test_a_step_that_is_too_wide_is_rejected(cluster):
         return StorageLayout(moved, old.groups, old.admin_ports)
 
     with pytest.raises(errors.BadRequest, match="partition 0 would get 2 new replicas of 3"):
-        await cluster.coordinator.storages.change(change)
+        await cluster.coordinator.storages.change_layout(change)
 
 
 @in_cluster
@@ -208,8 +208,8 @@ async def test_an_address_is_given_to_another_storage(cluster):
     coordinator = cluster.coordinator
     one, two = UUID(int=1), UUID(int=2)
     await coordinator.register_storage_id(A, one)
-    await coordinator.storages.forget_id(A)
-    await coordinator.storages.forget_id(A)
+    await coordinator.storages.forget_storage_id(A)
+    await coordinator.storages.forget_storage_id(A)
     assert await coordinator.register_storage_id(A, two) == two
 
 
@@ -222,7 +222,7 @@ async def test_an_address_that_could_not_be_freed_is_not_reported_as_free(cluste
 
     cluster.coordinator._znodes.write = conflict
     with pytest.raises(errors.CoordinatorUnavailable, match="changed the list during each attempt"):
-        await cluster.coordinator.storages.forget_id(A)
+        await cluster.coordinator.storages.forget_storage_id(A)
 
 
 # --- plans
@@ -230,15 +230,15 @@ async def test_an_address_that_could_not_be_freed_is_not_reported_as_free(cluste
 
 async def carry_out(cluster, wanted):
     progress = []
-    layout = await cluster.coordinator.storages.read()
+    layout = await cluster.coordinator.storages.read_layout()
     plan = ReplicaPlan.for_placement(wanted, layout.assignment)
-    await cluster.coordinator.storages.carry_out(plan, progress.append)
+    await cluster.coordinator.storages.execute_plan(plan, progress.append)
     return progress
 
 
 @in_cluster
 async def test_a_plan_is_carried_out_step_by_step(cluster):
-    await cluster.coordinator.storages.change(lambda old: old.with_storage(D, 7, 2))
+    await cluster.coordinator.storages.change_layout(lambda old: old.with_storage(D, 7, 2))
     async with cluster.owned() as owner:
         progress = await carry_out(cluster, {0: (A, B, D), 1: (A, B)})
     seen = [sorted(each.replicas_of(0)) for each in owner.seen]
@@ -259,10 +259,10 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
     """C is away: without A the quorum of two would need it."""
     async with cluster.owned(away=[C]):
         progress = []
-        layout = await cluster.coordinator.storages.read()
+        layout = await cluster.coordinator.storages.read_layout()
         plan = ReplicaPlan.for_placement({0: (B, C)}, layout.assignment)
         async with asyncio.TaskGroup() as tasks:
-            carrying_out = cluster.coordinator.storages.carry_out(plan, progress.append)
+            carrying_out = cluster.coordinator.storages.execute_plan(plan, progress.append)
             waiting = tasks.create_task(carrying_out)
             while not (progress and progress[-1].waits):  # noqa: ASYNC110 - it is no event
                 await asyncio.sleep(0)
@@ -289,8 +289,8 @@ async def test_an_impossible_change_is_rejected(cluster):
 @run_on_virtual_loop
 async def test_a_limited_number_of_partitions_changes_at_a_time():
     cluster = await Cluster(3 * CONCURRENT_PARTITIONS_MAX).create()
-    await cluster.coordinator.storages.change(lambda old: old.with_storage(D, 7, 2))
-    layout = await cluster.coordinator.storages.read()
+    await cluster.coordinator.storages.change_layout(lambda old: old.with_storage(D, 7, 2))
+    layout = await cluster.coordinator.storages.read_layout()
     now = replica_steps.placement_of(layout.assignment, cluster.partition_count)
     async with cluster.owned():
         progress = await carry_out(

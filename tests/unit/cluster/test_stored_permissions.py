@@ -41,7 +41,7 @@ async def test_a_change_with_a_lost_answer_is_made_once(fault):
     done = await coordinator.permissions.change(with_limits, AUTHOR)
     assert (done.before, done.after.revision, len(done.after.limits)) == (made, 2, 1)
     assert not faults
-    assert await coordinator.permissions.require() == done.after
+    assert await coordinator.permissions.read_existing() == done.after
 
 
 @run_on_virtual_loop
@@ -55,10 +55,10 @@ async def test_a_change_is_computed_again_after_a_concurrent_one():
         if len(seen) == 1:
             znodes, path = coordinator._znodes._zookeeper, coordinator.paths.access
             rival = replace(with_limits(made), revision=2)
-            znodes.apply([SetNode(path, access_node.encode(rival), 0)], 0)
+            znodes.apply([SetNode(path, access_node.encode_permissions(rival), 0)], 0)
         return with_limits(old)
 
     done = await coordinator.permissions.change(with_rival, AUTHOR)
     assert seen == [1, 2]
     assert (done.after.revision, sorted(done.after.limits)) == (3, ["p0", "p1"])
-    assert await coordinator.permissions.require() == done.after
+    assert await coordinator.permissions.read_existing() == done.after

@@ -16,7 +16,7 @@ from waltz_core.cluster.write_registry import (
     TaskState,
     WriteRegistry,
     WriteState,
-    check_name,
+    check_write_name,
 )
 from waltz_core.cluster.znodes.interface import CreateNode, DeleteNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes
@@ -139,7 +139,7 @@ async def test_a_paused_attempt_does_not_replace_the_client_id_of_another_princi
     begun_again_before_the_change(paused, monkeypatch, other, "other")
     with pytest.raises(errors.PermissionDenied, match="belongs to another principal than mine"):
         await mine.enter("w", 0, "r", its.next_client_id)
-    assert (await other.writes.tasks("w"))[0].client_id == first.client_id + 1
+    assert (await other.writes.read_tasks("w"))[0].client_id == first.client_id + 1
 
 
 @pytest.mark.parametrize("writes_before", [0, 1, 2])
@@ -307,16 +307,16 @@ async def test_impossible_numbers_are_rejected():
     await session.write([CreateNode(f"/w/x/writes/n-{5_000 * '9'}")])
     await session.write([CreateNode(f"/w/x/writes/n-1/{5_000 * '9'}")])
     registry = WriteRegistry(ClusterNodes(session, "/w"))
-    assert await registry.task_numbers("n-1") == []
+    assert await registry.read_task_numbers("n-1") == []
     await registry._check_is_last("n-1")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "x" * 201])
 def test_invalid_write_names_are_rejected(name):
     with pytest.raises(errors.BadRequest, match="name of an exactly-once write: expected"):
-        check_name(name)
+        check_write_name(name)
 
 
 def test_valid_write_names_are_accepted():
     for name in ("a", "stream-1f-7", "Nightly_2026.11", "x" * 200):
-        check_name(name)
+        check_write_name(name)

@@ -6,8 +6,8 @@ import pyarrow as pa
 import pytest
 
 from waltz_core import errors
-from waltz_core.encryption.envelopes import ENVELOPE_BYTES, DecryptedPayload, Encryption
-from waltz_core.encryption.keys import KEY_SECONDS, KeyCache
+from waltz_core.encryption.envelopes import ENVELOPE_OVERHEAD_BYTES, DecryptedPayload, Encryption
+from waltz_core.encryption.keys import KEY_LIFETIME_S, KeyCache
 from waltz_core.records.record import TRANSACTION_BYTES_MAX
 
 KEYS = {"a": b"a" * 32, "b": b"b" * 32}
@@ -36,7 +36,7 @@ def reason(found: DecryptedPayload) -> str:
 @pytest.mark.parametrize("payload", [b"", b"x", b"WZE\x01", bytes(100_000)])
 def test_a_payload_is_encrypted_and_decrypted(payload: bytes) -> None:
     envelope = encryption().encrypt(payload, **PLACE)
-    assert len(envelope) == len(payload) + ENVELOPE_BYTES + 1
+    assert len(envelope) == len(payload) + ENVELOPE_OVERHEAD_BYTES + 1
     if len(payload) >= 4:  # a ciphertext has each single byte now and then
         assert payload not in envelope[4:]
     assert encryption().decrypt(envelope, **PLACE) == DecryptedPayload(payload, None)
@@ -88,7 +88,7 @@ def test_a_key_id_that_leads_elsewhere_is_never_looked_up() -> None:
     for name in (b"..", b"../../etc", b"", b"\xff\xff", b"a\x00"):
         envelope = b"WZE\x01" + bytes((len(name),)) + name + bytes(50)
         assert "is not a key ID" in reason(reader.decrypt(envelope, **PLACE))
-        assert reader.is_ready(envelope)
+        assert reader.has_cached_key(envelope)
 
 
 def test_a_replaced_key_is_reported_as_the_reason() -> None:
@@ -103,7 +103,7 @@ def test_a_destroyed_key_makes_its_payloads_unreadable() -> None:
     envelope = both.encrypt(b"x", **PLACE)
     del keys["a"]
     assert both.decrypt(envelope, **PLACE).data == b"x"  # it is cached
-    clock.now_s = KEY_SECONDS
+    clock.now_s = KEY_LIFETIME_S
     assert reason(both.decrypt(envelope, **PLACE)) == "the key 'a' does not exist"
     with pytest.raises(errors.BadConfig, match=r"a test has no such key. Hint: create"):
         both.encrypt(b"x", **PLACE)
@@ -127,7 +127,7 @@ def test_an_outage_of_the_provider_is_an_error_and_not_a_missing_key() -> None:
 
 
 def test_an_envelope_is_not_larger_than_a_transaction() -> None:
-    largest = bytes(TRANSACTION_BYTES_MAX - ENVELOPE_BYTES - 1)
+    largest = bytes(TRANSACTION_BYTES_MAX - ENVELOPE_OVERHEAD_BYTES - 1)
     assert len(encryption().encrypt(largest, **PLACE)) == TRANSACTION_BYTES_MAX
     with pytest.raises(errors.TooLarge, match="bytes, found 4194305"):
         encryption().encrypt(largest + b"x", **PLACE)
@@ -136,9 +136,9 @@ def test_an_envelope_is_not_larger_than_a_transaction() -> None:
 def test_is_ready_when_no_provider_is_called() -> None:
     both = encryption()
     envelope = both.encrypt(b"x", **PLACE)
-    assert both.is_ready(envelope)
-    assert both.is_ready(b"plain")
-    assert not encryption().is_ready(envelope)
+    assert both.has_cached_key(envelope)
+    assert both.has_cached_key(b"plain")
+    assert not encryption().has_cached_key(envelope)
 
 
 def test_a_column_has_a_key_per_row() -> None:

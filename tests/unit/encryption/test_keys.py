@@ -10,7 +10,7 @@ from waltz_core import errors
 from waltz_core.encryption import keys
 from waltz_core.encryption.envelopes import Encryption
 from waltz_core.encryption.key_ids import check_key_id
-from waltz_core.encryption.keys import KEY_SECONDS, KeyCache, KeyDirectory, keys_of
+from waltz_core.encryption.keys import KEY_LIFETIME_S, KeyCache, KeyDirectory, key_cache_for
 
 SECRET = bytes(range(32))
 
@@ -39,11 +39,11 @@ def test_found_and_missing_keys_are_cached_for_key_seconds() -> None:
         assert cache.find("a") is not None
         assert cache.find("b") is None
     assert provider.calls == ["a", "b"]
-    provider.now_s = KEY_SECONDS - 0.1
+    provider.now_s = KEY_LIFETIME_S - 0.1
     assert cache.is_cached("a")
     assert cache.is_cached("b")
     provider.keys = {"b": SECRET}  # a is destroyed, b is created
-    provider.now_s = KEY_SECONDS
+    provider.now_s = KEY_LIFETIME_S
     assert not cache.is_cached("a")
     assert cache.find("a") is None
     assert cache.find("b") is not None
@@ -57,7 +57,7 @@ def test_keys_cannot_be_sent_to_another_process() -> None:
 
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keys, "KEYS_MAX", 3)
+    monkeypatch.setattr(keys, "CACHED_KEYS_MAX", 3)
     provider = Calls()
     cache = provider.cache()
     for key_id in ("a", "b", "c", "d"):
@@ -136,12 +136,12 @@ def test_a_reference_is_a_directory_or_a_function(
         "def find(key_id): return {'a': bytes(32)}.get(key_id)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    found = keys_of("keys_of_a_test:find")
+    found = key_cache_for("keys_of_a_test:find")
     assert found.find("a") is not None
     assert found.find("b") is None
-    assert keys_of("keys_of_a_test:find") is found
+    assert key_cache_for("keys_of_a_test:find") is found
     (tmp_path / "c").write_text(SECRET.hex())
-    assert keys_of(str(tmp_path)).find("c") is not None
+    assert key_cache_for(str(tmp_path)).find("c") is not None
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_a_reference_is_a_directory_or_a_function(
 )
 def test_a_wrong_reference_is_an_error(reference: str, text: str) -> None:
     with pytest.raises(errors.BadConfig, match=text):
-        keys_of(reference)
+        key_cache_for(reference)
 
 
 def test_the_package_is_named_where_it_is_missing(
@@ -163,4 +163,4 @@ def test_the_package_is_named_where_it_is_missing(
 ) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     with pytest.raises(errors.BadConfig, match=r"pip install 'waltz-spark\[encryption\]'"):
-        keys_of(str(tmp_path))
+        key_cache_for(str(tmp_path))

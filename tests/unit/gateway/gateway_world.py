@@ -13,7 +13,7 @@ from unittest.mock import patch
 from tests.gateway_process import GatewayAnswer, GatewayClient
 from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.cluster.test_coordinator import with_cluster
-from waltz_core.access.client_ids import FIRST_ISSUED
+from waltz_core.access.client_ids import FIRST_ISSUED_ID
 from waltz_core.config.declarations import ClientConfig, GatewayConfig
 from waltz_core.gateway.callers import Callers
 from waltz_core.gateway.http_routes import GatewayParts, GatewayRoutes
@@ -171,7 +171,7 @@ def in_gateway_world(
             faults.rate = fault_rate
             server = MemoryServer(KEY, PARTITION_COUNT, faults, tasks)
             server.outcome_timeout_s = defaultdict(lambda: 0.05)
-            server.client_ids = itertools.count(FIRST_ISSUED)
+            server.client_ids = itertools.count(FIRST_ISSUED_ID)
             _, _, coordinator = await with_cluster()
             server.registry = RegistryRequests(
                 coordinator.writes, server.next_client_id, PARTITION_COUNT, tasks

@@ -7,7 +7,7 @@ import pytest
 
 from tests.certificates import create_certificates
 from tests.unit.gateway.gateway_world import in_gateway_world
-from waltz_core.access.permissions import Grant, KnownToken, Permissions
+from waltz_core.access.permissions import Grant, Permissions, StoredToken
 from waltz_core.access.requirements import APPEND, READ
 from waltz_core.access.tokens import hash_of
 from waltz_core.config import ServerConfig
@@ -32,7 +32,7 @@ PERMISSIONS = Permissions(
             ("other", READ),
         )
     ),
-    tokens={hash_of(secret): KnownToken(name, name, LATER_MS) for name, secret in SECRETS.items()},
+    tokens={hash_of(secret): StoredToken(name, name, LATER_MS) for name, secret in SECRETS.items()},
 )
 
 

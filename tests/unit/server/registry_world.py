@@ -84,7 +84,7 @@ class ServedWrites:
         return (await self._requests.enter(write, task, run)).state
 
     async def tasks(self, write):
-        found = await self._coordinator.writes.tasks(write)
+        found = await self._coordinator.writes.read_tasks(write)
         assert (await self._requests.tasks(write)).numbers == tuple(found)
         return found
 

@@ -64,7 +64,7 @@ class HandOverRecorder:
         self.is_taken, self.most_at_once = is_taken, 0
         self.preferred = list[tuple[int, ...]]()
         self.remove_dead_server = None
-        self.keep_assignment = lambda: None
+        self.keep_owners = lambda: None
         self.writes, self.issued_ids = None, SimpleNamespace(allocate=None)
 
     async def hand_over(self, partition_id: int, _generation: int) -> bool:
@@ -75,7 +75,7 @@ class HandOverRecorder:
         self.at_once -= 1
         return self.is_taken
 
-    async def prefer(self, descriptor: ServerDescriptor) -> None:
+    async def change_preferences(self, descriptor: ServerDescriptor) -> None:
         self.preferred.append(descriptor.preferred)
 
 

@@ -30,7 +30,7 @@ async def balanced(zookeeper, *, servers, reporting, sick=None):
     inbox, looks, works, by_server = CallbackRecorder(), CallbackRecorder(), [], {}
     for server_id in servers:
         coordinator = zookeeper.coordinator(ROOT)
-        coordinator.keep_assignment()
+        coordinator.keep_owners()
         await coordinator.register_server(server_descriptor(server_id))
         works.append(coordinator.follow_servers(inbox))
         by_server[server_id] = coordinator
@@ -158,7 +158,7 @@ class ScriptedCoordinator:
 
 def shows(*servers, is_settled=True):
     described = {each: SimpleNamespace(preferred=()) for each in servers}
-    return SimpleNamespace(is_settled=is_settled, servers=described, owners={}, left_out=())
+    return SimpleNamespace(is_settled=is_settled, servers=described, owners={}, excluded=())
 
 
 @pytest.mark.parametrize("between", [shows(1, 2, is_settled=False), shows(0, 1, 2), shows(1, 2, 3)])

@@ -155,7 +155,7 @@ async def test_two_principals_enter_a_write_without_an_owner_and_one_gets_it():
     (winner,) = won
     assert len(denied) == 3
     assert (await write_registry.read("w")).principal == f"p{winner}"
-    assert list(await write_registry.tasks("w")) == [winner]
+    assert list(await write_registry.read_tasks("w")) == [winner]
 
 
 @run_on_loop
@@ -168,12 +168,12 @@ async def test_a_report_carries_out_what_it_would_deny():
     assert entered.proof == NO_PROOF
     assert len(other.denied) == 1
     assert (await write_registry.read("w")).principal == "mine"
-    assert list(await write_registry.tasks("w")) == [0]
+    assert list(await write_registry.read_tasks("w")) == [0]
 
 
 @run_on_loop
 async def test_a_principal_has_a_limited_number_of_writes(monkeypatch):
-    monkeypatch.setattr(writes_module, "WRITES_MAX", 3)
+    monkeypatch.setattr(writes_module, "WRITES_PER_PRINCIPAL_MAX", 3)
     requests, write_registry = await with_requests()
     mine = Requester("mine")
     for name in ("a", "b"):
@@ -226,10 +226,10 @@ async def test_a_task_remembers_few_runs_and_still_that_there_were_others():
     for run in range(30):
         arguments = b'{"run": "%s%d"}' % (b"x" * 190, run)
         await requests.answer(request(OPERATIONS.ENTER, arguments=arguments), None)
-    (task,) = (await write_registry.tasks("w")).values()
+    (task,) = (await write_registry.read_tasks("w")).values()
     assert len(task.to_bytes()) < 4_000
     for run in (*task.runs, "another"):
-        assert writes_module.client_ids_of_others(run, {0: task}) == {0: int(task.client_id)}
+        assert writes_module.client_ids_of_other_runs(run, {0: task}) == {0: int(task.client_id)}
 
 
 @run_on_loop
@@ -241,7 +241,7 @@ async def test_a_principal_with_too_many_client_ids_enters_no_further_task():
         await requests.answer(request(OPERATIONS.ENTER, task=task), mine)
     with pytest.raises(errors.Overloaded):
         await requests.answer(request(OPERATIONS.ENTER, task=2), mine)
-    assert list(await write_registry.tasks("w")) == [0, 1]
+    assert list(await write_registry.read_tasks("w")) == [0, 1]
 
 
 @run_on_loop
@@ -280,16 +280,16 @@ async def test_a_principal_reads_the_tasks_of_one_write_at_a_time(monkeypatch, i
     await requests.answer(request(OPERATIONS.BEGIN), mine)
     for task in range(3 * CONCURRENT_READS_MAX):
         await requests.answer(request(OPERATIONS.ENTER, task=task), mine)
-    real, under_way = writes_module.WriteRegistry.task_state, []
+    real, under_way = writes_module.WriteRegistry.read_task_state, []
 
-    async def task_state(self, write, task):
+    async def read_task_state(self, write, task):
         under_way.append(task)
         most.append(len(under_way))
         await is_open.wait()
         under_way.remove(task)
         return await real(self, write, task)
 
-    monkeypatch.setattr(writes_module.WriteRegistry, "task_state", task_state)
+    monkeypatch.setattr(writes_module.WriteRegistry, "read_task_state", read_task_state)
     async with asyncio.TaskGroup() as group:
         listings = [
             group.create_task(

@@ -8,7 +8,7 @@ from pyspark.sql.types import StructType
 from waltz_core.client import ReplicaSet
 from waltz_core.client.links.directory import ClusterInfo, ClusterLayout
 from waltz_core.client.read.ranges import ArchivedRange
-from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.cluster.znodes.restore_sources import NO_RESTORE_SOURCES, RestoreSources
 from waltz_core.records.record import TransactionId
 from waltz_spark.datasource import stream_read
 from waltz_spark.datasource.batch_read import ReadTask
@@ -25,9 +25,9 @@ class Cluster:
         self.set_cluster(1, 10, 10)
 
     def set_cluster(
-        self, key: int, *marks: int, restored_from: RestoredFrom = NOT_RESTORED
+        self, key: int, *marks: int, restore_sources: RestoreSources = NO_RESTORE_SOURCES
     ) -> None:
-        self.info = ClusterInfo("x", bytes([key]) * 16, len(marks), restored_from)
+        self.info = ClusterInfo("x", bytes([key]) * 16, len(marks), restore_sources)
         self.marks = marks
         self.firsts: dict[int, int] = {}  # the first available IDs of partitions with an archive
 

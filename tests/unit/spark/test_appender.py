@@ -201,7 +201,7 @@ class LimitedRetries:
     retries_max = 2
 
     def __init__(self) -> None:
-        self.left_out: list[bytes] = []
+        self.excluded: list[bytes] = []
         self.asked = 0
 
     def pause_s(self, retries: int) -> float:
@@ -216,7 +216,7 @@ class LimitedRetries:
         for row, data in enumerate(refused.source.column("data").to_pylist()):
             self.asked += 1
             if self.asked % 3 == 0:
-                self.left_out.append(data)
+                self.excluded.append(data)
             else:
                 rows.append(row)
                 # A "!!" is rejected a second time, and a "!!!" finally.

@@ -80,7 +80,7 @@ def test_payloads_with_schemas_have_the_same_feed(tmp_path: Path) -> None:
         {"id": 1, "op": "D", "amount": None},
     ]
     (tmp_path / "a").write_text("0f" * 32)
-    keys_of_log = Encryption.of(str(tmp_path), key_id="a")
+    keys_of_log = Encryption.from_reference(str(tmp_path), key_id="a")
     kinds = {"id": "long", "op": "string", "amount": ["null", "long"]}
     fields = [{"name": name, "type": kind} for name, kind in kinds.items()]
     schema = {"type": "record", "name": "Row", "fields": fields}
@@ -211,8 +211,8 @@ def test_json_payloads_and_names_in_another_case() -> None:
 
 def encrypted(directory: Path, *transactions: Transaction, key_id: str = "a") -> list[Transaction]:
     (directory / key_id).write_text(sha256(key_id.encode()).hexdigest())
-    keys.keys_of.cache_clear()
-    with_key = Encryption.of(str(directory), key_id=key_id)
+    keys.key_cache_for.cache_clear()
+    with_key = Encryption.from_reference(str(directory), key_id=key_id)
     return [
         Transaction(
             each.header, with_key.encrypt(each.data, partition=PARTITION, header=each.header)
@@ -247,7 +247,7 @@ def test_payloads_whose_key_is_deleted_are_no_changes(tmp_path: Path) -> None:
     place = tmp_path / "state"
     assert len(rows_of(reader(log, -1, 1, place, **options, **DROP).rows())) == 2
     (tmp_path / "gone").unlink()
-    keys.keys_of.cache_clear()
+    keys.key_cache_for.cache_clear()
     assert feed(log, **options, **DROP) == [(1, None, 3, "insert", 2)]
     # A state that has such a row does not know more.
     kept = rows_of(reader(log, 1, 3, place, **options, **DROP).rows())

@@ -35,12 +35,12 @@ def directory(tmp_path: Path) -> Path:
 
 
 def encryption(directory: Path) -> Encryption:
-    return Encryption.of(str(directory), key_id="a")
+    return Encryption.from_reference(str(directory), key_id="a")
 
 
 def destroy(directory: Path, key_id: str) -> None:
     (directory / key_id).unlink()
-    keys.keys_of.cache_clear()  # as in another process
+    keys.key_cache_for.cache_clear()  # as in another process
 
 
 # --- options

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.spark.streams import Cluster, read, reader_of
-from waltz_core.cluster.znodes.restored_from import RestoredFrom
+from waltz_core.cluster.znodes.restore_sources import RestoreSources
 from waltz_core.errors import DataLoss
 from waltz_spark import lag_of
 from waltz_spark.datasource import stream_read
@@ -100,8 +100,8 @@ def test_a_checkpoint_continues_in_a_cluster_that_was_restored_from_its_cluster(
 ) -> None:
     start = reader_of().initialOffset()
     end = reader_of().latestOffset(start, LIMIT)
-    source = RestoredFrom({(bytes([1]) * 16).hex(): {0: 10, 1: 12}})
-    cluster.set_cluster(2, 50, 50, restored_from=source)
+    source = RestoreSources({(bytes([1]) * 16).hex(): {0: 10, 1: 12}})
+    cluster.set_cluster(2, 50, 50, restore_sources=source)
     assert read(reader_of(), start, end) == {0, 1}
     assert reader_of().latestOffset(end, LIMIT) == offset(2, 50, 50)
 
@@ -109,8 +109,8 @@ def test_a_checkpoint_continues_in_a_cluster_that_was_restored_from_its_cluster(
 def test_a_checkpoint_past_the_restored_end_is_data_loss(cluster: Cluster) -> None:
     start = reader_of().initialOffset()
     end = reader_of().latestOffset(start, LIMIT)
-    source = RestoredFrom({(bytes([1]) * 16).hex(): {0: 10, 1: 9}})
-    cluster.set_cluster(2, 50, 50, restored_from=source)
+    source = RestoreSources({(bytes([1]) * 16).hex(): {0: 10, 1: 9}})
+    cluster.set_cluster(2, 50, 50, restore_sources=source)
     with pytest.raises(DataLoss, match="is another cluster than that of the"):
         reader_of().latestOffset(end, LIMIT)
     with pytest.raises(DataLoss, match="is another cluster than that of the"):

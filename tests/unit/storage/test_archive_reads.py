@@ -152,7 +152,7 @@ def expire(archived, first):
     reader = ArchiveReader(
         archived.store, archived.made.name, archived.made.file_crc, archived.cache
     )
-    data = reader.manifest.expired(first, 0).to_bytes()
+    data = reader.manifest.with_expiry(first, 0).to_bytes()
     archived.store.write("expired", data)
     mark = replace(archived.mark(), first=first, manifest="expired", manifest_crc=crc32(data))
     assert isinstance(archived.bench.ask(1, mark), SuccessResponse)
@@ -176,7 +176,7 @@ def test_the_owner_learns_that_a_lineage_has_expired(archived):
 
 
 def test_a_missing_object_is_named(archived):
-    (name,) = (each for each in archived.store.names("") if each.endswith(".parquet"))
+    (name,) = (each for each in archived.store.list_names("") if each.endswith(".parquet"))
     archived.store.delete(name)
     message = range_of(archived.owner, 0, 9, whole_batches=False, reader=True)
     found = archived.error(message, 7)
@@ -187,7 +187,7 @@ def test_a_missing_object_is_named(archived):
 
 def test_a_failed_read_of_the_archive_is_reported_once_for_a_while(archived):
     bench = archived.bench
-    (name,) = (each for each in archived.store.names("") if each.endswith(".parquet"))
+    (name,) = (each for each in archived.store.list_names("") if each.endswith(".parquet"))
     archived.store.delete(name)
 
     def read(first):
@@ -274,7 +274,7 @@ def test_records_damaged_on_disk_are_read_from_the_archive(make, tmp_path):
     bench.ask(1, archived.mark())
     found = archived.answer(range_of(owner, 4, 9, whole_batches=False, reader=False))
     assert (found.first, found.count) == (4, 6)
-    for name in archived.store.names(""):
+    for name in archived.store.list_names(""):
         archived.store.delete(name)
     archived.cache.close()
     archived.cache = ArchiveCache(0)

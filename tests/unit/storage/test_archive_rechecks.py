@@ -21,7 +21,7 @@ class Case:
     def __init__(self, folder):
         store = ArchiveStore(f"file://{folder}")
         self.log = write_archive(store, sizes=(3, 1, 40, 7))
-        self.paths = [folder / each.name for each in self.log.manifest.newest]
+        self.paths = [folder / each.name for each in self.log.manifest.newest_objects]
         self.data = self.paths[0].read_bytes()
         self.threads = ThreadPoolExecutor(1)
         self.access = StorageArchive(store.url, CLUSTER_KEY, self.threads)
@@ -56,7 +56,7 @@ def test_damage_ends_with_the_repair_of_its_file(case):
     assert len(case.access.damaged_places) == case.recheck() == 2
     case.missing.rename(case.paths[1])
     assert case.recheck() == 1
-    assert case.log.manifest.newest[0].name in case.access.read_damage
+    assert case.log.manifest.newest_objects[0].name in case.access.read_damage
     case.paths[0].write_bytes(case.data)
     assert case.recheck() == 0, "also at the other place"
     assert case.access.read_damage == ""

@@ -9,7 +9,7 @@ from tests.storage_owner import NONCE, STAMP_MS, OwnerSession
 from tests.unit.storage.test_service import KEY, Bench, prepare, reports, tick
 from waltz_core.archive.garbage_collection import CollectedGarbage, GarbageCollectionJob
 from waltz_core.archive.manifest import RecordedManifest
-from waltz_core.archive.manifest_jobs import ExpiredManifest, ExpiryJob, NewManifest
+from waltz_core.archive.manifest_jobs import ExpiryJob, ManifestAfterExpiry, NewManifest
 from waltz_core.archive.objects import ArchiveObject
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.archive.upload import upload
@@ -108,10 +108,10 @@ def test_a_range_is_uploaded_and_its_manifest_is_reported(make, tmp_path):
         RangeArchived(5, 0, 0, 1, 5, owner.chain, made.stamp_ms, made.name, made.file_crc, "", *LAG)
     ]
     assert reports(bench, "storage.range_archived") == [{"partition": 0, "last": 5}]
-    (name,) = (each for each in store.names("") if each.endswith(".parquet"))
+    (name,) = (each for each in store.list_names("") if each.endswith(".parquet"))
     assert f"0-5-5-{NONCE.hex()}-1" in name
     with store.open(name) as source:
-        found = ArchiveObject(source, name).read(0)
+        found = ArchiveObject(source, name).read_row_group(0)
     assert bytes(found.records) == bench.log.read_range(0, 5, 1 << 20, whole_batches=True).records
 
 
@@ -605,8 +605,8 @@ def expiry_of(owner, attempt=3):
 
 
 EXPIRIES = {
-    "some": (ExpiredManifest(3, "e", 8), (3, "e", 8, "")),
-    "none": (ExpiredManifest(0, "", 0), (0, "", 0, "")),
+    "some": (ManifestAfterExpiry(3, "e", 8), (3, "e", 8, "")),
+    "none": (ManifestAfterExpiry(0, "", 0), (0, "", 0, "")),
     "error": (ArchiveUnavailable("cannot read m"), (0, "", 0, "cannot read m")),
 }
 
@@ -637,7 +637,7 @@ def test_an_expiry_is_not_reported_to_an_owner_whose_session_has_ended(make, end
     (effect,) = bench.only(service_effects.WriteExpiry)
     ENDINGS[ending](bench)
     bench.finish()
-    bench.step(service.ExpiryWritten(effect.job, ExpiredManifest(3, "e", 8)))
+    bench.step(service.ExpiryWritten(effect.job, ManifestAfterExpiry(3, "e", 8)))
     answers = [each for number in (1, 2) for each in bench.answers(number)]
     assert not [each for each in answers if isinstance(each, ObjectsExpired)]
 
@@ -670,7 +670,7 @@ def archived_in(bench, owner, store, *ends):
         job = request(bench, owner, owner.make(ArchiveRange, *fields))
         made, first = upload(store, KEY, job), last + 1
         bench.step(service.UploadDone(job, made))
-    return made, [each for each in store.names("") if each.endswith(".parquet")]
+    return made, [each for each in store.list_names("") if each.endswith(".parquet")]
 
 
 def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_path, monkeypatch):
@@ -692,7 +692,7 @@ def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_pat
     assert notices(bench)[count:] == [
         RangeArchived(5, 0, 0, 7, 11, made.chain, again.stamp_ms, again.name, again.file_crc, "")
     ]
-    (new,) = (each for each in store.names("") if "/2-9-" in each)
+    (new,) = (each for each in store.list_names("") if "/2-9-" in each)
     assert new.endswith("-7.parquet")
     assert store.read(new) == whole
     assert reports(bench, "storage.object_replaced") == [{"partition": 0, "object": name}]

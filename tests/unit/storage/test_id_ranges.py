@@ -10,7 +10,7 @@ from waltz_core.storage.files.id_ranges import (
     add_damage,
     count_ids,
     damage_up_to,
-    ranges_text,
+    format_ranges,
     remove_damage,
 )
 
@@ -42,7 +42,7 @@ def test_too_many_damaged_ranges_are_merged_without_losing_an_id():
 def test_ranges_are_counted_and_reported():
     ranges = (IdRange(3, 3), IdRange(7, 11))
     assert (count_ids(ranges), count_ids(())) == (6, 0)
-    assert (ranges_text(ranges), ranges_text(())) == ("3..3,7..11", "")
+    assert (format_ranges(ranges), format_ranges(())) == ("3..3,7..11", "")
 
 
 def test_a_shorter_log_has_no_damage_after_its_end():

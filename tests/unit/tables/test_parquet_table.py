@@ -98,7 +98,7 @@ def follow(uri: str, rows: list[tuple], name: TableMarks = NEW) -> TableMarks:
 def complete(uri: str) -> dict[int, list[str]]:
     """Return the Parquet files of each complete batch, as a reader lists them."""
     store = ArchiveStore(uri if "://" in uri else Path(uri).as_uri())
-    names = store.names("")
+    names = store.list_names("")
     done = [
         found[0] for found in map(re.compile("batch=[0-9]+(?=/_waltz.json)").match, names) if found
     ]
@@ -195,7 +195,7 @@ def test_files_of_a_batch_that_is_not_complete_are_removed(uri: str):
     store.write("batch=2/part.parquet", b"of a killed process")
     assert content(uri) == replayed(LOG[:3])
     follow(uri, LOG)
-    assert "batch=2/part.parquet" not in store.names("batch=2")
+    assert "batch=2/part.parquet" not in store.list_names("batch=2")
     assert content(uri) == replayed(LOG)
 
 

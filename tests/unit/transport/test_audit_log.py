@@ -11,8 +11,8 @@ import pytest
 
 from tests.loops import poll_until, run_on_loop
 from tests.time_limits import TEST_TIMEOUT_S
-from waltz_core.access.permissions import KnownToken, Permissions
-from waltz_core.access.requirements import ADMINISTER, APPEND, all_of
+from waltz_core.access.permissions import Permissions, StoredToken
+from waltz_core.access.requirements import ADMINISTER, APPEND, require_all
 from waltz_core.access.tokens import hash_of
 from waltz_core.config import StorageConfig
 from waltz_core.errors import BadConfig, Overloaded, Unavailable
@@ -36,7 +36,7 @@ PEER = Peer("ann", "10.0.0.1:5000")
 REQ_ID = ReqId(1, 2, 3, 4)
 APPEND_3 = AppendRequest(REQ_ID, 0, (), (), (), 0, b"secret payload", 0)
 PERMISSIONS = Permissions(7, "ops@host", NOW_MS, bytes(32))
-MAY_APPEND, MAY_ADMINISTER = all_of(APPEND), all_of(ADMINISTER)
+MAY_APPEND, MAY_ADMINISTER = require_all(APPEND), require_all(ADMINISTER)
 
 
 @pytest.fixture(autouse=True)
@@ -303,7 +303,7 @@ async def test_a_port_writes_denials_revisions_and_rejected_tokens(tmp_path, is_
             port.apply(PERMISSIONS)
         access = port.add_connection(None, "a:1", denied.append)
         assert (access.denial(APPEND_3, 8) is None) is not is_enforced
-        for tokens in ({hash_of(SECRET): KnownToken("t1", "etl", NOW_MS)}, {}):
+        for tokens in ({hash_of(SECRET): StoredToken("t1", "etl", NOW_MS)}, {}):
             port.apply(dataclasses.replace(PERMISSIONS, tokens=tokens))
         for secret in (SECRET, bytes(32)):
             access.on_token_rejected(Authenticate(REQ_ID, secret), "it is not valid")

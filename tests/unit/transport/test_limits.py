@@ -215,7 +215,7 @@ async def test_a_feed_that_began_without_limits_pauses_under_those_of_a_revision
             await resumed.wait()
             assert not peer.must_pause_feeds
             resumed.clear()
-            peer.access.quota.charge_sent(75_000, peer.access.now_ns)
+            peer.access.quota.charge_sent_bytes(75_000, peer.access.now_ns)
         peer.send(frame)
         link.abort("done")
         await poll_until(lambda: peer.is_closed)

@@ -11,9 +11,9 @@ import trustme
 from tests.certificates import LOCAL_HOSTS
 from tests.loops import poll_until, run_on_loop
 from tests.unit.transport.peer import ANY, Peer
-from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF
+from waltz_core.access.client_ids import FIRST_ISSUED_ID, NO_PROOF
 from waltz_core.access.grants import PrincipalGrants
-from waltz_core.access.permissions import Grant, KnownToken, Permissions
+from waltz_core.access.permissions import Grant, Permissions, StoredToken
 from waltz_core.access.quotas import IssuedIdLimit
 from waltz_core.access.requirements import ADMINISTER, APPEND, READ, REPLICATE
 from waltz_core.access.tokens import hash_of
@@ -65,15 +65,15 @@ PERMISSIONS = Permissions(
     0,
     bytes(32),
     tokens={
-        hash_of(SECRET): KnownToken("t1", "spark-etl", NOW_MS + 1),
-        hash_of(EXPIRED): KnownToken("t2", "spark-etl", NOW_MS),
+        hash_of(SECRET): StoredToken("t1", "spark-etl", NOW_MS + 1),
+        hash_of(EXPIRED): StoredToken("t2", "spark-etl", NOW_MS),
     },
 )
 REVOKED = bytes(range(64, 96))
 WITH_REVOKED = dataclasses.replace(
     PERMISSIONS,
     revision=4,
-    tokens={**PERMISSIONS.tokens, hash_of(REVOKED): KnownToken("t3", "ann", NOW_MS + 1)},
+    tokens={**PERMISSIONS.tokens, hash_of(REVOKED): StoredToken("t3", "ann", NOW_MS + 1)},
 )
 
 
@@ -486,7 +486,7 @@ GRANTED = dataclasses.replace(
 OTHERS = dataclasses.replace(
     GRANTED,
     grants=(Grant("ann", False, APPEND, None),),
-    tokens={hash_of(SECRET): KnownToken("t1", "ann", NOW_MS + 1)},
+    tokens={hash_of(SECRET): StoredToken("t1", "ann", NOW_MS + 1)},
 )
 MOUNTING = dataclasses.replace(
     GRANTED, grants=(*GRANTED.grants, Grant("spark-etl", False, READ, None))
@@ -567,7 +567,7 @@ async def test_a_partition_that_a_request_names_many_times_is_checked_once(monke
 @run_on_loop
 async def test_the_value_of_a_field_decides_whether_a_mount_is_permitted():
     made = AccessOfConnection()
-    mount = proven(made, FIRST_ISSUED)
+    mount = proven(made, FIRST_ISSUED_ID)
     assert made.denial(mount) is None
     assert isinstance(made.denial(dataclasses.replace(mount, wants_feed=True)), PermissionDenied)
 
@@ -596,19 +596,19 @@ def proven(made, client_id):
 @run_on_loop
 async def test_a_mount_needs_the_proof_of_its_client_id():
     made, others = AccessOfConnection(), AccessOfConnection(permissions=OTHERS)
-    for client_id in (5, FIRST_ISSUED, FIRST_ISSUED + 1):
+    for client_id in (5, FIRST_ISSUED_ID, FIRST_ISSUED_ID + 1):
         assert made.denial(proven(made, client_id)) is None
     for denied in (
-        mount_of(FIRST_ISSUED),
+        mount_of(FIRST_ISSUED_ID),
         mount_of(5),
-        mount_of(FIRST_ISSUED + 1, made.access.proof_of(FIRST_ISSUED)),
-        proven(others, FIRST_ISSUED),
+        mount_of(FIRST_ISSUED_ID + 1, made.access.proof_of(FIRST_ISSUED_ID)),
+        proven(others, FIRST_ISSUED_ID),
     ):
         error = made.denial(denied)
         assert type(error) is ClientIdDenied
         assert str(error).startswith("partition 3: expected a client ID with a proof that it ")
         assert type(made.denial(denied, version=7)) is BadRequest
-    assert others.denial(proven(others, FIRST_ISSUED)) is None
+    assert others.denial(proven(others, FIRST_ISSUED_ID)) is None
 
 
 @run_on_loop
@@ -623,9 +623,9 @@ async def test_an_id_of_zookeeper_needs_no_proof_while_0_13_is_accepted():
             assert type(made.denial(mount, version=4)) is expected
             assert made.access.bound_principal(mount) == "spark-etl"
     made = AccessOfConnection(permissions=accepting)
-    assert isinstance(made.denial(mount_of(FIRST_ISSUED)), ClientIdDenied)
+    assert isinstance(made.denial(mount_of(FIRST_ISSUED_ID)), ClientIdDenied)
     assert isinstance(made.denial(mount_of(5, b"x" * 16)), ClientIdDenied)
-    assert made.access.bound_principal(mount_of(FIRST_ISSUED)) == ""
+    assert made.access.bound_principal(mount_of(FIRST_ISSUED_ID)) == ""
 
 
 @run_on_loop
@@ -634,7 +634,7 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
     for mount, reason in (
         (mount_of(5), ["client IDs without a proof of their principal are no longer accepted"]),
         (mount_of(5, b"x" * 16), []),  # a task of an earlier version, with a proof now
-        (mount_of(FIRST_ISSUED), []),
+        (mount_of(FIRST_ISSUED_ID), []),
     ):
         made = AccessOfConnection(permissions=accepting)
         made.access.bound_principal(mount)
@@ -647,12 +647,12 @@ async def test_a_connection_with_an_id_without_proof_ends_when_0_13_is_not_accep
 @run_on_loop
 async def test_a_report_permits_mounts_without_a_proof(logged):
     made = AccessOfConnection(is_enforced=False)
-    assert made.denial(mount_of(FIRST_ISSUED)) is None
+    assert made.denial(mount_of(FIRST_ISSUED_ID)) is None
     assert made.access.bound_principal(mount_of(5)) == ""
     assert "access.violation_reported peer=a:1 error=partition 3: expected a client ID " in logged()
     unknown = AccessOfConnection(is_enforced=False, permissions=None, token=None)
-    assert unknown.access.proof_of(FIRST_ISSUED) == NO_PROOF
-    assert unknown.denial(mount_of(FIRST_ISSUED)) is None
+    assert unknown.access.proof_of(FIRST_ISSUED_ID) == NO_PROOF
+    assert unknown.denial(mount_of(FIRST_ISSUED_ID)) is None
 
 
 @run_on_loop
@@ -756,12 +756,12 @@ def revision(**changes):
         (revision(groups={"etl": ("ann",)}), "permissions of spark-etl"),
         (revision(tokens={}), "token t1 of spark-etl is revoked"),
         (
-            revision(tokens={hash_of(SECRET): KnownToken("t1", "ann", NOW_MS + 1)}),
+            revision(tokens={hash_of(SECRET): StoredToken("t1", "ann", NOW_MS + 1)}),
             "permissions of ann",
         ),
         (  # whose client IDs are not those that are mounted
             revision(
-                tokens={hash_of(SECRET): KnownToken("t1", "bob", NOW_MS + 1)},
+                tokens={hash_of(SECRET): StoredToken("t1", "bob", NOW_MS + 1)},
                 groups={"etl": ("spark-etl", "bob")},
             ),
             "permissions of bob",

@@ -5,7 +5,7 @@ import dataclasses
 
 from tests.loops import pass_time, run_on_virtual_loop
 from waltz_core.access.permissions import PrincipalLimits
-from waltz_core.access.quotas import REJECTION_BYTES, REJECTIONS_PER_S, SECOND_NS, Quota, Usage
+from waltz_core.access.quotas import BYTES_PER_REJECTION, REJECTIONS_PER_S, SECOND_NS, Quota, Usage
 from waltz_core.records.record import ReqId
 from waltz_core.transport.admission import throttle
 from waltz_core.transport.admission.throttle import Throttle
@@ -125,7 +125,7 @@ async def test_pipelined_requests_over_a_limit_drain_fast_but_a_flood_is_not_rea
 async def test_a_large_rejected_request_counts_as_several():
     made = Connection(bytes_per_s=1_000)
     made.throttle.receive(appends(1, 1, bytes(9_000)))
-    count = REJECTIONS_PER_S // (1 + (1 << 20) // REJECTION_BYTES)
+    count = REJECTIONS_PER_S // (1 + (1 << 20) // BYTES_PER_REJECTION)
     made.throttle.receive(appends(2, 1 + count, bytes(1 << 20)))
     assert not made.throttle.is_pausing
     made.throttle.receive(appends(2 + count, 1 + 2 * count, bytes(1 << 20)))
@@ -399,7 +399,9 @@ async def test_without_limits_what_waits_is_passed_on():
 @run_on_virtual_loop
 async def test_a_feed_continues_soon_after_a_higher_limit():
     made = Connection(bytes_per_s=1_000)
-    made.quota.charge_sent(1_000_000, made.now_ns)  # a large range, which is paid for in 1,000 s
+    made.quota.charge_sent_bytes(
+        1_000_000, made.now_ns
+    )  # a large range, which is paid for in 1,000 s
     made.throttle.on_feed_sent(10_000)
     await pass_time(10)
     assert made.throttle.is_pausing_feeds

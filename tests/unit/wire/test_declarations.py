@@ -13,9 +13,9 @@ from waltz_core.access.requirements import (
     READ,
     REPLICATE,
     AccessVerb,
-    ByField,
+    RequirementByField,
     Scope,
-    all_of,
+    require_all,
 )
 from waltz_core.values import value
 from waltz_core.wire.codec import message_classes
@@ -38,7 +38,11 @@ VERBS = [verb.value for verb in AccessVerb]
 def requirements(message):
     """Return the requirement of each form of a request."""
     declared = message.requires
-    return list(declared.requirements.values()) if isinstance(declared, ByField) else [declared]
+    return (
+        list(declared.requirements.values())
+        if isinstance(declared, RequirementByField)
+        else [declared]
+    )
 
 
 def test_a_message_without_a_declaration_fails_when_its_class_is_made():
@@ -57,8 +61,8 @@ def test_an_inherited_declaration_is_ignored(body):
 
 
 def test_a_message_that_extends_another_declares_its_own_requirement():
-    assert AppendRequest.requires == all_of(APPEND)
-    assert AppendFollowing.requires == all_of(READ, APPEND)
+    assert AppendRequest.requires == require_all(APPEND)
+    assert AppendFollowing.requires == require_all(READ, APPEND)
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda each: each.__name__)
@@ -77,7 +81,7 @@ def test_each_message_and_each_value_of_its_field_is_in_the_generated_page(messa
 
 @pytest.mark.parametrize(
     "message",
-    [each for each in MESSAGES if isinstance(each.requires, ByField)],
+    [each for each in MESSAGES if isinstance(each.requires, RequirementByField)],
     ids=lambda each: each.__name__,
 )
 def test_a_permission_by_field_covers_every_value_of_the_field(message):

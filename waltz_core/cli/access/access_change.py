@@ -23,8 +23,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
-from waltz_core.access.client_ids import KEY_BYTES
-from waltz_core.access.permission_changes import check_replicate
+from waltz_core.access.client_ids import CLIENT_KEY_BYTES
+from waltz_core.access.permission_changes import check_replicate_remains
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import audit_change, now_ms, open_command_session, user_and_host
@@ -33,7 +33,11 @@ from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import SubcommandFunction
 from waltz_core.cluster.change.stored_permissions import Author, PermissionsChange
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.membership.applied_revisions import SERVER_PREFIX, server_name, storage_name
+from waltz_core.cluster.membership.applied_revisions import (
+    SERVER_PREFIX,
+    server_node_name,
+    storage_node_name,
+)
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.errors import Unavailable
 
@@ -47,7 +51,7 @@ PermissionsEdit: TypeAlias = Callable[[Permissions], Permissions]
 
 def new_client_key() -> bytes:
     """Return a new key, with which servers sign the client IDs of principals."""
-    return secrets.token_bytes(KEY_BYTES)
+    return secrets.token_bytes(CLIENT_KEY_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class AccessCommand:
         def edit_and_check(old: Permissions) -> Permissions:
             new = edit(old)
             if not force:
-                check_replicate(old, new, self.partition_count)
+                check_replicate_remains(old, new, self.partition_count)
             return new
 
         return await self.coordinator.permissions.change(edit_and_check, self.author)
@@ -213,14 +217,14 @@ async def read_revision_use(
     coordinator: Coordinator, revision: int, servers_before: Mapping[str, str] | None = None
 ) -> RevisionUse:
     """Return the daemons that use a revision now, and those that do not (rule 5)."""
-    published = await coordinator.read_applied()
+    published = await coordinator.read_applied_revisions()
     # This is read after `published`, so it is not below a revision that the znode had.
     stored = await coordinator.permissions.read()
     newest = 0 if stored is None else stored.revision
     use = RevisionUse(was_revision_published=await coordinator.permissions.was_revision_published())
-    servers = await coordinator.read_servers_now()
+    servers = await coordinator.read_latest_servers()
     daemons = {**_registered_server_texts(servers), **await _storage_texts(coordinator)}
-    absent = {server_name(each): f"server {each}" for each in servers.absent}
+    absent = {server_node_name(each): f"server {each}" for each in servers.absent}
     for name, text in {**absent, **(servers_before or {}), **daemons}.items():
         used = published.get(name)
         if used is None and name not in daemons:
@@ -240,21 +244,21 @@ async def _servers_before_change(coordinator: Coordinator) -> dict[str, str]:
     """Return the servers that are registered or have published a revision (rule 5)."""
     published = {
         name: f"server {name.removeprefix(SERVER_PREFIX)}"
-        for name in await coordinator.read_applied()
+        for name in await coordinator.read_applied_revisions()
         if name.startswith(SERVER_PREFIX)
     }
-    return {**published, **_registered_server_texts(await coordinator.read_servers_now())}
+    return {**published, **_registered_server_texts(await coordinator.read_latest_servers())}
 
 
 def _registered_server_texts(view: ServersView) -> dict[str, str]:
     """Return the registered servers as texts, by the name of their applied revision."""
-    return {server_name(key): f"server {each.address}" for key, each in view.servers.items()}
+    return {server_node_name(key): f"server {each.address}" for key, each in view.servers.items()}
 
 
 async def _storage_texts(coordinator: Coordinator) -> dict[str, str]:
     """Return the storages with replicas as texts, by the name of their applied revision."""
     held = (await coordinator.read_replica_assignment()).partitions
-    return {storage_name(each): f"storage {each}" for each, its in held.items() if its}
+    return {storage_node_name(each): f"storage {each}" for each, its in held.items() if its}
 
 
 def _print_change(result: AccessResult) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from waltz_core.access.permission_changes import check_replicate
+from waltz_core.access.permission_changes import check_replicate_remains
 from waltz_core.access.permissions import Permissions
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_change import (
@@ -27,7 +27,7 @@ def read_export(path: Path) -> Permissions:
     """Read a file that `access export` has written; raises BadConfig or BadFormat."""
     data = read_private_file(path, access_node.NODE_BYTES_MAX)
     try:
-        return access_node.decode(data)
+        return access_node.decode_permissions(data)
     except BadFormat as error:
         raise BadFormat(
             f"{path} is not a file of exported permissions: {error}. Hint: `access export` writes "
@@ -69,8 +69,8 @@ async def export(*, file: Path, connect: str, as_json: bool) -> int:
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
         async with audit_change(coordinator):
-            found = await coordinator.permissions.require()
-            write_private_file(file, access_node.encode(found))
+            found = await coordinator.permissions.read_existing()
+            write_private_file(file, access_node.encode_permissions(found))
     if as_json:
         print_json({"done": True, "file": str(file), **revision_json(found)})
     else:
@@ -112,7 +112,7 @@ async def import_command(
     async def work(command: AccessCommand) -> AccessResult:
         def check(before: Permissions, after: Permissions) -> None:
             if not force:
-                check_replicate(before, after, command.partition_count)
+                check_replicate_remains(before, after, command.partition_count)
 
         permissions = command.coordinator.permissions
         change = await permissions.replace(saved, command.author, check, new_key=new_client_key())

@@ -3,8 +3,8 @@
 import click
 
 from waltz_core.access import permission_changes as changes
-from waltz_core.access.permission_changes import Grantee, Ranges, ranges_text
-from waltz_core.access.permissions import DEFAULT_LIMITS, Permissions, PrincipalLimits
+from waltz_core.access.permission_changes import Grantee, Ranges, format_ranges
+from waltz_core.access.permissions import DEFAULT_LIMITS_KEY, Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_change import (
@@ -58,7 +58,7 @@ def parse_ranges(text: str, partition_count: int) -> Ranges:
 @access_change_command
 async def init(command: AccessCommand, *, accepts_0_13: bool) -> AccessResult:
     """Create the permissions of a cluster, without a grant."""
-    first = changes.first_permissions(new_client_key(), accepts_0_13=accepts_0_13)
+    first = changes.initial_permissions(new_client_key(), accepts_0_13=accepts_0_13)
     made = await command.coordinator.permissions.create(first, command.author)
     return AccessResult(
         PermissionsChange(None, made), "the permissions were created; they contain no grant yet"
@@ -85,7 +85,8 @@ async def grant(
     ranges = parse_ranges(partitions, command.partition_count)
     change = await command.change(lambda old: changes.grant(old, named, chosen, ranges))
     return AccessResult(
-        change, f"{named} has the verbs {_verbs_text(chosen)} for partitions {ranges_text(ranges)}"
+        change,
+        f"{named} has the verbs {_verbs_text(chosen)} for partitions {format_ranges(ranges)}",
     )
 
 
@@ -116,7 +117,7 @@ async def revoke(
     )
     summary = (
         f"{named} no longer has a grant of {_verbs_text(chosen)} for partitions "
-        f"{ranges_text(ranges)}"
+        f"{format_ranges(ranges)}"
     )
     numbers = parse_partitions(partitions, count)
     kept = (
@@ -145,7 +146,7 @@ def _remaining_verbs_texts(
     for each in verbs:
         left = changes.granted_partitions(after, principal, each, count) & numbers
         if left:
-            text = ranges_text(changes.ranges_of(left))
+            text = format_ranges(changes.ranges_of(left))
             lines.append(
                 f"{principal} still has the verb {each.value} for partitions {text}, because "
                 "its group has it"
@@ -161,7 +162,7 @@ def _verbs_text(verbs: tuple[AccessVerb, ...]) -> str:
 @options.argument(
     "principal",
     "PRINCIPAL",
-    f'the principal, or "{DEFAULT_LIMITS}" to set the default for principals without limits '
+    f'the principal, or "{DEFAULT_LIMITS_KEY}" to set the default for principals without limits '
     "of their own",
 )
 @click.option(
@@ -203,7 +204,7 @@ def _unknown_principal_text(found: Permissions, principal: str) -> str:
 def _is_known_principal(found: Permissions, principal: str) -> bool:
     """Whether a grant, a group or a token names a principal."""
     return principal in {
-        DEFAULT_LIMITS,
+        DEFAULT_LIMITS_KEY,
         *(each.grantee for each in found.grants if not each.is_group),
         *(member for members in found.groups.values() for member in members),
         *(each.principal for each in found.tokens.values()),
@@ -228,7 +229,7 @@ limit.help_details = (
 async def accept_0_13(command: AccessCommand, *, state: str) -> AccessResult:
     """Set whether daemons accept the client IDs of Waltz 0.13 clients."""
     accepts = state == "on"
-    change = await command.change(lambda old: changes.accept_0_13(old, accepts=accepts))
+    change = await command.change(lambda old: changes.set_accepts_0_13(old, accepts=accepts))
     what = "accepted" if accepts else "not accepted"
     return AccessResult(
         change,

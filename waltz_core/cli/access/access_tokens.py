@@ -16,7 +16,7 @@ from typing import Final
 import click
 
 from waltz_core.access import permission_changes as changes
-from waltz_core.access.permissions import KnownToken, Permissions
+from waltz_core.access.permissions import Permissions, StoredToken
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.access.tokens import TOKEN_BYTES, Token, hash_of
 from waltz_core.cli import shared_options as options
@@ -68,8 +68,8 @@ async def token_create(
     """Create a token for a principal, and write it to a new file."""
     expires_ms = command.author.now_ms + parse_duration_ms(expires)
     changes.check_token_principal(principal)
-    await command.coordinator.permissions.require()  # fails before the file is written
-    known = KnownToken(f"t{secrets.token_hex(TOKEN_ID_BYTES)}", principal, expires_ms)
+    await command.coordinator.permissions.read_existing()  # fails before the file is written
+    known = StoredToken(f"t{secrets.token_hex(TOKEN_ID_BYTES)}", principal, expires_ms)
     change = await _create_token(command, known, file)
     notes = (
         () if _has_grant(change.after, principal, command.partition_count) else (_NO_GRANT_NOTE,)
@@ -90,7 +90,9 @@ token_create.help_details = (
 _NO_GRANT_NOTE: Final = "principal {} has no grant yet. Hint: `access grant` adds one."
 
 
-async def _create_token(command: AccessCommand, known: KnownToken, file: Path) -> PermissionsChange:
+async def _create_token(
+    command: AccessCommand, known: StoredToken, file: Path
+) -> PermissionsChange:
     """Write the token's file, then its hash to ZooKeeper (rules 1 and 2)."""
     token = Token(secrets.token_bytes(TOKEN_BYTES))
     write_private_file(file, f"{token.text}\n".encode())

@@ -7,7 +7,7 @@ import click
 
 from waltz_core.access import permission_changes as changes
 from waltz_core.access.grants import Grants
-from waltz_core.access.permission_changes import Grantee, ranges_text
+from waltz_core.access.permission_changes import Grantee, format_ranges
 from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb, Requirement, Scope
 from waltz_core.cli import shared_options as options
@@ -28,7 +28,7 @@ async def list_command(*, connect: str, as_json: bool) -> int:
     """Show the permissions, the tokens, and the revisions that the daemons use."""
     async with open_command_session(connect) as coordinator:
         await coordinator.read_cluster()
-        found = await coordinator.permissions.require()
+        found = await coordinator.permissions.read_existing()
         use = await read_revision_use(coordinator, found.revision)
     if as_json:
         print_json(
@@ -64,7 +64,7 @@ def permissions_json(found: Permissions, at_ms: int) -> dict[str, Any]:
             {
                 "group" if each.is_group else "principal": each.grantee,
                 "verb": each.verb.value,
-                "partitions": ranges_text(each.partitions),
+                "partitions": format_ranges(each.partitions),
             }
             for each in found.grants
         ],
@@ -94,7 +94,7 @@ def _print_permissions(found: Permissions) -> None:
     )
     verbs: dict[tuple[Grantee, str], list[str]] = {}
     for each in found.grants:
-        key = Grantee(each.grantee, each.is_group), ranges_text(each.partitions)
+        key = Grantee(each.grantee, each.is_group), format_ranges(each.partitions)
         verbs.setdefault(key, []).append(each.verb.value)
     print_table(
         ("grantee", "verbs", "partitions"),
@@ -142,7 +142,7 @@ async def check(
     changes.check_principal(principal)
     async with open_command_session(connect) as coordinator:
         count = (await coordinator.read_cluster()).params.partition_count
-        found = await coordinator.permissions.require()
+        found = await coordinator.permissions.read_existing()
     if partition is not None and not 0 <= partition < count:
         raise BadConfig(f"--partition: expected a partition in 0..{count - 1}, found {partition}")
     is_all = _has_verb_for_all(found, principal, AccessVerb(verb))
@@ -159,7 +159,7 @@ async def check(
             }
         )
     else:
-        text = "all" if is_all else ranges_text(changes.ranges_of(held))
+        text = "all" if is_all else format_ranges(changes.ranges_of(held))
         if len(held) == count and not is_permitted:
             text += ", but not for `all`"
         print_result(
@@ -171,7 +171,7 @@ async def check(
 
 def _has_verb_for_all(found: Permissions, principal: str, verb: AccessVerb) -> bool:
     """Whether a principal has a verb for `all`; a grant that lists all partitions is not enough."""
-    required = Requirement((verb,), Scope.ALL, is_all=True)
+    required = Requirement((verb,), Scope.ALL, needs_all=True)
     return Grants(found).for_principal(principal).missing_verb(required, None) is None
 
 

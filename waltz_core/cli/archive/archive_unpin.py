@@ -5,7 +5,7 @@ from uuid import UUID
 
 import click
 
-from waltz_core.archive.pins import unpin as remove_pin
+from waltz_core.archive.pins import unpin_objects
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_option, query_archive_url
@@ -38,7 +38,7 @@ async def unpin(*, restored_key: UUID, connect: str, archive: str | None, as_jso
             )
         store = ArchiveStore(archive or await query_archive_url(coordinator))
         async with audit_change(coordinator):
-            await asyncio.to_thread(remove_pin, store, source.bytes, restored_key.bytes)
+            await asyncio.to_thread(unpin_objects, store, source.bytes, restored_key.bytes)
     if as_json:
         print_json({"done": True, "cluster_key": str(restored_key)})
     else:

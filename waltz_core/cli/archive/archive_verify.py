@@ -173,7 +173,7 @@ async def _verify_partition(
                 f"{check.next_id}"
             )
         raise
-    files = "1 wrong file" if len(check.found) == 1 else f"{len(check.found)} wrong files"
+    files = "1 wrong file" if len(check.bad_files) == 1 else f"{len(check.bad_files)} wrong files"
     show(
         f"partition {partition_id}: {check.object_count} objects with {check.byte_count} "
         f"bytes, up to transaction {check.next_id - 1}: {files}"
@@ -184,7 +184,7 @@ async def _verify_partition(
         "bytes": check.byte_count,
         "problems": [
             {**each._asdict(), "is_repaired": False, "action": _action_text(each, repairs=repairs)}
-            for each in check.found
+            for each in check.bad_files
         ],
     }
 
@@ -270,7 +270,7 @@ class _PartitionCheck(NamedTuple):
                 if not is_begun:
                     await self._call_store(partial(check.begin, recorded))
                     is_begun = True
-                is_continued = await self._call_store(check.check_next)
+                is_continued = await self._call_store(check.check_next_file)
             except ObjectMissing as error:
                 now = await read_recorded_archive(self.coordinator, self.partition_id)
                 if now is not None and now.manifest != recorded.manifest:
@@ -279,18 +279,18 @@ class _PartitionCheck(NamedTuple):
                 if not is_begun:
                     check.note_missing_manifest(recorded, error)
                 else:
-                    check.note_missing(error)
+                    check.note_missing_file(error)
                 is_continued = is_begun
-            for each in check.found[shown:]:
+            for each in check.bad_files[shown:]:
                 self._show_problem(each)
-            shown = len(check.found)
+            shown = len(check.bad_files)
             if not is_continued:
                 return
             done, whole = check.next_id, recorded.last + 1
             line.show(done, whole, f"transactions of partition {self.partition_id} verified")
 
     async def _call_store(self, call: Callable[[], ResultT]) -> ResultT:
-        return await call_store(self.check.store_url, call, lambda: self.check.activity)
+        return await call_store(self.check.store_url, call, lambda: self.check.read_progress)
 
     def _show_problem(self, wrong: BadArchiveFile) -> None:
         where = f"partition {self.partition_id}, transactions {wrong.first}..{wrong.last}"

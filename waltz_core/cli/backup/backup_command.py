@@ -18,7 +18,7 @@ from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import AsyncWaltzClient
-from waltz_core.cluster.change.backup import Backup, PartitionBackup, merged_writes
+from waltz_core.cluster.change.backup import Backup, PartitionBackup, merge_writes
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.model import EMPTY_METADATA, ArchivedMark
 from waltz_core.errors import ObjectMissing
@@ -104,9 +104,9 @@ async def take_backup(
     line.show(0, 1, "waiting for the high-water marks of the partitions")
     first = await coordinator.writes.read_all()
     marks = await request_marks()
-    writes = merged_writes(first, await coordinator.writes.read_all())
+    writes = merge_writes(first, await coordinator.writes.read_all())
     client_id = await coordinator.last_client_id()
-    issued_client_id = await coordinator.issued_ids.last()
+    issued_client_id = await coordinator.issued_ids.read_last_id()
     numbers = [PartitionId(number) for number in range(cluster.params.partition_count)]
     views = [await coordinator.read_partition(each) for each in numbers]
     partitions: list[PartitionBackup] = []
@@ -128,7 +128,7 @@ async def take_backup(
         client_id,
         tuple(partitions),
         writes,
-        await coordinator.read_restored_from(),
+        await coordinator.read_restore_sources(),
         await coordinator.permissions.read(),
         issued_client_id,
     )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import click
 
-from waltz_core.archive.pins import pin
+from waltz_core.archive.pins import pin_objects
 from waltz_core.archive.restored_manifest import RestoredRange
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.access.access_change import new_client_key
@@ -21,8 +21,8 @@ from waltz_core.cli.change_commands import ChangeCommand, ChangeResult, change_c
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
-from waltz_core.cluster.change.rebuilding import ids_from
-from waltz_core.cluster.change.restoring import next_session, restored_cluster
+from waltz_core.cluster.change.rebuilding import first_id_after_loss
+from waltz_core.cluster.change.restoring import next_session_id, restored_cluster
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.errors import BadConfig, BadRequest, CoordinatorConflict, WaltzError
@@ -139,7 +139,7 @@ async def _restore_cluster(  # noqa: PLR0913 - one for each option
     storages = tuple(NewStorage.parse(text, index) for index, text in enumerate(storage))
     new = NewCluster(backup.name, len(backup.partitions), key, storages)
     await _check_no_cluster(coordinator, backup, same_key=same_key)
-    ids = ids_from(int(time.time()))  # noqa: TID251
+    ids = first_id_after_loss(int(time.time()))  # noqa: TID251
     pins = await asyncio.to_thread(_pin_objects, store, backup, key.bytes)
     ends: dict[PartitionId, ArchivedMark | None] = {}
     ranges: list[RestoredRange] = []
@@ -150,25 +150,25 @@ async def _restore_cluster(  # noqa: PLR0913 - one for each option
             command.report_wait(
                 f"the archive of partition {number}", number, len(backup.partitions)
             )
-            session_id = next_session(backup, partition_id, ids)
+            session_id = next_session_id(backup, partition_id, ids)
             work = _Restoration(store, key.bytes, session_id, limits, without_expired, ranges)
             ends[partition_id] = await asyncio.to_thread(work.restore_partition, partition_id, each)
         # A garbage collection by the source cluster, begun before the pins, may have deleted
         # objects.
         for found in ranges:
-            await asyncio.to_thread(found.check_again)
+            await asyncio.to_thread(found.check_objects_exist)
         command.report_wait("ZooKeeper")
         # Another command may have restored the backup in the meantime.
         await _check_no_cluster(coordinator, backup, same_key=same_key)
         is_creating = True
         restored = restored_cluster(backup, key.bytes, ends, ids, new_client_key())
-        await coordinator.create_restored(new, restored)
+        await coordinator.create_restored_cluster(new, restored)
     except WaltzError as error:
         # After an unknown outcome, the cluster may exist.
         if not is_creating or isinstance(error, CoordinatorConflict):
             # With the same key, the cluster of another command may depend on the same pins.
             written = [] if same_key else list(pins)
-            written += [name for each in ranges for name in each.written]
+            written += [name for each in ranges for name in each.written_files]
             await asyncio.to_thread(_delete_files, store, written)
         raise
     return _restore_result(coordinator, backup, key, ends)
@@ -189,13 +189,15 @@ def _restore_result(
         lines.append(
             f"partition {partition_id}: restored {kept}{'' if is_whole else f' of 0..{mark}'}"
         )
-    if backup.access is not None:
+    if backup.permissions is not None:
         lines.append(
-            f"restored the {describe_permissions(backup.access)}. Permissions that were revoked "
+            f"restored the {describe_permissions(backup.permissions)}. Permissions that were "
+            "revoked "
             "after the backup are valid again. Hint: revoke them again before the daemons start."
         )
     lines.append(
-        f"restored {backup.name} at {coordinator.where}: {len(ends)} partitions, cluster key "
+        f"restored {backup.name} at {coordinator.connect_string}: {len(ends)} partitions, cluster "
+        "key "
         f"{key}. Start the storages with empty directories, then the servers"
     )
     return {
@@ -203,7 +205,7 @@ def _restore_result(
         "partitions": {
             each: None if end is None else [end.first, end.last] for each, end in ends.items()
         },
-        "access": None if backup.access is None else revision_json(backup.access),
+        "access": None if backup.permissions is None else revision_json(backup.permissions),
         "summary": "\n".join(lines),
     }
 
@@ -216,7 +218,7 @@ async def _check_no_cluster(coordinator: Coordinator, backup: Backup, *, same_ke
         pass
     else:
         raise BadRequest(
-            f"a cluster exists already at {coordinator.where}, with cluster key "
+            f"a cluster exists already at {coordinator.connect_string}, with cluster key "
             f"{found.store.cluster_key}"
         )
     if not same_key:
@@ -233,10 +235,12 @@ async def _check_no_cluster(coordinator: Coordinator, backup: Backup, *, same_ke
 def _pin_objects(store: ArchiveStore, backup: Backup, key: bytes) -> list[str]:
     """Pin the objects that the restored cluster may use; return the names of the new pins."""
     manifests = [each.manifest for each in backup.partitions if each.manifest is not None]
-    sources = {each.manifest.writer_of(entry) for each in manifests for entry in each.entries()}
+    sources = {
+        each.manifest.writer_cluster_key(entry) for each in manifests for entry in each.entries()
+    }
     # If an object is missing, the cluster that was backed up may have written another one later.
     sources |= {each.manifest.cluster_key for each in manifests}
-    pins = [pin(store, source, key) for source in sorted(sources) if source != key]
+    pins = [pin_objects(store, source, key) for source in sorted(sources) if source != key]
     return [name for name in pins if name is not None]
 
 
@@ -265,18 +269,18 @@ class _Restoration(NamedTuple):
         self, partition_id: PartitionId, saved: PartitionBackup
     ) -> ArchivedMark | None:
         """Write a partition's manifest; return the end of its log, None if the log is empty."""
-        limit = self.requested_ends.marks.get(partition_id, saved.mark)
+        limit = self.requested_ends.marks.get(partition_id, saved.high_water_mark)
         if saved.manifest is None or limit == BEFORE_FIRST:
             return None
         found = RestoredRange(self.store, saved.manifest, may_have_expired=self.may_have_expired)
         self.restored_ranges.append(found)
         if self.requested_ends.until_ms is not None:
-            limit = min(limit, found.last_until(self.requested_ends.until_ms))
-        end = found.end_at(limit)
+            limit = min(limit, found.last_committed_until(self.requested_ends.until_ms))
+        end = found.batch_end_at(limit)
         if end is None:
             return None
         nonce = secrets.token_bytes(NONCE_BYTES)
-        made = found.write(self.cluster_key, self.session_id, nonce, end)
+        made = found.write_manifest(self.cluster_key, self.session_id, nonce, end)
         return ArchivedMark(
             made.last, made.chain, made.stamp_ms, found.first, made.file_crc, made.name
         )

@@ -25,7 +25,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from waltz_core.archive.file_names import manifests_folder, origin_of, version_of
+from waltz_core.archive.file_names import manifest_version_of, manifests_folder, origin_of
 from waltz_core.archive.manifest import ObjectEntry
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
@@ -148,8 +148,8 @@ class ArchiveRecovery:
         if self._store is None:
             return []
         ranked = []
-        for name in self._store.names(manifests_folder(self._cluster_key, partition_id)):
-            version, origin = version_of(name), origin_of(name)
+        for name in self._store.list_names(manifests_folder(self._cluster_key, partition_id)):
+            version, origin = manifest_version_of(name), origin_of(name)
             if version is not None and origin is not None:
                 ranked.append((origin.session_id, origin.attempt, version, name))
         return [name for *_, name in sorted(ranked, reverse=True)]
@@ -209,7 +209,9 @@ class ArchiveRecovery:
         """Return a text about an object that is missing or has the wrong size; empty if none."""
         assert self._store is not None
         folders = {each.name.rpartition("/")[0]: None for each in entries}
-        sizes = {file.name: file.byte_count for each in folders for file in self._store.files(each)}
+        sizes = {
+            file.name: file.byte_count for each in folders for file in self._store.list_files(each)
+        }
         for each in entries:
             found = sizes.get(each.name)
             if found != each.file_bytes:

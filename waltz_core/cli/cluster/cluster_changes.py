@@ -48,10 +48,10 @@ async def add_storage(
 ) -> ChangeResult:
     """Add an empty storage to the cluster."""
     address, port = ReplicaId(address), _admin_port_or_default(admin_port, address)
-    before = await command.coordinator.storages.read()
+    before = await command.coordinator.storages.read_layout()
     before.with_storage(address, port, group)  # rejects invalid options first
     await _check_data_port(address)
-    layout = await command.coordinator.storages.change(
+    layout = await command.coordinator.storages.change_layout(
         lambda old: old.with_storage(address, port, group)
     )
     group = layout.groups[address]
@@ -90,7 +90,9 @@ async def _check_data_port(address: ReplicaId) -> None:
 async def set_admin_port(command: ChangeCommand, *, address: str, admin_port: int) -> ChangeResult:
     """Change the admin port of a storage in ZooKeeper."""
     storage = ReplicaId(address)
-    await command.coordinator.storages.change(lambda old: old.with_admin_port(storage, admin_port))
+    await command.coordinator.storages.change_layout(
+        lambda old: old.with_admin_port(storage, admin_port)
+    )
     return {"storage": storage, "summary": f"the admin port of storage {storage} is {admin_port}"}
 
 
@@ -101,7 +103,7 @@ async def remove_storage(command: ChangeCommand, *, address: str) -> ChangeResul
     """Move a storage's replicas to other storages, then remove it from the cluster."""
     storage = ReplicaId(address)
     layout, now = await _read_layout(command)
-    layout.check_known(storage)
+    layout.check_storage_exists(storage)
     wanted = placements.placement_without_storage(now, layout.groups, storage)
     await command.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
     await _unregister_storage(command, storage)
@@ -127,7 +129,7 @@ async def replace_storage(
     """Move all replicas of a storage to its replacement."""
     old, new = ReplicaId(address), ReplicaId(successor)
     layout, now = await _read_layout(command)
-    layout.check_known(old)
+    layout.check_storage_exists(old)
     if old == new:
         return await _replace_in_place(command, layout, now, old)
     if new not in layout.assignment.partitions:
@@ -135,7 +137,7 @@ async def replace_storage(
         group = layout.groups.get(old)
         layout.with_storage(new, port, group)  # rejects invalid options first
         await _check_data_port(new)
-        layout = await command.coordinator.storages.change(
+        layout = await command.coordinator.storages.change_layout(
             lambda before: before.with_storage(new, port, group)
         )
         command.note_step(f"storage {new} is in group {group}")
@@ -156,7 +158,7 @@ async def _replace_in_place(
     held = {each: replicas for each, replicas in now.items() if address in replicas}
     if not held:
         return await _add_replacement(
-            command, placements.placement_with_restored(now, address), address
+            command, placements.placement_with_missing_replicas(now, address), address
         )
     alone = [each for each, replicas in held.items() if len(replicas) == 1]
     if alone:
@@ -179,7 +181,7 @@ async def _add_replacement(
 ) -> ChangeResult:
     """Wait for the empty storage at an address, and give it the missing replicas."""
     if not await is_answering(WireProtocol.STORAGE, address):
-        await command.coordinator.storages.forget_id(address)
+        await command.coordinator.storages.forget_storage_id(address)
         command.note_step(f"an empty storage may now start at {address}")
     while not await is_answering(WireProtocol.STORAGE, address):
         command.report_wait(
@@ -187,7 +189,7 @@ async def _add_replacement(
             f"{ranges_of_numbers(sorted(wanted))}"
         )
         await asyncio.sleep(POLL_INTERVAL_S)
-    layout = await command.coordinator.storages.read()
+    layout = await command.coordinator.storages.read_layout()
     await command.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
     summary = f"the new storage at {address} has all replicas of the old one: {len(wanted)}"
     if not wanted:
@@ -201,8 +203,8 @@ async def _add_replacement(
 
 async def _unregister_storage(command: ChangeCommand, address: ReplicaId) -> None:
     """Remove a storage and its ID from ZooKeeper."""
-    await command.coordinator.storages.change(lambda old: old.without_storage(address))
-    await command.coordinator.storages.forget_id(address)
+    await command.coordinator.storages.change_layout(lambda old: old.without_storage(address))
+    await command.coordinator.storages.forget_storage_id(address)
     command.note_step(f"storage {address} is excluded from new replicas")
 
 
@@ -239,7 +241,7 @@ async def remove_replica(
     layout, now = await _read_layout(command)
     removed = [ReplicaId(each) for each in addresses]
     for address in removed:
-        layout.check_known(address)
+        layout.check_storage_exists(address)
     wanted = {
         each: tuple(name for name in now[each] if name not in removed)
         for each in await _parse_partitions(command, partitions)
@@ -300,7 +302,7 @@ async def _change_replicas(
     """Add and remove replicas until each partition has the wanted ones."""
     for replicas in wanted.values():
         for address in replicas:
-            layout.check_known(address)
+            layout.check_storage_exists(address)
     moved = {
         each: replicas
         for each, replicas in wanted.items()
@@ -343,7 +345,7 @@ async def _delete_replica_files(
 
 
 async def _read_layout(command: ChangeCommand) -> tuple[StorageLayout, Placement]:
-    layout = await command.coordinator.storages.read()
+    layout = await command.coordinator.storages.read_layout()
     return layout, placements.placement_of(layout.assignment, await _partition_count(command))
 
 

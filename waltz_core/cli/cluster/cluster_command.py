@@ -99,7 +99,7 @@ async def show_command(*, as_json: bool, connect: str, wait_s: float) -> int:
     async with open_command_session(connect, wait_s) as found:
         cluster = await found.read_cluster()
         servers = await found.read_servers()
-        layout = await found.storages.read()
+        layout = await found.storages.read_layout()
         partitions = {}
         for number in range(cluster.params.partition_count):
             partition = PartitionId(number)

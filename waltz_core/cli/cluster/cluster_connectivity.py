@@ -36,7 +36,9 @@ async def check_connectivity(*, connect: str, as_json: bool) -> int:
     """Check that this command can connect to all servers, and they to all storages."""
     async with open_command_session(connect) as coordinator:
         servers = [each.address for each in (await coordinator.read_servers()).servers.values()]
-        storages = [str(each) for each in (await coordinator.storages.read()).assignment.partitions]
+        storages = [
+            str(each) for each in (await coordinator.storages.read_layout()).assignment.partitions
+        ]
     with ProgressLine() as line:
         found = await _check_all_servers(servers, storages, line)
     is_healthy = bool(servers) and all(each.is_reached for each in found)

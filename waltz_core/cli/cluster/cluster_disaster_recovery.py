@@ -213,7 +213,7 @@ async def _choose_and_declare_log(
     """Choose a log and show the possible losses; with `--yes`, declare it to be the log."""
     logs, (replica, archive, is_accepted) = answers.logs, requested
     chosen = _choose_replica(replica, partition_id, logs)
-    lost = rebuilding.missing_in_chosen(logs[chosen], logs)
+    lost = rebuilding.describe_missing_in_chosen(logs[chosen], logs)
     lost += [
         f"{each} did not answer: {reason.removeprefix(f'{each}: ')}"
         for each, reason in answers.errors.items()
@@ -241,8 +241,8 @@ async def _choose_and_declare_log(
     members = await _declare_chosen_log(command, partition_id, answers, chosen, archived)
     return {
         **shown,
-        "summary": f"the log of {chosen}, transactions 0..{logs[chosen].synced_max}, is now the "
-        f"log of partition {partition_id}; its replicas are {', '.join(members)}",
+        "summary": f"the log of {chosen}, transactions 0..{logs[chosen].last_synced_id}, is now "
+        f"the log of partition {partition_id}; its replicas are {', '.join(members)}",
     }
 
 
@@ -250,7 +250,7 @@ def _check_is_needed(partition_id: PartitionId, answers: _ReplicaAnswers) -> Non
     """Raise BadRequest if the partition's server can open a session without this command."""
     metadata, marker = answers.partition_view.metadata, answers.partition_view.marker
     assert metadata is not None
-    if answers.is_zookeeper_rolled_back or rebuilding.is_waiting(metadata, marker):
+    if answers.is_zookeeper_rolled_back or rebuilding.is_undecided(metadata, marker):
         return
     trusted = [
         each
@@ -296,7 +296,7 @@ def _show_replicas(
         (
             each,
             log.last_session,
-            log.synced_max,
+            log.last_synced_id,
             "suspect" if log.is_suspect else "damaged" if log.is_damaged else "-",
         )
         for each, log in logs.items()
@@ -314,7 +314,7 @@ async def _find_archived_mark(
     """Return the archived mark from ZooKeeper; while it is being rebuilt, from the archive."""
     marker, (chosen, url) = answers.partition_view.marker, requested
     assert marker is not None
-    if not rebuilding.is_waiting(answers.partition_view.metadata, marker):
+    if not rebuilding.is_undecided(answers.partition_view.metadata, marker):
         return marker.archived
     cluster_key = (await command.coordinator.read_cluster()).store.cluster_key
     recovery = await _open_archive(command, url, cluster_key)
@@ -334,13 +334,15 @@ async def _declare_chosen_log(
     session_id, logs = answers.session.session_id, answers.logs
     others = sorted(logs, key=lambda each: logs[each].rank, reverse=True)
     members = (chosen, *(each for each in others if each != chosen))
-    decision = RebuildDecision(partition_id, chosen, logs[chosen], members).declared_in(session_id)
+    decision = RebuildDecision(partition_id, chosen, logs[chosen], members).with_log_session(
+        session_id
+    )
     metadata = answers.partition_view.metadata
     assert metadata is not None
     operations = _CommandOperations(command.coordinator, decision, answers, archived)
     await rebuilding.declare_log(decision.metadata(metadata.generation, session_id), operations)
     command.note_step(f"partition {partition_id}: the log of {chosen} is accepted")
-    layout = await command.coordinator.storages.read()
+    layout = await command.coordinator.storages.read_layout()
     await command.carry_out_plan(
         ReplicaPlan.for_placement({partition_id: members}, layout.assignment)
     )
@@ -390,7 +392,7 @@ async def _assign_replicas(coordinator: Coordinator, decisions: Sequence[Rebuild
                     its.append(decision.partition_id)
         return ReplicaAssignments({each: tuple(sorted(its)) for each, its in held.items()})
 
-    await coordinator.storages.change(
+    await coordinator.storages.change_layout(
         lambda old: replace(old, assignment=with_decisions(old.assignment))
     )
 
@@ -544,8 +546,8 @@ async def _choose_and_write_logs(
     # Raise the IDs before any partition can be opened. So no server gets a generation that was
     # used.
     issued = max((each.issued_id for each in newest.values()), default=0)
-    await command.coordinator.issued_ids.raise_to(ClientId(issued))
-    await command.coordinator.raise_ids(
+    await command.coordinator.issued_ids.increase_to(ClientId(issued))
+    await command.coordinator.increase_ids(
         ClientId(max((each.client_id for each in newest.values()), default=0)),
         {each: Generation(its.generation + 1) for each, its in newest.items()},
     )
@@ -555,7 +557,7 @@ async def _choose_and_write_logs(
         marker = _open_marker(sessions[each], archived)
         await _write_decision(command.coordinator, decision, marker, generation)
         shown = (
-            f"partition {each}: transactions 0..{decision.log.synced_max} of the log of "
+            f"partition {each}: transactions 0..{decision.log.last_synced_id} of the log of "
             f"{decision.source}"
         )
         if archived is not None:
@@ -645,19 +647,21 @@ async def _create_znodes(command: ChangeCommand, new: NewCluster) -> None:
     try:
         found = await coordinator.read_cluster()
     except BadConfig:
-        await coordinator.create_for_rebuilding(new, rebuilding.ids_from(int(time.time())))  # noqa: TID251
+        first_id = rebuilding.first_id_after_loss(int(time.time()))  # noqa: TID251
+        await coordinator.create_rebuilt_cluster(new, first_id)
         command.note_step(f"created the znodes of the cluster with key {new.cluster_key}")
         return
     if found.store.cluster_key != new.cluster_key:
         raise BadRequest(
-            f"another cluster exists at {coordinator.where}, with cluster key "
+            f"another cluster exists at {coordinator.connect_string}, with cluster key "
             f"{found.store.cluster_key}"
         )
     for number in range(new.partition_count):
         if await _is_undecided(coordinator, PartitionId(number)):
             return
     raise BadRequest(
-        f"the cluster at {coordinator.where} still has its metadata in ZooKeeper, so there is "
+        f"the cluster at {coordinator.connect_string} still has its metadata in ZooKeeper, so "
+        "there is "
         "nothing to rebuild. Hint: if only a part of the metadata is lost, run `cluster "
         "delete` first."
     )
@@ -683,7 +687,7 @@ async def _is_undecided(coordinator: Coordinator, partition_id: PartitionId) -> 
     """
     view = await coordinator.read_partition(partition_id)
     assigned = (await coordinator.read_replica_assignment()).replicas_of(partition_id)
-    return rebuilding.is_waiting(view.metadata, view.marker) or not assigned
+    return rebuilding.is_undecided(view.metadata, view.marker) or not assigned
 
 
 async def _await_storages(
@@ -785,10 +789,10 @@ async def _open_partitions(
     groups = {each: group for each, group in new.groups.items() if each not in missing}
     members = {each.partition_id: each.members for each in decisions}
     wanted = fill_up_replicas(members, groups, min(replica_count, len(groups)))
-    layout = await command.coordinator.storages.read()
+    layout = await command.coordinator.storages.read_layout()
     await command.carry_out_plan(ReplicaPlan.for_placement(wanted, layout.assignment))
     return {
         "cluster_key": str(new.cluster_key),
-        "partitions": {each.partition_id: each.log.synced_max for each in decisions},
+        "partitions": {each.partition_id: each.log.last_synced_id for each in decisions},
         "summary": f"{len(decisions)} partitions are open again",
     }

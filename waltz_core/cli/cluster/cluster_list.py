@@ -60,7 +60,7 @@ async def _read_details(cluster: Coordinator) -> dict[str, object]:
     """Return the number of servers and storages of a cluster, and its key."""
     view = await cluster.read_cluster()
     servers = (await cluster.read_servers()).servers
-    storages = (await cluster.storages.read()).assignment.partitions
+    storages = (await cluster.storages.read_layout()).assignment.partitions
     values = (len(servers), len(storages), str(view.store.cluster_key))
     return dict(zip(DETAIL_COLUMNS, values, strict=True))
 
@@ -109,25 +109,29 @@ async def delete(command: ChangeCommand, *, name: str, force: bool) -> ChangeRes
         if not force:
             raise
         command.note_step(
-            f"there is no complete cluster at {coordinator.where}: only the remains of one are "
+            f"there is no complete cluster at {coordinator.connect_string}: only the remains of "
+            "one are "
             "deleted"
         )
     else:
         key = str(view.store.cluster_key)
         if view.params.name != name:
             raise BadRequest(
-                f"nothing was deleted: expected the name of the cluster at {coordinator.where}, "
+                "nothing was deleted: expected the name of the cluster at "
+                f"{coordinator.connect_string}, "
                 f"{view.params.name}, found {name}"
             )
         if not force:
             await _check_all_stopped(command)
 
     def show_progress(done_count: int, count: int) -> None:
-        command.report_wait(f"the znodes of {coordinator.where} to be deleted", done_count, count)
+        command.report_wait(
+            f"the znodes of {coordinator.connect_string} to be deleted", done_count, count
+        )
 
     count = await coordinator.delete_cluster(show_progress)
     if not count:
-        raise BadRequest(f"there is no cluster at {coordinator.where} to delete")
+        raise BadRequest(f"there is no cluster at {coordinator.connect_string} to delete")
     what = f"{name}, cluster key {key}" if key else "remains of a cluster"
     return {
         "name": name,
@@ -142,7 +146,7 @@ async def _check_all_stopped(command: ChangeCommand) -> None:
     coordinator = command.coordinator
     servers = (await coordinator.read_servers()).servers
     found = [f"server {each.address}" for each in servers.values()]
-    storages = list((await coordinator.storages.read()).assignment.partitions)
+    storages = list((await coordinator.storages.read_layout()).assignment.partitions)
     command.report_wait("the check that all storages are stopped")
     async with asyncio.TaskGroup() as tasks:
         queried = {

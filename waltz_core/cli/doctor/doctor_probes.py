@@ -310,7 +310,7 @@ class _ClusterSnapshot:
         return _ClusterSnapshot(
             view,
             servers,
-            await coordinator.storages.read(),
+            await coordinator.storages.read_layout(),
             {address: storage_id.hex for address, storage_id in ids.items()},
             await _query_concurrently(numbers, coordinator.read_partition),
             await coordinator.reachability.read(servers.servers),
@@ -391,7 +391,7 @@ class _ServerProbe:
         self._facts = ServerFacts(
             descriptor.address,
             tuple(descriptor.preferred),
-            is_excluded_as_unreachable=number in snapshot.servers.left_out,
+            is_excluded_as_unreachable=number in snapshot.servers.excluded,
             connection_errors=tuple(f"{address}: {why}" for address, why in blames.items()),
         )
         self._owned = [

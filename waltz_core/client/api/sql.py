@@ -43,7 +43,7 @@ from waltz_core.client.model.callbacks import BatchCallbacks, PoisonPolicy
 from waltz_core.client.model.transaction import Transaction, TransactionBuilder
 from waltz_core.client.read.feed_delivery import BATCH_MAX
 from waltz_core.client.stream.backoff import Backoff
-from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.cluster.znodes.restore_sources import NO_RESTORE_SOURCES, RestoreSources
 from waltz_core.records.record import BEFORE_FIRST, TransactionId
 
 try:
@@ -125,7 +125,7 @@ class SqlCallbacks(BatchCallbacks):
             sa.Column("cluster_key", sa.String(32)),
         )
         self._key: str | None = None
-        self._restored_from = NOT_RESTORED
+        self._restore_sources = NO_RESTORE_SOURCES
         # By partition: the mark that this instance knows, and the size of the next batch.
         self._known: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
@@ -189,9 +189,11 @@ class SqlCallbacks(BatchCallbacks):
 
     # -- for the client --------------------------------------------------------------------------
 
-    def begin(self, cluster_key: bytes, restored_from: RestoredFrom = NOT_RESTORED) -> None:
+    def begin(
+        self, cluster_key: bytes, restore_sources: RestoreSources = NO_RESTORE_SOURCES
+    ) -> None:
         """Receive the cluster key of the cluster whose log is applied (rule 7)."""
-        self._key, self._restored_from = cluster_key.hex(), restored_from
+        self._key, self._restore_sources = cluster_key.hex(), restore_sources
 
     def client_high_water_mark(self, partition: int) -> int:
         """Return the mark that the database has for a partition; a new partition begins at -1.
@@ -301,7 +303,7 @@ class SqlCallbacks(BatchCallbacks):
         mark, key = found
         if self._key is not None and key is None:
             key = self._set_cluster_key(partition, self.marks.c.cluster_key.is_(None))
-        elif key is not None and self._restored_from.has(key, {partition: mark}):
+        elif key is not None and self._restore_sources.includes(key, {partition: mark}):
             marks = self.marks.c
             is_same = sa.and_(marks.cluster_key == key, marks.high_water_mark == mark)
             key = self._set_cluster_key(partition, is_same)

@@ -725,7 +725,7 @@ class _BatchConsumer(_ThreadConsumer):
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         begin, cluster = self._batched.begin, self._cluster
-        await _run_on_thread(self._workers, lambda: begin(cluster.key, cluster.restored_from))
+        await _run_on_thread(self._workers, lambda: begin(cluster.key, cluster.restore_sources))
         return await super().start_mark(partition_id)
 
     async def apply(

@@ -32,7 +32,7 @@ from typing import NamedTuple, Protocol, Self, TypeVar
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.membership.registration import ServersView
-from waltz_core.cluster.znodes.restored_from import NOT_RESTORED, RestoredFrom
+from waltz_core.cluster.znodes.restore_sources import NO_RESTORE_SOURCES, RestoreSources
 from waltz_core.cluster.znodes.shared_request import SharedRequest
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import parse_connect_string
@@ -45,12 +45,12 @@ _CLOSED = "the client is closed"
 
 
 class ClusterInfo(NamedTuple):
-    """The constants of a cluster; `restored_from`: the clusters whose logs it continues."""
+    """The constants of a cluster; `restore_sources`: the clusters whose logs it continues."""
 
     name: str
     key: bytes
     partition_count: int
-    restored_from: RestoredFrom = NOT_RESTORED
+    restore_sources: RestoreSources = NO_RESTORE_SOURCES
 
 
 class Owner(NamedTuple):
@@ -184,7 +184,7 @@ class ZooKeeperDirectory:
         try:
             view = await self._with_timeout(self._coordinator.read_cluster())
             servers = await self._with_timeout(self._coordinator.read_servers())
-            restored_from = await self._with_timeout(self._coordinator.read_restored_from())
+            restore_sources = await self._with_timeout(self._coordinator.read_restore_sources())
         except BaseException:
             await self.close()
             raise
@@ -192,7 +192,7 @@ class ZooKeeperDirectory:
             view.params.name,
             view.store.cluster_key.bytes,
             view.params.partition_count,
-            restored_from,
+            restore_sources,
         )
         if servers.is_settled:
             self._on_servers_changed(servers)
@@ -213,18 +213,19 @@ class ZooKeeperDirectory:
         found = self._owners.get(partition_id)
         if found is None:
             raise errors.NotOwned(
-                f"partition {partition_id} of {self.coordinator.where} has no owner: no running "
+                f"partition {partition_id} of {self.coordinator.connect_string} has no owner: no "
+                "running "
                 "server is assigned to it"
             )
         return found
 
     async def owner_now(self, partition_id: PartitionId) -> Owner:
         """Return the owner in ZooKeeper, read after this call began."""
-        servers = await self._with_timeout(self.coordinator.read_servers_now())
+        servers = await self._with_timeout(self.coordinator.read_latest_servers())
         found = _owners_in(servers).get(partition_id) if servers.is_settled else None
         if found is None:
             raise errors.NotOwned(
-                f"partition {partition_id} of {self.coordinator.where} has no owner yet: "
+                f"partition {partition_id} of {self.coordinator.connect_string} has no owner yet: "
                 "ZooKeeper assigns it to no server, or to one that does not run"
             )
         return found
@@ -308,7 +309,7 @@ class ZooKeeperDirectory:
             return
         key = (await self._with_timeout(self.coordinator.read_cluster())).store.cluster_key.bytes
         if key != self.cluster.key:
-            raise _other_cluster_error(self.cluster.key, key, self.coordinator.where)
+            raise _other_cluster_error(self.cluster.key, key, self.coordinator.connect_string)
         self._was_missing = False
 
     def _on_servers_changed(self, view: ServersView) -> None:
@@ -423,7 +424,7 @@ class FixedDirectory:
     async def _wait_for_session(self) -> None:
         """Wait for a session with ZooKeeper; raises the reason if there is none."""
         if not self._is_open:
-            await self._opening.answered()
+            await self._opening.wait_for_answer()
 
     async def _open_fallback(self) -> None:
         if self._is_open:
@@ -439,7 +440,7 @@ class FixedDirectory:
             self._request_timeout = None
         key = self._fallback.cluster.key
         if key != self._cluster.key:
-            where = self._fallback.coordinator.where
+            where = self._fallback.coordinator.connect_string
             # The session is closed again, so that no later query is answered from the wrong
             # cluster.
             await self._fallback.close()

@@ -24,7 +24,7 @@ from waltz_core.cluster.write_registry import (
     TaskAttempt,
     TaskState,
     WriteState,
-    client_ids_of_others,
+    client_ids_of_other_runs,
 )
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.declarations import ClientConfig
@@ -154,8 +154,8 @@ class WriteRequests:
         """Return the tasks that were begun; `others` are those of runs other than `run`."""
 
         async def use_zookeeper(coordinator: Coordinator) -> WriteTasks:
-            found = await coordinator.writes.tasks(write)
-            return WriteTasks(tuple(found), client_ids_of_others(run, found))
+            found = await coordinator.writes.read_tasks(write)
+            return WriteTasks(tuple(found), client_ids_of_other_runs(run, found))
 
         def decode(answer: RegistryResponse) -> WriteTasks:
             values = strict_json.from_json(bytes(answer.result))

@@ -26,7 +26,7 @@ from waltz_core.client.model.transaction import (
     check_header,
     items_of,
 )
-from waltz_core.cluster.znodes.restored_from import RestoredFrom
+from waltz_core.cluster.znodes.restore_sources import RestoreSources
 from waltz_core.records.record import BEFORE_FIRST
 from waltz_core.wire.messages import FILTER_HEADERS_MAX
 
@@ -90,7 +90,7 @@ class BatchCallbacks(Callbacks):
     """Callbacks that apply several transactions at once and store the mark; used by SQL views."""
 
     @abstractmethod
-    def begin(self, cluster_key: bytes, restored_from: RestoredFrom) -> None:
+    def begin(self, cluster_key: bytes, restore_sources: RestoreSources) -> None:
         """Receive the cluster key, and the clusters from which this cluster was restored.
 
         The client calls this method before each `client_high_water_mark`. `subscribe` raises the

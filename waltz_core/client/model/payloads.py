@@ -17,11 +17,11 @@ def encryption_of(config: "ClientConfig") -> Encryption | None:
     """Return the encryption that the settings of a client declare; None if they declare no keys.
 
     Raises:
-        BadConfig: see `Encryption.of`.
+        BadConfig: see `Encryption.from_reference`.
     """
     if not config.encryption_keys:
         return None
-    return Encryption.of(
+    return Encryption.from_reference(
         config.encryption_keys,
         key_id=config.encryption_key_id,
         is_required=config.encryption_required,
@@ -55,6 +55,6 @@ async def decrypt_payload(
     encryption: Encryption, data: bytes, *, partition: int, header: int
 ) -> DecryptedPayload:
     """Decrypt a payload that was read; raises the errors of `Encryption.decrypt`."""
-    if encryption.is_ready(data):
+    if encryption.has_cached_key(data):
         return encryption.decrypt(data, partition=partition, header=header)
     return await asyncio.to_thread(encryption.decrypt, data, partition=partition, header=header)

@@ -50,7 +50,7 @@ class ArchivedObjects:
     @property
     def entries(self) -> "tuple[ObjectEntry, ...]":
         """The objects, in order."""
-        return self.manifest.newest
+        return self.manifest.newest_objects
 
     def objects_between(self, first: int, last: int) -> "ArchivedObjects":
         """Return the objects that contain at least one of the IDs first..last."""
@@ -92,7 +92,9 @@ def _open_reader(url: str, archived: ArchivedRange) -> "ArchiveReader":
 
 def _manifest_with_entries(manifest: "Manifest", entries: "Sequence[ObjectEntry]") -> "Manifest":
     if not entries:
-        return replace(manifest, first=TransactionId(manifest.last + 1), pages=(), newest=())
+        return replace(
+            manifest, first=TransactionId(manifest.last + 1), pages=(), newest_objects=()
+        )
     first, end = max(manifest.first, entries[0].first), entries[-1]
     return replace(
         manifest,
@@ -100,7 +102,7 @@ def _manifest_with_entries(manifest: "Manifest", entries: "Sequence[ObjectEntry]
         last=end.last,
         chain=end.chain,
         pages=(),
-        newest=tuple(entries),
+        newest_objects=tuple(entries),
     )
 
 
@@ -127,10 +129,10 @@ def read_archived(
     from waltz_core.archive.reader import ArchiveReader  # noqa: PLC0415 - imports Parquet
 
     store, cache = _open_archive(os.getpid(), objects.url)
-    reader = ArchiveReader.of(objects.manifest, store, cache)
+    reader = ArchiveReader.for_manifest(objects.manifest, store, cache)
     next_id = TransactionId(first)
     while next_id <= last:
-        read = reader.read_group(next_id, TransactionId(last))
+        read = reader.read_within_row_group(next_id, TransactionId(last))
         chunk = _chunk_of(read, form, header_values)
         if encryption is not None:
             decrypt = partial(encryption.decrypt, partition=objects.manifest.partition_id)

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from waltz_core.access.client_ids import ClientIdentity
 from waltz_core.client.links.write_requests import EnteredTask, RegistryUser, WriteRequests
-from waltz_core.cluster.write_registry import TaskState, WriteState, check_name
+from waltz_core.cluster.write_registry import TaskState, WriteState, check_write_name
 from waltz_core.errors import ConnectionSuperseded, Unreachable
 
 SEQUENCES_PER_ATTEMPT = 1 << 32
@@ -49,7 +49,7 @@ class TaskClaim:
         run: str,
         series: tuple[Mapping[int, int], int] | None = None,
     ) -> None:
-        check_name(write)
+        check_write_name(write)
         self.write = write
         self.task = task
         self.run = run

@@ -22,14 +22,16 @@ from waltz_core.records import strict_json
 
 ENTRIES_MAX = 1_000
 TEXT_CHARACTERS_MAX = 2_000
-BEGUN = "begun"
-DONE = "done"
+OUTCOME_BEGUN = "begun"
+OUTCOME_DONE = "done"
 _FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """`R/x/audit/e_N`: JSON with `format` 1 and these fields.
+    """A change of the cluster by a command, with its outcome.
+
+    Node `R/x/audit/e_N` has JSON with `format` 1 and these fields.
 
     `outcome` is "begun", "done" or "failed: " and the reason.
     """
@@ -37,7 +39,7 @@ class AuditEntry:
     user: str
     begun_ms: int
     command: str
-    outcome: str = BEGUN
+    outcome: str = OUTCOME_BEGUN
     ended_ms: int | None = None
 
     def to_bytes(self) -> bytes:
@@ -66,16 +68,16 @@ class AuditEntry:
             raise errors.BadFormat(
                 f"entry of the audit node: expected format 1, found {data!r:.200}"
             )
-        for name, kinds in _KINDS.items():
+        for name, kinds in _FIELD_TYPES.items():
             if name not in values or type(values[name]) not in kinds:
                 raise errors.BadFormat(
                     f"entry of the audit node, field {name!r}: expected {kinds[0].__name__}, "
                     f"found {values.get(name)!r:.200}"
                 )
-        return AuditEntry(**{name: values[name] for name in _KINDS})
+        return AuditEntry(**{name: values[name] for name in _FIELD_TYPES})
 
 
-_KINDS: dict[str, tuple[type, ...]] = {
+_FIELD_TYPES: dict[str, tuple[type, ...]] = {
     "user": (str,),
     "begun_ms": (int,),
     "command": (str,),
@@ -94,17 +96,17 @@ class AuditLog:
     async def begin(self, entry: AuditEntry) -> str:
         """Record a change that is about to begin; return the path of its entry, for `end`."""
         paths = self._nodes.paths
-        await self._nodes.ensure((paths.extensions, paths.audit))
-        before = await self._names()
-        step = CreateNode(paths.audit_prefix, entry.to_bytes(), sequential=True)
+        await self._nodes.create_missing((paths.extensions, paths.audit))
+        before = await self._entry_names()
+        step = CreateNode(paths.audit_prefix, entry.to_bytes(), is_sequential=True)
         # ZooKeeper returns no names of sequential nodes, so the new node is found by its content.
         await self._znodes.write([step])
-        after = [name for name in await self._names() if name not in before]
+        after = [name for name in await self._entry_names() if name not in before]
         for name in reversed(after):
             path = f"{paths.audit}/{name}"
             node = await self._znodes.get(path)
             if node is not None and node.data == step.data:
-                await self._forget_oldest()
+                await self._delete_oldest_entries()
                 return path
         raise errors.CoordinatorUnavailable(
             "nothing was changed, because the command could not record the change: its entry was "
@@ -123,19 +125,19 @@ class AuditLog:
         """Return all entries, oldest first."""
         await self._znodes.sync()
         found: list[AuditEntry] = []
-        for name in await self._names():
+        for name in await self._entry_names():
             path = f"{self._nodes.paths.audit}/{name}"
             node = await self._znodes.get(path)
             if node is not None:
                 found.append(decode_node(path, node, AuditEntry.from_bytes))
         return found
 
-    async def _names(self) -> Sequence[str]:
+    async def _entry_names(self) -> Sequence[str]:
         listing = await self._znodes.children(self._nodes.paths.audit)
         return () if listing is None else listing.names
 
-    async def _forget_oldest(self) -> None:
-        names = await self._names()
+    async def _delete_oldest_entries(self) -> None:
+        names = await self._entry_names()
         for name in names[: max(0, len(names) - ENTRIES_MAX)]:
             path = f"{self._nodes.paths.audit}/{name}"
             with suppress(errors.CoordinatorConflict):

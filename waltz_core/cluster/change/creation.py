@@ -123,13 +123,13 @@ def creation_steps(
     new: NewCluster,
     *,
     root_version: int,
-    contents: Mapping[str, bytes] | None = None,
-    added: Sequence[CreateNode] = (),
+    data_by_path: Mapping[str, bytes] | None = None,
+    added_nodes: Sequence[CreateNode] = (),
 ) -> list[list[Operation]]:
     """Return the writes, in order; `root_version` is NO_NODE if the root does not exist.
 
-    `contents` replaces the data of some nodes by path, and `added` are additional nodes, for a
-    cluster with a history.
+    `data_by_path` replaces the data of some nodes by path, and `added_nodes` are additional nodes,
+    for a cluster with a history.
     """
     store = model.StoreParams(new.cluster_key, new.partition_count)
     ports = {storage.address: storage.admin_port for storage in new.storages}
@@ -137,8 +137,8 @@ def creation_steps(
     operations += [
         CreateNode(paths.servers, model.PartitionAssignment().to_bytes()),
         CreateNode(paths.ids),
-        CreateNode(paths.client_ids, model.encode_id(0)),
-        CreateNode(paths.server_ids, model.encode_id(0)),
+        CreateNode(paths.client_ids, model.encode_id_counter(0)),
+        CreateNode(paths.server_ids, model.encode_id_counter(0)),
         CreateNode(paths.store, store.to_bytes()),
         CreateNode(paths.partitions),
         CreateNode(paths.groups, model.GroupDescriptor(new.groups).to_bytes()),
@@ -153,7 +153,7 @@ def creation_steps(
         CreateNode(paths.marker(PartitionId(partition)), marker)
         for partition in range(new.partition_count)
     ]
-    replaced = contents or {}
+    replaced = data_by_path or {}
     operations = [
         replace(each, data=replaced[each.path])
         if isinstance(each, CreateNode) and each.path in replaced
@@ -162,10 +162,10 @@ def creation_steps(
     ]
     params = model.ClusterParams(new.name, new.partition_count).to_bytes()
     root = SetNode(paths.root, params, max(root_version, 0))  # rule 1
-    return _steps([*operations, *added, root])
+    return _split_into_steps([*operations, *added_nodes, root])
 
 
-def _steps(operations: Sequence[Operation]) -> list[list[Operation]]:
+def _split_into_steps(operations: Sequence[Operation]) -> list[list[Operation]]:
     """Split operations into writes (rule 2)."""
     steps: list[list[Operation]] = []
     room = 0

@@ -1,4 +1,4 @@
-"""Rebuilds a partition's metadata from its storages: one replica's log becomes the log.
+"""Rebuilds the metadata of a partition from its replicas, and chooses the replica to trust.
 
 In all other cases, a quorum decides the history. A rebuilding is needed when ZooKeeper has lost its
 data, and when too few replicas of a partition have a trusted log.
@@ -33,7 +33,6 @@ Rules (docs/design/correctness.md 2.4, row 15):
     6. ZooKeeper is written before a replica is marked, because a marked replica is trusted. If a
        command died between the two writes and the old metadata was still in ZooKeeper, a session
        would count the replica, although it lacks records.
-       replica, although it lacks records.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +40,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from waltz_core import errors
-from waltz_core.access.client_ids import NONE_ISSUED
+from waltz_core.access.client_ids import BEFORE_FIRST_ISSUED_ID
 from waltz_core.cluster.change.creation import NewCluster, creation_steps
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import CreateNode, Operation
@@ -67,7 +66,7 @@ class ReportedLog(NamedTuple):
     """The state that a replica reports after a fence and a sync."""
 
     last_session: SessionId
-    synced_max: TransactionId
+    last_synced_id: TransactionId
     is_suspect: bool
     is_damaged: bool  # above its low-water mark
 
@@ -79,7 +78,7 @@ class ReportedLog(NamedTuple):
     @property
     def rank(self) -> tuple[int, int]:
         """The sort key of logs: a log with a greater rank has more records."""
-        return self.last_session, self.synced_max
+        return self.last_session, self.last_synced_id
 
 
 class MaximumIds(NamedTuple):
@@ -87,16 +86,16 @@ class MaximumIds(NamedTuple):
 
     client_id: int
     generation: int
-    issued_id: int = NONE_ISSUED
+    issued_id: int = BEFORE_FIRST_ISSUED_ID
 
     @staticmethod
     def of_record(client_id: int, generation: int) -> "MaximumIds":
         """Return the IDs of one record."""
-        if client_id > NONE_ISSUED:
+        if client_id > BEFORE_FIRST_ISSUED_ID:
             return MaximumIds(0, generation, client_id)
         return MaximumIds(client_id, generation)
 
-    def maximum_with(self, other: "MaximumIds") -> "MaximumIds":
+    def greater_of_each(self, other: "MaximumIds") -> "MaximumIds":
         """Return the greater value of each ID."""
         return MaximumIds(*map(max, self, other))
 
@@ -118,7 +117,7 @@ class RebuildDecision:
         """The replicas that are assigned first (rule 2)."""
         return self.members[:2]
 
-    def declared_in(self, session_id: SessionId) -> "RebuildDecision":
+    def with_log_session(self, session_id: SessionId) -> "RebuildDecision":
         """Return this decision with a log that is marked in `session_id`."""
         return replace(self, log=self.log._replace(last_session=session_id))
 
@@ -129,7 +128,7 @@ class RebuildDecision:
 
 
 class RebuildOperations(Protocol):
-    """The operations that declare a log; each returns when its result is durable."""
+    """The writes that make a chosen log the log of its partition; each is durable on return."""
 
     async def write(self, metadata: model.PartitionMetadata) -> None:
         """Write the partition's metadata, with a marker of the session."""
@@ -142,7 +141,7 @@ class RebuildOperations(Protocol):
 
 
 async def declare_log(metadata: model.PartitionMetadata, operations: RebuildOperations) -> None:
-    """Declare a log to be the log of its partition (rule 6)."""
+    """Make a chosen log the log of its partition, in the order of rule 6."""
     await operations.write(metadata)
     await operations.mark()
     await operations.assign()
@@ -177,11 +176,11 @@ def choose_log(
             f"accept-replicas {partition_id}`."
         )
     ranked = sorted(able, key=lambda name: able[name].rank, reverse=True)
-    members = _members(ranked, groups, replica_count)
+    members = _choose_members(ranked, groups, replica_count)
     return RebuildDecision(partition_id, ranked[0], able[ranked[0]], members)
 
 
-def _members(
+def _choose_members(
     ranked: Sequence[ReplicaId], groups: Mapping[ReplicaId, int], count: int
 ) -> tuple[ReplicaId, ...]:
     """Take the best replica of each group first, then the best of the others."""
@@ -192,8 +191,10 @@ def _members(
     return tuple([*first, *(name for name in ranked if name not in first)][:count])
 
 
-def missing_in_chosen(chosen: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]) -> list[str]:
-    """Return texts about sessions and transactions of other replicas that the chosen log lacks."""
+def describe_missing_in_chosen(
+    chosen: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]
+) -> list[str]:
+    """Return a text for each session or transaction range that the chosen log does not have."""
     found: list[str] = []
     for name, log in logs.items():
         if log.last_session > chosen.last_session:
@@ -201,23 +202,23 @@ def missing_in_chosen(chosen: ReportedLog, logs: Mapping[ReplicaId, ReportedLog]
                 f"replica {name} has store session {log.last_session} as its last one, but "
                 f"the chosen log has {chosen.last_session}"
             )
-        if log.synced_max > chosen.synced_max:
-            first = chosen.synced_max + 1
+        if log.last_synced_id > chosen.last_synced_id:
+            first = chosen.last_synced_id + 1
             found.append(
-                f"replica {name} has transactions {first}..{log.synced_max}, which the chosen "
+                f"replica {name} has transactions {first}..{log.last_synced_id}, which the chosen "
                 "log does not have"
             )
     return found
 
 
-def ids_from(now_s: int) -> int:
-    """Return the first ID and generation after a loss of all metadata (rule 5)."""
+def first_id_after_loss(now_s: int) -> int:
+    """Return the first client ID and generation to use after a loss of all metadata (rule 5)."""
     return min(max(now_s - IDS_EPOCH_S, 1), model.INT32_MAX // 2)
 
 
-def issued_from(ids: int) -> int:
-    """Return the first client ID that servers issue after this loss; `ids` is from `ids_from`."""
-    return min(NONE_ISSUED + ids, model.INT32_MAX)
+def first_issued_id_after_loss(ids: int) -> int:
+    """Return the first client ID that servers issue, for the result of `first_id_after_loss`."""
+    return min(BEFORE_FIRST_ISSUED_ID + ids, model.INT32_MAX)
 
 
 def rebuilding_steps(
@@ -237,29 +238,35 @@ def rebuilding_steps(
     assignment = model.PartitionAssignment(
         model.NO_CVERSION, new.partition_count, {NO_SERVER: owned}
     )
-    contents = {
+    data_by_path = {
         paths.servers: assignment.to_bytes(),
-        paths.client_ids: model.encode_id(ids),
+        paths.client_ids: model.encode_id_counter(ids),
         **{
             paths.marker(each): model.PartitionMarker(model.MarkerState.OPEN).to_bytes()
             for each in partitions
         },
     }
-    added = [CreateNode(paths.partition(each), metadata.to_bytes(each)) for each in partitions]
-    added.append(CreateNode(paths.issued_client_ids, model.encode_id(issued_from(ids))))
+    added_nodes = [
+        CreateNode(paths.partition(each), metadata.to_bytes(each)) for each in partitions
+    ]
+    added_nodes.append(
+        CreateNode(
+            paths.issued_client_ids, model.encode_id_counter(first_issued_id_after_loss(ids))
+        )
+    )
     return creation_steps(
         paths,
         replace(new, assignment={}),
         root_version=root_version,
-        contents=contents,
-        added=added,
+        data_by_path=data_by_path,
+        added_nodes=added_nodes,
     )
 
 
-def is_waiting(
+def is_undecided(
     metadata: model.PartitionMetadata | None, marker: model.PartitionMarker | None
 ) -> bool:
-    """Whether a partition was created for a rebuilding and is not decided yet."""
+    """Whether no log was chosen yet for a partition of a cluster that is rebuilt."""
     return (
         marker is not None
         and marker.state is model.MarkerState.OPEN

@@ -56,7 +56,7 @@ class PartitionReplicas(NamedTuple):
     metadata: PartitionMetadata | None
 
     @property
-    def in_sync(self) -> list[ReplicaId]:
+    def in_sync_replicas(self) -> list[ReplicaId]:
         """The assigned replicas that are engaged in the open session."""
         if self.metadata is None:
             return []
@@ -68,8 +68,8 @@ class PartitionReplicas(NamedTuple):
         ]
 
     @property
-    def was_opened(self) -> bool:
-        """Whether the partition ever had a session, and so has a history."""
+    def was_ever_opened(self) -> bool:
+        """Whether a store session of the partition was ever opened."""
         return self.metadata is not None and bool(self.metadata.states)
 
 
@@ -86,8 +86,8 @@ class ReplicaStep(NamedTuple):
         return f"partition {self.partition_id}: {' '.join(added + removed)}"
 
 
-class StepWait(NamedTuple):
-    """The next step of a partition must wait; the user sees the reason."""
+class PostponedStep(NamedTuple):
+    """A step that a partition cannot take yet, and the reason for the user."""
 
     partition_id: PartitionId
     reason: str
@@ -98,7 +98,7 @@ class StepWait(NamedTuple):
 
 def next_step(
     partition_id: PartitionId, now: PartitionReplicas, plan: ReplicaPlan
-) -> ReplicaStep | StepWait | None:
+) -> ReplicaStep | PostponedStep | None:
     """Return a partition's next step, or the reason to wait; None if the placement is reached."""
     wanted = plan.wanted[partition_id]
     if not wanted:
@@ -109,20 +109,20 @@ def next_step(
     lacking = [each for each in wanted if each not in now.assigned]
     if not now.assigned:
         return ReplicaStep(partition_id, (), tuple(wanted))
-    if not now.was_opened:
+    if not now.was_ever_opened:
         # Without a history, no replica must be in sync: overlapping quorums are sufficient.
-        return _one_by_one(partition_id, now, lacking, leaving)
-    reason = _awaited_session(now) or _not_in_sync(now, plan.joining[partition_id])
+        return _step_without_history(partition_id, now, lacking, leaving)
+    reason = _session_wait_reason(now) or _sync_wait_reason(now, plan.joining[partition_id])
     if reason is not None:
-        return StepWait(partition_id, reason)
+        return PostponedStep(partition_id, reason)
     if lacking:
-        return _add_replica(partition_id, now, lacking[0], leaving)
+        return _step_adding_replica(partition_id, now, lacking[0], leaving)
     if leaving:
-        return _remove_replica(partition_id, now, leaving)
+        return _step_removing_replica(partition_id, now, leaving)
     return None
 
 
-def apply(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> ReplicaAssignments:
+def apply_steps(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> ReplicaAssignments:
     """Return the assignment after these steps.
 
     Raises CoordinatorConflict if the replicas of a partition are not those before its step.
@@ -133,7 +133,7 @@ def apply(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> ReplicaAss
         if set(found) != set(before):
             raise errors.CoordinatorConflict(
                 f"another command has changed partition {partition_id} meanwhile: expected "
-                f"the replicas {_names(before)}, found {_names(found)}"
+                f"the replicas {_join_names(before)}, found {_join_names(found)}"
             )
         for name in before:
             if name not in after:
@@ -146,7 +146,7 @@ def apply(changes: Iterable[ReplicaStep], old: ReplicaAssignments) -> ReplicaAss
     return ReplicaAssignments({name: tuple(sorted(its)) for name, its in held.items()})
 
 
-def _one_by_one(
+def _step_without_history(
     partition_id: PartitionId,
     now: PartitionReplicas,
     lacking: list[ReplicaId],
@@ -159,72 +159,73 @@ def _one_by_one(
     return None
 
 
-def _awaited_session(now: PartitionReplicas) -> str | None:
-    """Return the event that rule 1 waits for; None if it does not wait."""
+def _session_wait_reason(now: PartitionReplicas) -> str | None:
+    """Return the reason to wait for a store session (rule 1); None if there is none."""
     assert now.metadata is not None
     if set(now.metadata.states) != set(now.assigned):
         return (
             "the server of the partition must open a store session with the replicas "
-            f"{_names(now.assigned)}"
+            f"{_join_names(now.assigned)}"
         )
-    if not now.in_sync:
+    if not now.in_sync_replicas:
         return (
             "the server of the partition must open a store session; the last one was with "
-            f"the replicas {_names(_engaged(now))}, and a quorum of them must answer"
+            f"the replicas {_join_names(_engaged_replicas(now))}, and a quorum of them must answer"
         )
     return None
 
 
-def _engaged(now: PartitionReplicas) -> list[ReplicaId]:
+def _engaged_replicas(now: PartitionReplicas) -> list[ReplicaId]:
     assert now.metadata is not None
     states = now.metadata.states.items()
     return [each for each, state in states if state.closing_high_water_mark == UNRESOLVED]
 
 
-def _not_in_sync(now: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
-    """Return the event that rule 4 waits for; None if it does not wait."""
-    behind = [each for each in now.assigned if each in joining and each not in now.in_sync]
-    return f"replica {_names(behind)} copies the log" if behind else None
+def _sync_wait_reason(now: PartitionReplicas, joining: Collection[ReplicaId]) -> str | None:
+    """Return the reason to wait for a replica in sync (rule 4); None if there is none."""
+    behind = [each for each in now.assigned if each in joining and each not in now.in_sync_replicas]
+    return f"replica {_join_names(behind)} copies the log" if behind else None
 
 
-def _add_replica(
+def _step_adding_replica(
     partition_id: PartitionId, now: PartitionReplicas, added: ReplicaId, leaving: list[ReplicaId]
-) -> ReplicaStep | StepWait:
-    away = [each for each in leaving if each not in now.in_sync]
+) -> ReplicaStep | PostponedStep:
+    away = [each for each in leaving if each not in now.in_sync_replicas]
     if away:  # The quorum keeps its size, so appends do not wait for the copy.
         after = (*_without_replica(now.assigned, away[0]), added)
-        return _check_step(partition_id, now, after, len(now.in_sync))
+        return _step_or_postponed(partition_id, now, after, len(now.in_sync_replicas))
     after = (*now.assigned, added)
-    if len(now.in_sync) == len(now.assigned):
+    if len(now.in_sync_replicas) == len(now.assigned):
         return ReplicaStep(partition_id, now.assigned, after)
-    return _check_step(partition_id, now, after, len(now.in_sync))
+    return _step_or_postponed(partition_id, now, after, len(now.in_sync_replicas))
 
 
-def _remove_replica(
+def _step_removing_replica(
     partition_id: PartitionId, now: PartitionReplicas, leaving: list[ReplicaId]
-) -> ReplicaStep | StepWait:
-    away = [each for each in leaving if each not in now.in_sync]
+) -> ReplicaStep | PostponedStep:
+    away = [each for each in leaving if each not in now.in_sync_replicas]
     after = _without_replica(now.assigned, (away or leaving)[0])
-    return _check_step(
-        partition_id, now, after, len([each for each in now.in_sync if each in after])
+    return _step_or_postponed(
+        partition_id, now, after, len([each for each in now.in_sync_replicas if each in after])
     )
 
 
-def _check_step(
+def _step_or_postponed(
     partition_id: PartitionId,
     now: PartitionReplicas,
     after: tuple[ReplicaId, ...],
     in_sync_count: int,
-) -> ReplicaStep | StepWait:
+) -> ReplicaStep | PostponedStep:
     """Return the step, unless it would break rule 3."""
     quorum = len(after) // 2 + 1
     if in_sync_count >= quorum:
         return ReplicaStep(partition_id, now.assigned, after)
-    missing = [each for each in now.assigned if each not in now.in_sync]
-    return StepWait(
+    missing = [each for each in now.assigned if each not in now.in_sync_replicas]
+    return PostponedStep(
         partition_id,
-        f"replica {_names(missing)} is not in sync; after the change, appends would need "
-        f"{quorum} acknowledgements of the replicas {_names(after)}, and only {in_sync_count} of "
+        f"replica {_join_names(missing)} is not in sync; after the change, appends would need "
+        f"{quorum} acknowledgements of the replicas {_join_names(after)}, and only {in_sync_count} "
+        "of "
         "these are in sync. Hint: start its storage, or replace it.",
     )
 
@@ -233,7 +234,7 @@ def _without_replica(replicas: tuple[ReplicaId, ...], gone: ReplicaId) -> tuple[
     return tuple(each for each in replicas if each != gone)
 
 
-def _names(replicas: Iterable[ReplicaId]) -> str:
+def _join_names(replicas: Iterable[ReplicaId]) -> str:
     return ", ".join(replicas) or "none"
 
 
@@ -241,39 +242,42 @@ def _names(replicas: Iterable[ReplicaId]) -> str:
 
 
 @dataclass(slots=True)
-class _Placement:
-    """A placement under construction: the replicas, and the number on each storage."""
+class _PlacementBuilder:
+    """A placement under construction: the replicas, and their number on each storage."""
 
     groups: Mapping[ReplicaId, int]
-    held: dict[PartitionId, list[ReplicaId]]
-    load: dict[ReplicaId, int] = field(default_factory=dict)
+    replicas: dict[PartitionId, list[ReplicaId]]
+    replica_counts: dict[ReplicaId, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.load = dict.fromkeys(self.groups, 0)
-        for replicas in self.held.values():
+        self.replica_counts = dict.fromkeys(self.groups, 0)
+        for replicas in self.replicas.values():
             for each in replicas:
-                self.load[each] = self.load.get(each, 0) + 1
+                self.replica_counts[each] = self.replica_counts.get(each, 0) + 1
 
     def group_count(self, replicas: Iterable[ReplicaId]) -> int:
         return len({self.groups.get(each) for each in replicas})
 
     def move(self, partition_id: PartitionId, old: ReplicaId | None, new: ReplicaId | None) -> None:
         if old is not None:
-            self.held[partition_id].remove(old)
-            self.load[old] -= 1
+            self.replicas[partition_id].remove(old)
+            self.replica_counts[old] -= 1
         if new is not None:
-            self.held[partition_id].append(new)
-            self.load[new] += 1
+            self.replicas[partition_id].append(new)
+            self.replica_counts[new] += 1
 
-    def best_for(
-        self, replicas: Collection[ReplicaId], barred: Collection[ReplicaId]
+    def best_storage_for(
+        self, replicas: Collection[ReplicaId], excluded: Collection[ReplicaId]
     ) -> ReplicaId | None:
-        """Return the storage for one more replica: in a group without one, with the fewest."""
-        free = [each for each in self.groups if each not in replicas and each not in barred]
+        """Return the best storage for one more replica: in another group, with few replicas."""
+        free = [each for each in self.groups if each not in replicas and each not in excluded]
         before = self.group_count(replicas)
         return min(
             free,
-            key=lambda each: (-self.group_count([*replicas, each]) + before, self.load[each]),
+            key=lambda each: (
+                -self.group_count([*replicas, each]) + before,
+                self.replica_counts[each],
+            ),
             default=None,
         )
 
@@ -282,7 +286,7 @@ class _Placement:
 
         def cost(each: ReplicaId) -> tuple[int, int]:
             rest = [other for other in replicas if other != each]
-            return self.group_count(rest), self.load[each]
+            return self.group_count(rest), self.replica_counts[each]
 
         return max(replicas, key=cost)
 
@@ -299,8 +303,8 @@ def placement_without_storage(
     now: Placement, groups: Mapping[ReplicaId, int], address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement without a storage; raises BadRequest if a replica has no other place."""
-    usual = _usual_count(now)
-    places = _Placement(groups, {each: list(replicas) for each, replicas in now.items()})
+    usual = _usual_replica_count(now)
+    places = _PlacementBuilder(groups, {each: list(replicas) for each, replicas in now.items()})
     moved: dict[PartitionId, tuple[ReplicaId, ...]] = {}
     for partition_id, replicas in now.items():
         if address not in replicas:
@@ -309,7 +313,7 @@ def placement_without_storage(
         if len(others) >= usual:  # The replica has a successor: this completes an earlier move.
             moved[partition_id] = tuple(others)
             continue
-        found = places.best_for(others, [address])
+        found = places.best_storage_for(others, [address])
         if found is None:
             raise errors.BadRequest(
                 f"every other storage already has a replica of partition {partition_id}. "
@@ -317,7 +321,7 @@ def placement_without_storage(
                 f"{partition_id} {address}`)."
             )
         places.move(partition_id, address, found)
-        moved[partition_id] = tuple(places.held[partition_id])
+        moved[partition_id] = tuple(places.replicas[partition_id])
     return moved
 
 
@@ -330,7 +334,7 @@ def placement_with_replacement(
     an earlier move. Raises BadRequest if the partition does not have one more: the change would
     only remove a replica.
     """
-    usual = _usual_count(now)
+    usual = _usual_replica_count(now)
     wanted: dict[PartitionId, tuple[ReplicaId, ...]] = {}
     for partition_id in partitions:
         replicas = now[partition_id]
@@ -350,11 +354,11 @@ def placement_with_replacement(
     return wanted
 
 
-def placement_with_restored(
+def placement_with_missing_replicas(
     now: Placement, address: ReplicaId
 ) -> dict[PartitionId, tuple[ReplicaId, ...]]:
     """Return the placement in which a storage gets a replica of each partition that lacks one."""
-    usual = _usual_count(now)
+    usual = _usual_replica_count(now)
     return {
         partition_id: (*replicas, address)
         for partition_id, replicas in now.items()
@@ -362,7 +366,7 @@ def placement_with_restored(
     }
 
 
-def _usual_count(now: Placement) -> int:
+def _usual_replica_count(now: Placement) -> int:
     """Return the number of replicas that most partitions have; the greater one if two are equal."""
     counts = [len(replicas) for replicas in now.values()]
     return max(counts, key=lambda each: (counts.count(each), each), default=0)
@@ -376,12 +380,12 @@ def spread_replicas(
     Without `replica_count`, a partition keeps its number of replicas, or gets one for each group.
     Raises BadRequest if there are too few storages.
     """
-    places = _fill_up(now, groups, replica_count)
-    for partition_id in places.held:
+    places = _fill_up_placement(now, groups, replica_count)
+    for partition_id in places.replicas:
         _spread_over_groups(places, partition_id)
-    while _move_one(places):
+    while _move_one_replica(places):
         pass
-    return {each: tuple(replicas) for each, replicas in places.held.items()}
+    return {each: tuple(replicas) for each, replicas in places.replicas.items()}
 
 
 def fill_up_replicas(
@@ -391,23 +395,26 @@ def fill_up_replicas(
 
     Raises BadRequest if there are too few storages.
     """
-    return {each: tuple(its) for each, its in _fill_up(now, groups, replica_count).held.items()}
+    return {
+        each: tuple(its)
+        for each, its in _fill_up_placement(now, groups, replica_count).replicas.items()
+    }
 
 
-def _fill_up(
+def _fill_up_placement(
     now: Placement, groups: Mapping[ReplicaId, int], replica_count: int | None
-) -> _Placement:
+) -> _PlacementBuilder:
     usual = replica_count or len(set(groups.values()))
     if not 1 <= usual <= len(groups):
         raise errors.BadRequest(
             f"replicas per partition: expected 1 to {len(groups)}, the number of storages, found "
             f"{usual}"
         )
-    places = _Placement(groups, {each: list(replicas) for each, replicas in now.items()})
-    for partition_id, replicas in places.held.items():
+    places = _PlacementBuilder(groups, {each: list(replicas) for each, replicas in now.items()})
+    for partition_id, replicas in places.replicas.items():
         count = replica_count or len(replicas) or usual
         while len(replicas) < count:
-            found = places.best_for(replicas, ())
+            found = places.best_storage_for(replicas, ())
             assert found is not None
             places.move(partition_id, None, found)
         while len(replicas) > count:
@@ -415,12 +422,12 @@ def _fill_up(
     return places
 
 
-def _spread_over_groups(places: _Placement, partition_id: PartitionId) -> None:
-    replicas = places.held[partition_id]
+def _spread_over_groups(places: _PlacementBuilder, partition_id: PartitionId) -> None:
+    replicas = places.replicas[partition_id]
     while True:
         removed = places.replica_to_remove(replicas)
         others = [each for each in replicas if each != removed]
-        found = places.best_for(others, [removed])
+        found = places.best_storage_for(others, [removed])
         if found is None:
             return
         if places.group_count([*others, found]) <= places.group_count(replicas):
@@ -428,14 +435,14 @@ def _spread_over_groups(places: _Placement, partition_id: PartitionId) -> None:
         places.move(partition_id, removed, found)
 
 
-def _move_one(places: _Placement) -> bool:
+def _move_one_replica(places: _PlacementBuilder) -> bool:
     """Move one replica to a storage with at least two fewer; return False if none can move."""
-    by_load = sorted(places.groups, key=lambda each: places.load[each])
+    by_load = sorted(places.groups, key=lambda each: places.replica_counts[each])
     for full in reversed(by_load):
         for empty in by_load:
-            if places.load[full] - places.load[empty] < 2:
+            if places.replica_counts[full] - places.replica_counts[empty] < 2:
                 break
-            for partition_id, replicas in places.held.items():
+            for partition_id, replicas in places.replicas.items():
                 if full not in replicas or empty in replicas:
                     continue
                 after = [empty if each == full else each for each in replicas]

@@ -20,18 +20,18 @@ from dataclasses import dataclass, replace
 from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.change.backup import Backup
 from waltz_core.cluster.change.creation import NewCluster, creation_steps
-from waltz_core.cluster.change.rebuilding import NO_SERVER, issued_from
-from waltz_core.cluster.write_registry import BegunWrite
+from waltz_core.cluster.change.rebuilding import NO_SERVER, first_issued_id_after_loss
+from waltz_core.cluster.write_registry import WriteWithTasks
 from waltz_core.cluster.znodes import access_node, model
 from waltz_core.cluster.znodes.interface import CreateNode, Operation
 from waltz_core.cluster.znodes.paths import ClusterPaths
-from waltz_core.cluster.znodes.restored_from import RestoredFrom
+from waltz_core.cluster.znodes.restore_sources import RestoreSources
 from waltz_core.records.record import BEFORE_FIRST, ClientId, Generation, PartitionId, SessionId
 
 
 @dataclass(frozen=True, slots=True)
 class RestoredPartition:
-    """A partition that continues after its restored end; without an end, the partition is empty."""
+    """A restored partition: its log begins after `end`, or at ID 0 if `end` is None."""
 
     generation: Generation
     session_id: SessionId
@@ -45,12 +45,12 @@ class RestoredCluster:
     partitions: tuple[RestoredPartition, ...]
     client_id: ClientId
     issued_client_id: ClientId
-    writes: Mapping[str, BegunWrite]
-    restored_from: RestoredFrom
-    access: Permissions | None = None
+    writes: Mapping[str, WriteWithTasks]
+    restore_sources: RestoreSources
+    permissions: Permissions | None = None
 
 
-def next_session(backup: Backup, partition_id: PartitionId, ids: int) -> SessionId:
+def next_session_id(backup: Backup, partition_id: PartitionId, ids: int) -> SessionId:
     """Return the session of a restored partition in its first metadata (rule 2)."""
     return SessionId(max(backup.partitions[partition_id].session_id + 1, ids))
 
@@ -69,33 +69,33 @@ def restored_cluster(
     partitions = tuple(
         RestoredPartition(
             Generation(max(each.generation + 1, ids)),
-            next_session(backup, PartitionId(number), ids),
+            next_session_id(backup, PartitionId(number), ids),
             ends[PartitionId(number)],
         )
         for number, each in enumerate(backup.partitions)
     )
     marks = {each: BEFORE_FIRST if end is None else end.last for each, end in ends.items()}
     is_whole = all(marks[each] == mark for each, mark in backup.marks.items())
-    sources = backup.restored_from
+    sources = backup.restore_sources
     if cluster_key != backup.cluster_key.bytes:
         by_number = {int(each): int(mark) for each, mark in marks.items()}
-        sources = sources.continued(backup.cluster_key.hex, by_number)
+        sources = sources.with_source(backup.cluster_key.hex, by_number)
     return RestoredCluster(
         partitions,
         ClientId(max(backup.client_id, ids)),
-        ClientId(max(backup.issued_client_id, issued_from(ids))),
+        ClientId(max(backup.issued_client_id, first_issued_id_after_loss(ids))),
         {
             name: _restored_write(each, marks, is_whole=is_whole)
             for name, each in backup.writes.items()
         },
         sources,
-        None if backup.access is None else replace(backup.access, client_key=client_key),
+        None if backup.permissions is None else replace(backup.permissions, client_key=client_key),
     )
 
 
 def _restored_write(
-    write: BegunWrite, marks: Mapping[PartitionId, int], *, is_whole: bool
-) -> BegunWrite:
+    write: WriteWithTasks, marks: Mapping[PartitionId, int], *, is_whole: bool
+) -> WriteWithTasks:
     """Return a write of the backup as it is in the restored cluster (rule 3)."""
     state = write.state
     capped = {
@@ -115,25 +115,31 @@ def restoring_steps(
     assignment = model.PartitionAssignment(
         model.NO_CVERSION, new.partition_count, {NO_SERVER: owned}
     )
-    contents = {
+    data_by_path = {
         paths.servers: assignment.to_bytes(),
-        paths.client_ids: model.encode_id(restored.client_id),
+        paths.client_ids: model.encode_id_counter(restored.client_id),
     }
-    added = []
+    added_nodes = []
     for each, its in partitions.items():
         marker = model.PartitionMarker(model.MarkerState.NEW, archived=its.end)
-        contents[paths.marker(each)] = marker.to_bytes()
+        data_by_path[paths.marker(each)] = marker.to_bytes()
         metadata = model.PartitionMetadata(its.generation, its.session_id)
-        added.append(CreateNode(paths.partition(each), metadata.to_bytes(each)))
-    added.append(CreateNode(paths.issued_client_ids, model.encode_id(restored.issued_client_id)))
-    added.append(CreateNode(paths.restored_from, restored.restored_from.to_bytes()))
-    if restored.access is not None:
-        added.append(CreateNode(paths.access, access_node.encode(restored.access)))
-    added.append(CreateNode(paths.writes))
+        added_nodes.append(CreateNode(paths.partition(each), metadata.to_bytes(each)))
+    added_nodes.append(
+        CreateNode(paths.issued_client_ids, model.encode_id_counter(restored.issued_client_id))
+    )
+    added_nodes.append(CreateNode(paths.restore_sources, restored.restore_sources.to_bytes()))
+    if restored.permissions is not None:
+        added_nodes.append(
+            CreateNode(paths.access, access_node.encode_permissions(restored.permissions))
+        )
+    added_nodes.append(CreateNode(paths.writes))
     for name, write in restored.writes.items():
-        added.append(CreateNode(paths.write(name), write.state.to_bytes()))
-        added += [
+        added_nodes.append(CreateNode(paths.write(name), write.state.to_bytes()))
+        added_nodes += [
             CreateNode(f"{paths.write(name)}/{number}", task.to_bytes())
             for number, task in write.tasks.items()
         ]
-    return creation_steps(paths, new, root_version=root_version, contents=contents, added=added)
+    return creation_steps(
+        paths, new, root_version=root_version, data_by_path=data_by_path, added_nodes=added_nodes
+    )

@@ -19,9 +19,9 @@ from waltz_core import errors
 from waltz_core.cluster.change import replica_steps
 from waltz_core.cluster.change.replica_steps import (
     PartitionReplicas,
+    PostponedStep,
     ReplicaPlan,
     ReplicaStep,
-    StepWait,
 )
 from waltz_core.cluster.membership.assignment import check_replica_change
 from waltz_core.cluster.znodes import model
@@ -44,7 +44,7 @@ class StorageLayout:
     groups: Mapping[ReplicaId, int]
     admin_ports: Mapping[ReplicaId, int]
 
-    def check_known(self, address: ReplicaId) -> None:
+    def check_storage_exists(self, address: ReplicaId) -> None:
         """Raise BadRequest unless the cluster has this storage."""
         if address not in self.assignment.partitions:
             names = ", ".join(self.assignment.partitions) or "none"
@@ -75,14 +75,14 @@ class StorageLayout:
 
         Raises BadRequest if there is no such storage, BadConfig for an invalid port.
         """
-        self.check_known(address)
+        self.check_storage_exists(address)
         _check_port(admin_port)
         ports = {**self.admin_ports, address: admin_port}
         return StorageLayout(self.assignment, self.groups, ports)
 
     def without_storage(self, address: ReplicaId) -> "StorageLayout":
         """Return the layout without a storage; raises BadRequest while it has partitions."""
-        self.check_known(address)
+        self.check_storage_exists(address)
         held = self.assignment.partitions[address]
         if held:
             raise errors.BadRequest(
@@ -90,9 +90,9 @@ class StorageLayout:
                 f"{len(held)} partitions, such as {held[0]}"
             )
         return StorageLayout(
-            model.ReplicaAssignments(_without(self.assignment.partitions, address)),
-            _without(self.groups, address),
-            _without(self.admin_ports, address),
+            model.ReplicaAssignments(_without_key(self.assignment.partitions, address)),
+            _without_key(self.groups, address),
+            _without_key(self.admin_ports, address),
         )
 
 
@@ -101,9 +101,9 @@ class PlanProgress:
     """The progress of a plan: finished partitions, all partitions, and the reasons for waiting."""
 
     done_count: int
-    count: int
-    waits: tuple[StepWait, ...] = ()
-    step: tuple[ReplicaStep, ...] = ()
+    partition_count: int
+    waits: tuple[PostponedStep, ...] = ()
+    steps: tuple[ReplicaStep, ...] = ()
 
 
 class _PlanCompleted(Exception):
@@ -111,18 +111,20 @@ class _PlanCompleted(Exception):
 
 
 class StorageChanges:
-    """The storages of one cluster, through one session."""
+    """Reads and changes the storages and replicas of one cluster."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
         self._paths = nodes.paths
 
-    async def read(self) -> StorageLayout:
+    async def read_layout(self) -> StorageLayout:
         """Read the layout, not older than any write before the call."""
         await self._nodes.znodes.sync()
-        return (await self._read())[0]
+        return (await self._read_with_versions())[0]
 
-    async def change(self, change: Callable[[StorageLayout], StorageLayout]) -> StorageLayout:
+    async def change_layout(
+        self, change: Callable[[StorageLayout], StorageLayout]
+    ) -> StorageLayout:
         """Replace the layout by the result of `change`; return the new layout.
 
         After a concurrent write, `change` is called again. Raises BadRequest for a step that
@@ -130,7 +132,7 @@ class StorageChanges:
         """
         params = await self._nodes.read(self._paths.root, model.ClusterParams.from_bytes)
         for _ in range(WRITE_ATTEMPTS_MAX):
-            old, steps = await self._read()
+            old, steps = await self._read_with_versions()
             new = change(old)
             check_replica_change(old.assignment, new.assignment, params.partition_count)
             data = (
@@ -154,12 +156,13 @@ class StorageChanges:
 
     def _conflict_error(self) -> errors.CoordinatorUnavailable:
         return errors.CoordinatorUnavailable(
-            f"the change to the list of storages of {self._nodes.where} was not made, because "
+            f"the change to the list of storages of {self._nodes.connect_string} was not made, "
+            "because "
             "other processes changed the list during each attempt"
         )
 
-    async def forget_id(self, address: ReplicaId) -> None:
-        """Free an address for another storage: the next storage that starts there is registered.
+    async def forget_storage_id(self, address: ReplicaId) -> None:
+        """Delete the registered storage ID of an address, so that another storage can start there.
 
         Raises CoordinatorUnavailable if the address may not be free.
         """
@@ -192,20 +195,20 @@ class StorageChanges:
             found[partition_id] = PartitionReplicas(assignment.replicas_of(partition_id), metadata)
         return found
 
-    async def carry_out(
+    async def execute_plan(
         self, plan: ReplicaPlan, on_progress: Callable[[PlanProgress], None]
     ) -> None:
-        """Take steps until every partition has its wanted replicas, or until cancelled.
+        """Change replicas step by step until every partition has its wanted replicas.
 
         Raises BadRequest if that is impossible. If another command changes the same partitions, its
         changes count like steps of this plan.
         """
-        open_ends = list(plan.wanted)
+        unfinished = list(plan.wanted)
         failure: list[errors.WaltzError] = []
 
         async def check(signal: Signal) -> None:
             try:
-                await self._advance(plan, open_ends, on_progress, signal)
+                await self._write_next_steps(plan, unfinished, on_progress, signal)
             except (errors.BadRequest, errors.BadFormat) as error:
                 failure.append(error)
                 raise _PlanCompleted from error
@@ -216,10 +219,10 @@ class StorageChanges:
             if failure:
                 raise failure[0] from None
 
-    async def _advance(
+    async def _write_next_steps(
         self,
         plan: ReplicaPlan,
-        open_ends: list[PartitionId],
+        unfinished: list[PartitionId],
         on_progress: Callable[[PlanProgress], None],
         signal: Signal,
     ) -> None:
@@ -229,37 +232,41 @@ class StorageChanges:
                 self._paths.replica_assignment, model.ReplicaAssignments.from_bytes, signal
             )
             now = await self.read_replicas(
-                assignment, open_ends[:CONCURRENT_PARTITIONS_MAX], signal
+                assignment, unfinished[:CONCURRENT_PARTITIONS_MAX], signal
             )
             steps = {
                 each: replica_steps.next_step(each, replicas, plan)
                 for each, replicas in now.items()
             }
             for partition_id in [each for each, step in steps.items() if step is None]:
-                open_ends.remove(partition_id)
-            todo = tuple(each for each in steps.values() if isinstance(each, ReplicaStep))
-            waits = tuple(each for each in steps.values() if isinstance(each, StepWait))
+                unfinished.remove(partition_id)
+            next_steps = tuple(each for each in steps.values() if isinstance(each, ReplicaStep))
+            waits = tuple(each for each in steps.values() if isinstance(each, PostponedStep))
             on_progress(
-                PlanProgress(len(plan.wanted) - len(open_ends), len(plan.wanted), waits, todo)
+                PlanProgress(
+                    len(plan.wanted) - len(unfinished), len(plan.wanted), waits, next_steps
+                )
             )
-            if not open_ends:
+            if not unfinished:
                 raise _PlanCompleted
-            if todo:
-                await self._write(todo)
-            elif len(waits) == min(len(open_ends), CONCURRENT_PARTITIONS_MAX):
+            if next_steps:
+                await self._write_steps(next_steps)
+            elif len(waits) == min(len(unfinished), CONCURRENT_PARTITIONS_MAX):
                 return
 
-    async def _write(self, todo: tuple[ReplicaStep, ...]) -> None:
-        await self.change(
-            lambda old: replace(old, assignment=replica_steps.apply(todo, old.assignment))
+    async def _write_steps(self, next_steps: tuple[ReplicaStep, ...]) -> None:
+        await self.change_layout(
+            lambda old: replace(
+                old, assignment=replica_steps.apply_steps(next_steps, old.assignment)
+            )
         )
 
-    async def _read(self) -> tuple[StorageLayout, list[SetNode]]:
-        """Read the layout, and the writes that would leave it unchanged."""
+    async def _read_with_versions(self) -> tuple[StorageLayout, list[SetNode]]:
+        """Read the layout, and for each of its nodes a write with the same data and its version."""
         steps: list[SetNode] = []
 
         async def read(path: str, decode: Callable[[bytes], T]) -> T:
-            node = await self._nodes.require(path)
+            node = await self._nodes.get_required(path)
             steps.append(SetNode(path, node.data, node.stat.version))
             return decode_node(path, node, decode)
 
@@ -274,5 +281,5 @@ def _check_port(admin_port: int) -> None:
         raise errors.BadConfig(f"expected an admin port in 1..65535, found {admin_port}")
 
 
-def _without(values: Mapping[ReplicaId, T], address: ReplicaId) -> dict[ReplicaId, T]:
+def _without_key(values: Mapping[ReplicaId, T], address: ReplicaId) -> dict[ReplicaId, T]:
     return {each: value for each, value in values.items() if each != address}

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from waltz_core import errors
-from waltz_core.access.permission_changes import next_revision
+from waltz_core.access.permission_changes import with_revision
 from waltz_core.access.permissions import Permissions
 from waltz_core.cluster.znodes import access_node
 from waltz_core.cluster.znodes.interface import NO_NODE, CreateNode, Node, SetNode
@@ -42,7 +42,7 @@ class PermissionsChange(NamedTuple):
 
 
 class StoredPermissions:
-    """The permissions of one cluster, through one session."""
+    """Reads and changes the permissions of one cluster."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
@@ -55,7 +55,7 @@ class StoredPermissions:
         node = await self._znodes.get(self._path)
         return None if node is None else self._decode(node)
 
-    async def require(self) -> Permissions:
+    async def read_existing(self) -> Permissions:
         """Return the permissions; raises BadRequest if the cluster has none."""
         found = await self.read()
         if found is None:
@@ -64,17 +64,18 @@ class StoredPermissions:
 
     async def create(self, permissions: Permissions, author: Author) -> Permissions:
         """Write the first permissions; raises BadRequest if the cluster has permissions already."""
-        await self._protect()
-        made = next_revision(permissions, permissions.revision, *author)
+        await self._reset_access_lists()
+        made = with_revision(permissions, permissions.revision, *author)
         for _ in range(WRITE_ATTEMPTS_MAX):
-            found = await self._get()
+            found = await self._get_node()
             if found is not None:
                 raise errors.BadRequest(
-                    f"nothing was changed: the cluster at {self._nodes.where} has permissions "
+                    f"nothing was changed: the cluster at {self._nodes.connect_string} has "
+                    "permissions "
                     "already. Hint: `access list` shows them and who wrote them, `access "
                     "import` replaces them."
                 )
-            if await self._is_written(made, None):
+            if await self._try_write(made, None):
                 return made
         raise self._conflict_error()
 
@@ -87,15 +88,15 @@ class StoredPermissions:
         has changed then. Raises BadConfig if the result is too large.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
-            node = await self._get()
+            node = await self._get_node()
             if node is None:
                 raise self._missing_error()
             before = self._decode(node)
             wanted = change(before)
             if wanted == before:
                 return PermissionsChange(before, before)
-            made = next_revision(wanted, before.revision + 1, *author)
-            if await self._is_written(made, node):
+            made = with_revision(wanted, before.revision + 1, *author)
+            if await self._try_write(made, node):
                 return PermissionsChange(before, made)
         raise self._conflict_error()
 
@@ -113,43 +114,43 @@ class StoredPermissions:
         permissions before (if they can be read) and after, and may raise an error. `new_key` is for
         rule 4.
         """
-        await self._protect()
+        await self._reset_access_lists()
         first = dataclasses.replace(found, client_key=new_key)
         for _ in range(WRITE_ATTEMPTS_MAX):
-            node, before = await self._get(), None
+            node, before = await self._get_node(), None
             if node is not None:
                 try:
                     before = self._decode(node)
                 except errors.BadFormat:
                     before = None  # The unreadable permissions are replaced.
             newest = max(found.revision, before.revision if before else 0)
-            made = next_revision(first if node is None else found, newest + 1, *author)  # rule 4
+            made = with_revision(first if node is None else found, newest + 1, *author)  # rule 4
             if before is not None:
                 check(before, made)
-            if await self._is_written(made, node):
+            if await self._try_write(made, node):
                 return PermissionsChange(before, made)
         raise self._conflict_error()
 
     async def was_revision_published(self) -> bool:
         """Whether a daemon has ever published the revision that it uses."""
-        return await self._znodes.get(self._nodes.paths.every_applied) is not None
+        return await self._znodes.get(self._nodes.paths.applied_revisions) is not None
 
-    async def _protect(self) -> None:
+    async def _reset_access_lists(self) -> None:
         for path in (self._path, self._nodes.paths.audit):
             await self._znodes.reset_access_list(path)
 
-    async def _get(self) -> Node | None:
+    async def _get_node(self) -> Node | None:
         await self._znodes.sync()
         return await self._znodes.get(self._path)
 
     def _decode(self, node: Node) -> Permissions:
-        return decode_node(self._path, node, access_node.decode)
+        return decode_node(self._path, node, access_node.decode_permissions)
 
-    async def _is_written(self, made: Permissions, before: Node | None) -> bool:
-        """Write; return False if the caller must read and decide again (rules 1 and 2)."""
-        data = access_node.encode(made)
+    async def _try_write(self, made: Permissions, before: Node | None) -> bool:
+        """Write the permissions; return False if they must be read again (rules 1 and 2)."""
+        data = access_node.encode_permissions(made)
         if before is None:
-            await self._nodes.ensure((self._nodes.paths.extensions,))
+            await self._nodes.create_missing((self._nodes.paths.extensions,))
         step = (
             CreateNode(self._path, data)
             if before is None
@@ -161,19 +162,20 @@ class StoredPermissions:
             return False
         except errors.CoordinatorOutcomeUnknown as unknown:
             try:
-                node = await self._get()
+                node = await self._get_node()
             except errors.CoordinatorUnavailable:
                 raise unknown from None
             if node is not None and node.data == data:
                 return True
-            if _version(node) == _version(before):
+            if _node_version(node) == _node_version(before):
                 return False
             raise
         return True
 
     def _missing_error(self) -> errors.BadRequest:
         return errors.BadRequest(
-            f"the cluster at {self._nodes.where} has no permissions. Hint: `access init` creates "
+            f"the cluster at {self._nodes.connect_string} has no permissions. Hint: `access init` "
+            "creates "
             "them, `access import` restores exported ones."
         )
 
@@ -184,5 +186,5 @@ class StoredPermissions:
         )
 
 
-def _version(node: Node | None) -> int:
+def _node_version(node: Node | None) -> int:
     return NO_NODE if node is None else node.stat.version

@@ -19,23 +19,23 @@ SERVER_PREFIX: Final = "server-"
 _FORMAT: Final = 1
 
 
-def server_name(server_id: ServerId) -> str:
-    """Return the NAME of a server (rule 2)."""
+def server_node_name(server_id: ServerId) -> str:
+    """Return the node name for a server (rule 2)."""
     return f"{SERVER_PREFIX}{server_id}"
 
 
-def storage_name(address: ReplicaId) -> str:
-    """Return the NAME of a storage (rule 2)."""
+def storage_node_name(address: ReplicaId) -> str:
+    """Return the node name for a storage (rule 2)."""
     return f"storage-{address}"
 
 
-def encode_applied(revision: int) -> bytes:
+def encode_applied_revision(revision: int) -> bytes:
     """Return the bytes of a node, as JSON."""
     return strict_json.to_json({"format": _FORMAT, "revision": revision})
 
 
-def decode_applied(data: bytes) -> int:
-    """Decode the node's bytes; raises BadFormat for bytes that `encode_applied` does not make."""
+def decode_applied_revision(data: bytes) -> int:
+    """Decode the bytes of `encode_applied_revision`; raises BadFormat for any other bytes."""
     try:
         values = strict_json.from_json(data)
     except ValueError as error:
@@ -55,16 +55,16 @@ def decode_applied(data: bytes) -> int:
 
 
 class AppliedRevisions:
-    """Publishes and reads applied revisions, through one session (rule 1)."""
+    """Publishes the permissions revision of one daemon, and reads those of all (rule 1)."""
 
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
-        self._wanted: tuple[str, int] | None = None
+        self._target: tuple[str, int] | None = None
         self._published: tuple[int, tuple[str, int]] | None = None  # with the session number
 
     def set_revision(self, name: str, revision: int) -> None:
         """Set the name and the revision that the next `publish` publishes."""
-        self._wanted = name, revision
+        self._target = name, revision
 
     async def publish(self) -> None:
         """Publish the revision in use, unless this session has published it already.
@@ -72,9 +72,9 @@ class AppliedRevisions:
         Raises CoordinatorConflict, CoordinatorOutcomeUnknown and CoordinatorUnavailable; the next
         call tries again.
         """
-        if self._wanted is None:
+        if self._target is None:
             return
-        name, revision = self._wanted
+        name, revision = self._target
         paths = self._nodes.paths
         for attempts_left in reversed(range(WRITE_ATTEMPTS_MAX)):
             target = self._nodes.znodes.session_number, (name, revision)
@@ -83,7 +83,9 @@ class AppliedRevisions:
             self._published = None  # a write that fails may still arrive
             try:
                 await self._nodes.put_ephemeral(
-                    paths.applied(name), encode_applied(revision), paths.every_applied
+                    paths.applied_revision(name),
+                    encode_applied_revision(revision),
+                    paths.applied_revisions,
                 )
             except errors.CoordinatorConflict:  # the node of an earlier session has just ended
                 if not attempts_left:
@@ -95,14 +97,16 @@ class AppliedRevisions:
         """Return the revision of each NAME; revisions that cannot be decoded are left out."""
         paths = self._nodes.paths
         await self._nodes.znodes.sync()
-        listing = await self._nodes.znodes.children(paths.every_applied)
+        listing = await self._nodes.znodes.children(paths.applied_revisions)
         found: dict[str, int] = {}
         for name in () if listing is None else listing.names:
-            node = await self._nodes.znodes.get(paths.applied(name))
+            node = await self._nodes.znodes.get(paths.applied_revision(name))
             if node is None:
                 continue
             try:
-                found[name] = decode_node(paths.applied(name), node, decode_applied)
+                found[name] = decode_node(
+                    paths.applied_revision(name), node, decode_applied_revision
+                )
             except errors.BadFormat:
                 continue  # a daemon of another version, or damage
         return found

@@ -8,7 +8,7 @@ Invariants of `assign_partitions`:
     2. A generation rises by one exactly when a partition goes to a server that did not own it.
     3. Without preferences no two servers' counts differ by more than one.
     4. A server that may keep a partition keeps it: no partition moves without need.
-    5. With `keeps_all` (balance by load) servers keep all their partitions, any number, except
+    5. With `keeps_owners` (balance by load) servers keep all their partitions, any number, except
        those that another server prefers; the other partitions go to the servers with the fewest.
        When a server is new, all partitions are assigned by count, and invariant 3 holds again.
 """
@@ -28,7 +28,7 @@ from waltz_core.records.record import Generation, PartitionId, ReplicaId, Server
 FIRST_GENERATION = Generation(0)
 
 
-def is_current(
+def is_assignment_current(
     assignment: PartitionAssignment,
     servers: Mapping[ServerId, ServerDescriptor],
     *,
@@ -54,7 +54,7 @@ def assign_partitions(
     *,
     cversion: int,
     partition_count: int,
-    keeps_all: bool = False,
+    keeps_owners: bool = False,
 ) -> PartitionAssignment:
     """Return the assignment for the live servers.
 
@@ -68,21 +68,21 @@ def assign_partitions(
             f"the assignment has {old.partition_count} partitions, but the cluster has only "
             f"{partition_count}, and the number of partitions cannot shrink"
         )
-    distribution = _Distribution(old, sorted(servers), partition_count)
-    for server_id in distribution.owned:
-        distribution.assign_preferred(server_id, servers[server_id].preferred)
-    if keeps_all and servers.keys() <= old.servers.keys():
-        distribution.keep_current_owners()
+    builder = _AssignmentBuilder(old, sorted(servers), partition_count)
+    for server_id in builder.owned:
+        builder.assign_preferred(server_id, servers[server_id].preferred)
+    if keeps_owners and servers.keys() <= old.servers.keys():
+        builder.keep_current_owners()
     else:
-        for server_id in distribution.owned:
-            distribution.keep(server_id)
-        for server_id in distribution.owned:
-            distribution.assign_rest(server_id)
-    assert not distribution.free  # invariant 1
+        for server_id in builder.owned:
+            builder.keep_up_to_share(server_id)
+        for server_id in builder.owned:
+            builder.assign_free(server_id)
+    assert not builder.free  # invariant 1
     return PartitionAssignment(
         cversion,
         partition_count,
-        {server_id: dict(sorted(owned.items())) for server_id, owned in distribution.owned.items()},
+        {server_id: dict(sorted(owned.items())) for server_id, owned in builder.owned.items()},
     )
 
 
@@ -99,8 +99,8 @@ def hand_over_partition(
     if old.servers.get(owner, {}).get(partition_id) != generation:
         return None
     ring = sorted(old.servers, key=lambda each: blake2b(b"%d %d" % (partition_id, each)).digest())
-    heir = ring[(ring.index(owner) + 1) % len(ring)]
-    return None if heir == owner else move_partitions(old, {partition_id: heir})
+    target = ring[(ring.index(owner) + 1) % len(ring)]
+    return None if target == owner else move_partitions(old, {partition_id: target})
 
 
 def move_partitions(
@@ -123,10 +123,10 @@ def move_partitions(
     return PartitionAssignment(old.cversion, old.partition_count, servers)
 
 
-def with_generations(
+def with_minimum_generations(
     old: PartitionAssignment, at_least: Mapping[PartitionId, Generation]
 ) -> PartitionAssignment:
-    """Return the assignment with the same owners and no generation below those in `at_least`."""
+    """Return the assignment with the same owners and generations of at least these values."""
     servers = {
         server_id: {
             partition_id: max(generation, at_least.get(partition_id, generation))
@@ -137,7 +137,7 @@ def with_generations(
     return PartitionAssignment(old.cversion, old.partition_count, servers)
 
 
-class _Distribution:
+class _AssignmentBuilder:
     """An assignment under construction: the free partitions, and the partitions of each server."""
 
     def __init__(
@@ -160,7 +160,7 @@ class _Distribution:
             if partition_id in self.free:
                 self._assign(server_id, partition_id)
 
-    def keep(self, server_id: ServerId) -> None:
+    def keep_up_to_share(self, server_id: ServerId) -> None:
         kept = [p for p in sorted(self.free) if self._owner.get(p) == server_id]
         self._assign_up_to_share(server_id, kept)
 
@@ -174,7 +174,7 @@ class _Distribution:
                 min(self.owned, key=lambda each: (len(self.owned[each]), each)), partition_id
             )
 
-    def assign_rest(self, server_id: ServerId) -> None:
+    def assign_free(self, server_id: ServerId) -> None:
         self._assign_up_to_share(server_id, sorted(self.free))
 
     def _assign_up_to_share(self, server_id: ServerId, wanted: Sequence[PartitionId]) -> None:

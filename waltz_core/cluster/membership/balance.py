@@ -7,9 +7,10 @@ Rules:
     2. Partitions move from one server to the least loaded one, and only for a gain, which is the
        decrease of the greater of the two loads. To begin, the source must have a load of a quarter
        above the servers' average, and the gain must be an eighth of that average, for
-       `sustained_ms`: neither noise nor a load that has just begun reaches that. For `settling_ms`
-       after that, a gain of a twentieth is sufficient, so that a rebalancing that has begun is
-       completed. Each move makes two servers more even, so with constant loads the moves end.
+       `sustained_ms`: neither noise nor a load that has just begun reaches that. For
+       `rebalancing_ms` after that, a gain of a twentieth is sufficient, so that a rebalancing that
+       has begun is completed. Each move makes two servers more even, so with constant loads the
+       moves end.
     3. A partition that was moved stays for `cooldown_ms`; at most `moves_max` partitions move at
        one time.
     4. A nearly idle partition counts as `IDLE_LOAD`: idle partitions are spread by count.
@@ -36,10 +37,10 @@ class BalanceLimits:
 
     cooldown_ms: int
     sustained_ms: int
-    settling_ms: int
-    excess_to_begin: float = 0.25
-    gain_to_begin: float = 0.125
-    gain_to_continue: float = 0.05
+    rebalancing_ms: int
+    excess_min_to_begin: float = 0.25
+    gain_min_to_begin: float = 0.125
+    gain_min_to_continue: float = 0.05
     moves_max: int = 16
 
 
@@ -57,9 +58,9 @@ class Balancer:
     def __init__(self, limits: BalanceLimits) -> None:
         self._limits = limits
         self._moved_ms: dict[PartitionId, int] = {}
-        self._settling_until_ms: int | None = None
+        self._rebalancing_until_ms: int | None = None
         self._uneven_since_ms: int | None = None
-        self._source_since_ms: dict[ServerId, int] = {}
+        self._overloaded_since_ms: dict[ServerId, int] = {}
 
     def on_partitions_moved(self, partition_ids: Collection[PartitionId], now_ms: int) -> None:
         """Record that these partitions have moved (rule 3)."""
@@ -68,7 +69,7 @@ class Balancer:
     def reset_history(self) -> None:
         """Reset the history: loads were not observed, so no imbalance lasted (rules 2 and 6)."""
         self._uneven_since_ms = None
-        self._source_since_ms = {}
+        self._overloaded_since_ms = {}
 
     def plan_moves(
         self,
@@ -84,7 +85,7 @@ class Balancer:
         `preferred` are the partitions that any server prefers. A partition without a load does not
         move.
         """
-        self._forget(now_ms)
+        self._forget_old_moves(now_ms)
         pinned = {*preferred, *self._moved_ms}
         held: dict[ServerId, dict[PartitionId, float]] = {each: {} for each in servers}
         for partition_id, owner in owners.items():
@@ -94,25 +95,27 @@ class Balancer:
             self.reset_history()
             return {}
         movable = {each for each in loads if each not in pinned}
-        is_in_motion = self._is_settling(held, movable, now_ms)
-        found = self._moves({each: dict(its) for each, its in held.items()}, movable)
+        is_rebalancing = self._is_rebalancing(held, movable, now_ms)
+        found = self._compute_moves({each: dict(its) for each, its in held.items()}, movable)
         sources = {owners[each] for each in found}
-        self._source_since_ms = {each: self._source_since_ms.get(each, now_ms) for each in sources}
-        if not is_in_motion:
+        self._overloaded_since_ms = {
+            each: self._overloaded_since_ms.get(each, now_ms) for each in sources
+        }
+        if not is_rebalancing:
             return {}
         before_ms = now_ms - self._limits.sustained_ms
-        ready = {each for each, at_ms in self._source_since_ms.items() if at_ms <= before_ms}
+        ready = {each for each, at_ms in self._overloaded_since_ms.items() if at_ms <= before_ms}
         # The moves are planned again: no move may depend on another move that is not ready.
-        return self._moves(held, {each for each in movable if owners[each] in ready})
+        return self._compute_moves(held, {each for each in movable if owners[each] in ready})
 
-    def _moves(
+    def _compute_moves(
         self, held: dict[ServerId, dict[PartitionId, float]], movable: Collection[PartitionId]
     ) -> dict[PartitionId, ServerId]:
         """Return the moves that make the loads of the servers more even (rule 2)."""
         moves: dict[PartitionId, ServerId] = {}
         movable = set(movable)
         while len(moves) < self._limits.moves_max:
-            found = _best_move(held, movable, self._limits.gain_to_continue)
+            found = _best_move(held, movable, self._limits.gain_min_to_continue)
             if found is None:
                 break
             source, shift = found
@@ -122,13 +125,13 @@ class Balancer:
                 movable.discard(partition_id)
         return moves
 
-    def _forget(self, now_ms: int) -> None:
+    def _forget_old_moves(self, now_ms: int) -> None:
         oldest_ms = now_ms - self._limits.cooldown_ms
         self._moved_ms = {
             each: at_ms for each, at_ms in self._moved_ms.items() if at_ms > oldest_ms
         }
 
-    def _is_settling(
+    def _is_rebalancing(
         self,
         held: Mapping[ServerId, Mapping[PartitionId, float]],
         movable: Collection[PartitionId],
@@ -136,15 +139,15 @@ class Balancer:
     ) -> bool:
         """Whether a rebalancing is in progress; a lasting imbalance begins one (rule 2)."""
         limits = self._limits
-        found = _best_move(held, movable, limits.gain_to_begin, limits.excess_to_begin)
+        found = _best_move(held, movable, limits.gain_min_to_begin, limits.excess_min_to_begin)
         if found is None:
             self._uneven_since_ms = None
         elif self._uneven_since_ms is None:
             self._uneven_since_ms = now_ms
         since_ms = self._uneven_since_ms
         if since_ms is not None and now_ms - since_ms >= limits.sustained_ms:
-            self._settling_until_ms = now_ms + limits.settling_ms
-        until_ms = self._settling_until_ms
+            self._rebalancing_until_ms = now_ms + limits.rebalancing_ms
+        until_ms = self._rebalancing_until_ms
         return until_ms is not None and now_ms < until_ms
 
 
@@ -172,18 +175,18 @@ def _best_move(
 
 
 def _move_between(
-    its: Mapping[PartitionId, float], source: float, target_load: float, target: ServerId
+    its: Mapping[PartitionId, float], source_load: float, target_load: float, target: ServerId
 ) -> _BalanceMove:
     """Return the move that makes two servers most even: partitions within half the gap, or one."""
-    capacity = (source - target_load) / 2
+    capacity = (source_load - target_load) / 2
     taken: list[PartitionId] = []
     moved = 0.0
     best = _BalanceMove(0.0, (), target)
     for partition_id in sorted(its, key=lambda each: (-its[each], each)):
         load = its[partition_id]
-        alone = source - max(source - load, target_load + load)
-        if alone > best.gain:
-            best = _BalanceMove(alone, (partition_id,), target)
+        single_gain = source_load - max(source_load - load, target_load + load)
+        if single_gain > best.gain:
+            best = _BalanceMove(single_gain, (partition_id,), target)
         if moved + load <= capacity:
             taken.append(partition_id)
             moved += load

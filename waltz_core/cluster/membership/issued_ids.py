@@ -1,4 +1,4 @@
-"""The client IDs that servers issue, counted in `R/x/client` from `FIRST_ISSUED` on (AC 9).
+"""The client IDs that servers issue, counted in `R/x/client` from `FIRST_ISSUED_ID` on (AC 9).
 
 An ID is allocated once. IDs that a write with unknown outcome may have allocated are skipped.
 """
@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Final
 
 from waltz_core import errors
-from waltz_core.access.client_ids import NONE_ISSUED
+from waltz_core.access.client_ids import BEFORE_FIRST_ISSUED_ID
 from waltz_core.cluster.znodes import model
 from waltz_core.cluster.znodes.interface import CreateNode, Operation, SetNode
 from waltz_core.cluster.znodes.node_access import ClusterNodes, decode_node
@@ -22,12 +22,12 @@ class IssuedIds:
     def __init__(self, nodes: ClusterNodes) -> None:
         self._nodes = nodes
 
-    async def last(self) -> ClientId:
+    async def read_last_id(self) -> ClientId:
         """Return the last allocated client ID."""
         await self._nodes.znodes.sync()
         return ClientId((await self._read())[0])
 
-    async def raise_to(self, client_id: ClientId) -> None:
+    async def increase_to(self, client_id: ClientId) -> None:
         """Raise the counter, so that no ID up to `client_id` is allocated from now on."""
         for _ in range(ATTEMPTS_MAX):
             last, version = await self._read()
@@ -37,11 +37,11 @@ class IssuedIds:
                 await self._write(client_id, version)
         raise self._contention_error()
 
-    async def next(self) -> ClientId:
+    async def allocate_id(self) -> ClientId:
         """Allocate a client ID that was never used before."""
-        return ClientId((await self.allocate(1))[0])
+        return ClientId((await self.allocate_ids(1))[0])
 
-    async def allocate(self, count: int) -> range:
+    async def allocate_ids(self, count: int) -> range:
         """Allocate up to `count` client IDs, at least one, that were never used before.
 
         Raises BadFormat if all IDs are allocated.
@@ -68,17 +68,19 @@ class IssuedIds:
         """Return the last allocated ID and the node's version (None: there is no node yet)."""
         node = await self._nodes.znodes.get(self._path)
         if node is None:
-            return NONE_ISSUED, None
-        last = decode_node(self._path, node, model.decode_id)
-        if last < NONE_ISSUED:
-            raise errors.BadFormat(f"{self._path}: expected at least {NONE_ISSUED}, found {last}")
+            return BEFORE_FIRST_ISSUED_ID, None
+        last = decode_node(self._path, node, model.decode_id_counter)
+        if last < BEFORE_FIRST_ISSUED_ID:
+            raise errors.BadFormat(
+                f"{self._path}: expected at least {BEFORE_FIRST_ISSUED_ID}, found {last}"
+            )
         return last, node.stat.version
 
     async def _write(self, last: int, version: int | None) -> None:
-        data = model.encode_id(last)
+        data = model.encode_id_counter(last)
         step: Operation = CreateNode(self._path, data)
         if version is None:
-            await self._nodes.ensure((self._nodes.paths.extensions,))
+            await self._nodes.create_missing((self._nodes.paths.extensions,))
         else:
             step = SetNode(self._path, data, version)
         await self._nodes.znodes.write([step])

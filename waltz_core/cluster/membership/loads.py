@@ -24,24 +24,24 @@ from waltz_core.records import strict_json
 from waltz_core.records.record import PartitionId, ServerId
 
 _FORMAT: Final = 1
-_FIGURE_LIMIT: Final = 1 << 63
+_NUMBER_LIMIT: Final = 1 << 63
 
 
 class PartitionLoad(NamedTuple):
-    """The load of a partition per second, and the time for which it was measured."""
+    """The load of a partition per second, and how long it has been measured."""
 
     per_s: float
-    age_ms: int
+    measured_ms: int
 
 
 @dataclass(slots=True)
-class _Meter:
-    """The last count of one partition, and its mean so far (rule 1)."""
+class _PartitionMeter:
+    """The last counter value of one partition, and its mean load so far (rule 1)."""
 
     total: float
-    at_ms: int
+    counted_at_ms: int
     since_ms: int
-    sum: float = 0.0
+    weighted_sum: float = 0.0
 
 
 class LoadMeter:
@@ -49,29 +49,29 @@ class LoadMeter:
 
     def __init__(self, window_ms: int) -> None:
         self._window_ms = window_ms
-        self._meters: dict[PartitionId, _Meter] = {}
+        self._meters: dict[PartitionId, _PartitionMeter] = {}
 
-    def take(
+    def update(
         self, totals: Mapping[PartitionId, float], now_ms: int
     ) -> dict[PartitionId, PartitionLoad]:
-        """Process the counters of all partitions that are served now; return their loads."""
+        """Record the counters of all partitions that this server owns; return their loads."""
         self._meters = {each: its for each, its in self._meters.items() if each in totals}
         found: dict[PartitionId, PartitionLoad] = {}
         for partition_id, total in totals.items():
             meter = self._meters.get(partition_id)
             if meter is None or total < meter.total:  # New here, or closed and opened again.
-                self._meters[partition_id] = _Meter(total, now_ms, now_ms)
+                self._meters[partition_id] = _PartitionMeter(total, now_ms, now_ms)
                 continue
-            took_ms = now_ms - meter.at_ms
+            took_ms = now_ms - meter.counted_at_ms
             if took_ms <= 0:
                 continue
             kept = exp(-took_ms / self._window_ms)
             rate = (total - meter.total) * 1000 / took_ms
-            meter.sum = meter.sum * kept + rate * (1 - kept)
-            meter.total, meter.at_ms = total, now_ms
-            age_ms = now_ms - meter.since_ms
+            meter.weighted_sum = meter.weighted_sum * kept + rate * (1 - kept)
+            meter.total, meter.counted_at_ms = total, now_ms
+            measured_ms = now_ms - meter.since_ms
             found[partition_id] = PartitionLoad(
-                meter.sum / (1 - exp(-age_ms / self._window_ms)), age_ms
+                meter.weighted_sum / (1 - exp(-measured_ms / self._window_ms)), measured_ms
             )
         return found
 
@@ -83,15 +83,15 @@ class LoadAverages:
         self._window_ms = window_ms
         self._confirmed: dict[PartitionId, float] = {}
 
-    def take(
+    def update(
         self,
         reported: Mapping[ServerId, Mapping[PartitionId, PartitionLoad]],
         owners: Mapping[PartitionId, ServerId],
     ) -> dict[PartitionId, float]:
-        """Process published loads; return the loads of all partitions whose load is known."""
+        """Record published loads; return the loads of all partitions with a known load."""
         for partition_id, owner in owners.items():
             load = reported.get(owner, {}).get(partition_id)
-            if load is not None and load.age_ms >= self._window_ms:
+            if load is not None and load.measured_ms >= self._window_ms:
                 self._confirmed[partition_id] = load.per_s
         self._confirmed = {each: load for each, load in self._confirmed.items() if each in owners}
         return dict(self._confirmed)
@@ -100,7 +100,7 @@ class LoadAverages:
 def encode_loads(loads: Mapping[PartitionId, PartitionLoad]) -> bytes:
     """Return the bytes of a node: JSON with the load of each partition and the age of the load."""
     rows = {
-        str(partition_id): [round(load.per_s, 1), load.age_ms]
+        str(partition_id): [round(load.per_s, 1), load.measured_ms]
         for partition_id, load in sorted(loads.items())
     }
     return strict_json.to_json({"format": _FORMAT, "loads": rows})
@@ -123,7 +123,7 @@ def decode_loads(data: bytes) -> dict[PartitionId, PartitionLoad]:
             f"published loads of a server: expected format {_FORMAT}, found {data!r:.200}"
         )
     rows = values.get("loads")
-    if not isinstance(rows, dict) or not all(map(_is_row, rows.items())):
+    if not isinstance(rows, dict) or not all(map(_is_load_row, rows.items())):
         raise errors.BadFormat(
             "published loads of a server: expected a load and its age for each partition, "
             f"found {rows!r:.200}"
@@ -133,13 +133,13 @@ def decode_loads(data: bytes) -> dict[PartitionId, PartitionLoad]:
     }
 
 
-def _is_row(item: tuple[str, object]) -> bool:
+def _is_load_row(item: tuple[str, object]) -> bool:
     name, row = item
     if not (is_number(name) and isinstance(row, list) and len(row) == 2):
         return False
-    load, age_ms = row
-    return (type(load) in {int, float} and 0 <= load < _FIGURE_LIMIT) and (
-        type(age_ms) is int and 0 <= age_ms < _FIGURE_LIMIT
+    load, measured_ms = row
+    return (type(load) in {int, float} and 0 <= load < _NUMBER_LIMIT) and (
+        type(measured_ms) is int and 0 <= measured_ms < _NUMBER_LIMIT
     )
 
 
@@ -161,7 +161,7 @@ class PublishedLoads:
 
     async def withdraw(self, server_id: ServerId) -> None:
         """Remove the loads of this server; raises like `publish`."""
-        await self._nodes.remove(self._nodes.paths.load(server_id))
+        await self._nodes.delete_if_exists(self._nodes.paths.load(server_id))
 
     async def read(
         self,

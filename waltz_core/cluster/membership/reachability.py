@@ -39,18 +39,18 @@ _FORMAT: Final = 1
 class ReachReport:
     """The report that one server publishes; `unreachable` has the reason of the last failure."""
 
-    reached: frozenset[ServerId] = frozenset()
+    reachable: frozenset[ServerId] = frozenset()
     unreachable: Mapping[ServerId, str] = field(default_factory=dict)
     is_witness: bool = True
 
-    def without_open_partition(self) -> "ReachReport":
+    def as_non_witness(self) -> "ReachReport":
         """Return the report of a server that is not a witness (rule 1)."""
-        return ReachReport(self.reached, is_witness=False)
+        return ReachReport(self.reachable, is_witness=False)
 
     def to_bytes(self) -> bytes:
         """Return the bytes of a node, as JSON."""
         rows = {str(each): why for each, why in sorted(self.unreachable.items())}
-        reached = sorted(self.reached)
+        reached = sorted(self.reachable)
         values = {"format": _FORMAT, "reached": reached, "unreachable": rows}
         return strict_json.to_json(values | {"witness": self.is_witness})
 
@@ -68,7 +68,9 @@ class ReachReport:
                 f"reachability report of a server: expected format {_FORMAT}, found {data!r:.200}"
             )
         reached, rows = values.get("reached"), values.get("unreachable")
-        if not (isinstance(reached, list) and isinstance(rows, dict) and _are_ids(reached, rows)):
+        if not (
+            isinstance(reached, list) and isinstance(rows, dict) and _are_server_ids(reached, rows)
+        ):
             raise errors.BadFormat(
                 f"reachability report of a server: expected server IDs, found {data!r:.200}"
             )
@@ -79,7 +81,7 @@ class ReachReport:
         )
 
 
-def _are_ids(*lists: Iterable[object]) -> bool:
+def _are_server_ids(*lists: Iterable[object]) -> bool:
     return all(is_number(str(each)) for some in lists for each in some)
 
 
@@ -139,12 +141,12 @@ class Reachability:
 
 def eligible_servers(
     live: Collection[ServerId],
-    serving: Collection[ServerId],
+    assigned: Collection[ServerId],
     reports: Mapping[ServerId, ReachReport],
 ) -> frozenset[ServerId]:
     """Return the live servers that may own partitions (rules 3 to 5); never an empty set.
 
-    `serving` are the servers in the current assignment.
+    `assigned` are the servers in the current assignment.
     """
 
     def may_own(server_id: ServerId) -> bool:
@@ -152,11 +154,11 @@ def eligible_servers(
         witnesses = [its for its in others.values() if its.is_witness]
         if not witnesses:
             return True
-        if server_id not in serving:
-            return any(server_id in its.reached for its in witnesses)
+        if server_id not in assigned:
+            return any(server_id in its.reachable for its in witnesses)
         if not all(server_id in its.unreachable for its in witnesses):
             return True
-        return any(server_id in its.reached for each, its in others.items() if each in serving)
+        return any(server_id in its.reachable for each, its in others.items() if each in assigned)
 
     return frozenset(filter(may_own, live)) or frozenset(live)
 
@@ -178,8 +180,8 @@ class PublishedReachability:
         if wanted == self._published:
             return
         self._published = None  # a write that fails may still arrive
-        path = self._nodes.paths.reach(server_id)
-        await self._nodes.put_ephemeral(path, report.to_bytes(), self._nodes.paths.reaches)
+        path = self._nodes.paths.reach_report(server_id)
+        await self._nodes.put_ephemeral(path, report.to_bytes(), self._nodes.paths.reach_reports)
         self._published = wanted
 
     async def read(
@@ -188,16 +190,18 @@ class PublishedReachability:
         """Return the reports of these servers; reports that cannot be decoded are left out."""
         paths = self._nodes.paths
         found: dict[ServerId, ReachReport] = {}
-        listing = await self._nodes.znodes.children(paths.reaches, signal)
+        listing = await self._nodes.znodes.children(paths.reach_reports, signal)
         names = () if listing is None else listing.names
         for server_id in server_ids:
             if str(server_id) not in names:
                 continue
-            node = await self._nodes.znodes.get(paths.reach(server_id), signal)
+            node = await self._nodes.znodes.get(paths.reach_report(server_id), signal)
             if node is None:
                 continue
             try:
-                found[server_id] = decode_node(paths.reach(server_id), node, ReachReport.from_bytes)
+                found[server_id] = decode_node(
+                    paths.reach_report(server_id), node, ReachReport.from_bytes
+                )
             except errors.BadFormat:
                 continue  # a server of another version, or damage
         return found

@@ -1,4 +1,4 @@
-"""The registered live servers, and the leader's duty to keep the assignment in force.
+"""Registers live servers; on the leader, keeps the assignment of partitions up to date.
 
 Every process follows the membership; the membership itself determines which process acts on it.
 
@@ -14,9 +14,9 @@ Rules (docs/zookeeper.md, "Membership and assignment"):
     5. When ZooKeeper was unavailable, sessions may end although no server has died. So for one
        session timeout after ZooKeeper's return, the leader moves no partition away from servers
        that have not registered again, unless they are known to be dead: this process has seen it
-       (`remove_dead`), or another process is registered at their address. Otherwise the leader
-       acts at once. A server that changes its own preferences writes an assignment, too, and waits
-       like the leader.
+       (`remove_dead_server`), or another process is registered at their address. Otherwise the
+       leader acts at once. A server that changes its own preferences writes an assignment, too, and
+       waits like the leader.
     6. An assignment includes the servers that may own partitions (`reachability.py`). When that set
        changes, the leader writes another assignment for the same live servers.
 """
@@ -29,9 +29,9 @@ from waltz_core import errors
 from waltz_core.cluster.membership.assignment import (
     assign_partitions,
     hand_over_partition,
-    is_current,
+    is_assignment_current,
     move_partitions,
-    with_generations,
+    with_minimum_generations,
 )
 from waltz_core.cluster.membership.reachability import PublishedReachability, eligible_servers
 from waltz_core.cluster.znodes import model
@@ -50,7 +50,7 @@ from waltz_core.records.record import Generation, PartitionId, ServerId
 READ_ATTEMPTS_MAX = 20
 WRITE_ATTEMPTS_MAX = 20
 # A process reconnects within two seconds of ZooKeeper's return, however short its session timeout.
-RETURN_MS_MIN = 3_000
+REGISTRATION_GRACE_MS_MIN = 3_000
 
 
 class Ownership(NamedTuple):
@@ -72,7 +72,7 @@ class ServersView:
     owners: Mapping[PartitionId, Ownership]
     is_settled: bool
     # Live servers that get no partitions, because no other server can connect to them (rule 6).
-    left_out: frozenset[ServerId] = frozenset()
+    excluded: frozenset[ServerId] = frozenset()
     # Servers of the assignment that are not registered. They may still run, without ZooKeeper.
     absent: frozenset[ServerId] = field(default=frozenset(), compare=False)
 
@@ -85,16 +85,16 @@ class ServersView:
         }
 
 
-class _Registered(NamedTuple):
+class _RegisteredServer(NamedTuple):
     path: str
     descriptor: model.ServerDescriptor
     stat: NodeStat
 
 
-class _Membership(NamedTuple):
+class _MembershipNodes(NamedTuple):
     stat: NodeStat
     assignment: model.PartitionAssignment
-    registered: tuple[_Registered, ...]
+    registered: tuple[_RegisteredServer, ...]
 
     @property
     def servers(self) -> dict[ServerId, model.ServerDescriptor]:
@@ -113,10 +113,10 @@ class Membership:
         # For rule 5: the last addresses of servers, the servers known to be dead, and the signals
         # of waiting callers.
         self._addresses: dict[ServerId, str] = {}
-        self._dead: set[ServerId] = set()
-        self._waiting: dict[Signal, None] = {}
+        self._dead_servers: set[ServerId] = set()
+        self._waiting_signals: dict[Signal, None] = {}
         # Whether the balance by load decides about moves (assignment.py, rule 5).
-        self.keeps_all = False
+        self.keeps_owners = False
 
     async def register(self, descriptor: model.ServerDescriptor) -> None:
         """Register this process as a live server, or change its registration.
@@ -129,14 +129,15 @@ class Membership:
         for _ in range(WRITE_ATTEMPTS_MAX):
             try:
                 membership = await self._read_membership()
-                if await self._has_removed_predecessors(membership, descriptor):
+                if await self._remove_predecessors(membership, descriptor):
                     continue
                 if await self._ensure_registered(membership, descriptor):
                     return
             except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                 await self._nodes.znodes.sync()
         raise errors.CoordinatorUnavailable(
-            f"server {descriptor.server_id} could not be registered at {self._nodes.where}, "
+            f"server {descriptor.server_id} could not be registered at "
+            f"{self._nodes.connect_string}, "
             f"because other processes changed its znodes during each of {WRITE_ATTEMPTS_MAX} "
             "attempts"
         )
@@ -162,8 +163,8 @@ class Membership:
                 await self._nodes.znodes.sync()
         raise self._conflict_error()
 
-    async def prefer(self, descriptor: model.ServerDescriptor) -> None:
-        """Register with other preferences, and apply them at once.
+    async def change_preferences(self, descriptor: model.ServerDescriptor) -> None:
+        """Change the preferred partitions of this server, and write a new assignment at once.
 
         Registration and assignment change in one write, so that no process sees one without the
         other; rule 5 may delay this write. Raises CoordinatorUnavailable if the write is not
@@ -176,7 +177,7 @@ class Membership:
                 await self._wait_for_owners()
                 self._descriptor = descriptor
                 try:
-                    if await self._has_preferred(descriptor, partition_count):
+                    if await self._try_change_preferences(descriptor, partition_count):
                         return
                 except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
                     await self._nodes.znodes.sync()
@@ -201,12 +202,12 @@ class Membership:
                 await signal.wait()
                 signal.clear()
         finally:
-            self._waiting.pop(signal, None)
+            self._waiting_signals.pop(signal, None)
             self._nodes.znodes.drop_signal(signal)
         if self._descriptor is None:
             raise errors.CoordinatorUnavailable("this server is leaving the cluster")
 
-    async def _has_preferred(
+    async def _try_change_preferences(
         self, descriptor: model.ServerDescriptor, partition_count: int
     ) -> bool:
         """Write descriptor and assignment; return False if another change must come first."""
@@ -224,7 +225,7 @@ class Membership:
             {each: its for each, its in servers.items() if each in may_own},
             cversion=membership.stat.cversion,
             partition_count=partition_count,
-            keeps_all=self.keeps_all,
+            keeps_owners=self.keeps_owners,
         )
         await self._nodes.znodes.write(
             [
@@ -234,14 +235,19 @@ class Membership:
         )
         return True
 
-    async def move(self, seen: ServersView, moves: Mapping[PartitionId, ServerId]) -> bool:
+    async def move_partitions(
+        self, expected_view: ServersView, moves: Mapping[PartitionId, ServerId]
+    ) -> bool:
         """Move partitions between live servers; return False if servers or owners have changed.
 
         If it returns False, no partition has moved; the caller plans again.
         """
         partition_count = await self._read_partition_count()
         membership = await self._read_membership()
-        if not self._is_leader(seen) or _view(membership, partition_count) != seen:
+        if (
+            not self._is_leader(expected_view)
+            or _servers_view(membership, partition_count) != expected_view
+        ):
             return False
         assignment = move_partitions(membership.assignment, moves)
         step = SetNode(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
@@ -251,14 +257,14 @@ class Membership:
             return False
         return True
 
-    async def raise_generations(self, at_least: Mapping[PartitionId, Generation]) -> None:
+    async def increase_generations(self, at_least: Mapping[PartitionId, Generation]) -> None:
         """Raise generations in the assignment that are below `at_least`; owners stay the same.
 
         Raises CoordinatorUnavailable if other processes write the assignment during each attempt.
         """
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
-            raised = with_generations(membership.assignment, at_least)
+            raised = with_minimum_generations(membership.assignment, at_least)
             if raised == membership.assignment:
                 return
             step = SetNode(self._nodes.paths.servers, raised.to_bytes(), membership.stat.version)
@@ -271,7 +277,7 @@ class Membership:
             f"each of {WRITE_ATTEMPTS_MAX} attempts"
         )
 
-    async def remove_dead(self, dead: model.ServerDescriptor) -> None:
+    async def remove_dead_server(self, dead: model.ServerDescriptor) -> None:
         """Delete the node of a server whose process is known to be dead, if the node still exists.
 
         Its session would end some seconds later. Safety does not depend on this deletion, but on
@@ -281,7 +287,7 @@ class Membership:
             membership = await self._read_membership()
             found = [each for each in membership.registered if each.descriptor == dead]
             if not found:
-                self._note_dead(dead.server_id)
+                self._note_dead_server(dead.server_id)
                 return
             try:
                 await self._nodes.znodes.write(
@@ -295,8 +301,8 @@ class Membership:
         """Assign a partition of this process to another live server.
 
         The same write removes a preference for the partition, because otherwise the next assignment
-        would give it back; `prefer` sets the preference again. Returns False if there is no other
-        server, or if this process does not own the partition any more. Raises
+        would give it back; `change_preferences` sets the preference again. Returns False if there
+        is no other server, or if this process does not own the partition any more. Raises
         CoordinatorUnavailable if ZooKeeper does not answer.
         """
         before = self._descriptor
@@ -306,21 +312,24 @@ class Membership:
         is_done = False
         try:
             changed = replace(before, preferred=kept)
-            is_done = await self._has_handed_over(changed, partition_id, generation)
+            is_done = await self._try_hand_over(changed, partition_id, generation)
         finally:  # also when the caller is cancelled
             if not is_done and self._descriptor is not None:
                 self._descriptor = before
         return is_done
 
-    async def _has_handed_over(
+    async def _try_hand_over(
         self, changed: model.ServerDescriptor, partition_id: PartitionId, generation: Generation
     ) -> bool:
         """Write descriptor and assignment; return False if the partition cannot be handed over."""
         partition_count = await self._read_partition_count()
-        server_id, is_unsure = changed.server_id, False
+        server_id, is_outcome_unknown = changed.server_id, False
         for _ in range(WRITE_ATTEMPTS_MAX):
             membership = await self._read_membership()
-            if self._descriptor is None or not _view(membership, partition_count).is_settled:
+            if (
+                self._descriptor is None
+                or not _servers_view(membership, partition_count).is_settled
+            ):
                 return False  # The leader is about to write another assignment.
             own = self._own_nodes(membership, server_id)
             assignment = hand_over_partition(
@@ -328,7 +337,7 @@ class Membership:
             )
             if assignment is None or len(own) != 1:
                 owned = membership.assignment.servers.get(server_id, {})
-                return is_unsure and owned.get(partition_id) != generation
+                return is_outcome_unknown and owned.get(partition_id) != generation
             # This comes before the write: otherwise `follow` would write the old descriptor again.
             self._descriptor = changed
             try:
@@ -345,7 +354,7 @@ class Membership:
             except errors.CoordinatorConflict:
                 await self._nodes.znodes.sync()
             except errors.CoordinatorOutcomeUnknown:
-                is_unsure = True
+                is_outcome_unknown = True
                 await self._nodes.znodes.sync()
             else:
                 return True
@@ -354,7 +363,7 @@ class Membership:
     async def read(self) -> ServersView:
         """Read the live servers and the partitions that they own, settled or not."""
         partition_count = await self._read_partition_count()
-        return _view(await self._read_membership(), partition_count)
+        return _servers_view(await self._read_membership(), partition_count)
 
     async def follow(self, callback: Callable[[ServersView], None]) -> Never:
         """Call back with each settled view (also if no server is live), until cancelled.
@@ -370,11 +379,11 @@ class Membership:
             if partition_count is None:
                 partition_count = await self._read_partition_count()
             membership = await self._read_membership(signal)
-            self._remember(membership)
+            self._remember_addresses(membership)
             descriptor = self._descriptor
             if descriptor and not await self._ensure_registered(membership, descriptor):
                 return  # The registration has changed the nodes; a signal follows.
-            view = _view(membership, partition_count)
+            view = _servers_view(membership, partition_count)
             if view != last and (view.is_settled or not view.servers):
                 last = view
                 callback(view)
@@ -384,7 +393,7 @@ class Membership:
         await self._nodes.follow(check)
 
     async def _run_leader_duties(
-        self, membership: _Membership, view: ServersView, signal: Signal
+        self, membership: _MembershipNodes, view: ServersView, signal: Signal
     ) -> None:
         """As the leader, write a new assignment if one is necessary (rules 1, 2, 5, 6)."""
         may_own = await self._eligible_servers(membership, signal)
@@ -393,7 +402,7 @@ class Membership:
             await self._write_assignment(membership, may_own)
 
     async def _eligible_servers(
-        self, membership: _Membership, signal: Signal | None = None
+        self, membership: _MembershipNodes, signal: Signal | None = None
     ) -> frozenset[ServerId]:
         """Return the live servers that may own partitions."""
         live = membership.servers.keys()
@@ -405,32 +414,34 @@ class Membership:
     def _is_leader(self, view: ServersView) -> bool:
         return self._descriptor is not None and self._descriptor.server_id == min(view.servers)
 
-    def _remember(self, membership: _Membership) -> None:
+    def _remember_addresses(self, membership: _MembershipNodes) -> None:
         registered, named = membership.servers, membership.assignment.servers
-        self._dead = {each for each in self._dead if each in named and each not in registered}
+        self._dead_servers = {
+            each for each in self._dead_servers if each in named and each not in registered
+        }
         self._addresses = {
             each: address for each, address in self._addresses.items() if each in named
         } | {each: descriptor.address for each, descriptor in registered.items()}
 
-    def _note_dead(self, server_id: ServerId) -> None:
-        self._dead.add(server_id)
-        for signal in list(self._waiting):
+    def _note_dead_server(self, server_id: ServerId) -> None:
+        self._dead_servers.add(server_id)
+        for signal in list(self._waiting_signals):
             signal.set()
 
-    def _is_waiting_for_owners(self, membership: _Membership, signal: Signal) -> bool:
+    def _is_waiting_for_owners(self, membership: _MembershipNodes, signal: Signal) -> bool:
         """Whether owners may still register again; if so, `signal` is set when this has changed."""
         left_ms = self._grace_left_ms(membership)
         if left_ms <= 0:
-            self._waiting.pop(signal, None)
+            self._waiting_signals.pop(signal, None)
             return False
-        self._waiting[signal] = None
+        self._waiting_signals[signal] = None
         self._nodes.znodes.set_signal_later(signal, left_ms)
         return True
 
-    def _grace_left_ms(self, membership: _Membership) -> int:
+    def _grace_left_ms(self, membership: _MembershipNodes) -> int:
         """Return for how many ms owners may still register again; 0 if none is awaited."""
         reconnected_ms = self._nodes.connection_history.reconnected_ms
-        grace_ms = max(self._nodes.znodes.session_timeout_ms, RETURN_MS_MIN)
+        grace_ms = max(self._nodes.znodes.session_timeout_ms, REGISTRATION_GRACE_MS_MIN)
         if (
             reconnected_ms is None
             or reconnected_ms >= grace_ms
@@ -439,7 +450,7 @@ class Membership:
             return 0
         return grace_ms - reconnected_ms
 
-    def _awaited_owners(self, membership: _Membership) -> list[ServerId]:
+    def _awaited_owners(self, membership: _MembershipNodes) -> list[ServerId]:
         """Return the owners that are neither registered nor known to be dead (rule 5)."""
         registered = membership.servers
         taken = {each.address for each in registered.values()}
@@ -448,25 +459,25 @@ class Membership:
             for server_id, owned in membership.assignment.servers.items()
             if owned
             and server_id not in registered
-            and server_id not in self._dead
+            and server_id not in self._dead_servers
             and self._addresses.get(server_id) not in taken
         ]
 
     async def _write_assignment(
-        self, membership: _Membership, may_own: frozenset[ServerId]
+        self, membership: _MembershipNodes, may_own: frozenset[ServerId]
     ) -> None:
         assignment = assign_partitions(
             membership.assignment,
             {each: its for each, its in membership.servers.items() if each in may_own},
             cversion=membership.stat.cversion,
             partition_count=await self._read_partition_count(),
-            keeps_all=self.keeps_all,
+            keeps_owners=self.keeps_owners,
         )
         step = SetNode(self._nodes.paths.servers, assignment.to_bytes(), membership.stat.version)
         await self._nodes.znodes.write([step])
 
     async def _ensure_registered(
-        self, membership: _Membership, descriptor: model.ServerDescriptor
+        self, membership: _MembershipNodes, descriptor: model.ServerDescriptor
     ) -> bool:
         """Write this process's node if it is missing or differs; return True if it was correct."""
         own = self._own_nodes(membership, descriptor.server_id)
@@ -475,7 +486,7 @@ class Membership:
         step: Operation
         if not own:
             prefix, data = self._nodes.paths.descriptor_prefix, descriptor.to_bytes()
-            step = CreateNode(prefix, data, ephemeral=True, sequential=True)
+            step = CreateNode(prefix, data, is_ephemeral=True, is_sequential=True)
         elif len(own) == 1:
             step = SetNode(own[0].path, descriptor.to_bytes(), own[0].stat.version)
         else:
@@ -484,8 +495,8 @@ class Membership:
         await self._nodes.znodes.write([step])
         return False
 
-    async def _has_removed_predecessors(
-        self, membership: _Membership, descriptor: model.ServerDescriptor
+    async def _remove_predecessors(
+        self, membership: _MembershipNodes, descriptor: model.ServerDescriptor
     ) -> bool:
         """Delete the nodes of earlier processes at this address; return True if there were any.
 
@@ -505,7 +516,9 @@ class Membership:
             )
         return bool(dead)
 
-    def _own_nodes(self, membership: _Membership, server_id: ServerId) -> list[_Registered]:
+    def _own_nodes(
+        self, membership: _MembershipNodes, server_id: ServerId
+    ) -> list[_RegisteredServer]:
         # A node of an earlier session of this process does not count: ZooKeeper is about to delete
         # it.
         session = self._nodes.znodes.session_number
@@ -519,25 +532,25 @@ class Membership:
         params = await self._nodes.read(self._nodes.paths.root, model.ClusterParams.from_bytes)
         return params.partition_count
 
-    async def _read_membership(self, signal: Signal | None = None) -> _Membership:
+    async def _read_membership(self, signal: Signal | None = None) -> _MembershipNodes:
         path = self._nodes.paths.servers
         for _ in range(READ_ATTEMPTS_MAX):
-            node = await self._nodes.require(path, signal)
+            node = await self._nodes.get_required(path, signal)
             listing = await self._nodes.znodes.children(path, signal)
             if listing is None or listing.stat != node.stat:
                 continue  # The servers or the assignment have changed in between.
             registered = await self._read_descriptors(listing.names, signal)
             if registered is not None:
                 assignment = decode_node(path, node, model.PartitionAssignment.from_bytes)
-                return _Membership(node.stat, assignment, registered)
+                return _MembershipNodes(node.stat, assignment, registered)
         raise errors.CoordinatorUnavailable(
             f"cannot read {path}: other processes changed it during each attempt"
         )
 
     async def _read_descriptors(
         self, names: tuple[str, ...], signal: Signal | None
-    ) -> tuple[_Registered, ...] | None:
-        found: list[_Registered] = []
+    ) -> tuple[_RegisteredServer, ...] | None:
+        found: list[_RegisteredServer] = []
         for name in names:
             if not name.startswith(DESCRIPTOR_PREFIX):
                 continue
@@ -546,11 +559,11 @@ class Membership:
             if node is None:
                 return None
             descriptor = decode_node(path, node, model.ServerDescriptor.from_bytes)
-            found.append(_Registered(path, descriptor, node.stat))
+            found.append(_RegisteredServer(path, descriptor, node.stat))
         return tuple(found)
 
 
-def _view(membership: _Membership, partition_count: int) -> ServersView:
+def _servers_view(membership: _MembershipNodes, partition_count: int) -> ServersView:
     servers = membership.servers
     owners = {
         partition_id: Ownership(server_id, generation)
@@ -558,12 +571,12 @@ def _view(membership: _Membership, partition_count: int) -> ServersView:
         for partition_id, generation in owned.items()
         if server_id in servers
     }
-    settled = is_current(
+    settled = is_assignment_current(
         membership.assignment,
         servers,
         cversion=membership.stat.cversion,
         partition_count=partition_count,
     )
-    left_out = frozenset(servers.keys() - membership.assignment.servers.keys() if settled else ())
+    excluded = frozenset(servers.keys() - membership.assignment.servers.keys() if settled else ())
     absent = frozenset(membership.assignment.servers.keys() - servers.keys())
-    return ServersView(servers, dict(sorted(owners.items())), settled, left_out, absent)
+    return ServersView(servers, dict(sorted(owners.items())), settled, excluded, absent)

@@ -14,13 +14,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final, NoReturn, TypeVar
 
 from waltz_core.access.permissions import (
-    DEFAULT_LIMITS,
+    DEFAULT_LIMITS_KEY,
     Grant,
-    KnownToken,
     Permissions,
     PrincipalLimits,
+    StoredToken,
 )
-from waltz_core.access.principals import ANONYMOUS, PRINCIPAL_EXPECTED, RESERVED, is_principal
+from waltz_core.access.principals import (
+    ANONYMOUS,
+    PRINCIPAL_NAME_FORM,
+    RESERVED_NAMES,
+    is_principal_name,
+)
 from waltz_core.access.requirements import AccessVerb
 from waltz_core.cluster.znodes.model import INT32_MAX
 from waltz_core.errors import BadConfig, BadFormat
@@ -29,13 +34,13 @@ from waltz_core.records import strict_json
 NODE_BYTES_MAX: Final = 512 * 1024
 _FORMAT: Final = 1
 _INT64_MAX: Final = (1 << 63) - 1
-_HEX_32: Final = re.compile("[0-9a-f]{64}")
-_NUMBERS: Final = re.compile("(0|[1-9][0-9]{0,9})(?:-([1-9][0-9]{0,9}))?")
-_LIMITS: Final = ("bytes_per_s", "appends_per_s", "connections", "feeds")
+_HEX_32_BYTES: Final = re.compile("[0-9a-f]{64}")
+_RANGE_PATTERN: Final = re.compile("(0|[1-9][0-9]{0,9})(?:-([1-9][0-9]{0,9}))?")
+_LIMIT_NAMES: Final = ("bytes_per_s", "appends_per_s", "connections", "feeds")
 ValueT = TypeVar("ValueT")
 
 
-def encode(permissions: Permissions) -> bytes:
+def encode_permissions(permissions: Permissions) -> bytes:
     """Return the bytes of the node; raises BadConfig if they exceed the limit."""
     data = strict_json.to_json(
         {
@@ -46,8 +51,8 @@ def encode(permissions: Permissions) -> bytes:
             "client_key": permissions.client_key.hex(),
             "accepts_0_13": permissions.accepts_0_13,
             "groups": {name: list(members) for name, members in permissions.groups.items()},
-            "grants": [_encoded_grant(grant) for grant in permissions.grants],
-            "limits": {name: _encoded_limits(each) for name, each in permissions.limits.items()},
+            "grants": [_encode_grant(grant) for grant in permissions.grants],
+            "limits": {name: _encode_limits(each) for name, each in permissions.limits.items()},
             "tokens": {
                 token_hash: {
                     "id": each.token_id,
@@ -64,41 +69,43 @@ def encode(permissions: Permissions) -> bytes:
             f"{NODE_BYTES_MAX} bytes, found {len(data)}. Hint: use groups, and revoke tokens "
             "that have expired."
         )
-    assert decode(data) == permissions
+    assert decode_permissions(data) == permissions
     return data
 
 
-def decode(data: bytes) -> Permissions:
+def decode_permissions(data: bytes) -> Permissions:
     """Decode the bytes of the node (rules 1 and 2); raises BadFormat."""
     if len(data) > NODE_BYTES_MAX:
         raise BadFormat(f"expected at most {NODE_BYTES_MAX} bytes, found {len(data)}")
     try:
-        return _permissions(_DECODER.decode(data.decode("utf-8")))
+        return _parse_permissions(_DECODER.decode(data.decode("utf-8")))
     except RecursionError as error:
         raise BadFormat(f"permissions: {strict_json.TOO_DEEP}") from error
     except ValueError as error:
         raise BadFormat(f"permissions: {error}") from error
 
 
-def _permissions(found: object) -> Permissions:
+def _parse_permissions(found: object) -> Permissions:
     if type(found) is dict and found.get("format") != _FORMAT:
         raise ValueError(f"expected format {_FORMAT}, found {found.get('format')!r:.80}")
-    node = _object(found, "the node", _KEYS)
-    groups = _mapped(node["groups"], "groups", _group)
-    grants = tuple(_grant(each, groups) for each in _list(node["grants"], "grants"))
-    limits = _mapped(node["limits"], "limits", _limits)
-    tokens = _mapped(node["tokens"], "tokens", _token)
+    node = _parse_object(found, "the node", _NODE_KEYS)
+    groups = _parse_mapping(node["groups"], "groups", _parse_group)
+    grants = tuple(_parse_grant(each, groups) for each in _parse_list(node["grants"], "grants"))
+    limits = _parse_mapping(node["limits"], "limits", _parse_limits)
+    tokens = _parse_mapping(node["tokens"], "tokens", _parse_token)
     ids = [each.token_id for each in tokens.values()]
     _expect(len(set(ids)) == len(ids), "distinct token IDs", ids)
     key = node["client_key"]
-    if type(key) is not str or _HEX_32.fullmatch(key) is None:  # NB: the error does not show it
+    if (
+        type(key) is not str or _HEX_32_BYTES.fullmatch(key) is None
+    ):  # NB: the error does not show it
         raise ValueError("expected 64 hexadecimal digits in field client_key")
     return Permissions(
-        revision=_integer(node["revision"], "revision", minimum=1),
-        changed_by=_text(node["changed_by"], "changed_by"),
-        changed_ms=_integer(node["changed_ms"], "changed_ms"),
+        revision=_parse_integer(node["revision"], "revision", minimum=1),
+        changed_by=_parse_text(node["changed_by"], "changed_by"),
+        changed_ms=_parse_integer(node["changed_ms"], "changed_ms"),
         client_key=bytes.fromhex(key),
-        accepts_0_13=_bool(node["accepts_0_13"], "accepts_0_13"),
+        accepts_0_13=_parse_bool(node["accepts_0_13"], "accepts_0_13"),
         groups=groups,
         grants=grants,
         limits=limits,
@@ -106,43 +113,43 @@ def _permissions(found: object) -> Permissions:
     )
 
 
-_KEYS: Final = (
+_NODE_KEYS: Final = (
     *("format", "revision", "changed_by", "changed_ms", "client_key", "accepts_0_13"),
     *("groups", "grants", "limits", "tokens"),
 )
 
 
-def _group(name: str, found: object) -> tuple[str, ...]:
-    _expect(is_principal(name), f"a group name of {PRINCIPAL_EXPECTED}", name)
-    members = tuple(_principal(each) for each in _list(found, f"group {name}"))
+def _parse_group(name: str, found: object) -> tuple[str, ...]:
+    _expect(is_principal_name(name), f"a group name of {PRINCIPAL_NAME_FORM}", name)
+    members = tuple(_parse_principal(each) for each in _parse_list(found, f"group {name}"))
     _expect(len(set(members)) == len(members), f"distinct members of group {name}", members)
     return members
 
 
-def _grant(found: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
+def _parse_grant(found: object, groups: Mapping[str, tuple[str, ...]]) -> Grant:
     is_group = type(found) is dict and "group" in found
     grantee_key = "group" if is_group else "principal"
-    node = _object(found, "a grant", (grantee_key, "verb", "partitions"))
+    node = _parse_object(found, "a grant", (grantee_key, "verb", "partitions"))
     if is_group:
-        grantee = _text(node["group"], "group")
+        grantee = _parse_text(node["group"], "group")
         _expect(grantee in groups, "a grant to a group that exists", grantee)
     else:
-        grantee = _principal(node["principal"])
-    verb = _text(node["verb"], "verb")
+        grantee = _parse_principal(node["principal"])
+    verb = _parse_text(node["verb"], "verb")
     verbs = [each.value for each in AccessVerb]
     _expect(verb in verbs, f"a verb of {', '.join(verbs)}", verb)
-    return Grant(grantee, is_group, AccessVerb(verb), _partitions(node["partitions"]))
+    return Grant(grantee, is_group, AccessVerb(verb), _parse_partitions(node["partitions"]))
 
 
-def _partitions(found: object) -> tuple[tuple[int, int], ...] | None:
+def _parse_partitions(found: object) -> tuple[tuple[int, int], ...] | None:
     """Return the ranges in a text like "0-3,7"; None for "all"."""
-    text = _text(found, "partitions")
+    text = _parse_text(found, "partitions")
     if text == "all":
         return None
     ranges = []
     next_min = 0
     for part in text.split(","):
-        match = _NUMBERS.fullmatch(part)
+        match = _RANGE_PATTERN.fullmatch(part)
         first = int(match[1]) if match else -1
         last = int(match[2] or first) if match else -1
         is_range = match is not None and next_min <= first <= last <= INT32_MAX
@@ -153,27 +160,29 @@ def _partitions(found: object) -> tuple[tuple[int, int], ...] | None:
     return tuple(ranges)
 
 
-def _limits(name: str, found: object) -> PrincipalLimits:
-    if name != DEFAULT_LIMITS:
-        _principal(name)
-    node = _object(found, f"limits of {name}", None)
-    _expect(set(node) <= set(_LIMITS), f"limits of {', '.join(_LIMITS)}", sorted(node))
-    return PrincipalLimits(**{key: _integer(each, key, minimum=1) for key, each in node.items()})
+def _parse_limits(name: str, found: object) -> PrincipalLimits:
+    if name != DEFAULT_LIMITS_KEY:
+        _parse_principal(name)
+    node = _parse_object(found, f"limits of {name}", None)
+    _expect(set(node) <= set(_LIMIT_NAMES), f"limits of {', '.join(_LIMIT_NAMES)}", sorted(node))
+    return PrincipalLimits(
+        **{key: _parse_integer(each, key, minimum=1) for key, each in node.items()}
+    )
 
 
-def _token(token_hash: str, found: object) -> KnownToken:
-    _expect(_HEX_32.fullmatch(token_hash), "a hash of 64 hexadecimal digits", token_hash)
-    node = _object(found, "a token", ("id", "principal", "expires_ms"))
-    token_id, principal = _text(node["id"], "id"), _principal(node["principal"])
-    _expect(is_principal(token_id), f"a token ID of {PRINCIPAL_EXPECTED}", token_id)
-    _expect(principal not in RESERVED, "a principal that is not reserved", principal)
-    return KnownToken(token_id, principal, _integer(node["expires_ms"], "expires_ms"))
+def _parse_token(token_hash: str, found: object) -> StoredToken:
+    _expect(_HEX_32_BYTES.fullmatch(token_hash), "a hash of 64 hexadecimal digits", token_hash)
+    node = _parse_object(found, "a token", ("id", "principal", "expires_ms"))
+    token_id, principal = _parse_text(node["id"], "id"), _parse_principal(node["principal"])
+    _expect(is_principal_name(token_id), f"a token ID of {PRINCIPAL_NAME_FORM}", token_id)
+    _expect(principal not in RESERVED_NAMES, "a principal that is not reserved", principal)
+    return StoredToken(token_id, principal, _parse_integer(node["expires_ms"], "expires_ms"))
 
 
-def _principal(found: object) -> str:
-    name = _text(found, "principal")
-    is_allowed = is_principal(name) and (name == ANONYMOUS or name not in RESERVED)
-    _expect(is_allowed, f"a principal of {PRINCIPAL_EXPECTED}, not reserved", name)
+def _parse_principal(found: object) -> str:
+    name = _parse_text(found, "principal")
+    is_allowed = is_principal_name(name) and (name == ANONYMOUS or name not in RESERVED_NAMES)
+    _expect(is_allowed, f"a principal of {PRINCIPAL_NAME_FORM}, not reserved", name)
     return name
 
 
@@ -185,7 +194,7 @@ def _expect(is_met: object, expected: str, found: object) -> None:
         raise ValueError(f"expected {expected}, found {found!r:.80}")
 
 
-def _object(found: object, where: str, keys: tuple[str, ...] | None) -> dict[str, object]:
+def _parse_object(found: object, where: str, keys: tuple[str, ...] | None) -> dict[str, object]:
     """Return a JSON object; with `keys`, the object must have exactly these keys."""
     if type(found) is not dict:
         raise ValueError(f"expected an object as {where}, found {type(found).__name__}")
@@ -193,37 +202,37 @@ def _object(found: object, where: str, keys: tuple[str, ...] | None) -> dict[str
     return found
 
 
-def _mapped(
+def _parse_mapping(
     found: object, where: str, decode_one: Callable[[str, object], ValueT]
 ) -> dict[str, ValueT]:
-    return {key: decode_one(key, each) for key, each in _object(found, where, None).items()}
+    return {key: decode_one(key, each) for key, each in _parse_object(found, where, None).items()}
 
 
-def _list(found: object, where: str) -> list[object]:
+def _parse_list(found: object, where: str) -> list[object]:
     if type(found) is not list:
         raise ValueError(f"expected a list as {where}, found {type(found).__name__}")
     return found
 
 
-def _text(found: object, where: str) -> str:
+def _parse_text(found: object, where: str) -> str:
     if type(found) is not str or not found.isprintable():
         raise ValueError(f"expected a printable text as {where}, found {found!r:.80}")
     return found
 
 
-def _bool(found: object, where: str) -> bool:
+def _parse_bool(found: object, where: str) -> bool:
     if type(found) is not bool:
         raise ValueError(f"expected true or false as {where}, found {found!r:.80}")
     return found
 
 
-def _integer(found: object, where: str, *, minimum: int = 0) -> int:
+def _parse_integer(found: object, where: str, *, minimum: int = 0) -> int:
     if type(found) is not int or not minimum <= found <= _INT64_MAX:
         raise ValueError(f"expected {minimum}..{_INT64_MAX} as {where}, found {found!r:.80}")
     return found
 
 
-def _encoded_grant(grant: Grant) -> dict[str, str]:
+def _encode_grant(grant: Grant) -> dict[str, str]:
     partitions = "all"
     if grant.partitions is not None:
         partitions = ",".join(
@@ -233,21 +242,23 @@ def _encoded_grant(grant: Grant) -> dict[str, str]:
     return {grantee: grant.grantee, "verb": grant.verb.value, "partitions": partitions}
 
 
-def _encoded_limits(limits: PrincipalLimits) -> dict[str, int]:
-    values = {name: getattr(limits, name) for name in _LIMITS}
+def _encode_limits(limits: PrincipalLimits) -> dict[str, int]:
+    values = {name: getattr(limits, name) for name in _LIMIT_NAMES}
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     _expect(len(made) == len(pairs), "distinct keys", [key for key, _ in pairs])
     return made
 
 
-def _reject(word: str) -> NoReturn:
+def _reject_number(word: str) -> NoReturn:
     raise ValueError(f"expected integers only, found {word:.80}")
 
 
 _DECODER: Final = json.JSONDecoder(
-    object_pairs_hook=_unique, parse_constant=_reject, parse_float=_reject
+    object_pairs_hook=_reject_duplicate_keys,
+    parse_constant=_reject_number,
+    parse_float=_reject_number,
 )

@@ -4,18 +4,18 @@ Health checks use this history, and so does the leader, which waits for servers 
 again.
 
 Rules:
-    1. A connection that is replaced within `ABSENCE_MS_MIN` is not an outage: one node of the
+    1. A connection that is replaced within `OUTAGE_MS_MIN` is not an outage: one node of the
        ensemble has failed, which ends no session.
     2. The first connection of a process does not end an outage.
 """
 
 from waltz_core.cluster.znodes.interface import SessionState, Znodes
 
-ABSENCE_MS_MIN = 500
+OUTAGE_MS_MIN = 500
 
 
 class ConnectionHistory:
-    """Follows one session with ZooKeeper."""
+    """The times of outages in one session with ZooKeeper."""
 
     def __init__(self, znodes: Znodes) -> None:
         self._znodes = znodes
@@ -47,6 +47,6 @@ class ConnectionHistory:
             if self._disconnected_since_ms is None:
                 self._disconnected_since_ms = self._znodes.now_ms
         elif self._disconnected_since_ms is not None:
-            if self.disconnected_ms >= ABSENCE_MS_MIN:  # rule 1
+            if self.disconnected_ms >= OUTAGE_MS_MIN:  # rule 1
                 self._reconnected_since_ms = self._znodes.now_ms
             self._disconnected_since_ms = None

@@ -54,12 +54,12 @@ class Children(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CreateNode:
-    """Create a node that must not exist; `sequential` lets ZooKeeper append a number."""
+    """Create a node that must not exist; `is_sequential` lets ZooKeeper append a number."""
 
     path: str
     data: bytes | None = None
-    ephemeral: bool = False
-    sequential: bool = False
+    is_ephemeral: bool = False
+    is_sequential: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class SessionState(Enum):
 
 
 class Signal(Protocol):
-    """Signals that it is time to read again. `asyncio.Event` is one."""
+    """A flag that is set when data must be read again. `asyncio.Event` is one."""
 
     def set(self) -> None:
         """Set the signal and wake up the waiting callers; it stays set until it is cleared."""
@@ -118,7 +118,7 @@ class Znodes(Protocol):
     """One session with ZooKeeper."""
 
     @property
-    def where(self) -> str:
+    def hosts(self) -> str:
         """The hosts of ZooKeeper, for messages."""
 
     @property

@@ -47,7 +47,7 @@ CLUSTER_MAGIC = 0xB4E87347
 STRUCTURE_VERSION = 1
 ASSIGNMENT_VERSION = 3
 _ARCHIVED_VERSION = 2
-_ARCHIVED = struct.Struct(">q16sqqI")
+_ARCHIVED_MARK = struct.Struct(">q16sqqI")
 
 
 # --- values and their bytes
@@ -55,7 +55,10 @@ _ARCHIVED = struct.Struct(">q16sqqI")
 
 @dataclass(frozen=True, slots=True)
 class ClusterParams:
-    """`R`: int32 magic, byte 1, UTF name, int32 partition count."""
+    """The name and the partition count of a cluster.
+
+    Node `R`: int32 magic, byte 1, UTF name, int32 partition count.
+    """
 
     name: str
     partition_count: int
@@ -73,12 +76,17 @@ class ClusterParams:
         if magic != CLUSTER_MAGIC:
             raise reader.format_error(f"expected magic {CLUSTER_MAGIC:08x}, found {magic:08x}")
         reader.version()
-        return reader.end(ClusterParams(reader.utf("name"), reader.natural("partition count")))
+        return reader.check_end(
+            ClusterParams(reader.utf("name"), reader.natural("partition count"))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ServerDescriptor:
-    """`R/serverDescriptors/s_N`: byte 1, int32 ID, UTF host, int32 port, int32 n, n x int32."""
+    """A live server: its ID, address and preferred partitions.
+
+    Node `R/serverDescriptors/s_N`: byte 1, int32 ID, UTF host, int32 port, int32 n, n x int32.
+    """
 
     server_id: ServerId
     host: str
@@ -108,13 +116,16 @@ class ServerDescriptor:
         reader.version()
         server_id = ServerId(reader.int32("server ID"))
         host, port = reader.utf("host"), reader.port("port")
-        return reader.end(ServerDescriptor(server_id, host, port, reader.partitions("preferred")))
+        return reader.check_end(
+            ServerDescriptor(server_id, host, port, reader.partitions("preferred"))
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PartitionAssignment:
-    """`R/serverDescriptors`: byte 3, int32 cversion, int32 partition count, int32 n, n x server.
+    """The owner and generation of each partition, as the leader has assigned them.
 
+    Node `R/serverDescriptors`: byte 3, int32 cversion, int32 partition count, int32 n, n x server.
     A server is int32 ID, int32 m, m x (int32 partition, int32 generation). The assignment is in
     force while `cversion` equals the child version of its own node: it was made for exactly the
     servers that are registered.
@@ -156,12 +167,15 @@ class PartitionAssignment:
                     )
                 seen.add(partition_id)
                 owned[partition_id] = Generation(reader.int32("generation"))
-        return reader.end(PartitionAssignment(cversion, partition_count, servers))
+        return reader.check_end(PartitionAssignment(cversion, partition_count, servers))
 
 
 @dataclass(frozen=True, slots=True)
 class StoreParams:
-    """`R/store`: byte 1, 16 bytes cluster key, int32 partition count."""
+    """The cluster key and the partition count, for storages.
+
+    Node `R/store`: byte 1, 16 bytes cluster key, int32 partition count.
+    """
 
     cluster_key: UUID
     partition_count: int
@@ -177,12 +191,15 @@ class StoreParams:
         reader = _Reader(data, "StoreParams")
         reader.version()
         key = UUID(bytes=reader.take(16, "cluster key"))
-        return reader.end(StoreParams(key, reader.natural("partition count")))
+        return reader.check_end(StoreParams(key, reader.natural("partition count")))
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaAssignments:
-    """`R/store/assignment`: byte 1, int32 n, n x (UTF "host:port", int32 m, m x int32)."""
+    """The partitions of which each storage has a replica.
+
+    Node `R/store/assignment`: byte 1, int32 n, n x (UTF "host:port", int32 m, m x int32).
+    """
 
     partitions: Mapping[ReplicaId, tuple[PartitionId, ...]] = field(default_factory=dict)
 
@@ -203,12 +220,15 @@ class ReplicaAssignments:
         reader = _Reader(data, "ReplicaAssignments")
         reader.version()
         held = reader.by_address(lambda: reader.partitions("partitions"), item_bytes=4)
-        return reader.end(ReplicaAssignments(held))
+        return reader.check_end(ReplicaAssignments(held))
 
 
 @dataclass(frozen=True, slots=True)
 class GroupDescriptor:
-    """`R/store/group`: byte 1, int32 n, n x (UTF "host:port", int32 group)."""
+    """The group of each storage.
+
+    Node `R/store/group`: byte 1, int32 n, n x (UTF "host:port", int32 group).
+    """
 
     groups: Mapping[ReplicaId, int] = field(default_factory=dict)
 
@@ -222,12 +242,15 @@ class GroupDescriptor:
         reader = _Reader(data, "GroupDescriptor")
         reader.version()
         groups = reader.by_address(lambda: reader.int32("group"), item_bytes=4)
-        return reader.end(GroupDescriptor(groups))
+        return reader.check_end(GroupDescriptor(groups))
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionMetadata:
-    """`R/store/connection`: byte 1, int32 n, n x (UTF "host:port", int32 admin port)."""
+    """The admin port of each storage.
+
+    Node `R/store/connection`: byte 1, int32 n, n x (UTF "host:port", int32 admin port).
+    """
 
     admin_ports: Mapping[ReplicaId, int] = field(default_factory=dict)
 
@@ -241,7 +264,7 @@ class ConnectionMetadata:
         reader = _Reader(data, "ConnectionMetadata")
         reader.version()
         ports = reader.by_address(lambda: reader.port("admin port"), item_bytes=4)
-        return reader.end(ConnectionMetadata(ports))
+        return reader.check_end(ConnectionMetadata(ports))
 
 
 class ReplicaState(NamedTuple):
@@ -253,8 +276,9 @@ class ReplicaState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartitionMetadata:
-    """`R/store/partition/P`: byte 1, int32 generation, int64 session, int32 n, n x replica state.
+    """The generation, store session and replica states of a partition.
 
+    Node `R/store/partition/P`: byte 1, int32 generation, int64 session, int32 n, n x replica state.
     A replica state is byte 1, then (byte 1, int32 P, UTF "host:port"), int64 session, int64
     closing high-water mark. Every state contains P, so encoding and decoding need it.
     """
@@ -291,7 +315,7 @@ class PartitionMetadata:
             session = SessionId(reader.int64("replica session ID"))
             mark = TransactionId(reader.int64("closing high-water mark"))
             states[address] = ReplicaState(session, mark)
-        return reader.end(PartitionMetadata(generation, session_id, states))
+        return reader.check_end(PartitionMetadata(generation, session_id, states))
 
 
 EMPTY_METADATA = PartitionMetadata()
@@ -321,7 +345,9 @@ class ArchivedMark(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PartitionMarker:
-    """`R/x/partition/P`: byte 1, byte state (1 new, 2 open), int64 session, 16 bytes nonce.
+    """The state of a partition that Waltz 0.13 does not have: new or open, nonce, archived range.
+
+    Node `R/x/partition/P`: byte 1, byte state (1 new, 2 open), int64 session, 16 bytes nonce.
 
     With an archived range, byte 2 comes first, and after the nonce int64 last ID, 16 bytes chain,
     int64 commit stamp, int64 first ID, uint32 CRC of the manifest, UTF name of the manifest.
@@ -343,7 +369,7 @@ class PartitionMarker:
         data = struct.pack(">BBq16s", version, self.state.value, self.session_id, self.nonce)
         if self.archived is not None:
             *numbers, manifest = self.archived
-            data += _ARCHIVED.pack(*numbers) + encode_utf(manifest)
+            data += _ARCHIVED_MARK.pack(*numbers) + encode_utf(manifest)
         return data
 
     @staticmethod
@@ -357,13 +383,13 @@ class PartitionMarker:
             raise reader.format_error(f"expected state 1 (new) or 2 (open), found {state}")
         session_id = SessionId(reader.int64("session ID"))
         nonce = reader.take(NONCE_BYTES, "nonce")
-        archived = _archived_mark(reader) if has_archive else None
-        return reader.end(PartitionMarker(MarkerState(state), session_id, nonce, archived))
+        archived = _read_archived_mark(reader) if has_archive else None
+        return reader.check_end(PartitionMarker(MarkerState(state), session_id, nonce, archived))
 
 
-def _archived_mark(reader: "_Reader") -> ArchivedMark:
-    last, chain, stamp_ms, first, crc = _ARCHIVED.unpack(
-        reader.take(_ARCHIVED.size, "archived mark")
+def _read_archived_mark(reader: "_Reader") -> ArchivedMark:
+    last, chain, stamp_ms, first, crc = _ARCHIVED_MARK.unpack(
+        reader.take(_ARCHIVED_MARK.size, "archived mark")
     )
     if not 0 <= first <= last + 1:
         raise reader.format_error(f"expected archived IDs from 0 on, found {first}..{last}")
@@ -373,7 +399,10 @@ def _archived_mark(reader: "_Reader") -> ArchivedMark:
 
 @dataclass(frozen=True, slots=True)
 class StorageRegistration:
-    """`R/x/storage/HOST:PORT`: byte 1, 16 bytes storage ID."""
+    """The ID of the storage that is registered at an address.
+
+    Node `R/x/storage/HOST:PORT`: byte 1, 16 bytes storage ID.
+    """
 
     storage_id: UUID
 
@@ -386,18 +415,18 @@ class StorageRegistration:
         """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "StorageRegistration")
         reader.version()
-        return reader.end(StorageRegistration(UUID(bytes=reader.take(16, "storage ID"))))
+        return reader.check_end(StorageRegistration(UUID(bytes=reader.take(16, "storage ID"))))
 
 
-def encode_id(last_id: int) -> bytes:
+def encode_id_counter(last_id: int) -> bytes:
     """Return the bytes of an ID counter."""
     return struct.pack(">i", last_id)
 
 
-def decode_id(data: bytes) -> int:
+def decode_id_counter(data: bytes) -> int:
     """Decode an ID counter, 0..INT32_MAX; raises BadFormat."""
     reader = _Reader(data, "ID counter")
-    return reader.end(reader.natural("last ID"))
+    return reader.check_end(reader.natural("last ID"))
 
 
 # --- strings
@@ -530,7 +559,7 @@ class _Reader:
             found[address] = read_value()
         return found
 
-    def end(self, value: T) -> T:
+    def check_end(self, value: T) -> T:
         if self._offset != len(self._data):
             raise self.format_error(f"found {len(self._data) - self._offset} bytes after the end")
         return value

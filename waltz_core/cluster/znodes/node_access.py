@@ -36,11 +36,11 @@ class ClusterNodes:
         self.paths = ClusterPaths(root)
 
     @property
-    def where(self) -> str:
+    def connect_string(self) -> str:
         """The cluster's connect string, for messages."""
-        return f"{self.znodes.where}{self.paths.root}"
+        return f"{self.znodes.hosts}{self.paths.root}"
 
-    async def require(self, path: str, signal: Signal | None = None) -> Node:
+    async def get_required(self, path: str, signal: Signal | None = None) -> Node:
         """Read a node that every cluster has; raises ClusterNotFound if it does not exist."""
         node = await self.znodes.get(path, signal)
         if node is None:
@@ -51,10 +51,10 @@ class ClusterNodes:
         self, path: str, decode: Callable[[bytes], T], signal: Signal | None = None
     ) -> T:
         """Read and decode a node that every cluster has."""
-        return decode_node(path, await self.require(path, signal), decode)
+        return decode_node(path, await self.get_required(path, signal), decode)
 
-    async def ensure(self, paths: Sequence[str]) -> None:
-        """Create missing nodes without data, parents before children."""
+    async def create_missing(self, paths: Sequence[str]) -> None:
+        """Create those nodes that do not exist, without data, parents before children."""
         for path in paths:
             if await self.znodes.get(path) is None:
                 # A conflict means that another process has just created it.
@@ -70,15 +70,18 @@ class ClusterNodes:
         node = await self.znodes.get(path)
         steps: list[Operation] = []
         if node is None:
-            await self.ensure((self.paths.extensions, parent))
-            steps.append(CreateNode(path, data, ephemeral=True))
+            await self.create_missing((self.paths.extensions, parent))
+            steps.append(CreateNode(path, data, is_ephemeral=True))
         elif node.stat.owner == self.znodes.session_number:
             steps.append(SetNode(path, data, node.stat.version))
         else:  # It belongs to an earlier session of this process, and would end with that.
-            steps += [DeleteNode(path, node.stat.version), CreateNode(path, data, ephemeral=True)]
+            steps += [
+                DeleteNode(path, node.stat.version),
+                CreateNode(path, data, is_ephemeral=True),
+            ]
         await self.znodes.write(steps)
 
-    async def remove(self, path: str) -> None:
+    async def delete_if_exists(self, path: str) -> None:
         """Delete a node if it exists; raises like `put_ephemeral`."""
         node = await self.znodes.get(path)
         if node is not None:
@@ -103,8 +106,8 @@ class ClusterNodes:
     def no_cluster_error(self) -> errors.ClusterNotFound:
         """Return the error for a root without a cluster."""
         return errors.ClusterNotFound(
-            f"there is no cluster at {self.paths.root} of ZooKeeper {self.znodes.where}. "
-            f"Hint: `waltz-core cluster list {self.znodes.where}` lists the existing "
+            f"there is no cluster at {self.paths.root} of ZooKeeper {self.znodes.hosts}. "
+            f"Hint: `waltz-core cluster list {self.znodes.hosts}` lists the existing "
             "clusters, `waltz-core cluster create` creates one."
         )
 

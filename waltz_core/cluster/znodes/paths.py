@@ -111,7 +111,7 @@ ZNODES = (
         "servers, at the request of clients",
         _MEMBERS,
     ),
-    Znode("R/x/restored", "persistent", "RestoredFrom (JSON)", "restore", _PUBLIC),
+    Znode("R/x/restored", "persistent", "RestoreSources (JSON)", "restore", _PUBLIC),
     Znode(
         "R/x/access",
         "persistent",
@@ -164,20 +164,20 @@ ZNODES = (
     ),
 )
 # The row for the nodes above R, which may have other clusters below them, too.
-ABOVE_ROOT: Final = Znode("/", "persistent", "nothing", "cluster create", _PUBLIC, "r")
+ABOVE_ROOT_ZNODE: Final = Znode("/", "persistent", "nothing", "cluster create", _PUBLIC, "r")
 # The row for nodes below R that only a later version knows.
-LATER_ZNODE: Final = Znode("R/...", "any", "unknown", "a later version", _MEMBERS)
+UNKNOWN_ZNODE: Final = Znode("R/...", "any", "unknown", "a later version", _MEMBERS)
 
 
 def znode_at(root: str, path: str) -> Znode:
     """Return the row of a node of the cluster at `root`; also for the prefix of sequential nodes.
 
-    `ABOVE_ROOT` and `LATER_ZNODE` are the rows of nodes that the table does not have.
+    `ABOVE_ROOT_ZNODE` and `UNKNOWN_ZNODE` are the rows of nodes that the table does not have.
     """
     if path != root and not path.startswith(f"{root}/"):
-        return ABOVE_ROOT
+        return ABOVE_ROOT_ZNODE
     names = f"R{path.removeprefix(root)}".split("/")
-    return next((each for each in ZNODES if _matches(each.path.split("/"), names)), LATER_ZNODE)
+    return next((each for each in ZNODES if _matches(each.path.split("/"), names)), UNKNOWN_ZNODE)
 
 
 def _matches(row: list[str], names: list[str]) -> bool:
@@ -291,7 +291,7 @@ class ClusterPaths:
         return f"{self.root}/x/client"
 
     @property
-    def restored_from(self) -> str:
+    def restore_sources(self) -> str:
         """The clusters from whose backups this one was restored."""
         return f"{self.root}/x/restored"
 
@@ -301,13 +301,13 @@ class ClusterPaths:
         return f"{self.root}/x/access"
 
     @property
-    def every_applied(self) -> str:
+    def applied_revisions(self) -> str:
         """Parent of the revisions of the permissions that daemons use."""
         return f"{self.root}/x/applied"
 
-    def applied(self, name: str) -> str:
+    def applied_revision(self, name: str) -> str:
         """Revision of one daemon; `membership/applied_revisions.py` has its name."""
-        return f"{self.every_applied}/{name}"
+        return f"{self.applied_revisions}/{name}"
 
     @property
     def loads(self) -> str:
@@ -319,13 +319,13 @@ class ClusterPaths:
         return f"{self.loads}/{server_id}"
 
     @property
-    def reaches(self) -> str:
+    def reach_reports(self) -> str:
         """Parent of the servers' reports about the servers that they can connect to."""
         return f"{self.root}/x/reach"
 
-    def reach(self, server_id: ServerId) -> str:
+    def reach_report(self, server_id: ServerId) -> str:
         """Report of one server."""
-        return f"{self.reaches}/{server_id}"
+        return f"{self.reach_reports}/{server_id}"
 
     @property
     def audit(self) -> str:

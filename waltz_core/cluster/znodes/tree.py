@@ -51,11 +51,11 @@ async def find_clusters(znodes: Znodes, below: str) -> list[FoundCluster]:
         if seen_count > NODES_MAX:
             raise errors.BadRequest(
                 f"there are more than {NODES_MAX} znodes below {below} of ZooKeeper "
-                f"{znodes.where}. Hint: name a path further down."
+                f"{znodes.hosts}. Hint: name a path further down."
             )
         try:
             node = await znodes.get(path)
-            params = None if node is None else _params(node.data)
+            params = None if node is None else _decode_params(node.data)
             listing = None if params is not None else await znodes.children(path)
         except errors.BadConfig:
             continue  # A node without permission to read is no usable cluster.
@@ -94,7 +94,7 @@ async def delete_tree(
         except (errors.CoordinatorConflict, errors.CoordinatorOutcomeUnknown):
             continue  # rule 2
     raise errors.CoordinatorConflict(
-        f"{root} of ZooKeeper {znodes.where} could not be deleted completely, because processes "
+        f"{root} of ZooKeeper {znodes.hosts} could not be deleted completely, because processes "
         "still write to it. Hint: stop these processes, then run the command again."
     )
 
@@ -109,10 +109,10 @@ async def _check_nodes(znodes: Znodes, root: str) -> None:
     for path in _children(root, tuple(foreign_names)):
         for other in await find_clusters(znodes, path):
             raise errors.BadRequest(
-                f"cannot delete {root} of ZooKeeper {znodes.where}: another cluster is below "
+                f"cannot delete {root} of ZooKeeper {znodes.hosts}: another cluster is below "
                 f"it, {other.params.name} at {other.root}. Hint: delete that cluster first."
             )
-    if _params(node.data) is not None:
+    if _decode_params(node.data) is not None:
         return
     if node.data or foreign_names:
         what = (
@@ -121,7 +121,7 @@ async def _check_nodes(znodes: Znodes, root: str) -> None:
             else f"{len(node.data)} bytes of another program"
         )
         raise errors.BadRequest(
-            f"cannot delete {root} of ZooKeeper {znodes.where}: expected a cluster or its "
+            f"cannot delete {root} of ZooKeeper {znodes.hosts}: expected a cluster or its "
             f"remains, found {what}"
         )
 
@@ -143,7 +143,7 @@ def _children(path: str, names: tuple[str, ...]) -> list[str]:
     return [f"{path.rstrip('/')}/{name}" for name in names]
 
 
-def _params(data: bytes) -> ClusterParams | None:
+def _decode_params(data: bytes) -> ClusterParams | None:
     try:
         return ClusterParams.from_bytes(data)
     except errors.BadFormat:

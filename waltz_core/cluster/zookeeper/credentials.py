@@ -35,12 +35,12 @@ from typing import Final, NamedTuple
 from waltz_core import errors
 from waltz_core.cluster.znodes.paths import NodeReaders, Znode
 
-SCHEME = "digest"
+DIGEST_SCHEME = "digest"
 PERMISSIONS = "cdrwa"
-OTHER_SCHEMES = ("world", "digest", "ip", "sasl", "x509")
+GRANT_SCHEMES = ("world", "digest", "ip", "sasl", "x509")
 _MEMBERS: Final = "members"
 _ADMINISTRATORS: Final = "administrators"
-_FIRST_LINE: Final = f"{SCHEME}:USER:PASSWORD"
+_FIRST_LINE: Final = f"{DIGEST_SCHEME}:USER:PASSWORD"
 _HASH: Final = re.compile("[A-Za-z0-9+/]{27}=")  # of 20 bytes
 
 
@@ -96,7 +96,7 @@ class Credentials:
         """The users that a session has (rule 4)."""
         return (self.user,) if self.members is None else (self.user, self.members)
 
-    def permissions_of(self, row: Znode) -> tuple[NodePermission, ...]:
+    def access_list_of(self, row: Znode) -> tuple[NodePermission, ...]:
         """Return the access list of a new node (rules 1 to 3)."""
         grants = tuple(
             each
@@ -107,9 +107,9 @@ class Credentials:
             return (_CREATOR, *grants)
         members = (self.members or self.user).identity
         found = [
-            NodePermission(SCHEME, self.administrators or self.user.identity, PERMISSIONS),
-            NodePermission(SCHEME, members, row.members),
-            *(each._replace(permissions=_limited(each, row)) for each in grants),
+            NodePermission(DIGEST_SCHEME, self.administrators or self.user.identity, PERMISSIONS),
+            NodePermission(DIGEST_SCHEME, members, row.members),
+            *(each._replace(permissions=_limit_permissions(each, row)) for each in grants),
         ]
         if row.readers is NodeReaders.PUBLIC:
             found.append(_PUBLIC)
@@ -126,29 +126,30 @@ def parse_credentials(text: str, where: str) -> Credentials:
     if not lines:
         raise errors.BadConfig(f"{where}: expected {_FIRST_LINE}, found an empty file")
     (number, first), *others = lines
-    found = Credentials(_user(first, _FIRST_LINE, f"{where}, line {number}"), where=where)
+    found = Credentials(_parse_user(first, _FIRST_LINE, f"{where}, line {number}"), where=where)
     for number, line in others:
-        found = _with_line(found, line, f"{where}, line {number}")
+        found = _add_line(found, line, f"{where}, line {number}")
     return found
 
 
-def _with_line(found: Credentials, line: str, where: str) -> Credentials:
+def _add_line(found: Credentials, line: str, where: str) -> Credentials:
     role, _, rest = line.partition(":")
     if role not in {_MEMBERS, _ADMINISTRATORS}:
-        return replace(found, grants=(*found.grants, _grant(line, where)))
+        return replace(found, grants=(*found.grants, _parse_grant(line, where)))
     if found.members is not None or found.administrators:
         raise errors.BadConfig(
             f"{where}: expected one line with {_MEMBERS} or {_ADMINISTRATORS}, found a second one"
         )
     if role == _MEMBERS:
-        other = _user(rest, f"{_MEMBERS}:{_FIRST_LINE}", where)
+        other = _parse_user(rest, f"{_MEMBERS}:{_FIRST_LINE}", where)
         found, name = replace(found, members=other), other.name
     else:
         scheme, _, identity = rest.partition(":")
         name, _, hashed = identity.partition(":")
-        if scheme != SCHEME or not name or _HASH.fullmatch(hashed) is None:
+        if scheme != DIGEST_SCHEME or not name or _HASH.fullmatch(hashed) is None:
             raise errors.BadConfig(
-                f"{where}: expected {_ADMINISTRATORS}:{SCHEME}:USER:HASH, with the base64 text of "
+                f"{where}: expected {_ADMINISTRATORS}:{DIGEST_SCHEME}:USER:HASH, with the base64 "
+                "text of "
                 "the SHA-1 of USER:PASSWORD as HASH"
             )
         found = replace(found, administrators=identity)
@@ -160,29 +161,29 @@ def _with_line(found: Credentials, line: str, where: str) -> Credentials:
     return found
 
 
-def _user(text: str, expected: str, where: str) -> User:
+def _parse_user(text: str, expected: str, where: str) -> User:
     scheme, _, rest = text.partition(":")
     user, _, password = rest.partition(":")
-    if scheme != SCHEME or not user or not password:
+    if scheme != DIGEST_SCHEME or not user or not password:
         raise errors.BadConfig(f"{where}: expected {expected}")
     return User(user, password)
 
 
-def _grant(line: str, where: str) -> NodePermission:
+def _parse_grant(line: str, where: str) -> NodePermission:
     scheme, _, rest = line.partition(":")
     identity, _, permissions = rest.rpartition(":")
-    is_good = scheme in OTHER_SCHEMES and identity and permissions
+    is_good = scheme in GRANT_SCHEMES and identity and permissions
     if scheme == "world" and identity != "anyone":
         is_good = False
     if not is_good or set(permissions) - set(PERMISSIONS):
         raise errors.BadConfig(
-            f"{where}: expected SCHEME:ID:PERMISSIONS, such as world:anyone:r, with "
-            f"a scheme of {', '.join(OTHER_SCHEMES)} and permissions of {PERMISSIONS}"
+            f"{where}: expected DIGEST_SCHEME:ID:PERMISSIONS, such as world:anyone:r, with "
+            f"a scheme of {', '.join(GRANT_SCHEMES)} and permissions of {PERMISSIONS}"
         )
     return NodePermission(scheme, identity, permissions)
 
 
-def _limited(grant: NodePermission, row: Znode) -> str:
+def _limit_permissions(grant: NodePermission, row: Znode) -> str:
     """Return the permissions that a further line grants if there are two users (rule 2)."""
     if grant.scheme != _PUBLIC.scheme and "a" in grant.permissions:
         return grant.permissions

@@ -1,4 +1,4 @@
-"""Handles nodes that a process follows and that cannot be decoded or contradict each other.
+"""Follows znodes although some of them cannot be decoded or contradict each other.
 
 Rule:
     1. A process that has a view keeps it, logs the error, and reads again after a pause: one
@@ -22,7 +22,7 @@ UNREADABLE_PAUSE_S: Final = 10.0
 ViewT = TypeVar("ViewT")
 
 
-async def follow_readable(
+async def follow_despite_bad_nodes(
     follow: Callable[[Callable[[ViewT], None]], Coroutine[Any, Any, Never]],
     take: Callable[[ViewT], None],
 ) -> Never:
@@ -63,15 +63,15 @@ async def follow_permissions(
     def take(permissions: Permissions | None) -> None:
         access.apply(permissions)
         if access.permissions is not None:
-            coordinator.publish_applied(name, access.permissions.revision)
+            coordinator.set_applied_revision(name, access.permissions.revision)
 
     while True:  # without any view, too: it rejects requests until it has one (AC 6)
         try:
-            await coordinator.follow_permissions(take, _log_unpublished)
+            await coordinator.follow_permissions(take, _log_publish_error)
         except (BadConfig, BadFormat, BadRequest) as error:
             _log.error("access.permissions_unreadable error=%s", error)
         await asyncio.sleep(UNREADABLE_PAUSE_S)
 
 
-def _log_unpublished(error: WaltzError) -> None:
+def _log_publish_error(error: WaltzError) -> None:
     _log.error("access.revision_publish_failed error=%s", error)

@@ -1,6 +1,6 @@
-"""kazoo's thread for the connection to ZooKeeper, with functions that kazoo itself does not have.
+"""Replaces methods of kazoo's connection thread: shorter timeouts, and a watchdog.
 
-This module replaces methods inside kazoo (2.10), all of which run on kazoo's thread;
+The replaced methods are inside kazoo (2.10), and all of them run on kazoo's thread;
 `zookeeper_session.py` uses kazoo's public interface.
 
 Rules:
@@ -34,12 +34,12 @@ _log = logging.getLogger(__name__)
 
 # For rule 1: the first wait is short, and each next one doubles, up to the time that any usable
 # ZooKeeper needs.
-CONNECT_ANSWER_S_MIN: Final = 0.5
-CONNECT_ANSWER_S_MAX: Final = 3.0
+SESSION_ANSWER_TIMEOUT_S_MIN: Final = 0.5
+SESSION_ANSWER_TIMEOUT_S_MAX: Final = 3.0
 # For rule 5: longer than a working DNS server needs.
-LOOKUP_S: Final = 0.5
+LOOKUP_TIMEOUT_S: Final = 0.5
 
-__all__ = ["Handler", "KazooHooks", "clock_ms"]
+__all__ = ["KazooHandler", "KazooHooks", "clock_ms"]
 
 
 def clock_ms() -> int:
@@ -54,12 +54,12 @@ class KazooHooks:
         self.watchdog = Watchdog(session_timeout_ms, clock_ms())
         self._client = client
         self._addresses: dict[str, dns_lookup.Addresses] = {}
-        self._answer_s = CONNECT_ANSWER_S_MIN
-        self._is_withholding = False
+        self._answer_s = SESSION_ANSWER_TIMEOUT_S_MIN
+        self._is_withholding_heartbeats = False
         connection = client._connection
         self._invoke, connection._invoke = connection._invoke, self._invoke_hooked
         self._send_ping, connection._send_ping = connection._send_ping, self._send_ping_hooked
-        connection._expand_client_hosts = self._expand_hooked
+        connection._expand_client_hosts = self._expand_hosts_hooked
 
     @property
     def session_timeout_ms(self) -> int:
@@ -72,9 +72,9 @@ class KazooHooks:
         if not self._may_keep_session():
             raise ConnectionDropped("the event loop of the process is blocked")
         answer_s = min(timeout_s, self._answer_s)
-        self._answer_s = min(2 * self._answer_s, CONNECT_ANSWER_S_MAX)
+        self._answer_s = min(2 * self._answer_s, SESSION_ANSWER_TIMEOUT_S_MAX)
         answer = self._invoke(answer_s, request, xid)
-        self._answer_s = CONNECT_ANSWER_S_MIN
+        self._answer_s = SESSION_ANSWER_TIMEOUT_S_MIN
         if answer[0].time_out > 0:
             self.watchdog.timeout_ms = answer[0].time_out
         return answer
@@ -83,14 +83,14 @@ class KazooHooks:
         if self._may_keep_session():
             self._send_ping(connect_timeout_s)
 
-    def _expand_hooked(self) -> list[tuple[str, str, int]]:
+    def _expand_hosts_hooked(self) -> list[tuple[str, str, int]]:
         """Return host, address and port of all known hosts; kazoo calls this method repeatedly."""
         lookups = {
             host.strip(): dns_lookup.begin_lookup(host.strip()) for host, _ in self._client.hosts
         }
         for host, each in lookups.items():
             each.add_done_callback(partial(self._note_addresses, host))
-        done, pending = wait(lookups.values(), LOOKUP_S)
+        done, pending = wait(lookups.values(), LOOKUP_TIMEOUT_S)
         while pending and not self._addresses and all(each.exception() for each in done):
             done, pending = wait(pending, return_when=FIRST_COMPLETED)
         for host, each in lookups.items():
@@ -116,8 +116,8 @@ class KazooHooks:
         """Query the watchdog; log the beginning and the end of a hang, because the loop cannot."""
         now_ms = clock_ms()
         may_keep = self.watchdog.may_keep_session(now_ms)
-        if self._is_withholding == may_keep:
-            self._is_withholding = not may_keep
+        if self._is_withholding_heartbeats == may_keep:
+            self._is_withholding_heartbeats = not may_keep
             if may_keep:
                 _log.info("process.event_loop_responsive")
             else:
@@ -128,7 +128,7 @@ class KazooHooks:
         return may_keep
 
 
-class Handler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
+class KazooHandler(SequentialThreadingHandler):  # type: ignore[misc]  # kazoo has no types
     """kazoo's threads, with a shorter timeout for a host that does not answer at all."""
 
     def __init__(self, connect_timeout_s: float) -> None:

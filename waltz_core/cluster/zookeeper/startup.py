@@ -1,4 +1,4 @@
-"""The start of a daemon while ZooKeeper is slow: it waits, repeats requests, and logs the reason.
+"""Repeats the steps of a daemon's start while ZooKeeper does not answer, and logs the reason.
 
 Servers and storages use this module. After the start, they wait for ZooKeeper in any case
 (`node_access.py`, `follow`).
@@ -40,7 +40,7 @@ async def connect_daemon(config: ServerConfig | StorageConfig) -> AsyncIterator[
             session_timeout_ms=config.zookeeper_session_timeout_ms,
             request_timeout_ms=config.zookeeper_request_timeout_ms,
         )
-        with _logged_while_waiting("a connection", [""]):
+        with _log_while_waiting("a connection", [""]):
             coordinator = await stack.enter_async_context(session)
         yield coordinator
 
@@ -53,7 +53,7 @@ async def retry_start_step(
     Raises Unavailable if ZooKeeper does not answer until `timeout_ms` after the first failure.
     """
     last, deadline_s, clock_s = [""], None, asyncio.get_running_loop().time
-    with _logged_while_waiting(what, last):
+    with _log_while_waiting(what, last):
         while True:
             try:
                 return await step()
@@ -69,7 +69,7 @@ async def retry_start_step(
 
 
 @contextlib.contextmanager
-def _logged_while_waiting(what: str, last: list[str]) -> Iterator[None]:
+def _log_while_waiting(what: str, last: list[str]) -> Iterator[None]:
     """Log every `LOG_EVERY_S` that the body still waits, with the last error in `last[0]`."""
     loop = asyncio.get_running_loop()
     timer: asyncio.TimerHandle

@@ -20,7 +20,7 @@ from typing import Final
 BEATS_PER_TIMEOUT: Final = 10
 # A longer gap between two checks, as a share of the session timeout, means that the thread itself
 # did not run (rule 3).
-LOST_AFTER_SHARE: Final = 0.75
+PAUSED_GAP_SHARE: Final = 0.75
 
 
 class Watchdog:
@@ -48,4 +48,4 @@ class Watchdog:
         gap_ms, self._checked_ms = now_ms - self._checked_ms, now_ms
         if self.silent_ms(now_ms) <= self.timeout_ms:
             return True
-        return gap_ms > LOST_AFTER_SHARE * self.timeout_ms
+        return gap_ms > PAUSED_GAP_SHARE * self.timeout_ms

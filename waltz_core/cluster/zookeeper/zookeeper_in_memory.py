@@ -43,7 +43,7 @@ class WriteFault(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _NodeEntry:
     data: bytes | None
     version: int = 0
     cversion: int = 0
@@ -67,7 +67,7 @@ class MemoryZooKeeper:
 
     def __init__(self, new_signal: Callable[[], Signal]) -> None:
         self.make_signal = new_signal
-        self._nodes: dict[str, _Entry] = {"/": _Entry(None)}
+        self._nodes: dict[str, _NodeEntry] = {"/": _NodeEntry(None)}
         self._sessions: list[MemorySession] = []
         self._next_session = 1
         self._due: list[Signal] = []
@@ -103,22 +103,22 @@ class MemoryZooKeeper:
         """Set a signal after `after_ms` milliseconds."""
         self._later.append((self.now_ms + after_ms, signal))
 
-    def take_session_number(self) -> int:
+    def next_session_number(self) -> int:
         """Return a new session number."""
         self._next_session += 1
         return self._next_session - 1
 
-    def entry(self, path: str) -> _Entry | None:
+    def entry(self, path: str) -> _NodeEntry | None:
         """Return the entry of a node; None if the node does not exist."""
         return self._nodes.get(path)
 
-    def names(self, path: str) -> tuple[str, ...]:
+    def child_names(self, path: str) -> tuple[str, ...]:
         """Return the sorted names of a node's children."""
         prefix = "/" if path == "/" else f"{path}/"
         rest = (p[len(prefix) :] for p in self._nodes if p.startswith(prefix) and p != path)
         return tuple(sorted(name for name in rest if "/" not in name))
 
-    def apply(self, operations: Sequence[Operation], owner: int) -> list[int]:
+    def apply_operations(self, operations: Sequence[Operation], owner: int) -> list[int]:
         """Do all operations or none, then fire the watches; return the new versions."""
         before = dict(self._nodes)
         touched: list[str] = []
@@ -127,14 +127,14 @@ class MemoryZooKeeper:
         except errors.CoordinatorConflict:
             self._nodes = before
             raise
-        self._fire(touched)
+        self._fire_watches(touched)
         return versions
 
     def end_session(self, number: int) -> None:
         """Delete the ephemeral nodes of a session."""
         paths = [path for path, entry in self._nodes.items() if entry.owner == number]
         for path in paths:
-            self.apply([DeleteNode(path, self._nodes[path].version)], PERSISTENT)
+            self.apply_operations([DeleteNode(path, self._nodes[path].version)], PERSISTENT)
 
     # --- private
 
@@ -150,7 +150,7 @@ class MemoryZooKeeper:
                 return version + 1
             case DeleteNode(path, version):
                 self._expect(path, version)
-                if self.names(path):
+                if self.child_names(path):
                     raise errors.CoordinatorConflict(f"{path} has children")
                 del self._nodes[path]
                 self._touch_parent(path)
@@ -166,20 +166,20 @@ class MemoryZooKeeper:
         if parent.owner != PERSISTENT:
             raise errors.CoordinatorConflict(f"{operation.path}: its parent is ephemeral")
         path = operation.path
-        if operation.sequential:
+        if operation.is_sequential:
             # The number of children ever created: cversion counts these and the deleted ones.
             parent_path = _parent(operation.path)
-            created_count = (parent.cversion + len(self.names(parent_path))) // 2
+            created_count = (parent.cversion + len(self.child_names(parent_path))) // 2
             path += f"{created_count:010d}"
         if path in self._nodes:
             raise errors.CoordinatorConflict(f"{path} exists already")
-        owner = owner if operation.ephemeral else PERSISTENT
-        self._nodes[path] = _Entry(operation.data, owner=owner, mtime_ms=self.now_ms)
+        owner = owner if operation.is_ephemeral else PERSISTENT
+        self._nodes[path] = _NodeEntry(operation.data, owner=owner, mtime_ms=self.now_ms)
         self._touch_parent(path)
         touched.append(path)
         return 0
 
-    def _expect(self, path: str, version: int) -> _Entry:
+    def _expect(self, path: str, version: int) -> _NodeEntry:
         assert version >= 0
         entry = self._nodes.get(path)
         if entry is None:
@@ -195,7 +195,7 @@ class MemoryZooKeeper:
         entry = self._nodes[parent]
         self._nodes[parent] = replace(entry, cversion=entry.cversion + 1)
 
-    def _fire(self, touched: Sequence[str]) -> None:
+    def _fire_watches(self, touched: Sequence[str]) -> None:
         for path in touched:
             for session in self._sessions:
                 self._due.extend(session.watches.of_data.pop(path, ()))
@@ -217,7 +217,7 @@ class MemorySession:
     def __init__(self, zookeeper: MemoryZooKeeper) -> None:
         self._zookeeper = zookeeper
         self._state = SessionState.CONNECTED
-        self._number = zookeeper.take_session_number()
+        self._number = zookeeper.next_session_number()
         self._signals: list[Signal] = []
         self._callbacks: list[StateCallback] = []
         self._is_closed = False
@@ -240,13 +240,13 @@ class MemorySession:
     def resume(self) -> None:
         """Connect again: with the same session, or with a new one after `expire`."""
         if self._state is SessionState.LOST:
-            self._number = self._zookeeper.take_session_number()
+            self._number = self._zookeeper.next_session_number()
         self._change_state(SessionState.CONNECTED)
 
     # --- Znodes
 
     @property
-    def where(self) -> str:
+    def hosts(self) -> str:
         """The hosts, for messages."""
         return "memory:1"
 
@@ -289,17 +289,17 @@ class MemorySession:
         if signal is not None:
             watches = self.watches.of_data if entry is None else self.watches.of_children
             watches.setdefault(path, {})[signal] = None
-        return None if entry is None else Children(self._zookeeper.names(path), entry.stat)
+        return None if entry is None else Children(self._zookeeper.child_names(path), entry.stat)
 
     async def write(self, operations: Sequence[Operation]) -> list[int]:
         """Do all operations or none; see `Znodes.write`."""
         self._require_connection()
         fault = self.faults.pop(0) if self.faults else None
         if fault is WriteFault.REQUEST_LOST:
-            raise errors.CoordinatorOutcomeUnknown(f"{self.where} did not answer a write")
-        versions = self._zookeeper.apply(operations, self._number)
+            raise errors.CoordinatorOutcomeUnknown(f"{self.hosts} did not answer a write")
+        versions = self._zookeeper.apply_operations(operations, self._number)
         if fault is WriteFault.REPLY_LOST:
-            raise errors.CoordinatorOutcomeUnknown(f"{self.where} did not answer a write")
+            raise errors.CoordinatorOutcomeUnknown(f"{self.hosts} did not answer a write")
         return versions
 
     async def sync(self) -> None:
@@ -337,7 +337,7 @@ class MemorySession:
 
     def _require_connection(self) -> None:
         if self._state is not SessionState.CONNECTED:
-            raise errors.CoordinatorUnavailable(f"no connection to ZooKeeper {self.where}")
+            raise errors.CoordinatorUnavailable(f"no connection to ZooKeeper {self.hosts}")
 
     def _change_state(self, state: SessionState) -> None:
         self._state = state

@@ -62,12 +62,12 @@ from waltz_core.cluster.znodes.interface import (
 from waltz_core.cluster.znodes.paths import MEMBER_PERMISSIONS, Znode, znode_at
 from waltz_core.cluster.znodes.shared_request import SharedRequest
 from waltz_core.cluster.zookeeper.credentials import (
-    SCHEME,
+    DIGEST_SCHEME,
     Credentials,
     NodePermission,
     parse_credentials,
 )
-from waltz_core.cluster.zookeeper.kazoo_connection import Handler, KazooHooks, clock_ms
+from waltz_core.cluster.zookeeper.kazoo_connection import KazooHandler, KazooHooks, clock_ms
 from waltz_core.cluster.zookeeper.watchdog import BEATS_PER_TIMEOUT
 from waltz_core.config.connect_string import ConnectString, parse_connect_string
 
@@ -81,10 +81,15 @@ RECONNECT_DELAY_S_MAX = 0.5
 EPHEMERAL_FLAG = 1
 SEQUENTIAL_FLAG = 2
 
-_CHANGES = {"c": Permissions.CREATE, "d": Permissions.DELETE, "w": Permissions.WRITE}
-PERMISSIONS = {**_CHANGES, "r": Permissions.READ, "a": Permissions.ADMIN}
+_CHANGE_PERMISSIONS = {"c": Permissions.CREATE, "d": Permissions.DELETE, "w": Permissions.WRITE}
+PERMISSION_BITS = {**_CHANGE_PERMISSIONS, "r": Permissions.READ, "a": Permissions.ADMIN}
 
-LOST_ERRORS = (ConnectionLoss, ConnectionClosedError, OperationTimeoutError, SessionExpiredError)
+CONNECTION_ERRORS = (
+    ConnectionLoss,
+    ConnectionClosedError,
+    OperationTimeoutError,
+    SessionExpiredError,
+)
 CONFLICT_ERRORS = (
     BadVersionError,
     NoChildrenForEphemeralsError,
@@ -178,7 +183,7 @@ async def protect(text: str, *, connect_timeout_ms: int = CONNECT_TIMEOUT_MS) ->
         credentials=credentials,
         root=place.root,
     )
-    session.check_role()
+    session.check_not_member()
     await session.open()
     try:
         await session.check_administrator()
@@ -211,7 +216,7 @@ class ZooKeeperSession:
         self._client = KazooClient(
             self._hosts,
             timeout=session_timeout_ms / 1000,
-            handler=Handler(connect_timeout_ms / 1000 / len(hosts)),
+            handler=KazooHandler(connect_timeout_ms / 1000 / len(hosts)),
             connection_retry={
                 "max_tries": -1,
                 "delay": 0.05,
@@ -220,7 +225,7 @@ class ZooKeeperSession:
                 "max_delay": RECONNECT_DELAY_S_MAX,
             },
             auth_data=[
-                (SCHEME, f"{user.name}:{user.password}")
+                (DIGEST_SCHEME, f"{user.name}:{user.password}")
                 for user in (credentials.users if credentials else ())
             ],
             logger=logger,
@@ -232,9 +237,11 @@ class ZooKeeperSession:
         self._disconnected_ms: int | None = None
         self._is_connected = asyncio.Event()
         self._is_closed = False
-        self._signals: list[_Signal] = []
+        self._signals: list[_KazooSignal] = []
         self._callbacks: list[StateCallback] = []
-        self._syncs = SharedRequest(lambda: self._read(lambda: self._client.sync_async("/"), "/"))
+        self._sync_request = SharedRequest(
+            lambda: self._read(lambda: self._client.sync_async("/"), "/")
+        )
 
     async def open(self) -> None:
         """Connect; if this fails, end the session and raise CoordinatorUnavailable."""
@@ -257,7 +264,7 @@ class ZooKeeperSession:
     # --- Znodes
 
     @property
-    def where(self) -> str:
+    def hosts(self) -> str:
         """The hosts of ZooKeeper, for messages."""
         return self._hosts
 
@@ -317,34 +324,34 @@ class ZooKeeperSession:
         """Do all operations or none, in one multi."""
         request = self._client.transaction()
         for operation in operations:
-            _add(request, operation, self._acl_of)
-        await self._connection()
+            _add_operation(request, operation, self._acl_of)
+        await self._wait_for_connection()
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 results = await self._result_of(request.commit_async())
-        except (TimeoutError, *LOST_ERRORS) as error:
+        except (TimeoutError, *CONNECTION_ERRORS) as error:
             raise errors.CoordinatorOutcomeUnknown(
                 f"ZooKeeper {self._hosts} has not answered a write to {operations[0].path} "
                 f"({type(error).__name__}); the write may or may not have been made"
             ) from error
         except KazooException as error:
             raise self._rejection_error(operations[0].path, error) from error
-        return self._versions(operations, results)
+        return self._new_versions(operations, results)
 
     async def sync(self) -> None:
         """Let the connected ZooKeeper server catch up with the leader."""
-        await self._syncs.answered()
+        await self._sync_request.wait_for_answer()
 
     def new_signal(self) -> Signal:
         """Return a signal, also set at each change of state."""
         assert self._loop is not None
-        signal = _Signal(self._loop)
+        signal = _KazooSignal(self._loop)
         self._signals.append(signal)
         return signal
 
     def drop_signal(self, signal: Signal) -> None:
         """Release a signal."""
-        self._signals.remove(cast("_Signal", signal))
+        self._signals.remove(cast("_KazooSignal", signal))
 
     def on_state(self, callback: StateCallback) -> None:
         """Call back at each change of state."""
@@ -360,7 +367,7 @@ class ZooKeeperSession:
                 await done.wait()
 
     def _stop(self) -> asyncio.Event:
-        """Start to end the session; the event is set when kazoo's threads have ended."""
+        """Begin to close the session; the returned event is set when kazoo's threads have ended."""
         self._is_closed = True
         self._callbacks.clear()
         self._client.remove_listener(self._on_kazoo_state)
@@ -437,7 +444,7 @@ class ZooKeeperSession:
 
     # --- requests and answers
 
-    async def _connection(self) -> None:
+    async def _wait_for_connection(self) -> None:
         """Wait for a connection; raises CoordinatorUnavailable after the request timeout."""
         if self._is_closed:
             raise errors.CoordinatorUnavailable(
@@ -453,15 +460,15 @@ class ZooKeeperSession:
             ) from error
 
     async def _read(self, send: Callable[[], Any], path: str) -> Any:  # noqa: ANN401 - kazoo's
-        await self._connection()
+        await self._wait_for_connection()
         try:
             async with asyncio.timeout(self._request_timeout_s):
                 while True:
                     try:
                         return await self._result_of(send())
                     except ConnectionLoss:  # A read changes nothing, so it can be repeated.
-                        await self._connection()
-        except (TimeoutError, *LOST_ERRORS) as error:
+                        await self._wait_for_connection()
+        except (TimeoutError, *CONNECTION_ERRORS) as error:
             raise errors.CoordinatorUnavailable(
                 f"ZooKeeper {self._hosts} has not answered a read of {path} "
                 f"({type(error).__name__})"
@@ -481,12 +488,12 @@ class ZooKeeperSession:
         result.rawlink(lambda done: _call_soon(loop, _set_result, future, done))
         return await future
 
-    def _versions(self, operations: Sequence[Operation], results: Sequence[Any]) -> list[int]:
+    def _new_versions(self, operations: Sequence[Operation], results: Sequence[Any]) -> list[int]:
         for operation, result in zip(operations, results, strict=True):
             if isinstance(result, OTHER_OPERATION_ERRORS) or not isinstance(result, Exception):
                 continue
             if isinstance(result, CONFLICT_ERRORS):
-                raise errors.CoordinatorConflict(_conflict(operation, result)) from result
+                raise errors.CoordinatorConflict(_conflict_message(operation, result)) from result
             raise self._rejection_error(operation.path, result) from result
         versions: list[int] = []
         for operation, result in zip(operations, results, strict=True):
@@ -506,7 +513,7 @@ class ZooKeeperSession:
 
         Raises BadConfig without permission, CoordinatorUnavailable if ZooKeeper does not answer.
         """
-        if not await self._has_set_acl(path):
+        if not await self._try_set_acl(path):
             return 0  # It was deleted meanwhile.
         listing = await self.children(path)
         names = () if listing is None else listing.names
@@ -515,9 +522,9 @@ class ZooKeeperSession:
     async def reset_access_list(self, path: str) -> None:
         """Set the access list of a node to that of a new node."""
         if self._credentials is not None:
-            await self._has_set_acl(path)
+            await self._try_set_acl(path)
 
-    async def _has_set_acl(self, path: str) -> bool:
+    async def _try_set_acl(self, path: str) -> bool:
         acl = self._acl_of(path)
         try:
             await self._read(lambda: self._client.set_acls_async(path, acl), path)
@@ -527,68 +534,73 @@ class ZooKeeperSession:
 
     def _rejection_error(self, path: str, error: Exception) -> errors.BadConfig:
         if isinstance(error, NoAuthError):
-            return errors.BadConfig(self._not_permitted(path))
+            return errors.BadConfig(self._denied_message(path))
         return errors.BadConfig(
             f"ZooKeeper {self._hosts} denies a request for {path}: {type(error).__name__}"
         )
 
-    def _not_permitted(self, path: str) -> str:
+    def _denied_message(self, path: str) -> str:
         if self._credentials is None:
             return (
                 f"ZooKeeper {self._hosts} requires authentication for {path}: expected a "
                 f"connect string with ?auth=FILE, found one without. {_FILE_HINT}"
             )
         name = self._credentials.user.name
-        if self._credentials.is_member and self._row(path).members != MEMBER_PERMISSIONS:
-            return f"ZooKeeper {self._hosts} denies access to {path}: {_expected_other(name)}"
+        if self._credentials.is_member and self._znode_row(path).members != MEMBER_PERMISSIONS:
+            return (
+                f"ZooKeeper {self._hosts} denies access to {path}: {_wrong_auth_file_message(name)}"
+            )
         return (
             f"ZooKeeper {self._hosts} denies access to {path}: the user {name!r} in "
             f"{self._credentials.where} is not the one that created the znode, or its "
             f"password differs. {_FILE_HINT}"
         )
 
-    def check_role(self) -> None:
+    def check_not_member(self) -> None:
         """Raise BadConfig if the auth file is that of the members' user."""
         if self._credentials is not None and self._credentials.is_member:
-            raise self._wrong_user_error(_expected_other(self._credentials.user.name))
+            raise self._wrong_user_error(_wrong_auth_file_message(self._credentials.user.name))
 
     async def check_administrator(self) -> None:
-        """Raise BadConfig if this is the members' user, or the auth file lacks that user."""
-        self.check_role()
+        """Raise BadConfig unless the auth file has the users that a changing command needs."""
+        self.check_not_member()
         credentials = self._credentials
         if credentials is None or not credentials.has_one_user:
             return
         name = credentials.user.name
         # NB: a line without "a" does not suffice: members could write the permissions.
         administrators = {each.identity for each in credentials.grants if "a" in each.permissions}
-        for identity in sorted(await self._members()):
+        for identity in sorted(await self._read_member_users()):
             member = identity.partition(":")[0]
             # Without the permission "a", ZooKeeper shows no hash.
             if member == name:
-                raise self._wrong_user_error(_expected_other(name))
+                raise self._wrong_user_error(_wrong_auth_file_message(name))
             if identity not in administrators:
                 raise self._wrong_user_error(
                     f"the auth file has only user {name!r}, but {self._root} also grants access "
                     f"to {member!r}, so servers and storages could not read znodes that this "
-                    f"command creates. Hint: add the line members:{SCHEME}:{member}:PASSWORD to "
+                    "command creates. Hint: add the line "
+                    f"members:{DIGEST_SCHEME}:{member}:PASSWORD to "
                     "the auth file"
                 )
 
-    async def _members(self) -> set[str]:
+    async def _read_member_users(self) -> set[str]:
         """Return the users with exactly the permissions of members at R and R/x.
 
         With one user, further lines grant the same permissions at both nodes.
         """
         found: list[set[str]] = []
         for path in (self._root, f"{self._root}/x"):
-            expected = _acl_entry(NodePermission(SCHEME, "", self._row(path).members)).perms
+            expected = _acl_entry(
+                NodePermission(DIGEST_SCHEME, "", self._znode_row(path).members)
+            ).perms
             with contextlib.suppress(NoNodeError):
                 acl, _ = await self._read(partial(self._client.get_acls_async, path), path)
                 found.append(
                     {
                         each.id.id
                         for each in acl
-                        if each.id.scheme == SCHEME and each.perms == expected
+                        if each.id.scheme == DIGEST_SCHEME and each.perms == expected
                     }
                 )
         return set.intersection(*found) if found else set()
@@ -598,14 +610,16 @@ class ZooKeeperSession:
             f"the command does not change {self._root} of ZooKeeper {self._hosts}: {found}"
         )
 
-    def _row(self, path: str) -> Znode:
+    def _znode_row(self, path: str) -> Znode:
         return znode_at(self._root, path)
 
     def _acl_of(self, path: str) -> list[ACL]:
         """Return the access list of a new node."""
         if self._credentials is None:
             return list(OPEN_ACL_UNSAFE)
-        return [_acl_entry(each) for each in self._credentials.permissions_of(self._row(path))]
+        return [
+            _acl_entry(each) for each in self._credentials.access_list_of(self._znode_row(path))
+        ]
 
 
 def _utc_now() -> str:
@@ -613,7 +627,7 @@ def _utc_now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
-class _Signal:
+class _KazooSignal:
     """An event of the loop that kazoo's threads may set; its waits are limited."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -651,7 +665,7 @@ def _read_credentials(place: ConnectString) -> Credentials | None:
         raise errors.BadConfig(f"{error}. {_FILE_HINT}") from None
 
 
-def _expected_other(name: str) -> str:
+def _wrong_auth_file_message(name: str) -> str:
     return (
         "expected the auth file of an administrator, with a line "
         f"members:digest:USER:PASSWORD, found only the members' user {name!r}"
@@ -659,24 +673,24 @@ def _expected_other(name: str) -> str:
 
 
 def _acl_entry(grant: NodePermission) -> ACL:
-    permissions = sum(PERMISSIONS[letter] for letter in set(grant.permissions))
+    permissions = sum(PERMISSION_BITS[letter] for letter in set(grant.permissions))
     return ACL(permissions, Id(grant.scheme, grant.identity))
 
 
 def _watch_of(signal: Signal | None) -> Callable[[object], None] | None:
-    return None if signal is None else cast("_Signal", signal).on_kazoo_event
+    return None if signal is None else cast("_KazooSignal", signal).on_kazoo_event
 
 
 def _node_stat(stat: ZnodeStat) -> NodeStat:
     return NodeStat(stat.version, stat.cversion, stat.ephemeralOwner, stat.mtime)
 
 
-def _add(
+def _add_operation(
     request: TransactionRequest, operation: Operation, acl_of: Callable[[str], list[ACL]]
 ) -> None:
     match operation:
-        case CreateNode(path, data, ephemeral, sequential):
-            flags = EPHEMERAL_FLAG * ephemeral | SEQUENTIAL_FLAG * sequential
+        case CreateNode(path, data, is_ephemeral, is_sequential):
+            flags = EPHEMERAL_FLAG * is_ephemeral | SEQUENTIAL_FLAG * is_sequential
             # Not request.create, which cannot create a node without data.
             request.operations.append(CreateRequest(path, data, acl_of(path), flags))
         case SetNode(path, data, version):
@@ -690,7 +704,7 @@ def _add(
             request.check(path, version)
 
 
-def _conflict(operation: Operation, error: Exception) -> str:
+def _conflict_message(operation: Operation, error: Exception) -> str:
     if isinstance(operation, CreateNode):
         expected = "expected that the parent znode exists and the znode does not"
     else:

@@ -101,7 +101,7 @@ class FailureDetector:
             self._results.is_changed.clear()
             report = self._results.reachability.report(loop_clock_ms())
             if not is_witness():
-                report = report.without_open_partition()
+                report = report.as_non_witness()
             try:
                 await board.publish(self._server_id, report)
             except WaltzError as error:

@@ -66,7 +66,7 @@ class Rebalancer:
         self._averages = LoadAverages(times.window_ms)
         window_ms = times.window_ms
         limits = BalanceLimits(
-            times.cooldown_ms, sustained_ms=window_ms // 2, settling_ms=2 * window_ms
+            times.cooldown_ms, sustained_ms=window_ms // 2, rebalancing_ms=2 * window_ms
         )
         self._balancer = Balancer(limits)
         self._servers: frozenset[ServerId] = frozenset()
@@ -82,7 +82,7 @@ class Rebalancer:
                 _log.info("balance.check_failed reason=%s", error)  # rule 2
 
     async def _measure_and_balance(self) -> None:
-        loads = self._meter.take(self._costs(), loop_clock_ms())
+        loads = self._meter.update(self._costs(), loop_clock_ms())
         if self._is_fit():
             await self._coordinator.loads.publish(self._server_id, loads)
         else:
@@ -101,11 +101,11 @@ class Rebalancer:
             self._servers = frozenset(view.servers)
             self._paused_until_ms = now_ms + self._times.window_ms
         published = await self._coordinator.loads.read(
-            view.servers.keys() - view.left_out,
+            view.servers.keys() - view.excluded,
             lambda error: _log.info("balance.load_unreadable error=%s", error),
         )
         owners = {partition_id: owner.server_id for partition_id, owner in view.owners.items()}
-        loads = self._averages.take(published, owners)
+        loads = self._averages.update(published, owners)
         if now_ms < self._paused_until_ms:
             self._balancer.reset_history()
             return  # rule 3

@@ -40,7 +40,7 @@ from waltz_core.cluster.write_registry import (
     TaskAttempt,
     TaskState,
     WriteRegistry,
-    client_ids_of_others,
+    client_ids_of_other_runs,
 )
 from waltz_core.parallel import run_parallel
 from waltz_core.records import strict_json
@@ -289,7 +289,7 @@ async def _read_tasks(
     There may be a hundred thousand tasks, so the nodes are read in groups.
     """
     await writes.read(write)  # it checks the owner
-    numbers = await writes.task_numbers(write)
+    numbers = await writes.read_task_numbers(write)
     found: list[int] = []
     others: dict[str, int] = {}
     for start in range(0, len(numbers), CONCURRENT_READS_MAX):
@@ -298,7 +298,9 @@ async def _read_tasks(
             writes, write, numbers[start : start + CONCURRENT_READS_MAX]
         )
         found += tasks
-        others |= {str(number): each for number, each in client_ids_of_others(run, tasks).items()}
+        others |= {
+            str(number): each for number, each in client_ids_of_other_runs(run, tasks).items()
+        }
     return strict_json.to_json({"tasks": found, "others": others})
 
 
@@ -306,7 +308,7 @@ async def _read_task_states(
     writes: WriteRegistry, write: str, numbers: Sequence[int]
 ) -> dict[int, TaskState]:
     """Read the states of the given tasks concurrently."""
-    states = await run_parallel(writes.task_state(write, each) for each in numbers)
+    states = await run_parallel(writes.read_task_state(write, each) for each in numbers)
     found = zip(numbers, states, strict=True)
     return {number: state for number, state in found if state is not None}
 

@@ -26,11 +26,11 @@ from typing import Final
 
 from waltz_core import errors
 from waltz_core.cluster.coordinator import ClusterView, Coordinator
-from waltz_core.cluster.membership.applied_revisions import server_name
+from waltz_core.cluster.membership.applied_revisions import server_node_name
 from waltz_core.cluster.membership.registration import ServersView
 from waltz_core.cluster.znodes.model import ReplicaAssignments, ServerDescriptor
 from waltz_core.cluster.znodes.shared_request import SharedRequest
-from waltz_core.cluster.zookeeper.follow_znodes import follow_permissions, follow_readable
+from waltz_core.cluster.zookeeper.follow_znodes import follow_despite_bad_nodes, follow_permissions
 from waltz_core.cluster.zookeeper.startup import connect_daemon, retry_start_step
 from waltz_core.config.declarations import NO_GROUP, ServerConfig
 from waltz_core.daemon_pages import Health, serve_pages
@@ -178,7 +178,7 @@ class Server:
         self._descriptor = ServerDescriptor(server_id, "", 0)
         self._preferences = Preferences(HAND_OVER_PAUSE_S)
         self._preferring = asyncio.Lock()
-        self._client_ids = ClientIdQueue(coordinator.issued_ids.allocate)
+        self._client_ids = ClientIdQueue(coordinator.issued_ids.allocate_ids)
         self._handed_over_s: dict[PartitionId, float] = {}
         self._handing_over = asyncio.Lock()
         self._without_quorum_s = -math.inf
@@ -228,12 +228,14 @@ class Server:
         try:
             async with self._tasks as tasks:
                 coordinator = self._coordinator
-                follow = follow_readable(
+                follow = follow_despite_bad_nodes(
                     coordinator.follow_replica_assignment, self._on_assignments_changed
                 )
                 tasks.create_task(follow)
                 tasks.create_task(
-                    follow_permissions(coordinator, self._port_ssl, server_name(self._server_id))
+                    follow_permissions(
+                        coordinator, self._port_ssl, server_node_name(self._server_id)
+                    )
                 )
                 await retry_start_step(
                     "its registration",
@@ -242,7 +244,7 @@ class Server:
                 )
                 self._is_registered = True
                 tasks.create_task(
-                    follow_readable(coordinator.follow_servers, self._on_ownership_changed)
+                    follow_despite_bad_nodes(coordinator.follow_servers, self._on_ownership_changed)
                 )
                 tasks.create_task(self._publish_metrics())
                 tasks.create_task(publish_quotas(self.metrics, "server", self._port_ssl))
@@ -266,7 +268,7 @@ class Server:
 
     def _make_rebalancer(self) -> Rebalancer:
         config = self._config
-        self._coordinator.keep_assignment()
+        self._coordinator.keep_owners()
         times = BalanceTimes(
             config.balance_interval_ms, config.balance_window_ms, config.balance_cooldown_ms
         )
@@ -322,7 +324,7 @@ class Server:
         If a storage was replaced, its ID has changed.
         """
         try:
-            await self._storage_id_reads.answered()
+            await self._storage_id_reads.wait_for_answer()
             await self._refresh_nearby()
         except errors.WaltzError as error:
             _log.warning("server.storages_read_failed error=%r", error)
@@ -381,7 +383,7 @@ class Server:
             open_limit=self._open_limit,
             append_times=self._append_times,
             metrics=self.metrics,
-            refresh_storage_ids=self._storage_id_reads.answered,
+            refresh_storage_ids=self._storage_id_reads.wait_for_answer,
             hand_over=self._hand_over_partition,
             answer=self._clients.answer,
             failed=self._on_partition_failed,
@@ -431,7 +433,7 @@ class Server:
         self, added: Collection[PartitionId], removed: Collection[PartitionId]
     ) -> None:
         in_force = self._preferences.active_preferences_after(added, removed)
-        await self._coordinator.prefer(replace(self._descriptor, preferred=in_force))
+        await self._coordinator.change_preferences(replace(self._descriptor, preferred=in_force))
         self._preferences.change(added, removed)
 
     async def _run_preference_restore(self) -> None:
@@ -494,7 +496,7 @@ class Server:
         The server is healthy if every partition has a session; appends continue without ZooKeeper.
         It is ready if it has also registered once, with or without partitions.
         """
-        zookeeper = self._coordinator.is_in_contact
+        zookeeper = self._coordinator.was_connected_recently
         partitions = {
             str(partition_id): host.partition.is_open
             for partition_id, host in sorted(self.hosts.items())
@@ -527,7 +529,9 @@ class Server:
             for host in self.hosts.values():
                 host.publish()
             metrics.set("waltz_server_partitions", len(self.hosts))
-            metrics.set("waltz_server_zookeeper_connected", self._coordinator.is_in_contact)
+            metrics.set(
+                "waltz_server_zookeeper_connected", self._coordinator.was_connected_recently
+            )
             metrics.set("waltz_server_connections", self._clients.count)
             metrics.set("waltz_server_legacy_client_connections", self._clients.legacy_client_count)
             metrics.set("waltz_server_queued_bytes", self._clients.bytes)

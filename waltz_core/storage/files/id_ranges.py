@@ -56,6 +56,6 @@ def count_ids(ranges: tuple[IdRange, ...]) -> int:
     return sum(last - first + 1 for first, last in ranges)
 
 
-def ranges_text(ranges: tuple[IdRange, ...]) -> str:
+def format_ranges(ranges: tuple[IdRange, ...]) -> str:
     """Format ranges for a log line."""
     return ",".join(f"{first}..{last}" for first, last in ranges)

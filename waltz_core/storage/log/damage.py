@@ -26,7 +26,7 @@ from waltz_core.errors import BadFormat, BadRequest, ChecksumMismatch, ReadFaile
 from waltz_core.records.record import TransactionId
 from waltz_core.storage.files.batch_checks import check_repaired
 from waltz_core.storage.files.format import IdRange, Slot
-from waltz_core.storage.files.id_ranges import add_damage, ranges_text, remove_damage
+from waltz_core.storage.files.id_ranges import add_damage, format_ranges, remove_damage
 from waltz_core.storage.files.segments import Segments, first_invalid_record
 
 I64 = npt.NDArray[np.int64]
@@ -52,7 +52,7 @@ def repair_damage(
         raise BadRequest(
             f"partition {slot.partition_id}: expected records that begin at the start of "
             f"a damaged range, found {first}..{last}; the damaged ranges are "
-            f"{ranges_text(slot.damaged) or 'none'}"
+            f"{format_ranges(slot.damaged) or 'none'}"
         )
     bad = first_invalid_record(records, lengths, first)
     if bad is not None:

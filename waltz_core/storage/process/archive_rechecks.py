@@ -44,4 +44,4 @@ async def recheck(
             damage = await loop.run_in_executor(threads, read)
         except WaltzError:
             continue
-        access.note_recheck(place, damage)
+        access.note_recheck_result(place, damage)

@@ -43,9 +43,9 @@ from waltz_core.archive.garbage_collection import GarbageCollectionJob, GarbageC
 from waltz_core.archive.manifest_jobs import ExpiryJob, ExpiryOutcome, UploadJob, UploadOutcome
 from waltz_core.archive.storage_archive import StorageArchive
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.membership.applied_revisions import storage_name
+from waltz_core.cluster.membership.applied_revisions import storage_node_name
 from waltz_core.cluster.znodes.model import ReplicaAssignments
-from waltz_core.cluster.zookeeper.follow_znodes import follow_permissions, follow_readable
+from waltz_core.cluster.zookeeper.follow_znodes import follow_despite_bad_nodes, follow_permissions
 from waltz_core.cluster.zookeeper.startup import connect_daemon, retry_start_step
 from waltz_core.config.declarations import StorageConfig
 from waltz_core.daemon_pages import Health, serve_pages
@@ -467,7 +467,9 @@ class StorageDaemon:
         tasks: TaskGroup,
     ) -> None:
         """Follow permissions and assignment; register again when this storage is added again."""
-        tasks.create_task(follow_permissions(coordinator, self._ssl, storage_name(serving.address)))
+        tasks.create_task(
+            follow_permissions(coordinator, self._ssl, storage_node_name(serving.address))
+        )
         is_known = True
 
         def take(assignments: ReplicaAssignments) -> None:
@@ -479,7 +481,7 @@ class StorageDaemon:
                 )  # the removal has deleted the registration
             serving.set_assignments(assignments)
 
-        await follow_readable(coordinator.follow_replica_assignment, take)
+        await follow_despite_bad_nodes(coordinator.follow_replica_assignment, take)
 
     async def _until_one_of(self, events: Sequence[asyncio.Event], tasks: TaskGroup) -> None:
         """Wait for one of the events; raise the error if one stops the process first."""

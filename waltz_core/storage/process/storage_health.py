@@ -57,7 +57,7 @@ class StorageHealth:
             "damaged": sorted(each for each, log in serving.logs.items() if log.damaged),
             "is_full": disk_status.is_full,
             "disk_error": disk_status.disk_error,
-            "zookeeper": coordinator is None or coordinator.is_in_contact,
+            "zookeeper": coordinator is None or coordinator.was_connected_recently,
             "zookeeper_session": coordinator and coordinator.session_state.name,
         }
         has_failed = self._failure.done() or disk_status.disk_error is not None

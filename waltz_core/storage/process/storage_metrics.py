@@ -96,7 +96,7 @@ class StorageMetrics:
         add, partition = self._metrics.add, job.partition_id
         if isinstance(outcome, WaltzError):
             add("waltz_storage_failed_uploads_total", partition=partition)
-        elif job.replaces is None:  # The sum over all storages grows like the log.
+        elif job.replaced_object is None:  # The sum over all storages grows like the log.
             add("waltz_storage_archived_objects_total", partition=partition)
             add("waltz_storage_archived_transactions_total", job.record_count, partition=partition)
             add("waltz_storage_archived_bytes_total", job.record_bytes, partition=partition)

@@ -66,7 +66,7 @@ from waltz_core.records.record import (
 )
 from waltz_core.storage.files.disk_space import DiskSpace
 from waltz_core.storage.files.format import AckedMarker, Promise
-from waltz_core.storage.files.id_ranges import ranges_text
+from waltz_core.storage.files.id_ranges import format_ranges
 from waltz_core.storage.log.archive_pieces import ArchivePiece, RetentionPiece
 from waltz_core.storage.log.log_files import MARKER_INTERVAL_MS
 from waltz_core.storage.log.partition_log import PartitionLog
@@ -620,11 +620,11 @@ class StorageService:
             self._report_event(
                 "storage.damage_repaired",
                 partition=partition_id,
-                ids=ranges_text((result.repaired,)),
+                ids=format_ranges((result.repaired,)),
             )
         if result.found:
             self._report_event(
-                "storage.damage_found", partition=partition_id, ids=ranges_text(result.found)
+                "storage.damage_found", partition=partition_id, ids=format_ranges(result.found)
             )
             self._notify_owner(lane)
 

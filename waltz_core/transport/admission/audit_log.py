@@ -37,7 +37,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Final, NamedTuple, TypeAlias
 
-from waltz_core.access.permission_changes import ranges_of, ranges_text
+from waltz_core.access.permission_changes import format_ranges, ranges_of
 from waltz_core.access.permissions import Permissions
 from waltz_core.access.requirements import ADMINISTER, Requirement, Scope
 from waltz_core.errors import BadConfig, Overloaded, Unavailable, WaltzError
@@ -405,14 +405,14 @@ class _OpenAuditFile:
 
 def is_administrative(requirement: Requirement) -> bool:
     """Whether the audit log records requests with this requirement."""
-    return requirement.is_all and ADMINISTER in requirement.verbs
+    return requirement.needs_all and ADMINISTER in requirement.verbs
 
 
 def _fields_of(peer: Peer, requirement: Requirement | str, message: Message) -> dict[str, object]:
     if isinstance(requirement, str):
         verbs, named = "", requirement
     else:
-        joined = " and " if requirement.is_all else " or "
+        joined = " and " if requirement.needs_all else " or "
         verbs = joined.join(each.value for each in requirement.verbs)
         named = _object_of(requirement, message)
     return {
@@ -431,7 +431,9 @@ def _object_of(requirement: Requirement, message: Message) -> str:
     if len(named) > _PARTITIONS_MAX:  # a peer can name millions, which would take seconds
         return f"{len(named)} partitions"
     return (
-        _truncate_text(f"partitions {ranges_text(ranges_of(named))}") if named else "any partition"
+        _truncate_text(f"partitions {format_ranges(ranges_of(named))}")
+        if named
+        else "any partition"
     )
 
 

@@ -4,9 +4,15 @@ import logging
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Final
 
-from waltz_core.access.client_ids import FIRST_ISSUED, NO_PROOF, is_proof, proof_of
-from waltz_core.access.grants import NO_GRANT, PrincipalGrants
-from waltz_core.access.requirements import AccessVerb, ByField, Exempt, Requirement, Scope
+from waltz_core.access.client_ids import FIRST_ISSUED_ID, NO_PROOF, is_valid_proof, proof_of
+from waltz_core.access.grants import NO_GRANTS, PrincipalGrants
+from waltz_core.access.requirements import (
+    AccessVerb,
+    Exemption,
+    Requirement,
+    RequirementByField,
+    Scope,
+)
 from waltz_core.access.tokens import hash_of
 from waltz_core.errors import (
     AuthenticationFailed,
@@ -83,7 +89,7 @@ class ConnectionAccess:
 
     def _grants(self) -> PrincipalGrants:
         grants = self._port.grants
-        return NO_GRANT if grants is None else grants.for_principal(self.principal)
+        return NO_GRANTS if grants is None else grants.for_principal(self.principal)
 
     @property
     def has_permission(self) -> bool:
@@ -93,7 +99,7 @@ class ConnectionAccess:
         6).
         """
         port = self._port
-        return not port.is_enforced or port.grants is None or bool(self._granted.partitions)
+        return not port.is_enforced or port.grants is None or bool(self._granted.ranges_by_verb)
 
     def take_token(self, secret: bytes) -> None:
         """Set the principal from a token; raises AuthenticationFailed."""
@@ -125,7 +131,7 @@ class ConnectionAccess:
 
     def _tenant(self) -> str:
         is_limited = self.quota is not None and self.quota.limits.connections is not None
-        is_server = AccessVerb.REPLICATE in self._granted.partitions
+        is_server = AccessVerb.REPLICATE in self._granted.ranges_by_verb
         is_tenant = self._port.is_enforced and self._port.grants is not None
         return self.principal if is_tenant and not is_server and not is_limited else ""
 
@@ -179,7 +185,7 @@ class ConnectionAccess:
             self.principal, self.expires_ms = known.principal, known.expires_ms
         earlier, self._granted = self._granted, self._grants()
         # The mounted client IDs belong to the principal (rule 7).
-        is_changed = self.principal != principal or not self._granted.covers(earlier)
+        is_changed = self.principal != principal or not self._granted.includes(earlier)
         if self._port.is_enforced and is_changed:
             self._end(f"the permissions of {self.principal} were changed")
         elif is_first and not self.has_permission:
@@ -210,7 +216,7 @@ class ConnectionAccess:
             declared = _requirement_of(message)
         except BadRequest as unknown:
             return unknown
-        if isinstance(declared, Exempt):
+        if isinstance(declared, Exemption):
             return self._not_a_request_error(message)
         named: Collection[int] = ()
         if declared.scope is Scope.NAMED:
@@ -258,7 +264,7 @@ class ConnectionAccess:
 
         Return "" if the ID was issued by a server, or denials are only reported.
         """
-        is_bound = self._port.is_enforced and message.req_id.client_id < FIRST_ISSUED
+        is_bound = self._port.is_enforced and message.req_id.client_id < FIRST_ISSUED_ID
         self._has_id_without_proof |= is_bound and _proof_in(message) == NO_PROOF
         return self.principal if is_bound else ""
 
@@ -268,15 +274,15 @@ class ConnectionAccess:
         if known is None:
             return True
         proof = _proof_in(message)
-        if known.accepts_0_13 and client_id < FIRST_ISSUED and proof == NO_PROOF:
+        if known.accepts_0_13 and client_id < FIRST_ISSUED_ID and proof == NO_PROOF:
             return True
-        return is_proof(proof, known.client_key, client_id, self.principal)
+        return is_valid_proof(proof, known.client_key, client_id, self.principal)
 
     def _id_text(self, message: MountRequest | MountWriter) -> str:
         client_id = message.req_id.client_id
         hint = (
             ""
-            if client_id >= FIRST_ISSUED
+            if client_id >= FIRST_ISSUED_ID
             else (
                 " Hint: `waltz-core access accept-0-13 on` also accepts IDs without a proof "
                 "that ZooKeeper has issued."
@@ -301,7 +307,11 @@ class ConnectionAccess:
     def audit_request(self, request: Message) -> AuditedRequest | None:
         """Return a request for the audit log; None if the log does not record it."""
         audit, requirement = self._port.audit, _requirement_of(request)
-        if audit is None or isinstance(requirement, Exempt) or not is_administrative(requirement):
+        if (
+            audit is None
+            or isinstance(requirement, Exemption)
+            or not is_administrative(requirement)
+        ):
             return None
         return audit.request(Peer(self.principal, self.peer), requirement, request)
 
@@ -348,15 +358,15 @@ class ConnectionAccess:
         hint = "Hint: `waltz-core access grant` grants the verb"
         if partition is not None:
             where = f"partition {partition}"
-            if any(self._granted.partitions.get(each) for each in requirement.verbs):
+            if any(self._granted.ranges_by_verb.get(each) for each in requirement.verbs):
                 hint += (
                     "; a client that has permissions for some partitions only must name them "
                     "(docs/access.md)"
                 )
-        joined = (" and " if requirement.is_all else " or ").join(
+        joined = (" and " if requirement.needs_all else " or ").join(
             each.value for each in requirement.verbs
         )
-        lacking = missing.value if requirement.is_all else joined
+        lacking = missing.value if requirement.needs_all else joined
         return (
             f"{type(message).__name__} requires the verb {joined} for {where}, but "
             f"{self.principal} has no grant of {lacking} there. {hint}."
@@ -410,10 +420,10 @@ def _proof_in(message: MountRequest | MountWriter) -> bytes:
     return bytes(message.proof) if isinstance(message, MountWriter) else NO_PROOF
 
 
-def _requirement_of(message: Message) -> Requirement | Exempt:
+def _requirement_of(message: Message) -> Requirement | Exemption:
     """Return the requirement of a message; raises BadRequest for an unknown value of its field."""
     declared = message.requires
-    if not isinstance(declared, ByField):
+    if not isinstance(declared, RequirementByField):
         return declared
     found = getattr(message, declared.field)
     if found not in declared.requirements:

@@ -17,8 +17,8 @@ Rules:
        request is logged and permitted. An administrative request that cannot be written to the
        audit log is permitted, too. Principals have no quotas.
     7. A mount needs a client ID with a proof for the connection's principal (AC 9). Exception:
-       while the permissions accept 0.13, an ID below `FIRST_ISSUED` needs no proof. It belongs to
-       the principal that mounts it first in a generation (`server/append/mounts.py`). When a
+       while the permissions accept 0.13, an ID below `FIRST_ISSUED_ID` needs no proof. It belongs
+       to the principal that mounts it first in a generation (`server/append/mounts.py`). When a
        revision no longer accepts 0.13, connections with such IDs end.
     8. A connection counts for its principal from its first message on (`enter`), or after it was
        silent for a while. If a revision lowers limits, the connections above them end. If it
@@ -34,8 +34,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from waltz_core.access.grants import Grants
-from waltz_core.access.permissions import KnownToken, Permissions
-from waltz_core.access.principals import ANONYMOUS, Certificate, compile_pattern, principal_of
+from waltz_core.access.permissions import Permissions, StoredToken
+from waltz_core.access.principals import (
+    ANONYMOUS,
+    Certificate,
+    compile_principal_pattern,
+    principal_of,
+)
 from waltz_core.access.quotas import IssuedIdLimit, Quotas
 from waltz_core.errors import AuthenticationFailed
 from waltz_core.transport.admission.connection_access import ConnectionAccess
@@ -81,13 +86,13 @@ class PortAccess:
         self.clock_ns = clock_ns
         self.audit: AuditFile | None = None  # the daemon sets this and the next attribute
         self.on_denied: Callable[[], None] = lambda: None
-        self._pattern = compile_pattern(pattern)
+        self._pattern = compile_principal_pattern(pattern)
         self._clock_ms = clock_ms
         self._connections: dict[ConnectionAccess, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._logged_s: dict[tuple[str, str], float] = {}
         # Tokens of earlier revisions, by hash; the oldest one is first.
-        self._revoked: dict[str, KnownToken] = {}
+        self._revoked: dict[str, StoredToken] = {}
 
     def apply(self, permissions: Permissions | None) -> None:
         """Apply the permissions that ZooKeeper has now (rules 2 and 3).
@@ -108,12 +113,12 @@ class PortAccess:
         self._note_revoked(permissions)
         self.permissions, self.grants = permissions, Grants(permissions)
         if self.is_enforced:  # rule 6
-            self.quotas.apply(permissions, self.grants)
+            self.quotas.apply_permissions(permissions, self.grants)
         for connection in list(self._connections):
             connection.apply_revision(is_first=known is None)
-        for excess in self.quotas.excess():
-            assert isinstance(excess, ConnectionAccess)
-            excess.end_over_limit()
+        for connection_access in self.quotas.connections_over_limit():
+            assert isinstance(connection_access, ConnectionAccess)
+            connection_access.end_over_limit()
         _log.info("access.revision_applied revision=%d", permissions.revision)
         if self.audit is not None and (known is None or known.revision < permissions.revision):
             self.audit.log_revision(permissions)
@@ -143,7 +148,7 @@ class PortAccess:
         """Whether client IDs that ZooKeeper issued need no proof (rule 7)."""
         return self.permissions is not None and self.permissions.accepts_0_13
 
-    def valid_token(self, token_hash: str) -> KnownToken:
+    def valid_token(self, token_hash: str) -> StoredToken:
         """Return a token that is valid now; raises AuthenticationFailed."""
         if self.permissions is None:
             raise AuthenticationFailed(
@@ -161,7 +166,7 @@ class PortAccess:
         while len(self._revoked) > _REVOKED_MAX:
             del self._revoked[next(iter(self._revoked))]
 
-    def find_token(self, token_hash: str) -> KnownToken | None:
+    def find_token(self, token_hash: str) -> StoredToken | None:
         """Return a token, even if it has expired, or was revoked while the port was open."""
         listed = self.permissions.tokens.get(token_hash) if self.permissions else None
         return listed or self._revoked.get(token_hash)

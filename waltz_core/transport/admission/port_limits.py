@@ -25,7 +25,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
-from waltz_core.access.quotas import COUNT_RETRY_MS
+from waltz_core.access.quotas import REJECTED_CONNECTION_RETRY_MS
 from waltz_core.errors import Overloaded
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class LinkLimits:
                 f"{tenant} exceeds the limit of {count_max} connections at this port, which "
                 "applies to principals without a limit of their own. Hint: set one with "
                 "`waltz-core access limit --connections`.",
-                COUNT_RETRY_MS,
+                REJECTED_CONNECTION_RETRY_MS,
             )
         self._tenants[link] = tenant
         self._of_tenants[tenant] += 1

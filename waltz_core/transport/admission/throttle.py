@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from waltz_core.access.quotas import REQUEST_BYTES_MIN, SECOND_NS, CountedFeed, Quota
+from waltz_core.access.quotas import REQUEST_BYTES_MIN, SECOND_NS, CountedFeedKey, Quota
 from waltz_core.errors import Overloaded
 from waltz_core.records.raw_records import FEED_HEADER_BYTES
 from waltz_core.wire.messages import (
@@ -100,7 +100,7 @@ class Throttle:
         self._is_charged = False  # whether the first waiting request is charged (rule 3)
         self._since_ns = 0  # when the first of these requests arrived
         self._has_rejected = False
-        self._overrun: dict[CountedFeed, None] = {}  # rule 4
+        self._overrun: dict[CountedFeedKey, None] = {}  # rule 4
         self._mounts: dict[ReqId, _MountKind] = {}  # mounts without an answer (rule 6)
         self._timer: asyncio.TimerHandle | None = None
         self._unpaid_bytes = 0  # the unpaid bytes of feeds (rule 7)
@@ -178,7 +178,7 @@ class Throttle:
         append_key = None
         if isinstance(message, AppendRequest | AppendBatch):
             append_key = _feed_key(message)
-        begun = quota.begin(
+        begun = quota.begin_request(
             now_ns,
             size_bytes=_size_bytes(message),
             is_append=append_key is not None,
@@ -197,10 +197,10 @@ class Throttle:
 
     def _reject(self, message: Message, error: Overloaded, quota: Quota, now_ns: int) -> None:
         self._access.mark_over_limit(message, error)
-        quota.charge_rejected(_size_bytes(message), now_ns)
+        quota.charge_rejection(_size_bytes(message), now_ns)
         self._has_rejected = True
 
-    def _note_overrun(self, key: CountedFeed) -> None:
+    def _note_overrun(self, key: CountedFeedKey) -> None:
         if len(self._overrun) >= OVERRUN_MAX:
             self._overrun.clear()  # Later appends are charged, though their partitions reject them.
         self._overrun[key] = None
@@ -221,7 +221,7 @@ class Throttle:
             self._access.end_over_limit()
         return None
 
-    def _on_mounted(self, key: CountedFeed, mount: "_MountKind | None", quota: Quota) -> None:
+    def _on_mounted(self, key: CountedFeedKey, mount: "_MountKind | None", quota: Quota) -> None:
         if mount is _MountKind.WITHOUT_FEED:
             quota.end_feed(key, self._access)
         elif quota.begin_feed(key, self._access) is not None:
@@ -246,13 +246,13 @@ class Throttle:
         match answer:
             case RangeBytes(form=form) if form == LOCATIONS:  # the reader opens the files
                 granted = np.frombuffer(answer.lengths, dtype=">i4")
-                quota.charge_sent(int(granted.sum(dtype=np.int64)), self._access.now_ns)
+                quota.charge_sent_bytes(int(granted.sum(dtype=np.int64)), self._access.now_ns)
             case RangeData() | RangeBytes():
-                quota.charge_sent(_range_bytes(answer), self._access.now_ns)
+                quota.charge_sent_bytes(_range_bytes(answer), self._access.now_ns)
             case FeedBatch():
                 self.on_feed_sent(answer.count * FEED_HEADER_BYTES)
             case TransactionDataResponse(result=(bytes() | memoryview() as data, _)):
-                quota.charge_sent(len(data), self._access.now_ns)
+                quota.charge_sent_bytes(len(data), self._access.now_ns)
             case Mounted() | MountResponse(state=MountState.READY) | MountOutcome(is_ready=True):
                 mount = self._mounts.pop(answer.req_id, None)
                 self._on_mounted(_feed_key(answer), mount, quota)
@@ -275,7 +275,7 @@ class Throttle:
         while quota is not None and self._unpaid_bytes:
             size_bytes = min(self._unpaid_bytes, self._feed_share_bytes(quota))
             self._unpaid_bytes -= size_bytes
-            wait_ns = quota.charge_sent(size_bytes, self._access.now_ns)
+            wait_ns = quota.charge_sent_bytes(size_bytes, self._access.now_ns)
             if wait_ns > SLACK_NS:
                 self._share = quota, quota.limits, self._access.now_ns + wait_ns
                 self._wait_for_share(wait_ns)
@@ -310,7 +310,7 @@ class Throttle:
                 quota.end_feed(key, self._access)
 
 
-def _feed_key(message: ClientMessage) -> CountedFeed:
+def _feed_key(message: ClientMessage) -> CountedFeedKey:
     return message.req_id.partition_id, message.req_id.client_id
 
 

@@ -16,23 +16,26 @@ _KEY_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class RestoredFrom:
-    """`R/x/restored`: JSON with `format` 1; `marks` has the restored ends by key and partition."""
+class RestoreSources:
+    """The restored ends of each source cluster, by its key and by partition.
+
+    Node `R/x/restored` has JSON with `format` 1 and `marks`.
+    """
 
     marks: Mapping[str, Mapping[int, int]] = field(default_factory=dict, hash=False)
 
-    def has(self, cluster_key: str, marks: Mapping[int, int]) -> bool:
-        """Whether this cluster has the log of cluster `cluster_key` (in hex) up to these marks."""
+    def includes(self, cluster_key: str, marks: Mapping[int, int]) -> bool:
+        """Whether this cluster contains the log of a source cluster up to these marks."""
         ends = self.marks.get(cluster_key)
         return ends is not None and all(mark <= ends.get(each, -1) for each, mark in marks.items())
 
-    def continued(self, cluster_key: str, ends: Mapping[int, int]) -> "RestoredFrom":
-        """Return the node for a cluster that is restored from this one, up to these ends."""
+    def with_source(self, cluster_key: str, ends: Mapping[int, int]) -> "RestoreSources":
+        """Return the sources of a cluster that is restored from this one up to these ends."""
         earlier = {
             key: {each: min(mark, ends[each]) for each, mark in marks.items()}
             for key, marks in self.marks.items()
         }
-        return RestoredFrom({**earlier, cluster_key: dict(ends)})
+        return RestoreSources({**earlier, cluster_key: dict(ends)})
 
     def to_bytes(self) -> bytes:
         """Return the node's bytes."""
@@ -43,23 +46,23 @@ class RestoredFrom:
         return strict_json.to_json({"format": _FORMAT, "marks": marks})
 
     @staticmethod
-    def from_bytes(data: bytes) -> "RestoredFrom":
+    def from_bytes(data: bytes) -> "RestoreSources":
         """Decode the node's bytes; raises BadFormat."""
         try:
             values = strict_json.from_json(data)
             found, marks = values["format"], values["marks"]
             if found == _FORMAT:
-                return RestoredFrom({_key(key): _ends(ends) for key, ends in marks.items()})
+                return RestoreSources({_key(key): _ends(ends) for key, ends in marks.items()})
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise errors.BadFormat(
-                f"znode restored_from cannot be decoded: {type(error).__name__}: {error}"
+                f"znode R/x/restored cannot be decoded: {type(error).__name__}: {error}"
             ) from error
         raise errors.BadFormat(
-            f"znode restored_from: expected format {_FORMAT}, found {found!r:.80}"
+            f"znode R/x/restored: expected format {_FORMAT}, found {found!r:.80}"
         )
 
 
-NOT_RESTORED = RestoredFrom()
+NO_RESTORE_SOURCES = RestoreSources()
 
 
 def _key(text: str) -> str:
