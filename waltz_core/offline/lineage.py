@@ -66,7 +66,7 @@ def batches_of(file: ReadableFile, segment_crc: int, position: int = 0) -> Itera
         offset += len(data)
 
 
-class BatchEnd(NamedTuple):
+class ChainEnd(NamedTuple):
     """The end of a batch: its last ID, and the chain hash there."""
 
     last: int
@@ -85,7 +85,7 @@ class ChainCheck:
         self,
         directory: Path,
         firsts: list[int],
-        start: BatchEnd,
+        start: ChainEnd,
         findings: VerificationFindings,
         is_error_at: Callable[[int], bool],
         ends: frozenset[int],
@@ -195,7 +195,7 @@ class ChainCheck:
                 is_error=self._is_error_at(entry.last),
             )
         self.count += 1
-        self.end = BatchEnd(entry.last, entry.chain)
+        self.end = ChainEnd(entry.last, entry.chain)
         self._is_chain_known = entry.session != RECONSTRUCTED
         if entry.last in self._ends:
             self.chains[entry.last] = entry.chain

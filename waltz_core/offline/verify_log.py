@@ -20,7 +20,7 @@ from typing import Final
 from waltz_core.offline.file_findings import VerificationFindings, records_text
 from waltz_core.offline.files import OpenFile, first_ids_in, names_in, segment_path
 from waltz_core.offline.layout import GENESIS, SLOTS_NAME, TRUNCATE
-from waltz_core.offline.lineage import BatchEnd, ChainCheck, batches_of, header_of
+from waltz_core.offline.lineage import ChainCheck, ChainEnd, batches_of, header_of
 from waltz_core.offline.verify_segment import ExpectedLog, FoundLog, SegmentCheck
 
 # The files with the locks of the newest batches. They are not checked: a new owner verifies them
@@ -67,9 +67,9 @@ class _LogCheck:
         self._findings = findings
         self._seen = FoundLog()
         slot = expected.slot
-        self._start = BatchEnd(-1, GENESIS)
+        self._start = ChainEnd(-1, GENESIS)
         if slot is not None:
-            self._start = BatchEnd(slot.start, slot.start_chain)
+            self._start = ChainEnd(slot.start, slot.start_chain)
         self._first_ids = first_ids_in(directory)
         self._synced_up_to = expected.durable
         self._chain: ChainCheck | None = None

@@ -34,7 +34,7 @@ from waltz_core.offline.layout import (
     decode_chain_header,
     decode_file_header,
 )
-from waltz_core.offline.lineage import BatchEnd, ChainCheck
+from waltz_core.offline.lineage import ChainCheck, ChainEnd
 from waltz_core.offline.records import Gap, RecordRun, record_fields, walk_records
 
 _CREATION_TIME_OFFSET = 4  # offset of the creation time in a header
@@ -66,7 +66,7 @@ class FoundLog:
     batch_count: int = 0
     unchecked_batch_count: int = 0
     last: int = -1
-    end: BatchEnd | None = None
+    end: ChainEnd | None = None
     chains_at: dict[int, bytes] = field(default_factory=dict)
     unreadable: list[tuple[int, int]] = field(default_factory=list)  # ranges of IDs
 
