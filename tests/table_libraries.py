@@ -29,7 +29,7 @@ class TableLibrary(NamedTuple):
     @property
     def _directory(self) -> Path:
         module = self.modules[_SPARK_VERSION].rpartition(":")[2]
-        return Path(sys.file_prefix) / f"{self.name.lower()}-{module}-spark-{_SPARK_VERSION}"
+        return Path(sys.prefix) / f"{self.name.lower()}-{module}-spark-{_SPARK_VERSION}"
 
     def jars(self) -> list[Path]:
         """Return the files of the library; none if they were not downloaded."""

@@ -8,7 +8,7 @@ from tests import cluster_contract
 from tests.cluster_contract import ZooKeeperUnderTest
 from waltz_core import errors
 from waltz_core.cluster.coordinator import Coordinator
-from waltz_core.cluster.write_registry import REMOVALS_MAX, TaskAttempt
+from waltz_core.cluster.write_registry import TASK_REMOVALS_MAX, TaskAttempt
 
 MARKS = {0: 41, 3: -1}
 RETENTION_MS = 1 << 34
@@ -136,7 +136,7 @@ async def a_write_with_many_tasks_is_removed_completely(
     async def the_one() -> int:
         return client_id
 
-    for task in range(REMOVALS_MAX + 10):
+    for task in range(TASK_REMOVALS_MAX + 10):
         await one.writes.enter("w", task, "run", the_one)
     await one.writes.forget("w")
     assert await one.writes.read("w") is None

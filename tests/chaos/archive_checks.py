@@ -103,7 +103,9 @@ class SavedArchive:
             opened = ArchiveObject(source, entry.name)
             chains = [batch.chain for batch in opened.verify()]
             assert chains[-1] == entry.chain, entry.name
-            return b"".join(bytes(opened.read(each).records) for each in range(opened.group_count))
+            return b"".join(
+                bytes(opened.read_row_group(each).records) for each in range(opened.group_count)
+            )
 
 
 def recorded_marks(cluster: ChaosCluster) -> dict[int, ArchivedMark]:

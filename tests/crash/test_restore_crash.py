@@ -42,11 +42,11 @@ class RecordedZooKeeper(MemoryZooKeeper):
         super().__init__(asyncio.Event)
         for change in recorder.changes:
             if isinstance(change, PositionMarker):
-                super().apply(*change.what)
+                super().apply_operations(*change.what)
         self._recorder = recorder
 
-    def apply(self, operations, owner):
-        versions = super().apply(operations, owner)
+    def apply_operations(self, operations, owner):
+        versions = super().apply_operations(operations, owner)
         self._recorder.mark_position((operations, owner))
         return versions
 

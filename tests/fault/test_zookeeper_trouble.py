@@ -324,7 +324,12 @@ def test_a_cluster_is_protected_and_then_rejects_other_users(
     auth_file: Path,
     cluster_of: Callable,  # type: ignore[type-arg]
 ):
-    options = {"storage_count": 1, "server_count": 1, "partition_count": 1, "bound": True}
+    options = {
+        "storage_count": 1,
+        "server_count": 1,
+        "partition_count": 1,
+        "exit_with_parent": True,
+    }
     cluster = cluster_of(LocalCluster(tmp_path / "c", **options))
     place = cluster.up()
     with WaltzClient(place, PATIENT_CLIENT) as client:

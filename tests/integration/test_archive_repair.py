@@ -103,7 +103,9 @@ def test_a_corrupt_object_is_named_and_replaced_from_a_storage_that_has_it(
         assert verify(cluster)[:2] == (0, [])
         mark = read_archived_mark(cluster)
         assert mark is not None
-        objects = Manifest.from_bytes(archive.store.read(mark.manifest), mark.manifest).newest
+        objects = Manifest.from_bytes(
+            archive.store.read(mark.manifest), mark.manifest
+        ).newest_objects
         assert objects[-1].name != kept.name
         assert objects[:-1] == archive.objects()[:-1]
         assert archive.payloads_of(objects) == written

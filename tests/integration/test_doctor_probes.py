@@ -120,7 +120,7 @@ def test_a_log_that_is_being_opened_has_not_failed_to_open(tmp_path, monkeypatch
                 assert await asyncio.to_thread(is_opening.wait, 60)
                 facts = await probed(address, admin_port)
                 replica = facts.replicas[0]
-                assert (replica.is_opening, replica.reason) == (True, "")
+                assert (replica.is_opening, replica.open_error) == (True, "")
                 released.set()
 
     on_loop(main())

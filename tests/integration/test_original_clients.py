@@ -94,7 +94,7 @@ def test_appends_of_a_broken_session_are_settled_on_the_same_connection() -> Non
             # Nothing was acknowledged, and all three forget it: it is nowhere any more.
             session = partition.session_id
             for storage in world.storages:
-                storage._held.clear()
+                storage._held_answers.clear()
                 storage.holds_appends = False
                 storage.logs[0].truncate(0)
             for storage in world.storages:

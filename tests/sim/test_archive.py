@@ -76,7 +76,8 @@ def test_segments_are_removed_and_old_rows_are_read_from_the_archive(world):
 
 
 @pytest.mark.parametrize(
-    ("fault", "field"), [("archive_away", "is_away"), ("archive_throttles", "throttled")]
+    ("fault", "field"),
+    [("archive_away", "is_unavailable"), ("archive_throttles", "rejected_share")],
 )
 def test_uploads_fail_and_continue_after_the_fault(world, fault, field):
     assert getattr(archive_faults, fault)(world.cluster, First())
@@ -168,7 +169,7 @@ def listed(world):
     return world.archive.listed_objects(world.cluster.coordinator.marker.archived)
 
 
-@pytest.mark.parametrize("damage", ["spoil", "lose"])
+@pytest.mark.parametrize("damage", ["corrupt_file", "lose_file"])
 def test_a_damaged_object_is_replaced_from_a_log(damage):
     world = World(local_retention_bytes=0)
     world.wait_for("archived", 2)

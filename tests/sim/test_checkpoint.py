@@ -36,7 +36,7 @@ def test_a_checkpoint_under_load_costs_less_than_50_ms(replicas: int):
     )
     cluster = SimCluster(Schedule(0, setup))
     writer = SteadyWriter(cluster, every_ms=WRITE_EVERY_MS, until_ms=DURATION_MS)
-    writer.append_locks()
+    writer.append()
     cluster.world.run(DURATION_MS * US_PER_MS)
     assert cluster.coordinator.metadata.session_id >= 4
     assert cluster.checks.counts["session closed"] >= 4

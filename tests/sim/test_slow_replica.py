@@ -61,7 +61,7 @@ def written(seed: int, slow: str | None = None, *, from_the_start: bool = False)
     )
     if slow is not None:
         cluster.storages[slow].fsync_us = SLOW_US
-    writer.append_locks()
+    writer.append()
     cluster.world.run((DURATION_MS + 200) * US_PER_MS - cluster.world.now_us)
     assert cluster.checks.counts["session closed"] == 0
     assert len(writer.took_us) == len(writer.sent_us) > 500

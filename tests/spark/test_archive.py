@@ -132,7 +132,7 @@ def test_a_change_feed_reads_the_archive_and_then_the_storages(
     with caplog.at_level(logging.INFO, "waltz"):
         tasks = reader.partitions()
         found = [tuple(r.values()) for t in tasks for b in reader.read(t) for r in b.to_pylist()]
-    assert all(isinstance(each, ReadTask) and each.archived is not None for each in tasks)
+    assert all(isinstance(each, ReadTask) and each.archived_objects is not None for each in tasks)
     kinds = Counter((kind, partition) for _, kind, partition in found)
     updates = ROWS - KEYS
     for partition in range(PARTITIONS):
@@ -148,7 +148,7 @@ def test_a_missing_archive_fails_no_read(
     elsewhere = archived._replace(url=f"file://{tmp_path}/nothing")
     with caplog.at_level(logging.WARNING, "waltz"):
         tasks = elsewhere.reader("transaction_id").partitions()
-    assert all(isinstance(each, ReadTask) and each.archived is None for each in tasks)
+    assert all(isinstance(each, ReadTask) and each.archived_objects is None for each in tasks)
     assert sum("spark.archive_not_read" in each for each in caplog.messages) == PARTITIONS
 
 
@@ -159,7 +159,11 @@ def test_tasks_need_neither_servers_nor_storages_for_archived_rows(archived: Arc
     archived.cluster.down()
     expected = {(each[1], each[3]) for each in archived.rows}
     for reader, tasks in planned:
-        mine = [each for each in tasks if isinstance(each, ReadTask) and each.archived is not None]
+        mine = [
+            each
+            for each in tasks
+            if isinstance(each, ReadTask) and each.archived_objects is not None
+        ]
         found = [row for each in mine for batch in reader.read(each) for row in batch.to_pylist()]
         assert len(found) >= len(archived.rows) // 2
         for row in found:

@@ -289,14 +289,14 @@ def test_a_second_follower_keeps_branches_that_may_become_main(
     first.create(NAME)
     assert first.apply(changes(lake, 0), up_to(0))
     first.marks(NAME)
-    merge = MergedIcebergTable._merge
+    merge = MergedIcebergTable._merge_into
 
     def merged(self: MergedIcebergTable, *args: Any) -> None:
         opened(lake, warehouse, table).marks(NAME)  # another one starts
         merge(self, *args)
         opened(lake, warehouse, table).marks(NAME)
 
-    monkeypatch.setattr(MergedIcebergTable, "_merge", merged)
+    monkeypatch.setattr(MergedIcebergTable, "_merge_into", merged)
     assert first.apply(changes(lake, 1), up_to(1))
     first.marks(NAME)
     second.marks(NAME)
@@ -307,7 +307,7 @@ def test_a_second_follower_keeps_branches_that_may_become_main(
         merge(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(MergedIcebergTable, "_merge", merged_late)
+        patch.setattr(MergedIcebergTable, "_merge_into", merged_late)
         with pytest.raises(Superseded, match="another"):
             first.apply(changes(lake, 3), up_to(3))
     assert ids(lake, table) == [0, 1, 2]

@@ -51,12 +51,13 @@ ORDINARY_WORDS = frozenset(
     re.findall(
         r"\w+",
         """
-        admin appends cache callbacks check client cluster command config connection consumer copy
-        data directory disk end entry error failed failure fetch field file find found index info
-        keeper kind limits link local log mark memory message mismatch node not open opened option
-        options partitions pending progress protocol read reader request requests response result
-        run send server session set shared source state storage store task to view waiting waltz
-        write writer zoo
+        admin appends cache callbacks check client cluster command config connection
+        consumer copy data directory disk end entry error failed failure fetch field file
+        find found index info keeper kind limits link local log mark memory message metric
+        mismatch node not open opened option options partitions payload pending progress
+        protocol read reader records replicas request requests response result run send
+        server session set shared source state storage store stored task to view waiting
+        waltz write writer zoo
         """,
     )
 )

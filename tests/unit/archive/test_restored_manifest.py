@@ -93,7 +93,9 @@ def test_a_corrupt_object_is_not_restored_if_another_one_has_its_records(store, 
 
     def restored():
         found = RestoredRange(store, saved_of(store, log))
-        return next(each.name for each in found._manifest.newest if each.first == newest[0].first)
+        return next(
+            each.name for each in found._manifest.newest_objects if each.first == newest[0].first
+        )
 
     store.write(name, data)
     store.write(replacement, data)

@@ -239,7 +239,7 @@ def rejecting() -> Iterator[ThreadingHTTPServer]:
         thread.join()
 
 
-@pytest.mark.parametrize("call", ["read", "names"])
+@pytest.mark.parametrize("call", ["read", "list_names"])
 def test_a_sas_token_of_the_environment_is_sent_to_azure_and_not_shown(
     rejecting, monkeypatch, call
 ):

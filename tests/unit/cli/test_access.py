@@ -553,7 +553,7 @@ def test_a_command_waits_until_the_daemons_use_its_revision(begun, monkeypatch):
     async def publish_later(_seconds):
         waits.append(1)
         for each in begun.daemons if len(waits) == 3 else ():
-            name = each._applied._wanted[0]
+            name = each._applied._target[0]
             each.set_applied_revision(name, 4)
             await each._applied.publish()
         await sleep(0)

@@ -9,7 +9,7 @@ from tests.cluster_contract import CLUSTER_KEY
 from tests.loops import run_on_virtual_loop
 from waltz_core import errors
 from waltz_core.cli.change_commands import OUTCOME_INTERRUPTED, audit_change, time_limit
-from waltz_core.cluster.change.audit import BEGUN, DONE
+from waltz_core.cluster.change.audit import OUTCOME_BEGUN, OUTCOME_DONE
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 
@@ -28,7 +28,7 @@ async def outcomes(coordinator):
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [
-        (None, DONE),
+        (None, OUTCOME_DONE),
         (errors.BadRequest("expected more"), "failed: expected more"),
         (asyncio.CancelledError(), OUTCOME_INTERRUPTED),
     ],
@@ -40,7 +40,7 @@ async def test_a_change_has_an_audit_entry_while_it_runs_and_afterwards(
     await coordinator.create_cluster(CLUSTER)
     with pytest.raises(type(error)) if error else contextlib.nullcontext():
         async with audit_change(coordinator):
-            assert await outcomes(coordinator) == [BEGUN]
+            assert await outcomes(coordinator) == [OUTCOME_BEGUN]
             if error:
                 raise error
     assert await outcomes(coordinator) == [outcome]
@@ -50,7 +50,7 @@ async def test_a_change_has_an_audit_entry_while_it_runs_and_afterwards(
 async def test_a_created_cluster_has_an_audit_entry_of_its_creation(coordinator):
     async with audit_change(coordinator, may_create_cluster=True):
         await coordinator.create_cluster(CLUSTER)
-    assert await outcomes(coordinator) == [DONE]
+    assert await outcomes(coordinator) == [OUTCOME_DONE]
 
 
 @run_on_virtual_loop

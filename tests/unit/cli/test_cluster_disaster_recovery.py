@@ -183,13 +183,13 @@ def rebuilt(monkeypatch, storage, *, now_s, dies_at=(), access_file=None):
             await make_nodes(*its)
             if (await its[0].coordinator.read_servers()).servers:
                 return
-            await zookeeper.coordinator("/a/w").register_server(ServerDescriptor(1, "h", 1))
+            server = ServerDescriptor(1, "h", 1)
+            await zookeeper.coordinator("/a/w").register_server(server)
             node = "/a/w/serverDescriptors"
             before = PartitionAssignment.from_bytes(zookeeper.dump()[node])
-            after = assign_partitions(
-                before, {1: ServerDescriptor(1, "h", 1)}, cversion=1, partition_count=1
-            )
-            zookeeper.apply([SetNode(node, after.to_bytes(), zookeeper.entry(node).version)], 0)
+            after = assign_partitions(before, {1: server}, cversion=1, partition_count=1)
+            write = SetNode(node, after.to_bytes(), zookeeper.entry(node).version)
+            zookeeper.apply_operations([write], 0)
 
         monkeypatch.setattr(cluster_disaster_recovery, "_create_znodes", make_nodes_and_register)
         for name in dies_at:

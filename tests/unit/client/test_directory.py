@@ -57,7 +57,7 @@ def test_newer_layouts_are_learned_without_a_request_and_passed_on():
 class AnsweringZooKeeper:
     """A ZooKeeper that answers on request, and counts its callers."""
 
-    where = "zk:2181/shop"
+    connect_string = "zk:2181/shop"
 
     def __init__(self, error=None):
         self.count = 0
@@ -153,7 +153,7 @@ def test_the_present_owner_is_read_after_all_writes_and_only_a_settled_view_answ
     asked = []
 
     class ZooKeeper:
-        where = "zk:2181/shop"
+        connect_string = "zk:2181/shop"
 
         async def read_latest_servers(self):
             asked.append("now")
@@ -185,7 +185,7 @@ def test_zookeeper_is_queried_again_only_if_the_layout_has_failed():
 class OtherCluster:
     """A ZooKeeper with the cluster of another key."""
 
-    where = "zk:2181/shop"
+    connect_string = "zk:2181/shop"
     key = bytes([1] * 16)
     generation = 9
     open_count = 0

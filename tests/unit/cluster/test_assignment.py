@@ -10,7 +10,7 @@ from waltz_core.cluster.membership.assignment import (
     assign_replicas,
     check_replica_change,
     hand_over_partition,
-    is_current,
+    is_assignment_current,
     move_partitions,
 )
 from waltz_core.cluster.znodes.model import (
@@ -132,7 +132,7 @@ def test_a_move_raises_the_generation_of_moved_partitions_only():
     old = PartitionAssignment(7, 4, {1: {0: 5, 1: 5}, 2: {2: 5, 3: 5}})
     new = move_partitions(old, {1: 2, 3: 1, 2: 2})
     assert new == PartitionAssignment(7, 4, {1: {0: 5, 3: 6}, 2: {1: 6, 2: 5}})
-    assert is_current(new, live(1, 2), cversion=7, partition_count=4)
+    assert is_assignment_current(new, live(1, 2), cversion=7, partition_count=4)
     assert move_partitions(old, {}) == old
 
 
@@ -161,7 +161,9 @@ def test_every_assignment_keeps_the_invariants(data, partition_count, keeps_owne
         )
         even = not preferred and not keeps_owners
         check_invariants(old, new, servers, partition_count, even=even)
-        assert is_current(new, servers, cversion=cversion, partition_count=partition_count)
+        assert is_assignment_current(
+            new, servers, cversion=cversion, partition_count=partition_count
+        )
         assert PartitionAssignment.from_bytes(new.to_bytes()) == new
         old = new
 
@@ -187,12 +189,12 @@ def check_invariants(old, new, servers, partition_count, *, even):
 def test_an_assignment_is_current_for_exactly_its_servers_and_partitions():
     servers = live(1, 2)
     assignment = PartitionAssignment(7, 2, {1: {0: 1}, 2: {1: 1}})
-    assert is_current(assignment, servers, cversion=7, partition_count=2)
-    assert not is_current(assignment, servers, cversion=8, partition_count=2)
-    assert not is_current(assignment, servers, cversion=7, partition_count=3)
-    assert not is_current(assignment, live(1), cversion=7, partition_count=2)
+    assert is_assignment_current(assignment, servers, cversion=7, partition_count=2)
+    assert not is_assignment_current(assignment, servers, cversion=8, partition_count=2)
+    assert not is_assignment_current(assignment, servers, cversion=7, partition_count=3)
+    assert not is_assignment_current(assignment, live(1), cversion=7, partition_count=2)
     partial = PartitionAssignment(7, 2, {1: {0: 1}, 2: {}})
-    assert not is_current(partial, servers, cversion=7, partition_count=2)
+    assert not is_assignment_current(partial, servers, cversion=7, partition_count=2)
 
 
 def test_each_group_gets_one_replica_of_each_partition():

@@ -182,13 +182,13 @@ def test_a_restored_cluster_continues_its_source_and_the_sources_of_that():
     first = NO_RESTORE_SOURCES.with_source("aa" * 16, {0: 9, 1: 4})
     second = first.with_source("bb" * 16, {0: 7, 1: 6})
     assert RestoreSources.from_bytes(second.to_bytes()) == second
-    assert second.has("bb" * 16, {0: 7, 1: 6})
-    assert not second.has("bb" * 16, {0: 8, 1: 6})
-    assert second.has("aa" * 16, {0: 7, 1: 4})
-    assert not second.has("aa" * 16, {0: 8, 1: 4})
-    assert not second.has("aa" * 16, {2: 0})
-    assert second.has("aa" * 16, {2: -1})
-    assert not second.has("cc" * 16, {})
+    assert second.includes("bb" * 16, {0: 7, 1: 6})
+    assert not second.includes("bb" * 16, {0: 8, 1: 6})
+    assert second.includes("aa" * 16, {0: 7, 1: 4})
+    assert not second.includes("aa" * 16, {0: 8, 1: 4})
+    assert not second.includes("aa" * 16, {2: 0})
+    assert second.includes("aa" * 16, {2: -1})
+    assert not second.includes("cc" * 16, {})
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ async def test_a_failed_removal_is_not_reported_as_done(cluster):
     with pytest.raises(
         errors.CoordinatorUnavailable, match="processes changed it during each attempt"
     ):
-        await other.remove_dead(server_descriptor(1))
+        await other.remove_dead_server(server_descriptor(1))
     own_session.faults = [WriteFault.REQUEST_LOST] * WRITE_ATTEMPTS_MAX
     with pytest.raises(
         errors.CoordinatorUnavailable, match="processes changed it during each attempt"
@@ -110,12 +110,12 @@ async def test_a_failed_removal_is_not_reported_as_done(cluster):
 async def test_a_dead_server_is_removed_by_another(cluster):
     (dead, _), (other, session) = await cluster.servers(2)
     # What is registered now is another process, or has changed: no server has seen that one dead.
-    await other.remove_dead(server_descriptor(1, preferred=[1]))
+    await other.remove_dead_server(server_descriptor(1, preferred=[1]))
     assert cluster.registered() == [1, 2]
     session.faults = [WriteFault.REPLY_LOST]
-    await other.remove_dead(server_descriptor(1))
+    await other.remove_dead_server(server_descriptor(1))
     assert cluster.registered() == [2]
-    await other.remove_dead(server_descriptor(1))
+    await other.remove_dead_server(server_descriptor(1))
     assert cluster.registered() == [2]
     # It was alive: it registers again by itself.
     seen = CallbackRecorder()
@@ -169,7 +169,7 @@ async def test_a_preference_does_not_return_a_handed_over_partition(cluster, fau
         assert after.owners[0].server_id != 1
         assert after.owners[1].server_id == 1
         # When it is well it prefers it again.
-        await one.prefer(server_descriptor(1, preferred=[1, 0]))
+        await one.change_preferences(server_descriptor(1, preferred=[1, 0]))
         after = await seen.wait_for(lambda view: view.owners[0].server_id == 1)
         assert after.owners[1].server_id == 1
 
@@ -272,12 +272,12 @@ async def test_the_lead_moves_partitions_and_all_servers_follow(cluster):
         await at_two.wait_for(lambda view: list(view.servers) == [1, 2])
         seen = await two.read()
         assert [each.server_id for each in seen.owners.values()] == [1, 1, 2, 2]
-        assert not await two.move(seen, {0: 2})  # it is not the leader
-        assert await one.move(seen, {0: 2})
+        assert not await two.move_partitions(seen, {0: 2})  # it is not the leader
+        assert await one.move_partitions(seen, {0: 2})
         await at_two.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
         await at_one.wait_for(lambda view: view.owners[0] == Ownership(2, 2))
         assert at_one.values[-1].owners | {0: seen.owners[0]} == seen.owners
-        assert not await one.move(seen, {1: 2})  # what was seen is so no more
+        assert not await one.move_partitions(seen, {1: 2})  # what was seen is so no more
 
 
 @in_cluster
@@ -290,7 +290,7 @@ async def test_with_load_balancing_the_lead_does_not_balance_by_count(cluster):
     one, _, three = members
     async with run_meanwhile(*(each.follow(inbox) for each in members)):
         await inbox.wait_for(lambda view: list(view.servers) == [1, 2, 3])
-        assert await one.move(await one.read(), {1: 2, 3: 2})
+        assert await one.move_partitions(await one.read(), {1: 2, 3: 2})
         await inbox.wait_for(lambda view: len(view.partitions_of(2)) == 3)
         before = (await one.read()).partitions_of(2)
         await three.unregister()
@@ -414,7 +414,7 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
             cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
         elif end == "known to be dead":
             # The other servers report the leader, although its node is already deleted.
-            await two.remove_dead(server_descriptor(1))
+            await two.remove_dead_server(server_descriptor(1))
         else:
             again, _ = cluster.member()
             host, port = server_descriptor(1).host, server_descriptor(1).port
@@ -426,7 +426,7 @@ async def test_the_wait_for_an_absent_server_ends(cluster, end):
         third, _ = cluster.member()
         await third.register(server_descriptor(3))
         await at_two.wait_for(lambda view: 3 in view.servers)
-        await two.remove_dead(server_descriptor(3))
+        await two.remove_dead_server(server_descriptor(3))
         await at_two.wait_for(lambda view: list(view.servers) == left)
 
 
@@ -451,7 +451,7 @@ async def test_a_preference_takes_effect_with_the_write_that_publishes_it(cluste
         await two.register(server_descriptor(2))
         await inbox.wait_for(lambda view: len(set(view.owners.values())) > 1)
         before = owners_and_generations(await one.read())
-        await two.prefer(server_descriptor(2, preferred=[0, 1, 2]))
+        await two.change_preferences(server_descriptor(2, preferred=[0, 1, 2]))
         view = await two.read()
         assert view.is_settled
         assert {
@@ -461,8 +461,8 @@ async def test_a_preference_takes_effect_with_the_write_that_publishes_it(cluste
         assert all(owners_and_generations(view)[each][1] == before[each][1] + 1 for each in moved)
         # Twice within one watch's time, from both sides: no server spins
         # (docs/design/wire-format.md 2.6).
-        await two.prefer(server_descriptor(2))
-        await one.prefer(server_descriptor(1, preferred=[3]))
+        await two.change_preferences(server_descriptor(2))
+        await one.change_preferences(server_descriptor(1, preferred=[3]))
         view = await one.read()
         assert owners_and_generations(view)[3][0] == 1
         assert view.servers[2].preferred == ()
@@ -483,7 +483,7 @@ async def test_a_preference_that_could_not_be_written_is_not_kept(cluster, is_la
     else:
         session.suspend()
     with pytest.raises(errors.CoordinatorUnavailable):
-        await member.prefer(server_descriptor(1, preferred=[2]))
+        await member.change_preferences(server_descriptor(1, preferred=[2]))
     session.write = real
     session.resume()
     inbox = CallbackRecorder()
@@ -497,7 +497,9 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
     async with one_absent(cluster) as (first, two, at_two), asyncio.TaskGroup() as tasks:
         before = owners_and_generations(at_two.values[-1])
         foreign = min(each for each, (server, _) in before.items() if server == 1)
-        wished = tasks.create_task(two.prefer(server_descriptor(2, preferred=[foreign])))
+        wished = tasks.create_task(
+            two.change_preferences(server_descriptor(2, preferred=[foreign]))
+        )
         await followers_are_current(cluster)
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS - 1)
         await followers_are_current(cluster)
@@ -516,11 +518,11 @@ async def test_a_preference_waits_for_servers_that_may_register_again(cluster):
 @in_cluster
 async def test_a_preference_waits_no_longer_than_the_lead_does(cluster):
     async with one_absent(cluster) as (_, two, at_two), asyncio.TaskGroup() as tasks:
-        wished = tasks.create_task(two.prefer(server_descriptor(2, preferred=[3])))
+        wished = tasks.create_task(two.change_preferences(server_descriptor(2, preferred=[3])))
         await followers_are_current(cluster)
         assert not wished.done()
         # Both waiting callers wake when other servers report that the owner is dead.
-        await two.remove_dead(server_descriptor(1))
+        await two.remove_dead_server(server_descriptor(1))
         await wished
         view = await at_two.wait_for(lambda view: list(view.servers) == [2])
     assert view.servers[2].preferred == (3,)
@@ -533,7 +535,9 @@ async def test_a_server_that_leaves_while_it_waits_does_not_register_again(clust
             await wish
 
     async with one_absent(cluster) as (_, two, _at_two), asyncio.TaskGroup() as tasks:
-        wished = tasks.create_task(refused(two.prefer(server_descriptor(2, preferred=[3]))))
+        wished = tasks.create_task(
+            refused(two.change_preferences(server_descriptor(2, preferred=[3])))
+        )
         await followers_are_current(cluster)
         await two.unregister()
         cluster.zookeeper.advance(SESSION_TIMEOUT_MS)
@@ -556,7 +560,7 @@ async def test_a_server_that_no_witness_reaches_owns_nothing_until_one_does(clus
         view = await inbox.wait_for(lambda view: 2 in view.servers)
         assert len(view.partitions_of(1)) == 4
         assert view.excluded == {2}
-        await two.prefer(server_descriptor(2, preferred=[3]))
+        await two.change_preferences(server_descriptor(2, preferred=[3]))
         assert len((await one.read()).partitions_of(1)) == 4
         await board.publish(ServerId(1), ReachReport(frozenset({ServerId(2)})))
         view = await inbox.wait_for(lambda view: len(view.partitions_of(2)) == 2)

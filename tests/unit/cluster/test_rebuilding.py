@@ -166,7 +166,7 @@ async def test_the_nodes_of_a_rebuilding_cannot_be_opened():
         assert rebuilding.is_undecided(view.metadata, view.marker)
         assert history_origin_of(view.metadata, view.marker) is HistoryOrigin.RECORDED
         recovery = Recovery(HistoryOrigin.RECORDED, view.metadata.states)
-        assert recovery.decide() is None
+        assert recovery.decide_mark() is None
         assert view.metadata.generation == 77
     before = model.PartitionAssignment.from_bytes(zookeeper.dump()["/a/w/serverDescriptors"])
     server = model.ServerDescriptor(1, "h", 1)

@@ -185,7 +185,7 @@ async def test_a_change_is_repeated_if_another_process_wrote_first(cluster):
 
     def change(old):
         if not raced:
-            raced.append(run_now(other.change(lambda before: before.with_storage(D, 7, 2))))
+            raced.append(run_now(other.change_layout(lambda before: before.with_storage(D, 7, 2))))
         return old.with_storage("10.0.0.9:1", 8, 2)
 
     written = await storages.change_layout(change)
@@ -243,9 +243,9 @@ async def test_a_plan_is_carried_out_step_by_step(cluster):
         progress = await carry_out(cluster, {0: (A, B, D), 1: (A, B)})
     seen = [sorted(each.replicas_of(0)) for each in owner.seen]
     assert seen[:3] == [[A, B, C], [A, B, C, D], [A, B, D]]
-    assert (progress[0].done_count, progress[0].count) == (0, 2)
-    assert (progress[-1].done_count, progress[-1].step, progress[-1].waits) == (2, (), ())
-    assert [str(each) for each in progress[0].step] == [
+    assert (progress[0].done_count, progress[0].partition_count) == (0, 2)
+    assert (progress[-1].done_count, progress[-1].steps, progress[-1].waits) == (2, (), ())
+    assert [str(each) for each in progress[0].steps] == [
         f"partition 0: +{D}",
         f"partition 1: -{C}",
     ]
@@ -274,7 +274,7 @@ async def test_a_plan_waits_and_reports_the_reason(cluster):
         f"partition 0: replica {C} is not in sync; after the change, appends would need 2 "
         f"acknowledgements of the replicas {B}, {C}, and only 1 of these are in sync."
     )
-    assert progress[-1].step == ()
+    assert progress[-1].steps == ()
 
 
 @in_cluster
@@ -296,7 +296,7 @@ async def test_a_limited_number_of_partitions_changes_at_a_time():
         progress = await carry_out(
             cluster, replica_steps.placement_with_replacement(now, A, D, now)
         )
-    assert max(len(each.step) for each in progress) == CONCURRENT_PARTITIONS_MAX
+    assert max(len(each.steps) for each in progress) == CONCURRENT_PARTITIONS_MAX
     after = await cluster.coordinator.read_replica_assignment()
     assert after.partitions[A] == ()
     assert len(after.partitions[D]) == cluster.partition_count

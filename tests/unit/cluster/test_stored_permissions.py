@@ -55,7 +55,7 @@ async def test_a_change_is_computed_again_after_a_concurrent_one():
         if len(seen) == 1:
             znodes, path = coordinator._znodes._zookeeper, coordinator.paths.access
             rival = replace(with_limits(made), revision=2)
-            znodes.apply([SetNode(path, access_node.encode_permissions(rival), 0)], 0)
+            znodes.apply_operations([SetNode(path, access_node.encode_permissions(rival), 0)], 0)
         return with_limits(old)
 
     done = await coordinator.permissions.change(with_rival, AUTHOR)

@@ -308,7 +308,7 @@ async def test_impossible_numbers_are_rejected():
     await session.write([CreateNode(f"/w/x/writes/n-1/{5_000 * '9'}")])
     registry = WriteRegistry(ClusterNodes(session, "/w"))
     assert await registry.read_task_numbers("n-1") == []
-    await registry._check_is_last("n-1")
+    await registry._check_latest_of_series("n-1")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a b", "ü", "x" * 201])

@@ -398,7 +398,7 @@ def test_a_torn_tail_of_an_unclean_stop_is_a_note(tmp_path, segment_bytes_max):
 def test_a_partition_and_a_segment_can_be_verified_alone(tmp_path, storage):
     copy = tmp_path / "2"
     shutil.copytree(storage / "2", copy)
-    assert verify_directory(copy).logs[PARTITION].chains == 7
+    assert verify_directory(copy).logs[PARTITION].batch_count == 7
     assert verification_texts(copy) == ([], [])
     for path in segment_files(storage):
         flip_byte(path, 200)

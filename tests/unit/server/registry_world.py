@@ -83,7 +83,7 @@ class ServedWrites:
     async def enter(self, write, task, run, _next_client_id):
         return (await self._requests.enter(write, task, run)).state
 
-    async def tasks(self, write):
+    async def read_tasks(self, write):
         found = await self._coordinator.writes.read_tasks(write)
         assert (await self._requests.tasks(write)).numbers == tuple(found)
         return found

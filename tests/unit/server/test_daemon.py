@@ -65,7 +65,7 @@ class HandOverRecorder:
         self.preferred = list[tuple[int, ...]]()
         self.remove_dead_server = None
         self.keep_owners = lambda: None
-        self.writes, self.issued_ids = None, SimpleNamespace(allocate=None)
+        self.writes, self.issued_ids = None, SimpleNamespace(allocate_ids=None)
 
     async def hand_over(self, partition_id: int, _generation: int) -> bool:
         self.asked.append(partition_id)

@@ -59,7 +59,7 @@ def test_synced_data_stays_in_every_crash():
     assert left(disk, KeepAll())[PATH][:2] == b"ba"
     disk.open(PATH).sync()
     assert left(disk, KeepNone())[PATH][:2] == b"ba"
-    assert disk_state_of(disk).units() == []
+    assert disk_state_of(disk).unsynced_units() == []
 
 
 def test_each_whole_sector_is_kept_or_lost_independently():

@@ -252,7 +252,7 @@ def test_rejected_rows_are_computed_again(seed: int) -> None:
     assert len(ends) == len(rows)
     in_log = {data.decode() for taken in log.taken.values() for data in taken}
     assert in_log == {key for key, is_taken in ends.items() if is_taken}
-    left_out = {data.decode().rstrip("!") for data in rejected_rows.left_out}
+    left_out = {data.decode().rstrip("!") for data in rejected_rows.excluded}
     for _, data in rows:
         key, times = data.decode().rstrip("!"), data.count(b"!")
         assert ends[key] == (times <= rejected_rows.retries_max and key not in left_out)

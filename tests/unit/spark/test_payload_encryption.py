@@ -281,7 +281,7 @@ def test_rows_are_encrypted_with_another_salt_each_time_they_are_sent(directory:
     rows = [b"row %d" % number for number in range(30)]
     options = write_options(directory, encryptionKeyId="a", batchSize="7")
     log = Log(3, loss=0.1)  # some rows are sent again
-    shaped = shaper(options).converter(frame(rows))
+    shaped = shaper(options).convert(frame(rows))
     assert shaped.append.column("data").to_pylist() == rows  # compared and spooled as plain text
     assert list(Appender(log, options).send([shaped]))
     assert decrypted(directory, log.payloads) == rows
@@ -291,7 +291,7 @@ def test_rows_are_encrypted_with_another_salt_each_time_they_are_sent(directory:
 def test_an_append_is_not_larger_because_of_its_envelopes(directory: Path) -> None:
     options = write_options(directory, encryptionKeyId="a", batchSize="10000")
     log = Log(0, loss=0.0)
-    list(Appender(log, options).send([shaper(options).converter(frame([bytes(400)] * 10_000))]))
+    list(Appender(log, options).send([shaper(options).convert(frame([bytes(400)] * 10_000))]))
     assert len(log.payloads) == 10_000
     assert max(log.append_bytes) <= BATCH_BYTES_MAX < 10_000 * len(log.payloads[0])
 
@@ -301,7 +301,7 @@ def test_a_column_has_the_key_of_each_row(directory: Path) -> None:
     options = write_options(directory, encryptionKeyIdColumn="customer")
     log = Log(0, loss=0.0)
     with RowSpool() as spool:  # an attempt that runs again spools its rows
-        spool.put(shaper(options).converter(frame(rows, ["a", "b", "a"])))
+        spool.put(shaper(options).convert(frame(rows, ["a", "b", "a"])))
         list(Appender(log, options).send(spool.take()))
     assert [each[4:6] for each in log.payloads] == [b"\x01a", b"\x01b", b"\x01a"]
     destroy(directory, "b")
@@ -311,10 +311,10 @@ def test_a_column_has_the_key_of_each_row(directory: Path) -> None:
 def test_a_row_without_a_key_is_rejected_before_it_is_sent(directory: Path) -> None:
     options = write_options(directory, encryptionKeyIdColumn="customer")
     with pytest.raises(BadRequest, match="in column 'customer', found null in row 1 of its task"):
-        shaper(options).converter(frame([b"1", b"2"], ["a", None]))
+        shaper(options).convert(frame([b"1", b"2"], ["a", None]))
     with pytest.raises(BadConfig, match=r"column 'customer': expected a key ID .*found '\.\./a'"):
-        shaper(options).converter(frame([b"1"], ["../a"]))
-    shaped = shaper(options).converter(frame([b"1"], ["c"]))
+        shaper(options).convert(frame([b"1"], ["../a"]))
+    shaped = shaper(options).convert(frame([b"1"], ["c"]))
     with pytest.raises(BadConfig, match=r"encryption key 'c': .* has no such key"):
         list(Appender(Log(0, loss=0.0), options).send([shaped]))
 
@@ -337,10 +337,10 @@ def test_the_limit_of_a_payload_includes_its_envelope(directory: Path) -> None:
     options = write_options(directory, encryptionKeyId="a")
     largest = bytes(TRANSACTION_BYTES_MAX - 105)
     log = Log(0, loss=0.0)
-    list(Appender(log, options).send([shaper(options).converter(frame([largest, b"x"]))]))
+    list(Appender(log, options).send([shaper(options).convert(frame([largest, b"x"]))]))
     assert decrypted(directory, log.payloads) == [largest, b"x"]
     with pytest.raises(TooLarge, match="limit of 4,194,199 with encryption"):
-        shaper(options).converter(frame([largest + b"x"]))
+        shaper(options).convert(frame([largest + b"x"]))
 
 
 def test_equal_rows_with_different_keys_are_not_interchangeable(directory: Path) -> None:
@@ -349,7 +349,7 @@ def test_equal_rows_with_different_keys_are_not_interchangeable(directory: Path)
     key = row_keys.keys_of_record(PARTITION, HEADER, b"1")[0]
     for key_ids, is_clear in ((["a", "a"], True), (["a", "b"], False)):
         earlier = EarlierRows({key: [EarlierRecord(PARTITION, 5)]}, keys=row_keys)
-        shaped = shaper(options).converter(frame([b"1", b"1"], key_ids))
+        shaped = shaper(options).convert(frame([b"1", b"1"], key_ids))
         if is_clear:
             rest, (answered,) = earlier.split(shaped)
             assert rest is not None

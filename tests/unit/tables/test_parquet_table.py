@@ -164,7 +164,7 @@ def arm(monkeypatch: pytest.MonkeyPatch, fatal: int, when: str) -> None:
 
         return called
 
-    for name in ("delete", "delete_folder", "move", "write", "writing"):
+    for name in ("delete", "delete_folder", "move", "write", "open_sink"):
         monkeypatch.setattr(ArchiveStore, name, counted(getattr(ArchiveStore, name)))
 
 
@@ -247,8 +247,8 @@ def test_a_second_follower_may_start_before_any_call_of_the_store(
 
 def before_each_call(monkeypatch: pytest.MonkeyPatch, hook: Callable[[], None]) -> None:
     """Call a function before each call of the store and of its sinks."""
-    calls = [(ArchiveStore, name) for name in ("delete", "delete_folder", "move", "names")]
-    calls += [(ArchiveStore, name) for name in ("open", "read", "write", "writing")]
+    calls = [(ArchiveStore, name) for name in ("delete", "delete_folder", "move", "list_names")]
+    calls += [(ArchiveStore, name) for name in ("open", "read", "write", "open_sink")]
     for kind, name in [*calls, (StoreSink, "write")]:
         method = getattr(kind, name)
 

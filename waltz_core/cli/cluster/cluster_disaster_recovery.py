@@ -221,7 +221,7 @@ async def _choose_and_declare_log(
     shown: dict[str, object] = {
         "partition": partition_id,
         "chosen": chosen,
-        "replicas": {each: log._asdict() for each, log in logs.items()},
+        "replicas": {each: log.to_json() for each, log in logs.items()},
         "unanswered": answers.errors,
         "may_be_lost": lost,
         "accepted": is_accepted,

@@ -304,7 +304,16 @@ def _data_json(wanted: _DumpOptions, data: bytes) -> dict[str, object]:
 
 def _show_gap(gap: Gap, wanted: _DumpOptions) -> None:
     if wanted.as_json:
-        print_json({"kind": "gap", **gap._asdict()})
+        print_json(
+            {
+                "kind": "gap",
+                "first": gap.first,
+                "next_id": gap.next_id,
+                "offset": gap.offset,
+                "end": gap.end,
+                "why": gap.reason,
+            }
+        )
         return
     what = f"records from {gap.first} on"
     if gap.next_id is not None:

@@ -623,7 +623,7 @@ class _ThreadContext:
             raise _error_of_thread(error) from error
 
     async def execute(self, builder: TransactionBuilder) -> bool:
-        result: object = await _run_on_thread(self._workers, self._context.execute, builder)
+        result: object = await _run_in(self._workers, self._context.execute, builder)
         _check_not_coroutine("execute", result)
         return bool(result)
 
@@ -631,7 +631,7 @@ class _ThreadContext:
         method = getattr(self._context, hook)
         if getattr(type(self._context), hook) is getattr(TransactionContext, hook):
             return  # the hook is not overridden
-        await _run_on_thread(self._hook_workers, method, *args)
+        await _run_in(self._hook_workers, method, *args)
 
 
 class _ThreadConsumer:
@@ -654,9 +654,7 @@ class _ThreadConsumer:
         self._applying = applying
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
-        mark = await _run_on_thread(
-            self._workers, self._callbacks.client_high_water_mark, partition_id
-        )
+        mark = await _run_in(self._workers, self._callbacks.client_high_water_mark, partition_id)
         return mark_of(partition_id, mark)
 
     async def apply(
@@ -708,9 +706,7 @@ class _ThreadConsumer:
         self, partition_id: PartitionId, transaction_id: TransactionId, error: Exception
     ) -> PoisonPolicy:
         call = self._callbacks.uncaught_exception
-        return await _run_on_thread(
-            self._workers, lambda: call(partition_id, transaction_id, error)
-        )
+        return await _run_in(self._workers, lambda: call(partition_id, transaction_id, error))
 
 
 class _BatchConsumer(_ThreadConsumer):
@@ -725,7 +721,7 @@ class _BatchConsumer(_ThreadConsumer):
 
     async def start_mark(self, partition_id: PartitionId) -> TransactionId | None:
         begin, cluster = self._batched.begin, self._cluster
-        await _run_on_thread(self._workers, lambda: begin(cluster.key, cluster.restore_sources))
+        await _run_in(self._workers, lambda: begin(cluster.key, cluster.restore_sources))
         return await super().start_mark(partition_id)
 
     async def apply(
@@ -753,7 +749,7 @@ class _BatchConsumer(_ThreadConsumer):
         return await self._apply_on_thread(partition_id, apply_transactions)
 
 
-async def _run_on_thread(
+async def _run_in(
     workers: ThreadPoolExecutor, call: Callable[..., ResultT], *args: object
 ) -> ResultT:
     """Run the application's code on a thread; convert exceptions that would end the loop."""

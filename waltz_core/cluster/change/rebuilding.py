@@ -70,6 +70,15 @@ class ReportedLog(NamedTuple):
     is_suspect: bool
     is_damaged: bool  # above its low-water mark
 
+    def to_json(self) -> dict[str, object]:
+        """Return the log for the output of commands, whose keys do not change."""
+        return {
+            "last_session": self.last_session,
+            "synced_max": self.last_synced_id,
+            "is_suspect": self.is_suspect,
+            "is_damaged": self.is_damaged,
+        }
+
     @property
     def is_trusted(self) -> bool:
         """Whether the replica may be chosen automatically (rule 3)."""
