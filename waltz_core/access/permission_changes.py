@@ -145,7 +145,7 @@ def check_replicate_remains(before: Permissions, after: Permissions, count: int)
     lost = _partitions_with_replicate(before, count) - _partitions_with_replicate(after, count)
     if lost:
         raise BadRequest(
-            "nothing was changed: after the change, no principal would have the verb "
+            "the change was rejected: after it, no principal would have the verb "
             f"`replicate` for partitions {format_ranges(ranges_of(lost))}, so their servers "
             "could not open store sessions. Hint: grant `replicate` to another principal "
             "first, or add --force."

@@ -289,8 +289,8 @@ class ArchiveObject:
             bad = raw_records.first_bad_record(records, lengths)
             if bad is None:
                 raise BadFormat(
-                    f"archived object {self.name}: the transaction IDs from {first} on are not "
-                    "consecutive"
+                    f"archived object {self.name}: expected consecutive transaction IDs from "
+                    f"{first} on, found a gap"
                 )
             raise ChecksumMismatch(
                 f"archived object {self.name}: transaction {first + bad} does not match its CRC"

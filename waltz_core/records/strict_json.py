@@ -146,7 +146,7 @@ def _parse_finite(text: str) -> float:
     return number if math.isfinite(number) else _reject_number(text)
 
 
-def _finite_or_word(text: str) -> float | _NonFinite:
+def _parse_any_float(text: str) -> float | _NonFinite:
     number = float(text)
     return number if math.isfinite(number) else _NonFinite(text)
 
@@ -155,7 +155,7 @@ _ENCODER = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(","
 _ANY_ENCODER = json.JSONEncoder(ensure_ascii=False, check_circular=False, default=str)
 _DECODER = json.JSONDecoder(parse_constant=_reject_number, parse_float=_parse_finite)
 _DECIMAL_DECODER = json.JSONDecoder(parse_constant=_reject_number, parse_float=Decimal)
-_LENIENT_DECODER = json.JSONDecoder(parse_constant=_NonFinite, parse_float=_finite_or_word)
+_LENIENT_DECODER = json.JSONDecoder(parse_constant=_NonFinite, parse_float=_parse_any_float)
 
 
 def _is_not_finite(part: object) -> bool:

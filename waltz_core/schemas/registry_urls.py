@@ -48,8 +48,8 @@ def _parse_address(url: str) -> RegistryAddress:
     if parts.username is not None or parts.password is not None:
         # NB: the message must not contain the URL.
         raise BadConfig(
-            "schema registry: expected a URL without a user and a password, which plans and logs "
-            "would show. Hint: write user:password into a file, and name the file."
+            "schema registry: expected a URL without a user and a password, because query plans "
+            "and logs would show them. Hint: write user:password into a file, and name the file."
         )
     if parts.scheme not in _DEFAULT_PORTS or not parts.hostname or parts.query or parts.fragment:
         raise BadConfig(

@@ -55,10 +55,11 @@ def _check_names(fields: Iterable[pa.Field], path: str, reserved: set[str]) -> N
                 "`,;{}()=`, and without the prefix `__delta_rs_`."
             )
         if (known := seen.get(part.name.lower())) is not None:
-            none_of = f", and none of {', '.join(sorted(reserved))}" if reserved else ""
+            names = f" Reserved names are {', '.join(sorted(reserved))}." if reserved else ""
             raise BadConfig(
-                f"column {path + part.name!r}: expected names that differ in more than their "
-                f"case{none_of}, found {part.name!r} and {known!r}. Hint: rename the column."
+                f"column {path + part.name!r}: expected a name that differs from all others in "
+                f"more than upper and lower case, found {known!r}, too.{names} Hint: rename the "
+                "column."
             )
         seen[part.name.lower()] = part.name
 

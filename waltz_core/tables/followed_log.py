@@ -311,9 +311,8 @@ def with_found_changes(
         place = (part[name][0].as_py() for name in LOG_COLUMNS[:2])
         raise BadFormat(
             "partition {}, transaction {}: expected a value in key column {!r}, found none. "
-            "Hint: correct the key, or select the transactions of the table by header.".format(
-                *place, missing[0]
-            )
+            "Hint: correct the key, or read only transactions of this table with a filter by "
+            "header.".format(*place, missing[0])
         )
     where = rules.delete_where
     if where is not None and where.column not in known.names:

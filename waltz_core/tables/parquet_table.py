@@ -180,7 +180,7 @@ class FollowedParquetTable:
         with self._translate_errors():
             found = self._store.list_names(target)
             if f"{target}/{MARKS_FILE}" in found:
-                raise Superseded(f"table {self._uri}: another program has written {target}")
+                raise Superseded(f"table {self._uri}: another program has committed {target}")
             for name in found:
                 self._store.delete(name)  # rule 2
             folder = f"{_WRITING_FOLDER}/{_unique_name()}" if self._store.is_directory else target
@@ -196,7 +196,7 @@ class FollowedParquetTable:
                 except Unavailable as error:
                     if self._store.list_names(target):
                         raise Superseded(
-                            f"table {self._uri}: another program has written {target}"
+                            f"table {self._uri}: another program has committed {target}"
                         ) from error
                     raise
         self._newest_batch += 1
@@ -353,9 +353,9 @@ def with_place(schema: ArrowSchema) -> ArrowSchema:
     for name in schema.names:
         if (known := seen.get(name.lower())) is not None:
             raise BadConfig(
-                f"column {name!r}: expected names that differ in more than their case, and none of "
-                f"{', '.join(sorted(_RESERVED))}, found {name!r} and {known!r}. Hint: rename the "
-                "column."
+                f"column {name!r}: expected a name that differs from all others in more than "
+                f"upper and lower case, found {known!r}, too. Reserved names are "
+                f"{', '.join(sorted(_RESERVED))}. Hint: rename the column."
             )
         seen[name.lower()] = name
     return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _PLACE_TYPES.items())])

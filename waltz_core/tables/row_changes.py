@@ -318,7 +318,8 @@ def _check_key_nulls(changes: ArrowTable, key: Sequence[str]) -> None:
             row = changes[name].is_null().index(pa.scalar(True)).as_py()  # noqa: FBT003
             raise BadFormat(
                 f"{_row_text(changes, row)}: expected a value in key column {name!r}, found "
-                "null. Hint: correct the key, or select the transactions of the table by header."
+                "null. Hint: correct the key, or read only transactions of this table with a "
+                "filter by header."
             )
 
 

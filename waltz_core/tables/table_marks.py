@@ -189,10 +189,10 @@ def continued_marks(metadata: str | None, version: int | None, start: TableMarks
         )
     if found.follower != start.follower or version is None or version > found.version:
         raise BadFormat(
-            f"follower {start.follower!r}: expected high-water marks for version {version} "
-            f"of the table, found those of follower {found.follower!r} for version "
-            f"{found.version}. Hint: another program has restored or changed the table; pass "
-            "another follower name and the marks of the table."
+            f"follower {start.follower!r}: version {version} of the table has no high-water marks "
+            f"of this follower; the latest ones are of follower {found.follower!r}, version "
+            f"{found.version}. Hint: another program has restored or changed the table. To "
+            "continue, pass another follower name, and the marks of the table."
         )
     return found._replace(rules=common_rules(found.rules, start.rules))
 

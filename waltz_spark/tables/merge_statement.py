@@ -114,9 +114,9 @@ def check_column_names(
     for name in schema.names:
         if name.lower() in seen:
             raise BadConfig(
-                f"column {name!r}: expected names that differ in more than their case, and none of "
-                f"{', '.join(sorted(taken))}, found {name!r} and {seen[name.lower()]!r}. Hint: "
-                "rename the column in the declared schema."
+                f"column {name!r}: expected a name that differs from all others in more than "
+                f"upper and lower case, found {seen[name.lower()]!r}, too. Reserved names are "
+                f"{', '.join(sorted(taken))}. Hint: rename the column in the declared schema."
             )
         seen[name.lower()] = name
 

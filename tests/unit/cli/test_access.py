@@ -298,7 +298,7 @@ def test_each_change_has_an_audit_entry(begun):
         ("access grant servers replicate --group", "done"),
     ]
     assert commands[3][1].startswith(
-        "failed: nothing was changed: after the change, no principal would have"
+        "failed: the change was rejected: after it, no principal would have"
     )
 
 

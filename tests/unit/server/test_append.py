@@ -861,7 +861,7 @@ def test_committed_appends_of_an_ended_session_are_kept_without_another_writer(
     assert list(results(out).values()) == [[(0, COMMITTED, -1)], [(1, COMMITTED, -1)]]
 
 
-def test_locks_of_lost_transactions_are_free_again_when_no_other_process_wrote() -> None:
+def test_locks_of_lost_transactions_are_free_again_if_no_other_transaction_wrote_them() -> None:
     world = World()
     world.single(write=[5])
     world.turn()
@@ -875,7 +875,7 @@ def test_locks_of_lost_transactions_are_free_again_when_no_other_process_wrote()
     assert results(world.commit()) == {again: [(0, COMMITTED, -1)]}
 
 
-def test_a_lost_append_does_not_reject_its_retry_even_after_others() -> None:
+def test_a_retry_of_a_lost_append_is_accepted_even_after_other_appends() -> None:
     world = World()
     world.single(write=[1])
     world.turn()

@@ -116,7 +116,7 @@ def test_a_row_with_a_repeated_lock_does_not_conflict_with_itself() -> None:
     assert found.ids.tolist() == [1]
 
 
-def test_clamp_forgets_transactions_that_were_never_committed() -> None:
+def test_clamping_the_lock_table_forgets_transactions_that_were_never_committed() -> None:
     table = table_at(0)
     validate(table, {"w": [1]}, {"w": [2]}, high=0, next_id=1)
     table.clamp(TransactionId(1))

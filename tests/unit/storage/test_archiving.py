@@ -698,7 +698,7 @@ def test_an_object_is_written_again_from_the_log_whatever_its_size(make, tmp_pat
     assert reports(bench, "storage.object_replaced") == [{"partition": 0, "object": name}]
 
 
-def test_the_records_of_an_object_to_replace_take_a_bounded_memory(make, monkeypatch):
+def test_replacing_an_archived_object_uses_bounded_memory(make, monkeypatch):
     """A client may name any IDs; only the manifest shows that no object has them."""
     monkeypatch.setattr("waltz_core.storage.log.archive_pieces.PIECE_BYTES_MAX", 300)
     monkeypatch.setattr("waltz_core.storage.service.archive_jobs.REPLACED_BYTES_MAX", 900)

@@ -33,7 +33,7 @@ def test_a_full_file_takes_the_place_of_the_other():
     assert locks.newest(7) == b"..6...."
 
 
-def test_a_lock_file_continues_after_a_restart():
+def test_a_restarted_storage_appends_to_the_existing_lock_file():
     disk = new_disk()
     first = new_file(disk)
     first.append([b"before"])

@@ -352,7 +352,7 @@ def test_a_type_that_delta_lacks_is_rejected(kind: pa.DataType):
         ([""], "Delta does not permit this name"),
         (["a\x00b"], "Delta does not permit this name"),
         (["__delta_rs_source"], "without the prefix `__delta_rs_`"),
-        (["a", "A"], r"in more than their case, .*, found 'A' and 'a'\. Hint: rename the column"),
+        (["a", "A"], r"more than upper and lower case, found 'a', too\..* Hint: rename the column"),
         (["_Partition"], "and none of _deleted, _partition, _transaction_id, found '_Partition'"),
     ],
 )

@@ -208,7 +208,7 @@ def test_a_second_follower_writes_no_batch_twice(tmp_path: Path):
         assert each.marks(START).version == 3
     changes = log.of({0: 2}, {0: 5})
     assert first.apply(changes, START._replace(marks={0: 5}))
-    with pytest.raises(Superseded, match="another program has written batch=2"):
+    with pytest.raises(Superseded, match="another program has committed batch=2"):
         second.apply(changes, START._replace(marks={0: 5}))
     assert second.marks(START).version == 6
     assert second.apply(None, START._replace(marks={0: 6}))
@@ -277,7 +277,7 @@ def test_the_rename_of_a_directory_decides_between_two_followers(
         move(store, name, target)
 
     monkeypatch.setattr(ArchiveStore, "move", later)
-    with pytest.raises(Superseded, match="another program has written batch=2"):
+    with pytest.raises(Superseded, match="another program has committed batch=2"):
         first.apply(None, START._replace(marks={0: 4}))
     assert decode(first.marks(START).metadata).marks == {0: 3}
 
@@ -382,7 +382,7 @@ def test_keys_and_deletes_are_rejected(tmp_path: Path):
 
 def test_a_column_has_no_reserved_name(tmp_path: Path):
     for name in ("Batch", "_partition", "ID"):
-        with pytest.raises(BadConfig, match=f"column '{name}': expected names that differ"):
+        with pytest.raises(BadConfig, match=f"column '{name}': expected a name that differs"):
             opened(str(tmp_path), pa.schema([*SCHEMA, (name, pa.int64())]))
 
 
@@ -453,6 +453,6 @@ def test_a_table_is_created_in_an_empty_directory(tmp_path: Path):
         each.create(START)
         assert each.marks(START) == TableState(encode(START), 0, (), has_rows=False)
     first.finish()
-    with pytest.raises(Superseded, match="another program has written batch=0"):
+    with pytest.raises(Superseded, match="another program has committed batch=0"):
         second.finish()
     assert second.marks(START).has_rows

@@ -84,7 +84,7 @@ def test_a_condition_compares_a_column_with_a_literal(text, found):
         ("amount<100", "amount < 100"),
     ],
 )
-def test_a_table_stores_all_forms_of_its_rules_alike(text, shown):
+def test_equivalent_rules_are_stored_in_the_same_form(text, shown):
     rules = ChangeRules(["b", "a"], [9, 1, 9], parse_condition(text))
     assert rules.stored_rules([2, 1, 9, 1]) == StoredRules(("a", "b"), (1, 2, 9), (1, 9), shown)
     assert rules.stored_rules(None).headers is None

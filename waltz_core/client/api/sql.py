@@ -313,11 +313,10 @@ class SqlCallbacks(BatchCallbacks):
     def _check_key(self, partition: int, key: str | None) -> None:
         if self._key not in (None, key):
             raise errors.ClusterKeyMismatch(
-                f"partition {partition}: expected tables of the connected cluster, which has "
-                f"cluster key {self._key}, found cluster key {key} (in table "
-                f"{self.marks.name!r}, application {self._application!r}). The log was created "
-                "again, or the connect string names another cluster. Hint: connect to the "
-                "cluster of the view, or apply this log to other tables, under another name in "
+                f"partition {partition}: the view was built from a cluster with key {key} "
+                f"(table {self.marks.name!r}, application {self._application!r}), but the "
+                f"connected cluster has key {self._key}. Hint: connect to the cluster of the "
+                "view. If its log was created again, build new tables under another name in "
                 "`application`."
             )
 

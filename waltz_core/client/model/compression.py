@@ -101,7 +101,7 @@ class Zstd(Generic[T]):
         size: int = _ZSTD_HEAD.unpack_from(data)[2]
         if not 0 < size <= TRANSACTION_BYTES_MAX:  # rule 2
             raise errors.BadFormat(
-                "zstd payload of the transaction data: expected an uncompressed size of 1 to "
+                "transaction data: zstd payload: expected an uncompressed size of 1 to "
                 f"{TRANSACTION_BYTES_MAX} bytes, found {size}"
             )
         try:
@@ -116,7 +116,7 @@ class Zstd(Generic[T]):
             ) from error
         if len(plain) != size:
             raise errors.BadFormat(
-                f"zstd payload of the transaction data: expected {size} bytes after "
+                f"transaction data: zstd payload: expected {size} bytes after "
                 f"decompression, found {len(plain)}"
             )
         return plain

@@ -219,7 +219,7 @@ class ReplicaAssignments:
         """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "ReplicaAssignments")
         reader.version()
-        held = reader.by_address(lambda: reader.partitions("partitions"), item_bytes=4)
+        held = reader.read_map_by_address(lambda: reader.partitions("partitions"), item_bytes=4)
         return reader.check_end(ReplicaAssignments(held))
 
 
@@ -241,7 +241,7 @@ class GroupDescriptor:
         """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "GroupDescriptor")
         reader.version()
-        groups = reader.by_address(lambda: reader.int32("group"), item_bytes=4)
+        groups = reader.read_map_by_address(lambda: reader.int32("group"), item_bytes=4)
         return reader.check_end(GroupDescriptor(groups))
 
 
@@ -263,7 +263,7 @@ class ConnectionMetadata:
         """Decode the node's bytes; raises BadFormat."""
         reader = _Reader(data, "ConnectionMetadata")
         reader.version()
-        ports = reader.by_address(lambda: reader.port("admin port"), item_bytes=4)
+        ports = reader.read_map_by_address(lambda: reader.port("admin port"), item_bytes=4)
         return reader.check_end(ConnectionMetadata(ports))
 
 
@@ -552,7 +552,9 @@ class _Reader:
             raise self.format_error(f"storage {address!r} is listed twice")
         return address
 
-    def by_address(self, read_value: Callable[[], T], *, item_bytes: int) -> dict[ReplicaId, T]:
+    def read_map_by_address(
+        self, read_value: Callable[[], T], *, item_bytes: int
+    ) -> dict[ReplicaId, T]:
         found: dict[ReplicaId, T] = {}
         for _ in range(self.count("storage count", item_bytes=2 + item_bytes)):
             address = self.new_address(found)

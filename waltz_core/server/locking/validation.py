@@ -82,8 +82,8 @@ def decode_batch(message: AppendBatch, limits: PartitionLimits) -> AppendRows:
     sequence = message.req_id.sequence
     if sequence < 0 or sequence + rows.count - 1 > _SEQUENCE_MAX:
         raise BadRequest(
-            f"append batch: expected sequence numbers of request IDs in 0..{_SEQUENCE_MAX}, "
-            f"found {rows.count} from {sequence} on. Hint: request a new client ID before the "
+            f"append batch: expected sequence numbers in 0..{_SEQUENCE_MAX}, found "
+            f"{sequence}..{sequence + rows.count - 1}. Hint: request a new client ID before the "
             "numbers are used up."
         )
     return rows

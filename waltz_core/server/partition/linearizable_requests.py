@@ -66,7 +66,7 @@ class LinearizableRequests(Generic[RequestT]):
             self.proved_ms = at_ms
 
     def wait_for_proof(self, request: RequestT, now_ms: int) -> list[ProveMark]:
-        """Let a request wait for a proof that begins now or later; return the proof to request."""
+        """Queue a request until a proof that starts now or later; return a proof to start."""
         self._waiting.append(request)
         return self._begin(now_ms)
 

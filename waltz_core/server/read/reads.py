@@ -666,7 +666,8 @@ def _check_range(message: RangeBytes, key: _FetchKey) -> _RangeRecords:
         bad = raw_records.first_gap(message.records, lengths, first)
     if bad is not None:
         raise ChecksumMismatch(
-            f"range from a storage: transaction {first + bad} is damaged or has another ID"
+            f"range from a storage: the record at the position of transaction {first + bad} is "
+            "damaged, or is that of another transaction"
         )
     return _RangeRecords(first, reach, form, lengths, message.records, message.lineage)
 
