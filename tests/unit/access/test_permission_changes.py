@@ -143,7 +143,7 @@ def test_the_last_grant_of_replicate_for_a_partition_is_kept():
     def is_checked(after):
         with pytest.raises(
             BadRequest,
-            match="after it, no principal would have the verb `replicate` for partitions",
+            match="no principal would have the verb `replicate` for partitions",
         ):
             changes.check_replicate_remains(old, after, COUNT)
 

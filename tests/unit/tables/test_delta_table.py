@@ -353,7 +353,10 @@ def test_a_type_that_delta_lacks_is_rejected(kind: pa.DataType):
         (["a\x00b"], "Delta does not permit this name"),
         (["__delta_rs_source"], "without the prefix `__delta_rs_`"),
         (["a", "A"], r"more than upper and lower case, found 'a', too\..* Hint: rename the column"),
-        (["_Partition"], "and none of _deleted, _partition, _transaction_id, found '_Partition'"),
+        (
+            ["_Partition"],
+            "found '_partition', too. Reserved names are _deleted, _partition, _transaction_id",
+        ),
     ],
 )
 def test_a_name_that_delta_lacks_is_rejected(names: list[str], message: str):
