@@ -4,13 +4,16 @@ Rules:
     1. Without the setting `traces`, OpenTelemetry is not imported, and an append costs only a
        comparison with None.
     2. Spans go to the tracer provider of the process. Waltz sets up no provider and no exporter.
-    3. A span never changes the outcome of the operation that it describes.
+    3. A span never changes the outcome of the operation that it describes. If a sampler or a
+       processor of the application raises, the span is lost; the first such error is logged.
 """
 
+import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from waltz_core.errors import BadConfig
 
@@ -19,15 +22,24 @@ if TYPE_CHECKING:
 
     from opentelemetry.trace import Span, SpanKind
 
-Attributes = Mapping[str, str | int]
+_log = logging.getLogger(__name__)
 
+Attributes = Mapping[str, str | int]
 # The names of attributes are those of OpenTelemetry's conventions for messaging, where they exist.
 SYSTEM = {"messaging.system": "waltz"}
 PARTITION = "messaging.destination.partition.id"
 ROW_COUNT = "messaging.batch.message_count"
 TRANSACTION = "waltz.transaction_id"
-# The maximum time for which the end of a Spark task waits for the exporter.
-FLUSH_MS = 1_000
+REJECTED_COUNT = "waltz.rejected_count"
+# The maximum time for which the end of a Spark task waits for the exporter, in seconds.
+FLUSH_S: Final = 1.0
+
+
+class TracedOutcome(NamedTuple):
+    """The outcome of an append: its first committed transaction, and how many rows are rejected."""
+
+    first_committed: int | None
+    rejected_count: int
 
 
 class WaltzTracer:
@@ -47,23 +59,43 @@ class WaltzTracer:
             ) from None
         self._trace = trace
         self._tracer = trace.get_tracer("waltz")
+        self._has_failed = False
 
     def follow_append(
-        self, outcome: "asyncio.Future[Any]", partition_id: int, row_count: int
+        self,
+        future: "asyncio.Future[Any]",
+        partition_id: int,
+        row_count: int,
+        outcome_of: Callable[[Any], TracedOutcome],
     ) -> None:
-        """Record a span from now until an append has its outcome, as a child of the caller's."""
-        kind = self._trace.SpanKind.PRODUCER
-        span = self._start("append", partition_id, {ROW_COUNT: row_count}, kind)
-        outcome.add_done_callback(partial(self._end_append, span))
+        """Record a span from now until an append has its outcome, as a child of the caller's.
 
-    def _end_append(self, span: "Span", outcome: "asyncio.Future[Any]") -> None:
-        if outcome.cancelled():
-            span.set_attribute("waltz.cancelled", value=True)
-        elif (error := outcome.exception()) is not None:
-            self._mark_failed(span, error)
-        elif isinstance(result := outcome.result(), int):
-            span.set_attribute(TRANSACTION, result)
-        span.end()
+        `outcome_of` summarizes the result of the future.
+        """
+        kind = self._trace.SpanKind.PRODUCER
+        with self._ignore_errors():
+            span = self._start("append", partition_id, {ROW_COUNT: row_count}, kind)
+            future.add_done_callback(partial(self._end_append, span, outcome_of))
+
+    def _end_append(
+        self,
+        span: "Span",
+        outcome_of: Callable[[Any], TracedOutcome],
+        future: "asyncio.Future[Any]",
+    ) -> None:
+        with self._ignore_errors():
+            if future.cancelled():
+                span.set_attribute("waltz.cancelled", value=True)
+            elif (error := future.exception()) is not None:
+                self._mark_failed(span, error)
+            else:
+                first, rejected_count = outcome_of(future.result())
+                if first is not None:
+                    span.set_attribute(TRANSACTION, first)
+                if rejected_count:
+                    span.set_attribute(REJECTED_COUNT, rejected_count)
+                    span.set_status(self._error_status(f"{rejected_count} rows are rejected"))
+            span.end()
 
     @contextmanager
     def apply_span(
@@ -74,24 +106,55 @@ class WaltzTracer:
         Call the yielded function with the error of a callback.
         """
         kind = self._trace.SpanKind.CONSUMER
-        span = self._start("apply", partition_id, {TRANSACTION: first, ROW_COUNT: row_count}, kind)
-        with self._trace.use_span(span, end_on_exit=True):
+        span: Span | None = None
+        with ExitStack() as current:
+            with self._ignore_errors():
+                attributes = {TRANSACTION: first, ROW_COUNT: row_count}
+                span = self._start("apply", partition_id, attributes, kind)
+                current.enter_context(self._trace.use_span(span))
             yield partial(self._mark_failed, span)
+        with self._ignore_errors():
+            if span is not None:
+                span.end()
 
     @contextmanager
-    def task_span(self, name: str, attributes: Attributes) -> Iterator["Span"]:
-        """Record a span of a Spark task; the exporter has the span when the method returns."""
-        span = self._start(name, None, attributes, self._trace.SpanKind.INTERNAL)
+    def task_span(self, name: str, attributes: Attributes) -> Iterator[dict[str, int]]:
+        """Record a span of a Spark task; set further attributes in the yielded dictionary.
+
+        When the method returns, the exporter has the span, if it answers within `FLUSH_S`.
+        """
+        span: Span | None = None
+        more: dict[str, int] = {}
+        with self._ignore_errors():
+            span = self._start(name, None, attributes, self._trace.SpanKind.INTERNAL)
         try:
-            yield span
+            yield more
         except Exception as error:
             self._mark_failed(span, error)
             raise
         finally:
-            span.end()
-            flush = getattr(self._trace.get_tracer_provider(), "force_flush", None)
-            if flush is not None:  # Spark kills its workers without notice
-                flush(FLUSH_MS)
+            with self._ignore_errors():
+                if span is not None:
+                    span.set_attributes(more)
+                    span.end()
+                    self._flush()
+
+    def _flush(self) -> None:
+        """Export all spans now, because Spark kills its workers without notice.
+
+        The time limit of `force_flush` does not end an export that has begun, so it has a thread.
+        """
+        flush = getattr(self._trace.get_tracer_provider(), "force_flush", None)
+        if flush is not None:
+            thread = threading.Thread(
+                target=self._flush_quietly, args=(flush,), name="waltz-spans", daemon=True
+            )
+            thread.start()
+            thread.join(FLUSH_S)
+
+    def _flush_quietly(self, flush: Callable[[int], object]) -> None:
+        with self._ignore_errors():
+            flush(int(FLUSH_S * 1_000))
 
     def _start(
         self, name: str, partition_id: int | None, attributes: Attributes, kind: "SpanKind"
@@ -102,6 +165,21 @@ class WaltzTracer:
             title, kind=kind, attributes={**SYSTEM, **place, **attributes}
         )
 
-    def _mark_failed(self, span: "Span", error: BaseException) -> None:
-        span.record_exception(error)
-        span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, str(error)))
+    def _mark_failed(self, span: "Span | None", error: BaseException) -> None:
+        with self._ignore_errors():
+            if span is not None:
+                span.record_exception(error)
+                span.set_status(self._error_status(str(error)))
+
+    def _error_status(self, description: str) -> Any:  # noqa: ANN401 - a type of OpenTelemetry
+        return self._trace.Status(self._trace.StatusCode.ERROR, description)
+
+    @contextmanager
+    def _ignore_errors(self) -> Iterator[None]:
+        """Log the first error of the application's sampler or processor; ignore the others."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - rule 3
+            if not self._has_failed:
+                self._has_failed = True
+                _log.warning("client.trace_failed error=%r", error, exc_info=error)

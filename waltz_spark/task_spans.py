@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import pyarrow as pa
 from pyspark import TaskContext
 
+from waltz_core.errors import BadConfig
 from waltz_core.spans import ROW_COUNT, WaltzTracer
 from waltz_core.user_functions import load_function
 
@@ -19,7 +20,11 @@ _HINT = "Hint: install the module on all workers, or distribute it with spark.ad
 
 @functools.cache
 def _tracer_of(name: str) -> WaltzTracer:
-    load_function(name, "option 'traces'", _HINT)()
+    start = load_function(name, "option 'traces'", _HINT)
+    try:
+        start()
+    except Exception as error:
+        raise BadConfig(f"option 'traces': the function {name!r} has failed: {error!r}") from error
     return WaltzTracer()
 
 
@@ -29,7 +34,7 @@ def with_read_span(
     """Return the batches of a read task; record a span of the task if `name` is not None.
 
     Raises:
-        BadConfig: the function with this name, or OpenTelemetry, is not installed.
+        BadConfig: the function or OpenTelemetry is not installed, or the function has failed.
     """
     return batches if name is None else _traced(batches, _tracer_of(name), partition)
 
@@ -37,13 +42,11 @@ def with_read_span(
 def _traced(
     batches: Iterator[pa.RecordBatch], tracer: WaltzTracer, partition: int
 ) -> Iterator[pa.RecordBatch]:
-    row_count = 0
     attributes = {**_spark_attributes(), "waltz.partition": partition}
-    with tracer.task_span("waltz read task", attributes) as span:
+    with tracer.task_span("waltz read task", attributes) as counts:
         for batch in batches:
-            row_count += batch.num_rows
+            counts[ROW_COUNT] = counts.get(ROW_COUNT, 0) + batch.num_rows
             yield batch
-        span.set_attribute(ROW_COUNT, row_count)
 
 
 @contextmanager
@@ -51,15 +54,13 @@ def write_span(name: str | None) -> Iterator[dict[str, int]]:
     """Record a span of a write task if `name` is not None; set its attributes in the yielded dict.
 
     Raises:
-        BadConfig: the function with this name, or OpenTelemetry, is not installed.
+        BadConfig: the function or OpenTelemetry is not installed, or the function has failed.
     """
-    counts: dict[str, int] = {}
     if name is None:
-        yield counts
+        yield {}
         return
-    with _tracer_of(name).task_span("waltz write task", _spark_attributes()) as span:
+    with _tracer_of(name).task_span("waltz write task", _spark_attributes()) as counts:
         yield counts
-        span.set_attributes(counts)
 
 
 def _spark_attributes() -> dict[str, int]:

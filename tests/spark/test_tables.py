@@ -358,7 +358,7 @@ def test_columns_may_be_declared_later_and_others_are_errors(
     for schema, message in (
         ("id long, op string", "column 'value' of the table is not declared"),
         ("id long, op string, value int", "has type bigint in the table, but is declared as int"),
-        ("id long, _partition int", "none of _deleted, _partition, _transaction_id"),
+        ("id long, _partition int", "Reserved names are _deleted, _partition, _transaction_id"),
     ):
         with pytest.raises(BadConfig, match=message):
             waltz_spark.follow(spark, written.connect, **place, schema=schema)

@@ -67,6 +67,46 @@ def test_each_task_of_a_write_and_a_read_has_a_span(
     )
 
 
+BLOCKED = """
+import threading
+from opentelemetry import trace
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+
+
+class Blocked(SpanExporter):
+    def export(self, spans):
+        threading.Event().wait()  # for ever
+
+
+def start():
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(Blocked()))
+    trace.set_tracer_provider(provider)
+
+
+def fail():
+    raise OSError("no collector")
+"""
+
+
+def test_a_blocked_exporter_delays_no_task_and_a_failed_function_is_reported(
+    spark: SparkSession, connect: str, tmp_path: Path
+) -> None:
+    module = tmp_path / f"blocked_export_{tmp_path.parent.name.replace('-', '_')}.py"
+    module.write_text(BLOCKED, encoding="utf-8")
+    spark.sparkContext.addPyFile(str(module))
+    with WaltzClient(connect) as client:
+        client.append(b"row").result(TEST_TIMEOUT_S)
+    reader = spark.read.format("waltz").option("traces", f"{module.stem}:start")
+    assert reader.load(connect).count() > 0  # it does not wait for the exporter
+    failing = spark.read.format("waltz").option("traces", f"{module.stem}:fail")
+    with pytest.raises(
+        Exception, match=r"option 'traces': the function '.*:fail' has failed: OSErr"
+    ):
+        failing.load(connect).collect()
+
+
 def test_a_missing_function_is_reported(spark: SparkSession, connect: str) -> None:
     with WaltzClient(connect) as client:
         client.append(b"row").result(TEST_TIMEOUT_S)

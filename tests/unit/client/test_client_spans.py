@@ -84,7 +84,17 @@ async def test_a_rejected_append_is_an_error_and_a_batch_has_its_number_of_rows(
             [0, 0], [b"a", b"b"], write_locks=none, read_locks=none, append_locks=none
         )
         await (await client.append_batch(0, payload, 2, client_high_water_mark=-1))
-        assert attributes(spans("append")[-1])["messaging.batch.message_count"] == 2
+        batch = attributes(spans("append")[-1])
+        assert batch["messaging.batch.message_count"] == 2
+        assert batch["waltz.transaction_id"] == 1
+        rejected_rows = encode_append(
+            [0, 0], [b"a", b"b"], write_locks=[locks, []], read_locks=none, append_locks=none
+        )
+        await (await client.append_batch(0, rejected_rows, 2, client_high_water_mark=-1))
+        partly = spans("append")[-1]
+        assert partly.status.status_code is trace.StatusCode.ERROR
+        assert attributes(partly)["waltz.rejected_count"] == 1
+        assert attributes(partly)["waltz.transaction_id"] == 3
 
 
 class Applied(AsyncCallbacks):

@@ -38,7 +38,7 @@ from waltz_core.records.record import (
     PartitionId,
     TransactionId,
 )
-from waltz_core.spans import WaltzTracer
+from waltz_core.spans import TracedOutcome, WaltzTracer
 from waltz_core.wire.messages import RowOutcomeCode
 
 # Up to this number, rows are sent as single appends; more rows are cheaper as one Arrow batch.
@@ -316,7 +316,7 @@ class Appends:
         row.added_s = self._loop.time()
         row.flush_group = self._join_flush_group()
         if self._tracer is not None:
-            self._tracer.follow_append(row.future, self._partition_id, 1)
+            self._tracer.follow_append(row.future, self._partition_id, 1, _outcome_of_row)
         self._gathered.append(row)
         self._gathered_bytes += row.size_bytes
         if len(self._gathered) >= self._batch_rows or self._gathered_bytes >= self._batch_bytes:
@@ -340,7 +340,7 @@ class Appends:
         processed_count = 0 if order is None else order.processed_count
         future: asyncio.Future[BatchOutcome] = self._loop.create_future()
         if self._tracer is not None:
-            self._tracer.follow_append(future, self._partition_id, row_count)
+            self._tracer.follow_append(future, self._partition_id, row_count, _outcome_of_batch)
         batch = _BatchSubmission(
             future,
             row_count,
@@ -640,3 +640,17 @@ def _split_rows(rows: list[PendingRow], rows_max: int, bytes_max: int) -> list[l
         parts[-1].append(row)
         size_bytes += row.size_bytes
     return parts
+
+
+def _outcome_of_row(result: TransactionId | RowOutcome) -> TracedOutcome:
+    if not isinstance(result, RowOutcome):
+        return TracedOutcome(result, 0)
+    if result.reason == RowOutcomeCode.COMMITTED:
+        return TracedOutcome(result.transaction_id, 0)
+    return TracedOutcome(None, 1)
+
+
+def _outcome_of_batch(result: BatchOutcome) -> TracedOutcome:
+    committed = result.transaction_ids[result.reasons == RowOutcomeCode.COMMITTED]
+    first = int(committed[0]) if committed.size else None
+    return TracedOutcome(first, len(result.reasons) - committed.size)
