@@ -76,7 +76,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 
 class Blocked(SpanExporter):
     def export(self, spans):
-        threading.Event().wait()  # for ever
+        threading.Event().wait()
 
 
 def start():
