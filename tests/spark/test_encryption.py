@@ -118,7 +118,7 @@ def test_a_table_has_no_row_of_a_payload_that_cannot_be_decrypted(
     reason = r"partition \d+, transaction \d+: the key 'customer-1' does not exist\. Hint: follow"
     for tables in (
         {"table": table, **given},
-        {"table": table, **given, "changes": "changing:pairs"},
+        {"table": table, **given, "changes": "changes_functions:return_pairs"},
         {"tables": {table: waltz_spark.Table(**given)}},
     ):
         with pytest.raises(BadFormat, match=reason):

@@ -24,6 +24,7 @@ from waltz_core.errors import BadConfig, BadRequest
 from waltz_spark.tables.merged_table import MergedDeltaTable
 
 pytestmark = [pytest.mark.spark, pytest.mark.core]
+PAIRS, FAILING = "changes_functions:return_pairs", "changes_functions:raise_key_error"
 with_delta = pytest.mark.skipif(
     not table_libraries.DELTA.jars(), reason=table_libraries.DELTA.missing_reason()
 )
@@ -38,7 +39,7 @@ def test_a_changes_function_in_both_followers_and_in_upsert(
 ) -> None:
     spark.sparkContext.addPyFile(str(ROOT / "tests/changes_functions.py"))
     table = str(tmp_path / "table")
-    call = {"table": table, "key": "id", "changes": "changing:pairs"}
+    call = {"table": table, "key": "id", "changes": PAIRS}
     columns = "id long, op string, value long"
     half = {each: end // 2 for each, end in end_marks(written).items()}
     waltz_spark.follow(
@@ -59,15 +60,15 @@ def test_a_changes_function_in_both_followers_and_in_upsert(
         written.append(client, 21)
     words = ["follow", table, "--connect", written.connect, "--key", "id", "--until", "now"]
     words += [word for each in ("id", "value") for word in ("--column", f"{each}:int64")]
-    words += ["--column", "op:string", "--changes", "changing:pairs"]
+    words += ["--column", "op:string", "--changes", PAIRS]
     done = run_command(*words)
     assert done.returncode == 0, done.stderr
     check_versions(written, table, pair_changes)
     assert read_table(table) == written.replayed(end_marks(written), pair_changes)
-    call |= {"table": str(tmp_path / "other"), "changes": "changing:failing"}
-    with pytest.raises(BadRequest, match=r"changing:failing for transactions from .*KeyError"):
+    call |= {"table": str(tmp_path / "other"), "changes": FAILING}
+    with pytest.raises(BadRequest, match=rf"{FAILING} for transactions from .*KeyError"):
         waltz_spark.follow(spark, written.connect, **call, schema=columns, until="now")
-    with pytest.raises(BadConfig, match="either the changes function changing:failing or rules"):
+    with pytest.raises(BadConfig, match=f"either the changes function {FAILING} or rules"):
         waltz_spark.follow(spark, written.connect, **call, schema=columns, delete_where="op = 'D'")
     with pytest.raises(BadConfig, match="expected a schema of the transactions, found none"):
         waltz_spark.follow(spark, written.connect, **call)
@@ -84,7 +85,10 @@ def test_several_tables_are_read_once_and_continue_after_an_end_between_their_co
     by_rules = waltz_spark.Table(
         "id", columns, [1, DELETE_HEADER], [DELETE_HEADER], delete_where="op = 'D'"
     )
-    tables = {rules: by_rules, pairs: waltz_spark.Table("id", columns, changes="changing:pairs")}
+    tables = {
+        rules: by_rules,
+        pairs: waltz_spark.Table("id", columns, changes=PAIRS),
+    }
 
     def follow_all() -> dict[str, dict[int, int]]:
         return waltz_spark.follow(

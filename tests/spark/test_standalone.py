@@ -114,6 +114,8 @@ def test_executors_that_reach_servers_only_read_and_write(both: Both, tmp_path: 
     if not both.spark.hub.has_own_network:
         pytest.skip("a wall between processes of one machine needs network namespaces")
     with WaltzClient(both.waltz.connect) as client:
+        futures = [client.append(b"row") for _ in range(100)]
+        assert all(future.result(TEST_TIMEOUT_S) >= 0 for future in futures)
         count = sum(mark + 1 for mark in client.high_water_marks(linearizable=True).values())
     ports = both.ports("zookeeper") + both.ports("storage")
     before = both.total("waltz_server_cache_reads_total")
