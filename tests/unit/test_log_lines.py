@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -107,12 +106,11 @@ def test_a_report_has_the_same_fields_in_both_formats(caplog: pytest.LogCaptureF
 
 
 @pytest.fixture
-def output() -> Iterator[logging.Handler]:
-    """Return an output of the root logger."""
+def output(monkeypatch: pytest.MonkeyPatch) -> logging.Handler:
+    """Return the only output of the root logger, so that those of pytest keep their format."""
     made = logging.StreamHandler()
-    logging.getLogger().addHandler(made)
-    yield made
-    logging.getLogger().removeHandler(made)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [made])
+    return made
 
 
 @pytest.mark.parametrize(("name", "first"), [("json", "{"), ("text", "20")])
