@@ -124,7 +124,7 @@ def test_another_session_continues_a_follower_that_ended_before_the_publication(
     def end() -> None:
         raise Killed
 
-    for step in ("after _merge", "after apply"):
+    for step in ("after _merge_into", "after apply"):
         with monkeypatch.context() as patch:
             patch.setattr(
                 MergedIcebergTable, *method_ending_at(step, end, tmp_path, MergedIcebergTable)
@@ -144,7 +144,7 @@ def test_a_driver_that_is_killed_between_the_merge_and_its_publication_continues
     lake: SparkSession, written: WrittenLog, warehouse: Path
 ) -> None:
     table = f"{CATALOG_NAME}.shop.killed"
-    assert run_job(written, table, "after _merge", WAREHOUSE=str(warehouse)) == -9
+    assert run_job(written, table, "after _merge_into", WAREHOUSE=str(warehouse)) == -9
     check_snapshots(lake, written, table)
     assert content(lake, table) == {}
     follow_table(lake, written.connect, table)
