@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 from opentelemetry import trace
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -136,6 +136,50 @@ async def test_the_span_of_applied_transactions_is_the_parent_of_their_callbacks
     callbacks_spans = spans("my callback")
     assert len(callbacks_spans) == 5
     assert {each.parent and each.parent.span_id for each in callbacks_spans} <= parents
+
+
+class FailingProcessor(SpanProcessor):
+    """A processor of an application that raises in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        setattr(self, method, self._fail)
+
+    def _fail(self, *_args: object, **_named: object) -> None:
+        raise RuntimeError("this processor is broken")
+
+
+class Counted(AsyncCallbacks):
+    """Counts transactions, without spans of its own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.is_done = asyncio.Event()
+
+    async def client_high_water_mark(self, partition):
+        return -1
+
+    async def apply_transaction(self, transaction):
+        self.count += 1
+        if self.count == 4:
+            self.is_done.set()
+
+
+@pytest.mark.parametrize("method", ["on_start", "on_end"])
+@run_on_virtual_loop
+async def test_a_processor_that_fails_changes_no_outcome(method, monkeypatch, caplog):
+    provider = TracerProvider()
+    provider.add_span_processor(FailingProcessor(method))
+    monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
+    small_window = replace(TRACED, in_flight_count_max=2)
+    async with memory_cluster() as cluster, cluster.client(small_window).open_during() as client:
+        for row in range(4):
+            assert await (await client.append(b"%d" % row, partition=0)) == row
+        callbacks = Counted()
+        await client.subscribe(callbacks, [0])
+        await callbacks.is_done.wait()
+        assert await client.flush(0) == 3
+    reports = [each for each in caplog.messages if each.startswith("client.trace_failed")]
+    assert reports == ["client.trace_failed error=RuntimeError('this processor is broken')"]
 
 
 @run_on_virtual_loop

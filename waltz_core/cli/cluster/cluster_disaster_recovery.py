@@ -661,8 +661,7 @@ async def _create_znodes(command: ChangeCommand, new: NewCluster) -> None:
             return
     raise BadRequest(
         f"the cluster at {coordinator.connect_string} still has its metadata in ZooKeeper, so "
-        "there is "
-        "nothing to rebuild. Hint: if only a part of the metadata is lost, run `cluster "
+        "there is nothing to rebuild. Hint: if only a part of the metadata is lost, run `cluster "
         "delete` first."
     )
 
