@@ -146,7 +146,19 @@ def load_config(
     for name, each in known.items():
         if each.metadata["example"] and not values.get(name):
             raise BadConfig(_missing_setting_text(config_type, name))
-    return LoadedConfig(config_type(**values), origins)
+    return LoadedConfig(_validated_config(config_type, values, origins), origins)
+
+
+def _validated_config(
+    config_type: type[ConfigT], values: Mapping[str, SettingValue], origins: Mapping[str, str]
+) -> ConfigT:
+    """Create the settings; an error of `validate` gets the source of the setting that it names."""
+    try:
+        return config_type(**values)
+    except BadConfig as error:
+        name, *_ = str(error).removeprefix("setting ").replace(":", " ").split()
+        origin = origins.get(name)
+        raise BadConfig(str(error) if origin is None else f"{origin}, {error}") from None
 
 
 def _read_toml(path: str | os.PathLike[str]) -> dict[str, object]:

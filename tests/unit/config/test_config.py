@@ -148,3 +148,14 @@ def test_a_daemon_waits_for_zookeeper_longer_than_a_client():
     )
     assert {each.zookeeper_connect_timeout_ms for each in daemons} == {60_000}
     assert ClientConfig(connect=CONNECT).zookeeper_connect_timeout_ms == 10_000
+
+
+def test_an_unknown_word_names_its_source(tmp_path):
+    file = tmp_path / "bad.toml"
+    file.write_text('connect = "zk:2181/w"\ndirectory = "/d"\nlog_format = "JSON"\n')
+    wrong = r"setting log_format: expected one of text, json, found 'JSON'"
+    with pytest.raises(BadConfig, match=rf"^{file}, {wrong}$"):
+        load_config(StorageConfig, path=file)
+    variables = {"WALTZ_STORAGE_LOG_FORMAT": "JSON", "WALTZ_STORAGE_CONNECT": "zk:2181/w"}
+    with pytest.raises(BadConfig, match=rf"^environment WALTZ_STORAGE_LOG_FORMAT, {wrong}$"):
+        load_config(StorageConfig, environment={**variables, "WALTZ_STORAGE_DIRECTORY": "/d"})
