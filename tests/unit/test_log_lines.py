@@ -105,18 +105,14 @@ def test_a_report_has_the_same_fields_in_both_formats(caplog: pytest.LogCaptureF
     assert json.loads(JsonFormatter().format(record))["took_ms"] == 9
 
 
-@pytest.fixture
-def output(monkeypatch: pytest.MonkeyPatch) -> logging.Handler:
-    """Return the only output of the root logger, so that those of pytest keep their format."""
-    made = logging.StreamHandler()
-    monkeypatch.setattr(logging.getLogger(), "handlers", [made])
-    return made
-
-
 @pytest.mark.parametrize(("name", "first"), [("json", "{"), ("text", "20")])
 def test_the_setting_changes_the_outputs_of_the_root_logger(
-    output: logging.Handler, name: str, first: str
+    monkeypatch: pytest.MonkeyPatch, name: str, first: str
 ):
+    output = logging.StreamHandler()
+    # NB: not in a fixture: pytest adds outputs of its own before each phase of a test, and other
+    # tests read them as text.
+    monkeypatch.setattr(logging.getLogger(), "handlers", [output])
     set_log_format(name)
     record = logging.LogRecord("x", logging.INFO, "x.py", 1, "x.y a=%s", (1,), None)
     assert output.format(record).startswith(first)
