@@ -10,8 +10,8 @@ from tests.integration.run_storage import KEY, PARTITION_COUNT
 from tests.integration.test_storage_admin import fill
 from tests.integration.test_storage_daemon import config_for, on_loop, serving, session
 from tests.ports import free_port
-from waltz_core.cli import command_connections
-from waltz_core.cli.doctor.doctor_probes import _StorageProbe
+from waltz_core.administration import member_connections
+from waltz_core.administration.cluster_probes import _StorageProbe
 from waltz_core.client.links.storage_admin import admin_connection
 from waltz_core.cluster.change.storage_changes import StorageLayout
 from waltz_core.cluster.znodes.model import ReplicaAssignments
@@ -44,7 +44,7 @@ async def probed(address, admin_port, partitions=CLUSTER.partitions):
         layout=StorageLayout(assigned, {replica: 0}, {replica: admin_port}),
         storage_ids={},
     )
-    command_connections.select_settings()  # an earlier command of this process may have had TLS
+    member_connections.select_settings()  # an earlier command of this process may have had TLS
     return await _StorageProbe(seen, replica, TIMEOUT_S, None).probe()
 
 

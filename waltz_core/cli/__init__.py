@@ -8,7 +8,7 @@ command explains in one sentence, 2 wrong usage, 130 interrupted.
 The folders contain the subcommands of larger groups. `local_command.py`, `zookeeper_command.py`,
 `config_command.py` and `bench_command.py` contain those of small groups. `subcommands.py` and
 `progress.py` adapt click and rich, and `output.py` prints tables or JSON. `daemon_command.py` runs
-daemons, and `change_commands.py` runs commands that change a cluster. `queries.py` sends single
-requests, `command_connections.py` has the TLS settings of these connections, and `http_pages.py`
-reads the HTTP pages of daemons.
+daemons, and `change_commands.py` runs commands that change a cluster. `http_pages.py` reads the
+HTTP pages of daemons. `waltz_core/administration` has the queries and changes themselves, because
+the console of the gateway needs them, too.
 """

@@ -91,14 +91,3 @@ def _draw_table(
     for row in texts:
         table.add_row(*(Text(cell, style=_CELL_STYLES.get(cell, "")) for cell in row))
     Console().print(table)
-
-
-def ranges_of_numbers(numbers: list[int]) -> str:
-    """Return numbers as ranges in the syntax of options, such as "0-6,9"; "-" if none."""
-    parts: list[list[int]] = []
-    for number in sorted(numbers):
-        if parts and parts[-1][-1] + 1 == number:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ",".join("-".join(map(str, part)) for part in parts) or "-"

@@ -69,10 +69,10 @@ class Subcommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> int:
         """Run the subcommand, in an event loop if it is a coroutine; return the exit code."""
-        from waltz_core.cli import command_connections  # noqa: PLC0415 - help needs no sockets
+        from waltz_core.administration import member_connections  # noqa: PLC0415 - help needs no sockets
         from waltz_core.transport import net  # noqa: PLC0415 - as above
 
-        command_connections.select_settings(
+        member_connections.select_settings(
             tls=ctx.params.get("tls"), connect=ctx.params.get("connect")
         )
         result = super().invoke(ctx)

@@ -1,7 +1,7 @@
 """The output of `check-connectivity` and `server list`."""
 
 from waltz_core.cli.cluster.cluster_connectivity import THIS_COMMAND, connection_checks_of_server
-from waltz_core.cli.output import ranges_of_numbers
+from waltz_core.cluster.change.replica_steps import ranges_of_numbers
 
 A, B, C = "a:1", "b:1", "c:1"
 

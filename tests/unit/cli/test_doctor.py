@@ -10,8 +10,9 @@ import pytest
 
 from tests.certificates import create_certificates
 from tests.unit.ops.test_diagnosis import ONE, A, B, healthy
+from waltz_core.administration import lasting_findings
+from waltz_core.administration.cluster_probes import _ProbeCounter, gather_facts, zookeeper_mode
 from waltz_core.cli.doctor import doctor_command
-from waltz_core.cli.doctor.doctor_probes import _ProbeCounter, gather_facts, zookeeper_mode
 from waltz_core.cli.main import main
 from waltz_core.ops.diagnosis import diagnose
 from waltz_core.ops.facts import Facts
@@ -22,7 +23,7 @@ CONNECT = "127.0.0.1:1/waltz/none"
 @pytest.fixture
 def gathered(monkeypatch, tmp_path):
     """Let the doctor receive these facts, one after the other; the last one stays."""
-    monkeypatch.setattr(doctor_command, "RECHECK_INTERVAL_S", 0.0)
+    monkeypatch.setattr(lasting_findings, "RECHECK_INTERVAL_S", 0.0)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("WALTZ_CONNECT", raising=False)
     facts = [healthy()]
@@ -31,7 +32,7 @@ def gathered(monkeypatch, tmp_path):
         assert connect == CONNECT
         return facts.pop(0) if len(facts) > 1 else facts[0]
 
-    monkeypatch.setattr(doctor_command, "gather_facts", gather_next)
+    monkeypatch.setattr(lasting_findings, "gather_facts", gather_next)
     return facts
 
 

@@ -4,11 +4,8 @@ import struct
 
 import pytest
 
-from waltz_core.cli.storage.storage_views import (
-    _replica_row,
-    damaged_record_count,
-    replica_state_text,
-)
+from waltz_core.administration.member_queries import damaged_record_count
+from waltz_core.cli.storage.storage_views import _replica_row, replica_state_text
 from waltz_core.wire.admin_messages import ReplicaResponse
 
 LONG = 1 << 40  # more than an int32 has room for

@@ -26,8 +26,9 @@ from typing import Any, Final, TypeAlias
 from waltz_core.access.client_ids import CLIENT_KEY_BYTES
 from waltz_core.access.permission_changes import check_replicate_remains
 from waltz_core.access.permissions import Permissions
+from waltz_core.administration.change_run import now_ms
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import audit_change, now_ms, open_command_session, user_and_host
+from waltz_core.cli.change_commands import audit_change, open_command_session, user_and_host
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import SubcommandFunction

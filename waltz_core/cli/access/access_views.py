@@ -10,10 +10,11 @@ from waltz_core.access.grants import Grants
 from waltz_core.access.permission_changes import Grantee, format_ranges
 from waltz_core.access.permissions import Permissions, PrincipalLimits
 from waltz_core.access.requirements import AccessVerb, Requirement, Scope
+from waltz_core.administration.change_run import now_ms
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_change import read_revision_use, revision_use_lines
 from waltz_core.cli.access.access_export import revision_json
-from waltz_core.cli.change_commands import now_ms, open_command_session
+from waltz_core.cli.change_commands import open_command_session
 from waltz_core.cli.output import print_error, print_json, print_result, print_table, time_text
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import BadConfig

@@ -11,8 +11,9 @@ from typing import Final
 
 import click
 
+from waltz_core.administration.change_run import time_limit
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import audit_change, open_command_session, time_limit
+from waltz_core.cli.change_commands import audit_change, open_command_session
 from waltz_core.cli.output import print_error, print_json, print_result
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client import AsyncWaltzClient

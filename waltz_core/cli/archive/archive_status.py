@@ -103,7 +103,7 @@ status.help_details = (
 
 async def _query_cluster(coordinator: Coordinator) -> ClusterFacts:
     """Query all processes of the cluster, as the doctor does."""
-    from waltz_core.cli.doctor.doctor_probes import query_cluster  # noqa: PLC0415 - loads Arrow
+    from waltz_core.administration.cluster_probes import query_cluster  # noqa: PLC0415 - loads Arrow
 
     with ProgressLine() as line:
         return await query_cluster(coordinator, timeout_s=ANSWER_TIMEOUT_S, on_progress=line.show)

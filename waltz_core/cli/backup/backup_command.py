@@ -8,12 +8,13 @@ from functools import partial
 
 import click
 
+from waltz_core.administration.change_run import time_limit
 from waltz_core.archive.saved_manifest import SavedManifest
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.archive.archive_status import archive_option, query_archive_url
 from waltz_core.cli.backup.backup_files import BackupLocation
-from waltz_core.cli.change_commands import open_command_session, time_limit
+from waltz_core.cli.change_commands import open_command_session
 from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.subcommands import subcommand

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import click
 
+from waltz_core.administration.change_run import ChangeResult
 from waltz_core.archive.pins import pin_objects
 from waltz_core.archive.restored_manifest import RestoredRange
 from waltz_core.archive.store import ArchiveStore
 from waltz_core.cli.access.access_change import new_client_key
 from waltz_core.cli.access.access_export import describe_permissions, revision_json
 from waltz_core.cli.backup.backup_files import BackupLocation
-from waltz_core.cli.change_commands import ChangeCommand, ChangeResult, change_command
+from waltz_core.cli.change_commands import ChangeCommand, change_command
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.change.backup import Backup, PartitionBackup
 from waltz_core.cluster.change.creation import NewCluster, NewStorage

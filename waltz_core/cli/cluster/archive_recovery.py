@@ -73,7 +73,7 @@ async def reported_archive_url(coordinator: Coordinator, show: ShowProgress) -> 
     Raises:
         BadConfig: the storages report different URLs.
     """
-    from waltz_core.cli.doctor.doctor_probes import query_cluster  # noqa: PLC0415 - loads Arrow
+    from waltz_core.administration.cluster_probes import query_cluster  # noqa: PLC0415 - loads Arrow
 
     facts = await query_cluster(
         coordinator, timeout_s=ANSWER_TIMEOUT_S, on_progress=lambda _done, _count, what: show(what)

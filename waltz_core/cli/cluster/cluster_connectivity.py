@@ -8,11 +8,11 @@ import asyncio
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from waltz_core.administration.member_queries import query_server
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import open_command_session
 from waltz_core.cli.output import print_json, print_table
 from waltz_core.cli.progress import ProgressLine
-from waltz_core.cli.queries import query_server
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.errors import WaltzError
 from waltz_core.wire.messages import CheckConnectivityRequest, CheckConnectivityResponse

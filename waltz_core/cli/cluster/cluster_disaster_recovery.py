@@ -17,17 +17,12 @@ from uuid import UUID
 import click
 
 from waltz_core.access.permissions import Permissions
+from waltz_core.administration.change_run import ChangeResult, now_ms
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.access.access_change import new_client_key
 from waltz_core.cli.access.access_export import describe_permissions, read_export
 from waltz_core.cli.archive.archive_status import archive_option
-from waltz_core.cli.change_commands import (
-    ChangeCommand,
-    ChangeResult,
-    change_command,
-    now_ms,
-    user_and_host,
-)
+from waltz_core.cli.change_commands import ChangeCommand, change_command, user_and_host
 from waltz_core.cli.cluster.archive_recovery import (
     ArchiveRecovery,
     RecoveredLog,

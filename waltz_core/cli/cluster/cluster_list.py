@@ -4,16 +4,16 @@ import asyncio
 
 import click
 
+from waltz_core.administration.change_run import ChangeResult
+from waltz_core.administration.member_queries import is_answering
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.change_commands import (
     ChangeCommand,
-    ChangeResult,
     change_command,
     open_command_session,
     with_cluster_argument,
 )
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
-from waltz_core.cli.queries import is_answering
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.errors import BadConfig, BadRequest, WaltzError

@@ -1,30 +1,11 @@
 """`waltz-core cluster prefer | unprefer | audit`: preferred partitions, and the audit log."""
 
-import asyncio
-from collections.abc import Sequence
-
+from waltz_core.administration import preference_changes
+from waltz_core.administration.change_run import ChangeResult
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import (
-    ChangeCommand,
-    ChangeResult,
-    change_command,
-    open_command_session,
-)
+from waltz_core.cli.change_commands import ChangeCommand, change_command, open_command_session
 from waltz_core.cli.output import print_json, print_table, time_text
-from waltz_core.cli.queries import query_server
 from waltz_core.cli.subcommands import subcommand
-from waltz_core.cluster.change.replica_steps import parse_partitions
-from waltz_core.cluster.membership.registration import ServersView
-from waltz_core.errors import BadConfig, Unavailable, WaltzError
-from waltz_core.records.record import PartitionId
-from waltz_core.wire.messages import (
-    AddPreferredRequest,
-    AddPreferredResponse,
-    PartitionsHealthRequest,
-    PartitionsHealthResponse,
-    RemovePreferredRequest,
-    RemovePreferredResponse,
-)
 
 POLL_INTERVAL_S = 0.1
 
@@ -38,9 +19,7 @@ POLL_INTERVAL_S = 0.1
 @change_command()
 async def prefer(command: ChangeCommand, *, partitions: str, server: str) -> ChangeResult:
     """Make a server the preferred owner of partitions."""
-    return await _change_preference(
-        command, partitions, server, (AddPreferredRequest, AddPreferredResponse)
-    )
+    return await preference_changes.prefer(command, partitions=partitions, server=server)
 
 
 @subcommand
@@ -49,77 +28,10 @@ async def prefer(command: ChangeCommand, *, partitions: str, server: str) -> Cha
 @change_command()
 async def unprefer(command: ChangeCommand, *, partitions: str, server: str) -> ChangeResult:
     """Remove a server's preference for partitions."""
-    return await _change_preference(
-        command, partitions, server, (RemovePreferredRequest, RemovePreferredResponse)
-    )
+    return await preference_changes.unprefer(command, partitions=partitions, server=server)
 
 
 add_preferred_partition, remove_preferred_partition = prefer, unprefer
-
-
-async def _change_preference(
-    command: ChangeCommand,
-    chosen: str,
-    address: str,
-    message_types: tuple[
-        type[AddPreferredRequest | RemovePreferredRequest],
-        type[AddPreferredResponse | RemovePreferredResponse],
-    ],
-) -> ChangeResult:
-    coordinator, (request, response) = command.coordinator, message_types
-    count = (await coordinator.read_cluster()).params.partition_count
-    partitions = parse_partitions(chosen, count)
-    view = await coordinator.read_servers()
-    if address not in [each.address for each in view.servers.values()]:
-        names = ", ".join(each.address for each in view.servers.values()) or "none"
-        raise BadConfig(f"no server is registered at {address}; registered servers: {names}")
-    command.report_wait(f"the server at {address}")
-    answer = await query_server(address, response, lambda req_id: request(req_id, partitions))
-    if not answer.is_done:
-        raise Unavailable(
-            f"the server at {address} has not made the change for partitions {partitions}. Hint: "
-            "read its log, then run the command again."
-        )
-    view = await _wait_until_open(command, partitions)
-    owned = sorted(
-        partition_id
-        for partition_id, owner in view.owners.items()
-        if view.servers[owner.server_id].address == address
-    )
-    return {
-        "server": address,
-        "owns": owned,
-        "summary": f"server {address} owns partitions {', '.join(map(str, owned)) or 'none'}",
-    }
-
-
-async def _wait_until_open(
-    command: ChangeCommand, partitions: Sequence[PartitionId]
-) -> ServersView:
-    """Wait until the owners of the partitions have opened them; return the servers."""
-    while True:
-        view = await command.coordinator.read_servers()
-        owners = {each: view.owners[each].server_id for each in partitions if each in view.owners}
-        queried = {
-            key: await _query_open_partitions(view.servers[key].address)
-            for key in set(owners.values())
-        }
-        is_open = [each for each, key in owners.items() if each in queried[key]]
-        if view.is_settled and len(is_open) == len(partitions):
-            return view
-        waits = ", ".join(str(each) for each in partitions if each not in is_open) or "all"
-        what = f"the servers to open these partitions: {waits}"
-        command.report_wait(what, len(is_open), len(partitions))
-        await asyncio.sleep(POLL_INTERVAL_S)
-
-
-async def _query_open_partitions(address: str) -> set[int]:
-    """Return the partitions for which a server has an open store session."""
-    try:
-        response = await query_server(address, PartitionsHealthResponse, PartitionsHealthRequest)
-    except WaltzError:  # the server has just exited; the next check queries its successor
-        return set()
-    return {partition for partition, is_healthy in response.healthy if is_healthy}
 
 
 # --- audit

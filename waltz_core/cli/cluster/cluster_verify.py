@@ -33,7 +33,7 @@ ANSWER_TIMEOUT_S: Final = 10.0
 @options.json_option
 async def verify(*, partitions: str, by_partition: bool, connect: str, as_json: bool) -> int:
     """Run seven checks of each partition; exit code 1 if one fails."""
-    from waltz_core.cli.doctor.doctor_probes import query_cluster  # noqa: PLC0415 - loads Arrow
+    from waltz_core.administration.cluster_probes import query_cluster  # noqa: PLC0415 - loads Arrow
 
     async with open_command_session(connect) as coordinator:
         count = (await coordinator.read_cluster()).params.partition_count

@@ -4,36 +4,29 @@
 
 Rules:
     1. The doctor changes nothing, and it terminates: each query has a timeout.
-    2. If a check finds no problem, the doctor reports none. Otherwise it reports the problems that
-       two successive checks have in common. So it omits temporary problems (a partition that moves,
-       a replica that catches up). If the problems differ at each of `CHECKS_MAX` checks, it reports
-       those of the last check: a partition whose owner changes all the time is not healthy.
+    2. It omits temporary problems (`administration/lasting_findings.py`).
     3. Exit code 0: no problem; 1: problems, or no process could be queried.
 """
 
-import asyncio
 from pathlib import Path
 from typing import Final
 
 import click
 
-from waltz_core.cli import command_connections
+from waltz_core.administration import member_connections
+from waltz_core.administration.lasting_findings import RECHECK_INTERVAL_S, lasting_findings
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.doctor.doctor_probes import find_local_cluster, gather_facts
 from waltz_core.cli.output import print_json, print_result
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.config.declarations import LocalConfig
 from waltz_core.errors import BadConfig
 from waltz_core.local import LocalCluster
-from waltz_core.ops.diagnosis import cluster_summary, diagnose
-from waltz_core.ops.facts import Facts, ServerFacts
+from waltz_core.ops.diagnosis import cluster_summary
+from waltz_core.ops.facts import Facts, LocalFacts, MemberFacts, ServerFacts
 from waltz_core.ops.findings import FINDING_KINDS, Finding
 from waltz_core.records.record import PartitionId
 
 ANSWER_TIMEOUT_S: Final = 3.0
-# Enough time to open a session or to move a partition in a healthy cluster.
-RECHECK_INTERVAL_S: Final = 1.5
-CHECKS_MAX: Final = 5
 NOT_MEASURED: Final = (
     "the clocks of ZooKeeper servers, which ZooKeeper does not report",
     "the clocks of servers, except that commit times in the future are found",
@@ -72,9 +65,11 @@ async def doctor(*, connect: str | None, directory: Path, timeout_s: float, as_j
     if timeout_s <= 0:
         raise BadConfig(f"--timeout-s: expected a number above 0, found {timeout_s:g}")
     connect, local = _find_cluster(connect, directory)
-    command_connections.use_settings_of(connect)
-    command_connections.ssl_context()  # raises BadConfig for the files of ?tls= before any query
-    facts, found = await _stable_findings(connect, local, timeout_s=timeout_s)
+    member_connections.use_settings_of(connect)
+    member_connections.ssl_context()  # raises BadConfig for the files of ?tls= before any query
+    facts, found = await lasting_findings(
+        connect, timeout_s=timeout_s, local=None if local is None else _local_facts(local)
+    )
     if as_json:
         print_json(findings_json(facts, found))
     else:
@@ -92,6 +87,20 @@ doctor.help_details = (
 )
 
 
+def find_local_cluster(directory: Path) -> LocalCluster | None:
+    """Return the local cluster in a directory, or None if there is none."""
+    found = LocalCluster(directory)
+    return found if found.exists() else None
+
+
+def _local_facts(local: LocalCluster) -> LocalFacts:
+    members = [
+        MemberFacts(each.name, f"{local.host}:{each.port}", each.state, each.pid, each.admin_port)
+        for each in local.members
+    ]
+    return LocalFacts(str(local.directory), tuple(members))
+
+
 def _find_cluster(connect: str | None, directory: Path) -> tuple[str, LocalCluster | None]:
     """Return the connect string, and the local cluster if it runs on this machine."""
     local = find_local_cluster(directory)
@@ -103,25 +112,6 @@ def _find_cluster(connect: str | None, directory: Path) -> tuple[str, LocalClust
             )
         return local.connect, local
     return connect, local if local and local.connect == connect else None
-
-
-async def _stable_findings(
-    connect: str, local: LocalCluster | None, *, timeout_s: float
-) -> tuple[Facts, list[Finding]]:
-    """Check repeatedly; return the facts, and the findings that are not temporary (rule 2)."""
-    facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
-    found = diagnose(facts)
-    for _ in range(CHECKS_MAX - 1):
-        if not found:
-            break
-        known = {each.key for each in found}
-        await asyncio.sleep(RECHECK_INTERVAL_S)
-        facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
-        found = diagnose(facts)
-        lasting = [each for each in found if each.key in known]
-        if lasting:
-            return facts, lasting
-    return facts, found
 
 
 def findings_text(facts: Facts, found: list[Finding]) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from waltz_core.cli import command_connections
+from waltz_core.administration import member_connections
 from waltz_core.cluster.change.rebuilding import NO_IDS, MaximumIds, ReportedLog
 from waltz_core.errors import RemoteProtocolError, Unreachable, WaltzError, error_from_code
 from waltz_core.records.record import (
@@ -79,7 +79,7 @@ class OwnerConnection:
     @staticmethod
     async def open(address: ReplicaId, expected: ExpectedCluster) -> "OwnerConnection":
         """Connect; raises Unreachable, or ClusterKeyMismatch for a storage of another cluster."""
-        link = await command_connections.dial(
+        link = await member_connections.dial(
             WireProtocol.STORAGE, address, timeout_s=DIAL_TIMEOUT_S
         )
         made = OwnerConnection(address, link, expected)

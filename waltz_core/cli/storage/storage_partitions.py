@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 import click
 
-from waltz_core.cli import command_connections
+from waltz_core.administration import member_connections
 from waltz_core.cli import shared_options as options
 from waltz_core.cli.output import print_error, print_json, print_result, print_table
 from waltz_core.cli.progress import ProgressLine
@@ -75,7 +75,7 @@ async def _change_partitions(
     try:
         async with (
             audit_storage_change(where),
-            admin_connection(target.admin_address, ssl=command_connections.ssl_context()) as admin,
+            admin_connection(target.admin_address, ssl=member_connections.ssl_context()) as admin,
         ):
             for partition in chosen:
                 await change(admin, partition)
@@ -217,10 +217,10 @@ async def recover_partition(
     async with (
         audit_storage_change(where),
         admin_connection(
-            source_target.admin_address, ssl=command_connections.ssl_context()
+            source_target.admin_address, ssl=member_connections.ssl_context()
         ) as source_admin,
         admin_connection(
-            target.admin_address, ssl=command_connections.ssl_context()
+            target.admin_address, ssl=member_connections.ssl_context()
         ) as target_admin,
     ):
         with ProgressLine() as line:
@@ -288,7 +288,7 @@ async def sync_partitions(where: StorageChoice) -> int:
                 wanted = facts.assignments.partitions.get(ReplicaId(str(target)), ())
                 try:
                     async with admin_connection(
-                        target.admin_address, ssl=command_connections.ssl_context()
+                        target.admin_address, ssl=member_connections.ssl_context()
                     ) as admin:
                         rows += await _sync_storage(admin, target, [int(each) for each in wanted])
                 except WaltzError as error:

@@ -8,9 +8,10 @@ from typing import Final
 
 import click
 
-from waltz_core.cli import command_connections
+from waltz_core.administration import member_connections
+from waltz_core.administration.change_run import time_limit
+from waltz_core.administration.member_queries import damaged_record_count
 from waltz_core.cli import shared_options as options
-from waltz_core.cli.change_commands import time_limit
 from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.progress import ProgressLine
 from waltz_core.cli.storage.storage_target import (
@@ -20,7 +21,6 @@ from waltz_core.cli.storage.storage_target import (
     partitions_option,
     with_storage_options,
 )
-from waltz_core.cli.storage.storage_views import damaged_record_count
 from waltz_core.cli.subcommands import subcommand
 from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
 from waltz_core.errors import BadRequest
@@ -49,7 +49,7 @@ async def scrub(where: StorageChoice, *, partitions: str, status: bool, timeout_
         line.show(0, len(chosen), f"waiting for {target} to answer")
         async with (
             time_limit(timeout_s, lambda: line.awaited, hint=_CONTINUE_HINT),
-            admin_connection(target.admin_address, ssl=command_connections.ssl_context()) as admin,
+            admin_connection(target.admin_address, ssl=member_connections.ssl_context()) as admin,
         ):
             if not admin.is_current:
                 raise BadRequest(

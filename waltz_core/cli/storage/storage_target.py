@@ -60,7 +60,7 @@ class StorageChoice(NamedTuple):
     as_json: bool
     wait_s: float = options.CONNECT_TIMEOUT_S
     admin: str | None = None
-    tls: str | None = None  # for `command_connections`
+    tls: str | None = None  # for `member_connections`
 
     @property
     def cluster_connect(self) -> str | None:

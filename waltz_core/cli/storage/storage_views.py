@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from waltz_core.cli import command_connections
+from waltz_core.administration import member_connections
+from waltz_core.administration.member_queries import damaged_record_count
 from waltz_core.cli.output import print_error, print_json, print_table
 from waltz_core.cli.storage.storage_target import (
     ClusterStorages,
@@ -61,7 +62,7 @@ async def list_command(where: StorageChoice) -> int:
     for target in await find_storages(where):
         try:
             async with admin_connection(
-                target.admin_address, ssl=command_connections.ssl_context()
+                target.admin_address, ssl=member_connections.ssl_context()
             ) as admin:
                 rows += await _replica_rows(admin, str(target))
         except WaltzError as error:
@@ -121,13 +122,6 @@ def replica_state_text(replica: ReplicaResponse) -> str:
     return ", ".join(words)
 
 
-def damaged_record_count(replica: ReplicaResponse) -> int:
-    """Return the number of records that the replica cannot read."""
-    pairs = memoryview(replica.damaged)
-    ids = [int.from_bytes(pairs[at : at + 8], "big") for at in range(0, len(pairs), 8)]
-    return sum(last - first + 1 for first, last in zip(ids[::2], ids[1::2], strict=True))
-
-
 # ---------------------------------------------------------------------------------------------
 # validate
 
@@ -160,7 +154,7 @@ async def validate(where: StorageChoice) -> int:
 async def _data_port_problem(address: str) -> str | None:
     """Return the error of a connection to a data port; None if it works."""
     try:
-        link = await command_connections.dial(WireProtocol.STORAGE, address)
+        link = await member_connections.dial(WireProtocol.STORAGE, address)
     except WaltzError as error:
         return str(error)
     link.close("done")
@@ -173,7 +167,7 @@ async def _admin_port_problem(facts: ClusterStorages, target: StorageTarget) -> 
     store = facts.view.store
     try:
         async with admin_connection(
-            target.admin_address, ssl=command_connections.ssl_context()
+            target.admin_address, ssl=member_connections.ssl_context()
         ) as admin:
             await admin.request(Done, CheckCluster, store.cluster_key.bytes, store.partition_count)
             if admin.is_current:
@@ -203,7 +197,7 @@ async def max_transaction_id(where: StorageChoice, *, partitions: str) -> int:
     target = await find_one_storage(where)
     found: dict[int, int] = {}
     async with admin_connection(
-        target.admin_address, ssl=command_connections.ssl_context()
+        target.admin_address, ssl=member_connections.ssl_context()
     ) as admin:
         for partition in chosen:
             replica = await admin.request(ReplicaResponse, ReplicaRequest, partition)

@@ -482,3 +482,14 @@ def parse_partitions(text: str, partition_count: int) -> tuple[PartitionId, ...]
             raise errors.BadConfig(f"{expected}; found {where}")
         found.update(dict.fromkeys(numbers))
     return tuple(map(PartitionId, found))
+
+
+def ranges_of_numbers(numbers: list[int]) -> str:
+    """Return numbers as ranges in the syntax of options, such as "0-6,9"; "-" if none."""
+    parts: list[list[int]] = []
+    for number in sorted(numbers):
+        if parts and parts[-1][-1] + 1 == number:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts) or "-"

@@ -8,7 +8,8 @@ import pytest
 from tests.cluster_contract import CLUSTER_KEY
 from tests.loops import run_on_virtual_loop
 from waltz_core import errors
-from waltz_core.cli.change_commands import OUTCOME_INTERRUPTED, audit_change, time_limit
+from waltz_core.administration.change_run import OUTCOME_INTERRUPTED, time_limit
+from waltz_core.cli.change_commands import audit_change
 from waltz_core.cluster.change.audit import OUTCOME_BEGUN, OUTCOME_DONE
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper

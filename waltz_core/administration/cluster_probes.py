@@ -1,12 +1,13 @@
-"""Collects the facts of the doctor: queries ZooKeeper, servers, storages and this machine.
+"""Collects the facts about a cluster: queries ZooKeeper, servers and storages.
 
 `ops/diagnosis.py` evaluates the answers.
 
 Rules:
     1. Each query has a timeout, and independent queries run concurrently.
-    2. For a process that does not answer, the doctor waits one timeout, or two, and sends no
+    2. For a process that does not answer, the probe waits one timeout, or two, and sends no
        further queries.
     3. Queries change nothing. They do not raise errors: an error is part of the facts.
+    4. Connections use the settings of `member_connections.py`.
 """
 
 import asyncio
@@ -15,11 +16,10 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeAlias, TypedDict, TypeVar
 
-from waltz_core.cli import command_connections
-from waltz_core.cli.storage.storage_views import damaged_record_count
+from waltz_core.administration import member_connections
+from waltz_core.administration.member_queries import damaged_record_count
 from waltz_core.client.links.connections import ServerLink, ServerLinks
 from waltz_core.client.links.storage_admin import StorageAdmin, admin_connection
 from waltz_core.cluster.change import replica_steps
@@ -37,14 +37,12 @@ from waltz_core.errors import (
     Unavailable,
     WaltzError,
 )
-from waltz_core.local import LocalCluster
 from waltz_core.ops.facts import (
     ArchiveFacts,
     ClusterFacts,
     DiskFacts,
     Facts,
     LocalFacts,
-    MemberFacts,
     PartitionFacts,
     ReplicaFacts,
     ServerFacts,
@@ -118,30 +116,14 @@ def _ignore_progress(_done_count: int, _count: int, _what: str) -> None:
     """Ignore the progress of queries."""
 
 
-async def gather_facts(connect: str, *, timeout_s: float, local: LocalCluster | None) -> Facts:
+async def gather_facts(connect: str, *, timeout_s: float, local: LocalFacts | None = None) -> Facts:
     """Query all processes; raises BadConfig if the connect string is not valid."""
     place = parse_connect_string(connect)
-    found = Facts(connect, local=None if local is None else _local_facts(local))
+    found = Facts(connect, local=local)
     async with asyncio.TaskGroup() as tasks:
-        zookeepers = [
-            tasks.create_task(_query_zookeeper_server(each, timeout_s)) for each in place.hosts
-        ]
+        zookeepers = tasks.create_task(query_zookeeper_servers(place, timeout_s))
         cluster = tasks.create_task(_gather_cluster_facts(place, found, timeout_s))
-    return replace(await cluster, zookeeper_servers=tuple([await each for each in zookeepers]))
-
-
-def find_local_cluster(directory: Path) -> LocalCluster | None:
-    """Return the local cluster in a directory, or None if there is none."""
-    found = LocalCluster(directory)
-    return found if found.exists() else None
-
-
-def _local_facts(local: LocalCluster) -> LocalFacts:
-    members = [
-        MemberFacts(each.name, f"{local.host}:{each.port}", each.state, each.pid, each.admin_port)
-        for each in local.members
-    ]
-    return LocalFacts(str(local.directory), tuple(members))
+    return replace(await cluster, zookeeper_servers=await zookeepers)
 
 
 async def _query_concurrently(
@@ -209,6 +191,17 @@ def _short_error_text(error: Exception, address: str) -> str:
 # --- ZooKeeper
 
 
+async def query_zookeeper_servers(
+    place: ConnectString, timeout_s: float
+) -> tuple[ZooKeeperServerFacts, ...]:
+    """Query the ZooKeeper servers of a connect string concurrently."""
+    return tuple(
+        await _query_concurrently(
+            place.hosts, lambda each: _query_zookeeper_server(each, timeout_s)
+        )
+    )
+
+
 async def _query_zookeeper_server(address: str, timeout_s: float) -> ZooKeeperServerFacts:
     """Query one ZooKeeper server with its command `srvr`."""
     host, port = net.split_address(address)
@@ -247,7 +240,7 @@ async def _gather_cluster_facts(place: ConnectString, found: Facts, timeout_s: f
         async with zookeeper_session.open_session(
             place, connect_timeout_ms=timeout_ms, request_timeout_ms=timeout_ms
         ) as coordinator:
-            snapshot = await _ClusterSnapshot.read(coordinator)
+            snapshot = await ClusterSnapshot.read(coordinator)
     except ClusterNotFound:
         return replace(found, is_cluster_missing=True)
     except Unavailable as error:
@@ -261,7 +254,7 @@ async def query_cluster(
     coordinator: Coordinator, *, timeout_s: float, on_progress: ProbeProgress
 ) -> ClusterFacts:
     """Query the processes of one cluster; call `on_progress` for each process that answers."""
-    return await (await _ClusterSnapshot.read(coordinator)).probe(timeout_s, None, on_progress)
+    return await (await ClusterSnapshot.read(coordinator)).probe(timeout_s, None, on_progress)
 
 
 class _ProbeCounter:
@@ -283,7 +276,7 @@ class _ProbeCounter:
         return answer
 
 
-class _ClusterSnapshot:
+class ClusterSnapshot:
     """The state of a cluster in ZooKeeper: it determines the processes to query."""
 
     def __init__(
@@ -302,12 +295,13 @@ class _ClusterSnapshot:
         self.assigned_replicas = replica_steps.placement_of(layout.assignment, self.partition_count)
 
     @staticmethod
-    async def read(coordinator: Coordinator) -> "_ClusterSnapshot":
+    async def read(coordinator: Coordinator) -> "ClusterSnapshot":
+        """Read the state of the cluster from ZooKeeper."""
         view = await coordinator.read_cluster()
         ids = await coordinator.read_storage_ids()
         numbers = map(PartitionId, range(view.params.partition_count))
         servers = await coordinator.read_servers()
-        return _ClusterSnapshot(
+        return ClusterSnapshot(
             view,
             servers,
             await coordinator.storages.read_layout(),
@@ -319,10 +313,15 @@ class _ClusterSnapshot:
     async def probe(
         self,
         timeout_s: float,
-        local: LocalFacts | None,
+        local: LocalFacts | None = None,
         on_progress: ProbeProgress = _ignore_progress,
+        *,
+        reads_logs: bool = True,
     ) -> ClusterFacts:
-        """Query the servers and storages of the cluster concurrently."""
+        """Query the servers and storages of the cluster concurrently.
+
+        Without `reads_logs`, storages read no records, and logs that do not answer are not found.
+        """
         servers = self.servers.servers
         counter = _ProbeCounter(on_progress)
         async with asyncio.TaskGroup() as tasks:
@@ -337,7 +336,8 @@ class _ClusterSnapshot:
             storages = [
                 tasks.create_task(
                     counter.track(
-                        f"storage {each}", _StorageProbe(self, each, timeout_s, local).probe()
+                        f"storage {each}",
+                        _StorageProbe(self, each, timeout_s, local, reads_logs=reads_logs).probe(),
                     )
                 )
                 for each in self.layout.assignment.partitions
@@ -380,7 +380,7 @@ class _PartitionAnswers(NamedTuple):
 class _ServerProbe:
     """Sends the queries of the doctor to one server."""
 
-    def __init__(self, snapshot: _ClusterSnapshot, server_id: int, timeout_s: float) -> None:
+    def __init__(self, snapshot: ClusterSnapshot, server_id: int, timeout_s: float) -> None:
         servers = snapshot.servers.servers
         number, descriptor = next(each for each in servers.items() if each[0] == server_id)
         blames = {
@@ -411,7 +411,7 @@ class _ServerProbe:
             dial_timeout_s=self._timeout_s,
             late_answers_s=0.0,
             silent=None,
-            ssl=command_connections.ssl_context(),
+            ssl=member_connections.ssl_context(),
         )
         address, began_s = self._facts.address, time.monotonic()
         try:
@@ -579,12 +579,15 @@ class _StorageProbe:
 
     def __init__(
         self,
-        snapshot: _ClusterSnapshot,
+        snapshot: ClusterSnapshot,
         address: ReplicaId,
         timeout_s: float,
         local: LocalFacts | None,
+        *,
+        reads_logs: bool = True,
     ) -> None:
         self._snapshot, self._address, self._timeout_s = snapshot, address, timeout_s
+        self._reads_logs = reads_logs
         self._host, port = split_address(address)
         members = () if local is None else local.members
         noted = [each.admin_port for each in members if each.address == address]
@@ -599,7 +602,7 @@ class _StorageProbe:
     async def probe(self) -> StorageFacts:
         began_s = time.monotonic()
         try:
-            link = await command_connections.dial(
+            link = await member_connections.dial(
                 WireProtocol.STORAGE, self._address, timeout_s=self._timeout_s
             )
         except WaltzError as error:
@@ -610,7 +613,7 @@ class _StorageProbe:
         facts = replace(self._facts, latency_ms=_ms_since(began_s))
         try:
             async with admin_connection(
-                facts.admin_address, ssl=command_connections.ssl_context()
+                facts.admin_address, ssl=member_connections.ssl_context()
             ) as admin:
                 return await self._query(admin, facts)
         except ClusterKeyMismatch:
@@ -639,7 +642,7 @@ class _StorageProbe:
         facts = await self._add_gauges(admin, facts)
         facts = replace(facts, storage_id=bytes(response.storage_id).hex())
         replicas = {PartitionId(each): await self._query_replica(admin, each) for each in every}
-        stuck = await self._stuck_partitions(replicas)
+        stuck = await self._stuck_partitions(replicas) if self._reads_logs else set()
         return replace(
             facts,
             replicas={
@@ -667,7 +670,7 @@ class _StorageProbe:
         """Read the last record of each log in turn; return the first log that does not answer."""
         with suppress(WaltzError):
             async with admin_connection(
-                self._facts.admin_address, ssl=command_connections.ssl_context()
+                self._facts.admin_address, ssl=member_connections.ssl_context()
             ) as admin:
                 for partition in partitions:
                     last = replicas[partition].last_id
@@ -738,7 +741,7 @@ class _StorageProbe:
             async with (
                 asyncio.timeout(self._timeout_s),
                 admin_connection(
-                    f"{self._host}:{port}", ssl=command_connections.ssl_context()
+                    f"{self._host}:{port}", ssl=member_connections.ssl_context()
                 ) as admin,
             ):
                 response = await admin.request(StorageResponse, StorageRequest)

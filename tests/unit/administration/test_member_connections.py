@@ -6,7 +6,7 @@ import ssl
 import pytest
 
 from tests.certificates import create_certificates
-from waltz_core.cli import command_connections
+from waltz_core.administration import member_connections
 from waltz_core.errors import BadConfig
 
 PLACE = "zk1:2181/waltz/payments"
@@ -19,8 +19,8 @@ def dialed_with(monkeypatch):
 
     def ssl_of(**words):
         def begin():
-            command_connections.select_settings(**words)
-            return command_connections.ssl_context()
+            member_connections.select_settings(**words)
+            return member_connections.ssl_context()
 
         return contextvars.copy_context().run(begin)
 
@@ -46,12 +46,12 @@ def test_the_tls_option_overrides_the_connect_string(dialed_with, tmp_path):
 
 def test_a_wrong_cluster_that_is_detected_later_is_reported(dialed_with):
     def find_out():
-        command_connections.use_settings_of(f"{PLACE}?tls=unverified")
-        return command_connections.ssl_context()
+        member_connections.use_settings_of(f"{PLACE}?tls=unverified")
+        return member_connections.ssl_context()
 
     def command():
-        command_connections.select_settings()  # an earlier command of this process may have had TLS
-        return contextvars.copy_context().run(find_out), command_connections.ssl_context()
+        member_connections.select_settings()  # an earlier command of this process may have had TLS
+        return contextvars.copy_context().run(find_out), member_connections.ssl_context()
 
     found, before = contextvars.copy_context().run(command)
     assert found.verify_mode is ssl.CERT_NONE

@@ -7,9 +7,10 @@ also answer.
 from collections.abc import Callable
 from typing import TypeVar
 
-from waltz_core.cli import command_connections
+from waltz_core.administration import member_connections
 from waltz_core.errors import WaltzError
 from waltz_core.records.record import ReqId
+from waltz_core.wire.admin_messages import ReplicaResponse
 from waltz_core.wire.messages import ClientMessage, WireProtocol
 
 ANSWER_TIMEOUT_S = 10.0
@@ -27,7 +28,7 @@ async def query_server(
     from waltz_core.client.links.connections import ServerLinks  # noqa: PLC0415 - loads Arrow
 
     links = ServerLinks(
-        dial_timeout_s=ANSWER_TIMEOUT_S, late_answers_s=0.0, ssl=command_connections.ssl_context()
+        dial_timeout_s=ANSWER_TIMEOUT_S, late_answers_s=0.0, ssl=member_connections.ssl_context()
     )
     try:
         link = await links.get(address)
@@ -54,9 +55,16 @@ async def hello_text_at(protocol: WireProtocol, address: str) -> str | None:
     (`WireProtocol.listener_text`).
     """
     try:
-        link = await command_connections.dial(protocol, address, timeout_s=DIAL_TIMEOUT_S)
+        link = await member_connections.dial(protocol, address, timeout_s=DIAL_TIMEOUT_S)
     except WaltzError:
         return None
     name = "" if link.peer is None else link.peer.text
     link.abort("answered")
     return name
+
+
+def damaged_record_count(replica: ReplicaResponse) -> int:
+    """Return the number of records that the replica cannot read."""
+    pairs = memoryview(replica.damaged)
+    ids = [int.from_bytes(pairs[at : at + 8], "big") for at in range(0, len(pairs), 8)]
+    return sum(last - first + 1 for first, last in zip(ids[::2], ids[1::2], strict=True))

@@ -6,9 +6,8 @@ from uuid import UUID
 
 import pytest
 
-from tests.commands import function_of
-from waltz_core.cli.change_commands import ChangeCommand
-from waltz_core.cli.cluster import cluster_changes
+from waltz_core.administration import replica_changes
+from waltz_core.administration.change_run import ChangeRun
 from waltz_core.cluster.change.creation import NewCluster, NewStorage
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.errors import BadConfig, Unreachable
@@ -16,31 +15,18 @@ from waltz_core.transport.listening import listen
 from waltz_core.wire.messages import WireProtocol
 
 OLD = "127.0.0.1:1"
-replace_storage = function_of(cluster_changes.replace_storage)
 CLUSTER = NewCluster("w", 2, UUID(int=7), (NewStorage(OLD, 2, 0),), {OLD: (0, 1)})
 
 
-class Line:
-    """Shows nothing."""
-
-    def show(self, *_):
-        pass
-
-    def clear(self):
-        pass
-
-
-async def run(subcommand, protocol, address_name="address", **words):
-    """Run a subcommand on a cluster and a listener; return its answer and the storages."""
+async def run(change, protocol, address_name="address", **words):
+    """Run a change on a cluster and a listener; return its answer and the storages."""
     coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
     await coordinator.create_cluster(CLUSTER)
     listener = await listen(protocol, "127.0.0.1", 0, lambda _link: None)
     try:
         words[address_name] = f"127.0.0.1:{listener.port}"
         try:
-            result = await function_of(subcommand)(
-                ChangeCommand(coordinator, Line()), admin_port=None, **words
-            )
+            result = await change(ChangeRun(coordinator), admin_port=None, **words)
         finally:
             stored = set((await coordinator.storages.read_layout()).assignment.partitions)
             assert stored - {words[address_name]} == {OLD}
@@ -52,15 +38,15 @@ async def run(subcommand, protocol, address_name="address", **words):
 @pytest.mark.parametrize("protocol", [WireProtocol.ADMIN, WireProtocol.CLIENT])
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_port_without_a_storage_is_not_added(protocol, is_replaced):
-    subcommand = cluster_changes.replace_storage if is_replaced else cluster_changes.add_storage
+    change = replica_changes.replace_storage if is_replaced else replica_changes.add_storage
     words = {"address": OLD, "address_name": "successor"} if is_replaced else {"group": None}
     expected = f"expected the port of a storage, found a '{protocol.listener_text}'"
     with pytest.raises(BadConfig, match=expected):
-        asyncio.run(run(subcommand, protocol, **words))
+        asyncio.run(run(change, protocol, **words))
 
 
 def test_a_storage_is_added():
-    result, stored = asyncio.run(run(cluster_changes.add_storage, WireProtocol.STORAGE, group=None))
+    result, stored = asyncio.run(run(replica_changes.add_storage, WireProtocol.STORAGE, group=None))
     assert stored == {OLD, result["storage"]}
 
 
@@ -68,9 +54,11 @@ def test_a_storage_that_does_not_run_replaces_no_other():
     async def take_over():
         coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
         await coordinator.create_cluster(CLUSTER)
-        command = ChangeCommand(coordinator, Line())
+        command = ChangeRun(coordinator)
         with pytest.raises(Unreachable, match=r"storage 127.0.0.1:2 does not answer; nothing"):
-            await replace_storage(command, address=OLD, successor="127.0.0.1:2", admin_port=None)
+            await replica_changes.replace_storage(
+                command, address=OLD, successor="127.0.0.1:2", admin_port=None
+            )
         return set((await coordinator.storages.read_layout()).assignment.partitions)
 
     assert asyncio.run(take_over()) == {OLD}
@@ -85,7 +73,7 @@ def test_an_empty_storage_that_gets_no_replicas_back_is_reported():
         held = {OLD: (0, 1), empty: ()}
         await coordinator.create_cluster(replace(CLUSTER, storages=storages, assignment=held))
         words = {"address": empty, "successor": empty, "admin_port": None}
-        result = await replace_storage(ChangeCommand(coordinator, Line()), **words)
+        result = await replica_changes.replace_storage(ChangeRun(coordinator), **words)
         await listener.close()
         return result
 

@@ -1,0 +1,40 @@
+"""The findings about a cluster that two successive checks have in common.
+
+Rules:
+    1. If a check finds no problem, there is none. Otherwise the findings are the problems that two
+       successive checks have in common. So temporary problems are omitted (a partition that moves,
+       a replica that catches up). If the problems differ at each of `CHECKS_MAX` checks, the
+       findings are those of the last check: a partition whose owner changes all the time is not
+       healthy.
+"""
+
+import asyncio
+from typing import Final
+
+from waltz_core.administration.cluster_probes import gather_facts
+from waltz_core.ops.diagnosis import diagnose
+from waltz_core.ops.facts import Facts, LocalFacts
+from waltz_core.ops.findings import Finding
+
+# Enough time to open a session or to move a partition in a healthy cluster.
+RECHECK_INTERVAL_S: Final = 1.5
+CHECKS_MAX: Final = 5
+
+
+async def lasting_findings(
+    connect: str, *, timeout_s: float, local: LocalFacts | None = None
+) -> tuple[Facts, list[Finding]]:
+    """Check repeatedly; return the facts, and the findings that are not temporary (rule 1)."""
+    facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
+    found = diagnose(facts)
+    for _ in range(CHECKS_MAX - 1):
+        if not found:
+            break
+        known = {each.key for each in found}
+        await asyncio.sleep(RECHECK_INTERVAL_S)
+        facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
+        found = diagnose(facts)
+        lasting = [each for each in found if each.key in known]
+        if lasting:
+            return facts, lasting
+    return facts, found
