@@ -7,5 +7,5 @@ client for each caller, with the caller's own token, so that the servers check i
 `http_appends.py` appends transactions, and `idempotent_appends.py` does so exactly once for each
 idempotency key. `http_feeds.py` streams feeds. `request_headers.py` and `request_parsing.py` check
 requests, `json_errors.py` converts errors to responses, and `openapi.py` creates the OpenAPI
-document.
+document. The folder `console` has the web pages for operators.
 """

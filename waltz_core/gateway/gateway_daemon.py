@@ -74,7 +74,15 @@ async def serve(
         stack.push_async_callback(callers.close)
         metrics = Metrics("gateway", with_process=True)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        routes = GatewayRoutes(GatewayParts(config, client_config, callers, metrics, tasks))
+        parts = GatewayParts(
+            config,
+            client_config,
+            callers,
+            metrics,
+            tasks,
+            coordinator=lambda: directory.directory.coordinator,
+        )
+        routes = GatewayRoutes(parts)
         metrics.set_source("waltz_gateway_callers", lambda: len(callers))
         metrics.set_source("waltz_gateway_feeds", lambda: routes.feed_count)
         background = [
@@ -101,6 +109,7 @@ async def serve(
             scheme = "http" if context is None else "https"
             on_ready(f"{scheme}://{config.listen_host}:{port}")
             await stop.wait()
+        routes.changes.interrupt()
         for task in background:
             task.cancel()
 

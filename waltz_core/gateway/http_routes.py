@@ -1,9 +1,10 @@
 """The routes of the gateway: each checks its request, calls the client, and returns JSON.
 
 Rules:
-    1. Every response except a feed is JSON; an error has the fields of `json_errors.py`.
-    2. `openapi.OPERATIONS` is the table of all operations: the routes, the metrics and the OpenAPI
-       document use the same names.
+    1. Every response except feeds and the console's pages is JSON; an error has the fields of
+       `json_errors.py`.
+    2. `openapi.OPERATIONS` is the table of the operations for applications: the routes, the metrics
+       and the OpenAPI document use the same names. The console has its own operations and pages.
     3. An exception that is no `WaltzError` is logged and answered with status 500. In a feed that
        has begun, it ends the connection.
 """
@@ -24,11 +25,16 @@ from starlette.routing import Route
 from waltz_core import errors
 from waltz_core.client import RangeForm
 from waltz_core.client.read.ranges import RangeQuery
+from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.config.declarations import ClientConfig, GatewayConfig
 from waltz_core.config.host_names import is_loopback
 from waltz_core.errors import RequestRejected
 from waltz_core.gateway import openapi
 from waltz_core.gateway.callers import Caller, Callers
+from waltz_core.gateway.console.cluster_view import ClusterViewer
+from waltz_core.gateway.console.console_routes import ConsoleRoutes
+from waltz_core.gateway.console.running_changes import ConsoleChanges
+from waltz_core.gateway.console.static_pages import page_routes
 from waltz_core.gateway.http_appends import AppendReply, append_transactions
 from waltz_core.gateway.http_feeds import (
     EVENT_STREAM_TYPE,
@@ -40,7 +46,7 @@ from waltz_core.gateway.http_feeds import (
     transaction_fields,
 )
 from waltz_core.gateway.idempotent_appends import IdempotentAppends
-from waltz_core.gateway.json_errors import error_fields, error_headers, http_status_of
+from waltz_core.gateway.json_errors import error_response, json_response
 from waltz_core.gateway.request_headers import (
     check_content_headers,
     check_local_host,
@@ -51,13 +57,13 @@ from waltz_core.gateway.request_parsing import (
     BodyReader,
     UrlParameters,
     check_integer,
-    check_partition,
     parse_integer,
     parse_transactions,
+    partition_in_path,
+    url_parameters,
     with_default_partition,
 )
 from waltz_core.metrics import Metrics
-from waltz_core.records import strict_json
 from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 
 if TYPE_CHECKING:
@@ -80,10 +86,11 @@ class GatewayParts(NamedTuple):
     callers: Callers
     metrics: Metrics
     tasks: asyncio.TaskGroup  # of the daemon
+    coordinator: Callable[[], Coordinator]  # of the session with ZooKeeper
 
 
 class GatewayRoutes:
-    """The HTTP operations of one gateway: append, marks, range and feed."""
+    """The HTTP operations of one gateway: append, marks, range, feed, and those of the console."""
 
     def __init__(self, parts: GatewayParts) -> None:
         config = parts.config
@@ -97,6 +104,9 @@ class GatewayRoutes:
             retention_ms=config.idempotency_retention_ms,
             timeout_ms=config.request_timeout_ms,
         )
+        self.changes = ConsoleChanges(config.connect, parts.coordinator, parts.tasks)
+        viewer = ClusterViewer(config.connect, parts.coordinator)
+        self._console = ConsoleRoutes(config.connect, viewer, self.changes, self._body_memory)
         self._must_check_host = is_loopback(config.listen_host) and not config.https_certificate
         self._round_robin_count = 0  # chooses the partition if a request has none
         self.feed_count = 0
@@ -113,7 +123,11 @@ class GatewayRoutes:
             Route(each.path, self._endpoint(each.name, handlers[each.name]), methods=[each.method])
             for each in openapi.OPERATIONS
         ]
-        routes.append(Route(openapi.DOCUMENT_PATH, _openapi_document))
+        routes += [
+            Route(each.path, self._endpoint(each.name, handler), methods=[each.method])
+            for each, handler in self._console.operations()
+        ]
+        routes += [*page_routes(), Route(openapi.DOCUMENT_PATH, _openapi_document)]
         app = Starlette(
             routes=routes,
             exception_handlers={404: _reject_unknown_operation, 405: _reject_unknown_operation},
@@ -131,14 +145,14 @@ class GatewayRoutes:
             try:
                 response = await self._respond(request, handler)
             except errors.WaltzError as error:
-                response = _error_response(error)
+                response = error_response(error)
             except ClientDisconnect:  # nothing reads the response
-                response = _error_response(
+                response = error_response(
                     errors.BadRequest("the connection ended before the end of the request body")
                 )
             except Exception:  # noqa: BLE001 - the top of a task (rule 3)
                 _log.exception("gateway.request_failed operation=%s", name)
-                response = _error_response(
+                response = error_response(
                     errors.WaltzError(
                         "internal error in the gateway. Hint: the log of the gateway has the "
                         "details."
@@ -163,7 +177,7 @@ class GatewayRoutes:
     # --- append
 
     async def _append(self, request: Request, caller: Caller) -> Response:
-        _url_parameters(request, ())
+        url_parameters(request, ())
         check_content_headers(request.headers)
         key = idempotency_key_in(request.headers)
         async with self._body_memory.body(
@@ -182,7 +196,7 @@ class GatewayRoutes:
         self._count_committed(answer)
         if answer.status == 503 and len(answer.errors) == len(rows):
             await self._parts.callers.check_token(caller)
-        return _json_response(answer.body, answer.status, answer.headers)
+        return json_response(answer.body, answer.status, answer.headers)
 
     def _count_committed(self, answer: AppendReply) -> None:
         outcomes = answer.body["outcomes"]
@@ -192,18 +206,18 @@ class GatewayRoutes:
     # --- marks and ranges
 
     async def _read_marks(self, request: Request, caller: Caller) -> Response:
-        query = _url_parameters(request, ("partition", "linearizable"))
+        query = url_parameters(request, ("partition", "linearizable"))
         count = caller.client.partition_count
         chosen = query.partitions(count)
         marks = await caller.client.high_water_marks(
             chosen or None, linearizable=query.flag("linearizable")
         )
         shown = {str(partition): int(mark) for partition, mark in sorted(marks.items())}
-        return _json_response({"partition_count": count, "marks": shown})
+        return json_response({"partition_count": count, "marks": shown})
 
     async def _read_range(self, request: Request, caller: Caller) -> Response:
-        query = _url_parameters(request, ("first", "last", "header"))
-        partition = _partition_in_path(request, caller)
+        query = url_parameters(request, ("first", "last", "header"))
+        partition = partition_in_path(request, caller.client.partition_count)
         first = query.integer("first")
         if first is None:
             raise RequestRejected("query parameter first", expected="an ID", found=None)
@@ -212,20 +226,20 @@ class GatewayRoutes:
         end = mark if last is None else min(last, mark)
         found: dict[str, Any] = {"transactions": [], "next": first, "high_water_mark": int(mark)}
         if first > end:
-            return _json_response(found)
+            return json_response(found)
         range_query = RangeQuery(
             TransactionId(first), TransactionId(end), RangeForm.WHOLE, headers, RANGE_BYTES_MAX
         )
         chunk = await caller.client.requests.fetch_range(PartitionId(partition), range_query)
         found["transactions"] = [transaction_fields(*row) for row in chunk.rows()]
         found["next"] = int(chunk.next)
-        return _json_response(found)
+        return json_response(found)
 
     # --- the feed
 
     async def _open_feed(self, request: Request, caller: Caller) -> Response:
-        query = _url_parameters(request, ("from", "header"))
-        partition = _partition_in_path(request, caller)
+        query = url_parameters(request, ("from", "header"))
+        partition = partition_in_path(request, caller.client.partition_count)
         mark, headers = _feed_start(request, query), query.headers()
         encode, media = as_server_sent_event, EVENT_STREAM_TYPE
         if JSON_LINES_TYPE in request.headers.get("accept", ""):
@@ -291,22 +305,13 @@ def _feed_start(request: Request, query: UrlParameters) -> int:
     return mark
 
 
-def _partition_in_path(request: Request, caller: Caller) -> int:
-    number = parse_integer(request.path_params["partition"])
-    return check_partition(number, "partition in the path", caller.client.partition_count)
-
-
-def _url_parameters(request: Request, known: tuple[str, ...]) -> UrlParameters:
-    return UrlParameters(request.query_params.multi_items(), known)
-
-
 def _makes_client_unusable(error: errors.WaltzError) -> bool:
     is_denied = isinstance(error, errors.AuthenticationFailed | errors.PermissionDenied)
     return is_denied or not isinstance(error, _NON_FATAL_ERRORS)
 
 
 async def _openapi_document(_request: Request) -> Response:
-    return _json_response(openapi.openapi_document())
+    return json_response(openapi.openapi_document())
 
 
 async def _reject_unknown_operation(request: Request, error: Exception) -> Response:
@@ -314,15 +319,4 @@ async def _reject_unknown_operation(request: Request, error: Exception) -> Respo
     hint = f"GET {openapi.DOCUMENT_PATH} returns the operations."
     text = f"there is no operation {request.method} {request.url.path[:200]}"
     fields = {"type": "BadRequest", "error": text, "hint": hint}
-    return _json_response(fields, status, getattr(error, "headers", None))  # `Allow`
-
-
-def _error_response(error: errors.WaltzError) -> Response:
-    return _json_response(error_fields(error), http_status_of(error), error_headers(error))
-
-
-def _json_response(
-    value: object, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
-    body = strict_json.to_json(value) + b"\n"
-    return Response(body, status, headers, media_type="application/json")
+    return json_response(fields, status, getattr(error, "headers", None))  # `Allow`

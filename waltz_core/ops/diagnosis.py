@@ -405,8 +405,8 @@ class _ClusterDiagnosis:
                 drain=self.drain_command(storage.address, partition_ids),
             )
         elif disk is not None and partition_ids and disk.filling_bytes_per_day:
-            days = disk.free_bytes / disk.filling_bytes_per_day
-            if days < FULL_SOON_DAYS_MAX:
+            days = disk.days_until_full
+            if days is not None and days < FULL_SOON_DAYS_MAX:
                 self._add_finding(
                     "disk-full-soon",
                     storage.address,

@@ -92,6 +92,12 @@ class DiskFacts:
     size_bytes: int | None = None
     filling_bytes_per_day: int | None = None
 
+    @property
+    def days_until_full(self) -> float | None:
+        """The days until the disk is full at this rate; None if it is unknown or does not fill."""
+        rate = self.filling_bytes_per_day
+        return self.free_bytes / rate if rate is not None and rate > 0 else None
+
 
 @dataclass(frozen=True, slots=True)
 class ArchiveFacts:

@@ -14,6 +14,7 @@ from tests.gateway_process import GatewayAnswer, GatewayClient
 from tests.time_limits import TEST_TIMEOUT_S
 from tests.unit.cluster.test_coordinator import with_cluster
 from waltz_core.access.client_ids import FIRST_ISSUED_ID
+from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.config.declarations import ClientConfig, GatewayConfig
 from waltz_core.gateway.callers import Callers
 from waltz_core.gateway.http_routes import GatewayParts, GatewayRoutes
@@ -49,7 +50,14 @@ class MemoryGateway:
         self.callers = Callers(world.connect, client_config, world)
         self.metrics = Metrics("gateway")
         self.routes = GatewayRoutes(
-            GatewayParts(self.config, client_config, self.callers, self.metrics, world.tasks)
+            GatewayParts(
+                self.config,
+                client_config,
+                self.callers,
+                self.metrics,
+                world.tasks,
+                coordinator=lambda: world.coordinator,
+            )
         )
         self.url = ""
 
@@ -125,8 +133,15 @@ class TestCaller:
 class GatewayWorld:
     """The server; it is the `SharedDirectory` of the gateways."""
 
-    def __init__(self, server: MemoryServer, connect: str, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        server: MemoryServer,
+        connect: str,
+        tasks: asyncio.TaskGroup,
+        coordinator: Coordinator,
+    ) -> None:
         self.server = server
+        self.coordinator = coordinator
         self.tasks = tasks
         self.connect = connect
 
@@ -180,7 +195,7 @@ def in_gateway_world(
                 await server.start()
             try:
                 place = f"{CONNECT}?tls={authorities}" if authorities else CONNECT
-                await scenario(GatewayWorld(server, place, tasks))
+                await scenario(GatewayWorld(server, place, tasks, coordinator))
             finally:
                 await server.stop()
 

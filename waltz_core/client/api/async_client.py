@@ -104,12 +104,12 @@ class AsyncWaltzClient(OpenedByConnect):
         self.directory = directory
         self.tracer = WaltzTracer() if config.traces else None
         self.random = Random()  # noqa: S311 - spreads retries, keeps no secret
-        self._ssl = tls.dial_context(config, connect, token)
+        self.ssl_context = tls.dial_context(config, connect, token)  # it presents the token
         self.links = ServerLinks(
             dial_timeout_s=config.server_connect_timeout_ms / 1000,
             late_answers_s=config.request_timeout_ms / 1000,
             silent=directory.mark_suspect,
-            ssl=self._ssl,
+            ssl=self.ssl_context,
         )
         self.requests = OwnerRequests(directory, self.links, config, self.random)
         self._connect = connect
@@ -660,7 +660,7 @@ class AsyncWaltzClient(OpenedByConnect):
             fetch_from_server,
             first=query.first,
             timeout_s=self.config.server_connect_timeout_ms / 1000,
-            ssl=self._ssl,
+            ssl=self.ssl_context,
         )
         self._range_readers[reader] = None
         try:

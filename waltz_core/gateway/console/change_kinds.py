@@ -1,0 +1,295 @@
+"""The changes that the console offers: their parameters, and the commands that they correspond to.
+
+Rules:
+    1. Each change is a subcommand of `waltz-core cluster` with the same name, and calls the same
+       function. So the audit log, findings and the console use one language.
+    2. A command that can lose data is not offered. The page of the finding shows it as a command.
+"""
+
+import re
+import shlex
+from collections.abc import Awaitable, Callable, Mapping
+from enum import Enum
+from typing import Any, Final, NamedTuple, TypeAlias
+
+from waltz_core.administration import preference_changes, replica_changes
+from waltz_core.administration.change_run import ChangeResult
+from waltz_core.config.connect_string import split_address
+from waltz_core.errors import RequestRejected, WaltzError
+
+_PLACEHOLDER: Final = re.compile(r"[A-Z][A-Z_:]*")
+_COMMAND_WORDS: Final = ["waltz-core", "cluster"]
+TEXT_CHARACTERS_MAX: Final = 1_000
+_ChangeFunction: TypeAlias = Callable[..., Awaitable[ChangeResult]]
+
+
+class ParameterKind(Enum):
+    """The values that a parameter has; the page offers the known storages and servers."""
+
+    STORAGE = "storage"
+    SERVER = "server"
+    ADDRESS = "address"
+    PARTITIONS = "partitions"
+    INTEGER = "integer"
+
+
+class ChangeParameter(NamedTuple):
+    """One parameter: its name, its keyword in the function, and its option if it is no argument."""
+
+    name: str
+    keyword: str
+    kind: ParameterKind
+    text: str
+    option: str = ""
+    is_list: bool = False  # the function takes several values, the console one
+
+    @property
+    def is_required(self) -> bool:
+        """Whether a change needs a value."""
+        return not self.option
+
+
+class ChangeKind(NamedTuple):
+    """One change: the name of its subcommand, a summary, its function and its parameters.
+
+    A change is disruptive if it takes a member out of service.
+    """
+
+    name: str
+    summary: str
+    function: _ChangeFunction
+    parameters: tuple[ChangeParameter, ...]
+    is_disruptive: bool = False
+
+    def command_words(self, arguments: Mapping[str, str]) -> list[str]:
+        """Return the words of the subcommand with these arguments, as users type them."""
+        words = ["cluster", self.name]
+        for each in self.parameters:
+            value = arguments.get(each.name, "")
+            if value:
+                words += [each.option, value] if each.option else [value]
+        return words
+
+    def keywords(self, arguments: Mapping[str, str]) -> dict[str, Any]:
+        """Return the keyword arguments for the function; raises RequestRejected."""
+        return {
+            each.keyword: _parse_value(each, arguments.get(each.name, ""))
+            for each in self.parameters
+        }
+
+
+def _storage(name: str, keyword: str, text: str, *, is_list: bool = False) -> ChangeParameter:
+    return ChangeParameter(name, keyword, ParameterKind.STORAGE, text, is_list=is_list)
+
+
+_PARTITIONS: Final = ChangeParameter(
+    "partitions", "partitions", ParameterKind.PARTITIONS, "the partitions, such as 0-3,7, or all"
+)
+_SERVER: Final = ChangeParameter("server", "server", ParameterKind.SERVER, "the server")
+_ADMIN_PORT: Final = ChangeParameter(
+    "admin_port",
+    "admin_port",
+    ParameterKind.INTEGER,
+    "the admin port of the new storage; default: its port + 1",
+    "--admin-port",
+)
+
+CHANGE_KINDS: Final = {
+    each.name: each
+    for each in (
+        ChangeKind(
+            "replace-storage",
+            "Move all replicas of a storage to its replacement.",
+            replica_changes.replace_storage,
+            (
+                _storage("storage", "address", "the storage to replace"),
+                ChangeParameter(
+                    "replacement",
+                    "successor",
+                    ParameterKind.ADDRESS,
+                    "host:port of its replacement; the same address for an empty storage there",
+                ),
+                _ADMIN_PORT,
+            ),
+            is_disruptive=True,
+        ),
+        ChangeKind(
+            "add-storage",
+            "Add an empty storage to the cluster.",
+            replica_changes.add_storage,
+            (
+                ChangeParameter(
+                    "storage", "address", ParameterKind.ADDRESS, "host:port of the new storage"
+                ),
+                ChangeParameter(
+                    "group",
+                    "group",
+                    ParameterKind.INTEGER,
+                    "the number of its group; default: a new group",
+                    "--group",
+                ),
+                _ADMIN_PORT,
+            ),
+        ),
+        ChangeKind(
+            "remove-storage",
+            "Move a storage's replicas to other storages, then remove it from the cluster.",
+            replica_changes.remove_storage,
+            (_storage("storage", "address", "the storage to remove"),),
+            is_disruptive=True,
+        ),
+        ChangeKind(
+            "move-replica",
+            "Move replicas of partitions from one storage to another.",
+            replica_changes.move_replica,
+            (
+                _PARTITIONS,
+                _storage("storage", "origin", "the storage that has the replicas"),
+                _storage("replacement", "target", "the storage that should get them"),
+            ),
+        ),
+        ChangeKind(
+            "add-replica",
+            "Add a replica of partitions to a storage.",
+            replica_changes.add_replica,
+            (_PARTITIONS, _storage("storage", "addresses", "the storage", is_list=True)),
+        ),
+        ChangeKind(
+            "remove-replica",
+            "Remove the replicas of partitions from a storage.",
+            replica_changes.remove_replica,
+            (_PARTITIONS, _storage("storage", "addresses", "the storage", is_list=True)),
+            is_disruptive=True,
+        ),
+        ChangeKind(
+            "auto-assign",
+            "Distribute all replicas evenly over groups and storages.",
+            replica_changes.auto_assign,
+            (
+                ChangeParameter(
+                    "replicas",
+                    "replicas",
+                    ParameterKind.INTEGER,
+                    "the number of replicas of each partition; default: unchanged",
+                    "--replicas",
+                ),
+            ),
+            is_disruptive=True,
+        ),
+        ChangeKind(
+            "prefer",
+            "Make a server the preferred owner of partitions.",
+            preference_changes.prefer,
+            (_PARTITIONS, _SERVER),
+        ),
+        ChangeKind(
+            "unprefer",
+            "Remove a server's preference for partitions.",
+            preference_changes.unprefer,
+            (_PARTITIONS, _SERVER),
+        ),
+        ChangeKind(
+            "remove-server",
+            "Remove a server that no longer runs from ZooKeeper.",
+            replica_changes.remove_server,
+            (_SERVER,),
+            is_disruptive=True,
+        ),
+        ChangeKind(
+            "set-admin-port",
+            "Change the admin port of a storage in ZooKeeper.",
+            replica_changes.set_admin_port,
+            (
+                _storage("storage", "address", "the storage"),
+                ChangeParameter(
+                    "admin_port",
+                    "admin_port",
+                    ParameterKind.INTEGER,
+                    "the port at which the storage accepts administration requests",
+                ),
+            ),
+        ),
+    )
+}
+
+
+def parse_change(fields: object) -> tuple[ChangeKind, dict[str, str]]:
+    """Return the kind and the arguments in the body of a request; raises RequestRejected."""
+    if not isinstance(fields, dict) or set(fields) != {"name", "arguments"}:
+        raise RequestRejected(
+            "the change", expected="an object with the fields name and arguments", found=fields
+        )
+    name, arguments = fields["name"], fields["arguments"]
+    kind = CHANGE_KINDS.get(name) if isinstance(name, str) else None
+    if kind is None:
+        raise RequestRejected("field name", expected=", ".join(CHANGE_KINDS), found=name)
+    known = [each.name for each in kind.parameters]
+    if not isinstance(arguments, dict) or not set(arguments) <= set(known):
+        raise RequestRejected(
+            "field arguments", expected=f"an object with {', '.join(known)}", found=arguments
+        )
+    for key, value in arguments.items():
+        if not isinstance(value, str) or len(value) > TEXT_CHARACTERS_MAX:
+            raise RequestRejected(f"arguments.{key}", expected="a short text", found=value)
+    given = {key: value.strip() for key, value in arguments.items()}
+    kind.keywords(given)  # reports a missing or malformed argument
+    return kind, given
+
+
+def change_in_command(command: str) -> dict[str, Any] | None:
+    """Return the change that a command of a finding makes; None if the console does not offer it.
+
+    A placeholder of the command is an empty argument.
+    """
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return None
+    kind = CHANGE_KINDS.get(words[2]) if words[:2] == _COMMAND_WORDS and len(words) > 2 else None
+    if kind is None:
+        return None
+    given, arguments = _options_and_arguments(words[3:])
+    given.pop("--connect", None)
+    required = [each for each in kind.parameters if not each.option]
+    options = {each.option: each.name for each in kind.parameters if each.option}
+    if len(arguments) != len(required) or not given.keys() <= options.keys():
+        return None
+    found = {each.name: word for each, word in zip(required, arguments, strict=True)}
+    found |= {options[name]: value for name, value in given.items()}
+    return {
+        "name": kind.name,
+        "arguments": {
+            name: "" if _PLACEHOLDER.fullmatch(value) else value for name, value in found.items()
+        },
+    }
+
+
+def _options_and_arguments(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    options: dict[str, str] = {}
+    arguments: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word.startswith("--"):
+            options[word] = next(rest, "")
+        else:
+            arguments.append(word)
+    return options, arguments
+
+
+def _parse_value(parameter: ChangeParameter, text: str) -> object:
+    """Return the value of an argument; raises RequestRejected if it is missing or malformed."""
+    where = f"arguments.{parameter.name}"
+    if not text:
+        if parameter.is_required:
+            raise RequestRejected(where, expected=parameter.text, found=None)
+        return None
+    if parameter.kind is ParameterKind.INTEGER:
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            raise RequestRejected(where, expected="a number", found=text)
+        return int(text)
+    if parameter.kind in (ParameterKind.STORAGE, ParameterKind.SERVER, ParameterKind.ADDRESS):
+        try:
+            split_address(text)
+        except WaltzError as error:
+            raise RequestRejected(where, expected="host:port", found=text) from error
+    return (text,) if parameter.is_list else text

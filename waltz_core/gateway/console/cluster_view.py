@@ -1,0 +1,272 @@
+"""The state of the cluster as JSON for the console: members, partitions, replicas and findings.
+
+Rules (decision 069):
+    1. Servers and storages are queried with the token of the caller. A member that denies its
+       requests has the state "unknown". If members deny the caller and no server answers it, the
+       whole request is denied.
+    2. ZooKeeper is read through the session of the gateway. If it does not answer, the view has the
+       members of the last read, with the error.
+    3. A query waits `TIMEOUT_S` for each answer, because the page shows a failure within seconds.
+       Storages read no records for it.
+    4. Requests of one caller at the same time share one answer, which is used for a moment. So many
+       open pages cause no more queries than one page.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, Generic, TypeVar
+
+from waltz_core import __version__, errors
+from waltz_core.administration.cluster_probes import ClusterSnapshot, query_zookeeper_servers
+from waltz_core.administration.lasting_findings import lasting_findings
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.config.connect_string import parse_connect_string
+from waltz_core.gateway.console.change_kinds import change_in_command
+from waltz_core.ops.condition import PartitionCondition, unavailable_reason
+from waltz_core.ops.facts import ClusterFacts, ServerFacts, StorageFacts, ZooKeeperServerFacts
+from waltz_core.ops.findings import FINDING_KINDS
+from waltz_core.records.record import PartitionId, ReplicaId
+
+TIMEOUT_S: Final = 0.8
+FINDINGS_TIMEOUT_S: Final = 3.0
+VIEW_AGE_S_MAX: Final = 0.4
+FINDINGS_AGE_S_MAX: Final = 4.0
+AnswerT = TypeVar("AnswerT")
+Fields = dict[str, Any]
+
+
+class SharedAnswers(Generic[AnswerT]):
+    """The recent answers to one query, by caller (rule 4)."""
+
+    def __init__(self, age_s_max: float) -> None:
+        self._age_s_max = age_s_max
+        self._answers: dict[str, tuple[float, AnswerT]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    async def get(self, caller: str, query: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
+        """Return the recent answer for a caller; without one, query it."""
+        lock = self._locks.setdefault(caller, asyncio.Lock())
+        async with lock:
+            self._forget_old_answers()
+            known = self._answers.get(caller)
+            if known is None:
+                answer = await query()
+                known = self._answers[caller] = time.monotonic(), answer
+            return known[1]
+
+    def _forget_old_answers(self) -> None:
+        until_s = time.monotonic() - self._age_s_max
+        for caller, (answered_s, _) in list(self._answers.items()):
+            if answered_s < until_s:
+                del self._answers[caller]
+        for caller, lock in list(self._locks.items()):
+            if not lock.locked() and caller not in self._answers:
+                del self._locks[caller]
+
+
+class ClusterViewer:
+    """Reads the state of the cluster for the callers of one gateway."""
+
+    def __init__(self, connect: str, coordinator: Callable[[], Coordinator]) -> None:
+        self._place = parse_connect_string(connect)
+        self._coordinator = coordinator
+        self._snapshot: ClusterSnapshot | None = None
+        self._reading = asyncio.Lock()
+
+    async def view(self) -> Fields:
+        """Return the members, partitions and replicas of the cluster (rules 1 to 3).
+
+        Raises:
+            PermissionDenied: the caller has no permission.
+            CoordinatorUnavailable: ZooKeeper does not answer, and was never read.
+        """
+        async with asyncio.TaskGroup() as tasks:
+            zookeepers = tasks.create_task(query_zookeeper_servers(self._place, TIMEOUT_S))
+            snapshot, error = await self._read_snapshot()
+            cluster = await snapshot.probe(TIMEOUT_S, reads_logs=False)
+        _check_permitted(cluster)
+        return {
+            "name": cluster.name,
+            "version": __version__,
+            "time_ms": now_ms(),
+            "partition_count": cluster.partition_count,
+            "zookeeper_error": error,
+            "is_settled": cluster.is_assignment_settled,
+            "zookeeper": [_zookeeper_fields(each) for each in await zookeepers],
+            "servers": [_server_fields(each) for each in cluster.servers.values()],
+            "storages": [_storage_fields(cluster, each) for each in cluster.storages.values()],
+            "partitions": [
+                _partition_fields(cluster, PartitionId(each))
+                for each in range(cluster.partition_count)
+            ],
+        }
+
+    async def _read_snapshot(self) -> tuple[ClusterSnapshot, str]:
+        """Return the state in ZooKeeper, and the error if it is that of an earlier read."""
+        async with self._reading:
+            try:
+                async with asyncio.timeout(TIMEOUT_S):
+                    self._snapshot = await ClusterSnapshot.read(self._coordinator())
+            except (TimeoutError, errors.Unavailable) as error:
+                reason = str(error) or f"ZooKeeper did not answer within {TIMEOUT_S:g} s"
+                if self._snapshot is None:
+                    raise errors.CoordinatorUnavailable(reason) from error
+                return self._snapshot, reason
+            return self._snapshot, ""
+
+
+async def read_findings(connect: str) -> Fields:
+    """Return the findings of the doctor, with the changes that the console can make."""
+    facts, found = await lasting_findings(connect, timeout_s=FINDINGS_TIMEOUT_S)
+    if facts.cluster is not None:
+        _check_permitted(facts.cluster)
+    return {
+        "time_ms": now_ms(),
+        "findings": [
+            {
+                "name": each.name,
+                "area": FINDING_KINDS[each.name].area.value,
+                "subject": each.subject,
+                "partition": each.partition,
+                "sentence": each.sentence,
+                "command": each.command,
+                "change": change_in_command(each.command),
+            }
+            for each in found
+        ],
+    }
+
+
+def now_ms() -> int:
+    """Return the wall-clock time in milliseconds since 1970 (UTC)."""
+    return time.time_ns() // 1_000_000
+
+
+def _check_permitted(cluster: ClusterFacts) -> None:
+    """Raise PermissionDenied if the members deny the caller (rule 1)."""
+    servers, storages = cluster.servers.values(), cluster.storages.values()
+    denials = [each.failure for each in servers if each.is_denied]
+    denials += [each.admin_failure or each.failure for each in storages if each.is_denied]
+    if denials and all(each.failure for each in servers):
+        raise errors.PermissionDenied(
+            f"{denials[0]}. Hint: the console needs the verb administer (docs/console.md)."
+        )
+
+
+# --- members
+
+
+def _zookeeper_fields(server: ZooKeeperServerFacts) -> Fields:
+    is_up = not server.failure and server.mode != ""
+    error = server.failure or ("" if is_up else "it is not part of a quorum")
+    return {
+        "address": server.address,
+        "state": "up" if is_up else "down",
+        "mode": server.mode,
+        "error": error,
+    }
+
+
+def _server_fields(server: ServerFacts) -> Fields:
+    served = server.served_partitions
+    return {
+        "address": server.address,
+        "state": _member_state(server.failure, is_denied=server.is_denied),
+        "error": server.failure or "; ".join(server.connection_errors),
+        "latency_ms": server.latency_ms,
+        "open": sorted(each for each, is_open in served.items() if is_open),
+        "not_open": sorted(each for each, is_open in served.items() if not is_open),
+        "preferred": sorted(server.preferred_partitions),
+        "unreachable_storages": sorted(server.unreachable_storages),
+    }
+
+
+def _member_state(failure: str, *, is_denied: bool) -> str:
+    if is_denied:
+        return "unknown"
+    return "down" if failure else "up"
+
+
+def _storage_fields(cluster: ClusterFacts, storage: StorageFacts) -> Fields:
+    disk = storage.disk
+    failure = storage.failure or storage.admin_failure
+    if not storage.belongs_to_cluster:
+        failure = "the storage belongs to another cluster"
+    assigned = [each for each in cluster.assigned_replicas.values() if storage.address in each]
+    return {
+        "address": storage.address,
+        "group": cluster.storage_groups.get(storage.address),
+        "state": _member_state(failure, is_denied=storage.is_denied),
+        "error": failure,
+        "latency_ms": storage.latency_ms,
+        "replica_count": len(assigned),
+        "free_bytes": None if disk is None else disk.free_bytes,
+        "size_bytes": None if disk is None else disk.size_bytes,
+        "is_full": disk is not None and disk.is_full,
+        "days_until_full": None if disk is None else disk.days_until_full,
+        "append_latency_ms": _append_latency_ms(cluster, storage.address),
+    }
+
+
+def _append_latency_ms(cluster: ClusterFacts, storage: ReplicaId) -> float | None:
+    """Return the highest median of all servers."""
+    medians_us = [
+        each.append_latencies[storage][1]
+        for each in cluster.servers.values()
+        if storage in each.append_latencies
+    ]
+    return max(medians_us) / 1000 if medians_us else None
+
+
+# --- partitions
+
+
+def _partition_fields(cluster: ClusterFacts, partition_id: PartitionId) -> Fields:
+    condition = PartitionCondition(cluster, partition_id)
+    facts, owner = condition.facts, condition.owner
+    return {
+        "partition": partition_id,
+        "state": _partition_state(condition),
+        "owner": None if owner is None else owner.address,
+        "error": facts.high_water_mark_error,
+        "session_id": None if facts.metadata is None else facts.metadata.session_id,
+        "high_water_mark": facts.high_water_mark,
+        "archived_mark": None if facts.archived_mark is None else facts.archived_mark.last,
+        # In a fixed order, so that the page does not move them.
+        "replicas": [
+            _replica_fields(cluster, condition, each)
+            for each in sorted(condition.assigned_replicas)
+        ],
+    }
+
+
+def _partition_state(condition: PartitionCondition) -> str:
+    if condition.owner is None:
+        return "no_owner"
+    if condition.owner.is_denied:
+        return "unknown"
+    return "open" if condition.has_open_session else "closed"
+
+
+def _replica_fields(
+    cluster: ClusterFacts, condition: PartitionCondition, address: ReplicaId
+) -> Mapping[str, object]:
+    storage, replica = cluster.storages[address], condition.replica_facts(address)
+    reason = ""
+    if storage.failure:
+        state, reason = "unavailable", storage.failure
+    elif replica is not None and (why := unavailable_reason(replica)) is not None:
+        state, reason = "unavailable", replica.open_error or why.name.lower()
+    elif address in condition.not_engaged_replicas:
+        state = "out_of_sync"
+    else:
+        state = "in_sync"
+    if storage.is_denied:
+        state, reason = "unknown", storage.failure or storage.admin_failure
+    return {
+        "storage": address,
+        "state": state,
+        "last_id": None if replica is None else replica.last_id,
+        "reason": reason,
+    }

@@ -1,0 +1,233 @@
+"""Runs the changes of the console, and decides who may make them.
+
+Rules (decision 069):
+    1. A change uses the gateway's user in ZooKeeper, so the gateway checks the permission itself:
+       with access control, the caller's principal must have the verb administer for all partitions.
+       The check reads the current permissions from ZooKeeper right before the change begins.
+    2. Without access control, the gateway must not have a user in ZooKeeper. Otherwise every caller
+       could act as this user.
+    3. Requests to servers and storages have the token of the caller, as everywhere in the gateway.
+    4. A change has an audit entry with the caller's principal. It continues when the page is
+       closed. When the gateway stops, it is interrupted: the same change then continues after the
+       completed steps.
+"""
+
+import asyncio
+import logging
+import shlex
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from ssl import SSLContext
+from typing import Any, Final, NamedTuple
+
+from waltz_core import errors
+from waltz_core.access.grants import Grants
+from waltz_core.access.permissions import Permissions
+from waltz_core.access.principals import ANONYMOUS
+from waltz_core.access.requirements import ADMINISTER, Requirement, Scope
+from waltz_core.administration import member_connections
+from waltz_core.administration.change_run import ChangeRun, now_ms, record_change, time_limit
+from waltz_core.cluster.change.audit import OUTCOME_BEGUN, OUTCOME_DONE, AuditEntry
+from waltz_core.cluster.coordinator import Coordinator
+from waltz_core.cluster.zookeeper import zookeeper_session
+from waltz_core.config.connect_string import parse_connect_string
+from waltz_core.gateway.console.change_kinds import CHANGE_KINDS, ChangeKind
+
+_log = logging.getLogger(__name__)
+
+RUNNING_MAX: Final = 8
+ENDED_MAX: Final = 50
+HISTORY_MAX: Final = 100
+TIMEOUT_S: Final = 3600.0
+_REQUIRED: Final = Requirement((ADMINISTER,), Scope.ALL, needs_all=True)
+_OUTCOME_INTERRUPTED: Final = "failed: the gateway was stopped"
+
+
+class ChangeCaller(NamedTuple):
+    """The caller of a change: the hash of its token, and the TLS context with the token."""
+
+    token_hash: str  # empty without a token
+    ssl: SSLContext | None
+
+
+@dataclass(slots=True)
+class ConsoleChange:
+    """One change: what was requested, by whom, and how far it is."""
+
+    number: int
+    kind: ChangeKind
+    command: str
+    user: str
+    begun_ms: int
+    ended_ms: int | None = None
+    outcome: str = OUTCOME_BEGUN
+    summary: str = ""
+    run: ChangeRun | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """Return the JSON fields of the change."""
+        run, is_running = self.run, self.ended_ms is None
+        return {
+            "id": str(self.number),
+            "name": self.kind.name,
+            "command": self.command,
+            "user": self.user,
+            "begun_ms": self.begun_ms,
+            "ended_ms": self.ended_ms,
+            "outcome": self.outcome,
+            "summary": self.summary,
+            "steps": [] if run is None else list(run.steps),
+            "waits_for": run.awaited if run is not None and is_running else "",
+        }
+
+
+@dataclass(slots=True)
+class ConsoleChanges:
+    """The changes of one gateway: those that run, and the latest that have ended."""
+
+    connect: str
+    coordinator: Callable[[], Coordinator]  # of the gateway's session, for reads
+    tasks: asyncio.TaskGroup
+    _changes: deque[ConsoleChange] = field(default_factory=deque)
+    _running: set[asyncio.Task[None]] = field(default_factory=set)
+    _last_number: int = 0
+
+    async def check_permitted(self, caller: ChangeCaller) -> str:
+        """Return the principal of a caller that may change the cluster (rules 1 and 2).
+
+        Raises:
+            PermissionDenied: the caller may not change the cluster.
+            BadConfig: the gateway's user in ZooKeeper may not.
+        """
+        coordinator = self.coordinator()
+        await coordinator.check_administrator()
+        permissions = await coordinator.permissions.read()
+        if permissions is None:
+            if parse_connect_string(self.connect).auth_file:
+                raise errors.PermissionDenied(
+                    "the cluster has no access control, so each caller could use the ZooKeeper "
+                    "user of the gateway. Hint: set up access control (docs/access.md)."
+                )
+            return ANONYMOUS
+        principal = _principal_of(permissions, caller)
+        if Grants(permissions).for_principal(principal).missing_verb(_REQUIRED, None) is not None:
+            raise errors.PermissionDenied(
+                f"principal {principal!r} may not change the cluster: it needs the verb "
+                "administer for all partitions. Hint: `waltz-core access grant` grants it."
+            )
+        return principal
+
+    async def start(
+        self, caller: ChangeCaller, kind: ChangeKind, arguments: Mapping[str, str]
+    ) -> ConsoleChange:
+        """Start a change, and return it at once.
+
+        Raises:
+            Overloaded: too many changes are running.
+            PermissionDenied, BadConfig: as for `check_permitted`.
+        """
+        if len(self._running) >= RUNNING_MAX:
+            raise errors.Overloaded(f"{RUNNING_MAX} changes are running at this gateway")
+        principal = await self.check_permitted(caller)
+        self._last_number += 1
+        change = ConsoleChange(
+            self._last_number,
+            kind,
+            shlex.join(kind.command_words(arguments)),
+            f"{principal} via gateway@{socket.gethostname()}",
+            now_ms(),
+        )
+        self._changes.appendleft(change)
+        while len(self._changes) > ENDED_MAX and self._changes[-1].ended_ms is not None:
+            self._changes.pop()
+        executing = self._execute(change, caller.ssl, kind.keywords(arguments))
+        task = self.tasks.create_task(executing, name="console_change")
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return change
+
+    def interrupt(self) -> None:
+        """Interrupt the running changes, because the gateway stops (rule 4)."""
+        for task in self._running:
+            task.cancel()
+
+    async def fields(self) -> dict[str, Any]:
+        """Return the kinds, the changes of this gateway and the audit log (newest first) as JSON.
+
+        Raises CoordinatorUnavailable if ZooKeeper does not answer.
+        """
+        entries = (await self.coordinator().audit.read())[-HISTORY_MAX:]
+        return {
+            "kinds": [_kind_fields(each) for each in CHANGE_KINDS.values()],
+            "running": [each.fields() for each in self._changes],
+            "history": [_history_fields(each) for each in reversed(entries)],
+        }
+
+    async def _execute(
+        self, change: ConsoleChange, ssl: SSLContext | None, keywords: Mapping[str, Any]
+    ) -> None:
+        """Run a change to its end; its errors are its outcome."""
+        member_connections.use_ssl_context(ssl)  # of this task
+        _log.info("console.change_begun command=%r user=%r", change.command, change.user)
+        change.outcome = _OUTCOME_INTERRUPTED
+        try:
+            change.summary = await self._run(change, keywords)
+            change.outcome = OUTCOME_DONE
+        except errors.WaltzError as error:
+            change.outcome = f"failed: {error}"
+        except Exception:  # noqa: BLE001 - the top of a task
+            _log.exception("console.change_failed command=%r", change.command)
+            change.outcome = "failed: internal error; the log of the gateway has the details"
+        finally:
+            change.ended_ms = now_ms()
+            _log.info("console.change_ended command=%r outcome=%r", change.command, change.outcome)
+
+    async def _run(self, change: ConsoleChange, keywords: Mapping[str, Any]) -> str:
+        entry = AuditEntry(change.user, change.begun_ms, change.command)
+        async with zookeeper_session.open_session(self.connect) as coordinator:
+            run = change.run = ChangeRun(coordinator)
+            async with (
+                record_change(coordinator, entry),
+                time_limit(TIMEOUT_S, lambda: run.awaited or "ZooKeeper"),
+            ):
+                result = await change.kind.function(run, **keywords) or {}
+        return str(result.get("summary", "done"))
+
+
+def _principal_of(permissions: Permissions, caller: ChangeCaller) -> str:
+    if not caller.token_hash:
+        return ANONYMOUS
+    token = permissions.valid_token(caller.token_hash, now_ms())
+    if token is None:
+        raise errors.AuthenticationFailed("the token is not known, or it has expired")
+    return token.principal
+
+
+def _kind_fields(kind: ChangeKind) -> dict[str, Any]:
+    return {
+        "name": kind.name,
+        "summary": kind.summary,
+        "is_disruptive": kind.is_disruptive,
+        "parameters": [
+            {
+                "name": each.name,
+                "kind": each.kind.value,
+                "text": each.text,
+                "option": each.option,
+                "is_required": each.is_required,
+            }
+            for each in kind.parameters
+        ],
+    }
+
+
+def _history_fields(entry: AuditEntry) -> dict[str, Any]:
+    return {
+        "user": entry.user,
+        "begun_ms": entry.begun_ms,
+        "ended_ms": entry.ended_ms,
+        "command": entry.command,
+        "outcome": entry.outcome,
+    }
