@@ -57,6 +57,13 @@ class DecryptedPayload(NamedTuple):
     error: str | None = None
 
 
+class EnvelopeSummary(NamedTuple):
+    """The parts of an envelope that are readable without its key."""
+
+    key_id: str
+    payload_bytes: int  # before the encryption
+
+
 class DecryptedColumn(NamedTuple):
     """A column of decrypted payloads and a column of errors; in each row, one of them is null."""
 
@@ -147,7 +154,7 @@ class Encryption:
 
     def has_cached_key(self, data: bytes) -> bool:
         """Whether `decrypt` needs no call of the key provider, which may block."""
-        if data[: len(MAGIC)] != MAGIC:
+        if not is_envelope(data):
             return True
         key_id = _key_id_of(data[: _head_size_bytes(data) - SALT_BYTES])
         return not is_key_id(key_id) or self.keys.is_cached(key_id)
@@ -185,6 +192,22 @@ class Encryption:
             pa.array([each.data for each in found], data.type),
             pa.array([each.error for each in found], pa.string()),
         )
+
+
+def is_envelope(data: bytes) -> bool:
+    """Whether a payload begins with the magic of an envelope (rule 4)."""
+    return data[: len(MAGIC)] == MAGIC
+
+
+def read_envelope(data: bytes) -> EnvelopeSummary | None:
+    """Return the readable parts of an envelope; None if the envelope is damaged."""
+    assert is_envelope(data)
+    head_bytes = _head_size_bytes(data)
+    payload_bytes = len(data) - head_bytes - _ROW_NUMBER.size - _TAG_BYTES
+    key_id = _key_id_of(data[: head_bytes - SALT_BYTES])
+    if payload_bytes < 0 or not is_key_id(key_id):
+        return None
+    return EnvelopeSummary(key_id, payload_bytes)
 
 
 class _PayloadEncryptor:
@@ -228,7 +251,7 @@ class _PayloadDecryptor:
         self._ciphers_by_head: dict[bytes, _EnvelopeCipher | str] = {}
 
     def decrypt(self, data: bytes, header: int) -> DecryptedPayload:
-        if data[: len(MAGIC)] != MAGIC:
+        if not is_envelope(data):
             if self._is_required:
                 return DecryptedPayload(None, _NOT_ENCRYPTED)
             return DecryptedPayload(data)

@@ -5,17 +5,22 @@ Rules:
        older are skipped.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Generator
+from typing import TYPE_CHECKING, TypeAlias
 
-from waltz_core.records.record import BEFORE_FIRST
+from waltz_core.client.read.ranges import RangeQuery
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, TransactionId
 from waltz_core.wire.messages import RangeForm
 
 if TYPE_CHECKING:
+    from waltz_core.client.api.async_client import AsyncWaltzClient
     from waltz_core.client.api.sync_client import WaltzClient
 
 UNSTAMPED = 0  # the commit stamp of transactions that a 0.13 server wrote
 UNSTAMPED_READS_MAX = 32
+
+# Yields the IDs whose commit stamps it needs, receives these stamps, and returns the ID found.
+StartSearch: TypeAlias = Generator[int, int, int]
 
 
 def first_since(
@@ -25,6 +30,34 @@ def first_since(
 
     The result is at most `mark`. `older` is the ID of a transaction that is known to be older, or
     -1.
+    """
+    search = _search_start(mark, since_ms, older)
+    try:
+        wanted = next(search)
+        while True:
+            wanted = search.send(stamp_ms_of(wanted))
+    except StopIteration as end:
+        return int(end.value)
+
+
+async def async_first_since(
+    stamp_ms_of: Callable[[int], Awaitable[int]],
+    mark: int,
+    since_ms: int,
+    older: int = BEFORE_FIRST,
+) -> int:
+    """Return the same as `first_since`; `stamp_ms_of` is awaited."""
+    search = _search_start(mark, since_ms, older)
+    try:
+        wanted = next(search)
+        while True:
+            wanted = search.send(await stamp_ms_of(wanted))
+    except StopIteration as end:
+        return int(end.value)
+
+
+def _search_start(mark: int, since_ms: int, older: int) -> StartSearch:
+    """Search for the result of `first_since`.
 
     Commit stamps never decrease in a partition, so a binary search finds the ID. Transactions that
     a 0.13 server wrote have no stamp (0): only a later transaction can prove that they are older.
@@ -38,7 +71,7 @@ def first_since(
         if low > high:
             continue
         middle = (low + high) // 2
-        stamp_ms = stamp_ms_of(middle)
+        stamp_ms = yield middle
         if stamp_ms == UNSTAMPED:
             parts.append((low, middle - 1))
             if unstamped_left:
@@ -58,3 +91,12 @@ def stamp_ms_of(client: "WaltzClient", partition: int, transaction_id: int) -> i
     """Return the commit stamp of a transaction, in ms; 0 if a 0.13 server wrote it."""
     chunks = client.read_range(partition, transaction_id, transaction_id, form=RangeForm.HEADERS)
     return max((stamp_ms for chunk in chunks for _, _, stamp_ms in chunk.stamps), default=0)
+
+
+async def async_stamp_ms_of(client: "AsyncWaltzClient", partition: int, transaction_id: int) -> int:
+    """Return the same as `stamp_ms_of`; the server answers, not a replica."""
+    wanted = TransactionId(transaction_id)
+    chunk = await client.requests.fetch_range(
+        PartitionId(partition), RangeQuery(wanted, wanted, RangeForm.HEADERS)
+    )
+    return max((stamp_ms for _, _, stamp_ms in chunk.stamps), default=UNSTAMPED)

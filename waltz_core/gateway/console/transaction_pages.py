@@ -1,0 +1,346 @@
+"""Pages of a partition's log for the transaction browser: forwards, backwards, and by time.
+
+A page has up to `count` transactions, as the dicts of the console's JSON interface. With a header
+filter it has only matching transactions, and the server reads all transactions in between.
+
+Rules:
+    1. A request is bounded: it sends at most `FETCHES_MAX` queries for transactions, each answered
+       from about `PAGE_BYTES_MAX` bytes of the log. It sends no further query when the page has
+       about `PAGE_BYTES_MAX` bytes of records. So a page may have fewer transactions than
+       requested, or none, although the log has more.
+    2. Each page makes progress: `next` is above `first`, and `previous` is below `last`, unless the
+       log ends there. The caller continues with `next`, or with `previous` until it is -1.
+    3. Consecutive pages have every matching transaction exactly once.
+    4. A page backwards is read in windows of IDs, from the newest to older ones. A window that is
+       not read to its end is dropped, because its newest transactions are missing; a smaller one
+       replaces it. A window of one ID is always read to its end.
+    5. A page backwards ends at the first available transaction, even if transactions expire at the
+       same time. A page forwards from an expired transaction raises BeforeLogStart.
+"""
+
+import asyncio
+from bisect import bisect_right
+from functools import partial
+from operator import itemgetter
+from typing import Any, Final, NamedTuple
+
+from waltz_core import errors
+from waltz_core.client import AsyncWaltzClient, RangeForm
+from waltz_core.client.read.ranges import RangeChunk, RangeQuery
+from waltz_core.client.read.start_times import UNSTAMPED, async_first_since, async_stamp_ms_of
+from waltz_core.gateway.console.payload_text import decode_payload
+from waltz_core.gateway.request_parsing import check_integer
+from waltz_core.records import raw_records
+from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReqId, TransactionId
+
+COUNT_MAX: Final = 200
+PAGE_BYTES_MAX: Final = 1024 * 1024
+FETCHES_MAX: Final = 8
+# The maximum number of bytes of a payload's text.
+TEXT_BYTES_MAX: Final = 16 * 1024
+# A server answers a query with at most this number of IDs (`reads.py`).
+_WINDOW_IDS_MAX: Final = 65_536
+_WINDOW_GROWTH: Final = 8
+_FILTERED_WINDOW_IDS: Final = 512  # the first window with a header filter
+
+
+async def read_page_from(
+    client: AsyncWaltzClient,
+    partition: int,
+    first: int,
+    count: int,
+    header_values: tuple[int, ...] = (),
+) -> dict[str, Any]:
+    """Return the page of transactions from an ID on.
+
+    Raises:
+        RequestRejected: the ID or the count is out of range.
+        BeforeLogStart: the log begins after the ID; the error states the first available one.
+    """
+    check_integer(first, "first")
+    check_integer(count, "count", minimum=1, maximum=COUNT_MAX)
+    ends = await _read_log_ends(client, partition)
+    fetches = _PageFetches(client, partition, header_values)
+    rows: list[_PageRow] = []
+    following = first
+    while following <= ends.mark and len(rows) < count and fetches.may_continue:
+        missing = count - len(rows)
+        last = ends.mark if header_values else min(ends.mark, following + missing - 1)
+        chunk = await fetches.fetch(following, last)
+        if chunk.next <= following:
+            break  # another server has opened the partition, with a lower mark
+        found = _rows_of(chunk)
+        rows += found[:missing]
+        is_cut = len(found) > missing
+        following = rows[-1].transaction_id + 1 if is_cut else int(chunk.next)
+    return {
+        "transactions": await _shown(rows),
+        "next": following,
+        "first_available": ends.first_available,
+        "high_water_mark": ends.mark,
+    }
+
+
+async def read_page_until(
+    client: AsyncWaltzClient,
+    partition: int,
+    last: int | None,
+    count: int,
+    header_values: tuple[int, ...] = (),
+) -> dict[str, Any]:
+    """Return the page of transactions that ends at an ID; None: at the end of the log.
+
+    `previous` is the ID at which the page before ends, -1 if there is none. `next` is the ID after
+    this page.
+
+    Raises:
+        RequestRejected: the ID or the count is out of range.
+    """
+    if last is not None:
+        check_integer(last, "last", minimum=BEFORE_FIRST)
+    check_integer(count, "count", minimum=1, maximum=COUNT_MAX)
+    ends = await _read_log_ends(client, partition)
+    end = ends.mark if last is None else min(last, ends.mark)
+    search = _BackwardSearch(
+        _PageFetches(client, partition, header_values),
+        end=end,
+        first_available=ends.first_available,
+        count=count,
+    )
+    await search.run()
+    has_previous = search.end >= search.first_available
+    return {
+        "transactions": await _shown(search.rows),
+        "next": max(end + 1, search.first_available),
+        "previous": search.end if has_previous else int(BEFORE_FIRST),
+        "first_available": search.first_available,
+        "high_water_mark": ends.mark,
+    }
+
+
+async def first_transaction_at(
+    client: AsyncWaltzClient, partition: int, time_ms: int
+) -> dict[str, Any]:
+    """Return the ID of the first available transaction that may be committed at or after a time.
+
+    If all transactions are older, the ID is the one after the high-water mark.
+
+    Raises:
+        RequestRejected: the time is out of range.
+    """
+    check_integer(time_ms, "time_ms")
+    ends = await _read_log_ends(client, partition)
+    first = ends.first_available
+    while True:
+        try:
+            stamp_ms_of = partial(async_stamp_ms_of, client, partition)
+            older = await async_first_since(stamp_ms_of, ends.mark, time_ms, first - 1)
+        except errors.BeforeLogStart as error:
+            first = _raised_start(error, first)
+            if first > ends.mark:
+                return {"transaction_id": first}
+        else:
+            return {"transaction_id": older + 1}
+
+
+# --- the log
+
+
+class _LogEnds(NamedTuple):
+    """The first available ID of a partition and its high-water mark."""
+
+    first_available: int
+    mark: int
+
+
+async def _read_log_ends(client: AsyncWaltzClient, partition: int) -> _LogEnds:
+    found = await client.replicas(partition)
+    first = int(found.archived.first) if found.archived else 0
+    return _LogEnds(first, int(found.high_water_mark))
+
+
+def _raised_start(error: errors.BeforeLogStart, known: int) -> int:
+    """Return the first available ID that an error states; raise the error if it is not new."""
+    if error.first_available <= known:
+        raise error
+    return error.first_available
+
+
+class _PageRow(NamedTuple):
+    """One transaction of a page; `time_ms` is None if a 0.13 server wrote it."""
+
+    transaction_id: int
+    header: int
+    time_ms: int | None
+    request_id: ReqId
+    data: bytes
+
+
+class _PageFetches:
+    """Fetches transactions for one page, and counts the queries and their bytes (rule 1)."""
+
+    def __init__(
+        self, client: AsyncWaltzClient, partition: int, header_values: tuple[int, ...]
+    ) -> None:
+        self._client = client
+        self._partition_id = PartitionId(partition)
+        self._header_values = header_values
+        self.left_count = FETCHES_MAX
+        self.left_bytes = PAGE_BYTES_MAX
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether only transactions with some headers are fetched."""
+        return bool(self._header_values)
+
+    @property
+    def may_continue(self) -> bool:
+        """Whether the page may send another query (rule 1)."""
+        return self.left_count > 0 and self.left_bytes > 0
+
+    async def fetch(self, first: int, last: int) -> RangeChunk:
+        """Return the first chunk of a range."""
+        self.left_count -= 1
+        query = RangeQuery(
+            TransactionId(first),
+            TransactionId(last),
+            RangeForm.WHOLE,
+            self._header_values,
+            PAGE_BYTES_MAX if self._header_values else max(1, self.left_bytes),
+        )
+        chunk = await self._client.requests.fetch_range(self._partition_id, query)
+        self.left_bytes -= len(chunk.records)
+        return chunk
+
+
+# --- backwards
+
+
+class _BackwardSearch:
+    """Collects the transactions of a page in ascending order, from `end` to older IDs (rule 4).
+
+    After `run`, `end` is the ID before the page.
+    """
+
+    def __init__(
+        self, fetches: _PageFetches, *, end: int, first_available: int, count: int
+    ) -> None:
+        self._fetches = fetches
+        self._count = count
+        self.end = end
+        self.first_available = first_available
+        self.rows: list[_PageRow] = []
+        # Of the next window, in IDs. Records may be large, but few of them have some header.
+        self._size = _FILTERED_WINDOW_IDS if fetches.is_filtered else 1
+        self._read_ids = 0
+        self._read_bytes = 0
+
+    async def run(self) -> None:
+        """Read windows until the page is complete, or a limit is reached."""
+        while (
+            self.end >= self.first_available
+            and len(self.rows) < self._count
+            and (self._fetches.may_continue or not self._read_ids)  # rule 2
+        ):
+            low = max(self.first_available, self.end - self._size + 1)
+            try:
+                found = await self._read_window(low)
+            except errors.BeforeLogStart as error:  # rule 5
+                self.first_available = _raised_start(error, self.first_available)
+                continue
+            if found is not None:
+                self._add(found, low)
+
+    def _add(self, found: list[_PageRow], low: int) -> None:
+        missing = self._count - len(self.rows)
+        self.rows = found[-missing:] + self.rows
+        self.end = (self.rows[0].transaction_id if len(found) > missing else low) - 1
+
+    async def _read_window(self, low: int) -> list[_PageRow] | None:
+        """Return the transactions of the window low..end.
+
+        Return None if the window is too large, or if the log does not have it any more. Set the
+        size of the next window.
+        """
+        found: list[_PageRow] = []
+        first, chunk_ids = low, 0
+        while first <= self.end:
+            if first > low and not self._may_complete(self.end - first + 1, chunk_ids):
+                may_continue = self._fetches.may_continue
+                self._size = max(1, min(chunk_ids, self._size // 2)) if may_continue else 1
+                return None
+            chunk = await self._fetches.fetch(first, self.end)
+            if chunk.next <= first:  # another server has opened the partition, with a lower mark
+                self.end = first - 1
+                return None
+            found += _rows_of(chunk)
+            self._read_bytes += len(chunk.records)
+            chunk_ids = max(chunk_ids, int(chunk.next) - first)
+            first = int(chunk.next)
+        self._size = self._next_size(self.end - low + 1, chunk_ids)
+        return found
+
+    def _may_complete(self, ids: int, chunk_ids: int) -> bool:
+        """Whether the rest of a window fits the limits, if later queries return as many IDs."""
+        return self._fetches.may_continue and ids <= chunk_ids * self._fetches.left_count
+
+    def _next_size(self, window_ids: int, chunk_ids: int) -> int:
+        """Return the size of the next window, from the sizes of the records so far.
+
+        `chunk_ids` is the maximum number of IDs that one query of the last window returned.
+        """
+        self._read_ids += window_ids
+        fitting = self._fetches.left_bytes * self._read_ids // max(1, self._read_bytes)
+        sizes = [window_ids * _WINDOW_GROWTH, fitting, _WINDOW_IDS_MAX]
+        if chunk_ids < window_ids:
+            sizes.append(chunk_ids * self._fetches.left_count * 3 // 4)  # records differ in size
+        if not self._fetches.is_filtered:
+            sizes.append(self._count - len(self.rows) - window_ids)
+        return max(1, min(sizes))
+
+
+# --- rows
+
+
+def _rows_of(chunk: RangeChunk) -> list[_PageRow]:
+    stamps = chunk.stamps
+    request_ids = raw_records.req_ids_of(chunk.records, chunk.lengths).tolist()
+    return [
+        _PageRow(
+            int(row.transaction_id),
+            row.header,
+            _time_ms_of(row.transaction_id, stamps),
+            ReqId(*request_id),
+            row.data,
+        )
+        for row, request_id in zip(chunk.rows(), request_ids, strict=True)
+    ]
+
+
+def _time_ms_of(transaction_id: int, stamps: list[tuple[int, int, int]]) -> int | None:
+    at = bisect_right(stamps, transaction_id, key=itemgetter(0)) - 1
+    if at < 0 or transaction_id > stamps[at][1] or stamps[at][2] == UNSTAMPED:
+        return None
+    return stamps[at][2]
+
+
+async def _shown(rows: list[_PageRow]) -> list[dict[str, Any]]:
+    """Return the JSON fields of transactions."""
+    shown = []
+    for row in rows:
+        payload = decode_payload(row.data, TEXT_BYTES_MAX)
+        shown.append(
+            {
+                "transaction_id": row.transaction_id,
+                "header": row.header,
+                "time_ms": row.time_ms,
+                "client_id": int(row.request_id.client_id),
+                "request_id": str(row.request_id),
+                "size": len(row.data),
+                "format": payload.format,
+                "text": payload.text,
+                "is_shortened": payload.is_shortened,
+            }
+        )
+        await asyncio.sleep(0)  # decoding a large payload takes milliseconds
+    return shown
