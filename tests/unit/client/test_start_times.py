@@ -1,9 +1,11 @@
 """The search for the first transaction at or after a time."""
 
+import asyncio
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from waltz_core.client.read.start_times import first_since
+from waltz_core.client.read.start_times import async_first_since, first_since
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 51))
@@ -39,3 +41,19 @@ def test_a_log_without_stamps_is_read_completely():
     asked = []
     assert first_since(lambda at: asked.append(at) or 0, 10**9, 1) == -1
     assert len(asked) < 100
+
+
+@given(st.lists(st.integers(0, 50), max_size=100), st.integers(1, 51), st.integers(-1, 5))
+def test_the_awaited_search_reads_the_same_transactions(stamps, since_ms, older):
+    stamps.sort()
+    asked, awaited = [], []
+    mark = len(stamps) - 1
+
+    async def stamp_ms_of(at):
+        awaited.append(at)
+        await asyncio.sleep(0)
+        return stamps[at]
+
+    found = first_since(lambda at: asked.append(at) or stamps[at], mark, since_ms, older)
+    assert asyncio.run(async_first_since(stamp_ms_of, mark, since_ms, older)) == found
+    assert awaited == asked
