@@ -16,6 +16,9 @@ Rules:
        replaces it. A window of one ID is always read to its end.
     5. A page backwards ends at the first available transaction, even if transactions expire at the
        same time. A page forwards from an expired transaction raises BeforeLogStart.
+    6. A payload has at most `TEXT_BYTES_MAX` bytes of text. When the texts of a page have about
+       512 KiB, its other payloads have at most `SHORT_TEXT_BYTES_MAX`. A page with one transaction
+       always has its longest text.
 """
 
 import asyncio
@@ -36,8 +39,10 @@ from waltz_core.records.record import BEFORE_FIRST, PartitionId, ReqId, Transact
 COUNT_MAX: Final = 200
 PAGE_BYTES_MAX: Final = 1024 * 1024
 FETCHES_MAX: Final = 8
-# The maximum number of bytes of a payload's text.
+# The maximum number of bytes of a payload's text (rule 6).
 TEXT_BYTES_MAX: Final = 16 * 1024
+SHORT_TEXT_BYTES_MAX: Final = 512
+_PAGE_TEXT_BYTES: Final = 512 * 1024
 # A server answers a query with at most this number of IDs (`reads.py`).
 _WINDOW_IDS_MAX: Final = 65_536
 _WINDOW_GROWTH: Final = 8
@@ -327,8 +332,11 @@ def _time_ms_of(transaction_id: int, stamps: list[tuple[int, int, int]]) -> int 
 async def _shown(rows: list[_PageRow]) -> list[dict[str, Any]]:
     """Return the JSON fields of transactions."""
     shown = []
+    text_bytes = 0
     for row in rows:
-        payload = decode_payload(row.data, TEXT_BYTES_MAX)
+        is_short = text_bytes >= _PAGE_TEXT_BYTES  # rule 6
+        payload = decode_payload(row.data, SHORT_TEXT_BYTES_MAX if is_short else TEXT_BYTES_MAX)
+        text_bytes += len(payload.text.encode())
         shown.append(
             {
                 "transaction_id": row.transaction_id,
@@ -342,5 +350,5 @@ async def _shown(rows: list[_PageRow]) -> list[dict[str, Any]]:
                 "is_shortened": payload.is_shortened,
             }
         )
-        await asyncio.sleep(0)  # decoding a large payload takes milliseconds
+        await asyncio.sleep(0)  # decoding a hostile payload takes up to 30 ms
     return shown

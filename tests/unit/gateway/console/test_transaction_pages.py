@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from waltz_core import errors
-from waltz_core.client import AsyncWaltzClient
+from waltz_core.client import BYTES, AsyncWaltzClient, Zstd
 from waltz_core.client.read.ranges import ArchivedRange
 from waltz_core.gateway.console import transaction_pages
 from waltz_core.gateway.console.transaction_pages import (
@@ -476,7 +476,24 @@ def test_transactions_without_a_stamp_have_no_time(monkeypatch):
     run(scenario)
 
 
-# --- concurrent work
+# --- bounded work
+
+
+def test_the_texts_of_a_page_are_bounded():
+    """Compressed payloads have much more text than bytes."""
+
+    async def scenario(client):
+        packed = Zstd(BYTES).serialize(b"a" * 100_000)
+        await write(client, [(0, packed)] * 200)
+        page = await read_page_from(client, P, 0, 200)
+        texts = [each["text"] for each in page["transactions"]]
+        lengths = [16_384] * 32 + [512] * 168
+        assert [len(each) for each in texts] == lengths
+        assert all(each["is_shortened"] for each in page["transactions"])
+        last = await read_page_from(client, P, 199, 1)
+        assert len(last["transactions"][0]["text"]) == 16_384
+
+    run(scenario)
 
 
 def test_a_page_lets_other_tasks_run(monkeypatch):
