@@ -65,6 +65,12 @@ async def read_page_from(
     check_integer(first, "first")
     check_integer(count, "count", minimum=1, maximum=COUNT_MAX)
     ends = await _read_log_ends(client, partition)
+    if first < ends.first_available:  # a server may still have it in its cache
+        raise errors.BeforeLogStart(
+            f"partition {partition}: cannot read from transaction {first}, because the "
+            f"transactions before {ends.first_available} have expired",
+            ends.first_available,
+        )
     fetches = _PageFetches(client, partition, header_values)
     rows: list[_PageRow] = []
     following = first

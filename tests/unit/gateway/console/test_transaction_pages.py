@@ -346,15 +346,16 @@ def test_pages_of_any_log_have_each_matching_transaction_once(monkeypatch, seed)
 # --- expired transactions
 
 
-def test_a_page_from_an_expired_transaction_raises(monkeypatch):
+@pytest.mark.parametrize("known", [40, 0])
+def test_a_page_from_an_expired_transaction_raises(monkeypatch, known):
     async def scenario(client):
         await write(client, [(0, b"a")] * 100)
-        expire(client, monkeypatch, 40)
+        expire(client, monkeypatch, 40, archive_first=known)
         with pytest.raises(errors.BeforeLogStart) as caught:
             await read_page_from(client, P, 39, 50)
         assert caught.value.first_available == 40
         page = await read_page_from(client, P, 40, 50)
-        assert (ids(page), page["first_available"]) == (list(range(40, 90)), 40)
+        assert (ids(page), page["first_available"]) == (list(range(40, 90)), known)
 
     run(scenario)
 
