@@ -1,0 +1,205 @@
+// The state of the cluster: polled once a second for all pages, with rates and health in words.
+//
+// Rules:
+//   1. After a failed request the last data stays, and `problem` states why it is old.
+//   2. Rates come from successive marks and the gateway's time, never from this computer's clock.
+
+import * as format from "./format.js";
+import { poll, request } from "./requests.js";
+
+const POLL_MS = 1000;
+const SLOW_MS = 2500; // a request that takes longer makes the shown data stale
+const RATE_WINDOW_MS = 10000;
+const KEPT_MS = 180000;
+export const SPARKLINE_MS = KEPT_MS;
+const DISK_DAYS_LOW = 7;
+
+const state = { cluster: null, problem: null, received: 0, sent: null, total: [], series: new Map() };
+const listeners = new Set();
+let polling = null;
+
+export const cluster = () => state.cluster;
+export const totalPoints = () => state.total;
+export const ratePoints = (partition) => state.series.get(partition)?.rates ?? [];
+export const rateOf = (partition) => lastOf(ratePoints(partition));
+export const totalRate = () => lastOf(state.total);
+
+const lastOf = (points) => (points.length === 0 ? null : points[points.length - 1][1]);
+
+export function startClusterData() {
+  polling = poll(load, () => POLL_MS);
+  setInterval(() => document.visibilityState === "visible" && notify(), 500);
+}
+
+export const refreshCluster = () => polling?.hurry();
+
+// Call `listener` now and after each change, until the returned function is called.
+export function onClusterData(listener) {
+  listeners.add(listener);
+  listener();
+  return () => listeners.delete(listener);
+}
+
+function notify() {
+  for (const each of [...listeners]) each();
+}
+
+async function load(signal) {
+  try {
+    const answer = await request("cluster", { signal, onSend: () => { state.sent = performance.now(); } });
+    state.cluster = answer;
+    state.problem = null;
+    state.received = performance.now();
+    addSamples(answer);
+  } catch (error) {
+    if (signal.aborted) return;
+    state.problem = error;
+  } finally {
+    state.sent = null;
+  }
+  notify();
+}
+
+// What is wrong with the data itself: null, or {error, age_ms}; age_ms is null without any data.
+export function staleness() {
+  const now = performance.now();
+  const age_ms = state.cluster === null ? null : now - state.received;
+  if (state.problem !== null) return { error: state.problem, age_ms };
+  const waits_ms = state.sent === null ? 0 : now - state.sent;
+  if (waits_ms < SLOW_MS) return null;
+  return { error: { message: "the gateway has not answered yet", hint: "", isAnswer: false }, age_ms };
+}
+
+function addSamples(answer) {
+  let total = 0;
+  for (const each of answer.partitions) {
+    const series = seriesOf(each.partition);
+    if (each.high_water_mark !== null) addSample(series, answer.time_ms, each.high_water_mark);
+    total += lastOf(series.rates) ?? 0;
+  }
+  if ([...state.series.values()].some((each) => each.rates.length > 0)) {
+    addPoint(state.total, answer.time_ms, total);
+  }
+}
+
+function seriesOf(partition) {
+  if (!state.series.has(partition)) state.series.set(partition, { marks: [], rates: [] });
+  return state.series.get(partition);
+}
+
+function addSample(series, ms, mark) {
+  const { marks, rates } = series;
+  if (marks.length > 0 && marks[marks.length - 1][0] >= ms) return; // a repeated answer
+  marks.push([ms, mark]);
+  // One sample stays at or before the start of the window, so that the window is always covered.
+  while (marks.length > 2 && marks[1][0] <= ms - RATE_WINDOW_MS) marks.shift();
+  if (marks.length < 2) return;
+  const [first_ms, first] = marks[0];
+  addPoint(rates, ms, Math.max(0, ((mark - first) * 1000) / (ms - first_ms)));
+}
+
+function addPoint(points, ms, value) {
+  if (points.length > 0 && points[points.length - 1][0] >= ms) return;
+  points.push([ms, value]);
+  while (points[0][0] < ms - KEPT_MS) points.shift();
+}
+
+export function rateLabel(points) {
+  if (points.length === 0) return "Rate: no data yet";
+  const values = points.map(([, value]) => value);
+  return `Rate of the last ${format.duration(points[points.length - 1][0] - points[0][0])}: ` +
+    `${format.rate(Math.min(...values))} to ${format.rate(Math.max(...values))}`;
+}
+
+// The problems of the cluster in words, the worst first: [{level, text}].
+export function problemsOf(data) {
+  return [...zookeeperProblems(data), ...processProblems(data), ...partitionProblems(data), ...diskProblems(data)].sort(
+    (a, b) => Number(b.level === "bad") - Number(a.level === "bad"),
+  );
+}
+
+function zookeeperProblems(data) {
+  const found = [];
+  if (data.zookeeper_error) found.push({ level: "bad", text: `ZooKeeper does not answer: ${data.zookeeper_error}` });
+  addNamed(found, "warn", data.zookeeper.filter((each) => each.state === "down"), "ZooKeeper server", "down");
+  return found;
+}
+
+function processProblems(data) {
+  const found = [];
+  addNamed(found, "bad", data.storages.filter((each) => each.state === "down"), "storage", "down");
+  addNamed(found, "bad", data.servers.filter((each) => each.state === "down"), "server", "down");
+  addNamed(found, "bad", data.storages.filter((each) => each.is_full), "storage", "full");
+  const down = new Set(data.storages.filter((each) => each.state === "down").map((each) => each.address));
+  for (const each of data.servers) {
+    // A storage that is down is named already.
+    const unreachable = each.unreachable_storages.filter((storage) => !down.has(storage));
+    if (unreachable.length > 0) {
+      found.push({ level: "warn", text: `Server ${each.address} cannot reach ${format.count(unreachable.length, "storage")}: ${unreachable.join(", ")}` });
+    }
+  }
+  return found;
+}
+
+function partitionProblems(data) {
+  const found = [];
+  const inState = (state) => data.partitions.filter((each) => each.state === state).map((each) => each.partition);
+  addPartitions(found, "bad", inState("no_owner"), "no owner");
+  const closed = inState("closed");
+  if (closed.length > 0) {
+    found.push({ level: "bad", text: `${format.count(closed.length, "partition")} ${closed.length === 1 ? "is" : "are"} closed: ${format.ranges(closed)}` });
+  }
+  const having = (state) =>
+    data.partitions.filter((each) => each.replicas.some((replica) => replica.state === state)).map((each) => each.partition);
+  addPartitions(found, "warn", having("out_of_sync"), "a replica out of sync");
+  addPartitions(found, "warn", having("unavailable"), "an unavailable replica");
+  return found;
+}
+
+function diskProblems(data) {
+  const low = data.storages.filter((each) => !each.is_full && each.days_until_full !== null && each.days_until_full < DISK_DAYS_LOW);
+  return low.map((each) => ({ level: "warn", text: `The disk of storage ${each.address} is full in ${format.days(each.days_until_full)}` }));
+}
+
+function addNamed(found, level, items, noun, word) {
+  if (items.length === 0) return;
+  const verb = items.length === 1 ? "is" : "are";
+  found.push({ level, text: `${format.count(items.length, noun)} ${verb} ${word}: ${items.map((each) => each.address).join(", ")}` });
+}
+
+function addPartitions(found, level, partitions, what) {
+  if (partitions.length === 0) return;
+  const verb = partitions.length === 1 ? "has" : "have";
+  found.push({ level, text: `${format.count(partitions.length, "partition")} ${verb} ${what}: ${format.ranges(partitions)}` });
+}
+
+// Notes are no problems: what the console cannot see, and what is about to end by itself.
+export function notesOf(data) {
+  const notes = [];
+  if (!data.is_settled) notes.push("Partitions are moving between servers.");
+  const kinds = [["storage", data.storages], ["server", data.servers], ["partition", data.partitions]];
+  for (const [noun, items] of kinds) {
+    const unknown = items.filter((each) => each.state === "unknown").length;
+    if (unknown > 0) notes.push(`The state of ${format.count(unknown, noun)} is unknown.`);
+  }
+  return notes;
+}
+
+export function healthText(data, problems) {
+  if (problems.length > 0) return `${problems.map((each) => each.text).join(". ")}.`;
+  const known = (items) => items.filter((each) => each.state !== "unknown").length;
+  const words = [
+    format.count(known(data.storages), "storage"),
+    format.count(known(data.servers), "server"),
+    format.count(known(data.partitions), "partition"),
+  ];
+  return `All ${words[0]}, ${words[1]} and ${words[2]} are up.`;
+}
+
+export function hasProblem(partition) {
+  return (
+    partition.state === "closed" ||
+    partition.state === "no_owner" ||
+    partition.replicas.some((each) => each.state === "out_of_sync" || each.state === "unavailable")
+  );
+}

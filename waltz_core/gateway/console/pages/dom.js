@@ -1,0 +1,197 @@
+// Elements: creation, updates in place, and keyed lists.
+//
+// Rules:
+//   1. Data becomes text nodes and attribute values only; nothing here parses HTML.
+//   2. An update writes only what has changed, so that focus, selection and scroll position stay.
+
+const SVG = "http://www.w3.org/2000/svg";
+
+export function el(name, attributes = {}, ...children) {
+  const node = document.createElement(name);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (typeof value === "function") node.addEventListener(key, value);
+    else setAttribute(node, key, value);
+  }
+  node.append(...children.filter((each) => each !== null && each !== undefined));
+  return node;
+}
+
+export function setText(node, text) {
+  const value = String(text);
+  if (node.textContent !== value) node.textContent = value;
+}
+
+export function setAttribute(node, name, value) {
+  if (value === null || value === undefined || value === false) {
+    if (node.hasAttribute(name)) node.removeAttribute(name);
+    return;
+  }
+  const text = value === true ? "" : String(value);
+  if (node.getAttribute(name) !== text) node.setAttribute(name, text);
+}
+
+export function setHidden(node, isHidden) {
+  if (node.hidden !== isHidden) node.hidden = isHidden;
+}
+
+// Make the children of `parent` equal to `items`; `create` and `update` get (item) and (node, item).
+export function keyed(parent, items, { key, create, update }) {
+  parent.keyedNodes ??= new Map();
+  const known = parent.keyedNodes;
+  const wanted = new Set(items.map((item) => String(key(item))));
+  for (const [each, node] of known) {
+    if (!wanted.has(each)) {
+      node.remove();
+      known.delete(each);
+    }
+  }
+  let place = parent.firstChild;
+  for (const item of items) {
+    const name = String(key(item));
+    let node = known.get(name);
+    if (node === undefined) {
+      node = create(item);
+      known.set(name, node);
+    }
+    update?.(node, item);
+    if (node === place) place = place.nextSibling;
+    else parent.insertBefore(node, place);
+  }
+}
+
+// Names of parts of a node, for updates: parts(card).title is the element with data-part="title".
+export function parts(node) {
+  if (node.namedParts === undefined) {
+    node.namedParts = {};
+    for (const each of node.querySelectorAll("[data-part]")) {
+      node.namedParts[each.dataset.part] = each;
+    }
+  }
+  return node.namedParts;
+}
+
+export function part(tag, name, attributes = {}, ...children) {
+  return el(tag, { "data-part": name, ...attributes }, ...children);
+}
+
+export const hiddenText = (text) => el("span", { class: "visually-hidden" }, text);
+
+// Symbols and words of all states; the colour comes from the level.
+const STATES = {
+  up: ["✓", "up", "good"],
+  down: ["✕", "down", "bad"],
+  unknown: ["?", "unknown", "muted"],
+  open: ["✓", "open", "good"],
+  closed: ["✕", "closed", "bad"],
+  no_owner: ["✕", "no owner", "bad"],
+  in_sync: ["✓", "in sync", "good"],
+  out_of_sync: ["▲", "out of sync", "warn"],
+  unavailable: ["✕", "unavailable", "bad"],
+  none: ["–", "no replica", "none"],
+  good: ["✓", "", "good"],
+  warn: ["▲", "", "warn"],
+  bad: ["✕", "", "bad"],
+  done: ["✓", "done", "good"],
+  failed: ["✕", "failed", "bad"],
+  begun: ["▶", "running", "busy"],
+  muted: ["?", "", "muted"],
+};
+
+// A state of a newer gateway, or a hostile one, is shown as it is.
+const look = (state) => (Object.hasOwn(STATES, state) ? STATES[state] : ["?", String(state), "muted"]);
+
+export const stateWord = (state) => look(state)[1];
+
+export function stateMark(state, attributes = {}) {
+  const node = el(
+    "span",
+    { class: "state", ...attributes },
+    el("span", { class: "symbol", "aria-hidden": "true" }),
+    el("span", { class: "word" }),
+  );
+  setState(node, state);
+  return node;
+}
+
+export function setState(node, state, word = null) {
+  const [symbol, usual, level] = look(state);
+  setAttribute(node, "data-state", state);
+  setAttribute(node, "data-level", level);
+  setText(node.firstChild, symbol);
+  setText(node.lastChild, word ?? usual);
+}
+
+export function copyButton(textOf, label = "Copy") {
+  const button = el("button", { type: "button", class: "small copy" }, label);
+  let timer = null;
+  button.addEventListener("click", async () => {
+    setText(button, (await copyText(textOf(), button)) ? "Copied" : "Not copied");
+    clearTimeout(timer);
+    timer = setTimeout(() => setText(button, label), 1500);
+  });
+  return button;
+}
+
+// navigator.clipboard exists only under https and on localhost; gateways often use plain http.
+async function copyText(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = el("textarea", { class: "visually-hidden", readonly: true, tabindex: "-1" });
+    area.value = text;
+    (button.closest("dialog") ?? document.body).append(area);
+    area.select();
+    const isCopied = document.execCommand("copy");
+    area.remove();
+    button.focus();
+    return isCopied;
+  }
+}
+
+// An error of the gateway, next to the place where it occurred; null hides it.
+export function errorBox(attributes = {}) {
+  return el("div", { class: "problem", role: "alert", hidden: true, ...attributes });
+}
+
+export function showError(box, error) {
+  setHidden(box, error === null);
+  const text = error === null ? "" : `${error.message}\n${error.hint ?? ""}`;
+  if (box.shownText === text) return;
+  box.shownText = text;
+  box.replaceChildren();
+  if (error === null) return;
+  box.append(el("p", {}, el("span", { class: "symbol", "aria-hidden": "true" }, "✕"), ` ${error.message}`));
+  if (error.hint) box.append(el("p", { class: "hint" }, error.hint));
+}
+
+const WIDTH = 120;
+const HEIGHT = 28;
+
+export function sparkline() {
+  const svg = document.createElementNS(SVG, "svg");
+  svg.setAttribute("class", "sparkline");
+  svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("role", "img");
+  for (const name of ["area", "line"]) {
+    const path = document.createElementNS(SVG, "path");
+    path.setAttribute("class", name);
+    svg.append(path);
+  }
+  return svg;
+}
+
+// `points` are [ms, value] in the order of time; the axis ends at the last point.
+export function drawSparkline(svg, points, { span_ms, label }) {
+  setAttribute(svg, "aria-label", label);
+  const last = points.length === 0 ? 0 : points[points.length - 1][0];
+  const shown = points.filter(([ms]) => ms >= last - span_ms);
+  const top = shown.reduce((highest, [, value]) => Math.max(highest, value), 1e-9);
+  const place = ([ms, value]) =>
+    `${(WIDTH * (1 - (last - ms) / span_ms)).toFixed(1)},${(HEIGHT - 2 - (HEIGHT - 4) * (value / top)).toFixed(1)}`;
+  const line = shown.length < 2 ? "" : `M${shown.map(place).join("L")}`;
+  const first = shown.length < 2 ? "" : place(shown[0]).split(",")[0];
+  setAttribute(svg.firstChild, "d", line && `${line}L${WIDTH},${HEIGHT}L${first},${HEIGHT}Z`);
+  setAttribute(svg.lastChild, "d", line);
+}

@@ -1,0 +1,145 @@
+// Numbers, sizes, times, lists of partitions and payloads as text.
+
+const NUMBER = new Intl.NumberFormat("en-GB");
+const TIME = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+const DAY = new Intl.DateTimeFormat("en-GB", { year: "numeric", month: "2-digit", day: "2-digit" });
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+
+export const NONE = "–";
+const isMissing = (value) => value === null || value === undefined;
+
+export const integer = (value) => (isMissing(value) ? NONE : NUMBER.format(value));
+
+export function count(number, noun, plural = `${noun}s`) {
+  return `${integer(number)} ${number === 1 ? noun : plural}`;
+}
+
+export function rate(perSecond) {
+  if (isMissing(perSecond)) return NONE;
+  if (perSecond > 0 && perSecond < 10) return `${perSecond.toFixed(1)}/s`;
+  return `${NUMBER.format(Math.round(perSecond))}/s`;
+}
+
+export function milliseconds(ms) {
+  if (isMissing(ms)) return NONE;
+  if (ms >= 1000) return `${(ms / 1000).toFixed(1)} s`;
+  return `${ms.toFixed(ms < 10 ? 1 : 0)} ms`;
+}
+
+export function size(bytes) {
+  if (isMissing(bytes)) return NONE;
+  let value = bytes;
+  let unit = 0;
+  while (value >= 1024 && unit < UNITS.length - 1) {
+    value /= 1024;
+    unit += 1;
+  }
+  return `${unit === 0 || value >= 100 ? value.toFixed(0) : value.toFixed(1)} ${UNITS[unit]}`;
+}
+
+export function days(number) {
+  if (isMissing(number)) return NONE;
+  if (number >= 365) return "more than a year";
+  return count(number < 10 ? Number(number.toFixed(1)) : Math.round(number), "day");
+}
+
+// ISO order of the fields: dates of all locales read the same.
+export function time(ms, { hasMilliseconds = false } = {}) {
+  if (isMissing(ms)) return NONE;
+  const date = new Date(ms);
+  if (Number.isNaN(date.getTime())) return String(ms);
+  const [day, month, year] = DAY.format(date).split("/");
+  const rest = hasMilliseconds ? `.${String(date.getMilliseconds()).padStart(3, "0")}` : "";
+  return `${year}-${month}-${day} ${TIME.format(date)}${rest}`;
+}
+
+export const clock = (ms) => TIME.format(new Date(ms));
+
+export function duration(ms) {
+  const seconds = Math.max(0, Math.round(ms / 1000));
+  if (seconds < 60) return `${seconds} s`;
+  if (seconds < 3600) return `${Math.floor(seconds / 60)} min ${seconds % 60} s`;
+  return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
+}
+
+export function timeZone() {
+  const minutes = -new Date().getTimezoneOffset();
+  const hours = `${Math.floor(Math.abs(minutes) / 60)}`.padStart(2, "0");
+  const rest = `${Math.abs(minutes) % 60}`.padStart(2, "0");
+  const name = Intl.DateTimeFormat().resolvedOptions().timeZone ?? "local time";
+  return `${name}, UTC${minutes < 0 ? "-" : "+"}${hours}:${rest}`;
+}
+
+// [0, 1, 2, 5] -> "0-2,5", as the commands write it
+export function ranges(numbers) {
+  const sorted = [...numbers].sort((a, b) => a - b);
+  const texts = [];
+  for (let start = 0; start < sorted.length; ) {
+    let end = start;
+    while (end + 1 < sorted.length && sorted[end + 1] === sorted[end] + 1) end += 1;
+    texts.push(start === end ? `${sorted[start]}` : `${sorted[start]}-${sorted[end]}`);
+    start = end + 1;
+  }
+  return texts.length === 0 ? NONE : texts.join(", ");
+}
+
+// "0-2,5" or "all" -> the partitions, or an error text
+export function parsePartitions(text, partitionCount) {
+  const compact = text.replace(/\s+/g, "");
+  if (compact === "all") return { partitions: [...Array(partitionCount ?? 0).keys()], error: "" };
+  const found = new Set();
+  for (const each of compact.split(",")) {
+    const match = /^(\d{1,9})(?:-(\d{1,9}))?$/.exec(each);
+    if (match === null) return { partitions: [], error: `"${each}" is not a partition or a range. Use for example 0-3,7 or all.` };
+    const first = Number(match[1]);
+    const last = Number(match[2] ?? match[1]);
+    if (last < first) return { partitions: [], error: `Range ${each} ends before it begins.` };
+    if (partitionCount !== null && last >= partitionCount) {
+      return { partitions: [], error: `The cluster has no partition ${last}; the last one is ${partitionCount - 1}.` };
+    }
+    for (let number = first; number <= last && found.size < 100000; number += 1) found.add(number);
+  }
+  return { partitions: [...found].sort((a, b) => a - b), error: "" };
+}
+
+// Indent JSON without parsing it: numbers stay exact, and a shortened document is indented, too.
+export function indentJson(text) {
+  const out = [];
+  let depth = 0;
+  let at = 0;
+  const newLine = () => out.push("\n", "  ".repeat(Math.min(depth, 40)));
+  while (at < text.length) {
+    const char = text[at];
+    if (char === '"') {
+      let end = at + 1;
+      while (end < text.length && text[end] !== '"') end += text[end] === "\\" ? 2 : 1;
+      out.push(text.slice(at, end + 1));
+      at = end + 1;
+      continue;
+    }
+    const closed = /^[[{]\s*[\]}]/.exec(text.slice(at, at + 40));
+    if (closed !== null) {
+      out.push(char, closed[0][closed[0].length - 1]);
+      at += closed[0].length;
+      continue;
+    }
+    if (char === "{" || char === "[") {
+      out.push(char);
+      depth += 1;
+      newLine();
+    } else if (char === "}" || char === "]") {
+      depth = Math.max(0, depth - 1);
+      newLine();
+      out.push(char);
+    } else if (char === ",") {
+      out.push(char);
+      newLine();
+    } else if (char === ":") {
+      out.push(": ");
+    } else if (!/\s/.test(char)) {
+      out.push(char);
+    }
+    at += 1;
+  }
+  return out.join("");
+}
