@@ -12,6 +12,7 @@ from tests.fuzz.decoder import Decoder
 from tests.golden.wire_examples import make_example, message_classes
 from waltz_core.client.model.predecessors import _predecessors_in
 from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, chunk_of_server
+from waltz_core.client.read.rejections import decode_rejections
 from waltz_core.client.stream.cursor import FeedCursor
 from waltz_core.client.stream.outcome_tracker import _decode_outcome
 from waltz_core.errors import (
@@ -404,6 +405,24 @@ def take_append_result(data: bytes) -> None:
         list(_predecessors_in(message))
 
 
+def rejection_lists() -> list[bytes]:
+    """Return answers with no rejection, and with two of them."""
+    numbers = b"".join(each.to_bytes(8, "big", signed=True) for each in (9, -1))
+    rows = messages.RejectionsResponse(
+        REQ_ID, numbers, 2 * REQ_ID.to_bytes(), bytes((1, 3)), numbers
+    )
+    return [
+        frame_of(each) for each in (messages.RejectionsResponse(REQ_ID, b"", b"", b"", b""), rows)
+    ]
+
+
+def take_rejections(data: bytes) -> None:
+    """Take the newest rejections of a partition."""
+    message = decode_message(WireProtocol.CLIENT, data)
+    if isinstance(message, messages.RejectionsResponse):
+        decode_rejections(message)
+
+
 def segment_requests() -> list[bytes]:
     """Return requests without and with a ticket."""
     return [encode_segment(3, 1 << 33, ticket) for ticket in (b"", bytes(range(TICKET_BYTES)))]
@@ -445,6 +464,7 @@ DECODERS = (
     Decoder("range-at-server", check_storage_range, _DAMAGED, storage_ranges, with_record_crcs),
     Decoder("feed-batch", take_feed, (RemoteProtocolError,), feed_batches),
     Decoder("append-result", take_append_result, (RemoteProtocolError,), append_results),
+    Decoder("rejections", take_rejections, (RemoteProtocolError,), rejection_lists),
     Decoder(
         "damaged-ranges",
         decode_damaged_ranges,

@@ -13,12 +13,20 @@ import pytest
 from tests.client_contract import RecordingCallbacks, RecordingContext
 from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
-from waltz_core.client import AsyncCallbacks, Callbacks, PoisonPolicy, lock, transactional
+from waltz_core.client import (
+    AsyncCallbacks,
+    Callbacks,
+    PoisonPolicy,
+    RowOutcomeCode,
+    lock,
+    transactional,
+)
 from waltz_core.client.stream import appends
 from waltz_core.config import ClientConfig
 from waltz_core.memory_waltz import MemoryWaltz
 from waltz_core.records.batches import encode_append
 from waltz_core.server.partition_events import PartitionLimits
+from waltz_core.wire.messages import RejectionsRequest, WireProtocol
 
 SHORT = ClientConfig(request_timeout_ms=200, retry_interval_ms_min=1, retry_interval_ms_max=20)
 
@@ -199,6 +207,37 @@ def test_only_the_requested_number_of_locked_appends_is_rejected(waltz_memory):
                 client.append(b"late", partition=0, **{kind: locks}).result()
         client.append(b"in time", partition=0, write_locks=locks).result()
     assert [each.data for each in waltz_memory.transactions(0)] == [b"free", b"free", b"in time"]
+
+
+def test_the_loser_and_the_winner_of_a_lock_are_listed(waltz_memory):
+    """Two clients append with the same lock; the owner lists which one lost against which."""
+    seat, before_ms = lock("seat", "12F"), time.time_ns() // 1_000_000
+    with waltz_memory.client() as anna, waltz_memory.client() as boris:
+        assert boris.recent_rejections(1) == []
+        mark = boris.high_water_mark(1)
+        winner = anna.append(b"Anna", partition=1, write_locks=[seat]).result()
+        with pytest.raises(errors.LockFailed) as failed:
+            boris.append(
+                b"Boris", partition=1, write_locks=[seat], client_high_water_mark=mark
+            ).result()
+        (found,) = anna.recent_rejections(1)
+        assert (found.reason, found.conflicting) == (RowOutcomeCode.LOCK, winner)
+        assert found.conflicting == failed.value.conflicting
+        assert (found.req_id.client_id, found.req_id.partition_id) == (boris.client_id, 1)
+        assert before_ms <= found.time_ms <= time.time_ns() // 1_000_000
+        assert anna.recent_rejections(0) == []
+    (only,) = waltz_memory.transactions(1)
+    assert only.req_id != found.req_id
+
+
+@pytest.mark.parametrize("side", ["versions_accepted", "versions_offered"])
+def test_a_version_without_rejections_is_reported_and_the_connection_continues(monkeypatch, side):
+    older = [each for each in getattr(WireProtocol.CLIENT, side) if each < RejectionsRequest.since]
+    monkeypatch.setattr(WireProtocol.CLIENT, side, tuple(older))
+    with MemoryWaltz() as waltz, waltz.client() as client:
+        with pytest.raises(errors.BadRequest, match="expected client protocol L 9 or later"):
+            client.recent_rejections(0)
+        assert client.append(b"one", partition=0).result() == 0
 
 
 def test_a_context_that_is_always_rejected_expires(waltz_memory):

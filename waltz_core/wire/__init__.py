@@ -12,7 +12,7 @@ administration. Versions L 4 and A 0 are those of Waltz 0.13; its S 0 is not sup
 numbers of the new messages start at 64, so that none collides with one of 0.13. L 6 adds pipelined
 dependent appends (decision 017). With S 2, a storage reports the session in which it was last
 engaged. S 3 archives ranges (decision 047). L 8, S 4 and A 2 authenticate a connection by a token
-(decision 048).
+(decision 048). With L 9, a server reports the newest rejections of a partition.
 
 `messages.py` is the table of the messages: one dataclass per message, with its code, its versions,
 and its fields in wire order. `admin_messages.py` is the same table for protocol A. `codec.py`

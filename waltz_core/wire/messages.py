@@ -99,7 +99,13 @@ class WireProtocol(Enum):
 
     HELLO = ("H", (0,), (0,), "", "")
     # 3 is the first version of 0.13 in which a server can report that a client is ahead of the log.
-    CLIENT = ("L", (0, 1, 2, 3, 4, 5, 6, 7, 8), (3, 4, 5, 6, 7, 8), "Waltz Server", "Waltz Client")
+    CLIENT = (
+        "L",
+        (0, 1, 2, 3, 4, 5, 6, 7, 8, 9),
+        (3, 4, 5, 6, 7, 8, 9),
+        "Waltz Server",
+        "Waltz Client",
+    )
     STORAGE = ("S", (1, 2, 3, 4), (1, 2, 3, 4), "Waltz Storage Server", "Waltz Storage Client")
     ADMIN = ("A", (0, 1, 2), (0, 1, 2), "Waltz Storage Admin Server", "Waltz Storage Admin Client")
 
@@ -899,6 +905,34 @@ class RegistryResponse(ClientMessage):
     since = 8
     result: Blob = b""
     proof: Raw16 = field(default=NO_PROOF, repr=False)
+
+
+@value(frozen=True, slots=True)
+class RejectionsRequest(ClientMessage):
+    """Request the newest rejected rows of the partition, which the owner keeps in memory."""
+
+    code = 93
+    requires = require_one(READ, ADMINISTER)
+    since = 9
+
+
+@value(frozen=True, slots=True)
+class RejectionsResponse(ClientMessage):
+    """The newest rejected rows, newest first; at most 100 since the server took the partition.
+
+    All fields have one entry for each row. `stamps_ms`: the server's wall clock time, in
+    milliseconds since 1970 (UTC). `request_ids`: 16 bytes each, with the layout of REQ_ID.
+    `reasons`: one byte each, a `RowOutcomeCode`: LOCK, AHEAD or TOO_LARGE. For LOCK, `conflicting`
+    contains the ID of the conflicting transaction or a higher ID; otherwise it contains -1.
+    """
+
+    code = 94
+    requires = ANSWER
+    since = 9
+    stamps_ms: PackedInt64s
+    request_ids: Blob
+    reasons: Blob
+    conflicting: PackedInt64s
 
 
 # ---------------------------------------------------------------------------------------------

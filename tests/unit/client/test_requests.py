@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import struct
 from random import Random
 
 import pytest
@@ -12,9 +13,10 @@ from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client.links.directory import Owner
 from waltz_core.client.read.ranges import RangeQuery
+from waltz_core.client.read.rejections import Rejection
 from waltz_core.client.read.requests import OwnerRequests
 from waltz_core.config import ClientConfig
-from waltz_core.records.record import NO_SESSION
+from waltz_core.records.record import NO_SESSION, ReqId
 from waltz_core.wire import messages as m
 
 CONFIG = ClientConfig(retry_interval_ms_min=1, retry_interval_ms_max=1, request_timeout_ms=20_000)
@@ -42,6 +44,7 @@ class Cluster:
 
 class Link:
     is_legacy_server = False
+    reports_rejections = True
 
     def __init__(self, cluster, address, is_bulk):
         self.cluster, self.address, self.is_bulk = cluster, address, is_bulk
@@ -215,3 +218,51 @@ def test_the_error_names_the_cause_of_earlier_tries(silent_after_s, expected):
         return type(raised.value)
 
     assert run_in_virtual_time(scenario()) is expected
+
+
+# --- rejections
+
+
+def rejections(*, stamps_ms=(9, 8), ids=2, reasons=(1, 3), conflicting=(7, -1)):
+    """Return an owner that answers with these rejections."""
+
+    def answer(request):
+        return m.RejectionsResponse(
+            request.req_id,
+            struct.pack(f">{len(stamps_ms)}q", *stamps_ms),
+            b"".join(ReqId(1, 2, 3, number).to_bytes() for number in range(ids)),
+            bytes(reasons),
+            struct.pack(f">{len(conflicting)}q", *conflicting),
+        )
+
+    return answer
+
+
+def test_rejections_are_decoded_in_the_order_of_the_answer():
+    cluster = Cluster(owner=rejections())
+    assert run_in_virtual_time(cluster.requests.recent_rejections(3)) == [
+        Rejection(9, ReqId(1, 2, 3, 0), m.RowOutcomeCode.LOCK, 7),
+        Rejection(8, ReqId(1, 2, 3, 1), m.RowOutcomeCode.AHEAD, -1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"stamps_ms": (9,)}, {"ids": 3}, {"conflicting": ()}, {"reasons": (1, 200)}],
+)
+def test_rejections_that_do_not_fit_together_are_reported(wrong):
+    cluster = Cluster(owner=rejections(**wrong))
+    with pytest.raises(errors.RemoteProtocolError, match="rejections: expected"):
+        run_in_virtual_time(cluster.requests.recent_rejections(3))
+
+
+def test_an_older_server_gets_no_request_for_rejections(monkeypatch):
+    monkeypatch.setattr(Link, "reports_rejections", False)
+    cluster = Cluster(owner=rejections())
+    with pytest.raises(errors.BadRequest) as failed:
+        run_in_virtual_time(cluster.requests.recent_rejections(3))
+    assert str(failed.value) == (
+        "owner does not report the rejections of partition 3: expected client protocol L 9 or "
+        "later, found an older version. Hint: upgrade the server."
+    )
+    assert cluster.asked == []

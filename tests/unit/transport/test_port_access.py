@@ -48,6 +48,7 @@ from waltz_core.wire.messages import (
     MountWriter,
     OpenRequest,
     RangeRequest,
+    RejectionsRequest,
     ServerPartitionsRequest,
     TransactionDataRequest,
     WireProtocol,
@@ -388,12 +389,21 @@ def test_a_message_does_not_show_its_token(protocol):
 # versions
 
 
+def without_tokens(protocol, versions):
+    """Return the versions of a protocol in which a connection cannot be authenticated."""
+    return tuple(
+        each
+        for each in versions
+        if authentication.credential_message(protocol, each, SECRET) is None
+    )
+
+
 @PROTOCOLS
 @run_on_loop
 async def test_no_token_is_sent_to_a_peer_of_an_older_version(
     files, token_file, protocol, monkeypatch
 ):
-    older = protocol.versions_accepted[:-1]
+    older = without_tokens(protocol, protocol.versions_accepted)
     monkeypatch.setattr(protocol, "versions_accepted", older)
     async with open_port(files, protocol) as port:
         link = await dialed(port.address, trusting(files, f"&token_file={token_file}"), protocol)
@@ -405,7 +415,7 @@ async def test_no_token_is_sent_to_a_peer_of_an_older_version(
 @PROTOCOLS
 @run_on_loop
 async def test_a_peer_of_an_older_version_is_anonymous(files, protocol, monkeypatch):
-    older = protocol.versions_offered[:-1]
+    older = without_tokens(protocol, protocol.versions_offered)
     monkeypatch.setattr(protocol, "versions_offered", older)
     async with open_port(files, protocol) as port:
         link = await dialed(port.address, trusting(files), protocol)
@@ -531,6 +541,16 @@ async def test_a_request_is_permitted_if_its_principal_has_the_verb_for_its_part
     anonymous = AccessOfConnection(token=None)
     assert str(anonymous.denial(APPEND_3)).endswith(" `waltz-core access grant` grants the verb.")
     assert anonymous.denial(TransactionDataRequest(OTHER, 0)) is None
+
+
+@run_on_loop
+async def test_the_rejections_of_a_partition_require_read_or_administer_there():
+    for verb, is_permitted in ((READ, True), (ADMINISTER, True), (APPEND, False)):
+        grants = (Grant("spark-etl", False, verb, ((3, 3),)),)
+        made = AccessOfConnection(permissions=dataclasses.replace(GRANTED, grants=grants))
+        denied = made.denial(RejectionsRequest(REQ_ID), version=9)
+        assert (denied is None) == is_permitted
+        assert isinstance(made.denial(RejectionsRequest(OTHER), version=9), PermissionDenied)
 
 
 @run_on_loop

@@ -61,6 +61,7 @@ from waltz_core.client.read.ranges import (
     ReplicaSet,
     read_chunks,
 )
+from waltz_core.client.read.rejections import Rejection
 from waltz_core.client.read.requests import OwnerRequests, query_partitions
 from waltz_core.client.stream.appends import PendingRow, ReportOrder
 from waltz_core.client.stream.client_partition import ClientPartition
@@ -421,6 +422,14 @@ class AsyncWaltzClient(OpenedByConnect):
     async def has_legacy_server(self, partitions: Iterable[int] | None = None) -> bool:
         """Return whether a Waltz 0.13 server owns any of these partitions now (default: all)."""
         return await self.requests.has_legacy_server(self._partitions_or_all(partitions))
+
+    async def recent_rejections(self, partition: int) -> list[Rejection]:
+        """Return the newest rejected transactions of a partition, newest first.
+
+        The owner keeps at most 100 in memory, so there are none after a move of the partition.
+        Raises BadRequest if the server is older than this request.
+        """
+        return await self.requests.recent_rejections(self._check_partition(partition))
 
     async def flush(self, partition: int) -> TransactionId:
         """Wait until all earlier appends are final; return the partition's high-water mark.

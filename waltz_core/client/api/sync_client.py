@@ -61,6 +61,7 @@ from waltz_core.client.read.feed_delivery import (
     mark_of,
 )
 from waltz_core.client.read.ranges import RangeChunk, ReplicaSet, SteppedChunks
+from waltz_core.client.read.rejections import Rejection
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import PartitionId, TransactionId
@@ -264,10 +265,7 @@ class WaltzClient:
     def replicas(
         self, partition: int, *, linearizable: bool = False, group: int | None = None
     ) -> ReplicaSet:
-        """Return the store session, the high-water mark and the readable replicas of a partition.
-
-        `read_range` reads from replicas in `group` first [default: the client's setting].
-        """
+        """Return a partition's session, mark and replicas; see `AsyncWaltzClient.replicas`."""
         return self._call(self._client.replicas(partition, linearizable=linearizable, group=group))
 
     def replica_sets(
@@ -286,11 +284,12 @@ class WaltzClient:
         """Return whether a Waltz 0.13 server owns any of these partitions now (default: all)."""
         return self._call(self._client.has_legacy_server(partitions))
 
-    def flush(self, partition: int) -> TransactionId:
-        """Wait until all earlier appends are final; return the partition's high-water mark.
+    def recent_rejections(self, partition: int) -> list[Rejection]:
+        """Return the newest rejections; see `AsyncWaltzClient.recent_rejections`."""
+        return self._call(self._client.recent_rejections(partition))
 
-        The mark includes those appends; see `AsyncWaltzClient.flush` for what the mark may lack.
-        """
+    def flush(self, partition: int) -> TransactionId:
+        """Wait until earlier appends are final; return the mark (`AsyncWaltzClient.flush`)."""
         return self._call(self._client.flush(partition))
 
     def mount(self, partitions: Iterable[int] | None = None) -> dict[int, TransactionId]:

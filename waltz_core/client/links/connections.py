@@ -41,6 +41,7 @@ from waltz_core.wire.messages import (
     ClientMessage,
     Message,
     RegistryRequest,
+    RejectionsRequest,
     WireProtocol,
 )
 
@@ -116,6 +117,11 @@ class ServerLink:
     def issues_client_ids(self) -> bool:
         """Whether the server issues client IDs, and reads back the rows of one client ID."""
         return (self._link.version or 0) >= ClientIdRequest.since
+
+    @property
+    def reports_rejections(self) -> bool:
+        """Whether the server reports the newest rejections of a partition."""
+        return (self._link.version or 0) >= RejectionsRequest.since
 
     def attach(
         self,

@@ -39,6 +39,7 @@ from waltz_core.client.read.ranges import (
     chunk_of_server,
     server_request,
 )
+from waltz_core.client.read.rejections import Rejection, decode_rejections
 from waltz_core.config.declarations import NO_GROUP, ClientConfig
 from waltz_core.legacy.legacy_server_reads import LegacyServerReads
 from waltz_core.parallel import run_parallel
@@ -246,6 +247,29 @@ class OwnerRequests:
                 answer.high_water_mark,
                 answer.replicas,
                 archived=_archived_range_in(answer),
+            )
+
+        return await self._query_until_answered(partition_id, query, is_bulk=False)
+
+    async def recent_rejections(self, partition_id: PartitionId) -> list[Rejection]:
+        """Return the newest rejections of a partition, newest first.
+
+        Raises:
+            BadRequest: the server is older, and does not support this request.
+        """
+
+        async def query(reader: OwnerLink) -> list[Rejection]:
+            if not reader.link.reports_rejections:
+                raise errors.BadRequest(
+                    f"{reader.owner.address} does not report the rejections of partition "
+                    f"{partition_id}: expected client protocol L "
+                    f"{messages.RejectionsRequest.since} or later, found an older version. Hint: "
+                    "upgrade the server."
+                )
+            return decode_rejections(
+                await _request_answer(
+                    reader, messages.RejectionsResponse, messages.RejectionsRequest
+                )
             )
 
         return await self._query_until_answered(partition_id, query, is_bulk=False)

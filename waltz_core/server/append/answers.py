@@ -4,6 +4,7 @@
 module only build the answers.
 """
 
+import struct
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.replication.session_events import ArchiveBacklog, ReplacementOutcome
 from waltz_core.server.append.mounts import PartitionPosition
+from waltz_core.server.append.recent_rejections import RejectedRow
 from waltz_core.server.locking.pending_appends import PendingAppend
 from waltz_core.server.partition_events import (
     PartitionIdentity,
@@ -33,6 +35,7 @@ from waltz_core.wire.messages import (
     MountState,
     MountWriter,
     ObjectReplacementResponse,
+    RejectionsResponse,
     ReplicasRequest,
     ReplicasResponse,
 )
@@ -135,6 +138,19 @@ def mark_answer(
             )
     else:
         answer = HighWaterMarkResponse(req_id, mark)
+    return SendToClient(request.connection, answer, request.cost_bytes)
+
+
+def rejections_answer(request: RequestReceived, rows: Sequence[RejectedRow]) -> SendToClient:
+    """Build the answer to a request for the newest rejections."""
+    int64s = struct.Struct(f">{len(rows)}q")
+    answer = RejectionsResponse(
+        request.message.req_id,
+        int64s.pack(*(row.stamp_ms for row in rows)),
+        b"".join(row.req_id.to_bytes() for row in rows),
+        bytes(row.reason for row in rows),
+        int64s.pack(*(row.conflict for row in rows)),
+    )
     return SendToClient(request.connection, answer, request.cost_bytes)
 
 

@@ -20,6 +20,7 @@ from waltz_core.records.record import BEFORE_FIRST, NO_SESSION, TransactionId
 from waltz_core.server.append.answers import append_error_answer
 from waltz_core.server.append.mounts import Mounts
 from waltz_core.server.append.outcomes import AppendOutcome, BarrierReached, ConfirmAheadOfLog
+from waltz_core.server.append.recent_rejections import RecentRejections
 from waltz_core.server.locking.dependent_appends import DependentAppends
 from waltz_core.server.locking.pending_appends import (
     AppendCounters,
@@ -34,9 +35,12 @@ from waltz_core.wire.messages import RowOutcomeCode
 class Completions:
     """Answers append requests by the module's rules; the pipeline decides when one is final."""
 
-    def __init__(self, mounts: Mounts, counters: AppendCounters) -> None:
+    def __init__(
+        self, mounts: Mounts, counters: AppendCounters, rejections: RecentRejections
+    ) -> None:
         self._mounts = mounts
         self._counters = counters
+        self._rejections = rejections
         self._flush_groups: deque[FlushGroup] = deque((FlushGroup(),))
         # Both belong to the session that was opened last.
         self.session_id = NO_SESSION
@@ -92,14 +96,16 @@ class Completions:
         """Answer rejected writers with their predecessors, or with LOCK if these are unknown."""
         out: list[AppendOutcome] = []
         for pending in rejected:
+            assert pending.reason is RowOutcomeCode.LOCK
+            self._counters.rejected[RowOutcomeCode.LOCK] += 1
+            # Before `reject_for`: the conflict may be in flight (recent_rejections.py, rule 2).
+            self._rejections.add(pending)
             answer = dependent.predecessors_answer(pending, self.high_water_mark, next_id)
             if answer is None:
                 pending.reject_for(min(pending.conflict, self.high_water_mark))
-                self.answer_final(pending, out)
-            else:
-                self._counters.rejected[RowOutcomeCode.LOCK] += 1
-                out.append(answer)
-                self.remove_request(pending, out)
+                answer = pending.answer(self.high_water_mark)
+            out.append(answer)
+            self.remove_request(pending, out)
         return out
 
     def answer_if_final(self, pending: PendingAppend, out: list[AppendOutcome]) -> None:
@@ -149,7 +155,9 @@ class Completions:
         if isinstance(pending, PendingSingle):
             if pending.reason:
                 rejected[pending.reason] += 1
+                self._rejections.add(pending)
         elif pending.reasons.any():
             for reason, count in enumerate(np.bincount(pending.reasons).tolist()):
                 rejected[reason] += count if reason else 0
+            self._rejections.add(pending)
         return pending.answer(self.high_water_mark)

@@ -56,6 +56,7 @@ from waltz_core.server.append.outcomes import (
     BatchCommitted,
     SubmitBatch,
 )
+from waltz_core.server.append.recent_rejections import RecentRejections
 from waltz_core.server.locking.dependent_appends import DependentAppends
 from waltz_core.server.locking.lock_queues import LockQueues, is_contending
 from waltz_core.server.locking.lock_table import LockTable
@@ -93,7 +94,8 @@ class AppendPipeline:
         self._lock_queues = LockQueues(expects_next_attempt=False)
         self._dependent = DependentAppends()
         self.counters = AppendCounters()
-        self._completions = Completions(mounts, self.counters)
+        self.rejections = RecentRejections()
+        self._completions = Completions(mounts, self.counters, self.rejections)
         self._admission = Admission(limits, mounts, self._completions)
         self._in_flight = InFlightBatches(throttle)
         self._table: LockTable | None = None
@@ -180,6 +182,7 @@ class AppendPipeline:
         for settled in self._in_flight.pop_settled_batches(last):
             self._finish_batch(settled, out, now_ms=None, is_owner=follows_own_session)
         lost, submitted = self._in_flight.pop_lost_batches()
+        self.rejections.drop_lost(min(last, submitted))
         for each in lost:
             for pending in each.appends:
                 if pending.settle(min(last, submitted), self._loss_code):
@@ -265,6 +268,7 @@ class AppendPipeline:
         # These were rejected, so they are not in the log either.
         queued += [*self._lock_queues.all(), *self._dependent.waiting.all()]
         out += self._completions.abandon()
+        self.rejections.clear()
         return queued, list(doubtful.values()), out
 
     # -----------------------------------------------------------------------------------------
@@ -345,7 +349,7 @@ class AppendPipeline:
 
     def process_slice(self, *, now_ms: int, wall_ms: int) -> list[AppendOutcome]:
         """Take requests of about one slice from the lanes, validate and submit them (rule 5)."""
-        in_flight = self._in_flight
+        in_flight, self.rejections.wall_ms = self._in_flight, wall_ms
         draft, in_flight.gathered = in_flight.gathered or BatchDraft(), None
         draft.out = [*self.lock_loader.load_slice(now_ms)]
         draft.out += self._completions.answer_rejected(self._lock_queues.take_due(now_ms))

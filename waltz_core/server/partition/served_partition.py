@@ -250,6 +250,9 @@ class Partition:
             self._route_appends(received)
         elif isinstance(message, messages.FlushRequest):
             self._route_appends(self.pipeline.flush(self._waiting.add_flush(event)))
+        elif isinstance(message, messages.RejectionsRequest):  # needs no session
+            rows = self.pipeline.rejections.newest_first(self._high_water_mark)
+            self._out.append(answers.rejections_answer(event, rows))
         elif self._is_open:
             self._answer_request(event)
         else:

@@ -86,6 +86,7 @@ from waltz_core.wire.messages import (
     RangeRequest,
     RegistryRequest,
     RegistryResponse,
+    RejectionsRequest,
     RemovePreferredRequest,
     RemovePreferredResponse,
     ReplicasRequest,
@@ -110,6 +111,7 @@ _PARTITION_REQUEST_TYPES = (
     MountWriter,
     RangeRequest,
     ObjectReplacementRequest,
+    RejectionsRequest,
     ReplicasRequest,
     TransactionDataRequest,
 )
