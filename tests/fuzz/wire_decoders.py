@@ -12,7 +12,7 @@ from tests.fuzz.decoder import Decoder
 from tests.golden.wire_examples import make_example, message_classes
 from waltz_core.client.model.predecessors import _predecessors_in
 from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, chunk_of_server
-from waltz_core.client.read.rejections import decode_rejections
+from waltz_core.client.read.reported_rejections import decode_rejections
 from waltz_core.client.stream.cursor import FeedCursor
 from waltz_core.client.stream.outcome_tracker import _decode_outcome
 from waltz_core.errors import (

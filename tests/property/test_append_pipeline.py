@@ -8,6 +8,7 @@ Afterwards the log itself is the witness.
 
 import random
 import zlib
+from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -35,6 +36,7 @@ from waltz_core.server.append.outcomes import (
     SubmitBatch,
 )
 from waltz_core.server.append.pipeline import AppendPipeline
+from waltz_core.server.append.recent_rejections import REJECTIONS_MAX
 from waltz_core.server.locking.pending_appends import LARGE_BYTES, PendingAppend
 from waltz_core.server.partition_events import ConnectionId, PartitionLimits, SendToClient
 from waltz_core.wire.messages import AppendBatch, AppendRequest, AppendResult, RowOutcomeCode
@@ -91,6 +93,10 @@ class World:
     now_ms: int = 0
     cut: set[ReqId] = field(default_factory=set)  # requests of which a part was in a store batch
     unproved: list[PendingAppend] = field(default_factory=list)
+    # The rejections in the order of their answers.
+    rejected: deque[tuple[ReqId, RowOutcomeCode, int]] = field(
+        default_factory=lambda: deque(maxlen=REJECTIONS_MAX)
+    )
 
     def __post_init__(self) -> None:
         self.mounts = Mounts(100)
@@ -298,7 +304,10 @@ class World:
         mark = len(self.log) - 1
         assert message.high_water_mark <= mark
         for number, (transaction_id, reason, conflict) in enumerate(self.answers[message.req_id]):
-            row = self.rows[message.req_id._replace(sequence=message.req_id.sequence + number)]
+            req_id = message.req_id._replace(sequence=message.req_id.sequence + number)
+            row = self.rows[req_id]
+            if reason in (RowOutcomeCode.LOCK, RowOutcomeCode.AHEAD):
+                self.rejected.append((req_id, reason, conflict))
             assert reason != RowOutcomeCode.AHEAD or row.mark > row.log_last
             assert (reason == RowOutcomeCode.COMMITTED) == (transaction_id >= 0)
             assert transaction_id <= mark
@@ -326,6 +335,7 @@ class World:
         committed = {req_id for req_id in self.log if req_id.client_id != FOREIGN}
         assert reported == committed - unreported
         self.check_order()
+        self.check_rejections()
         for position, req_id in enumerate(self.log):
             if req_id.client_id == FOREIGN:
                 continue
@@ -345,6 +355,12 @@ class World:
                 assert transaction_id == -1 or mount not in lost
                 if reason == RowOutcomeCode.LOST:
                     lost.add(mount)
+
+    def check_rejections(self) -> None:
+        """The listed rejections are the newest that were reported, and none is of a lost row."""
+        listed = self.pipeline.rejections.newest_first(TransactionId(len(self.log) - 1))
+        found = [(each.req_id, each.reason, each.conflict) for each in reversed(listed)]
+        assert found == list(self.rejected)
 
 
 def run(seed: int) -> World:

@@ -41,7 +41,7 @@ from waltz_core.client.read.archive_ranges import (
 )
 from waltz_core.client.read.feed_delivery import LATEST
 from waltz_core.client.read.ranges import ArchivedRange, RangeChunk, RangeRow, ReplicaSet
-from waltz_core.client.read.rejections import Rejection
+from waltz_core.client.read.reported_rejections import Rejection
 from waltz_core.client.stream.appends import ReportOrder
 from waltz_core.client.stream.outcome_tracker import BatchOutcome
 from waltz_core.client.stream.write_claim import TaskClaim

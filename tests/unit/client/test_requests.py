@@ -13,7 +13,7 @@ from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core import errors
 from waltz_core.client.links.directory import Owner
 from waltz_core.client.read.ranges import RangeQuery
-from waltz_core.client.read.rejections import Rejection
+from waltz_core.client.read.reported_rejections import Rejection
 from waltz_core.client.read.requests import OwnerRequests
 from waltz_core.config import ClientConfig
 from waltz_core.records.record import NO_SESSION, ReqId

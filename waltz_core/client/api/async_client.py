@@ -61,7 +61,7 @@ from waltz_core.client.read.ranges import (
     ReplicaSet,
     read_chunks,
 )
-from waltz_core.client.read.rejections import Rejection
+from waltz_core.client.read.reported_rejections import Rejection
 from waltz_core.client.read.requests import OwnerRequests, query_partitions
 from waltz_core.client.stream.appends import PendingRow, ReportOrder
 from waltz_core.client.stream.client_partition import ClientPartition

@@ -61,7 +61,7 @@ from waltz_core.client.read.feed_delivery import (
     mark_of,
 )
 from waltz_core.client.read.ranges import RangeChunk, ReplicaSet, SteppedChunks
-from waltz_core.client.read.rejections import Rejection
+from waltz_core.client.read.reported_rejections import Rejection
 from waltz_core.client.stream.write_claim import TaskClaim
 from waltz_core.config.declarations import ClientConfig
 from waltz_core.records.record import PartitionId, TransactionId

@@ -39,7 +39,7 @@ from waltz_core.client.read.ranges import (
     chunk_of_server,
     server_request,
 )
-from waltz_core.client.read.rejections import Rejection, decode_rejections
+from waltz_core.client.read.reported_rejections import Rejection, decode_rejections
 from waltz_core.config.declarations import NO_GROUP, ClientConfig
 from waltz_core.legacy.legacy_server_reads import LegacyServerReads
 from waltz_core.parallel import run_parallel

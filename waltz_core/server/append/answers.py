@@ -14,7 +14,7 @@ from waltz_core.cluster.znodes.model import ArchivedMark
 from waltz_core.records.record import ReplicaId, SessionId, TransactionId
 from waltz_core.replication.session_events import ArchiveBacklog, ReplacementOutcome
 from waltz_core.server.append.mounts import PartitionPosition
-from waltz_core.server.append.recent_rejections import RejectedRow
+from waltz_core.server.append.recent_rejections import RejectionEntry
 from waltz_core.server.locking.pending_appends import PendingAppend
 from waltz_core.server.partition_events import (
     PartitionIdentity,
@@ -141,7 +141,7 @@ def mark_answer(
     return SendToClient(request.connection, answer, request.cost_bytes)
 
 
-def rejections_answer(request: RequestReceived, rows: Sequence[RejectedRow]) -> SendToClient:
+def rejections_answer(request: RequestReceived, rows: Sequence[RejectionEntry]) -> SendToClient:
     """Build the answer to a request for the newest rejections."""
     int64s = struct.Struct(f">{len(rows)}q")
     answer = RejectionsResponse(

@@ -27,7 +27,7 @@ _RECORDED_REASONS: Final = (RowOutcomeCode.LOCK, RowOutcomeCode.AHEAD, RowOutcom
 _IS_RECORDED: Final = np.array([code in _RECORDED_REASONS for code in RowOutcomeCode])
 
 
-class RejectedRow(NamedTuple):
+class RejectionEntry(NamedTuple):
     """One rejected row. `conflict` is the conflicting transaction ID for LOCK, otherwise -1."""
 
     stamp_ms: int
@@ -43,7 +43,7 @@ class RecentRejections:
     """
 
     def __init__(self) -> None:
-        self._rows: deque[RejectedRow] = deque(maxlen=REJECTIONS_MAX)
+        self._rows: deque[RejectionEntry] = deque(maxlen=REJECTIONS_MAX)
         self.wall_ms = 0
 
     def add(self, pending: PendingAppend) -> None:
@@ -61,7 +61,7 @@ class RecentRejections:
             )
 
     def _add_row(self, req_id: ReqId, reason: RowOutcomeCode, conflict: int) -> None:
-        self._rows.append(RejectedRow(self.wall_ms, req_id, reason, TransactionId(conflict)))
+        self._rows.append(RejectionEntry(self.wall_ms, req_id, reason, TransactionId(conflict)))
 
     def drop_lost(self, last: TransactionId) -> None:
         """Drop the entries for transactions above `last`, which are lost with their session."""
@@ -73,6 +73,6 @@ class RecentRejections:
         """Drop all entries, because the server releases the partition (rule 3)."""
         self._rows.clear()
 
-    def newest_first(self, high_water_mark: TransactionId) -> list[RejectedRow]:
+    def newest_first(self, high_water_mark: TransactionId) -> list[RejectionEntry]:
         """Return the entries whose conflicting transactions are committed (rule 2)."""
         return [row for row in reversed(self._rows) if row.conflict <= high_water_mark]
