@@ -7,7 +7,7 @@ from waltz_core import errors
 from waltz_core.client import RangeForm
 from waltz_core.client.api.async_client import AsyncWaltzClient
 from waltz_core.client.read.ranges import RangeQuery
-from waltz_core.client.read.rejections import Rejection
+from waltz_core.client.read.reported_rejections import Rejection
 from waltz_core.records.record import REQ_ID, PartitionId, ReqId, TransactionId
 
 # Each needs a request. The page shows the newest rejections first.
