@@ -14,7 +14,7 @@ Rules (decision 069):
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, Final, Generic, TypeVar
 
 from waltz_core import __version__, errors
@@ -33,6 +33,7 @@ FINDINGS_TIMEOUT_S: Final = 3.0
 VIEW_AGE_S_MAX: Final = 0.4
 FINDINGS_AGE_S_MAX: Final = 4.0
 AnswerT = TypeVar("AnswerT")
+MemberT = TypeVar("MemberT", ServerFacts, StorageFacts)
 Fields = dict[str, Any]
 
 
@@ -94,8 +95,10 @@ class ClusterViewer:
             "zookeeper_error": error,
             "is_settled": cluster.is_assignment_settled,
             "zookeeper": [_zookeeper_fields(each) for each in await zookeepers],
-            "servers": [_server_fields(each) for each in cluster.servers.values()],
-            "storages": [_storage_fields(cluster, each) for each in cluster.storages.values()],
+            "servers": [_server_fields(each) for each in _by_address(cluster.servers.values())],
+            "storages": [
+                _storage_fields(cluster, each) for each in _by_address(cluster.storages.values())
+            ],
             "partitions": [
                 _partition_fields(cluster, PartitionId(each))
                 for each in range(cluster.partition_count)
@@ -155,6 +158,11 @@ def _check_permitted(cluster: ClusterFacts) -> None:
 
 
 # --- members
+
+
+def _by_address(members: Iterable[MemberT]) -> list[MemberT]:
+    """Return members in a fixed order, so that the page does not move them."""
+    return sorted(members, key=lambda each: each.address)
 
 
 def _zookeeper_fields(server: ZooKeeperServerFacts) -> Fields:
