@@ -23,7 +23,7 @@ from tests.sample_messages import sample_message
 from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.access.client_ids import NO_PROOF
 from waltz_core.access.requirements import AccessVerb, Requirement, RequirementByField, Scope
-from waltz_core.client import Callbacks, Transaction, WaltzClient
+from waltz_core.client import Callbacks, Transaction, WaltzClient, lock
 from waltz_core.client.links.directory import Owner
 from waltz_core.client.read import ranges
 from waltz_core.client.read.ranges import RangeQuery, ReaderConnection, ReplicaReader, ReplicaSet
@@ -31,6 +31,7 @@ from waltz_core.config import ClientConfig
 from waltz_core.errors import (
     ERROR_CLASSES_BY_CODE,
     ClientIdDenied,
+    LockFailed,
     NotMounted,
     OutcomeUnknown,
     PermissionDenied,
@@ -279,6 +280,24 @@ def test_a_reader_on_the_machine_reads_the_files_and_an_older_one_the_connection
 # clients
 
 
+def check_rejections(client: WaltzClient) -> None:
+    """The owner lists a rejection of this client; the client may not list those elsewhere."""
+    seat = lock("seat", "12F")
+    winner = client.append(b"first", partition=PERMITTED_PARTITION, write_locks=[seat]).result()
+    late = client.append(
+        b"second",
+        partition=PERMITTED_PARTITION,
+        write_locks=[seat],
+        client_high_water_mark=winner - 1,
+    )
+    with pytest.raises(LockFailed):
+        late.result()
+    newest = client.recent_rejections(PERMITTED_PARTITION)[0]
+    assert (newest.req_id.client_id, newest.conflicting) == (client.client_id, winner)
+    with pytest.raises(PermissionDenied, match="for partition 3, but writer has no grant of "):
+        client.recent_rejections(DENIED_PARTITION)
+
+
 def test_a_client_may_do_what_is_granted_and_nothing_else(access: ClusterAccess):
     with WaltzClient(access.connect("writer")) as client:
         first = client.append(b"mine", partition=PERMITTED_PARTITION).result()
@@ -293,6 +312,7 @@ def test_a_client_may_do_what_is_granted_and_nothing_else(access: ClusterAccess)
             ):
                 list(client.read_range(DENIED_PARTITION, 0, 0, replicas=replicas))
         assert client.append(b"mine again", partition=PERMITTED_PARTITION).result() > first
+        check_rejections(client)
     with WaltzClient(access.connect("nothing")) as client, pytest.raises(PermissionDenied):
         client.high_water_mark(PERMITTED_PARTITION)
     done = run_command("storage", "list", "--connect", access.connect("writer"))

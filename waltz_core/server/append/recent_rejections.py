@@ -14,6 +14,8 @@ Rules:
 """
 
 from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -36,43 +38,78 @@ class RejectionEntry(NamedTuple):
     conflict: TransactionId
 
 
+class _RejectedRows(NamedTuple):
+    """The rejected rows of one append, with their numbers in the request."""
+
+    stamp_ms: int
+    req_id: ReqId
+    numbers: Sequence[int]
+    reasons: bytes
+    conflicts: Sequence[int]
+
+    def newest_first(self) -> Iterator[RejectionEntry]:
+        for number, reason, conflict in zip(
+            reversed(self.numbers), reversed(self.reasons), reversed(self.conflicts), strict=True
+        ):
+            yield RejectionEntry(
+                self.stamp_ms,
+                self.req_id._replace(sequence=self.req_id.sequence + number),
+                RowOutcomeCode(reason),
+                TransactionId(conflict),
+            )
+
+
 class RecentRejections:
     """The newest `REJECTIONS_MAX` rejections of a partition, by the module's rules.
 
-    `wall_ms` is the wall clock time of the entries that are added next; the owner sets it.
+    `wall_ms` is the wall clock time of the rows that are added next; the owner sets it.
     """
 
     def __init__(self) -> None:
-        self._rows: deque[RejectionEntry] = deque(maxlen=REJECTIONS_MAX)
+        # The entries of single rows are created for a request only: a batch has many rows.
+        self._appends: deque[_RejectedRows] = deque()
+        self._row_count = 0
         self.wall_ms = 0
 
     def add(self, pending: PendingAppend) -> None:
         """Record the rejected rows of an append that is being answered (rule 1)."""
         if isinstance(pending, PendingSingle):
             if pending.reason in _RECORDED_REASONS:
-                self._add_row(pending.req_id, pending.reason, pending.conflict)
+                reasons = bytes((pending.reason,))
+                self._add(
+                    _RejectedRows(self.wall_ms, pending.req_id, (0,), reasons, (pending.conflict,))
+                )
             return
-        first = pending.req_id.sequence
-        for row in np.flatnonzero(_IS_RECORDED[pending.reasons])[-REJECTIONS_MAX:].tolist():
-            self._add_row(
-                pending.req_id._replace(sequence=first + row),
-                RowOutcomeCode(int(pending.reasons[row])),
-                int(pending.conflicts[row]),
+        rows = np.flatnonzero(_IS_RECORDED[pending.reasons])[-REJECTIONS_MAX:]
+        if rows.size:
+            reasons, conflicts = pending.reasons[rows].tobytes(), pending.conflicts[rows].tolist()
+            self._add(
+                _RejectedRows(self.wall_ms, pending.req_id, rows.tolist(), reasons, conflicts)
             )
 
-    def _add_row(self, req_id: ReqId, reason: RowOutcomeCode, conflict: int) -> None:
-        self._rows.append(RejectionEntry(self.wall_ms, req_id, reason, TransactionId(conflict)))
+    def _add(self, rows: _RejectedRows) -> None:
+        self._appends.append(rows)
+        self._row_count += len(rows.reasons)
+        while self._row_count - len(self._appends[0].reasons) >= REJECTIONS_MAX:
+            self._row_count -= len(self._appends.popleft().reasons)
 
     def drop_lost(self, last: TransactionId) -> None:
-        """Drop the entries for transactions above `last`, which are lost with their session."""
-        if any(row.conflict > last for row in self._rows):
-            kept = [row for row in self._rows if row.conflict <= last]
-            self._rows = deque(kept, maxlen=REJECTIONS_MAX)
+        """Drop the rows rejected for transactions above `last`, which are lost (rule 2).
+
+        These are single appends: the conflicts of a batch are final when it is answered.
+        """
+        kept = deque(each for each in self._appends if max(each.conflicts) <= last)
+        self._appends, self._row_count = kept, sum(len(each.reasons) for each in kept)
 
     def clear(self) -> None:
-        """Drop all entries, because the server releases the partition (rule 3)."""
-        self._rows.clear()
+        """Drop all rows, because the server releases the partition (rule 3)."""
+        self._appends.clear()
+        self._row_count = 0
 
     def newest_first(self, high_water_mark: TransactionId) -> list[RejectionEntry]:
-        """Return the entries whose conflicting transactions are committed (rule 2)."""
-        return [row for row in reversed(self._rows) if row.conflict <= high_water_mark]
+        """Return the rejections whose conflicting transactions are committed (rule 2)."""
+        newest = islice(
+            (entry for each in reversed(self._appends) for entry in each.newest_first()),
+            REJECTIONS_MAX,
+        )
+        return [entry for entry in newest if entry.conflict <= high_water_mark]
