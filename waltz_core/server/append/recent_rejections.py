@@ -38,7 +38,7 @@ class RejectionEntry(NamedTuple):
     conflict: TransactionId
 
 
-class _RejectedRows(NamedTuple):
+class _AppendRejections(NamedTuple):
     """The rejected rows of one append, with their numbers in the request."""
 
     stamp_ms: int
@@ -67,7 +67,7 @@ class RecentRejections:
 
     def __init__(self) -> None:
         # The entries of single rows are created for a request only: a batch has many rows.
-        self._appends: deque[_RejectedRows] = deque()
+        self._appends: deque[_AppendRejections] = deque()
         self._row_count = 0
         self.wall_ms = 0
 
@@ -77,17 +77,19 @@ class RecentRejections:
             if pending.reason in _RECORDED_REASONS:
                 reasons = bytes((pending.reason,))
                 self._add(
-                    _RejectedRows(self.wall_ms, pending.req_id, (0,), reasons, (pending.conflict,))
+                    _AppendRejections(
+                        self.wall_ms, pending.req_id, (0,), reasons, (pending.conflict,)
+                    )
                 )
             return
         rows = np.flatnonzero(_IS_RECORDED[pending.reasons])[-REJECTIONS_MAX:]
         if rows.size:
             reasons, conflicts = pending.reasons[rows].tobytes(), pending.conflicts[rows].tolist()
             self._add(
-                _RejectedRows(self.wall_ms, pending.req_id, rows.tolist(), reasons, conflicts)
+                _AppendRejections(self.wall_ms, pending.req_id, rows.tolist(), reasons, conflicts)
             )
 
-    def _add(self, rows: _RejectedRows) -> None:
+    def _add(self, rows: _AppendRejections) -> None:
         self._appends.append(rows)
         self._row_count += len(rows.reasons)
         while self._row_count - len(self._appends[0].reasons) >= REJECTIONS_MAX:
