@@ -29,6 +29,7 @@ from waltz_core.ops.findings import FINDING_KINDS
 from waltz_core.records.record import PartitionId, ReplicaId
 
 TIMEOUT_S: Final = 0.8
+FIRST_READ_TIMEOUT_S: Final = 5.0
 FINDINGS_TIMEOUT_S: Final = 3.0
 VIEW_AGE_S_MAX: Final = 0.4
 FINDINGS_AGE_S_MAX: Final = 4.0
@@ -84,8 +85,12 @@ class ClusterViewer:
         """
         async with asyncio.TaskGroup() as tasks:
             zookeepers = tasks.create_task(query_zookeeper_servers(self._place, TIMEOUT_S))
-            snapshot, error = await self._read_snapshot()
-            cluster = await snapshot.probe(TIMEOUT_S, reads_logs=False)
+            error = await self._update_snapshot()
+            snapshot = self._snapshot
+            probe = None if snapshot is None else snapshot.probe(TIMEOUT_S, reads_logs=False)
+            cluster = None if probe is None else await probe
+        if cluster is None:
+            raise errors.CoordinatorUnavailable(error)
         _check_permitted(cluster)
         return {
             "name": cluster.name,
@@ -105,18 +110,16 @@ class ClusterViewer:
             ],
         }
 
-    async def _read_snapshot(self) -> tuple[ClusterSnapshot, str]:
-        """Return the state in ZooKeeper, and the error if it is that of an earlier read."""
+    async def _update_snapshot(self) -> str:
+        """Read the state in ZooKeeper; return the error, if that fails (rule 2)."""
+        timeout_s = FIRST_READ_TIMEOUT_S if self._snapshot is None else TIMEOUT_S
         async with self._reading:
             try:
-                async with asyncio.timeout(TIMEOUT_S):
+                async with asyncio.timeout(timeout_s):
                     self._snapshot = await ClusterSnapshot.read(self._coordinator())
             except (TimeoutError, errors.Unavailable) as error:
-                reason = str(error) or f"ZooKeeper did not answer within {TIMEOUT_S:g} s"
-                if self._snapshot is None:
-                    raise errors.CoordinatorUnavailable(reason) from error
-                return self._snapshot, reason
-            return self._snapshot, ""
+                return str(error) or f"ZooKeeper did not answer within {timeout_s:g} s"
+            return ""
 
 
 async def read_findings(connect: str) -> Fields:

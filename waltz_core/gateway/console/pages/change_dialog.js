@@ -156,7 +156,7 @@ function argumentsOf(fields) {
   for (const { parameter, input } of fields) {
     const value = input.value.trim();
     if (value === "") continue;
-    found[parameter.name] = parameter.kind === "integer" ? Number(value) : parameter.kind === "partitions" ? value.replace(/\s+/g, "") : value;
+    found[parameter.name] = parameter.kind === "partitions" ? value.replace(/\s+/g, "") : value;
   }
   return found;
 }
