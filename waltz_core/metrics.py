@@ -499,8 +499,8 @@ _ROWS: Final[tuple[tuple[str, MetricKind, tuple[str, ...], str], ...]] = (
         _COUNTER,
         ("operation", "status"),
         (
-            "HTTP requests that the gateway has answered. Label operation: append, marks, range or "
-            "feed."
+            "HTTP requests that the gateway has answered. Label operation: append, marks, range, "
+            "feed, or an operation of the console, such as console_cluster."
         ),
     ),
     (

@@ -164,8 +164,11 @@ def test_a_change_is_made_with_the_keyboard_alone(
         page.keyboard.press("Enter")
         page.wait_for_selector('[data-testid="change"][data-name="prefer"][data-state="done"]')
         console.open("#/")
-        owned = page.locator("#partitions-table tbody tr", has_text=server)
-        expect(owned).to_have_count(4)
+        page.wait_for_function(
+            "server => [...document.querySelectorAll('#partitions-table tbody tr')]"
+            ".filter(row => row.textContent.includes(server)).length === 4",
+            arg=server,
+        )
 
 
 def press_tab_until(console: ConsolePage, selector: str) -> None:

@@ -89,6 +89,9 @@ LIBRARY_FILES = {
     "sqlalchemy": ("waltz_core/client/api/sql.py", "waltz_bench/sql_view.py"),
     "starlette": (
         "waltz_core/daemon_pages.py",
+        "waltz_core/gateway/console/console_routes.py",
+        "waltz_core/gateway/console/static_pages.py",
+        "waltz_core/gateway/http_json.py",
         "waltz_core/gateway/http_routes.py",
         "waltz_core/transport/http_port.py",
     ),

@@ -14,7 +14,7 @@ import logging
 import signal
 import ssl
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 
 from waltz_core import errors
 from waltz_core.cluster.zookeeper.startup import retry_start_step
@@ -89,23 +89,18 @@ async def serve(
             tasks.create_task(directory.watch_assignment(), name="directory"),
             tasks.create_task(callers.close_idle_callers(), name="idle_callers"),
         ]
-        async with AsyncExitStack() as ports:
-            if config.http_port:
-                pages = serve_pages(
-                    metrics,
-                    _health_callback(directory),
-                    host=config.http_host,
-                    port=config.http_port,
-                )
-                await ports.enter_async_context(pages)
-            served = serve_http(
-                routes.asgi_app(),
-                host=config.listen_host,
-                port=config.port,
-                keep_alive_connections_max=config.connections_max,
-                ssl=context,
-            )
-            port = await ports.enter_async_context(served)
+        pages: AbstractAsyncContextManager[object] = nullcontext()
+        if config.http_port:
+            health = _health_callback(directory)
+            pages = serve_pages(metrics, health, host=config.http_host, port=config.http_port)
+        served = serve_http(
+            routes.asgi_app(),
+            host=config.listen_host,
+            port=config.port,
+            keep_alive_connections_max=config.connections_max,
+            ssl=context,
+        )
+        async with pages, served as port:
             scheme = "http" if context is None else "https"
             on_ready(f"{scheme}://{config.listen_host}:{port}")
             await stop.wait()

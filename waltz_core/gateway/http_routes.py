@@ -45,8 +45,13 @@ from waltz_core.gateway.http_feeds import (
     feed_client_config,
     transaction_fields,
 )
+from waltz_core.gateway.http_json import (
+    error_response,
+    json_response,
+    partition_in_path,
+    url_parameters,
+)
 from waltz_core.gateway.idempotent_appends import IdempotentAppends
-from waltz_core.gateway.json_errors import error_response, json_response
 from waltz_core.gateway.request_headers import (
     check_content_headers,
     check_local_host,
@@ -59,8 +64,6 @@ from waltz_core.gateway.request_parsing import (
     check_integer,
     parse_integer,
     parse_transactions,
-    partition_in_path,
-    url_parameters,
     with_default_partition,
 )
 from waltz_core.metrics import Metrics

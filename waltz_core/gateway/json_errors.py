@@ -1,4 +1,4 @@
-"""Responses in JSON. An error has a status, and `type`, `error`, `expected`, `found`, `hint`.
+"""Errors as HTTP responses: a status, and JSON with `type`, `error`, `expected`, `found`, `hint`.
 
 Rules:
     1. `type` is the name of a class of `waltz_core.errors`; docs/reference/errors.md lists them.
@@ -12,10 +12,7 @@ Rules:
 import math
 from typing import Any, Final
 
-from starlette.responses import Response
-
 from waltz_core import errors
-from waltz_core.records import strict_json
 
 # The first class that matches decides.
 HTTP_STATUSES: Final[tuple[tuple[type[errors.WaltzError], int], ...]] = (
@@ -69,16 +66,3 @@ def error_fields(error: errors.WaltzError) -> dict[str, Any]:
     if isinstance(error, errors.BeforeLogStart) and error.first_available >= 0:
         fields["first_available"] = error.first_available
     return fields
-
-
-def error_response(error: errors.WaltzError) -> Response:
-    """Return the response for an error."""
-    return json_response(error_fields(error), http_status_of(error), error_headers(error))
-
-
-def json_response(
-    value: object, status: int = 200, headers: dict[str, str] | None = None
-) -> Response:
-    """Return a response with JSON."""
-    body = strict_json.to_json(value) + b"\n"
-    return Response(body, status, headers, media_type="application/json")

@@ -20,8 +20,6 @@ import json
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from starlette.requests import Request
-
 from waltz_core import errors
 from waltz_core.client import lock, partition_of
 from waltz_core.client.model.transaction import check_header, check_locks
@@ -304,14 +302,3 @@ def parse_integer(text: str) -> int | str:
     """Parse a decimal integer; return the text itself if it is not one."""
     is_number = text.isascii() and text.removeprefix("-").isdigit() and len(text) <= 20
     return int(text) if is_number else text
-
-
-def url_parameters(request: Request, known: Collection[str]) -> UrlParameters:
-    """Return the query parameters of a request; raises RequestRejected for unknown ones."""
-    return UrlParameters(request.query_params.multi_items(), known)
-
-
-def partition_in_path(request: Request, partition_count: int) -> int:
-    """Return the partition that the path names; raises RequestRejected or UnknownPartition."""
-    number = parse_integer(request.path_params["partition"])
-    return check_partition(number, "partition in the path", partition_count)

@@ -34,16 +34,10 @@ from waltz_core.gateway.console.transaction_pages import (
     read_page_from,
     read_page_until,
 )
-from waltz_core.gateway.json_errors import json_response
+from waltz_core.gateway.http_json import json_response, partition_in_path, url_parameters
 from waltz_core.gateway.openapi import HttpOperation
 from waltz_core.gateway.request_headers import check_content_headers, content_length
-from waltz_core.gateway.request_parsing import (
-    BodyReader,
-    UrlParameters,
-    check_integer,
-    partition_in_path,
-    url_parameters,
-)
+from waltz_core.gateway.request_parsing import BodyReader, UrlParameters, check_integer
 
 COUNT_DEFAULT: Final = 50
 COUNT_MAX: Final = 200
@@ -99,7 +93,10 @@ class ConsoleRoutes:
         url_parameters(request, ())
         member_connections.use_ssl_context(caller.client.ssl_context)
         view = await self._views.get(caller.token_hash, self._viewer.view)
-        return json_response(view | await self._permission(caller))
+        permission = await self._permissions.get(
+            caller.token_hash, lambda: self._permission(caller)
+        )
+        return json_response(view | permission)
 
     async def _show_findings(self, request: Request, caller: Caller) -> Response:
         url_parameters(request, ())
@@ -112,17 +109,13 @@ class ConsoleRoutes:
 
     async def _permission(self, caller: Caller) -> Fields:
         """Return whether the caller may change the cluster, and otherwise the reason."""
-
-        async def check() -> Fields:
-            try:
-                await self._changes.check_permitted(_change_caller(caller))
-            except errors.AuthenticationFailed:
-                raise
-            except errors.WaltzError as error:
-                return {"can_change": False, "cannot_change_reason": str(error)}
-            return {"can_change": True, "cannot_change_reason": ""}
-
-        return await self._permissions.get(caller.token_hash, check)
+        try:
+            await self._changes.check_permitted(_change_caller(caller))
+        except errors.AuthenticationFailed:
+            raise
+        except errors.WaltzError as error:
+            return {"can_change": False, "cannot_change_reason": str(error)}
+        return {"can_change": True, "cannot_change_reason": ""}
 
     async def _list_changes(self, request: Request, caller: Caller) -> Response:
         url_parameters(request, ())
