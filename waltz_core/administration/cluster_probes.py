@@ -49,6 +49,7 @@ from waltz_core.ops.facts import (
     StorageFacts,
     ZooKeeperServerFacts,
 )
+from waltz_core.parallel import run_parallel
 from waltz_core.records.record import (
     BEFORE_FIRST,
     PartitionId,
@@ -129,16 +130,17 @@ async def gather_facts(connect: str, *, timeout_s: float, local: LocalFacts | No
 async def _query_concurrently(
     items: Iterable[ItemT], query: Callable[[ItemT], Awaitable[ResultT]]
 ) -> list[ResultT]:
-    """Query all items, a limited number concurrently; return the answers in order."""
+    """Query all items, a limited number concurrently; return the answers in order.
+
+    Raises the first error itself, as a caller that reads ZooKeeper expects it.
+    """
     permits = asyncio.Semaphore(CONCURRENT_PROBES_MAX)
 
     async def limited(item: ItemT) -> ResultT:
         async with permits:
             return await query(item)
 
-    async with asyncio.TaskGroup() as tasks:
-        tasks_of_items = [tasks.create_task(limited(item)) for item in items]
-    return [await each for each in tasks_of_items]
+    return await run_parallel(limited(item) for item in items)
 
 
 def _ms_since(began_s: float) -> float:

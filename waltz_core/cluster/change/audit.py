@@ -121,11 +121,11 @@ class AuditLog:
             if node is not None:
                 await self._znodes.write([SetNode(path, done.to_bytes(), node.stat.version)])
 
-    async def read(self) -> list[AuditEntry]:
-        """Return all entries, oldest first."""
+    async def read(self, count_max: int = ENTRIES_MAX) -> list[AuditEntry]:
+        """Return the newest entries, at most `count_max`, oldest first."""
         await self._znodes.sync()
         found: list[AuditEntry] = []
-        for name in await self._entry_names():
+        for name in (await self._entry_names())[-count_max:]:
             path = f"{self._nodes.paths.audit}/{name}"
             node = await self._znodes.get(path)
             if node is not None:

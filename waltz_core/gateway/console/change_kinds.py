@@ -18,6 +18,7 @@ from waltz_core.config.connect_string import split_address
 from waltz_core.errors import RequestRejected, WaltzError
 
 _PLACEHOLDER: Final = re.compile(r"[A-Z][A-Z_:]*")
+_PARTITIONS_TEXT: Final = re.compile(r"all|[0-9]+(-[0-9]+)?( *, *[0-9]+(-[0-9]+)?)*")
 _COMMAND_WORDS: Final = ["waltz-core", "cluster"]
 TEXT_CHARACTERS_MAX: Final = 1_000
 _ChangeFunction: TypeAlias = Callable[..., Awaitable[ChangeResult]]
@@ -287,6 +288,8 @@ def _parse_value(parameter: ChangeParameter, text: str) -> object:
         if not (text.isascii() and text.isdigit() and len(text) < 10):
             raise RequestRejected(where, expected="a number", found=text)
         return int(text)
+    if parameter.kind is ParameterKind.PARTITIONS and not _PARTITIONS_TEXT.fullmatch(text):
+        raise RequestRejected(where, expected="partitions such as 0-3,7, or all", found=text)
     if parameter.kind in (ParameterKind.STORAGE, ParameterKind.SERVER, ParameterKind.ADDRESS):
         try:
             split_address(text)

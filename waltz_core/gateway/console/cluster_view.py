@@ -24,15 +24,23 @@ from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.config.connect_string import parse_connect_string
 from waltz_core.gateway.console.change_kinds import change_in_command
 from waltz_core.ops.condition import PartitionCondition, unavailable_reason
-from waltz_core.ops.facts import ClusterFacts, ServerFacts, StorageFacts, ZooKeeperServerFacts
+from waltz_core.ops.facts import (
+    ClusterFacts,
+    ReplicaFacts,
+    ServerFacts,
+    StorageFacts,
+    ZooKeeperServerFacts,
+)
 from waltz_core.ops.findings import FINDING_KINDS
 from waltz_core.records.record import PartitionId, ReplicaId
 
 TIMEOUT_S: Final = 0.8
 FIRST_READ_TIMEOUT_S: Final = 5.0
 FINDINGS_TIMEOUT_S: Final = 3.0
+NO_ANSWER_TEXT: Final = "ZooKeeper did not answer in time"
 VIEW_AGE_S_MAX: Final = 0.4
 FINDINGS_AGE_S_MAX: Final = 4.0
+OTHER_CLUSTER_TEXT: Final = "the storage belongs to another cluster"
 AnswerT = TypeVar("AnswerT")
 MemberT = TypeVar("MemberT", ServerFacts, StorageFacts)
 Fields = dict[str, Any]
@@ -83,14 +91,11 @@ class ClusterViewer:
             PermissionDenied: the caller has no permission.
             CoordinatorUnavailable: ZooKeeper does not answer, and was never read.
         """
+        # NB: not in the task group, which would wrap its error in an ExceptionGroup.
+        snapshot, error = await self._read_snapshot()
         async with asyncio.TaskGroup() as tasks:
             zookeepers = tasks.create_task(query_zookeeper_servers(self._place, TIMEOUT_S))
-            error = await self._update_snapshot()
-            snapshot = self._snapshot
-            probe = None if snapshot is None else snapshot.probe(TIMEOUT_S, reads_logs=False)
-            cluster = None if probe is None else await probe
-        if cluster is None:
-            raise errors.CoordinatorUnavailable(error)
+            cluster = await snapshot.probe(TIMEOUT_S, reads_logs=False)
         _check_permitted(cluster)
         return {
             "name": cluster.name,
@@ -110,16 +115,18 @@ class ClusterViewer:
             ],
         }
 
-    async def _update_snapshot(self) -> str:
-        """Read the state in ZooKeeper; return the error, if that fails (rule 2)."""
+    async def _read_snapshot(self) -> tuple[ClusterSnapshot, str]:
+        """Return the state in ZooKeeper, and the error if it is that of an earlier read."""
         timeout_s = FIRST_READ_TIMEOUT_S if self._snapshot is None else TIMEOUT_S
-        async with self._reading:
-            try:
-                async with asyncio.timeout(timeout_s):
-                    self._snapshot = await ClusterSnapshot.read(self._coordinator())
-            except (TimeoutError, errors.Unavailable) as error:
-                return str(error) or f"ZooKeeper did not answer within {timeout_s:g} s"
-            return ""
+        try:
+            async with asyncio.timeout(timeout_s), self._reading:
+                self._snapshot = await ClusterSnapshot.read(self._coordinator())
+                return self._snapshot, ""
+        except (TimeoutError, errors.Unavailable) as error:
+            reason = str(error) or NO_ANSWER_TEXT
+            if self._snapshot is None:
+                raise errors.CoordinatorUnavailable(reason) from error
+            return self._snapshot, reason
 
 
 async def read_findings(connect: str) -> Fields:
@@ -203,7 +210,7 @@ def _storage_fields(cluster: ClusterFacts, storage: StorageFacts) -> Fields:
     disk = storage.disk
     failure = storage.failure or storage.admin_failure
     if not storage.belongs_to_cluster:
-        failure = "the storage belongs to another cluster"
+        failure = OTHER_CLUSTER_TEXT
     assigned = [each for each in cluster.assigned_replicas.values() if storage.address in each]
     return {
         "address": storage.address,
@@ -263,21 +270,37 @@ def _partition_state(condition: PartitionCondition) -> str:
 def _replica_fields(
     cluster: ClusterFacts, condition: PartitionCondition, address: ReplicaId
 ) -> Mapping[str, object]:
-    storage, replica = cluster.storages[address], condition.replica_facts(address)
-    reason = ""
-    if storage.failure:
-        state, reason = "unavailable", storage.failure
-    elif replica is not None and (why := unavailable_reason(replica)) is not None:
-        state, reason = "unavailable", replica.open_error or why.name.lower()
-    elif address in condition.not_engaged_replicas:
-        state = "out_of_sync"
-    else:
-        state = "in_sync"
-    if storage.is_denied:
-        state, reason = "unknown", storage.failure or storage.admin_failure
+    replica = condition.replica_facts(address)
+    state, reason = _replica_state(cluster.storages[address], condition)
     return {
         "storage": address,
         "state": state,
         "last_id": None if replica is None else replica.last_id,
         "reason": reason,
     }
+
+
+def _replica_state(storage: StorageFacts, condition: PartitionCondition) -> tuple[str, str]:
+    """Return the state of the replica on a storage, and the reason if it is not in sync."""
+    if storage.is_denied:
+        return "unknown", storage.failure or storage.admin_failure
+    unavailable = _unavailable_text(storage, condition.replica_facts(storage.address))
+    if unavailable:
+        return "unavailable", unavailable
+    if condition.is_suspect(storage.address):
+        return "out_of_sync", "its log is not trusted"
+    if storage.address in condition.not_engaged_replicas:
+        return "out_of_sync", ""
+    return "in_sync", ""
+
+
+def _unavailable_text(storage: StorageFacts, replica: ReplicaFacts | None) -> str:
+    """Return the reason why a replica is unavailable; empty if it is available."""
+    if storage.failure or storage.is_hanging:
+        return storage.failure or storage.admin_failure
+    if not storage.belongs_to_cluster:
+        return OTHER_CLUSTER_TEXT
+    why = None if replica is None else unavailable_reason(replica)
+    if replica is None or why is None:
+        return ""
+    return replica.open_error or why.name.lower()

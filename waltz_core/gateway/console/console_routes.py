@@ -7,7 +7,7 @@ Rules:
        document, and may change with each release.
 """
 
-import json
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -21,6 +21,8 @@ from waltz_core.gateway.callers import Caller
 from waltz_core.gateway.console.change_kinds import parse_change
 from waltz_core.gateway.console.cluster_view import (
     FINDINGS_AGE_S_MAX,
+    NO_ANSWER_TEXT,
+    TIMEOUT_S,
     VIEW_AGE_S_MAX,
     ClusterViewer,
     Fields,
@@ -38,6 +40,7 @@ from waltz_core.gateway.http_json import json_response, partition_in_path, url_p
 from waltz_core.gateway.openapi import HttpOperation
 from waltz_core.gateway.request_headers import check_content_headers, content_length
 from waltz_core.gateway.request_parsing import BodyReader, UrlParameters, check_integer
+from waltz_core.records import strict_json
 
 COUNT_DEFAULT: Final = 50
 COUNT_MAX: Final = 200
@@ -110,9 +113,12 @@ class ConsoleRoutes:
     async def _permission(self, caller: Caller) -> Fields:
         """Return whether the caller may change the cluster, and otherwise the reason."""
         try:
-            await self._changes.check_permitted(_change_caller(caller))
+            async with asyncio.timeout(TIMEOUT_S):
+                await self._changes.check_permitted(_change_caller(caller))
         except errors.AuthenticationFailed:
             raise
+        except TimeoutError:
+            return {"can_change": False, "cannot_change_reason": NO_ANSWER_TEXT}
         except errors.WaltzError as error:
             return {"can_change": False, "cannot_change_reason": str(error)}
         return {"can_change": True, "cannot_change_reason": ""}
@@ -180,8 +186,8 @@ def _row_count(query: UrlParameters) -> int:
     )
 
 
-def _parse_json(body: bytes | bytearray) -> Any:  # noqa: ANN401 - any value of JSON
+def _parse_json(body: bytes) -> Any:  # noqa: ANN401 - any value of JSON
     try:
-        return json.loads(body)
+        return strict_json.from_json(body)
     except ValueError as error:
         raise RequestRejected("the body", expected="valid JSON", found=str(error)) from error

@@ -19,6 +19,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from ssl import SSLContext
 from typing import Any, Final, NamedTuple
 
@@ -128,9 +129,9 @@ class ConsoleChanges:
             Overloaded: too many changes are running.
             PermissionDenied, BadConfig: as for `check_permitted`.
         """
-        if len(self._running) >= RUNNING_MAX:
-            raise errors.Overloaded(f"{RUNNING_MAX} changes are running at this gateway")
         principal = await self.check_permitted(caller)
+        if len(self._running) >= RUNNING_MAX:  # not before the wait, in which others can start
+            raise errors.Overloaded(f"{RUNNING_MAX} changes are running at this gateway")
         self._last_number += 1
         change = ConsoleChange(
             self._last_number,
@@ -140,13 +141,22 @@ class ConsoleChanges:
             now_ms(),
         )
         self._changes.appendleft(change)
-        while len(self._changes) > ENDED_MAX and self._changes[-1].ended_ms is not None:
-            self._changes.pop()
+        self._forget_oldest_changes()
         executing = self._execute(change, caller.ssl, kind.keywords(arguments))
         task = self.tasks.create_task(executing, name="console_change")
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(partial(self._on_ended, change))
         return change
+
+    def _forget_oldest_changes(self) -> None:
+        ended = [each for each in self._changes if each.ended_ms is not None]
+        for each in ended[ENDED_MAX:]:
+            self._changes.remove(each)
+
+    def _on_ended(self, change: ConsoleChange, task: asyncio.Task[None]) -> None:
+        self._running.discard(task)
+        if change.ended_ms is None:  # the task was cancelled before its first step
+            change.outcome, change.ended_ms = _OUTCOME_INTERRUPTED, now_ms()
 
     def interrupt(self) -> None:
         """Interrupt the running changes, because the gateway stops (rule 4)."""
@@ -158,7 +168,7 @@ class ConsoleChanges:
 
         Raises CoordinatorUnavailable if ZooKeeper does not answer.
         """
-        entries = (await self.coordinator().audit.read())[-HISTORY_MAX:]
+        entries = await self.coordinator().audit.read(HISTORY_MAX)
         return {
             "kinds": [_kind_fields(each) for each in CHANGE_KINDS.values()],
             "running": [each.fields() for each in self._changes],
