@@ -181,10 +181,12 @@ class ConsoleChanges:
         """Run a change to its end; its errors are its outcome."""
         member_connections.use_ssl_context(ssl)  # of this task
         _log.info("console.change_begun command=%r user=%r", change.command, change.user)
-        change.outcome = _OUTCOME_INTERRUPTED
         try:
             change.summary = await self._run(change, keywords)
             change.outcome = OUTCOME_DONE
+        except asyncio.CancelledError:
+            change.outcome = _OUTCOME_INTERRUPTED
+            raise
         except errors.WaltzError as error:
             change.outcome = f"failed: {error}"
         except Exception:  # noqa: BLE001 - the top of a task
