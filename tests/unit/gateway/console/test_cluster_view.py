@@ -1,0 +1,473 @@
+"""The state of the cluster as the console shows it, for healthy and for broken facts."""
+
+import asyncio
+from uuid import UUID
+
+import pytest
+
+from tests.loops import pass_time, poll_until, run_on_virtual_loop
+from tests.unit.ops.test_diagnosis import NODES, ONE, SPARE, TWO, A, B, C, Case, archived
+from waltz_core import errors
+from waltz_core.administration.cluster_probes import ClusterSnapshot
+from waltz_core.cluster.change.creation import NewCluster
+from waltz_core.cluster.znodes.model import UNRESOLVED, PartitionMetadata, ReplicaState
+from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
+from waltz_core.gateway.console import cluster_view
+from waltz_core.gateway.console.cluster_view import (
+    NO_ANSWER_TEXT,
+    TIMEOUT_S,
+    ClusterViewer,
+    SharedAnswers,
+    read_findings,
+)
+from waltz_core.ops.diagnosis import diagnose
+from waltz_core.ops.facts import DiskFacts, Facts, ZooKeeperServerFacts
+
+CONNECT = "zk1:2181,zk2:2181,zk3:2181/waltz/payments"
+DENIED = {"failure": "token t1 of ann is revoked", "is_denied": True}
+ADMIN_DENIED = {"admin_failure": "ann is not granted administer", "is_denied": True}
+
+
+class Snapshot:
+    """A snapshot whose processes answer with the facts of a case."""
+
+    def __init__(self, case):
+        self._case = case
+
+    async def probe(self, timeout_s, *, reads_logs):
+        assert (timeout_s, reads_logs) == (TIMEOUT_S, False)
+        return self._case.facts.cluster
+
+
+class World:
+    """A viewer at a cluster in memory, whose ZooKeeper can fail."""
+
+    def __init__(self, monkeypatch):
+        self.case = Case()
+        self.error = None
+        self.viewer = ClusterViewer(CONNECT, lambda: self)
+        monkeypatch.setattr(ClusterSnapshot, "read", self._read)
+        monkeypatch.setattr(cluster_view, "query_zookeeper_servers", self._query_zookeeper)
+
+    async def _read(self, coordinator):
+        assert coordinator is self
+        if self.error is TimeoutError:
+            await asyncio.Event().wait()
+        if self.error is not None:
+            raise self.error
+        return Snapshot(self.case)
+
+    async def _query_zookeeper(self, place, timeout_s):
+        assert (place.hosts, timeout_s) == (NODES, TIMEOUT_S)
+        return self.case.facts.zookeeper_servers
+
+    def fields(self):
+        """Return the view, once."""
+        return asyncio.run(self.viewer.view())
+
+    def server(self, number, **changed):
+        """Return the fields of a server with changed facts."""
+        self.case.server(number, **changed)
+        return self.fields()["servers"][number - 1]
+
+    def storage(self, address, **changed):
+        """Return the fields of a storage with changed facts."""
+        self.case.storage(address, **changed)
+        return next(each for each in self.fields()["storages"] if each["address"] == address)
+
+    def replica(self, address):
+        """Return state and reason of a replica of partition 0."""
+        replicas = self.fields()["partitions"][0]["replicas"]
+        found = next(each for each in replicas if each["storage"] == address)
+        return found["state"], found["reason"]
+
+
+@pytest.fixture
+def world(monkeypatch):
+    return World(monkeypatch)
+
+
+# --- a healthy cluster
+
+
+def test_a_healthy_cluster_is_shown(world):
+    world.case.cluster(name="pay")
+    world.case.partition(marker=archived(80))
+    fields = world.fields()
+    assert (fields["name"], fields["partition_count"]) == ("pay", 2)
+    assert (fields["zookeeper_error"], fields["is_settled"]) == ("", True)
+    assert abs(fields["time_ms"] - cluster_view.now_ms()) < 60_000
+    assert fields["zookeeper"] == [
+        {"address": each, "state": "up", "mode": "follower", "error": ""} for each in NODES
+    ]
+    assert fields["servers"][0] == {
+        "address": ONE,
+        "state": "up",
+        "error": "",
+        "latency_ms": 0.0,
+        "open": [0],
+        "not_open": [],
+        "preferred": [],
+        "unreachable_storages": [],
+    }
+    assert [each["address"] for each in fields["storages"]] == [A, B, C, SPARE]
+    assert fields["storages"][0] == {
+        "address": A,
+        "group": 0,
+        "state": "up",
+        "error": "",
+        "latency_ms": 0.0,
+        "replica_count": 2,
+        "free_bytes": 1 << 40,
+        "size_bytes": None,
+        "is_full": False,
+        "days_until_full": None,
+        "append_latency_ms": None,
+    }
+    first, second = fields["partitions"]
+    assert first == {
+        "partition": 0,
+        "state": "open",
+        "owner": ONE,
+        "error": "",
+        "session_id": 7,
+        "high_water_mark": 90,
+        "archived_mark": 80,
+        "replicas": [
+            {"storage": each, "state": "in_sync", "last_id": 90, "reason": ""} for each in (A, B, C)
+        ],
+    }
+    assert (second["owner"], second["archived_mark"]) == (TWO, None)
+
+
+def test_disks_and_latencies_are_shown(world):
+    disk = DiskFacts(50 << 20, True, 100 << 20, 10 << 20)
+    world.case.server(1, append_latencies={A: (30, 1_500), B: (30, 900)})
+    world.case.server(2, append_latencies={A: (30, 2_500)})
+    found = world.storage(A, disk=disk)
+    assert (found["free_bytes"], found["size_bytes"]) == (50 << 20, 100 << 20)
+    assert (found["is_full"], found["days_until_full"]) == (True, 5.0)
+    assert found["append_latency_ms"] == 2.5
+    assert world.storage(B, disk=None)["free_bytes"] is None
+
+
+# --- members
+
+
+@pytest.mark.parametrize(
+    ("changed", "state", "error"),
+    [
+        ({"mode": "leader"}, "up", ""),
+        ({"mode": "", "failure": "refused"}, "down", "refused"),
+        ({"mode": ""}, "down", "it is not part of a quorum"),
+    ],
+)
+def test_the_state_of_a_zookeeper_server_is_shown(world, changed, state, error):
+    world.case.node(**changed)
+    found = world.fields()["zookeeper"][0]
+    assert (found["state"], found["error"]) == (state, error)
+
+
+@pytest.mark.parametrize(
+    ("changed", "state", "error"),
+    [
+        ({"failure": "refused", "served_partitions": {}}, "down", "refused"),
+        ({**DENIED, "served_partitions": {}}, "unknown", "token t1 of ann is revoked"),
+        ({"connection_errors": (f"{TWO}: refused",)}, "up", f"{TWO}: refused"),
+    ],
+)
+def test_the_state_of_a_server_is_shown(world, changed, state, error):
+    found = world.server(1, **changed)
+    assert (found["state"], found["error"]) == (state, error)
+
+
+def test_the_partitions_of_a_server_are_shown(world):
+    found = world.server(
+        1,
+        served_partitions={1: False, 0: True},
+        preferred_partitions=(1, 0),
+        unreachable_storages=(C, A),
+    )
+    assert (found["open"], found["not_open"], found["preferred"]) == ([0], [1], [0, 1])
+    assert found["unreachable_storages"] == [A, C]
+
+
+@pytest.mark.parametrize(
+    ("changed", "state", "error"),
+    [
+        ({"failure": "refused", "replicas": {}}, "down", "refused"),
+        ({**DENIED, "replicas": {}}, "unknown", "token t1 of ann is revoked"),
+        ({**ADMIN_DENIED, "replicas": {}}, "unknown", "ann is not granted administer"),
+        ({"admin_failure": "no answer", "is_hanging": True}, "down", "no answer"),
+        ({"belongs_to_cluster": False}, "down", "the storage belongs to another cluster"),
+    ],
+)
+def test_the_state_of_a_storage_is_shown(world, changed, state, error):
+    found = world.storage(A, **changed)
+    assert (found["state"], found["error"]) == (state, error)
+
+
+def test_members_that_deny_the_caller_deny_the_request_if_no_server_answers(world):
+    world.case.server(1, **DENIED)
+    world.case.server(2, failure="refused")
+    with pytest.raises(errors.PermissionDenied, match="is revoked"):
+        world.fields()
+    world.case.server(2, failure="")
+    assert [each["state"] for each in world.fields()["servers"]] == ["unknown", "up"]
+    world.case = Case()
+    for number in (1, 2):
+        world.case.server(number, failure="refused")
+    assert {each["state"] for each in world.fields()["servers"]} == {"down"}
+    world.case.storage(B, **ADMIN_DENIED)
+    with pytest.raises(errors.PermissionDenied, match="ann is not granted administer"):
+        world.fields()
+
+
+# --- partitions and replicas
+
+
+@pytest.mark.parametrize(
+    ("change", "state", "owner"),
+    [
+        (lambda case: case.cluster(owners={}), "no_owner", None),
+        (lambda case: case.cluster(servers={}), "no_owner", None),
+        (lambda case: case.server(1, served_partitions={0: False}), "closed", ONE),
+        (lambda case: case.server(1, failure="refused", served_partitions={}), "closed", ONE),
+        (lambda case: case.server(1, **DENIED, served_partitions={}), "unknown", ONE),
+    ],
+)
+def test_the_state_of_a_partition_is_shown(world, change, state, owner):
+    change(world.case)
+    found = world.fields()["partitions"][0]
+    assert (found["state"], found["owner"]) == (state, owner)
+
+
+def test_a_partition_whose_owner_does_not_answer_has_no_high_water_mark(world):
+    world.case.partition(high_water_mark=None, high_water_mark_error="no answer", metadata=None)
+    found = world.fields()["partitions"][0]
+    assert (found["high_water_mark"], found["error"]) == (None, "no answer")
+    assert (found["session_id"], found["archived_mark"]) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"is_online": False}, ("unavailable", "offline")),
+        ({"is_present": False}, ("unavailable", "missing")),
+        ({"is_opening": True}, ("unavailable", "opening")),
+        ({"is_stuck": True}, ("unavailable", "stuck")),
+        ({"open_error": "bad checksum"}, ("unavailable", "bad checksum")),
+        ({"is_suspect": True}, ("out_of_sync", "its log is not trusted")),
+        ({}, ("in_sync", "")),
+    ],
+)
+def test_the_state_of_a_replica_is_that_which_its_storage_reports(world, changed, expected):
+    world.case.replica(A, **changed)
+    assert world.replica(A) == expected
+    assert world.replica(B) == ("in_sync", "")
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"failure": "refused", "replicas": {}}, ("unavailable", "refused")),
+        ({"admin_failure": "no answer", "is_hanging": True}, ("unavailable", "no answer")),
+        (
+            {"belongs_to_cluster": False, "replicas": {}},
+            ("unavailable", "the storage belongs to another cluster"),
+        ),
+        ({**DENIED, "replicas": {}}, ("unknown", "token t1 of ann is revoked")),
+        ({**ADMIN_DENIED, "replicas": {}}, ("unknown", "ann is not granted administer")),
+        # Servers use the data port, not the admin port.
+        ({"admin_failure": "refused", "found_admin_port": 5299, "replicas": {}}, ("in_sync", "")),
+    ],
+)
+def test_the_state_of_a_replica_depends_on_its_storage(world, changed, expected):
+    world.case.storage(A, **changed)
+    assert world.replica(A) == expected
+
+
+def test_a_replica_that_is_not_engaged_is_out_of_sync(world):
+    engaged = ReplicaState(7, UNRESOLVED)
+    world.case.states({A: ReplicaState(6, 50), B: engaged, C: engaged})
+    assert world.replica(A) == ("out_of_sync", "")
+    world.case.states({B: engaged, C: engaged})
+    assert world.replica(A) == ("out_of_sync", "")
+    world.case.partition(metadata=PartitionMetadata())
+    assert world.replica(B)[0] == "out_of_sync"
+
+
+# --- ZooKeeper does not answer (rule 2)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (errors.CoordinatorUnavailable("no connection"), "no connection"),
+        (TimeoutError, NO_ANSWER_TEXT),
+    ],
+)
+@run_on_virtual_loop
+async def test_without_zookeeper_the_view_has_the_members_of_the_last_read(
+    monkeypatch, error, message
+):
+    world = World(monkeypatch)
+    world.error = error
+    with pytest.raises(errors.CoordinatorUnavailable, match=message):
+        await world.viewer.view()
+    world.error = None
+    assert (await world.viewer.view())["zookeeper_error"] == ""
+    world.error = error
+    world.case.storage(A, failure="refused")
+    world.case.facts = Facts(
+        CONNECT,
+        tuple(ZooKeeperServerFacts(each, "refused") for each in NODES),
+        cluster=world.case.facts.cluster,
+    )
+    fields = await world.viewer.view()
+    assert fields["zookeeper_error"] == message
+    assert {each["state"] for each in fields["zookeeper"]} == {"down"}
+    assert fields["storages"][0]["state"] == "down"  # members are queried as usual
+    world.error = None
+    assert (await world.viewer.view())["zookeeper_error"] == ""
+
+
+@run_on_virtual_loop
+async def test_many_callers_wait_for_zookeeper_at_the_same_time(monkeypatch):
+    world = World(monkeypatch)
+    await world.viewer.view()
+    world.error = TimeoutError
+    began_s = asyncio.get_running_loop().time()
+    async with asyncio.TaskGroup() as tasks:
+        views = [tasks.create_task(world.viewer.view()) for _ in range(5)]
+    assert {each.result()["zookeeper_error"] for each in views} == {NO_ANSWER_TEXT}
+    assert asyncio.get_running_loop().time() - began_s < 2 * TIMEOUT_S
+
+
+@run_on_virtual_loop
+async def test_an_outage_of_zookeeper_during_a_read_is_reported(monkeypatch):
+    coordinator = MemoryZooKeeper(asyncio.Event).coordinator("/w")
+    await coordinator.create_cluster(NewCluster("w", 2, UUID(int=7)))
+
+    async def read_partition(_partition):
+        raise errors.CoordinatorUnavailable("no answer")
+
+    monkeypatch.setattr(coordinator, "read_partition", read_partition)
+    with pytest.raises(errors.CoordinatorUnavailable, match="no answer"):
+        await ClusterViewer(CONNECT, lambda: coordinator).view()
+
+
+def test_a_deleted_cluster_is_an_error(world):
+    world.error = errors.ClusterNotFound("there is no cluster")
+    with pytest.raises(errors.ClusterNotFound):
+        world.fields()
+
+
+# --- findings
+
+
+def findings_of(monkeypatch, facts):
+    async def lasting_findings(connect, *, timeout_s):
+        assert connect == CONNECT
+        return facts, diagnose(facts)
+
+    monkeypatch.setattr(cluster_view, "lasting_findings", lasting_findings)
+    return asyncio.run(read_findings(CONNECT))["findings"]
+
+
+def test_findings_have_the_changes_of_the_console(monkeypatch):
+    case = Case()
+    assert findings_of(monkeypatch, case.facts) == []
+    case.server(1, failure="refused", served_partitions={})
+    (found,) = findings_of(monkeypatch, case.facts)
+    assert found.pop("sentence").startswith(f"server {ONE} is registered in ZooKeeper, but")
+    assert found == {
+        "name": "server-unavailable",
+        "area": "servers",
+        "subject": ONE,
+        "partition": None,
+        "command": f"waltz-core cluster remove-server {ONE} --connect {CONNECT}",
+        "change": {"name": "remove-server", "arguments": {"server": ONE}},
+    }
+    (found,) = findings_of(monkeypatch, Facts(CONNECT, zookeeper_failure="no answer"))
+    assert (found["name"], found["change"]) == ("zookeeper-unavailable", None)
+
+
+def test_findings_are_denied_like_the_view(monkeypatch):
+    case = Case()
+    for number in (1, 2):
+        case.server(number, **DENIED, served_partitions={})
+    with pytest.raises(errors.PermissionDenied):
+        findings_of(monkeypatch, case.facts)
+
+
+# --- shared answers (rule 4)
+
+
+class Query:
+    """A query that ends when the test permits it."""
+
+    def __init__(self):
+        self.count = 0
+        self.may_end = asyncio.Event()
+        self.error = None
+
+    async def __call__(self):
+        self.count += 1
+        number = self.count
+        await self.may_end.wait()
+        if self.error is not None:
+            raise self.error
+        return number
+
+
+@run_on_virtual_loop
+async def test_concurrent_requests_of_one_caller_share_one_answer():
+    answers, query, other = SharedAnswers(1.0), Query(), Query()
+    other.may_end.set()
+    async with asyncio.TaskGroup() as tasks:
+        same = [tasks.create_task(answers.get("ann", query)) for _ in range(3)]
+        await poll_until(lambda: query.count)
+        assert await answers.get("bob", other) == 1  # does not wait for ann's query
+        query.may_end.set()
+    assert [each.result() for each in same] == [1, 1, 1]
+    assert await answers.get("ann", query) == 1
+    assert other.count == 1
+
+
+@run_on_virtual_loop
+async def test_an_answer_is_used_for_a_moment_and_then_forgotten(monkeypatch):
+    monkeypatch.setattr(cluster_view.time, "monotonic", asyncio.get_running_loop().time)
+    answers, query = SharedAnswers(1.0), Query()
+    query.may_end.set()
+    assert [await answers.get("ann", query), await answers.get("ann", query)] == [1, 1]
+    await pass_time(1.1)
+    assert await answers.get("ann", query) == 2
+    await pass_time(1.1)
+    await answers.get("bob", query)
+    assert (list(answers._answers), list(answers._locks)) == (["bob"], ["bob"])
+
+
+@run_on_virtual_loop
+async def test_an_error_is_not_an_answer():
+    answers, query = SharedAnswers(1.0), Query()
+    query.error = errors.Unavailable("no answer")
+    query.may_end.set()
+    with pytest.raises(errors.Unavailable):
+        await answers.get("ann", query)
+    query.error = None
+    assert await answers.get("ann", query) == 2
+
+
+@run_on_virtual_loop
+async def test_a_cancelled_request_does_not_affect_the_requests_that_wait_for_it():
+    answers, query = SharedAnswers(1.0), Query()
+    async with asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(answers.get("ann", query))
+        others = [tasks.create_task(answers.get("ann", query)) for _ in range(3)]
+        await poll_until(lambda: query.count)
+        first.cancel()
+        await poll_until(lambda: query.count == 2)
+        query.may_end.set()
+    assert first.cancelled()
+    assert [each.result() for each in others] == [2, 2, 2]
