@@ -163,8 +163,7 @@ class ConsoleRoutes:
             raise RequestRejected(
                 "query parameter time_ms", expected="milliseconds since 1970", found=None
             )
-        found = await first_transaction_at(caller.client, partition, time_ms)
-        return json_response({"transaction_id": found})
+        return json_response(await first_transaction_at(caller.client, partition, time_ms))
 
     async def _show_rejections(self, request: Request, caller: Caller) -> Response:
         url_parameters(request, ())
