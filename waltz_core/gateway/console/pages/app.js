@@ -20,6 +20,7 @@ const ROUTES = [
 ];
 const SHORTCUTS = { c: "#/", f: "#/findings", h: "#/changes" };
 const CHORD_MS = 1500;
+const BANNER_MS = 500;
 
 const current = { path: null, page: null };
 const find = (id) => document.getElementById(id);
@@ -48,7 +49,8 @@ function replaceQuery(changes) {
 
 function pushQuery(changes) {
   const hash = withQuery(changes);
-  if (location.hash === hash) showPage(); // no event follows
+  if (location.hash === hash)
+    showPage(); // no event follows
   else location.hash = hash;
 }
 
@@ -64,9 +66,18 @@ function showPage() {
   const main = find("main");
   main.replaceChildren();
   const [match, create, section] = matchRoute(path);
-  current.page = create(main, { query, replaceQuery, pushQuery, partition: Number(match?.[1] ?? 0) });
+  current.page = create(main, {
+    query,
+    replaceQuery,
+    pushQuery,
+    partition: Number(match?.[1] ?? 0),
+  });
   for (const name of ["cluster", "findings", "changes"]) {
-    setAttribute(find(`nav-${name}`), "aria-current", name === section ? "page" : null);
+    setAttribute(
+      find(`nav-${name}`),
+      "aria-current",
+      name !== section ? null : find(`nav-${name}`).hash === `#${path}` ? "page" : "true",
+    );
   }
   showTitle();
   if (isFirst) return;
@@ -85,13 +96,20 @@ function matchRoute(path) {
 function unknownPage(root) {
   root.append(
     el("h1", { tabindex: "-1" }, "Page not found"),
-    el("p", {}, "The console has no page at this address. ", el("a", { href: "#/" }, "Show the cluster")),
+    el(
+      "p",
+      {},
+      "The console has no page at this address. ",
+      el("a", { href: "#/" }, "Show the cluster"),
+    ),
   );
   return { title: "Page not found" };
 }
 
 function showTitle() {
-  const title = [current.page.title, data.cluster()?.name, "Waltz console"].filter(Boolean).join(" · ");
+  const title = [current.page.title, data.cluster()?.name, "Waltz console"]
+    .filter(Boolean)
+    .join(" · ");
   if (document.title !== title) document.title = title;
 }
 
@@ -102,7 +120,11 @@ function showBanner() {
   setHidden(find("stale-banner"), stale === null);
   setAttribute(document.body, "data-stale", stale === null ? null : "true");
   setText(find("cluster-name"), data.cluster()?.name ?? "");
-  setAttribute(find("cluster-name"), "title", data.cluster() && `${data.cluster().name}, Waltz ${data.cluster().version}`);
+  setAttribute(
+    find("cluster-name"),
+    "title",
+    data.cluster() && `${data.cluster().name}, Waltz ${data.cluster().version}`,
+  );
   showTitle();
   if (stale === null) {
     setText(find("stale-text"), "");
@@ -111,7 +133,12 @@ function showBanner() {
   const message = stale.error.message;
   setText(find("stale-text"), `${message.charAt(0).toUpperCase()}${message.slice(1)}.`);
   setText(find("stale-hint"), stale.error.hint ?? "");
-  setText(find("stale-age"), stale.age_ms === null ? "There is no data yet." : `The data is stale: it is ${format.duration(stale.age_ms)} old.`);
+  setText(
+    find("stale-age"),
+    stale.age_ms === null
+      ? "There is no data yet."
+      : `The data is stale: it is ${format.duration(stale.age_ms)} old.`,
+  );
 }
 
 // ---- keyboard ----------------------------------------------------------------------------------
@@ -120,7 +147,15 @@ function startKeyboard() {
   let chord_until = 0;
   document.addEventListener("keydown", (event) => {
     const isTyping = event.target.closest?.("input, select, textarea, [contenteditable]");
-    if (event.ctrlKey || event.metaKey || event.altKey || isTyping || document.querySelector("dialog[open]")) return;
+    if (
+      event.ctrlKey ||
+      event.metaKey ||
+      event.altKey ||
+      isTyping ||
+      document.querySelector("dialog[open]")
+    )
+      return;
+    if (!find("use-shortcuts").checked) return;
     const isChord = event.timeStamp < chord_until;
     chord_until = 0;
     if (event.key === "?") find("help-dialog").showModal();
@@ -143,7 +178,7 @@ startKeyboard();
 startChangeDialog();
 data.startClusterData();
 startFindings();
-data.onClusterData(() => current.page !== null && showBanner());
 window.addEventListener("hashchange", showPage);
 showPage();
-showBanner();
+data.onClusterData(showBanner);
+setInterval(() => document.visibilityState === "visible" && showBanner(), BANNER_MS); // the age grows

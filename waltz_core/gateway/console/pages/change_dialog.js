@@ -6,19 +6,31 @@
 //   3. For a disruptive change, the user types the name of its subject before it can start.
 
 import * as data from "./cluster_data.js";
-import { copyButton, el, errorBox, setAttribute, setHidden, setText, showError, stateWord } from "./dom.js";
+import {
+  copyButton,
+  el,
+  errorBox,
+  setAttribute,
+  setHidden,
+  setText,
+  showError,
+  stateWord,
+} from "./dom.js";
 import * as format from "./format.js";
 import { request } from "./requests.js";
 
 const POST_TIMEOUT_MS = 30000;
+const RETRY_MS = 10000;
 const ADDRESS = /^(\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):\d{1,5}$/;
 
-const state = { kinds: null, loading: null, isOpen: 0 };
+const state = { kinds: null, loading: null, retry_at: 0, isOpen: 0 };
 let dialog = null;
 
 export function startChangeDialog() {
   dialog = el("dialog", { id: "change-dialog", "aria-labelledby": "change-title" });
-  dialog.addEventListener("close", () => { state.isOpen += 1; });
+  dialog.addEventListener("close", () => {
+    state.isOpen += 1;
+  });
   document.body.append(dialog);
 }
 
@@ -27,14 +39,21 @@ export function setKinds(kinds) {
 }
 
 async function loadKinds() {
-  state.loading ??= request("changes").then((answer) => setKinds(answer.kinds)).finally(() => { state.loading = null; });
+  state.loading ??= request("changes")
+    .then((answer) => setKinds(answer.kinds))
+    .finally(() => {
+      state.loading = null;
+    });
   await state.loading;
 }
 
 // The kinds that concern partitions; empty until the gateway has returned the kinds.
 export function changesOfPartition() {
   if (state.kinds === null) {
-    if (state.loading === null) loadKinds().catch(() => {}); // the next call tries again
+    if (state.loading === null && performance.now() >= state.retry_at) {
+      state.retry_at = performance.now() + RETRY_MS;
+      loadKinds().catch(() => {}); // the page shows no buttons; a later call tries again
+    }
     return [];
   }
   return state.kinds.filter((kind) => kind.parameters.some((each) => each.kind === "partitions"));
@@ -44,7 +63,12 @@ export async function openChange(name, given = {}) {
   const title = el("h2", { id: "change-title", tabindex: "-1" }, titleOf(name));
   const error = errorBox();
   const loading = el("p", {}, "Loading…");
-  dialog.replaceChildren(title, loading, error, el("div", { class: "actions" }, closeButton("Close")));
+  dialog.replaceChildren(
+    title,
+    loading,
+    error,
+    el("div", { class: "actions" }, closeButton("Close")),
+  );
   if (!dialog.open) dialog.showModal();
   try {
     if (state.kinds === null) await loadKinds();
@@ -59,17 +83,26 @@ export async function openChange(name, given = {}) {
 
 const titleOf = (name) => name.replaceAll("-", " ").replace(/^./, (letter) => letter.toUpperCase());
 const sentence = (text) => text.replace(/^./, (letter) => letter.toUpperCase());
-const closeButton = (text) => el("button", { type: "button", id: "change-cancel", click: () => dialog.close() }, text);
+const closeButton = (text) =>
+  el("button", { type: "button", id: "change-cancel", click: () => dialog.close() }, text);
 
 // ---- the form ----------------------------------------------------------------------------------
 
 function showForm(kind, given) {
   const fields = kind.parameters.map((each) => createField(each, String(given[each.name] ?? "")));
-  const form = el("form", { id: "change-form", novalidate: true, autocomplete: "off", "data-change": kind.name },
+  const form = el(
+    "form",
+    { id: "change-form", novalidate: true, autocomplete: "off", "data-change": kind.name },
     el("h2", { id: "change-title", tabindex: "-1" }, titleOf(kind.name)),
     el("p", {}, kind.summary),
     ...fields.map((each) => each.row),
-    el("div", { class: "actions" }, closeButton("Cancel"), el("button", { type: "submit", class: "primary", id: "change-review" }, "Review…")));
+    el(
+      "div",
+      { class: "actions" },
+      closeButton("Cancel"),
+      el("button", { type: "submit", class: "primary", id: "change-review" }, "Review…"),
+    ),
+  );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const wrong = fields.filter((each) => !check(each));
@@ -87,7 +120,14 @@ function createField(parameter, value) {
   const help = el("p", { class: "help", id: `${id}-help` }, helpOf(parameter));
   setAttribute(input, "aria-describedby", `${id}-help ${id}-problem`);
   const optional = parameter.is_required ? "" : " (optional)";
-  const row = el("div", { class: "field" }, el("label", { for: id }, `${sentence(parameter.text || parameter.name)}${optional}`), input, help, problem);
+  const row = el(
+    "div",
+    { class: "field" },
+    el("label", { for: id }, `${sentence(parameter.text || parameter.name)}${optional}`),
+    input,
+    help,
+    problem,
+  );
   const field = { parameter, input, row, problem, help };
   input.addEventListener("input", () => {
     if (problem.textContent !== "") check(field);
@@ -98,9 +138,21 @@ function createField(parameter, value) {
 }
 
 function createInput(parameter, { id, value }) {
-  const common = { id, name: parameter.name, "data-kind": parameter.kind, required: parameter.is_required, autocomplete: "off", spellcheck: "false" };
-  if (parameter.kind === "storage" || parameter.kind === "server") return createSelect(parameter, { common, value });
-  const more = { integer: { inputmode: "numeric" }, address: { placeholder: "host:port" }, partitions: { placeholder: "0-3,7" } };
+  const common = {
+    id,
+    name: parameter.name,
+    "data-kind": parameter.kind,
+    required: parameter.is_required,
+    autocomplete: "off",
+    spellcheck: "false",
+  };
+  if (parameter.kind === "storage" || parameter.kind === "server")
+    return createSelect(parameter, { common, value });
+  const more = {
+    integer: { inputmode: "numeric" },
+    address: { placeholder: "host:port" },
+    partitions: { placeholder: "0-3,7" },
+  };
   const input = el("input", { type: "text", ...common, ...more[parameter.kind] });
   input.value = value;
   return input;
@@ -108,8 +160,12 @@ function createInput(parameter, { id, value }) {
 
 function createSelect(parameter, { common, value }) {
   const known = itemsOf(parameter.kind);
-  const select = el("select", common, el("option", { value: "" }, parameter.is_required ? `Choose a ${parameter.kind}` : "None"),
-    ...known.map((each) => el("option", { value: each.address }, describe(parameter.kind, each))));
+  const select = el(
+    "select",
+    common,
+    el("option", { value: "" }, parameter.is_required ? `Choose a ${parameter.kind}` : "None"),
+    ...known.map((each) => el("option", { value: each.address }, describe(parameter.kind, each))),
+  );
   if (value !== "" && !known.some((each) => each.address === value)) {
     select.append(el("option", { value }, `${value} (not in the cluster)`));
   }
@@ -117,18 +173,27 @@ function createSelect(parameter, { common, value }) {
   return select;
 }
 
-const itemsOf = (kind) => (kind === "storage" ? data.cluster()?.storages : data.cluster()?.servers) ?? [];
+const itemsOf = (kind) =>
+  (kind === "storage" ? data.cluster()?.storages : data.cluster()?.servers) ?? [];
 
 function describe(kind, item) {
-  const size = kind === "storage" ? format.count(item.replica_count, "replica") : format.count(item.open.length, "open partition");
+  const size =
+    kind === "storage"
+      ? format.count(item.replica_count, "replica")
+      : format.count(item.open.length, "open partition");
   return `${item.address} (${stateWord(item.state)}, ${size})`;
 }
 
 function helpOf(parameter, value = "") {
   if (parameter.kind === "partitions") {
     if (value.trim() === "") return "For example 0-3,7 or all.";
-    const { partitions, error } = format.parsePartitions(value, data.cluster()?.partition_count ?? null);
-    return error === "" ? `${format.count(partitions.length, "partition")}: ${format.ranges(partitions)}` : "For example 0-3,7 or all.";
+    const { partitions, error } = format.parsePartitions(
+      value,
+      data.cluster()?.partition_count ?? null,
+    );
+    return error === ""
+      ? `${format.count(partitions.length, "partition")}: ${format.ranges(partitions)}`
+      : "For example 0-3,7 or all.";
   }
   if (parameter.kind === "address") return "Host and port, for example storage4:15280.";
   return "";
@@ -144,13 +209,16 @@ function check(field) {
 function problemOf(parameter, value) {
   if (value === "") return parameter.is_required ? "This field is required." : "";
   if (parameter.kind === "integer" && !/^\d{1,15}$/.test(value)) return "Enter a whole number.";
-  if (parameter.kind === "address" && !ADDRESS.test(value)) return "Enter a host and a port, for example storage4:15280.";
-  if (parameter.kind === "partitions") return format.parsePartitions(value, data.cluster()?.partition_count ?? null).error;
+  if (parameter.kind === "address" && !ADDRESS.test(value))
+    return "Enter a host and a port, for example storage4:15280.";
+  if (parameter.kind === "partitions")
+    return format.parsePartitions(value, data.cluster()?.partition_count ?? null).error;
   return "";
 }
 
 // ---- the review --------------------------------------------------------------------------------
 
+// All values are text, as in a command; the gateway reads the numbers.
 function argumentsOf(fields) {
   const found = {};
   for (const { parameter, input } of fields) {
@@ -161,30 +229,36 @@ function argumentsOf(fields) {
   return found;
 }
 
-// As the commands write it: required parameters in their order, then options.
+// As users type it: arguments and options in the order of the parameters.
 function commandOf(kind, values) {
-  const words = ["waltz-core", ...(kind.command ?? `cluster ${kind.name}`).split(" ")];
-  for (const { name, is_required } of kind.parameters) {
+  const words = ["waltz-core", "cluster", kind.name];
+  for (const { name, option } of kind.parameters) {
     if (!Object.hasOwn(values, name)) continue;
-    words.push(...(is_required ? [String(values[name])] : [`--${name.replaceAll("_", "-")}`, String(values[name])]));
+    words.push(...(option ? [option, values[name]] : [values[name]]));
   }
   return words.join(" ");
 }
 
 // What the user types for a disruptive change (rule 3).
 function nameToType(kind, values) {
-  const first = (kinds) => kind.parameters.find((each) => kinds.includes(each.kind) && Object.hasOwn(values, each.name));
+  const first = (kinds) =>
+    kind.parameters.find((each) => kinds.includes(each.kind) && Object.hasOwn(values, each.name));
   const subject = first(["storage", "server"]) ?? first(["address"]);
   return subject === undefined ? kind.name : String(values[subject.name]);
 }
 
 function inWords(parameter, value) {
   if (parameter.kind === "partitions") {
-    const { partitions } = format.parsePartitions(String(value), data.cluster()?.partition_count ?? null);
-    return `${format.count(partitions.length, "partition")}: ${format.ranges(partitions)}`;
+    const { partitions } = format.parsePartitions(
+      String(value),
+      data.cluster()?.partition_count ?? null,
+    );
+    return `${format.count(partitions.length, "partition")}: ${format.ranges(partitions, Infinity)}`;
   }
   const item = itemsOf(parameter.kind).find((each) => each.address === value);
-  return item !== undefined && ["storage", "server"].includes(parameter.kind) ? describe(parameter.kind, item) : String(value);
+  return item !== undefined && ["storage", "server"].includes(parameter.kind)
+    ? describe(parameter.kind, item)
+    : String(value);
 }
 
 function showReview(kind, fields) {
@@ -193,18 +267,54 @@ function showReview(kind, fields) {
   const page = {
     title: el("h2", { id: "change-title", tabindex: "-1" }, `${titleOf(kind.name)}: confirm`),
     error: errorBox({ id: "change-error" }),
-    back: el("button", { type: "button", id: "change-back", click: () => showForm(kind, Object.fromEntries(fields.map((each) => [each.parameter.name, each.input.value]))) }, "Back"),
-    start: el("button", { type: "submit", class: kind.is_disruptive ? "danger" : "primary", id: "change-start" }, "Start the change"),
+    back: el(
+      "button",
+      {
+        type: "button",
+        id: "change-back",
+        click: () =>
+          showForm(
+            kind,
+            Object.fromEntries(fields.map((each) => [each.parameter.name, each.input.value])),
+          ),
+      },
+      "Back",
+    ),
+    start: el(
+      "button",
+      { type: "submit", class: kind.is_disruptive ? "danger" : "primary", id: "change-start" },
+      "Start the change",
+    ),
     typed: null,
   };
   const shown = kind.parameters.filter((each) => Object.hasOwn(values, each.name));
-  const form = el("form", { id: "change-confirmation", novalidate: true, autocomplete: "off", "data-change": kind.name },
-    page.title, el("p", { class: "sentence" }, kind.summary),
-    el("dl", { class: "facts review" }, ...shown.map((each) => el("div", {}, el("dt", {}, sentence(each.text || each.name)), el("dd", {}, inWords(each, values[each.name]))))),
-    el("div", { class: "command" }, el("code", { id: "change-command" }, command), copyButton(() => command)),
+  const form = el(
+    "form",
+    { id: "change-confirmation", novalidate: true, autocomplete: "off", "data-change": kind.name },
+    page.title,
+    el("p", { class: "sentence" }, kind.summary),
+    el(
+      "dl",
+      { class: "facts review" },
+      ...shown.map((each) =>
+        el(
+          "div",
+          {},
+          el("dt", {}, sentence(each.text || each.name)),
+          el("dd", {}, inWords(each, values[each.name])),
+        ),
+      ),
+    ),
+    el(
+      "div",
+      { class: "command" },
+      el("code", { id: "change-command" }, command),
+      copyButton(() => command),
+    ),
     ...(kind.is_disruptive ? confirmation(page, nameToType(kind, values)) : []),
     page.error,
-    el("div", { class: "actions" }, closeButton("Cancel"), page.back, page.start));
+    el("div", { class: "actions" }, closeButton("Cancel"), page.back, page.start),
+  );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     if (!page.start.disabled) start(page, kind, values);
@@ -214,12 +324,30 @@ function showReview(kind, fields) {
 }
 
 function confirmation(page, name) {
-  page.typed = el("input", { type: "text", id: "change-confirm", autocomplete: "off", spellcheck: "false", "aria-describedby": "change-warning" });
+  page.typed = el("input", {
+    type: "text",
+    id: "change-confirm",
+    autocomplete: "off",
+    spellcheck: "false",
+    "aria-describedby": "change-warning",
+  });
   page.start.disabled = true;
-  page.typed.addEventListener("input", () => { page.start.disabled = page.typed.value.trim() !== name; });
+  page.typed.addEventListener("input", () => {
+    page.start.disabled = page.typed.value.trim() !== name;
+  });
   return [
-    el("p", { class: "warning", id: "change-warning" }, el("span", { class: "symbol", "aria-hidden": "true" }, "▲"), " This change is disruptive."),
-    el("div", { class: "field" }, el("label", { for: "change-confirm" }, "To confirm, type ", el("code", {}, name)), page.typed),
+    el(
+      "p",
+      { class: "warning", id: "change-warning" },
+      el("span", { class: "symbol", "aria-hidden": "true" }, "▲"),
+      " This change is disruptive.",
+    ),
+    el(
+      "div",
+      { class: "field" },
+      el("label", { for: "change-confirm" }, "To confirm, type ", el("code", {}, name)),
+      page.typed,
+    ),
   ];
 }
 
@@ -229,12 +357,17 @@ async function start(page, kind, values) {
   page.back.disabled = true;
   setText(page.start, "Starting…");
   try {
-    const { id } = await request("changes", { body: { name: kind.name, arguments: values }, timeout_ms: POST_TIMEOUT_MS });
+    const { id } = await request("changes", {
+      body: { name: kind.name, arguments: values },
+      timeout_ms: POST_TIMEOUT_MS,
+    });
     if (opened !== state.isOpen) return; // the user has closed the dialog
     dialog.close();
     location.hash = `#/changes?id=${encodeURIComponent(id)}`;
   } catch (error) {
-    if (error.isAnswer === false) error.hint = "The change may have started. Look at the list of changes before you start it again.";
+    if (error.isAnswer === false)
+      error.hint =
+        "The change may have started. Look at the list of changes before you start it again.";
     showError(page.error, error);
     setText(page.start, "Start the change");
     page.start.disabled = false;

@@ -1,7 +1,20 @@
 // The page of administrative changes: kinds to start, progress of running ones, and the history.
 
 import { openChange, setKinds } from "./change_dialog.js";
-import { el, errorBox, keyed, part, parts, setAttribute, setHidden, setState, setText, showError, stateMark } from "./dom.js";
+import {
+  el,
+  errorBox,
+  keyed,
+  part,
+  parts,
+  scrollTable,
+  setAttribute,
+  setHidden,
+  setState,
+  setText,
+  showError,
+  stateMark,
+} from "./dom.js";
 import * as format from "./format.js";
 import { poll, request } from "./requests.js";
 
@@ -12,7 +25,10 @@ const STEPS_MAX = 100;
 export function changesPage(root, { query }) {
   const page = build(root);
   page.wanted = query.get("id");
-  const polling = poll((signal) => load(page, signal), () => (page.isRunning ? POLL_RUNNING_MS : POLL_MS));
+  const polling = poll(
+    (signal) => load(page, signal),
+    () => (page.isRunning ? POLL_RUNNING_MS : POLL_MS),
+  );
   return {
     title: "Changes",
     stop: () => polling.stop(),
@@ -35,13 +51,37 @@ function build(root) {
     noHistory: el("p", { class: "empty", hidden: true }, "No change is recorded."),
   };
   const columns = ["Begun", "Duration", "User", "Command", "Outcome"];
-  page.historyBox = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "History" },
-    el("table", { id: "history-table" }, el("caption", { class: "visually-hidden" }, "Changes that were recorded in ZooKeeper"),
-      el("thead", {}, el("tr", {}, ...columns.map((each) => el("th", { scope: "col" }, each)))), page.history));
-  page.runningBox = el("section", { "aria-labelledby": "running-title", hidden: true }, el("h2", { id: "running-title" }, "Changes of this gateway"), page.running);
-  page.content = el("div", { hidden: true }, page.runningBox,
-    el("section", { "aria-labelledby": "kinds-title" }, el("h2", { id: "kinds-title" }, "Start a change"), page.reason, page.kinds),
-    el("section", { "aria-labelledby": "history-title" }, el("h2", { id: "history-title" }, "History"), page.noHistory, page.historyBox));
+  page.historyBox = scrollTable({
+    caption: "Changes that were recorded in ZooKeeper",
+    id: "history-table",
+    columns,
+    body: page.history,
+  });
+  page.runningBox = el(
+    "section",
+    { "aria-labelledby": "running-title", hidden: true },
+    el("h2", { id: "running-title" }, "Changes of this gateway"),
+    page.running,
+  );
+  page.content = el(
+    "div",
+    { hidden: true },
+    page.runningBox,
+    el(
+      "section",
+      { "aria-labelledby": "kinds-title" },
+      el("h2", { id: "kinds-title" }, "Start a change"),
+      page.reason,
+      page.kinds,
+    ),
+    el(
+      "section",
+      { "aria-labelledby": "history-title" },
+      el("h2", { id: "history-title" }, "History"),
+      page.noHistory,
+      page.historyBox,
+    ),
+  );
   root.append(el("h1", { tabindex: "-1" }, "Changes"), page.error, page.content);
   return page;
 }
@@ -62,7 +102,11 @@ function show(page, answer) {
   page.isRunning = answer.running.some((each) => each.ended_ms === null);
   setHidden(page.content, false);
   setHidden(page.runningBox, answer.running.length === 0);
-  keyed(page.running, answer.running, { key: (each) => each.id, create: createChange, update: updateChange });
+  keyed(page.running, answer.running, {
+    key: (each) => each.id,
+    create: createChange,
+    update: updateChange,
+  });
   focusWanted(page);
   setText(page.reason, `You cannot change the cluster: ${answer.cannot_change_reason}`);
   setHidden(page.reason, answer.can_change);
@@ -84,12 +128,26 @@ function focusWanted(page) {
 // ---- running changes ---------------------------------------------------------------------------
 
 function createChange(item) {
-  return el("article", { class: "change", tabindex: "-1", "data-testid": "change", "data-id": item.id, "data-name": item.name },
-    el("header", {}, stateMark("begun", { "data-part": "state" }), el("code", { class: "command-text" }, item.command)),
-    el("p", { class: "meta" }, part("span", "times"), el("span", {}, `by ${item.user}`)),
+  return el(
+    "article",
+    {
+      class: "change",
+      tabindex: "-1",
+      "data-testid": "change",
+      "data-id": item.id,
+      "data-name": item.name,
+    },
+    el(
+      "header",
+      {},
+      stateMark("begun", { "data-part": "state" }),
+      el("code", { class: "command-text" }, item.command),
+    ),
+    el("p", { class: "meta" }, part("span", "times")),
     part("ol", "steps", { class: "steps" }),
     el("p", { class: "waits", "data-part": "waits_row" }, "Waits for: ", part("span", "waits")),
-    part("p", "outcome", { class: "outcome", role: "status" }));
+    part("p", "outcome", { class: "outcome", role: "status" }),
+  );
 }
 
 function updateChange(node, item) {
@@ -98,13 +156,22 @@ function updateChange(node, item) {
   setAttribute(node, "data-state", outcome);
   setState(named.state, outcome);
   const end_ms = item.ended_ms ?? Date.now();
-  setText(named.times, `Begun ${format.time(item.begun_ms)}, ${item.ended_ms === null ? "running for" : "took"} ${format.duration(end_ms - item.begun_ms)},`);
+  setText(
+    named.times,
+    `Begun ${format.time(item.begun_ms)}, ${item.ended_ms === null ? "running for" : "took"} ${format.duration(end_ms - item.begun_ms)}, by ${item.user}`,
+  );
   const first = Math.max(0, item.steps.length - STEPS_MAX);
   const steps = item.steps.slice(first).map((text, index) => ({ text, number: first + index + 1 }));
-  keyed(named.steps, steps, { key: (each) => `${each.number} ${each.text}`, create: (each) => el("li", { value: each.number }, each.text) });
+  keyed(named.steps, steps, {
+    key: (each) => `${each.number} ${each.text}`,
+    create: (each) => el("li", { value: each.number }, each.text),
+  });
   setText(named.waits, item.waits_for);
   setHidden(named.waits_row, !item.waits_for || item.ended_ms !== null);
-  setText(named.outcome, outcome === "begun" ? "" : [sentenceOf(item.outcome), item.summary].filter(Boolean).join(" "));
+  setText(
+    named.outcome,
+    outcome === "begun" ? "" : [sentenceOf(item.outcome), item.summary].filter(Boolean).join(" "),
+  );
 }
 
 function outcomeOf(text) {
@@ -112,17 +179,38 @@ function outcomeOf(text) {
   return text.startsWith("failed") ? "failed" : text;
 }
 
-const sentenceOf = (text) => `${text.charAt(0).toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
+const sentenceOf = (text) =>
+  `${text.charAt(0).toUpperCase()}${text.slice(1)}${/[.!?]$/.test(text) ? "" : "."}`;
 
 // ---- kinds and history -------------------------------------------------------------------------
 
 function createKind(kind) {
-  return el("li", { class: "kind", "data-name": kind.name },
-    el("div", { class: "kind-words" },
-      el("h3", {}, kind.name.replaceAll("-", " ").replace(/^./, (letter) => letter.toUpperCase()),
-        kind.is_disruptive ? el("span", { class: "tag warn" }, "▲ disruptive") : null),
-      el("p", {}, kind.summary)),
-    part("button", "start", { type: "button", "data-change": kind.name, "aria-label": `Start: ${kind.name.replaceAll("-", " ")}`, click: () => openChange(kind.name) }, "Start…"));
+  return el(
+    "li",
+    { class: "kind", "data-name": kind.name },
+    el(
+      "div",
+      { class: "kind-words" },
+      el(
+        "h3",
+        {},
+        kind.name.replaceAll("-", " ").replace(/^./, (letter) => letter.toUpperCase()),
+        kind.is_disruptive ? el("span", { class: "tag warn" }, "▲ disruptive") : null,
+      ),
+      el("p", {}, kind.summary),
+    ),
+    part(
+      "button",
+      "start",
+      {
+        type: "button",
+        "data-change": kind.name,
+        "aria-label": `Start: ${kind.name.replaceAll("-", " ")}`,
+        click: () => openChange(kind.name),
+      },
+      "Start…",
+    ),
+  );
 }
 
 const updateKind = (node, kind) => setHidden(parts(node).start, !kind.canStart);
@@ -134,18 +222,32 @@ function showHistory(page, history) {
     seen.set(name, (seen.get(name) ?? 0) + 1);
     return { ...each, key: `${name} ${seen.get(name)}` };
   });
-  keyed(page.history, items, { key: (each) => each.key, create: historyRow, update: updateHistoryRow });
+  keyed(page.history, items, {
+    key: (each) => each.key,
+    create: historyRow,
+    update: updateHistoryRow,
+  });
 }
 
 const historyRow = (item) =>
-  el("tr", {},
-    el("td", { class: "nowrap" }, format.time(item.begun_ms)), part("td", "duration", { class: "nowrap" }),
-    el("td", {}, item.user), el("td", { class: "code wrap" }, item.command),
-    el("td", { class: "wrap" }, stateMark("begun", { "data-part": "outcome" })));
+  el(
+    "tr",
+    {},
+    el("td", { class: "nowrap" }, format.time(item.begun_ms)),
+    part("td", "duration", { class: "nowrap" }),
+    el("td", {}, item.user),
+    el("td", { class: "code wrap" }, item.command),
+    el("td", { class: "wrap" }, stateMark("begun", { "data-part": "outcome" })),
+  );
 
 function updateHistoryRow(row, item) {
   const named = parts(row);
-  setText(named.duration, item.ended_ms === null || item.ended_ms === undefined ? format.NONE : format.duration(item.ended_ms - item.begun_ms));
+  setText(
+    named.duration,
+    item.ended_ms === null || item.ended_ms === undefined
+      ? format.NONE
+      : format.duration(item.ended_ms - item.begun_ms),
+  );
   const outcome = outcomeOf(item.outcome);
   const words = { failed: item.outcome, begun: "begun, no outcome yet" };
   setState(named.outcome, outcome, words[outcome] ?? null);

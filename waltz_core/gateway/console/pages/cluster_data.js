@@ -2,19 +2,30 @@
 //
 // Rules:
 //   1. After a failed request the last data stays, and `problem` states why it is old.
-//   2. Rates come from successive marks and the gateway's time, never from this computer's clock.
+//   2. A server that stops leaves ZooKeeper, and then the answers. It is shown as down for
+//      REMEMBERED_MS, so that the user notices it.
+//   3. Rates come from successive marks and the gateway's time, never from this computer's clock.
 
 import * as format from "./format.js";
 import { poll, request } from "./requests.js";
 
 const POLL_MS = 1000;
-const SLOW_MS = 2500; // a request that takes longer makes the shown data stale
+const SLOW_MS = 2000; // a request that takes longer makes the shown data stale
 const RATE_WINDOW_MS = 10000;
 const KEPT_MS = 180000;
 export const SPARKLINE_MS = KEPT_MS;
 const DISK_DAYS_LOW = 7;
+const REMEMBERED_MS = 600000;
 
-const state = { cluster: null, problem: null, received: 0, sent: null, total: [], series: new Map() };
+const state = {
+  cluster: null,
+  problem: null,
+  received: 0,
+  sent: null,
+  total: [],
+  series: new Map(),
+  seen: new Map(), // server -> the time of the last answer that had it
+};
 const listeners = new Set();
 let polling = null;
 
@@ -28,7 +39,6 @@ const lastOf = (points) => (points.length === 0 ? null : points[points.length - 
 
 export function startClusterData() {
   polling = poll(load, () => POLL_MS);
-  setInterval(() => document.visibilityState === "visible" && notify(), 500);
 }
 
 export const refreshCluster = () => polling?.hurry();
@@ -46,7 +56,13 @@ function notify() {
 
 async function load(signal) {
   try {
-    const answer = await request("cluster", { signal, onSend: () => { state.sent = performance.now(); } });
+    const answer = await request("cluster", {
+      signal,
+      onSend: () => {
+        state.sent = performance.now();
+      },
+    });
+    addLostServers(answer);
     state.cluster = answer;
     state.problem = null;
     state.received = performance.now();
@@ -67,7 +83,26 @@ export function staleness() {
   if (state.problem !== null) return { error: state.problem, age_ms };
   const waits_ms = state.sent === null ? 0 : now - state.sent;
   if (waits_ms < SLOW_MS) return null;
-  return { error: { message: "the gateway has not answered yet", hint: "", isAnswer: false }, age_ms };
+  return {
+    error: { message: "the gateway has not answered yet", hint: "", isAnswer: false },
+    age_ms,
+  };
+}
+
+function addLostServers(answer) {
+  for (const each of answer.servers) state.seen.set(each.address, answer.time_ms);
+  for (const [address, seen_ms] of state.seen) {
+    if (seen_ms === answer.time_ms) continue;
+    if (answer.time_ms - seen_ms > REMEMBERED_MS) state.seen.delete(address);
+    else answer.servers.push(lostServer(address, seen_ms));
+  }
+  answer.servers.sort((a, b) => (a.address < b.address ? -1 : Number(a.address > b.address)));
+}
+
+function lostServer(address, seen_ms) {
+  const error = `it is no longer registered in ZooKeeper; last seen at ${format.clock(seen_ms)}`;
+  const none = { open: [], not_open: [], preferred: [], unreachable_storages: [] };
+  return { address, state: "down", error, latency_ms: null, ...none };
 }
 
 function addSamples(answer) {
@@ -107,35 +142,70 @@ function addPoint(points, ms, value) {
 export function rateLabel(points) {
   if (points.length === 0) return "Rate: no data yet";
   const values = points.map(([, value]) => value);
-  return `Rate of the last ${format.duration(points[points.length - 1][0] - points[0][0])}: ` +
-    `${format.rate(Math.min(...values))} to ${format.rate(Math.max(...values))}`;
+  return (
+    `Rate of the last ${format.duration(points[points.length - 1][0] - points[0][0])}: ` +
+    `${format.rate(Math.min(...values))} to ${format.rate(Math.max(...values))}`
+  );
 }
 
 // The problems of the cluster in words, the worst first: [{level, text}].
 export function problemsOf(data) {
-  return [...zookeeperProblems(data), ...processProblems(data), ...partitionProblems(data), ...diskProblems(data)].sort(
-    (a, b) => Number(b.level === "bad") - Number(a.level === "bad"),
-  );
+  return [
+    ...zookeeperProblems(data),
+    ...processProblems(data),
+    ...partitionProblems(data),
+    ...diskProblems(data),
+  ].sort((a, b) => Number(b.level === "bad") - Number(a.level === "bad"));
 }
 
 function zookeeperProblems(data) {
   const found = [];
-  if (data.zookeeper_error) found.push({ level: "bad", text: `ZooKeeper does not answer: ${data.zookeeper_error}` });
-  addNamed(found, "warn", data.zookeeper.filter((each) => each.state === "down"), "ZooKeeper server", "down");
+  if (data.zookeeper_error)
+    found.push({ level: "bad", text: `ZooKeeper does not answer: ${data.zookeeper_error}` });
+  addNamed(
+    found,
+    "warn",
+    data.zookeeper.filter((each) => each.state === "down"),
+    "ZooKeeper server",
+    "down",
+  );
   return found;
 }
 
 function processProblems(data) {
   const found = [];
-  addNamed(found, "bad", data.storages.filter((each) => each.state === "down"), "storage", "down");
-  addNamed(found, "bad", data.servers.filter((each) => each.state === "down"), "server", "down");
-  addNamed(found, "bad", data.storages.filter((each) => each.is_full), "storage", "full");
-  const down = new Set(data.storages.filter((each) => each.state === "down").map((each) => each.address));
+  addNamed(
+    found,
+    "bad",
+    data.storages.filter((each) => each.state === "down"),
+    "storage",
+    "down",
+  );
+  addNamed(
+    found,
+    "bad",
+    data.servers.filter((each) => each.state === "down"),
+    "server",
+    "down",
+  );
+  addNamed(
+    found,
+    "bad",
+    data.storages.filter((each) => each.is_full),
+    "storage",
+    "full",
+  );
+  const down = new Set(
+    data.storages.filter((each) => each.state === "down").map((each) => each.address),
+  );
   for (const each of data.servers) {
     // A storage that is down is named already.
     const unreachable = each.unreachable_storages.filter((storage) => !down.has(storage));
     if (unreachable.length > 0) {
-      found.push({ level: "warn", text: `Server ${each.address} cannot reach ${format.count(unreachable.length, "storage")}: ${unreachable.join(", ")}` });
+      found.push({
+        level: "warn",
+        text: `Server ${each.address} cannot reach ${format.count(unreachable.length, "storage")}: ${unreachable.join(", ")}`,
+      });
     }
   }
   return found;
@@ -143,41 +213,67 @@ function processProblems(data) {
 
 function partitionProblems(data) {
   const found = [];
-  const inState = (state) => data.partitions.filter((each) => each.state === state).map((each) => each.partition);
+  const inState = (state) =>
+    data.partitions.filter((each) => each.state === state).map((each) => each.partition);
   addPartitions(found, "bad", inState("no_owner"), "no owner");
   const closed = inState("closed");
   if (closed.length > 0) {
-    found.push({ level: "bad", text: `${format.count(closed.length, "partition")} ${closed.length === 1 ? "is" : "are"} closed: ${format.ranges(closed)}` });
+    found.push({
+      level: "bad",
+      text: `${format.count(closed.length, "partition")} ${closed.length === 1 ? "is" : "are"} closed: ${format.ranges(closed)}`,
+    });
   }
   const having = (state) =>
-    data.partitions.filter((each) => each.replicas.some((replica) => replica.state === state)).map((each) => each.partition);
+    data.partitions
+      .filter((each) => each.replicas.some((replica) => replica.state === state))
+      .map((each) => each.partition);
   addPartitions(found, "warn", having("out_of_sync"), "a replica out of sync");
   addPartitions(found, "warn", having("unavailable"), "an unavailable replica");
   return found;
 }
 
 function diskProblems(data) {
-  const low = data.storages.filter((each) => !each.is_full && each.days_until_full !== null && each.days_until_full < DISK_DAYS_LOW);
-  return low.map((each) => ({ level: "warn", text: `The disk of storage ${each.address} is full in ${format.days(each.days_until_full)}` }));
+  const low = data.storages.filter(
+    (each) =>
+      !each.is_full && each.days_until_full !== null && each.days_until_full < DISK_DAYS_LOW,
+  );
+  if (low.length === 0) return [];
+  const named = low.map((each) => `${each.address} (${format.days(each.days_until_full)})`);
+  return [
+    {
+      level: "warn",
+      text: `The disk of ${format.count(low.length, "storage")} is full in less than ${DISK_DAYS_LOW} days: ${named.join(", ")}`,
+    },
+  ];
 }
 
 function addNamed(found, level, items, noun, word) {
   if (items.length === 0) return;
   const verb = items.length === 1 ? "is" : "are";
-  found.push({ level, text: `${format.count(items.length, noun)} ${verb} ${word}: ${items.map((each) => each.address).join(", ")}` });
+  found.push({
+    level,
+    text: `${format.count(items.length, noun)} ${verb} ${word}: ${items.map((each) => each.address).join(", ")}`,
+  });
 }
 
 function addPartitions(found, level, partitions, what) {
   if (partitions.length === 0) return;
   const verb = partitions.length === 1 ? "has" : "have";
-  found.push({ level, text: `${format.count(partitions.length, "partition")} ${verb} ${what}: ${format.ranges(partitions)}` });
+  found.push({
+    level,
+    text: `${format.count(partitions.length, "partition")} ${verb} ${what}: ${format.ranges(partitions)}`,
+  });
 }
 
 // Notes are no problems: what the console cannot see, and what is about to end by itself.
 export function notesOf(data) {
   const notes = [];
   if (!data.is_settled) notes.push("Partitions are moving between servers.");
-  const kinds = [["storage", data.storages], ["server", data.servers], ["partition", data.partitions]];
+  const kinds = [
+    ["storage", data.storages],
+    ["server", data.servers],
+    ["partition", data.partitions],
+  ];
   for (const [noun, items] of kinds) {
     const unknown = items.filter((each) => each.state === "unknown").length;
     if (unknown > 0) notes.push(`The state of ${format.count(unknown, noun)} is unknown.`);
@@ -186,14 +282,15 @@ export function notesOf(data) {
 }
 
 export function healthText(data, problems) {
-  if (problems.length > 0) return `${problems.map((each) => each.text).join(". ")}.`;
+  if (problems.length > 0) return `${problems[0].text}.`;
   const known = (items) => items.filter((each) => each.state !== "unknown").length;
   const words = [
     format.count(known(data.storages), "storage"),
     format.count(known(data.servers), "server"),
     format.count(known(data.partitions), "partition"),
   ];
-  return `All ${words[0]}, ${words[1]} and ${words[2]} are up.`;
+  const all = known(data.storages) > 1 ? "All " : "";
+  return `${all}${words[0]}, ${words[1]} and ${words[2]} are up.`;
 }
 
 export function hasProblem(partition) {

@@ -1,7 +1,20 @@
 // The page of the cluster: health, rates, processes, and the matrix of partitions and storages.
 
 import * as data from "./cluster_data.js";
-import { drawSparkline, el, hiddenText, keyed, part, parts, setAttribute, setHidden, setState, setText, sparkline, stateMark } from "./dom.js";
+import {
+  drawSparkline,
+  el,
+  hiddenText,
+  keyed,
+  part,
+  parts,
+  setAttribute,
+  setHidden,
+  setState,
+  setText,
+  sparkline,
+  stateMark,
+} from "./dom.js";
 import * as format from "./format.js";
 
 const COMPACT_COLUMNS = 6; // with more storages, usual states are symbols without words
@@ -17,7 +30,11 @@ function build(root, { query, replaceQuery }) {
   const page = {
     isFiltered: query.get("problems") === "1",
     level: stateMark("unknown", { class: "state health-mark" }),
-    health: el("p", { id: "health-line", "data-testid": "health-line" }, "Waiting for the gateway…"),
+    health: el(
+      "p",
+      { id: "health-line", "data-testid": "health-line" },
+      "Waiting for the gateway…",
+    ),
     problems: el("ul", { class: "problem-list", "data-testid": "problem-list" }),
     notes: el("ul", { class: "note-list" }),
     rate: el("output", { class: "big-number", id: "total-rate" }),
@@ -36,9 +53,30 @@ function build(root, { query, replaceQuery }) {
     show(page);
   });
   page.content = el("div", { hidden: true }, ...sections(page));
-  page.healthBox = el("section", { class: "health", "aria-label": "Health" }, page.level, el("div", { class: "health-words", role: "status", "aria-live": "polite" }, page.health, page.problems, page.notes),
-    el("div", { class: "total" }, el("span", { class: "label" }, "Transactions"), page.rate, page.line));
-  root.append(el("h1", { tabindex: "-1" }, "Cluster"), page.healthBox, page.content);
+  page.healthBox = el(
+    "section",
+    { class: "health", "aria-label": "Health" },
+    page.level,
+    el(
+      "div",
+      { class: "health-words", role: "status", "aria-live": "polite" },
+      page.health,
+      page.problems,
+      page.notes,
+    ),
+    el(
+      "div",
+      { class: "total" },
+      el("span", { class: "label" }, "Transactions"),
+      page.rate,
+      page.line,
+    ),
+  );
+  root.append(
+    el("h1", { tabindex: "-1", class: "visually-hidden" }, "Cluster"),
+    page.healthBox,
+    page.content,
+  );
   return page;
 }
 
@@ -46,13 +84,25 @@ function sections(page) {
   const section = (id, title, ...children) =>
     el("section", { "aria-labelledby": id }, el("h2", { id }, title), ...children);
   return [
-    el("div", { class: "processes" },
+    el(
+      "div",
+      { class: "processes" },
       section("storages-title", "Storages", page.storages),
       section("servers-title", "Servers", page.servers),
-      section("zookeeper-title", "ZooKeeper servers", page.zookeeper)),
-    section("partitions-title", "Partitions",
-      el("div", { class: "toolbar" }, el("label", { class: "check" }, page.filter, " Only partitions with problems"), page.filterText, legend()),
-      page.table.box),
+      section("zookeeper-title", "ZooKeeper servers", page.zookeeper),
+    ),
+    section(
+      "partitions-title",
+      "Partitions",
+      el(
+        "div",
+        { class: "toolbar" },
+        el("label", { class: "check" }, page.filter, " Only partitions with problems"),
+        page.filterText,
+        legend(),
+      ),
+      page.table.box,
+    ),
   ];
 }
 
@@ -71,48 +121,87 @@ function show(page) {
   setAttribute(page.healthBox, "data-level", level);
   showHealth(page, cluster, problems);
   setText(page.rate, format.rate(data.totalRate()));
-  drawSparkline(page.line, data.totalPoints(), { span_ms: data.SPARKLINE_MS, label: data.rateLabel(data.totalPoints()) });
-  keyed(page.zookeeper, cluster.zookeeper, { key: (each) => each.address, create: zookeeperCard, update: updateZookeeper });
-  keyed(page.servers, cluster.servers, { key: (each) => each.address, create: serverCard, update: updateServer });
-  keyed(page.storages, withReplicas(cluster), { key: (each) => each.address, create: storageCard, update: updateStorage });
+  drawSparkline(page.line, data.totalPoints(), {
+    span_ms: data.SPARKLINE_MS,
+    label: data.rateLabel(data.totalPoints()),
+  });
+  keyed(page.zookeeper, named(cluster.zookeeper), {
+    key: (each) => each.address,
+    create: zookeeperCard,
+    update: updateZookeeper,
+  });
+  keyed(page.servers, named(cluster.servers), {
+    key: (each) => each.address,
+    create: serverCard,
+    update: updateServer,
+  });
+  keyed(page.storages, named(withReplicas(cluster)), {
+    key: (each) => each.address,
+    create: storageCard,
+    update: updateStorage,
+  });
   showTable(page, cluster);
 }
 
-// One problem is the health line itself; several are a list after it.
+// The worst problem is the health line; the others are a list after it.
 function showHealth(page, cluster, problems) {
-  const isList = problems.length > 1;
-  setText(page.health, isList ? `${problems.length} problems` : data.healthText(cluster, problems));
-  keyed(page.problems, isList ? problems : [], {
+  setText(page.health, data.healthText(cluster, problems));
+  keyed(page.problems, problems.slice(1), {
     key: (each) => each.text,
     create: (each) => el("li", {}, stateMark(each.level), " ", each.text),
   });
-  setHidden(page.problems, !isList);
-  keyed(page.notes, data.notesOf(cluster), { key: (each) => each, create: (each) => el("li", {}, each) });
+  keyed(page.notes, data.notesOf(cluster), {
+    key: (each) => each,
+    create: (each) => el("li", {}, each),
+  });
+}
+
+// The part of an address that differs from the others stands out in long host names.
+function named(items) {
+  const names = format.shortNames(items.map((each) => each.address));
+  return items.map((each) => ({ ...each, short: names.get(each.address) }));
 }
 
 function withReplicas(cluster) {
-  const behind = new Map();
+  const counts = new Map();
   for (const partition of cluster.partitions) {
     for (const replica of partition.replicas) {
       if (replica.state === "out_of_sync" || replica.state === "unavailable") {
-        behind.set(replica.storage, (behind.get(replica.storage) ?? 0) + 1);
+        counts.set(replica.storage, (counts.get(replica.storage) ?? 0) + 1);
       }
     }
   }
-  return cluster.storages.map((each) => ({ ...each, not_in_sync: behind.get(each.address) ?? 0 }));
+  return cluster.storages.map((each) => ({ ...each, not_in_sync: counts.get(each.address) ?? 0 }));
 }
 
 // ---- cards -------------------------------------------------------------------------------------
 
 function card(kind, address, fields) {
-  return el("article", { class: "card", "data-testid": `${kind}-card`, "data-address": address },
-    el("header", {}, stateMark("unknown", { "data-part": "state" }), el("h3", { title: address }, address)),
+  return el(
+    "article",
+    { class: "card", "data-testid": `${kind}-card`, "data-address": address },
+    el(
+      "header",
+      {},
+      el("h3", {}, part("span", "short"), part("span", "rest", { class: "rest" })),
+      part("span", "group", { class: "group-name" }),
+      stateMark("unknown", { "data-part": "state" }),
+    ),
     el("p", { class: "card-error", "data-part": "error", hidden: true }),
-    el("dl", {}, ...fields.map(([name, label]) => el("div", { "data-part": `${name}_row` }, el("dt", {}, label), part("dd", name)))));
+    el(
+      "dl",
+      {},
+      ...fields.map(([name, label]) =>
+        el("div", { "data-part": `${name}_row` }, el("dt", {}, label), part("dd", name)),
+      ),
+    ),
+  );
 }
 
 function updateCard(node, item) {
-  const { state, error } = parts(node);
+  const { state, error, short, rest } = parts(node);
+  setText(short, item.short);
+  setText(rest, item.address.slice(item.short.length));
   setAttribute(node, "data-state", item.state);
   setState(state, item.state);
   setText(error, item.error);
@@ -127,12 +216,21 @@ function updateZookeeper(node, item) {
 }
 
 const serverCard = (item) =>
-  card("server", item.address, [["open", "Open"], ["not_open", "Not open"], ["preferred", "Preferred"], ["latency", "Answers in"], ["unreachable", "Unreachable"]]);
+  card("server", item.address, [
+    ["open", "Open"],
+    ["not_open", "Not open"],
+    ["preferred", "Preferred"],
+    ["latency", "Answers in"],
+    ["unreachable", "Unreachable"],
+  ]);
 
 function updateServer(node, item) {
   updateCard(node, item);
   const named = parts(node);
-  const list = (partitions) => (partitions.length === 0 ? "none" : `${format.count(partitions.length, "partition")}: ${format.ranges(partitions)}`);
+  const list = (partitions) =>
+    partitions.length === 0
+      ? "none"
+      : `${format.count(partitions.length, "partition")}: ${format.ranges(partitions)}`;
   setText(named.open, list(item.open));
   setText(named.not_open, list(item.not_open));
   setHidden(named.not_open_row, item.not_open.length === 0);
@@ -145,33 +243,61 @@ function updateServer(node, item) {
 }
 
 function storageCard(item) {
-  const node = card("storage", item.address, [["replicas", "Replicas"], ["disk", "Disk used"], ["full", "Full in"], ["append", "Append latency"], ["group", "Group"]]);
+  const node = card("storage", item.address, [
+    ["replicas", "Replicas"],
+    ["disk", "Disk used"],
+    ["full", "Full in"],
+    ["append", "Append latency"],
+  ]);
   node.querySelector('[data-part="disk_row"]').after(
-    el("div", { class: "bar", "data-part": "bar", role: "meter", "aria-label": `Disk use of ${item.address}`, "aria-valuemin": "0", "aria-valuemax": "100" }, el("div", { class: "fill" })));
+    el(
+      "div",
+      {
+        class: "bar",
+        "data-part": "bar",
+        role: "meter",
+        "aria-label": `Disk use of ${item.address}`,
+        "aria-valuemin": "0",
+        "aria-valuemax": "100",
+      },
+      el("div", { class: "fill" }),
+    ),
+  );
   return node;
 }
 
 function updateStorage(node, item) {
   updateCard(node, item);
+  setAttribute(node, "data-full", item.is_full);
   const named = parts(node);
-  const behind = item.not_in_sync === 0 ? "" : `, ${format.integer(item.not_in_sync)} not in sync`;
-  setText(named.replicas, `${format.integer(item.replica_count)}${behind}`);
+  const rest = item.not_in_sync === 0 ? "" : `, ${format.integer(item.not_in_sync)} not in sync`;
+  setText(named.replicas, `${format.integer(item.replica_count)}${rest}`);
   setAttribute(named.replicas_row, "data-level", item.not_in_sync > 0 ? "warn" : null);
   showDisk(named, item);
   setText(named.append, format.milliseconds(item.append_latency_ms));
-  setText(named.group, String(item.group ?? format.NONE));
+  setText(named.group, `group ${item.group ?? format.NONE}`);
 }
 
 function showDisk(named, item) {
   const isKnown = item.size_bytes > 0;
-  const used = isKnown ? Math.min(100, Math.max(0, 100 * (1 - item.free_bytes / item.size_bytes))) : 0;
-  const level = item.is_full ? "bad" : item.days_until_full !== null && item.days_until_full < 7 ? "warn" : null;
-  setText(named.disk, isKnown ? `${used.toFixed(0)}% of ${format.size(item.size_bytes)}` : format.NONE);
+  const used = isKnown
+    ? Math.min(100, Math.max(0, 100 * (1 - item.free_bytes / item.size_bytes)))
+    : 0;
+  const level = item.is_full
+    ? "bad"
+    : item.days_until_full !== null && item.days_until_full < 7
+      ? "warn"
+      : null;
+  setText(
+    named.disk,
+    isKnown ? `${used.toFixed(0)}% of ${format.size(item.size_bytes)}` : format.NONE,
+  );
   setHidden(named.bar, !isKnown);
   setAttribute(named.bar, "aria-valuenow", used.toFixed(0));
   setAttribute(named.bar, "data-level", level ?? (used >= 90 ? "warn" : "good"));
   named.bar.firstChild.style.setProperty("--used", `${used.toFixed(1)}%`);
-  setText(named.full, item.is_full ? "full" : item.days_until_full === null ? "not filling" : format.days(item.days_until_full));
+  const days = item.days_until_full === null ? "not filling" : format.days(item.days_until_full);
+  setText(named.full, item.is_full ? "full" : isKnown ? days : format.NONE);
   setAttribute(named.full_row, "data-level", level);
 }
 
@@ -180,47 +306,98 @@ function showDisk(named, item) {
 function buildTable() {
   const head = el("tr");
   const body = el("tbody");
-  const table = el("table", { class: "matrix", id: "partitions-table" },
-    el("caption", { class: "visually-hidden" }, "Partitions, their owners, and the state of the replica on each storage"),
-    el("thead", {}, head), body);
-  const box = el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Partitions and storages" }, table);
+  const table = el(
+    "table",
+    { class: "matrix", id: "partitions-table" },
+    el(
+      "caption",
+      { class: "visually-hidden" },
+      "Partitions, their owners, and the state of the replica on each storage",
+    ),
+    el("thead", {}, head),
+    body,
+  );
+  const box = el(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": "Partitions and storages" },
+    table,
+  );
   return { head, body, table, box };
 }
 
-const FIXED = [["partition", "Partition"], ["state", "State"], ["owner", "Owner"], ["mark", "High-water mark"], ["rate", "Rate"]];
+const FIXED = [
+  ["partition", "Partition"],
+  ["state", "State"],
+  ["owner", "Owner"],
+  ["mark", "High-water mark"],
+  ["rate", "Rate"],
+];
+const NUMBERS = ["mark", "rate"];
 
 function showTable(page, cluster) {
   const { head, body, table, box } = page.table;
   const storages = cluster.storages.map((each) => each.address);
+  const names = format.shortNames(storages);
+  const servers = format.shortNames(cluster.servers.map((each) => each.address));
   const columns = [
     ...FIXED.map(([id, label]) => ({ id: `fixed ${id}`, label, kind: id })),
-    ...storages.map((address) => ({ id: `storage ${address}`, label: address, kind: "storage" })),
+    ...storages.map((address) => ({
+      id: `storage ${address}`,
+      label: names.get(address),
+      title: address,
+      kind: "storage",
+    })),
   ];
-  keyed(head, columns, { key: (each) => each.id, create: ({ label, kind }) => el("th", { scope: "col", class: `column-${kind}`, title: kind === "storage" ? label : null }, label) });
+  keyed(head, columns, {
+    key: (each) => each.id,
+    create: ({ label, title, kind }) =>
+      el(
+        "th",
+        { scope: "col", class: `column-${kind}${NUMBERS.includes(kind) ? " number" : ""}`, title },
+        label,
+      ),
+    update: (node, { label }) => setText(node, label),
+  });
   setAttribute(table, "data-compact", storages.length > COMPACT_COLUMNS);
   const rows = page.isFiltered ? cluster.partitions.filter(data.hasProblem) : cluster.partitions;
   setAttribute(box, "data-long", rows.length > LONG_ROWS);
-  setText(page.filterText, page.isFiltered ? `${format.integer(rows.length)} of ${format.count(cluster.partitions.length, "partition")}` : "");
-  keyed(body, rows, { key: (each) => each.partition, create: createRow, update: (row, each) => updateRow(row, each, storages) });
+  setText(
+    page.filterText,
+    page.isFiltered
+      ? `${format.integer(rows.length)} of ${format.count(cluster.partitions.length, "partition")}`
+      : "",
+  );
+  keyed(body, rows, {
+    key: (each) => each.partition,
+    create: createRow,
+    update: (row, each) => updateRow(row, each, { storages, servers }),
+  });
 }
 
 function createRow({ partition }) {
-  return el("tr", { "data-partition": partition },
-    el("th", { scope: "row" }, el("a", { href: `#/partitions/${partition}` }, hiddenText("Partition "), String(partition))),
+  return el(
+    "tr",
+    { "data-partition": partition },
+    el(
+      "th",
+      { scope: "row" },
+      el("a", { href: `#/partitions/${partition}` }, hiddenText("Partition "), String(partition)),
+    ),
     el("td", {}, stateMark("unknown", { "data-part": "state" })),
     part("td", "owner", { class: "address" }),
     part("td", "mark", { class: "number" }),
-    part("td", "rate", { class: "number" }));
+    part("td", "rate", { class: "number" }),
+  );
 }
 
-function updateRow(row, item, storages) {
+function updateRow(row, item, { storages, servers }) {
   const named = parts(row);
   setAttribute(row, "data-state", item.state);
   setState(named.state, item.state);
   setAttribute(named.state, "title", item.error || null);
-  setText(named.owner, item.owner ?? format.NONE);
+  setText(named.owner, servers.get(item.owner) ?? item.owner ?? format.NONE);
   setAttribute(named.owner, "title", item.owner);
-  setText(named.mark, format.integer(item.high_water_mark));
+  setText(named.mark, format.mark(item.high_water_mark));
   setText(named.rate, format.rate(data.rateOf(item.partition)));
   row.replicaCells ??= new Map();
   updateCells(row, item, storages);

@@ -74,6 +74,28 @@ export function part(tag, name, attributes = {}, ...children) {
   return el(tag, { "data-part": name, ...attributes }, ...children);
 }
 
+// A table that scrolls in its own box; a column that starts with # has numbers.
+export function scrollTable({ caption, id, columns, body }, attributes = {}) {
+  const heads = columns.map((each) =>
+    el(
+      "th",
+      { scope: "col", class: each.startsWith("#") ? "number" : null },
+      each.replace("#", ""),
+    ),
+  );
+  return el(
+    "div",
+    { class: "scroll", tabindex: "0", role: "region", "aria-label": caption, ...attributes },
+    el(
+      "table",
+      { id },
+      el("caption", { class: "visually-hidden" }, caption),
+      el("thead", {}, el("tr", {}, ...heads)),
+      body,
+    ),
+  );
+}
+
 export const hiddenText = (text) => el("span", { class: "visually-hidden" }, text);
 
 // Symbols and words of all states; the colour comes from the level.
@@ -98,7 +120,8 @@ const STATES = {
 };
 
 // A state of a newer gateway, or a hostile one, is shown as it is.
-const look = (state) => (Object.hasOwn(STATES, state) ? STATES[state] : ["?", String(state), "muted"]);
+const look = (state) =>
+  Object.hasOwn(STATES, state) ? STATES[state] : ["?", String(state), "muted"];
 
 export const stateWord = (state) => look(state)[1];
 
@@ -161,7 +184,9 @@ export function showError(box, error) {
   box.shownText = text;
   box.replaceChildren();
   if (error === null) return;
-  box.append(el("p", {}, el("span", { class: "symbol", "aria-hidden": "true" }, "✕"), ` ${error.message}`));
+  box.append(
+    el("p", {}, el("span", { class: "symbol", "aria-hidden": "true" }, "✕"), ` ${error.message}`),
+  );
   if (error.hint) box.append(el("p", { class: "hint" }, error.hint));
 }
 
@@ -187,7 +212,7 @@ export function drawSparkline(svg, points, { span_ms, label }) {
   setAttribute(svg, "aria-label", label);
   const last = points.length === 0 ? 0 : points[points.length - 1][0];
   const shown = points.filter(([ms]) => ms >= last - span_ms);
-  const top = shown.reduce((highest, [, value]) => Math.max(highest, value), 1e-9);
+  const top = shown.reduce((highest, [, value]) => Math.max(highest, value * 1.1), 1e-9);
   const place = ([ms, value]) =>
     `${(WIDTH * (1 - (last - ms) / span_ms)).toFixed(1)},${(HEIGHT - 2 - (HEIGHT - 4) * (value / top)).toFixed(1)}`;
   const line = shown.length < 2 ? "" : `M${shown.map(place).join("L")}`;

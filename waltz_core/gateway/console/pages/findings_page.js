@@ -2,7 +2,18 @@
 
 import { openChange } from "./change_dialog.js";
 import * as data from "./cluster_data.js";
-import { copyButton, el, errorBox, keyed, part, parts, setAttribute, setHidden, setText, showError } from "./dom.js";
+import {
+  copyButton,
+  el,
+  errorBox,
+  keyed,
+  part,
+  parts,
+  setAttribute,
+  setHidden,
+  setText,
+  showError,
+} from "./dom.js";
 import * as format from "./format.js";
 import { poll, request } from "./requests.js";
 
@@ -49,13 +60,24 @@ export function findingsPage(root) {
     status: el("p", { class: "note", role: "status", id: "findings-status" }),
     error: errorBox(),
     list: el("ul", { class: "findings", id: "findings-list" }),
-    check: el("button", { type: "button", id: "check-again", click: () => polling.hurry() }, "Check again"),
+    check: el(
+      "button",
+      { type: "button", id: "check-again", click: () => polling.hurry() },
+      "Check again",
+    ),
     reason: el("p", { class: "note", hidden: true }),
   };
   root.append(
     el("div", { class: "title-line" }, el("h1", { tabindex: "-1" }, "Findings"), page.check),
-    el("p", { class: "lead" }, "The doctor checks the cluster, and states for each problem the command that repairs it."),
-    page.status, page.error, page.reason, page.list,
+    el(
+      "p",
+      { class: "lead" },
+      "The doctor checks the cluster, and states for each problem the command that repairs it.",
+    ),
+    page.status,
+    page.error,
+    page.reason,
+    page.list,
   );
   const update = () => show(page);
   listeners.add(update);
@@ -87,7 +109,8 @@ function show(page) {
 }
 
 function statusText() {
-  if (state.answer === null) return state.isChecking ? "The gateway checks the cluster. This takes up to 5 s." : "";
+  if (state.answer === null)
+    return state.isChecking ? "The gateway checks the cluster. This takes up to 5 s." : "";
   const number = state.answer.findings.length;
   const found = number === 0 ? "No findings." : `${format.count(number, "finding")}.`;
   return `${found} Checked at ${format.clock(state.answer.time_ms)}, again every ${POLL_MS / 1000} s.`;
@@ -96,15 +119,38 @@ function statusText() {
 function createItem(finding) {
   const node = el("li", { class: "finding", "data-testid": "finding", "data-name": finding.name });
   node.append(
-    el("div", { class: "finding-head" },
+    el(
+      "div",
+      { class: "finding-head" },
       el("span", { class: "symbol", "aria-hidden": "true" }, "▲"),
-      part("p", "sentence", { class: "sentence" })),
-    el("p", { class: "meta" }, el("span", { class: "tag" }, finding.area), " ", el("span", { class: "code" }, finding.name),
-      finding.partition === null || finding.partition === undefined ? null
-        : el("a", { href: `#/partitions/${finding.partition}` }, `Partition ${finding.partition}`)),
-    el("div", { class: "command", "data-part": "command_row" }, part("code", "command"),
+      part("p", "sentence", { class: "sentence" }),
+    ),
+    el(
+      "p",
+      { class: "meta" },
+      el("span", { class: "tag" }, finding.area),
+      " ",
+      el("span", { class: "code" }, finding.name),
+      finding.partition === null || finding.partition === undefined
+        ? null
+        : el("a", { href: `#/partitions/${finding.partition}` }, `Partition ${finding.partition}`),
+    ),
+    el(
+      "div",
+      { class: "command", "data-part": "command_row" },
+      part("code", "command"),
       copyButton(() => node.finding.command),
-      part("button", "run", { type: "button", class: "small", click: () => openChange(node.finding.change.name, node.finding.change.arguments) }, "Run…")),
+      part(
+        "button",
+        "run",
+        {
+          type: "button",
+          class: "small",
+          click: () => openChange(node.finding.change.name, node.finding.change.arguments),
+        },
+        "Run…",
+      ),
+    ),
   );
   return node;
 }

@@ -1,7 +1,11 @@
 // Numbers, sizes, times, lists of partitions and payloads as text.
 
 const NUMBER = new Intl.NumberFormat("en-GB");
-const TIME = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+const TIME = new Intl.DateTimeFormat("en-GB", {
+  hour: "2-digit",
+  minute: "2-digit",
+  second: "2-digit",
+});
 const DAY = new Intl.DateTimeFormat("en-GB", { year: "numeric", month: "2-digit", day: "2-digit" });
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
@@ -9,6 +13,9 @@ export const NONE = "–";
 const isMissing = (value) => value === null || value === undefined;
 
 export const integer = (value) => (isMissing(value) ? NONE : NUMBER.format(value));
+
+// A mark or last ID; -1 is the position before the first transaction.
+export const mark = (id) => (id === -1 ? "empty" : integer(id));
 
 export function count(number, noun, plural = `${noun}s`) {
   return `${integer(number)} ${number === 1 ? noun : plural}`;
@@ -70,17 +77,39 @@ export function timeZone() {
   return `${name}, UTC${minutes < 0 ? "-" : "+"}${hours}:${rest}`;
 }
 
-// [0, 1, 2, 5] -> "0-2,5", as the commands write it
-export function ranges(numbers) {
+// [0, 1, 2, 5] -> "0-2, 5"; after `most` ranges the rest is a number
+export function ranges(numbers, most = 10) {
   const sorted = [...numbers].sort((a, b) => a - b);
   const texts = [];
-  for (let start = 0; start < sorted.length; ) {
+  for (let start = 0; start < sorted.length;) {
     let end = start;
     while (end + 1 < sorted.length && sorted[end + 1] === sorted[end] + 1) end += 1;
+    if (texts.length === most) {
+      texts.push(`and ${sorted.length - start} more`);
+      break;
+    }
     texts.push(start === end ? `${sorted[start]}` : `${sorted[start]}-${sorted[end]}`);
     start = end + 1;
   }
   return texts.length === 0 ? NONE : texts.join(", ");
+}
+
+// Addresses without the end that all of them share: a domain, a port, or both.
+export function shortNames(addresses) {
+  const names = new Map(addresses.map((each) => [each, each]));
+  if (names.size < 2) return names;
+  const [first, ...others] = names.keys();
+  for (let at = 1; at < first.length; at += 1) {
+    const end = first.slice(at);
+    if (
+      !/^[.:]/.test(end) ||
+      !others.every((each) => each.length > end.length && each.endsWith(end))
+    )
+      continue;
+    for (const each of names.keys()) names.set(each, each.slice(0, -end.length));
+    break;
+  }
+  return names;
 }
 
 // "0-2,5" or "all" -> the partitions, or an error text
@@ -90,12 +119,19 @@ export function parsePartitions(text, partitionCount) {
   const found = new Set();
   for (const each of compact.split(",")) {
     const match = /^(\d{1,9})(?:-(\d{1,9}))?$/.exec(each);
-    if (match === null) return { partitions: [], error: `"${each}" is not a partition or a range. Use for example 0-3,7 or all.` };
+    if (match === null)
+      return {
+        partitions: [],
+        error: `"${each}" is not a partition or a range. Use for example 0-3,7 or all.`,
+      };
     const first = Number(match[1]);
     const last = Number(match[2] ?? match[1]);
     if (last < first) return { partitions: [], error: `Range ${each} ends before it begins.` };
     if (partitionCount !== null && last >= partitionCount) {
-      return { partitions: [], error: `The cluster has no partition ${last}; the last one is ${partitionCount - 1}.` };
+      return {
+        partitions: [],
+        error: `The cluster has no partition ${last}; the last one is ${partitionCount - 1}.`,
+      };
     }
     for (let number = first; number <= last && found.size < 100000; number += 1) found.add(number);
   }

@@ -2,7 +2,21 @@
 
 import { changesOfPartition, openChange } from "./change_dialog.js";
 import * as data from "./cluster_data.js";
-import { drawSparkline, el, errorBox, keyed, part, parts, setAttribute, setHidden, setState, setText, showError, sparkline, stateMark } from "./dom.js";
+import {
+  drawSparkline,
+  el,
+  errorBox,
+  keyed,
+  part,
+  parts,
+  scrollTable,
+  setHidden,
+  setState,
+  setText,
+  showError,
+  sparkline,
+  stateMark,
+} from "./dom.js";
 import * as format from "./format.js";
 import { poll, request } from "./requests.js";
 
@@ -11,7 +25,10 @@ const REJECTIONS_POLL_MS = 5000;
 export function partitionPage(root, { partition }) {
   const page = build(root, partition);
   const stopData = data.onClusterData(() => show(page, partition));
-  const polling = poll((signal) => loadRejections(page, partition, signal), () => REJECTIONS_POLL_MS);
+  const polling = poll(
+    (signal) => loadRejections(page, partition, signal),
+    () => REJECTIONS_POLL_MS,
+  );
   return {
     title: `Partition ${partition}`,
     stop: () => {
@@ -33,7 +50,13 @@ function build(root, partition) {
     state: stateMark("unknown", { id: "partition-state" }),
     missing: el("p", { class: "problem", hidden: true }),
     error: el("p", { class: "problem", hidden: true }),
-    facts: el("dl", { class: "facts" }, ...FACTS.map(([name, label]) => el("div", {}, el("dt", {}, label), part("dd", name, { id: `partition-${name}` })))),
+    facts: el(
+      "dl",
+      { class: "facts" },
+      ...FACTS.map(([name, label]) =>
+        el("div", {}, el("dt", {}, label), part("dd", name, { id: `partition-${name}` })),
+      ),
+    ),
     rate: el("output", { class: "big-number" }),
     line: sparkline(),
     replicas: el("tbody"),
@@ -42,28 +65,75 @@ function build(root, partition) {
     rejectionsNone: el("p", { class: "empty" }, "Loading…"),
     rejectionsError: errorBox(),
   };
-  page.rejectionsTable = table("Recent rejections", "rejections-table", ["Time", "Client ID", "Request ID", "Reason", "Rejected by"], page.rejections);
-  root.append(
-    el("p", { class: "crumbs" }, el("a", { href: "#/" }, "Cluster")),
-    el("div", { class: "title-line" }, el("h1", { tabindex: "-1" }, `Partition ${partition}`), page.state,
-      el("a", { class: "button", id: "show-transactions", href: `#/partitions/${partition}/transactions` }, "Transactions"),
-      el("a", { class: "button", href: `#/partitions/${partition}/transactions?follow=1` }, "Follow the tail")),
-    page.missing, page.error,
-    el("div", { class: "partition-top" }, page.facts,
-      el("div", { class: "total" }, el("span", { class: "label" }, "Transactions"), page.rate, page.line)),
-    el("section", { "aria-labelledby": "replicas-title" }, el("h2", { id: "replicas-title" }, "Replicas"),
-      table("Replicas", "replicas-table", ["Storage", "State", "Last ID", "Lag", "Reason"], page.replicas), page.actions),
-    el("section", { "aria-labelledby": "rejections-title" }, el("h2", { id: "rejections-title" }, "Recent rejections"),
-      page.rejectionsError, page.rejectionsNone, page.rejectionsTable),
-  );
+  page.rejectionsTable = scrollTable({
+    caption: "Recent rejections",
+    id: "rejections-table",
+    columns: ["Time", "#Client ID", "Request ID", "Reason", "Rejected by"],
+    body: page.rejections,
+  });
+  root.append(...layout(page, partition));
   setHidden(page.rejectionsTable, true);
   return page;
 }
 
-function table(caption, id, columns, body) {
-  return el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
-    el("table", { id }, el("caption", { class: "visually-hidden" }, caption),
-      el("thead", {}, el("tr", {}, ...columns.map((each) => el("th", { scope: "col" }, each)))), body));
+function layout(page, partition) {
+  return [
+    el("p", { class: "crumbs" }, el("a", { href: "#/" }, "Cluster")),
+    el(
+      "div",
+      { class: "title-line" },
+      el("h1", { tabindex: "-1" }, `Partition ${partition}`),
+      page.state,
+      el(
+        "a",
+        {
+          class: "button",
+          id: "show-transactions",
+          href: `#/partitions/${partition}/transactions`,
+        },
+        "Transactions",
+      ),
+      el(
+        "a",
+        { class: "button", href: `#/partitions/${partition}/transactions?follow=1` },
+        "Follow the tail",
+      ),
+    ),
+    page.missing,
+    page.error,
+    el(
+      "div",
+      { class: "partition-top" },
+      page.facts,
+      el(
+        "div",
+        { class: "total" },
+        el("span", { class: "label" }, "Transactions"),
+        page.rate,
+        page.line,
+      ),
+    ),
+    el(
+      "section",
+      { "aria-labelledby": "replicas-title" },
+      el("h2", { id: "replicas-title" }, "Replicas"),
+      scrollTable({
+        caption: "Replicas",
+        id: "replicas-table",
+        columns: ["Storage", "State", "#Last ID", "#Lag", "Reason"],
+        body: page.replicas,
+      }),
+      page.actions,
+    ),
+    el(
+      "section",
+      { "aria-labelledby": "rejections-title" },
+      el("h2", { id: "rejections-title" }, "Recent rejections"),
+      page.rejectionsError,
+      page.rejectionsNone,
+      page.rejectionsTable,
+    ),
+  ];
 }
 
 function show(page, partition) {
@@ -72,43 +142,59 @@ function show(page, partition) {
   const item = cluster.partitions.find((each) => each.partition === partition);
   setHidden(page.missing, item !== undefined);
   if (item === undefined) {
-    setText(page.missing, `The cluster has no partition ${partition}. It has ${format.count(cluster.partition_count, "partition")}.`);
+    setText(
+      page.missing,
+      `The cluster has no partition ${partition}. It has ${format.count(cluster.partition_count, "partition")}.`,
+    );
     return;
   }
   setState(page.state, item.state);
   setText(page.error, item.error);
   setHidden(page.error, !item.error);
   const named = parts(page.facts);
-  setText(named.high_water, format.integer(item.high_water_mark));
-  setText(named.archived, item.archived_mark === -1 ? "nothing is archived" : format.integer(item.archived_mark));
+  setText(named.high_water, format.mark(item.high_water_mark));
+  setText(
+    named.archived,
+    item.archived_mark === -1 ? "nothing is archived" : format.integer(item.archived_mark),
+  );
   setText(named.session, format.integer(item.session_id));
   setText(named.owner, item.owner ?? "no owner");
   const points = data.ratePoints(partition);
   setText(page.rate, format.rate(data.rateOf(partition)));
   drawSparkline(page.line, points, { span_ms: data.SPARKLINE_MS, label: data.rateLabel(points) });
-  keyed(page.replicas, item.replicas.map((each) => ({ ...each, lag: lag(item, each) })), {
-    key: (each) => each.storage,
-    create: replicaRow,
-    update: updateReplica,
-  });
+  keyed(
+    page.replicas,
+    item.replicas.map((each) => ({ ...each, lag: lag(item, each) })),
+    {
+      key: (each) => each.storage,
+      create: replicaRow,
+      update: updateReplica,
+    },
+  );
   showActions(page, cluster, item);
 }
 
 function lag(item, replica) {
-  if (item.high_water_mark === null || replica.last_id === null || replica.last_id === undefined) return null;
+  if (item.high_water_mark === null || replica.last_id === null || replica.last_id === undefined)
+    return null;
   return Math.max(0, item.high_water_mark - replica.last_id);
 }
 
 const replicaRow = ({ storage }) =>
-  el("tr", { "data-storage": storage },
+  el(
+    "tr",
+    { "data-storage": storage },
     el("th", { scope: "row", class: "address", title: storage }, storage),
     el("td", {}, stateMark("unknown", { "data-part": "state" })),
-    part("td", "last", { class: "number" }), part("td", "lag", { class: "number" }), part("td", "reason", { class: "wrap" }));
+    part("td", "last", { class: "number" }),
+    part("td", "lag", { class: "number" }),
+    part("td", "reason", { class: "wrap" }),
+  );
 
 function updateReplica(row, item) {
   const named = parts(row);
   setState(named.state, item.state);
-  setText(named.last, item.last_id === -1 ? "empty" : format.integer(item.last_id));
+  setText(named.last, format.mark(item.last_id));
   setText(named.lag, item.lag === null ? format.NONE : format.count(item.lag, "transaction"));
   setText(named.reason, item.reason ?? "");
 }
@@ -118,8 +204,16 @@ function showActions(page, cluster, item) {
   keyed(page.actions, kinds, {
     key: (each) => each.name,
     create: (kind) =>
-      el("button", { type: "button", "data-change": kind.name, title: kind.summary, click: () => openChange(kind.name, { partitions: String(item.partition) }) },
-        `${kind.name.replaceAll("-", " ").replace(/^./, (letter) => letter.toUpperCase())}…`),
+      el(
+        "button",
+        {
+          type: "button",
+          "data-change": kind.name,
+          title: kind.summary,
+          click: () => openChange(kind.name, { partitions: String(item.partition) }),
+        },
+        `${kind.name.replaceAll("-", " ").replace(/^./, (letter) => letter.toUpperCase())}…`,
+      ),
   });
   const reason = cluster.can_change ? "" : cluster.cannot_change_reason;
   page.reason ??= el("p", { class: "note" });
@@ -151,19 +245,32 @@ function showRejections(page, partition, rejections) {
     seen.set(name, (seen.get(name) ?? 0) + 1);
     return { ...each, name: `${name} ${seen.get(name)}` };
   });
-  keyed(page.rejections, items, { key: (each) => each.name, create: (each) => rejectionRow(partition, each) });
+  keyed(page.rejections, items, {
+    key: (each) => each.name,
+    create: (each) => rejectionRow(partition, each),
+  });
 }
 
 function rejectionRow(partition, item) {
   const hasWinner = Number.isInteger(item.winner) && item.winner >= 0;
   const winner = hasWinner
-    ? el("a", { href: `#/partitions/${partition}/transactions?first=${item.winner}&open=${item.winner}` }, `transaction ${item.winner}`)
+    ? el(
+        "a",
+        { href: `#/partitions/${partition}/transactions?first=${item.winner}&open=${item.winner}` },
+        `transaction ${item.winner}`,
+      )
     : format.NONE;
-  const client = item.winner_client_id === null || item.winner_client_id === undefined ? "" : ` of client ${item.winner_client_id}`;
-  return el("tr", { "data-request": item.request_id },
+  const client =
+    item.winner_client_id === null || item.winner_client_id === undefined
+      ? ""
+      : ` of client ${item.winner_client_id}`;
+  return el(
+    "tr",
+    { "data-request": item.request_id },
     el("td", { class: "nowrap" }, format.time(item.time_ms)),
     el("td", { class: "number" }, String(item.client_id)),
     el("td", { class: "code" }, String(item.request_id)),
     el("td", {}, String(item.reason)),
-    el("td", { class: "nowrap" }, winner, hasWinner ? client : ""));
+    el("td", { class: "nowrap" }, winner, hasWinner ? client : ""),
+  );
 }

@@ -25,11 +25,18 @@ export class GatewayError extends Error {
   }
 }
 
-export async function request(path, { timeout_ms = TIMEOUT_MS, signal = null, body = null, onSend = null } = {}) {
+export async function request(
+  path,
+  { timeout_ms = TIMEOUT_MS, signal = null, body = null, onSend = null } = {},
+) {
   for (;;) {
     if (pendingSignIn() !== null) await pendingSignIn();
     if (isSignInDeclined()) {
-      throw new GatewayError("the gateway requires a token", { hint: "Select Sign in.", status: 401, type: "AuthenticationFailed" });
+      throw new GatewayError("the gateway requires a token", {
+        hint: "Select Sign in.",
+        status: 401,
+        type: "AuthenticationFailed",
+      });
     }
     const token = currentToken();
     onSend?.();
@@ -64,7 +71,9 @@ async function send(path, { token, timeout_ms, signal, body }) {
     return await read(response);
   } catch (error) {
     if (error instanceof GatewayError || signal?.aborted) throw error;
-    const reason = control.signal.aborted ? `no answer within ${timeout_ms / 1000} s` : "the connection failed";
+    const reason = control.signal.aborted
+      ? `no answer within ${timeout_ms / 1000} s`
+      : "the connection failed";
     throw new GatewayError(`the gateway does not answer: ${reason}`, {
       hint: "Check that the gateway runs, and the network to it.",
     });
@@ -86,18 +95,22 @@ async function read(response) {
     });
   }
   if (response.ok) return fields;
-  throw new GatewayError(String(fields?.error ?? `the gateway answered with status ${response.status}`), {
-    hint: String(fields?.hint ?? ""),
-    status: response.status,
-    type: String(fields?.type ?? ""),
-    fields: fields ?? {},
-  });
+  throw new GatewayError(
+    String(fields?.error ?? `the gateway answered with status ${response.status}`),
+    {
+      hint: String(fields?.hint ?? ""),
+      status: response.status,
+      type: String(fields?.type ?? ""),
+      fields: fields ?? {},
+    },
+  );
 }
 
 // Call `task(signal)` every `interval_ms()` (rule 1). Returns functions to stop it and to hurry.
 export function poll(task, interval_ms) {
   const control = new AbortController();
   let wake = () => {};
+  let isHurried = false;
   const pause = (ms) =>
     new Promise((resolve) => {
       const timer = setTimeout(resolve, ms);
@@ -119,12 +132,16 @@ export function poll(task, interval_ms) {
         }
       }
       if (control.signal.aborted) break;
-      await pause(Math.max(50, interval_ms() - (performance.now() - begun)));
+      if (!isHurried) await pause(Math.max(50, interval_ms() - (performance.now() - begun)));
+      isHurried = false;
     }
   };
   run();
   return {
-    hurry: () => wake(),
+    hurry: () => {
+      isHurried = true; // also if a request is under way: its answer may be too old
+      wake();
+    },
     stop: () => {
       control.abort();
       document.removeEventListener("visibilitychange", onVisible);

@@ -5,7 +5,16 @@
 //   2. The table has at most ROWS_MAX rows; following removes the oldest.
 //   3. A payload is text: it is never interpreted as anything else.
 
-import { copyButton, el, errorBox, setAttribute, setHidden, setText, showError } from "./dom.js";
+import {
+  copyButton,
+  el,
+  errorBox,
+  scrollTable,
+  setAttribute,
+  setHidden,
+  setText,
+  showError,
+} from "./dom.js";
 import * as format from "./format.js";
 import { poll, request } from "./requests.js";
 
@@ -15,7 +24,8 @@ const FOLLOW_POLL_MS = 1000;
 const ROWS_MAX = 500;
 const SKIP_OVER = 2000; // following skips ahead if the tail is farther away than this
 const PREVIEW_MAX = 200;
-const COLUMNS = ["ID", "Time", "Header", "Client", "Request ID", "Size", "Format", "Payload"];
+const END_PX = 40;
+const COLUMNS = ["ID", "Time", "#Header", "#Client", "Request ID", "#Size", "Format", "Payload"];
 
 export function transactionsPage(root, context) {
   const page = build(root, context);
@@ -31,48 +41,157 @@ export function transactionsPage(root, context) {
 }
 
 function build(root, { partition, replaceQuery, pushQuery }) {
-  const page = { partition, replaceQuery, pushQuery, rows: [], first: null, last: null, next: null, previous: -1, mark: null, following: null, loading: null };
+  const page = {
+    partition,
+    replaceQuery,
+    pushQuery,
+    rows: [],
+    first: null,
+    last: null,
+    next: null,
+    previous: -1,
+    mark: null,
+    following: null,
+    loading: null,
+  };
   page.status = el("p", { class: "note", id: "transactions-status", role: "status" });
   page.error = errorBox({ id: "transactions-error" });
   page.recover = el("p", { hidden: true });
   page.body = el("tbody", { id: "transactions" });
   page.empty = el("p", { class: "empty", hidden: true });
-  page.box = el("div", { class: "scroll transactions", id: "transactions-box", tabindex: "0", role: "region", "aria-label": "Transactions" },
-    el("table", { id: "transactions-table" },
-      el("caption", { class: "visually-hidden" }, `Transactions of partition ${partition}`),
-      el("thead", {}, el("tr", {}, ...COLUMNS.map((each) => el("th", { scope: "col" }, each)))), page.body));
+  page.box = scrollTable(
+    {
+      caption: `Transactions of partition ${partition}`,
+      id: "transactions-table",
+      columns: COLUMNS,
+      body: page.body,
+    },
+    { class: "scroll transactions", id: "transactions-box" },
+  );
+  page.box.addEventListener(
+    "scroll",
+    () => page.following !== null && page.isPaused && !isReading(page) && page.following.hurry(),
+  );
   root.append(
-    el("p", { class: "crumbs" }, el("a", { href: "#/" }, "Cluster"), " / ", el("a", { href: `#/partitions/${partition}` }, `Partition ${partition}`)),
+    el(
+      "p",
+      { class: "crumbs" },
+      el("a", { href: "#/" }, "Cluster"),
+      " / ",
+      el("a", { href: `#/partitions/${partition}` }, `Partition ${partition}`),
+    ),
     el("h1", { tabindex: "-1" }, "Transactions"),
-    jumpForms(page), pageButtons(page), page.error, page.recover, page.status, page.empty, page.box);
+    jumpForms(page),
+    pageButtons(page),
+    page.error,
+    page.recover,
+    page.status,
+    page.empty,
+    page.box,
+  );
   return page;
 }
 
 function jumpForms(page) {
-  page.idField = el("input", { id: "jump-id", inputmode: "numeric", pattern: "[0-9]+", autocomplete: "off", size: "12" });
+  page.idField = el("input", {
+    id: "jump-id",
+    inputmode: "numeric",
+    pattern: "[0-9]+",
+    autocomplete: "off",
+    size: "12",
+  });
   page.timeField = el("input", { id: "jump-time", type: "datetime-local", step: "1" });
-  page.headerField = el("input", { id: "header-filter", autocomplete: "off", size: "10", placeholder: "7,8", "aria-describedby": "header-help" });
+  page.headerField = el("input", {
+    id: "header-filter",
+    autocomplete: "off",
+    size: "10",
+    placeholder: "7,8",
+    "aria-describedby": "header-help",
+  });
   const form = (id, label, field, button, action, extra = null) =>
-    el("form", { id, class: "jump", novalidate: true, autocomplete: "off", submit: (event) => { event.preventDefault(); action(); } },
-      el("label", { for: field.id }, label), el("div", { class: "joined" }, field, el("button", { type: "submit" }, button)), extra);
-  return el("div", { class: "jumps" },
+    el(
+      "form",
+      {
+        id,
+        class: "jump",
+        novalidate: true,
+        autocomplete: "off",
+        submit: (event) => {
+          event.preventDefault();
+          action();
+        },
+      },
+      el("label", { for: field.id }, label),
+      el("div", { class: "joined" }, field, el("button", { type: "submit" }, button)),
+      extra,
+    );
+  return el(
+    "div",
+    { class: "jumps" },
     form("jump-id-form", "Transaction ID", page.idField, "Go", () => jumpToId(page)),
-    form("jump-time-form", `Time (${format.timeZone()})`, page.timeField, "Go", () => jumpToTime(page)),
-    form("header-form", "Header", page.headerField, "Filter", () => filter(page), el("span", { id: "header-help", class: "visually-hidden" }, "Numbers with commas; empty for all headers")));
+    form("jump-time-form", `Time (${format.timeZone()})`, page.timeField, "Go", () =>
+      jumpToTime(page),
+    ),
+    form(
+      "header-form",
+      "Header",
+      page.headerField,
+      "Filter",
+      () => filter(page),
+      el(
+        "span",
+        { id: "header-help", class: "visually-hidden" },
+        "Numbers with commas; empty for all headers",
+      ),
+    ),
+  );
 }
 
 function pageButtons(page) {
-  const button = (id, text, click) => el("button", { type: "button", id, click: () => { if (page[id].getAttribute("aria-disabled") === null) click(); } }, text);
+  const button = (id, text, click) =>
+    el(
+      "button",
+      {
+        type: "button",
+        id,
+        click: () => {
+          if (page[id].getAttribute("aria-disabled") === null) click();
+        },
+      },
+      text,
+    );
   page.oldest = button("oldest", "Oldest", () => go(page, { first: "0" }));
   page.older = button("older", "Older", () => go(page, { last: String(page.previous) }));
   page.newer = button("newer", "Newer", () => go(page, { first: String(page.next) }));
   page.newest = button("newest", "Newest", () => go(page, {}));
-  page.follow = el("button", { type: "button", id: "follow", "aria-pressed": "false", click: () => toggleFollow(page) }, "Follow the tail");
-  page.expand = el("button", { type: "button", id: "expand-all", click: () => toggleAll(page) }, "Expand all");
-  return el("div", { class: "toolbar" }, el("div", { class: "group", role: "group", "aria-label": "Pages" }, page.oldest, page.older, page.newer, page.newest), page.follow, page.expand);
+  page.follow = el(
+    "button",
+    { type: "button", id: "follow", "aria-pressed": "false", click: () => toggleFollow(page) },
+    "Follow the tail",
+  );
+  page.expand = el(
+    "button",
+    { type: "button", id: "expand-all", click: () => toggleAll(page) },
+    "Expand all",
+  );
+  return el(
+    "div",
+    { class: "toolbar" },
+    el(
+      "div",
+      { class: "group", role: "group", "aria-label": "Pages" },
+      page.oldest,
+      page.older,
+      page.newer,
+      page.newest,
+    ),
+    page.follow,
+    page.expand,
+  );
 }
 
-const go = (page, { first = null, last = null, open = null }) => page.pushQuery({ first, last, open, follow: null });
+const go = (page, { first = null, last = null, open = null }) =>
+  page.pushQuery({ first, last, open, follow: null });
 
 // ---- state in the URL --------------------------------------------------------------------------
 
@@ -108,7 +227,14 @@ async function loadPage(page) {
   page.loading = control;
   setText(page.status, "Loading…");
   try {
-    const answer = await request(pathOf(page, { first: page.first, last: page.first === null ? page.last : null, count: PAGE_SIZE }), { signal: control.signal, timeout_ms: 15000 });
+    const answer = await request(
+      pathOf(page, {
+        first: page.first,
+        last: page.first === null ? page.last : null,
+        count: PAGE_SIZE,
+      }),
+      { signal: control.signal, timeout_ms: 15000 },
+    );
     if (control.signal.aborted) return;
     showPage(page, answer);
   } catch (error) {
@@ -122,7 +248,13 @@ function showFailure(page, error) {
   const available = error.fields?.first_available;
   setHidden(page.recover, !Number.isInteger(available));
   if (Number.isInteger(available)) {
-    page.recover.replaceChildren(el("button", { type: "button", click: () => go(page, { first: String(available), open: null }) }, `Show transactions from the first available ID ${available}`));
+    page.recover.replaceChildren(
+      el(
+        "button",
+        { type: "button", click: () => go(page, { first: String(available), open: null }) },
+        `Show transactions from the first available ID ${available}`,
+      ),
+    );
   }
 }
 
@@ -132,7 +264,9 @@ function showPage(page, answer) {
   const isTail = page.first === null;
   page.next = answer.next;
   page.mark = answer.high_water_mark;
-  page.previous = isTail ? answer.previous ?? (answer.transactions[0]?.transaction_id ?? 0) - 1 : Number(page.first) - 1;
+  page.previous = isTail
+    ? (answer.previous ?? (answer.transactions[0]?.transaction_id ?? 0) - 1)
+    : Number(page.first) - 1;
   enable(page.older, page.previous >= answer.first_available);
   enable(page.oldest, page.previous >= answer.first_available);
   enable(page.newer, answer.next <= answer.high_water_mark);
@@ -141,7 +275,8 @@ function showPage(page, answer) {
   page.box.scrollTop = isTail ? page.box.scrollHeight : 0;
 }
 
-const enable = (button, isEnabled) => setAttribute(button, "aria-disabled", isEnabled ? null : "true");
+const enable = (button, isEnabled) =>
+  setAttribute(button, "aria-disabled", isEnabled ? null : "true");
 
 function showStatus(page, answer) {
   const rows = page.rows;
@@ -149,16 +284,32 @@ function showStatus(page, answer) {
   setHidden(page.box, rows.length === 0);
   setHidden(page.empty, rows.length > 0);
   setText(page.empty, emptyText(page, answer, filtered));
-  const shown = rows.length === 0 ? "" : `${format.count(rows.length, "transaction")}${filtered}: ${rows[0].id} to ${rows[rows.length - 1].id}. `;
-  const log = answer.high_water_mark < answer.first_available ? "The log has no available transactions." : `The log has ${answer.first_available} to ${answer.high_water_mark}.`;
-  setText(page.status, page.isFollowing ? `Following the tail${filtered}, ${format.count(rows.length, "row")}. High-water mark: ${answer.high_water_mark}.` : `${shown}${log}`);
+  const shown =
+    rows.length === 0
+      ? ""
+      : `${format.count(rows.length, "transaction")}${filtered}: ${rows[0].id} to ${rows[rows.length - 1].id}. `;
+  const log =
+    answer.high_water_mark < answer.first_available
+      ? "The log has no available transactions."
+      : `The log has ${answer.first_available} to ${answer.high_water_mark}.`;
+  setText(
+    page.status,
+    page.isFollowing
+      ? `Following the tail${filtered}, ${format.count(rows.length, "row")}. High-water mark: ${answer.high_water_mark}.`
+      : `${shown}${log}`,
+  );
   setAttribute(page.status, "aria-live", page.isFollowing ? "off" : "polite");
 }
 
 function emptyText(page, answer, filtered) {
   if (page.isFollowing) return `Waiting for transactions${filtered}…`;
-  if (page.first !== null && Number(page.first) > answer.high_water_mark) return `The log has no transaction ${page.first} yet.`;
-  if (page.first !== null && answer.next <= answer.high_water_mark) return `There are no transactions${filtered} from ${page.first} to ${answer.next - 1}. Select Newer to continue.`;
+  if (page.first !== null && Number(page.first) > answer.high_water_mark)
+    return `The log has no transaction ${page.first} yet.`;
+  if (page.first !== null && answer.next <= answer.high_water_mark)
+    return `There are no transactions${filtered} from ${page.first} to ${answer.next - 1}. Select Newer to continue.`;
+  if (page.previous >= answer.first_available) {
+    return `There are no transactions${filtered} from ${page.previous + 1} on. Select Older to continue.`;
+  }
   return `There are no transactions${filtered} here.`;
 }
 
@@ -169,7 +320,7 @@ function fail(page, message, hint = "") {
 }
 
 function jumpToId(page) {
-  const id = page.idField.value.trim();
+  const id = page.idField.value.replace(/[\s,]+/g, ""); // pasted with separators
   if (numberOf(id) === null) fail(page, "this is not a transaction ID", "Enter a whole number.");
   else go(page, { first: id, open: id });
 }
@@ -181,10 +332,17 @@ async function jumpToTime(page) {
     return;
   }
   try {
-    const { transaction_id } = await request(`partitions/${page.partition}/first-at?time_ms=${time_ms}`, { timeout_ms: 15000 });
+    const { transaction_id } = await request(
+      `partitions/${page.partition}/first-at?time_ms=${time_ms}`,
+      { timeout_ms: 15000 },
+    );
     if (!page.box.isConnected) return;
     if (page.mark !== null && transaction_id > page.mark) {
-      fail(page, `no transaction at or after ${format.time(time_ms)}`, "Select Newest to see the end of the log.");
+      fail(
+        page,
+        `no transaction at or after ${format.time(time_ms)}`,
+        "Select Newest to see the end of the log.",
+      );
       return;
     }
     go(page, { first: String(transaction_id) });
@@ -195,7 +353,8 @@ async function jumpToTime(page) {
 
 function filter(page) {
   const header = page.headerField.value.replace(/\s+/g, "");
-  if (header !== "" && !/^-?\d+(,-?\d+)*$/.test(header)) fail(page, "this is not a list of headers", "Enter numbers with commas, for example 7,8.");
+  if (header !== "" && !/^-?\d+(,-?\d+)*$/.test(header))
+    fail(page, "this is not a list of headers", "Enter numbers with commas, for example 7,8.");
   else page.pushQuery({ header: header === "" ? null : header, open: null });
 }
 
@@ -224,16 +383,26 @@ function toggleFollow(page) {
 
 function follow(page) {
   page.next = null;
-  page.isBehind = false;
+  page.isLate = false;
   for (const each of [page.older, page.oldest, page.newer, page.newest]) enable(each, false);
   setText(page.status, "Loading…");
-  page.following = poll((signal) => followOnce(page, signal), () => (page.isBehind ? 0 : FOLLOW_POLL_MS));
+  page.following = poll(
+    (signal) => followOnce(page, signal),
+    () => (page.isLate ? 0 : FOLLOW_POLL_MS),
+  );
 }
 
 async function followOnce(page, signal) {
   try {
     const isStart = page.next === null;
-    const path = isStart ? pathOf(page, { count: PAGE_SIZE }) : pathOf(page, { first: page.next, count: FOLLOW_SIZE });
+    page.isPaused = !isStart && isReading(page);
+    if (page.isPaused) {
+      setText(page.status, "Paused while you read. Scroll to the end of the table to continue.");
+      return;
+    }
+    const path = isStart
+      ? pathOf(page, { count: PAGE_SIZE })
+      : pathOf(page, { first: page.next, count: FOLLOW_SIZE });
     const answer = await request(path, { signal, timeout_ms: 15000 });
     if (signal.aborted) return;
     showError(page.error, null);
@@ -242,46 +411,58 @@ async function followOnce(page, signal) {
     addFollowed(page, answer, { isStart });
   } catch (error) {
     if (signal.aborted) return;
-    page.isBehind = false;
+    page.isLate = false;
     // Expiry has removed the next transaction: start again at the tail.
     if (Number.isInteger(error.fields?.first_available)) page.next = null;
     showError(page.error, error);
   }
 }
 
+// Following never moves rows away from a user who has scrolled back, or has selected text.
+function isReading({ box }) {
+  if (box.hidden) return false;
+  const selection = getSelection();
+  if (!selection.isCollapsed && box.contains(selection.anchorNode)) return true;
+  return box.scrollHeight - box.scrollTop - box.clientHeight > END_PX;
+}
+
 function addFollowed(page, answer, { isStart }) {
-  const box = page.box;
-  const wasHidden = box.hidden;
-  const isAtEnd = isStart || wasHidden || box.scrollHeight - box.scrollTop - box.clientHeight < 40;
+  const isAtEnd = isStart || !isReading(page); // the user may have scrolled since the request
   addRows(page, answer.transactions);
   page.answer = answer;
   page.next = answer.next;
   page.mark = answer.high_water_mark;
-  page.isBehind = answer.next <= answer.high_water_mark;
+  page.isLate = answer.next <= answer.high_water_mark;
   // With a filter, only the transactions between the rows are many.
   if (page.header === "" && answer.high_water_mark - answer.next > SKIP_OVER) {
     addGap(page, answer.high_water_mark - answer.next);
     page.next = answer.high_water_mark - PAGE_SIZE + 1;
   }
+  if (isAtEnd) removeOldest(page);
   showStatus(page, answer);
-  const removed = removeOldest(page);
-  if (isAtEnd) box.scrollTop = box.scrollHeight;
-  else box.scrollTop -= removed;
+  if (isAtEnd) page.box.scrollTop = page.box.scrollHeight;
 }
 
-// Returns the height of the removed rows, by which the rest has moved up.
 function removeOldest(page) {
-  const before = page.box.scrollHeight;
   for (const each of page.rows.splice(0, Math.max(0, page.rows.length - ROWS_MAX))) {
-    if (each.gap) each.gap.remove();
+    if (each.row.contains(document.activeElement) || each.detail?.contains(document.activeElement))
+      page.box.focus();
+    each.gap?.remove();
     each.row.remove();
     each.detail?.remove();
   }
-  return before - page.box.scrollHeight;
 }
 
 function addGap(page, number) {
-  const gap = el("tr", { class: "gap" }, el("td", { colspan: COLUMNS.length }, `${format.count(number, "transaction")} skipped: the log grows faster than this page can show it.`));
+  const gap = el(
+    "tr",
+    { class: "gap" },
+    el(
+      "td",
+      { colspan: COLUMNS.length },
+      `${format.count(number, "transaction")} skipped: the log grows faster than this page can show it.`,
+    ),
+  );
   page.body.append(gap);
   if (page.rows.length > 0) page.rows[page.rows.length - 1].gap = gap;
 }
@@ -308,24 +489,42 @@ function addRows(page, transactions) {
 
 function createRow(page, transaction) {
   const id = transaction.transaction_id;
-  const button = el("button", { type: "button", class: "expander", "aria-expanded": "false", "aria-label": `Transaction ${id}` },
-    el("span", { class: "arrow", "aria-hidden": "true" }, "▸"), ` ${id}`);
-  const preview = el("td", { class: "preview code" }, String(transaction.text ?? "").slice(0, PREVIEW_MAX));
-  const row = el("tr", { "data-transaction": id },
+  const button = el(
+    "button",
+    {
+      type: "button",
+      class: "expander",
+      "aria-expanded": "false",
+      "aria-label": `Transaction ${id}`,
+    },
+    el("span", { class: "arrow", "aria-hidden": "true" }, "▸"),
+    ` ${id}`,
+  );
+  const preview = el(
+    "td",
+    { class: "preview code" },
+    String(transaction.text ?? "").slice(0, PREVIEW_MAX),
+  );
+  const row = el(
+    "tr",
+    { "data-transaction": id },
     el("th", { scope: "row" }, button),
     el("td", { class: "nowrap" }, format.time(transaction.time_ms, { hasMilliseconds: true })),
     el("td", { class: "number" }, String(transaction.header)),
     el("td", { class: "number" }, String(transaction.client_id)),
     el("td", { class: "code" }, String(transaction.request_id)),
     el("td", { class: "number" }, format.size(transaction.size)),
-    el("td", {}, String(transaction.format)), preview);
+    el("td", {}, String(transaction.format)),
+    preview,
+  );
   const item = { id, row, button, detail: null, transaction, page };
   button.addEventListener("click", (event) => {
     event.stopPropagation();
     toggle(item, item.button.getAttribute("aria-expanded") !== "true");
   });
   row.addEventListener("click", () => {
-    if (String(getSelection()) === "") toggle(item, item.button.getAttribute("aria-expanded") !== "true");
+    if (String(getSelection()) === "")
+      toggle(item, item.button.getAttribute("aria-expanded") !== "true");
   });
   return item;
 }
@@ -345,12 +544,32 @@ function createDetail({ id, transaction, page }) {
   const isJson = transaction.format === "json" || /^\s*[{[]/.test(text);
   const shown = isJson ? format.indentJson(text) : text;
   const note = transaction.is_shortened ? " The gateway has shortened the payload." : "";
-  return el("tr", { class: "detail", "data-detail": id },
-    el("td", { colspan: COLUMNS.length },
-      el("div", { class: "detail-box" },
-        el("p", { class: "meta" }, `${transaction.format}, ${format.count(transaction.size, "byte")}.${note}`, copyButton(() => shown, "Copy payload"),
-          el("a", { href: `#/partitions/${page.partition}/transactions?first=${id}&open=${id}` }, "Link to this transaction")),
-        shown === "" ? el("p", { class: "empty" }, "The payload has no text.") : el("pre", { tabindex: "0", "aria-label": `Payload of transaction ${id}` }, shown))));
+  return el(
+    "tr",
+    { class: "detail", "data-detail": id },
+    el(
+      "td",
+      { colspan: COLUMNS.length },
+      el(
+        "div",
+        { class: "detail-box" },
+        el(
+          "p",
+          { class: "meta" },
+          `${transaction.format}, ${format.count(transaction.size, "byte")}.${note}`,
+          copyButton(() => shown, "Copy payload"),
+          el(
+            "a",
+            { href: `#/partitions/${page.partition}/transactions?first=${id}&open=${id}` },
+            "Link to this transaction",
+          ),
+        ),
+        shown === ""
+          ? el("p", { class: "empty" }, "The payload has no text.")
+          : el("pre", { tabindex: "0", "aria-label": `Payload of transaction ${id}` }, shown),
+      ),
+    ),
+  );
 }
 
 function toggleAll(page) {
