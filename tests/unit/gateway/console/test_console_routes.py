@@ -319,11 +319,16 @@ def test_a_token_that_zookeeper_does_not_have_is_not_valid(monkeypatch):
 
 
 def test_the_cluster_is_shown_while_zookeeper_does_not_answer_the_check(monkeypatch):
+    may_end = asyncio.Event()
+
     async def check_permitted(_self, _caller):
-        await asyncio.Event().wait()
+        await may_end.wait()
 
     async def scenario(_world, gateway):
-        status, cluster = await get_json(gateway, "/v1/console/cluster")
+        try:
+            status, cluster = await get_json(gateway, "/v1/console/cluster")
+        finally:
+            may_end.set()
         assert (status, cluster["partition_count"]) == (200, PARTITION_COUNT)
         assert cluster["can_change"] is False
         assert cluster["cannot_change_reason"] == console_routes.NO_ANSWER_TEXT
