@@ -315,16 +315,16 @@ async def test_the_number_of_running_changes_is_limited(monkeypatch):
             except errors.Overloaded:
                 return None
 
-        permitted, may_check = world.changes.check_permitted, asyncio.Event()
+        permitted, all_wait = world.changes.check_permitted, asyncio.Barrier(RUNNING_MAX + 2)
 
         async def check_permitted(_self, by):
-            await may_check.wait()  # so that all requests pass the check at the same time
+            await all_wait.wait()
             return await permitted(by)
 
-        monkeypatch.setattr(ConsoleChanges, "check_permitted", check_permitted)
-        async with asyncio.TaskGroup() as group:
-            tries = [group.create_task(try_to_start()) for _ in range(RUNNING_MAX + 2)]
-            may_check.set()
+        with monkeypatch.context() as patch:
+            patch.setattr(ConsoleChanges, "check_permitted", check_permitted)
+            async with asyncio.TaskGroup() as group:
+                tries = [group.create_task(try_to_start()) for _ in range(RUNNING_MAX + 2)]
         started = [each.result() for each in tries if each.result() is not None]
         assert len(started) == RUNNING_MAX
         with pytest.raises(errors.Overloaded, match=f"{RUNNING_MAX} changes are running"):
