@@ -35,7 +35,7 @@ function build(root, { query, replaceQuery }) {
       { id: "health-line", "data-testid": "health-line" },
       "Waiting for the gateway…",
     ),
-    problems: el("ul", { class: "problem-list", "data-testid": "problem-list" }),
+    problems: el("ul", { class: "problem-list" }),
     notes: el("ul", { class: "note-list" }),
     rate: el("output", { class: "big-number", id: "total-rate" }),
     line: sparkline(),
@@ -59,7 +59,12 @@ function build(root, { query, replaceQuery }) {
     page.level,
     el(
       "div",
-      { class: "health-words", role: "status", "aria-live": "polite" },
+      {
+        class: "health-words",
+        "data-testid": "problem-list",
+        role: "status",
+        "aria-live": "polite",
+      },
       page.health,
       page.problems,
       page.notes,
