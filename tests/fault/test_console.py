@@ -164,7 +164,7 @@ def test_a_change_is_made_with_the_keyboard_alone(
         page.keyboard.press("Enter")
         page.wait_for_selector('[data-testid="change"][data-name="prefer"][data-state="done"]')
         console.open("#/")
-        page.wait_for_function(
+        assert page.wait_for_function(
             "server => [...document.querySelectorAll('#partitions-table tbody tr')]"
             ".filter(row => row.textContent.includes(server)).length === 4",
             arg=server,
