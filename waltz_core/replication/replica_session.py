@@ -34,7 +34,7 @@ from waltz_core.replication.limits import SessionLimits
 from waltz_core.replication.session_events import CloseReplica, Effect, OpenReplica, SendToReplica
 from waltz_core.replication.window import WindowBatch
 from waltz_core.wire import messages
-from waltz_core.wire.append_ids import request_ids_text
+from waltz_core.wire.append_ids import SlowAppends
 from waltz_core.wire.messages import StorageMessage
 
 if TYPE_CHECKING:
@@ -126,8 +126,9 @@ class ReplicaSession:
         self.unanswered_bytes = 0
         # The latencies of appends while engaged, from sending to answer. The metrics remove them.
         self.took_ms: deque[int] = deque(maxlen=LATENCIES_MAX)
-        self._slow_count = 0  # number of slow appends since the last report
-        self._slow_report_at_ms = 0
+        self._slow_appends = SlowAppends()  # since the last report
+        self.slow_report_at_ms: int | None = None  # when they are reported; None: there are none
+        self._next_slow_report_ms = 0
         self._session_id = session_id
         self._partition_id = partition_id
         self._outbox = outbox
@@ -174,7 +175,9 @@ class ReplicaSession:
         self._outbox.append(OpenReplica(self._session_id, self.replica))
 
     def close(self) -> None:
-        """Close the connection, or stop dialing."""
+        """Close the connection, or stop dialing; report slow appends that wait for the interval."""
+        if self.slow_report_at_ms is not None:
+            self.report_slow_appends(self.slow_report_at_ms)
         if self.stage is not ReplicaStage.ABSENT:
             if not self.is_broken:
                 self._outbox.append(CloseReplica(self._session_id, self.replica))
@@ -282,24 +285,23 @@ class ReplicaSession:
         self.send_request(messages.AppendRaw, *records, *lineage, now_ms=now_ms)
 
     def record_latency(self, append: messages.AppendRaw, took_ms: int, now_ms: int) -> None:
-        """Record an append's latency; report slow appends, but only once in an interval."""
+        """Record an append's latency; slow appends are reported, together once in an interval."""
         self.took_ms.append(took_ms)
         if not 0 < self._limits.slow_append_ms <= took_ms:
             return
-        self._slow_count += 1
-        if now_ms < self._slow_report_at_ms:
+        self._slow_appends.add(append, took_ms)
+        if self.slow_report_at_ms is None:
+            self.slow_report_at_ms = max(now_ms, self._next_slow_report_ms)
+        self.report_slow_appends(now_ms)
+
+    def report_slow_appends(self, now_ms: int) -> None:
+        """Report the slow appends since the last report, if the report is due."""
+        if self.slow_report_at_ms is None or now_ms < self.slow_report_at_ms:
             return
-        slow = (
-            ("session", self._session_id),
-            ("replica", self.replica),
-            ("took_ms", took_ms),
-            ("count", self._slow_count),
-            ("first", append.first),
-            ("last", append.lineage[-1].last),
-            ("requests", request_ids_text(append)),
-        )
-        self._outbox.append(Report("append.slow", slow))
-        self._slow_count, self._slow_report_at_ms = 0, now_ms + SLOW_APPEND_REPORT_INTERVAL_MS
+        place = (("session", self._session_id), ("replica", self.replica))
+        self._outbox.append(Report("append.slow", (*place, *self._slow_appends.fields())))
+        self._slow_appends, self.slow_report_at_ms = SlowAppends(), None
+        self._next_slow_report_ms = now_ms + SLOW_APPEND_REPORT_INTERVAL_MS
 
     def on_append_synced(self, request: messages.AppendRaw, answer: messages.Appended) -> None:
         """The storage has synced an append (rule 4).

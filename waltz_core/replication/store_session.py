@@ -217,6 +217,8 @@ class StoreSession:
                 and (oldest_sent_ms := each.oldest_sent_ms) is not None
             ):
                 times.append(oldest_sent_ms + self._limits.answer_ms_max)
+            if each.slow_report_at_ms is not None:
+                times.append(each.slow_report_at_ms)
         times += self._proofs.deadlines()
         if self._archiver.is_used and self.is_settled:
             archive_at_ms = self._archiver.wake_at_ms
@@ -281,9 +283,10 @@ class StoreSession:
         self._advance(now_ms)
 
     def on_wakeup(self, now_ms: int) -> None:
-        """Handle timeouts and redials."""
+        """Handle timeouts and redials, and report slow appends."""
         self.repairs.expire_slow_sources(now_ms)
         for each in list(self.replicas.values()):
+            each.report_slow_appends(now_ms)
             oldest_sent_ms = each.oldest_sent_ms
             if each.stage is ReplicaStage.ABSENT and each.redial_at_ms <= now_ms:
                 each.dial()

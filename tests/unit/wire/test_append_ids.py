@@ -1,10 +1,28 @@
 """The IDs of appends in log lines."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from waltz_core.records.record import RECORD_PREFIX, ClientId, Generation, PartitionId, ReqId
-from waltz_core.wire.append_ids import RUNS_MAX, committed_ids_text, request_ids_text
+from waltz_core.records.record import (
+    RECORD_PREFIX,
+    Chain,
+    ClientId,
+    Generation,
+    LineageEntry,
+    PartitionId,
+    ReqId,
+    SessionId,
+    TransactionId,
+)
+from waltz_core.wire.append_ids import (
+    RUNS_IN_LINE_MAX,
+    RUNS_MAX,
+    SlowAppends,
+    committed_ids_text,
+    request_ids_text,
+)
 from waltz_core.wire.messages import AppendRaw, AppendResult
 
 
@@ -39,6 +57,24 @@ def test_only_the_first_runs_are_listed():
     assert request_ids_text(append_of(*many)).count(",") == RUNS_MAX - 1
     more = request_ids_text(append_of(*many, req_id(100), req_id(200)))
     assert more == request_ids_text(append_of(*many)) + ",..."
+
+
+def test_slow_appends_are_listed_together_within_a_limit():
+    slow = SlowAppends()
+    for at in range(RUNS_IN_LINE_MAX):
+        row = append_of(req_id(2 * at))
+        entry = LineageEntry(
+            TransactionId(at), TransactionId(at), SessionId(1), 0, Chain(bytes(16))
+        )
+        slow.add(replace(row, first=at, lineage=(entry,)), 300 - at)
+    fields = dict(slow.fields())
+    assert (fields["count"], fields["took_ms"]) == (RUNS_IN_LINE_MAX, 300)
+    assert (fields["first"], fields["last"]) == (0, RUNS_IN_LINE_MAX - 1)
+    runs = str(fields["requests"]).split(",")
+    assert runs == [f"17.3.0.{2 * at}" for at in range(RUNS_IN_LINE_MAX)]
+    many = [req_id(2 * at) for at in range(RUNS_IN_LINE_MAX)]
+    slow.add(replace(append_of(*many), lineage=(entry,)), 1)
+    assert str(dict(slow.fields())["requests"]).split(",") == [*runs, "..."]
 
 
 @pytest.mark.parametrize(
