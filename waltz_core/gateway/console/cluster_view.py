@@ -123,7 +123,7 @@ class ClusterViewer:
                 self._snapshot = await ClusterSnapshot.read(self._coordinator())
                 return self._snapshot, ""
         except (TimeoutError, errors.Unavailable) as error:
-            reason = str(error) or NO_ANSWER_TEXT
+            reason = str(error) or f"no answer within {timeout_s} s"
             if self._snapshot is None:
                 raise errors.CoordinatorUnavailable(reason) from error
             return self._snapshot, reason
@@ -243,28 +243,37 @@ def _append_latency_ms(cluster: ClusterFacts, storage: ReplicaId) -> float | Non
 def _partition_fields(cluster: ClusterFacts, partition_id: PartitionId) -> Fields:
     condition = PartitionCondition(cluster, partition_id)
     facts, owner = condition.facts, condition.owner
+    # In a fixed order, so that the page does not move them.
+    replicas = [
+        _replica_fields(cluster, condition, each) for each in sorted(condition.assigned_replicas)
+    ]
+    available = sum(each["state"] != "unavailable" for each in replicas)
     return {
         "partition": partition_id,
-        "state": _partition_state(condition),
+        "state": _partition_state(condition, available),
         "owner": None if owner is None else owner.address,
         "error": facts.high_water_mark_error,
         "session_id": None if facts.metadata is None else facts.metadata.session_id,
         "high_water_mark": facts.high_water_mark,
         "archived_mark": None if facts.archived_mark is None else facts.archived_mark.last,
-        # In a fixed order, so that the page does not move them.
-        "replicas": [
-            _replica_fields(cluster, condition, each)
-            for each in sorted(condition.assigned_replicas)
-        ],
+        "replicas": replicas,
     }
 
 
-def _partition_state(condition: PartitionCondition) -> str:
+def _partition_state(condition: PartitionCondition, available: int) -> str:
+    """Return the state of a partition; `available` is its number of available replicas.
+
+    An owner without a quorum keeps its session open for a while, but cannot confirm a high-water
+    mark. If it can, it reaches storages that the gateway does not reach.
+    """
     if condition.owner is None:
         return "no_owner"
     if condition.owner.is_denied:
         return "unknown"
-    return "open" if condition.has_open_session else "closed"
+    if not condition.has_open_session:
+        return "closed"
+    has_quorum = available >= condition.quorum_size or condition.facts.high_water_mark is not None
+    return "open" if has_quorum else "no_quorum"
 
 
 def _replica_fields(

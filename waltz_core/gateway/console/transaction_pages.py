@@ -134,7 +134,8 @@ async def first_transaction_at(
 ) -> dict[str, Any]:
     """Return the ID of the first available transaction that may be committed at or after a time.
 
-    If all transactions are older, the ID is the one after the high-water mark.
+    If all transactions are older, the ID is the one after the high-water mark, which is a part of
+    the answer: the mark that the page knows may be old.
 
     Raises:
         RequestRejected: the time is out of range.
@@ -149,9 +150,9 @@ async def first_transaction_at(
         except errors.BeforeLogStart as error:
             first = _raised_start(error, first)
             if first > ends.mark:
-                return {"transaction_id": first}
+                return {"transaction_id": first, "high_water_mark": ends.mark}
         else:
-            return {"transaction_id": older + 1}
+            return {"transaction_id": older + 1, "high_water_mark": ends.mark}
 
 
 # --- the log

@@ -414,9 +414,9 @@ def test_transactions_of_a_partition_are_shown():
         assert [each["transaction_id"] for each in newest["transactions"]] == [1, 2]
         assert newest["previous"] == 0
         _, found = await get_json(gateway, f"{partition}/first-at?time_ms=0")
-        assert found == {"transaction_id": 0}
+        assert found == {"transaction_id": 0, "high_water_mark": 2}
         _, found = await get_json(gateway, f"{partition}/first-at?time_ms={(1 << 63) - 1}")
-        assert found == {"transaction_id": 3}
+        assert found == {"transaction_id": 3, "high_water_mark": 2}
 
     with_gateway(scenario)
 

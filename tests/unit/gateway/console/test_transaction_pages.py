@@ -164,7 +164,8 @@ def test_pages_of_an_empty_partition_are_empty():
             }
             newest = await read_page_until(client, P, None, 50, headers)
             assert newest == {**page, "previous": -1}
-        assert await first_transaction_at(client, P, 5) == {"transaction_id": 0}
+        found = await first_transaction_at(client, P, 5)
+        assert found == {"transaction_id": 0, "high_water_mark": -1}
 
     run(scenario)
 
@@ -376,7 +377,8 @@ def test_a_page_backwards_ends_at_the_first_available_transaction(monkeypatch, k
         for last in (39, 0):
             before = await read_page_until(client, P, last, 200, headers)
             assert (ids(before), before["previous"], before["next"]) == ([], -1, 40)
-        assert await first_transaction_at(client, P, 0) == {"transaction_id": 40}
+        found = await first_transaction_at(client, P, 0)
+        assert found["transaction_id"] == 40
 
     run(scenario)
 
@@ -449,7 +451,7 @@ def test_the_first_transaction_at_a_time_is_found(monkeypatch):
             (2**62, 150),
         ):
             found = await first_transaction_at(client, P, time_ms)
-            assert found == {"transaction_id": expected}, time_ms
+            assert found == {"transaction_id": expected, "high_water_mark": 149}, time_ms
         fetches = Fetches(client, monkeypatch)
         await first_transaction_at(client, P, 1_234)
         assert len(fetches.queries) <= 8
@@ -471,8 +473,9 @@ def test_transactions_without_a_stamp_have_no_time(monkeypatch):
         assert [each["time_ms"] for each in page["transactions"]] == [None, None, 5_000, 5_000]
         page = await read_page_until(client, P, None, 50, (7,))
         assert [each["time_ms"] for each in page["transactions"]] == [5_000, 5_000]
-        assert await first_transaction_at(client, P, 5_000) == {"transaction_id": 0}
-        assert await first_transaction_at(client, P, 5_001) == {"transaction_id": 4}
+        for time_ms, expected in ((5_000, 0), (5_001, 4)):
+            found = await first_transaction_at(client, P, time_ms)
+            assert found["transaction_id"] == expected
 
     run(scenario)
 

@@ -340,7 +340,7 @@ function confirmation(page, name) {
       "p",
       { class: "warning", id: "change-warning" },
       el("span", { class: "symbol", "aria-hidden": "true" }, "▲"),
-      " This change is disruptive.",
+      " This change is disruptive: it moves or removes replicas, or removes a member of the cluster.",
     ),
     el(
       "div",

@@ -113,6 +113,12 @@ function show(page, answer) {
   const kinds = answer.kinds.map((each) => ({ ...each, canStart: answer.can_change }));
   keyed(page.kinds, kinds, { key: (each) => each.name, create: createKind, update: updateKind });
   setHidden(page.noHistory, answer.history.length > 0);
+  setText(
+    page.noHistory,
+    answer.can_change
+      ? "No change is recorded."
+      : "The console shows the history only to users that can change the cluster.",
+  );
   setHidden(page.historyBox, answer.history.length === 0);
   showHistory(page, answer.history);
 }
@@ -249,6 +255,6 @@ function updateHistoryRow(row, item) {
       : format.duration(item.ended_ms - item.begun_ms),
   );
   const outcome = outcomeOf(item.outcome);
-  const words = { failed: item.outcome, begun: "begun, no outcome yet" };
+  const words = { failed: item.outcome, begun: "no outcome yet: it runs, or its process was killed" };
   setState(named.outcome, outcome, words[outcome] ?? null);
 }

@@ -3,8 +3,10 @@
 // Rules:
 //   1. After a failed request the last data stays, and `problem` states why it is old.
 //   2. A server that stops leaves ZooKeeper, and then the answers. It is shown as down for
-//      REMEMBERED_MS, so that the user notices it.
+//      REMEMBERED_MS, so that the user notices it. It is a warning, because the user may have
+//      stopped it.
 //   3. Rates come from successive marks and the gateway's time, never from this computer's clock.
+//      A partition whose owner has not reported a mark has no rate.
 
 import * as format from "./format.js";
 import { poll, request } from "./requests.js";
@@ -32,7 +34,8 @@ let polling = null;
 export const cluster = () => state.cluster;
 export const totalPoints = () => state.total;
 export const ratePoints = (partition) => state.series.get(partition)?.rates ?? [];
-export const rateOf = (partition) => lastOf(ratePoints(partition));
+export const rateOf = (partition) =>
+  state.series.get(partition)?.isKnown ? lastOf(ratePoints(partition)) : null;
 export const totalRate = () => lastOf(state.total);
 
 const lastOf = (points) => (points.length === 0 ? null : points[points.length - 1][1]);
@@ -100,16 +103,20 @@ function addLostServers(answer) {
 }
 
 function lostServer(address, seen_ms) {
-  const error = `it is no longer registered in ZooKeeper; last seen at ${format.clock(seen_ms)}`;
+  const error =
+    `it has left ZooKeeper after ${format.clock(seen_ms)}: it was stopped, or it has failed. ` +
+    "If it must run, start it again";
   const none = { open: [], not_open: [], preferred: [], unreachable_storages: [] };
-  return { address, state: "down", error, latency_ms: null, ...none };
+  return { address, state: "down", hasLeft: true, error, latency_ms: null, ...none };
 }
 
 function addSamples(answer) {
   let total = 0;
   for (const each of answer.partitions) {
     const series = seriesOf(each.partition);
-    if (each.high_water_mark !== null) addSample(series, answer.time_ms, each.high_water_mark);
+    series.isKnown = each.high_water_mark !== null;
+    if (!series.isKnown) continue;
+    addSample(series, answer.time_ms, each.high_water_mark);
     total += lastOf(series.rates) ?? 0;
   }
   if ([...state.series.values()].some((each) => each.rates.length > 0)) {
@@ -118,7 +125,8 @@ function addSamples(answer) {
 }
 
 function seriesOf(partition) {
-  if (!state.series.has(partition)) state.series.set(partition, { marks: [], rates: [] });
+  if (!state.series.has(partition))
+    state.series.set(partition, { marks: [], rates: [], isKnown: false });
   return state.series.get(partition);
 }
 
@@ -161,7 +169,10 @@ export function problemsOf(data) {
 function zookeeperProblems(data) {
   const found = [];
   if (data.zookeeper_error)
-    found.push({ level: "bad", text: `ZooKeeper does not answer: ${data.zookeeper_error}` });
+    found.push({
+      level: "bad",
+      text: `ZooKeeper does not answer, so no partition can move to another server (${data.zookeeper_error})`,
+    });
   addNamed(
     found,
     "warn",
@@ -184,9 +195,17 @@ function processProblems(data) {
   addNamed(
     found,
     "bad",
-    data.servers.filter((each) => each.state === "down"),
+    data.servers.filter((each) => each.state === "down" && !each.hasLeft),
     "server",
     "down",
+  );
+  // It may have been stopped on purpose; if its partitions are not open, that is a problem.
+  addNamed(
+    found,
+    "warn",
+    data.servers.filter((each) => each.hasLeft),
+    "server",
+    "not registered any more",
   );
   addNamed(
     found,
@@ -215,13 +234,11 @@ function partitionProblems(data) {
   const found = [];
   const inState = (state) =>
     data.partitions.filter((each) => each.state === state).map((each) => each.partition);
-  addPartitions(found, "bad", inState("no_owner"), "no owner");
-  const closed = inState("closed");
-  if (closed.length > 0) {
-    found.push({
-      level: "bad",
-      text: `${format.count(closed.length, "partition")} ${closed.length === 1 ? "is" : "are"} closed: ${format.ranges(closed)}`,
-    });
+  const without = { closed: "no open session", no_owner: "no owner", no_quorum: "no quorum" };
+  for (const [state, what] of Object.entries(without)) {
+    const partitions = inState(state);
+    const verb = partitions.length === 1 ? "accepts" : "accept";
+    addPartitions(found, "bad", partitions, `${what}, and ${verb} no appends`);
   }
   const having = (state) =>
     data.partitions
@@ -297,6 +314,7 @@ export function hasProblem(partition) {
   return (
     partition.state === "closed" ||
     partition.state === "no_owner" ||
+    partition.state === "no_quorum" ||
     partition.replicas.some((each) => each.state === "out_of_sync" || each.state === "unavailable")
   );
 }

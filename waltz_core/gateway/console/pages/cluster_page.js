@@ -241,7 +241,8 @@ function updateServer(node, item) {
   setHidden(named.not_open_row, item.not_open.length === 0);
   setAttribute(named.not_open_row, "data-level", "bad");
   setText(named.preferred, format.ranges(item.preferred));
-  setText(named.latency, format.milliseconds(item.latency_ms));
+  // A process that is down has no latency now.
+  setText(named.latency, format.milliseconds(item.state === "down" ? null : item.latency_ms));
   setText(named.unreachable, item.unreachable_storages.join(", "));
   setHidden(named.unreachable_row, item.unreachable_storages.length === 0);
   setAttribute(named.unreachable_row, "data-level", "bad");
@@ -279,7 +280,10 @@ function updateStorage(node, item) {
   setText(named.replicas, `${format.integer(item.replica_count)}${rest}`);
   setAttribute(named.replicas_row, "data-level", item.not_in_sync > 0 ? "warn" : null);
   showDisk(named, item);
-  setText(named.append, format.milliseconds(item.append_latency_ms));
+  setText(
+    named.append,
+    format.milliseconds(item.state === "down" ? null : item.append_latency_ms),
+  );
   setText(named.group, `group ${item.group ?? format.NONE}`);
 }
 

@@ -106,6 +106,7 @@ const STATES = {
   open: ["✓", "open", "good"],
   closed: ["✕", "closed", "bad"],
   no_owner: ["✕", "no owner", "bad"],
+  no_quorum: ["✕", "no quorum", "bad"],
   in_sync: ["✓", "in sync", "good"],
   out_of_sync: ["▲", "out of sync", "warn"],
   unavailable: ["✕", "unavailable", "bad"],

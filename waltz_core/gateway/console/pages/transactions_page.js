@@ -332,12 +332,12 @@ async function jumpToTime(page) {
     return;
   }
   try {
-    const { transaction_id } = await request(
+    const { transaction_id, high_water_mark } = await request(
       `partitions/${page.partition}/first-at?time_ms=${time_ms}`,
       { timeout_ms: 15000 },
     );
     if (!page.box.isConnected) return;
-    if (page.mark !== null && transaction_id > page.mark) {
+    if (transaction_id > high_water_mark) {
       fail(
         page,
         `no transaction at or after ${format.time(time_ms)}`,
