@@ -21,6 +21,7 @@ import * as format from "./format.js";
 import { poll, request } from "./requests.js";
 
 const REJECTIONS_POLL_MS = 5000;
+const CLIENTS_MAX = 3;
 
 export function partitionPage(root, { partition }) {
   const page = build(root, partition);
@@ -64,6 +65,7 @@ function build(root, partition) {
     rejections: el("tbody", { id: "rejections" }),
     rejectionsNone: el("p", { class: "empty" }, "Loading…"),
     rejectionsError: errorBox(),
+    rejectedClients: el("p", { class: "note", id: "rejected-clients", hidden: true }),
   };
   page.rejectionsTable = scrollTable({
     caption: "Recent rejections",
@@ -131,6 +133,7 @@ function layout(page, partition) {
       el("h2", { id: "rejections-title" }, "Recent rejections"),
       page.rejectionsError,
       page.rejectionsNone,
+      page.rejectedClients,
       page.rejectionsTable,
     ),
   ];
@@ -229,6 +232,8 @@ async function loadRejections(page, partition, signal) {
     showError(page.rejectionsError, null);
     setHidden(page.rejectionsTable, rejections.length === 0);
     setHidden(page.rejectionsNone, rejections.length > 0);
+    setHidden(page.rejectedClients, rejections.length === 0);
+    setText(page.rejectedClients, rejectedClientsText(rejections));
     setText(page.rejectionsNone, "The owner has rejected no append recently.");
     showRejections(page, partition, rejections);
   } catch (error) {
@@ -236,6 +241,18 @@ async function loadRejections(page, partition, signal) {
     setHidden(page.rejectionsNone, true);
     showError(page.rejectionsError, error);
   }
+}
+
+// The clients with the most rejections, so that the user need not count rows.
+function rejectedClientsText(rejections) {
+  const counts = new Map();
+  for (const { client_id } of rejections) counts.set(client_id, (counts.get(client_id) ?? 0) + 1);
+  const sorted = [...counts].sort(([, a], [, b]) => b - a);
+  const named = sorted
+    .slice(0, CLIENTS_MAX)
+    .map(([client, number]) => `${client} (${format.integer(number)})`);
+  const rest = sorted.length - named.length;
+  return `Most rejected clients: ${named.join(", ")}${rest > 0 ? ` and ${format.integer(rest)} more` : ""}.`;
 }
 
 function showRejections(page, partition, rejections) {
