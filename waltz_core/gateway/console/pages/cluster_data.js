@@ -282,9 +282,14 @@ function addPartitions(found, level, partitions, what) {
   });
 }
 
-// Notes are no problems: what the console cannot see, and what is about to end by itself.
+// Notes are no problems: what continues, where help is, and what the console cannot see.
 export function notesOf(data) {
   const notes = [];
+  if (problemsOf(data).length > 0) {
+    if (data.partitions.every((each) => each.state === "open"))
+      notes.push("All partitions are open: appends continue.");
+    notes.push("The page Findings lists commands that repair problems.");
+  }
   if (!data.is_settled) notes.push("Partitions are moving between servers.");
   const kinds = [
     ["storage", data.storages],
