@@ -9,6 +9,7 @@ Rules:
 """
 
 import asyncio
+from dataclasses import replace
 from typing import Final
 
 from waltz_core.administration.cluster_probes import gather_facts
@@ -22,18 +23,29 @@ CHECKS_MAX: Final = 5
 
 
 async def lasting_findings(
-    connect: str, *, timeout_s: float, local: LocalFacts | None = None
+    connect: str,
+    *,
+    timeout_s: float,
+    local: LocalFacts | None = None,
+    shown_connect: str | None = None,
 ) -> tuple[Facts, list[Finding]]:
-    """Check repeatedly; return the facts, and the findings that are not temporary (rule 1)."""
-    facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
-    found = diagnose(facts)
+    """Check repeatedly; return the facts, and the findings that are not temporary (rule 1).
+
+    Findings and their commands have the connect string `shown_connect`, by default `connect`.
+    """
+
+    async def check() -> tuple[Facts, list[Finding]]:
+        facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
+        facts = replace(facts, connect=shown_connect or connect)
+        return facts, diagnose(facts)
+
+    facts, found = await check()
     for _ in range(CHECKS_MAX - 1):
         if not found:
             break
         known = {each.key for each in found}
         await asyncio.sleep(RECHECK_INTERVAL_S)
-        facts = await gather_facts(connect, timeout_s=timeout_s, local=local)
-        found = diagnose(facts)
+        facts, found = await check()
         lasting = [each for each in found if each.key in known]
         if lasting:
             return facts, lasting

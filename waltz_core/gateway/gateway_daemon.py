@@ -104,7 +104,8 @@ async def serve(
             scheme = "http" if context is None else "https"
             on_ready(f"{scheme}://{config.listen_host}:{port}")
             await stop.wait()
-        routes.changes.interrupt()
+        routes.viewer.close()
+        await routes.changes.interrupt()
         for task in background:
             task.cancel()
 

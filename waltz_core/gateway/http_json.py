@@ -1,6 +1,7 @@
 """What all routes have in common: parameters of a request, and responses in JSON."""
 
 from collections.abc import Collection
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -9,6 +10,12 @@ from waltz_core import errors
 from waltz_core.gateway.json_errors import error_fields, error_headers, http_status_of
 from waltz_core.gateway.request_parsing import UrlParameters, check_partition, parse_integer
 from waltz_core.records import strict_json
+
+_HEADERS: Final = {
+    "Cache-Control": "no-store",
+    "X-Content-Type-Options": "nosniff",
+    "Cross-Origin-Resource-Policy": "same-origin",
+}
 
 
 def url_parameters(request: Request, known: Collection[str]) -> UrlParameters:
@@ -30,6 +37,6 @@ def error_response(error: errors.WaltzError) -> Response:
 def json_response(
     value: object, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return a response with JSON."""
+    """Return a response with JSON, which browsers neither store nor give to other origins."""
     body = strict_json.to_json(value) + b"\n"
-    return Response(body, status, headers, media_type="application/json")
+    return Response(body, status, _HEADERS | (headers or {}), media_type="application/json")

@@ -108,8 +108,8 @@ class GatewayRoutes:
             timeout_ms=config.request_timeout_ms,
         )
         self.changes = ConsoleChanges(config.connect, parts.coordinator, parts.tasks)
-        viewer = ClusterViewer(config.connect, parts.coordinator)
-        self._console = ConsoleRoutes(config.connect, viewer, self.changes, self._body_memory)
+        self.viewer = ClusterViewer(config.connect, parts.coordinator, parts.tasks)
+        self._console = ConsoleRoutes(self.viewer, self.changes, self._body_memory)
         self._must_check_host = is_loopback(config.listen_host) and not config.https_certificate
         self._round_robin_count = 0  # chooses the partition if a request has none
         self.feed_count = 0

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from waltz_core.administration import preference_changes, replica_changes
 from waltz_core.administration.change_run import ChangeResult
-from waltz_core.config.connect_string import split_address
+from waltz_core.config.connect_string import check_address
 from waltz_core.errors import RequestRejected, WaltzError
 
 _PLACEHOLDER: Final = re.compile(r"[A-Z][A-Z_:]*")
@@ -292,7 +292,7 @@ def _parse_value(parameter: ChangeParameter, text: str) -> object:
         raise RequestRejected(where, expected="partitions such as 0-3,7, or all", found=text)
     if parameter.kind in (ParameterKind.STORAGE, ParameterKind.SERVER, ParameterKind.ADDRESS):
         try:
-            split_address(text)
+            check_address(text)
         except WaltzError as error:
             raise RequestRejected(where, expected="host:port", found=text) from error
     return (text,) if parameter.is_list else text

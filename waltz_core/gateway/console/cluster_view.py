@@ -4,25 +4,32 @@ Rules (decision 069):
     1. Servers and storages are queried with the token of the caller. A member that denies its
        requests has the state "unknown". If members deny the caller and no server answers it, the
        whole request is denied.
-    2. ZooKeeper is read through the session of the gateway. If it does not answer, the view has the
-       members of the last read, with the error.
+    2. ZooKeeper is read through the session of the gateway (`snapshot_reader.py`). If it does not
+       answer, the view has the members of the last read, with the error.
     3. A query waits `TIMEOUT_S` for each answer, because the page shows a failure within seconds.
        Storages read no records for it.
-    4. Requests of one caller at the same time share one answer, which is used for a moment. So many
-       open pages cause no more queries than one page.
+    4. Requests of one caller at the same time share one answer or error. It is used for a moment,
+       at least for as long as the query took. So many open pages cause no more queries than one.
+    5. If no member answers, no member has checked the token of the caller. Then the gateway checks
+       that its principal may administer all partitions.
+    6. Findings do not show the paths of the gateway's files. Commands have placeholders for them.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, Final, Generic, TypeVar
+from dataclasses import replace
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 from waltz_core import __version__, errors
-from waltz_core.administration.cluster_probes import ClusterSnapshot, query_zookeeper_servers
+from waltz_core.administration.change_run import now_ms
+from waltz_core.administration.cluster_probes import query_zookeeper_servers
 from waltz_core.administration.lasting_findings import lasting_findings
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.config.connect_string import parse_connect_string
+from waltz_core.gateway.console.administrators import check_administrator
 from waltz_core.gateway.console.change_kinds import change_in_command
+from waltz_core.gateway.console.snapshot_reader import SnapshotReader
 from waltz_core.ops.condition import PartitionCondition, unavailable_reason
 from waltz_core.ops.facts import (
     ClusterFacts,
@@ -31,19 +38,26 @@ from waltz_core.ops.facts import (
     StorageFacts,
     ZooKeeperServerFacts,
 )
-from waltz_core.ops.findings import FINDING_KINDS
+from waltz_core.ops.findings import FINDING_KINDS, Finding
 from waltz_core.records.record import PartitionId, ReplicaId
 
 TIMEOUT_S: Final = 0.8
-FIRST_READ_TIMEOUT_S: Final = 5.0
 FINDINGS_TIMEOUT_S: Final = 3.0
-NO_ANSWER_TEXT: Final = "ZooKeeper did not answer in time"
 VIEW_AGE_S_MAX: Final = 0.4
 FINDINGS_AGE_S_MAX: Final = 4.0
+_PLACEHOLDER: Final = "FILE"
 OTHER_CLUSTER_TEXT: Final = "the storage belongs to another cluster"
 AnswerT = TypeVar("AnswerT")
 MemberT = TypeVar("MemberT", ServerFacts, StorageFacts)
 Fields = dict[str, Any]
+
+
+class _SharedAnswer(NamedTuple, Generic[AnswerT]):
+    """The outcome of one query, and the time until which it is used."""
+
+    until_s: float
+    answer: AnswerT | None
+    error: errors.WaltzError | None
 
 
 class SharedAnswers(Generic[AnswerT]):
@@ -51,7 +65,7 @@ class SharedAnswers(Generic[AnswerT]):
 
     def __init__(self, age_s_max: float) -> None:
         self._age_s_max = age_s_max
-        self._answers: dict[str, tuple[float, AnswerT]] = {}
+        self._answers: dict[str, _SharedAnswer[AnswerT]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def get(self, caller: str, query: Callable[[], Awaitable[AnswerT]]) -> AnswerT:
@@ -61,14 +75,25 @@ class SharedAnswers(Generic[AnswerT]):
             self._forget_old_answers()
             known = self._answers.get(caller)
             if known is None:
-                answer = await query()
-                known = self._answers[caller] = time.monotonic(), answer
-            return known[1]
+                known = self._answers[caller] = await self._query(query)
+        if known.error is not None:
+            raise known.error.with_traceback(None)
+        assert known.answer is not None
+        return known.answer
+
+    async def _query(self, query: Callable[[], Awaitable[AnswerT]]) -> _SharedAnswer[AnswerT]:
+        answer, error, begun_s = None, None, time.monotonic()
+        try:
+            answer = await query()
+        except errors.WaltzError as failure:
+            error = failure
+        now_s = time.monotonic()
+        return _SharedAnswer(now_s + max(self._age_s_max, now_s - begun_s), answer, error)
 
     def _forget_old_answers(self) -> None:
-        until_s = time.monotonic() - self._age_s_max
-        for caller, (answered_s, _) in list(self._answers.items()):
-            if answered_s < until_s:
+        now_s = time.monotonic()
+        for caller, known in list(self._answers.items()):
+            if known.until_s < now_s:
                 del self._answers[caller]
         for caller, lock in list(self._locks.items()):
             if not lock.locked() and caller not in self._answers:
@@ -78,25 +103,31 @@ class SharedAnswers(Generic[AnswerT]):
 class ClusterViewer:
     """Reads the state of the cluster for the callers of one gateway."""
 
-    def __init__(self, connect: str, coordinator: Callable[[], Coordinator]) -> None:
-        self._place = parse_connect_string(connect)
-        self._coordinator = coordinator
-        self._snapshot: ClusterSnapshot | None = None
-        self._reading = asyncio.Lock()
+    def __init__(
+        self, connect: str, coordinator: Callable[[], Coordinator], tasks: asyncio.TaskGroup
+    ) -> None:
+        self._connect, self._place = connect, parse_connect_string(connect)
+        self._reader = SnapshotReader(coordinator, tasks)
 
-    async def view(self) -> Fields:
+    def close(self) -> None:
+        """Stop reading, because the gateway stops."""
+        self._reader.close()
+
+    async def view(self, token_hash: str) -> Fields:
         """Return the members, partitions and replicas of the cluster (rules 1 to 3).
 
+        `token_hash` is that of the caller; empty: it has no token.
+
         Raises:
-            PermissionDenied: the caller has no permission.
+            PermissionDenied, AuthenticationFailed: the caller has no permission.
             CoordinatorUnavailable: ZooKeeper does not answer, and was never read.
         """
         # NB: not in the task group, which would wrap its error in an ExceptionGroup.
-        snapshot, error = await self._read_snapshot()
+        snapshot, error = await self._reader.read()
         async with asyncio.TaskGroup() as tasks:
             zookeepers = tasks.create_task(query_zookeeper_servers(self._place, TIMEOUT_S))
             cluster = await snapshot.probe(TIMEOUT_S, reads_logs=False)
-        _check_permitted(cluster)
+        await self._check_permitted(cluster, token_hash)
         return {
             "name": cluster.name,
             "version": __version__,
@@ -115,48 +146,62 @@ class ClusterViewer:
             ],
         }
 
-    async def _read_snapshot(self) -> tuple[ClusterSnapshot, str]:
-        """Return the state in ZooKeeper, and the error if it is that of an earlier read."""
-        timeout_s = FIRST_READ_TIMEOUT_S if self._snapshot is None else TIMEOUT_S
-        try:
-            async with asyncio.timeout(timeout_s), self._reading:
-                self._snapshot = await ClusterSnapshot.read(self._coordinator())
-                return self._snapshot, ""
-        except (TimeoutError, errors.Unavailable) as error:
-            reason = str(error) or f"no answer within {timeout_s} s"
-            if self._snapshot is None:
-                raise errors.CoordinatorUnavailable(reason) from error
-            return self._snapshot, reason
+    async def findings(self, token_hash: str) -> Fields:
+        """Return the findings of the doctor, with the changes that the console can make.
+
+        Raises PermissionDenied, AuthenticationFailed, CoordinatorUnavailable as `view`.
+        """
+        place = self._place
+        placeholder = str(
+            replace(
+                place,
+                auth_file=_PLACEHOLDER if place.auth_file else "",
+                tls=_PLACEHOLDER if place.tls else "",
+            )
+        )
+        facts, found = await lasting_findings(
+            self._connect, timeout_s=FINDINGS_TIMEOUT_S, shown_connect=placeholder
+        )
+        await self._check_permitted(facts.cluster, token_hash)
+        return {"time_ms": now_ms(), "findings": [self._finding_fields(each) for each in found]}
+
+    def _finding_fields(self, finding: Finding) -> Fields:
+        return {
+            "name": finding.name,
+            "area": FINDING_KINDS[finding.name].area.value,
+            "subject": finding.subject,
+            "partition": finding.partition,
+            "sentence": self._without_paths(finding.sentence),
+            "command": self._without_paths(finding.command),
+            "change": change_in_command(finding.command),
+        }
+
+    def _without_paths(self, text: str) -> str:
+        """Replace the paths of the gateway's files, which errors may contain (rule 6)."""
+        for path in (self._place.auth_file, self._place.tls):
+            if "/" in path:
+                text = text.replace(path, _PLACEHOLDER)
+        return text
+
+    async def _check_permitted(self, cluster: ClusterFacts | None, token_hash: str) -> None:
+        """Raise an error if the caller has no permission (rules 1 and 5)."""
+        if cluster is not None:
+            _check_not_denied(cluster)
+        if cluster is None or not _has_answer(cluster):
+            permissions = await self._reader.known_permissions()
+            if permissions is not None:
+                check_administrator(permissions, token_hash, "see the cluster")
 
 
-async def read_findings(connect: str) -> Fields:
-    """Return the findings of the doctor, with the changes that the console can make."""
-    facts, found = await lasting_findings(connect, timeout_s=FINDINGS_TIMEOUT_S)
-    if facts.cluster is not None:
-        _check_permitted(facts.cluster)
-    return {
-        "time_ms": now_ms(),
-        "findings": [
-            {
-                "name": each.name,
-                "area": FINDING_KINDS[each.name].area.value,
-                "subject": each.subject,
-                "partition": each.partition,
-                "sentence": each.sentence,
-                "command": each.command,
-                "change": change_in_command(each.command),
-            }
-            for each in found
-        ],
-    }
+def _has_answer(cluster: ClusterFacts) -> bool:
+    """Return whether a member has answered the caller, and so has checked its token."""
+    storages = cluster.storages.values()
+    return any(not each.failure for each in cluster.servers.values()) or any(
+        not each.failure and not each.admin_failure for each in storages
+    )
 
 
-def now_ms() -> int:
-    """Return the wall-clock time in milliseconds since 1970 (UTC)."""
-    return time.time_ns() // 1_000_000
-
-
-def _check_permitted(cluster: ClusterFacts) -> None:
+def _check_not_denied(cluster: ClusterFacts) -> None:
     """Raise PermissionDenied if the members deny the caller (rule 1)."""
     servers, storages = cluster.servers.values(), cluster.storages.values()
     denials = [each.failure for each in servers if each.is_denied]

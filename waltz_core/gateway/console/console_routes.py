@@ -21,16 +21,15 @@ from waltz_core.gateway.callers import Caller
 from waltz_core.gateway.console.change_kinds import parse_change
 from waltz_core.gateway.console.cluster_view import (
     FINDINGS_AGE_S_MAX,
-    NO_ANSWER_TEXT,
     TIMEOUT_S,
     VIEW_AGE_S_MAX,
     ClusterViewer,
     Fields,
     SharedAnswers,
-    read_findings,
 )
 from waltz_core.gateway.console.rejection_rows import read_rejections
 from waltz_core.gateway.console.running_changes import ChangeCaller, ConsoleChanges
+from waltz_core.gateway.console.snapshot_reader import NO_ANSWER_TEXT
 from waltz_core.gateway.console.transaction_pages import (
     first_transaction_at,
     read_page_from,
@@ -52,10 +51,7 @@ Handler = Callable[[Request, Caller], Awaitable[Response]]
 class ConsoleRoutes:
     """The operations of the console of one gateway."""
 
-    def __init__(
-        self, connect: str, viewer: ClusterViewer, changes: ConsoleChanges, bodies: BodyReader
-    ) -> None:
-        self._connect = connect
+    def __init__(self, viewer: ClusterViewer, changes: ConsoleChanges, bodies: BodyReader) -> None:
         self._viewer, self._changes, self._bodies = viewer, changes, bodies
         self._views: SharedAnswers[Fields] = SharedAnswers(VIEW_AGE_S_MAX)
         self._findings: SharedAnswers[Fields] = SharedAnswers(FINDINGS_AGE_S_MAX)
@@ -95,18 +91,16 @@ class ConsoleRoutes:
     async def _show_cluster(self, request: Request, caller: Caller) -> Response:
         url_parameters(request, ())
         member_connections.use_ssl_context(caller.client.ssl_context)
-        view = await self._views.get(caller.token_hash, self._viewer.view)
-        permission = await self._permissions.get(
-            caller.token_hash, lambda: self._permission(caller)
-        )
+        key = caller.token_hash
+        view = await self._views.get(key, lambda: self._viewer.view(key))
+        permission = await self._permissions.get(key, lambda: self._permission(caller))
         return json_response(view | permission)
 
     async def _show_findings(self, request: Request, caller: Caller) -> Response:
         url_parameters(request, ())
         member_connections.use_ssl_context(caller.client.ssl_context)
-        return json_response(
-            await self._findings.get(caller.token_hash, lambda: read_findings(self._connect))
-        )
+        key = caller.token_hash
+        return json_response(await self._findings.get(key, lambda: self._viewer.findings(key)))
 
     # --- changes
 

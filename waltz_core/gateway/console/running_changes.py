@@ -10,6 +10,10 @@ Rules (decision 069):
     4. A change has an audit entry with the caller's principal. It continues when the page is
        closed. When the gateway stops, it is interrupted: the same change then continues after the
        completed steps.
+    5. The gateway does not start a change while it runs the same one: a browser may send a request
+       twice.
+    6. The end of the gateway waits `INTERRUPTION_S_MAX` for the outcomes in the audit log. Without
+       ZooKeeper, an interrupted change keeps the outcome "begun".
 """
 
 import asyncio
@@ -24,16 +28,14 @@ from ssl import SSLContext
 from typing import Any, Final, NamedTuple
 
 from waltz_core import errors
-from waltz_core.access.grants import Grants
-from waltz_core.access.permissions import Permissions
 from waltz_core.access.principals import ANONYMOUS
-from waltz_core.access.requirements import ADMINISTER, Requirement, Scope
 from waltz_core.administration import member_connections
 from waltz_core.administration.change_run import ChangeRun, now_ms, record_change, time_limit
 from waltz_core.cluster.change.audit import OUTCOME_BEGUN, OUTCOME_DONE, AuditEntry
 from waltz_core.cluster.coordinator import Coordinator
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.config.connect_string import parse_connect_string
+from waltz_core.gateway.console.administrators import check_administrator
 from waltz_core.gateway.console.change_kinds import CHANGE_KINDS, ChangeKind
 
 _log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ RUNNING_MAX: Final = 8
 ENDED_MAX: Final = 50
 HISTORY_MAX: Final = 100
 TIMEOUT_S: Final = 3600.0
-_REQUIRED: Final = Requirement((ADMINISTER,), Scope.ALL, needs_all=True)
+INTERRUPTION_S_MAX: Final = 3.0
 _OUTCOME_INTERRUPTED: Final = "failed: the gateway was stopped"
 
 
@@ -103,7 +105,6 @@ class ConsoleChanges:
             BadConfig: the gateway's user in ZooKeeper may not.
         """
         coordinator = self.coordinator()
-        await coordinator.check_administrator()
         permissions = await coordinator.permissions.read()
         if permissions is None:
             if parse_connect_string(self.connect).auth_file:
@@ -111,13 +112,11 @@ class ConsoleChanges:
                     "the cluster has no access control, so each caller could use the ZooKeeper "
                     "user of the gateway. Hint: set up access control (docs/access.md)."
                 )
-            return ANONYMOUS
-        principal = _principal_of(permissions, caller)
-        if Grants(permissions).for_principal(principal).missing_verb(_REQUIRED, None) is not None:
-            raise errors.PermissionDenied(
-                f"principal {principal!r} may not change the cluster: it needs the verb "
-                "administer for all partitions. Hint: `waltz-core access grant` grants it."
-            )
+            principal = ANONYMOUS
+        else:
+            principal = check_administrator(permissions, caller.token_hash, "change the cluster")
+        # Last: an error about the gateway's user in ZooKeeper is only for administrators.
+        await coordinator.check_administrator()
         return principal
 
     async def start(
@@ -127,16 +126,24 @@ class ConsoleChanges:
 
         Raises:
             Overloaded: too many changes are running.
+            BadRequest: the same change is running.
             PermissionDenied, BadConfig: as for `check_permitted`.
         """
         principal = await self.check_permitted(caller)
         if len(self._running) >= RUNNING_MAX:  # not before the wait, in which others can start
             raise errors.Overloaded(f"{RUNNING_MAX} changes are running at this gateway")
+        command = shlex.join(kind.command_words(arguments))
+        same = [each for each in self._changes if each.ended_ms is None and each.command == command]
+        if same:  # rule 5
+            raise errors.BadRequest(
+                f"nothing was changed, because the same change runs as number {same[0].number} at "
+                "this gateway. Hint: wait until it ends."
+            )
         self._last_number += 1
         change = ConsoleChange(
             self._last_number,
             kind,
-            shlex.join(kind.command_words(arguments)),
+            command,
             f"{principal} via gateway@{socket.gethostname()}",
             now_ms(),
         )
@@ -158,10 +165,15 @@ class ConsoleChanges:
         if change.ended_ms is None:  # the task was cancelled before its first step
             change.outcome, change.ended_ms = _OUTCOME_INTERRUPTED, now_ms()
 
-    def interrupt(self) -> None:
-        """Interrupt the running changes, because the gateway stops (rule 4)."""
-        for task in self._running:
+    async def interrupt(self) -> None:
+        """Interrupt the running changes, because the gateway stops (rules 4 and 6)."""
+        running = list(self._running)
+        for task in running:
             task.cancel()
+        if running:
+            _, late = await asyncio.wait(running, timeout=INTERRUPTION_S_MAX)
+            for task in late:  # again: it waits for ZooKeeper
+                task.cancel()
 
     async def fields(self) -> dict[str, Any]:
         """Return the kinds, the changes of this gateway and the audit log (newest first) as JSON.
@@ -206,15 +218,6 @@ class ConsoleChanges:
             ):
                 result = await change.kind.function(run, **keywords) or {}
         return str(result.get("summary", "done"))
-
-
-def _principal_of(permissions: Permissions, caller: ChangeCaller) -> str:
-    if not caller.token_hash:
-        return ANONYMOUS
-    token = permissions.valid_token(caller.token_hash, now_ms())
-    if token is None:
-        raise errors.AuthenticationFailed("the token is not known, or it has expired")
-    return token.principal
 
 
 def _kind_fields(kind: ChangeKind) -> dict[str, Any]:

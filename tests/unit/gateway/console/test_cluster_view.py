@@ -1,6 +1,9 @@
 """The state of the cluster as the console shows it, for healthy and for broken facts."""
 
 import asyncio
+import dataclasses
+from contextlib import nullcontext
+from unittest.mock import patch
 from uuid import UUID
 
 import pytest
@@ -8,17 +11,15 @@ import pytest
 from tests.loops import pass_time, poll_until, run_on_virtual_loop
 from tests.unit.ops.test_diagnosis import NODES, ONE, SPARE, TWO, A, B, C, Case, archived
 from waltz_core import errors
+from waltz_core.access.permissions import Grant, Permissions, StoredToken
+from waltz_core.access.requirements import ADMINISTER, READ
 from waltz_core.administration.cluster_probes import ClusterSnapshot
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.znodes.model import UNRESOLVED, PartitionMetadata, ReplicaState
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.gateway.console import cluster_view
-from waltz_core.gateway.console.cluster_view import (
-    TIMEOUT_S,
-    ClusterViewer,
-    SharedAnswers,
-    read_findings,
-)
+from waltz_core.gateway.console.cluster_view import TIMEOUT_S, ClusterViewer, SharedAnswers
+from waltz_core.gateway.console.snapshot_reader import NO_ANSWER_TEXT, PAUSE_S_MIN, WAIT_S
 from waltz_core.ops.diagnosis import diagnose
 from waltz_core.ops.facts import DiskFacts, Facts, ZooKeeperServerFacts
 
@@ -28,14 +29,21 @@ ADMIN_DENIED = {"admin_failure": "ann is not granted administer", "is_denied": T
 
 
 class Snapshot:
-    """A snapshot whose processes answer with the facts of a case."""
+    """A snapshot whose processes answer with the facts of the world's case."""
 
-    def __init__(self, case):
-        self._case = case
+    def __init__(self, world):
+        self._world = world
 
     async def probe(self, timeout_s, *, reads_logs):
         assert (timeout_s, reads_logs) == (TIMEOUT_S, False)
-        return self._case.facts.cluster
+        return self._world.case.facts.cluster
+
+
+class RunningLoop:
+    """A task group for the loop of the test; the test does not wait for its tasks."""
+
+    def create_task(self, work, *, name):
+        return asyncio.get_running_loop().create_task(work, name=name)
 
 
 class World:
@@ -44,17 +52,30 @@ class World:
     def __init__(self, monkeypatch):
         self.case = Case()
         self.error = None
-        self.viewer = ClusterViewer(CONNECT, lambda: self)
+        self.permissions = self
+        self.stored = None
+        self.read_count = 0
+        self.viewer = ClusterViewer(CONNECT, lambda: self, RunningLoop())
         monkeypatch.setattr(ClusterSnapshot, "read", self._read)
         monkeypatch.setattr(cluster_view, "query_zookeeper_servers", self._query_zookeeper)
 
+    async def read(self):
+        """Return the permissions in ZooKeeper."""
+        return self.stored
+
+    async def view(self, token_hash=""):
+        """Return the view after a new read of ZooKeeper."""
+        await pass_time(PAUSE_S_MIN + 0.1)
+        return await self.viewer.view(token_hash)
+
     async def _read(self, coordinator):
         assert coordinator is self
+        self.read_count += 1
         if self.error is TimeoutError:
             await asyncio.Event().wait()
         if self.error is not None:
             raise self.error
-        return Snapshot(self.case)
+        return Snapshot(self)
 
     async def _query_zookeeper(self, place, timeout_s):
         assert (place.hosts, timeout_s) == (NODES, TIMEOUT_S)
@@ -62,7 +83,7 @@ class World:
 
     def fields(self):
         """Return the view, once."""
-        return asyncio.run(self.viewer.view())
+        return asyncio.run(self.viewer.view(""))
 
     def server(self, number, **changed):
         """Return the fields of a server with changed facts."""
@@ -323,10 +344,10 @@ async def test_without_zookeeper_the_view_has_the_members_of_the_last_read(
 ):
     world = World(monkeypatch)
     world.error = error
-    with pytest.raises(errors.CoordinatorUnavailable, match=message.partition(" within")[0]):
-        await world.viewer.view()
+    with pytest.raises(errors.CoordinatorUnavailable, match=message):
+        await world.view()
     world.error = None
-    assert (await world.viewer.view())["zookeeper_error"] == ""
+    assert (await world.view())["zookeeper_error"] == ""
     world.error = error
     world.case.storage(A, failure="refused")
     world.case.facts = Facts(
@@ -334,23 +355,23 @@ async def test_without_zookeeper_the_view_has_the_members_of_the_last_read(
         tuple(ZooKeeperServerFacts(each, "refused") for each in NODES),
         cluster=world.case.facts.cluster,
     )
-    fields = await world.viewer.view()
+    fields = await world.view()
     assert fields["zookeeper_error"] == message
     assert {each["state"] for each in fields["zookeeper"]} == {"down"}
     assert fields["storages"][0]["state"] == "down"  # members are queried as usual
     world.error = None
-    assert (await world.viewer.view())["zookeeper_error"] == ""
+    assert (await world.view())["zookeeper_error"] == ""
 
 
 @run_on_virtual_loop
 async def test_many_callers_wait_for_zookeeper_at_the_same_time(monkeypatch):
     world = World(monkeypatch)
-    await world.viewer.view()
+    await world.view()
     world.error = TimeoutError
     began_s = asyncio.get_running_loop().time()
     async with asyncio.TaskGroup() as tasks:
-        views = [tasks.create_task(world.viewer.view()) for _ in range(5)]
-    assert {each.result()["zookeeper_error"] for each in views} == {"no answer within 0.8 s"}
+        views = [tasks.create_task(world.view()) for _ in range(5)]
+    assert {each.result()["zookeeper_error"] for each in views} == {NO_ANSWER_TEXT}
     assert asyncio.get_running_loop().time() - began_s < 2 * TIMEOUT_S
 
 
@@ -364,7 +385,7 @@ async def test_an_outage_of_zookeeper_during_a_read_is_reported(monkeypatch):
 
     monkeypatch.setattr(coordinator, "read_partition", read_partition)
     with pytest.raises(errors.CoordinatorUnavailable, match="no answer"):
-        await ClusterViewer(CONNECT, lambda: coordinator).view()
+        await ClusterViewer(CONNECT, lambda: coordinator, RunningLoop()).view("")
 
 
 def test_a_deleted_cluster_is_an_error(world):
@@ -376,20 +397,27 @@ def test_a_deleted_cluster_is_an_error(world):
 # --- findings
 
 
-def findings_of(monkeypatch, facts):
-    async def lasting_findings(connect, *, timeout_s):
-        assert connect == CONNECT
-        return facts, diagnose(facts)
+def findings_of(world, facts=None, *, connect=CONNECT, token_hash=""):
+    facts = facts or world.case.facts
 
-    monkeypatch.setattr(cluster_view, "lasting_findings", lasting_findings)
-    return asyncio.run(read_findings(CONNECT))["findings"]
+    async def lasting_findings(found_connect, *, timeout_s, shown_connect):
+        assert found_connect == connect
+        shown = dataclasses.replace(facts, connect=shown_connect)
+        return shown, diagnose(shown)
+
+    async def run():
+        viewer = ClusterViewer(connect, lambda: world, RunningLoop())
+        with patch.object(cluster_view, "lasting_findings", lasting_findings):
+            return (await viewer.findings(token_hash))["findings"]
+
+    return asyncio.run(run())
 
 
-def test_findings_have_the_changes_of_the_console(monkeypatch):
-    case = Case()
-    assert findings_of(monkeypatch, case.facts) == []
+def test_findings_have_the_changes_of_the_console(world):
+    case = world.case
+    assert findings_of(world) == []
     case.server(1, failure="refused", served_partitions={})
-    (found,) = findings_of(monkeypatch, case.facts)
+    (found,) = findings_of(world)
     assert found.pop("sentence").startswith(f"server {ONE} is registered in ZooKeeper, but")
     assert found == {
         "name": "server-unavailable",
@@ -399,16 +427,115 @@ def test_findings_have_the_changes_of_the_console(monkeypatch):
         "command": f"waltz-core cluster remove-server {ONE} --connect {CONNECT}",
         "change": {"name": "remove-server", "arguments": {"server": ONE}},
     }
-    (found,) = findings_of(monkeypatch, Facts(CONNECT, zookeeper_failure="no answer"))
+    (found,) = findings_of(world, Facts(CONNECT, zookeeper_failure="no answer"))
     assert (found["name"], found["change"]) == ("zookeeper-unavailable", None)
 
 
-def test_findings_are_denied_like_the_view(monkeypatch):
-    case = Case()
+def test_findings_are_denied_like_the_view(world):
+    case = world.case
     for number in (1, 2):
         case.server(number, **DENIED, served_partitions={})
     with pytest.raises(errors.PermissionDenied):
-        findings_of(monkeypatch, case.facts)
+        findings_of(world)
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        Facts(CONNECT, access_error="auth file /etc/waltz/zk.admin cannot be read"),
+        Facts(CONNECT, zookeeper_failure="TLS file /etc/waltz/ca.pem cannot be read"),
+        Facts(CONNECT, is_cluster_missing=True),
+        None,
+    ],
+)
+def test_findings_do_not_show_the_files_of_the_gateway(world, facts):
+    world.case.server(1, failure="refused", served_partitions={})
+    connect = f"{CONNECT}?auth=/etc/waltz/zk.admin&tls=/etc/waltz/ca.pem"
+    found = findings_of(world, facts, connect=connect)
+    assert found
+    assert "/etc/waltz" not in str(found)
+    if facts is None:
+        shown = f"{CONNECT}?auth=FILE&tls=FILE"
+        assert found[0]["command"].endswith(f"remove-server {ONE} --connect '{shown}'")
+        assert found[0]["change"] == {"name": "remove-server", "arguments": {"server": ONE}}
+
+
+# --- a caller whose token no member has checked (rule 5)
+
+ADMINISTRATOR = "aa" * 32
+READER = "bb" * 32
+PERMISSIONS = Permissions(
+    1,
+    "ops",
+    0,
+    bytes(32),
+    grants=(Grant("ann", False, ADMINISTER, None), Grant("eve", False, READ, None)),
+    tokens={
+        ADMINISTRATOR: StoredToken("t1", "ann", 1 << 50),
+        READER: StoredToken("t2", "eve", 1 << 50),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("token_hash", "error"),
+    [
+        ("", errors.PermissionDenied),
+        (READER, errors.PermissionDenied),
+        ("cc" * 32, errors.AuthenticationFailed),
+        (ADMINISTRATOR, None),
+    ],
+)
+def test_if_no_member_answers_the_gateway_checks_the_caller(world, token_hash, error):
+    expected = nullcontext() if error is None else pytest.raises(error)
+    world.stored = PERMISSIONS
+    for number in (1, 2):
+        world.case.server(number, failure="refused", served_partitions={})
+    for each in (A, B, C, SPARE):
+        world.case.storage(each, failure="refused")
+    with expected:
+        asyncio.run(world.viewer.view(token_hash))
+    with expected:
+        findings_of(world, token_hash=token_hash)
+    with expected:
+        findings_of(world, Facts(CONNECT, is_cluster_missing=True), token_hash=token_hash)
+    world.case.storage(A, failure="")
+    asyncio.run(world.viewer.view(token_hash))  # the storage has checked the token
+
+
+# --- reads of ZooKeeper
+
+
+@run_on_virtual_loop
+async def test_callers_share_reads_of_zookeeper_with_pauses(monkeypatch):
+    world = World(monkeypatch)
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(20):
+            tasks.create_task(world.viewer.view(""))
+    await world.viewer.view("")
+    assert world.read_count == 1
+    await world.view()
+    assert world.read_count == 2
+
+
+@run_on_virtual_loop
+async def test_a_read_that_takes_longer_than_a_request_waits_continues(monkeypatch):
+    world = World(monkeypatch)
+    read = world._read
+
+    async def slow_read(coordinator):
+        await pass_time(8.0)
+        return await read(coordinator)
+
+    monkeypatch.setattr(ClusterSnapshot, "read", slow_read)
+    with pytest.raises(errors.CoordinatorUnavailable):
+        await world.viewer.view("")
+    assert (await world.viewer.view(""))["zookeeper_error"] == ""
+    assert world.read_count == 1
+    await pass_time(8.5)  # the next read is as slow, and no error
+    assert (await world.viewer.view(""))["zookeeper_error"] == ""
+    await pass_time(8.0 - WAIT_S)
+    assert world.read_count == 2
 
 
 # --- shared answers (rule 4)
@@ -459,13 +586,16 @@ async def test_an_answer_is_used_for_a_moment_and_then_forgotten(monkeypatch):
 
 
 @run_on_virtual_loop
-async def test_an_error_is_not_an_answer():
+async def test_an_error_is_shared_for_a_moment(monkeypatch):
+    monkeypatch.setattr(cluster_view.time, "monotonic", asyncio.get_running_loop().time)
     answers, query = SharedAnswers(1.0), Query()
     query.error = errors.Unavailable("no answer")
     query.may_end.set()
-    with pytest.raises(errors.Unavailable):
-        await answers.get("ann", query)
+    for _ in range(3):  # a caller without permission does not cause a query with each request
+        with pytest.raises(errors.Unavailable):
+            await answers.get("ann", query)
     query.error = None
+    await pass_time(1.1)
     assert await answers.get("ann", query) == 2
 
 

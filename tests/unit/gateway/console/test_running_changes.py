@@ -16,7 +16,7 @@ from waltz_core.access.principals import ANONYMOUS
 from waltz_core.access.requirements import ADMINISTER, READ
 from waltz_core.administration import member_connections
 from waltz_core.administration.change_run import OUTCOME_INTERRUPTED, now_ms
-from waltz_core.cluster.change.audit import OUTCOME_BEGUN, OUTCOME_DONE, AuditEntry
+from waltz_core.cluster.change.audit import OUTCOME_BEGUN, OUTCOME_DONE, AuditEntry, AuditLog
 from waltz_core.cluster.change.creation import NewCluster
 from waltz_core.cluster.change.stored_permissions import Author
 from waltz_core.cluster.coordinator import Coordinator
@@ -27,6 +27,7 @@ from waltz_core.gateway.console.change_kinds import CHANGE_KINDS
 from waltz_core.gateway.console.running_changes import (
     ENDED_MAX,
     HISTORY_MAX,
+    INTERRUPTION_S_MAX,
     RUNNING_MAX,
     ChangeCaller,
     ConsoleChanges,
@@ -77,6 +78,7 @@ class World:
         self.coordinator = Coordinator(self.session, ROOT)
         self.changes = ConsoleChanges(connect, lambda: self.coordinator, tasks)
         self.calls = []
+        self.started_count = 0
         self.may_end = asyncio.Event()
         self.error = None
 
@@ -90,9 +92,12 @@ class World:
             raise self.error
         return {"summary": "it is removed"}
 
-    async def start(self, by=NO_TOKEN):
+    async def start(self, by=NO_TOKEN, server=None):
+        """Start a change, by default one that no other start has started."""
+        self.started_count += 1
         kind = CHANGE_KINDS["remove-server"]._replace(function=self.function)
-        return await self.changes.start(by, kind, ARGUMENTS)
+        name = server or f"10.0.1.{self.started_count}:5180"
+        return await self.changes.start(by, kind, {"server": name})
 
     async def end(self, *changes, error=None):
         """Let the running changes end, and wait for these."""
@@ -295,11 +300,43 @@ async def test_a_gateway_that_stops_records_the_interruption(monkeypatch):
         running = await world.start()
         await poll_until(lambda: world.calls)
         just_started = await world.start()
-        world.changes.interrupt()
+        await world.changes.interrupt()
         changes = (running, just_started)
         await poll_until(lambda: all(each.ended_ms is not None for each in changes))
         assert {each.outcome for each in changes} == {"failed: the gateway was stopped"}
         assert [outcome for _, _, outcome in await world.audit()] == [OUTCOME_INTERRUPTED]
+
+
+@run_on_virtual_loop
+async def test_a_gateway_that_stops_waits_for_zookeeper_for_a_limited_time(monkeypatch):
+    async with open_world(monkeypatch) as world:
+        change = await world.start()
+        await poll_until(lambda: world.calls)
+
+        async def end(*_):
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(AuditLog, "end", end)
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        await world.changes.interrupt()
+        await poll_until(lambda: change.ended_ms is not None)
+        assert loop.time() - begun_s < INTERRUPTION_S_MAX + 0.5
+        assert change.outcome == "failed: the gateway was stopped"
+        assert [outcome for _, _, outcome in await world.audit()] == [OUTCOME_BEGUN]
+
+
+@run_on_virtual_loop
+async def test_a_request_that_is_sent_twice_starts_one_change(monkeypatch):
+    async with open_world(monkeypatch) as world:
+        first = await world.start(server=SERVER)
+        with pytest.raises(errors.BadRequest, match="the same change runs as number 1"):
+            await world.start(server=SERVER)
+        await world.end(first)
+        assert len(await world.audit()) == 1
+        again = await world.start(server=SERVER)
+        await world.end(again)
+        assert len(world.calls) == 2
 
 
 # --- limits

@@ -1,0 +1,110 @@
+"""Reads the state of the cluster in ZooKeeper, for all callers of the console together.
+
+Rules:
+    1. There is at most one read at a time, and a pause after it that is as long as the read. So the
+       console uses at most half of the time of one session, with any number of callers.
+    2. A request waits for a read for a limited time, and then uses the state of the last one. The
+       read continues: the read of many partitions takes longer than a request may wait.
+    3. ZooKeeper is reported as not answering if a read takes much longer than the last one.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from waltz_core import errors
+from waltz_core.administration.cluster_probes import ClusterSnapshot
+from waltz_core.cluster.coordinator import Coordinator
+
+if TYPE_CHECKING:
+    from waltz_core.access.permissions import Permissions
+
+_log = logging.getLogger(__name__)
+
+WAIT_S: Final = 0.8
+FIRST_WAIT_S: Final = 5.0
+READ_S_MAX: Final = 60.0
+PAUSE_S_MIN: Final = 0.4
+SLOWDOWN_MAX: Final = 3
+NO_ANSWER_TEXT: Final = "ZooKeeper did not answer in time"
+
+
+class SnapshotReader:
+    """The latest state of the cluster and its permissions (rules 1 to 3)."""
+
+    def __init__(self, coordinator: Callable[[], Coordinator], tasks: asyncio.TaskGroup) -> None:
+        self._coordinator, self._tasks = coordinator, tasks
+        self._snapshot: ClusterSnapshot | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._failure: errors.WaltzError | None = None  # of the last read
+        self._begun_s = self._took_s = self._next_s = 0.0
+        self._permissions: Permissions | None = None
+
+    async def read(self) -> tuple[ClusterSnapshot, str]:
+        """Return the state in ZooKeeper, and the error if it is that of an earlier read.
+
+        Raises:
+            CoordinatorUnavailable: ZooKeeper does not answer, and was never read.
+        """
+        if self._reading is None and _now_s() >= self._next_s:
+            self._begun_s = _now_s()
+            self._reading = self._tasks.create_task(self._read(), name="console_snapshot")
+        if self._reading is not None:
+            await asyncio.wait(
+                [self._reading], timeout=FIRST_WAIT_S if self._snapshot is None else WAIT_S
+            )
+        if self._failure is not None and not isinstance(self._failure, errors.Unavailable):
+            raise self._failure.with_traceback(None)
+        error = "" if self._failure is None else str(self._failure) or NO_ANSWER_TEXT
+        if self._reading is not None and self._is_late():
+            error = error or NO_ANSWER_TEXT
+        if self._snapshot is None:
+            raise errors.CoordinatorUnavailable(error or NO_ANSWER_TEXT)
+        return self._snapshot, error
+
+    async def known_permissions(self) -> "Permissions | None":
+        """Return the permissions of the last read; None: the cluster has no access control.
+
+        Raises CoordinatorUnavailable if ZooKeeper was never read.
+        """
+        if self._snapshot is None:
+            await self.read()
+        return self._permissions
+
+    def _is_late(self) -> bool:
+        """Whether the current read takes much longer than the last one (rule 3)."""
+        allowed_s = max(0.9 * WAIT_S, SLOWDOWN_MAX * self._took_s)
+        return _now_s() - self._begun_s > allowed_s
+
+    def close(self) -> None:
+        """Stop reading, because the gateway stops."""
+        if self._reading is not None:
+            self._reading.cancel()
+
+    async def _read(self) -> None:
+        """Read the state once; an error is kept for the requests."""
+        try:
+            async with asyncio.timeout(READ_S_MAX):
+                coordinator = self._coordinator()
+                self._permissions = await coordinator.permissions.read()
+                self._snapshot = await ClusterSnapshot.read(coordinator)
+        except TimeoutError:
+            self._failure = errors.CoordinatorUnavailable(NO_ANSWER_TEXT)
+        except errors.WaltzError as error:
+            self._failure = error
+        except Exception:  # noqa: BLE001 - the top of a task
+            _log.exception("console.snapshot_failed")
+            self._failure = errors.WaltzError(
+                "internal error in the gateway. Hint: the log of the gateway has the details."
+            )
+        else:
+            self._failure, self._took_s = None, _now_s() - self._begun_s
+        finally:
+            self._reading = None
+            pause_s = max(PAUSE_S_MIN, _now_s() - self._begun_s)
+            self._next_s = _now_s() + (pause_s if self._failure is None else 0.0)
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
