@@ -1,11 +1,11 @@
 """Reads the state of the cluster in ZooKeeper, for all callers of the console together.
 
 Rules:
-    1. There is at most one read at a time, and a pause after it that is as long as the read. So the
-       console uses at most half of the time of one session, with any number of callers.
+    1. There is at most one read at a time, and a pause after it that is as long as the read, up to
+       `PAUSE_S_MAX`. So many callers load ZooKeeper as one caller does.
     2. A request waits for a read for a limited time, and then uses the state of the last one. The
        read continues: the read of many partitions takes longer than a request may wait.
-    3. ZooKeeper is reported as not answering if a read takes much longer than the last one.
+    3. If a read is not over in time, one small read shows whether ZooKeeper answers.
 """
 
 import asyncio
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-WAIT_S: Final = 0.8
+WAIT_S: Final = 0.4
 FIRST_WAIT_S: Final = 5.0
 READ_S_MAX: Final = 60.0
-PAUSE_S_MIN: Final = 0.4
-SLOWDOWN_MAX: Final = 3
+PAUSE_S_MIN, PAUSE_S_MAX = 0.4, 2.0
 NO_ANSWER_TEXT: Final = "ZooKeeper did not answer in time"
 
 
@@ -38,7 +37,7 @@ class SnapshotReader:
         self._snapshot: ClusterSnapshot | None = None
         self._reading: asyncio.Task[None] | None = None
         self._failure: errors.WaltzError | None = None  # of the last read
-        self._begun_s = self._took_s = self._next_s = 0.0
+        self._begun_s = self._next_s = 0.0
         self._permissions: Permissions | None = None
 
     async def read(self) -> tuple[ClusterSnapshot, str]:
@@ -57,8 +56,8 @@ class SnapshotReader:
         if self._failure is not None and not isinstance(self._failure, errors.Unavailable):
             raise self._failure.with_traceback(None)
         error = "" if self._failure is None else str(self._failure) or NO_ANSWER_TEXT
-        if self._reading is not None and self._is_late():
-            error = error or NO_ANSWER_TEXT
+        if self._reading is not None and not error:
+            error = await self._zookeeper_error()
         if self._snapshot is None:
             raise errors.CoordinatorUnavailable(error or NO_ANSWER_TEXT)
         return self._snapshot, error
@@ -72,10 +71,14 @@ class SnapshotReader:
             await self.read()
         return self._permissions
 
-    def _is_late(self) -> bool:
-        """Whether the current read takes much longer than the last one (rule 3)."""
-        allowed_s = max(0.9 * WAIT_S, SLOWDOWN_MAX * self._took_s)
-        return _now_s() - self._begun_s > allowed_s
+    async def _zookeeper_error(self) -> str:
+        """Return the error if ZooKeeper does not answer a small read (rule 3)."""
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await self._coordinator().read_cluster()
+        except (TimeoutError, errors.Unavailable) as error:
+            return str(error) or NO_ANSWER_TEXT
+        return ""
 
     def close(self) -> None:
         """Stop reading, because the gateway stops."""
@@ -99,10 +102,10 @@ class SnapshotReader:
                 "internal error in the gateway. Hint: the log of the gateway has the details."
             )
         else:
-            self._failure, self._took_s = None, _now_s() - self._begun_s
+            self._failure = None
         finally:
             self._reading = None
-            pause_s = max(PAUSE_S_MIN, _now_s() - self._begun_s)
+            pause_s = min(max(PAUSE_S_MIN, _now_s() - self._begun_s), PAUSE_S_MAX)
             self._next_s = _now_s() + (pause_s if self._failure is None else 0.0)
 
 
