@@ -222,3 +222,10 @@ def test_only_a_complete_command_is_a_change(words, change):
 @pytest.mark.parametrize("command", ["", "waltz-core", "waltz-core cluster", "kill -9 7", "'"])
 def test_another_command_is_no_change(command):
     assert change_in_command(command) is None
+
+
+@pytest.mark.parametrize("host", ["a\u202eb", "a\nb", "a b"])
+def test_an_address_has_a_valid_host(host):
+    """It is in the audit log and in commands that users copy."""
+    with pytest.raises(RequestRejected, match="storage"):
+        parse_change({"name": "add-storage", "arguments": {"storage": f"{host}:15280"}})

@@ -16,6 +16,7 @@ from tests.unit.gateway.test_gateway_access import MINE, NOT_MINE, token, with_a
 from waltz_core import errors
 from waltz_core.cluster.zookeeper import zookeeper_session
 from waltz_core.gateway.console import console_routes, running_changes
+from waltz_core.gateway.console.cluster_view import ClusterViewer
 from waltz_core.gateway.console.static_pages import CONTENT_SECURITY_POLICY
 
 PAGES = Path(running_changes.__file__).parent / "pages"
@@ -349,19 +350,31 @@ def test_without_a_read_of_zookeeper_the_cluster_is_unavailable():
 def test_findings_are_shared_by_the_requests_of_one_caller(monkeypatch):
     calls = []
 
-    async def read_findings(connect):
-        calls.append(connect)
+    async def findings(_self, token_hash):
+        calls.append(token_hash)
         return {"time_ms": 1, "findings": []}
 
-    async def scenario(world, gateway):
+    async def scenario(_world, gateway):
         for _ in range(3):
             assert await get_json(gateway, "/v1/console/findings") == (
                 200,
                 {"time_ms": 1, "findings": []},
             )
-        assert calls == [world.connect]
+        assert calls == [""]
 
-    monkeypatch.setattr(console_routes, "read_findings", read_findings)
+    monkeypatch.setattr(ClusterViewer, "findings", findings)
+    with_gateway(scenario)
+
+
+@pytest.mark.parametrize("path", [CHANGES, "/v1/console/partitions/0/transactions", "/v1/marks"])
+def test_browsers_keep_no_answer_and_give_it_to_no_other_origin(path):
+    async def scenario(_world, gateway):
+        _, headers, _ = await exchange(gateway, "GET", path)
+        assert headers["cache-control"] == "no-store"
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cross-origin-resource-policy"] == "same-origin"
+        assert "access-control-allow-origin" not in headers
+
     with_gateway(scenario)
 
 
