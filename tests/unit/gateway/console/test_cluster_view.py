@@ -19,7 +19,7 @@ from waltz_core.cluster.znodes.model import UNRESOLVED, PartitionMetadata, Repli
 from waltz_core.cluster.zookeeper.zookeeper_in_memory import MemoryZooKeeper
 from waltz_core.gateway.console import cluster_view
 from waltz_core.gateway.console.cluster_view import TIMEOUT_S, ClusterViewer, SharedAnswers
-from waltz_core.gateway.console.snapshot_reader import NO_ANSWER_TEXT, PAUSE_S_MAX
+from waltz_core.gateway.console.snapshot_reader import PAUSE_S_MAX
 from waltz_core.ops.diagnosis import diagnose
 from waltz_core.ops.facts import DiskFacts, Facts, ZooKeeperServerFacts
 
@@ -347,7 +347,7 @@ async def test_without_zookeeper_the_view_has_the_members_of_the_last_read(
 ):
     world = World(monkeypatch)
     world.error = error
-    with pytest.raises(errors.CoordinatorUnavailable, match=message):
+    with pytest.raises(errors.CoordinatorUnavailable, match=message.partition(" within")[0]):
         await world.view()
     world.error = None
     assert (await world.view())["zookeeper_error"] == ""
@@ -374,7 +374,7 @@ async def test_many_callers_wait_for_zookeeper_at_the_same_time(monkeypatch):
     began_s = asyncio.get_running_loop().time()
     async with asyncio.TaskGroup() as tasks:
         views = [tasks.create_task(world.view()) for _ in range(5)]
-    assert {each.result()["zookeeper_error"] for each in views} == {NO_ANSWER_TEXT}
+    assert {each.result()["zookeeper_error"] for each in views} == {"no answer within 0.8 s"}
     assert asyncio.get_running_loop().time() - began_s < PAUSE_S_MAX + 2 * TIMEOUT_S
     world.error = None
 
