@@ -22,7 +22,8 @@ SESSION_S = SESSION_MS / 1000
 MARGIN_S = 4.0
 
 
-@pytest.mark.parametrize("ways", ["both", "to the server"])
+# The server notices both cuts in the same way: no answer arrives.
+@pytest.mark.parametrize("ways", [pytest.param("both", marks=pytest.mark.slow), "to the server"])
 def test_a_server_without_a_quorum_of_storages_releases_its_partitions(
     scenario: NetworkScenario, ways: str
 ):

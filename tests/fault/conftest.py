@@ -37,7 +37,8 @@ def scenario(module_scenario: Scenario) -> Iterator[Scenario]:
         module_scenario.cluster.start(member.name)
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
+# The bank does the same with both. `test_sql_instances.py` has short tests of PostgreSQL.
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Return the URL of an empty database."""
     if request.param == "sqlite":

@@ -1,16 +1,17 @@
-"""A Spark job that writes three times, each time with four tasks, three of which fail at first.
+"""A Spark job that writes several times, each time with four tasks, three of which fail at first.
 
-    python -m tests.spark.exactly_once_job CONNECT DIRECTORY
+    python -m tests.spark.exactly_once_job CONNECT DIRECTORY WRITE...
 
 It runs on a master with two executors of their own (`local-cluster`). Task 0 raises, the Python
 worker of task 1 and the executor of task 2 are killed with -9; each when some of its rows are in
-the log. The job checks the log after each write; the last one is encrypted.
+the log. The job checks the log after each write. The write `encrypted` is encrypted.
 """
 
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -71,8 +72,8 @@ class FailFirstAttempts:
         signal.pause()  # it dies here
 
 
-def main(connect: str, directory: Path) -> None:
-    """Run the job."""
+def main(connect: str, directory: Path, writes: Sequence[str]) -> None:
+    """Run the job with the given writes."""
     spark = waltz_spark.session(
         "once",
         master="local-cluster[2,2,1024]",
@@ -83,19 +84,19 @@ def main(connect: str, directory: Path) -> None:
         },
     )
     rows = make_rows(spark)
-    for write, options in WRITES.items():
+    for write in writes:
         struck = directory / write
         struck.mkdir()
+        if write == "encrypted":
+            encrypted_write.run(spark, connect, partial(FailFirstAttempts, connect, struck))
+            continue
         after = read_marks(connect)
         broken = rows.mapInArrow(FailFirstAttempts(connect, struck, after), rows.schema)
-        result = waltz_spark.append(broken, connect, batchSize="10", **options)
+        result = waltz_spark.append(broken, connect, batchSize="10", **WRITES[write])
         check_write(write, result.counts, count_rows_in_log(connect, after))
-    struck = directory / "encrypted"
-    struck.mkdir()
-    encrypted_write.run(spark, connect, lambda after: FailFirstAttempts(connect, struck, after))
     spark.stop()
 
 
 if __name__ == "__main__":
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])

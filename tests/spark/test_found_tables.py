@@ -103,16 +103,22 @@ def test_a_table_without_columns_is_continued(
 @pytest.mark.parametrize(
     "rows",
     [
-        [(0, {"id": 1, "a": 1}), (0, {"id": 2, "a": "x"})],
         [(0, {"id": 1, "a": 1.5}), (0, {"id": 1}), (1, {"id": 3, "a": 1})],
         [(0, {"id": 1, "a": {"b": [[1], ["x"]]}})],
-        [(0, {"id": 1, "a": []})],
         [(0, {"id": 1}), (0, {"a": 1})],
-        [(0, {"a": 1})],
-        [(0, {"id": 1.5})],
-        [(0, {"id": 1, "header": 5})],
         [(0, {"id": 1, "A": 5, "a": 5})],
-        [(0, {"id": 1, "a b": 5})],
+        # `tests/unit/tables/test_found_columns.py` has the same errors without Spark.
+        *(
+            pytest.param(rows, marks=pytest.mark.slow)
+            for rows in (
+                [(0, {"id": 1, "a": 1}), (0, {"id": 2, "a": "x"})],
+                [(0, {"id": 1, "a": []})],
+                [(0, {"a": 1})],
+                [(0, {"id": 1.5})],
+                [(0, {"id": 1, "header": 5})],
+                [(0, {"id": 1, "a b": 5})],
+            )
+        ),
     ],
 )
 def test_columns_that_are_not_found_fail_as_without_spark_and_leave_no_table(

@@ -14,14 +14,26 @@ from tests.time_limits import TEST_TIMEOUT_S
 pytestmark = pytest.mark.spark
 
 ROOT = Path(__file__).parents[2]
+JOB = (sys.executable, "-m", "tests.spark.exactly_once_job")
 SECONDS_MAX = 2 * TEST_TIMEOUT_S
 
 
-def test_rows_are_written_once_with_the_option_and_repeated_without_it(tmp_path: Path) -> None:
-    """A third write is encrypted, with keys of a function."""
+# Shorter tests of encryption: `test_encryption.py` encrypts a write, and
+# `tests/unit/spark/test_payload_encryption.py` sends encrypted rows again.
+@pytest.mark.parametrize(
+    "writes",
+    [
+        pytest.param(tuple(WRITES), id="plain"),
+        pytest.param(("encrypted",), id="encrypted", marks=pytest.mark.slow),
+    ],
+)
+def test_rows_are_written_once_with_the_option_and_repeated_without_it(
+    tmp_path: Path, writes: tuple[str, ...]
+) -> None:
+    """The encrypted write has keys of a function."""
     with waltz_core.local.running_cluster(storage_count=1) as cluster:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.spark.exactly_once_job", cluster.connect, str(tmp_path)],
+            [*JOB, cluster.connect, str(tmp_path), *writes],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -30,6 +42,6 @@ def test_rows_are_written_once_with_the_option_and_repeated_without_it(tmp_path:
             check=False,
         )
     assert done.returncode == 0, done.stderr[-4_000:]
-    for write in (*WRITES, "encrypted"):
+    for write in writes:
         for task in range(TASKS):
             assert (tmp_path / write / f"struck-{task}").exists()

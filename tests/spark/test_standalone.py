@@ -20,8 +20,11 @@ from tests.spark.standalone import StandaloneSpark
 from tests.time_limits import TEST_TIMEOUT_S
 from waltz_core.client import WaltzClient
 
-# Where others use the machine too, starting a JVM takes many seconds.
-pytestmark = pytest.mark.spark
+# Master, workers, drivers and executors are a process each. Shorter tests of the same rules:
+# `test_once_cluster.py` has executors with processes of their own, `test_moving.py` reads from
+# replicas, `test_scale.py` counts the connections of workers, and `test_batch.py` writes with
+# locks, reads back, and causes a conflict.
+pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
 COUNT = 200_000
 ROW_BYTES = 80
@@ -108,7 +111,6 @@ def test_a_job_runs_on_both_workers_and_reads_from_replicas(both: Both, tmp_path
         assert 0 < made < 2 * len(seen) * len(both.ports(kind))
 
 
-@pytest.mark.slow
 def test_executors_that_reach_servers_only_read_and_write(both: Both, tmp_path: Path) -> None:
     """ZooKeeper and the storages are behind a wall; the driver reaches all."""
     if not both.spark.hub.has_own_network:
@@ -140,7 +142,6 @@ def test_executors_that_reach_servers_only_read_and_write(both: Both, tmp_path: 
     assert sum(mark + 1 for mark in marks.values()) == count + 1
 
 
-@pytest.mark.slow
 def test_two_attempts_of_a_task_write_at_one_time(both: Both, tmp_path: Path) -> None:
     job = both.spark.submit(
         "speculation_job.py", both.waltz.connect, str(tmp_path), imports_tests=True

@@ -98,7 +98,8 @@ def test_a_table_without_marks_accepts_one_first_commit(
     assert first.apply(change(spark, 2), up_to(2, -1))
 
 
-@pytest.mark.parametrize("other", ["restore", "follower"])
+# The same search in the history of the table finds both.
+@pytest.mark.parametrize("other", [pytest.param("restore", marks=pytest.mark.slow), "follower"])
 def test_another_commit_between_a_read_and_a_merge_is_found(
     spark: SparkSession, tmp_path: Path, other: str
 ) -> None:

@@ -247,9 +247,10 @@ def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
     assert [each.operation for each in state.others] == ["delete"]
 
 
+# "append" is the same pause, in a table that the user has created.
 @pytest.mark.core
 @with_iceberg
-@pytest.mark.parametrize("step", ["create", "append"])
+@pytest.mark.parametrize("step", ["create", pytest.param("append", marks=pytest.mark.slow)])
 def test_a_follower_that_pauses_after_the_first_snapshot_is_rejected(
     lake: SparkSession, warehouse: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

@@ -192,8 +192,11 @@ def test_a_start_and_a_table_with_a_name(
     assert read_table(tmp_path / "named" / "created") == {}
 
 
+# One comparison in the product rejects both.
 @with_delta
-@pytest.mark.parametrize("text", ["", "__HIVE_DEFAULT_PARTITION__"])
+@pytest.mark.parametrize(
+    "text", ["", pytest.param("__HIVE_DEFAULT_PARTITION__", marks=pytest.mark.slow)]
+)
 def test_a_text_that_delta_reads_as_null_fails(
     spark: SparkSession, tmp_path: Path, connect: str, text: str
 ) -> None:
@@ -391,7 +394,9 @@ def test_another_session_continues_a_follower_that_ended_between_two_commits(
     assert read_table(table) == written.replayed(end_marks(written))
 
 
+# Each snippet repeats a call of the tests above or in `test_several_tables.py`, on another cluster.
 @with_delta
+@pytest.mark.slow
 def test_the_snippets_of_the_page_work(spark: SparkSession, tmp_path: Path) -> None:
     page = ROOT / "docs/spark-tables.md"
     text = page.read_text(encoding="utf-8").replace("/lake/", f"{tmp_path}/")
