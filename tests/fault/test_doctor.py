@@ -358,7 +358,26 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("title", list(FAULTS))
+# `tests/unit/ops/test_diagnosis.py` has the finding of each fault. Title -> the file in this folder
+# with the same fault, or the title of a fault with almost the same steps.
+SLOW_FAULTS = {
+    "all servers are killed": "test_doctor_elsewhere.py",
+    "a node of ZooKeeper finds no quorum": "test_zookeeper_trouble.py",
+    "no quorum is trusted": "test_rebuilding.py",
+    "a record has rotted": "test_disk_errors.py",
+    "a log does not open": "test_storage_death.py",
+    "a disk is nearly full": "a disk is full",
+    "ZooKeeper has lost everything": "test_rebuilding.py",
+}
+
+
+@pytest.mark.parametrize(
+    "title",
+    [
+        pytest.param(title, marks=pytest.mark.slow) if title in SLOW_FAULTS else title
+        for title in FAULTS
+    ],
+)
 def test_a_fault_is_named_and_repaired_by_the_printed_command(
     diagnosed: DiagnosedCluster, title: str
 ):

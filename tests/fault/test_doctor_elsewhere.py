@@ -64,7 +64,19 @@ FAULTS = (
 )
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=[each.name for each in FAULTS])
+# A dead storage is found and started like a dead node of ZooKeeper; the test below starts servers.
+SLOW_FAULTS = ("storage-unavailable", "no-server")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(
+            each, id=each.name, marks=[pytest.mark.slow] if each.name in SLOW_FAULTS else []
+        )
+        for each in FAULTS
+    ],
+)
 def test_the_printed_command_starts_the_process(diagnosed: DiagnosedCluster, fault: Fault):
     cluster = diagnosed.cluster()
     look = remote_options(cluster.connect)
