@@ -98,8 +98,15 @@ def test_a_repeated_command_writes_no_commit(written: WrittenLog, tmp_path: Path
     assert DeltaTable(table).version() == version
 
 
-@pytest.mark.parametrize("step", KILL_STEPS)
-@pytest.mark.parametrize("passes", [0, 2])
+# Kills in a later batch, when the table exists. `tests/chaos/test_table_kills.py` has more of them,
+# at random points.
+LATER_KILLS = [
+    pytest.param(step, 2, marks=[] if step in ("in apply", "after apply") else [pytest.mark.slow])
+    for step in KILL_STEPS
+]
+
+
+@pytest.mark.parametrize(("step", "passes"), [*((step, 0) for step in KILL_STEPS), *LATER_KILLS])
 def test_a_follower_that_is_killed_at_a_step_continues(
     written: WrittenLog, tmp_path: Path, step: str, passes: int
 ):
