@@ -15,6 +15,8 @@ TASKS, ROWS = 4, 400
 EXPECTED_PREFIXES = {b"task%d-%d-" % (n // ROWS, n) for n in range(TASKS * ROWS)}
 # After this time an attempt fails, and the job prints what it waited for.
 WAIT_S_MAX = 200
+# Several tasks poll the log at the same time; the writer needs the CPU between two polls.
+POLL_S = 0.1
 # So many rows Spark collects before it hands them to the writer.
 SMALL_BATCHES = {"spark.sql.execution.arrow.maxRecordsPerBatch": "20"}
 
@@ -62,3 +64,4 @@ def wait_until_in_log(
                     if prefix in bytes(chunk.records):
                         return
             assert time.monotonic() < deadline, f"not within {WAIT_S_MAX} s in the log: {prefix!r}"
+            time.sleep(POLL_S)
