@@ -109,8 +109,9 @@ class GatewayRoutes:
         )
         self.changes = ConsoleChanges(config.connect, parts.coordinator, parts.tasks)
         self.viewer = ClusterViewer(config.connect, parts.coordinator, parts.tasks)
-        self._console = ConsoleRoutes(self.viewer, self.changes, self._body_memory)
-        self._must_check_host = is_loopback(config.listen_host) and not config.https_certificate
+        has_tls = bool(config.https_certificate)
+        self._console = ConsoleRoutes(self.viewer, self.changes, self._body_memory, has_tls=has_tls)
+        self._must_check_host = is_loopback(config.listen_host) and not has_tls
         self._round_robin_count = 0  # chooses the partition if a request has none
         self.feed_count = 0
 

@@ -4,7 +4,8 @@ Rules:
     1. A body has `Content-Type: application/json`. A web page may send this header to another
        origin only if the answer to a preflight request permits it, and the gateway permits nothing.
     2. On loopback without TLS, `Host` must be an IP address or `localhost`. Otherwise a web page
-       could reach the gateway under the page's own name (DNS rebinding).
+       could reach the gateway under the page's own name (DNS rebinding). On other addresses without
+       TLS, this holds for changes of the cluster by callers without a token.
     3. The gateway does not decode bodies, and does not choose one of two idempotency keys.
 """
 
@@ -42,14 +43,16 @@ def check_content_headers(headers: RequestHeaders) -> None:
         )
 
 
-def check_local_host(headers: Mapping[str, str]) -> None:
-    """Check the host of a request to a loopback address; raises RequestRejected (rule 2)."""
+def check_local_host(
+    headers: Mapping[str, str], reason: str = "the gateway listens on loopback"
+) -> None:
+    """Check that the host is no name of a web page; raises RequestRejected (rule 2)."""
     host = headers.get("host", "")
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     if not is_ip_address(name) and name.lower() != "localhost":
         raise RequestRejected(
             "header Host",
-            expected="an IP address or localhost, because the gateway listens on loopback",
+            expected=f"an IP address or localhost, because {reason}",
             found=host,
             hint="A proxy must replace the header by the address of the gateway.",
         )

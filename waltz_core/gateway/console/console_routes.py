@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from waltz_core import errors
+from waltz_core.access.principals import ANONYMOUS
 from waltz_core.administration import member_connections
 from waltz_core.errors import RequestRejected
 from waltz_core.gateway.callers import Caller
@@ -37,7 +38,11 @@ from waltz_core.gateway.console.transaction_pages import (
 )
 from waltz_core.gateway.http_json import json_response, partition_in_path, url_parameters
 from waltz_core.gateway.openapi import HttpOperation
-from waltz_core.gateway.request_headers import check_content_headers, content_length
+from waltz_core.gateway.request_headers import (
+    check_content_headers,
+    check_local_host,
+    content_length,
+)
 from waltz_core.gateway.request_parsing import BodyReader, UrlParameters, check_integer
 from waltz_core.records import strict_json
 
@@ -51,8 +56,11 @@ Handler = Callable[[Request, Caller], Awaitable[Response]]
 class ConsoleRoutes:
     """The operations of the console of one gateway."""
 
-    def __init__(self, viewer: ClusterViewer, changes: ConsoleChanges, bodies: BodyReader) -> None:
+    def __init__(
+        self, viewer: ClusterViewer, changes: ConsoleChanges, bodies: BodyReader, *, has_tls: bool
+    ) -> None:
         self._viewer, self._changes, self._bodies = viewer, changes, bodies
+        self._has_tls = has_tls
         self._views: SharedAnswers[Fields] = SharedAnswers(VIEW_AGE_S_MAX)
         self._findings: SharedAnswers[Fields] = SharedAnswers(FINDINGS_AGE_S_MAX)
         self._permissions: SharedAnswers[Fields] = SharedAnswers(PERMISSION_AGE_S_MAX)
@@ -129,6 +137,9 @@ class ConsoleRoutes:
         check_content_headers(request.headers)
         async with self._bodies.body(request.stream(), content_length(request.headers)) as body:
             kind, arguments = parse_change(_parse_json(body))
+        principal = await self._changes.check_permitted(_change_caller(caller))
+        if principal == ANONYMOUS and not self._has_tls:
+            check_local_host(request.headers, "the gateway has no TLS and the caller no token")
         change = await self._changes.start(_change_caller(caller), kind, arguments)
         return json_response({"id": str(change.number)}, 202)
 

@@ -216,6 +216,19 @@ def test_each_operation_checks_the_host_and_the_token_and_is_counted():
     with_gateway(scenario)
 
 
+def test_a_web_page_with_another_host_starts_no_change_in_a_network():
+    async def scenario(_world, gateway):
+        body = json.dumps(CHANGE).encode()
+        path = "/v1/console/changes"
+        status, _, answer = await exchange(gateway, "POST", path, body, Host="attacker.example")
+        assert (status, "header Host" in json.loads(answer)["error"]) == (400, True)
+        assert list(gateway.routes.changes._changes) == []
+        status, _, _ = await exchange(gateway, "GET", path, None, Host="gateway.example")
+        assert status == 200
+
+    with_gateway(scenario, listen_host="10.0.0.1", insecure_network=True)
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
