@@ -13,7 +13,7 @@ from deltalake import DeltaTable
 from tests.time_limits import PATIENT_CLIENT
 from waltz_core.client import WaltzClient
 from waltz_core.local import running_cluster
-from waltz_core.tables.table_marks import decode
+from waltz_core.tables.table_marks import decode_marks
 
 PARTITION_COUNT = 2
 TRANSACTION_COUNT = 120  # of an `append`
@@ -115,7 +115,7 @@ def _without_nulls(value: object) -> object:
 
 def marks_by_version(table: Path | str) -> dict[int, dict[int, int]]:
     commits = DeltaTable(table).history()
-    return {each["version"]: dict(decode(each["userMetadata"]).marks) for each in commits}
+    return {each["version"]: dict(decode_marks(each["userMetadata"]).marks) for each in commits}
 
 
 def check_versions(

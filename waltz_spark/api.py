@@ -193,9 +193,9 @@ def _check_distinct_columns(df: DataFrame, options: Mapping[str, str]) -> None:
 
 
 def _read_summary(path: str) -> dict[str, Any]:
-    place = open_results_directory(path, is_for_reading=True)
+    directory = open_results_directory(path, is_for_reading=True)
     try:
-        with place.file_system.open_input_stream(f"{place.path}/{SUMMARY_FILE}") as stream:
+        with directory.file_system.open_input_stream(f"{directory.path}/{SUMMARY_FILE}") as stream:
             return dict(json.loads(stream.read()))
     except FileNotFoundError:
         raise BadConfig(
@@ -206,19 +206,21 @@ def _read_summary(path: str) -> dict[str, Any]:
 
 def _read_results(spark: SparkSession, path: str, name: str) -> DataFrame | None:
     """Return the results of a write from a directory; None if there is no file with results."""
-    place = open_results_directory(path, is_for_reading=True)
-    names = [entry.base_name for entry in place.file_system.get_file_info(_files_in(place.path))]
-    directory = _path_for_spark(path, place)
-    own = [f"{directory}/{each}" for each in names if is_result_file_of(each, name)]
+    directory = open_results_directory(path, is_for_reading=True)
+    names = [
+        entry.base_name for entry in directory.file_system.get_file_info(_files_in(directory.path))
+    ]
+    spark_path = _path_for_spark(path, directory)
+    own = [f"{spark_path}/{each}" for each in names if is_result_file_of(each, name)]
     return spark.read.parquet(*own) if own else None
 
 
-def _path_for_spark(path: str, place: ResultDirectory) -> str:
+def _path_for_spark(path: str, directory: ResultDirectory) -> str:
     """Return the path of a directory for Spark, with `file://` if the directory is local."""
     from pyarrow import fs  # noqa: PLC0415 - only functions that read results need it
 
-    if isinstance(place.file_system, fs.LocalFileSystem):
-        path = f"file://{Path(place.path).absolute()}"
+    if isinstance(directory.file_system, fs.LocalFileSystem):
+        path = f"file://{Path(directory.path).absolute()}"
     return re.sub(r"[\\{}\[\]*?]", r"\\\g<0>", path.rstrip("/"))  # otherwise it is a pattern
 
 
@@ -293,10 +295,10 @@ def _new_temporary_path(spark: SparkSession) -> str:
             "Spark may run on other machines, too. Hint: use option resultsPath with a directory "
             "that this process and every executor can access."
         )
-    place = tempfile.mkdtemp(prefix="waltz-results-")
+    directory = tempfile.mkdtemp(prefix="waltz-results-")
     # A `WriteResult` can be used until this process exits.
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
-    return str(Path(place) / uuid.uuid4().hex)  # noqa: TID251
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return str(Path(directory) / uuid.uuid4().hex)  # noqa: TID251
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from waltz_core import local
 from waltz_core.client import WaltzClient
 from waltz_core.errors import WaltzError
 from waltz_core.local import LocalCluster
-from waltz_core.tables.table_marks import decode
+from waltz_core.tables.table_marks import decode_marks
 
 FOLLOWERS = {"command": CommandFollower, "found": FoundFollower, "spark": SparkFollower}
 MEMBERS = {"server": 1, "storage": 1}
@@ -270,7 +270,7 @@ def compare(written: WrittenLog, table: Path, writer: EndlessWriter) -> Iterator
     schema_before = ""
     history = {each["version"]: each.get("userMetadata") for each in DeltaTable(table).history()}
     for version, metadata in sorted(history.items()):
-        decoded = decode(metadata)
+        decoded = decode_marks(metadata)
         if decoded is None:
             yield f"version {version} has no marks"
             continue

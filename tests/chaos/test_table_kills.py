@@ -11,7 +11,7 @@ from tests.time_limits import PATIENT_CLIENT
 from tests.written_log import PARTITION_COUNT, WrittenLog, end_marks
 from waltz_core.client import WaltzClient
 from waltz_core.local import running_cluster
-from waltz_core.tables.table_marks import TableMarks, encode
+from waltz_core.tables.table_marks import TableMarks, encode_marks
 
 
 # `tests/unit/tables/test_found_columns.py` finds columns in batches that end anywhere.
@@ -42,7 +42,7 @@ def test_the_comparison_finds_wrong_rows_marks_and_transactions(tmp_path: Path):
         writer.committed[0, 0] = 1, {"id": -1}
         delta = DeltaTable(table)
         marks = TableMarks("follow", client.cluster().key.hex(), end_marks(written))
-        forged = CommitProperties(custom_metadata={"userMetadata": encode(marks)})
+        forged = CommitProperties(custom_metadata={"userMetadata": encode_marks(marks)})
         delta.delete("value >= 0", commit_properties=forged)
         version = delta.version()
         delta.alter.set_table_properties({"delta.logRetentionDuration": "interval 9 days"})

@@ -43,7 +43,7 @@ from tests.written_log import (
 )
 from waltz_core.client import Avro, WaltzClient
 from waltz_core.config import ClientConfig
-from waltz_core.tables.table_marks import decode
+from waltz_core.tables.table_marks import decode_marks
 
 AVRO_HEADER = 6
 PLACE = ("_partition", "_transaction_id")
@@ -152,7 +152,7 @@ def test_a_follower_that_is_killed_between_new_fields_and_their_batch_continues(
         assert run_command(*words).returncode == 0
         after, marks, rows = state()
         assert after == version + 2, "one commit of the batch, and none of the repeated command"
-        assert dict(decode(marks).marks) == end_marks(written)
+        assert dict(decode_marks(marks).marks) == end_marks(written)
         assert [row["at"] for row in rows] == [
             {"x": 1, "y": None},
             {"x": 3, "y": None},

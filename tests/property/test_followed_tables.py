@@ -20,12 +20,18 @@ from waltz_core.tables.row_changes import (
     DELETED,
     ChangeRules,
     changes_function,
-    changes_of,
+    compute_changes,
     last_changes,
     parse_condition,
     reduce_batches,
 )
-from waltz_core.tables.table_marks import LogState, TableMarks, continued_marks, encode, next_batch
+from waltz_core.tables.table_marks import (
+    LogState,
+    TableMarks,
+    encode_marks,
+    marks_to_continue_from,
+    next_batch_marks,
+)
 
 CLUSTER = "00112233445566778899aabbccddeeff"
 PARTITIONS = 3
@@ -138,7 +144,7 @@ class StoredTable(NamedTuple):
                 content.pop(key, None)
             else:
                 content[key] = (row["partition"], row["transaction_id"], row["value"])
-        return StoredTable(content, encode(marks), marks.version)
+        return StoredTable(content, encode_marks(marks), marks.version)
 
 
 class Turn(NamedTuple):
@@ -175,8 +181,8 @@ def test_a_followed_table_equals_a_replay_of_the_log(log, turns, case):
     for turn in (*turns, REST):
         grown = {part: len(each) * turn.visible // 100 - 1 for part, each in enumerate(log)}
         ends = {part: max(end, grown[part]) for part, end in ends.items()}
-        table = continued_marks(stored.metadata, stored.version, start)
-        batch = next_batch(table.marks, LogState(ends, {}), turn.count_max)
+        table = marks_to_continue_from(stored.metadata, stored.version, start)
+        batch = next_batch_marks(table.marks, LogState(ends, {}), turn.count_max)
         # Rows that the table has are dropped: a repeated micro-batch has them.
         read = table_of(up_to(rows, batch), turn.cuts)
         with patch.object(row_changes, "PART_BYTES", turn.part_bytes):
@@ -194,7 +200,7 @@ def up_to(rows: list[tuple], marks: dict[int, int]) -> list[tuple]:
 
 @given(LOGS, st.lists(st.integers(0, 3), min_size=90, max_size=90))
 def test_the_last_changes_of_parts_are_those_of_the_whole(log, parts):
-    changes = changes_of(table_of(rows_of(log), []), RULES)
+    changes = compute_changes(table_of(rows_of(log), []), RULES)
     part_of = pa.array(parts[: changes.num_rows])
     pieces = [changes.filter(pc.equal(part_of, part)) for part in range(4)]
     reduced = [last_changes(piece, KEY) for piece in pieces]

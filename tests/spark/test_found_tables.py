@@ -14,7 +14,7 @@ from tests import table_libraries
 from tests.commands import run_command
 from tests.spark.test_tables import started
 from waltz_core.errors import WaltzError
-from waltz_core.tables.table_marks import decode
+from waltz_core.tables.table_marks import decode_marks
 
 pytestmark = [
     pytest.mark.spark,
@@ -70,7 +70,7 @@ def test_columns_are_found_as_without_spark_wherever_batches_end(
         marks = waltz_spark.follow(spark, connect, table=str(table), start=start, **place, **limits)
         assert (found_rows(table), found_columns(table)) == expected, limits
         newest = DeltaTable(table).history(1)[0]["userMetadata"]
-        assert dict(decode(newest).marks) == marks
+        assert dict(decode_marks(newest).marks) == marks
     # Either follower continues it, with new columns.
     started(connect, (0, {"id": 5, "new": 1}), (0, {"id": 5, "at": {"z": "z"}}))
     waltz_spark.follow(spark, connect, table=str(table), **place)

@@ -20,7 +20,7 @@ from tests.written_log import (
 )
 from waltz_core.errors import BadConfig, BadFormat, Superseded
 from waltz_core.tables.follower import OtherCommit
-from waltz_core.tables.table_marks import TableMarks, decode
+from waltz_core.tables.table_marks import TableMarks, decode_marks
 from waltz_spark.tables.log_changes import changes_schema
 from waltz_spark.tables.merged_table import MergedDeltaTable
 
@@ -62,7 +62,11 @@ def test_of_commits_that_were_prepared_on_the_same_marks_the_table_accepts_one(
     first.finish()
     with pytest.raises(Superseded):
         second.finish()
-    assert decode(first.marks(NAME).metadata) == decode(second.marks(NAME).metadata) == NAME
+    assert (
+        decode_marks(first.marks(NAME).metadata)
+        == decode_marks(second.marks(NAME).metadata)
+        == NAME
+    )
     assert second.apply(change(spark, 1), up_to(1, -1))
     for marks in (up_to(1, -1), up_to(-1, 0), up_to(0, 50)):
         with pytest.raises(Superseded, match="another commit of follower 'follow' came first"):
@@ -73,7 +77,7 @@ def test_of_commits_that_were_prepared_on_the_same_marks_the_table_accepts_one(
     assert second.apply(None, up_to(2, 0))
     with pytest.raises(Superseded):
         first.apply(change(spark, 0), up_to(0, 60))
-    assert decode(first.marks(NAME).metadata) == up_to(2, 0)
+    assert decode_marks(first.marks(NAME).metadata) == up_to(2, 0)
     assert first.apply(change(spark, 3), up_to(3, 0))
     rows = spark.read.format("delta").load(f"{tmp_path}/table").collect()
     assert {row["id"] for row in rows} == {1, 3}

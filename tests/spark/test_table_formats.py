@@ -24,7 +24,7 @@ from tests.written_log import DELETE_HEADER, PARTITION_COUNT, TableRows, Written
 from waltz_core.client import WaltzClient
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
 from waltz_core.tables.row_changes import ChangeRules
-from waltz_core.tables.table_marks import TableMarks, decode
+from waltz_core.tables.table_marks import TableMarks, decode_marks
 from waltz_spark.tables.iceberg_table import MergedIcebergTable
 from waltz_spark.tables.log_changes import changes_schema
 from waltz_spark.tables.parquet_files import SparkParquetTable
@@ -78,7 +78,7 @@ def marks_by_snapshot(session: SparkSession, table: str) -> dict[int, dict[int, 
         f"FROM {table}.history h JOIN {table}.snapshots s ON h.snapshot_id = s.snapshot_id "
         "WHERE is_current_ancestor ORDER BY made_current_at"
     ).collect()
-    return {snapshot: dict(decode(metadata).marks) for snapshot, metadata in rows}
+    return {snapshot: dict(decode_marks(metadata).marks) for snapshot, metadata in rows}
 
 
 def check_snapshots(session: SparkSession, written: WrittenLog, table: str) -> None:
@@ -229,13 +229,17 @@ def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
     first.finish()
     with pytest.raises(Superseded):
         second.finish()
-    assert decode(first.marks(NAME).metadata) == decode(second.marks(NAME).metadata) == NAME
+    assert (
+        decode_marks(first.marks(NAME).metadata)
+        == decode_marks(second.marks(NAME).metadata)
+        == NAME
+    )
     assert second.apply(changes(lake, 1), up_to(1))
     for change in (changes(lake, 0), None):
         with pytest.raises(Superseded, match="another commit came first"):
             first.apply(change, up_to(0))
     assert ids(lake, table) == [1]
-    assert decode(first.marks(NAME).metadata) == up_to(1)
+    assert decode_marks(first.marks(NAME).metadata) == up_to(1)
     assert first.apply(None, up_to(2))
     # A commit of another program, too.
     second.marks(NAME)
@@ -243,7 +247,7 @@ def test_of_two_followers_of_an_iceberg_table_the_second_commit_is_rejected(
     with pytest.raises(Superseded):
         second.apply(changes(lake, 3), up_to(3))
     state = second.marks(NAME)
-    assert decode(state.metadata) == up_to(2)
+    assert decode_marks(state.metadata) == up_to(2)
     assert [each.operation for each in state.others] == ["delete"]
 
 
@@ -275,7 +279,7 @@ def test_a_follower_that_pauses_after_the_first_snapshot_is_rejected(
         patch.setattr(DataFrameWriterV2, step, written)
         with pytest.raises(Superseded, match="another commit came first"):
             first.apply(changes(lake, 0), up_to(0))
-    assert decode(first.marks(NAME).metadata) == up_to(5)
+    assert decode_marks(first.marks(NAME).metadata) == up_to(5)
     assert ids(lake, table) == [1]
 
 
@@ -315,7 +319,7 @@ def test_a_second_follower_keeps_branches_that_may_become_main(
     # A branch that begins at a later snapshot is moved to none.
     third = opened(lake, warehouse, table)
     for each in (first, third):
-        assert decode(each.marks(NAME).metadata) == up_to(2)
+        assert decode_marks(each.marks(NAME).metadata) == up_to(2)
     append_rows = DataFrameWriterV2.append
 
     def appended_late(self: DataFrameWriterV2) -> None:
@@ -328,7 +332,7 @@ def test_a_second_follower_keeps_branches_that_may_become_main(
         patch.setattr(DataFrameWriterV2, "append", appended_late)
         with pytest.raises(Superseded, match="another program has dropped waltz_"):
             first.apply(None, up_to(3))
-    assert decode(first.marks(NAME).metadata) == up_to(4)
+    assert decode_marks(first.marks(NAME).metadata) == up_to(4)
     assert first.apply(changes(lake, 5), up_to(5))
     assert ids(lake, table) == [0, 1, 2, 4, 5]
 
@@ -351,7 +355,7 @@ def test_an_iceberg_table_is_created_after_a_temporary_error(
             target.finish()
     state = target.marks(NAME)
     assert state is not None
-    assert decode(state.metadata) == NAME
+    assert decode_marks(state.metadata) == NAME
     assert target.apply(changes(lake, 1), up_to(1))
     assert ids(lake, table) == [1]
 
@@ -370,14 +374,14 @@ def test_the_marks_of_an_iceberg_table_are_those_of_its_rows(
     assert target.marks(NAME) is not None
     assert target.apply(changes(lake, 7, is_deleted=True), up_to(7))
     state = target.marks(NAME)
-    assert (decode(state.metadata), state.others, ids(lake, table)) == (up_to(7), [], [])
+    assert (decode_marks(state.metadata), state.others, ids(lake, table)) == (up_to(7), [], [])
     assert target.apply(changes(lake, 8), up_to(8))
     other = target.marks(NAME._replace(follower="other"))
     assert (other.metadata, other.version, other.has_rows) == (None, None, True)
     snapshots = lake.sql(f"SELECT snapshot_id FROM {table}.history ORDER BY made_current_at")
     created = snapshots.collect()[0][0]
     lake.sql(f"CALL {CATALOG_NAME}.system.rollback_to_snapshot('shop.marked', {created})")
-    assert decode(target.marks(NAME).metadata) == NAME
+    assert decode_marks(target.marks(NAME).metadata) == NAME
     assert target.apply(changes(lake, 9), up_to(9))
     assert ids(lake, table) == [9]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from waltz_core.tables.follower import OtherCommit
-from waltz_core.tables.table_marks import TableMarks, decode
+from waltz_core.tables.table_marks import TableMarks, decode_marks
 
 
 class DeltaCommit(NamedTuple):
@@ -22,20 +22,20 @@ class DeltaCommit(NamedTuple):
     operation: str
     metadata: str | None
 
-    def of_follower(self) -> OtherCommit:
+    def as_other_commit(self) -> OtherCommit:
         """Return the commit, with the name of its follower if it has one (rule 1)."""
         commit = OtherCommit(self.version, self.operation)
-        found = None if commit.is_maintenance else decode(self.metadata)
+        found = None if commit.is_maintenance else decode_marks(self.metadata)
         return commit if found is None else commit._replace(follower=found.follower)
 
 
-def operation_of(operation: str, mode: str) -> str:
+def full_operation_name(operation: str, mode: str) -> str:
     """Return the operation of a Delta commit, with the mode if the commit is an overwrite."""
     is_overwrite = operation == "WRITE" and mode.upper() == "OVERWRITE"
     return f"{operation} (OVERWRITE)" if is_overwrite else operation
 
 
-def newest_of(
+def find_newest_commit(
     follower: TableMarks, commits: Sequence[DeltaCommit], *, is_complete: bool
 ) -> tuple[str, list[OtherCommit]] | None:
     """Find the newest commit of a follower; return its metadata, and the commits to check.
@@ -50,7 +50,7 @@ def newest_of(
     Returns:
         None if there is no commit of the follower, or if older commits must be read, too.
     """
-    found = [each.of_follower() for each in commits]
+    found = [each.as_other_commit() for each in commits]
     own = [at for at, each in enumerate(found) if each.follower == follower.follower]
     if not own or (len(own) == 1 and not is_complete):
         return None

@@ -17,8 +17,8 @@ LibraryError: TypeAlias = BadConfig | BadFormat | BadRequest | Superseded | Unav
 
 # The beginning of an error that the SQL of the merge raises, and its position in the library's
 # text.
-TWO_PARTITIONS: Final = "key in two partitions: "
-_TWO_PARTITIONS_TEXT = re.compile(rf"{TWO_PARTITIONS}(\(.*\) in partition .*)\.'", re.DOTALL)
+TWO_PARTITIONS_PREFIX: Final = "key in two partitions: "
+_TWO_PARTITIONS_TEXT = re.compile(rf"{TWO_PARTITIONS_PREFIX}(\(.*\) in partition .*)\.'", re.DOTALL)
 _COLOR_CODES = re.compile(r"\x1b\[\d+m")
 _PREFIXES = re.compile(r"(?:(?:Kernel|Generic DeltaTable|External) error(?: ->|:)?\s+)+")
 _STACK = re.compile(r"\s+0: <unknown>")

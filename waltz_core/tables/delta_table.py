@@ -6,8 +6,8 @@ identifier of the follower as `txn`.
 Rules:
     1. A commit is version v + 1, where v is the version that `marks` has read. The library tries no
        commit again on a newer version.
-    2. A table has the declared columns, `_partition` and `_transaction_id`: the place of the last
-       change of the row.
+    2. A table has the declared columns, `_partition` and `_transaction_id`: the position of the
+       last change of the row.
     3. A key with changes in two partitions fails the merge; `last_changes` sees one batch only.
     4. Columns that are found are committed with the batch that has their first value, even if it
        has no other effect: the columns do not depend on the limits of batches.
@@ -31,12 +31,12 @@ import pyarrow.compute as pc
 from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.errors import BadConfig, BadFormat, BadRequest, Superseded
 from waltz_core.tables.delta_columns import check_schema
-from waltz_core.tables.delta_commits import DeltaCommit, newest_of, operation_of
-from waltz_core.tables.delta_errors import TWO_PARTITIONS, library_error
-from waltz_core.tables.follower import REMOVED, TableState
+from waltz_core.tables.delta_commits import DeltaCommit, find_newest_commit, full_operation_name
+from waltz_core.tables.delta_errors import TWO_PARTITIONS_PREFIX, library_error
+from waltz_core.tables.follower import TABLE_REMOVED_TEXT, TableState
 from waltz_core.tables.found_columns import LOG_COLUMNS, field_count
 from waltz_core.tables.row_changes import DELETED, ArrowTable
-from waltz_core.tables.table_marks import TableMarks, decode, encode
+from waltz_core.tables.table_marks import TableMarks, decode_marks, encode_marks
 
 try:
     from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
@@ -46,11 +46,11 @@ except ModuleNotFoundError:
         "Delta tables need the package deltalake. Hint: pip install 'waltz-spark[tables]'."
     ) from None
 
-# The place columns of the table (rule 2), and the columns of the changes from which they come.
-_PLACE: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
-_PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
+# The position columns of the table (rule 2), and the columns of the changes from which they come.
+_POSITION_COLUMNS: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
+_POSITION_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
 # Rule 6: the library writes negative decimals as texts that it cannot read, and alters binaries.
-_TYPES_OF_PARTITIONS = (
+_PARTITION_COLUMN_TYPES = (
     pa.types.is_boolean,
     pa.types.is_signed_integer,
     pa.types.is_string,
@@ -84,16 +84,16 @@ class FollowedDeltaTable:
                     f"key: expected columns of the table, found {missing[0]!r}. Hint: declare this "
                     "column, or correct the key."
                 )
-        self._schema = _with_place(schema or pa.schema([]))
+        self._schema = _with_position_columns(schema or pa.schema([]))
         self._uri, self._key = uri, list(key)
         self._table: DeltaTable | None = None
         self._start: TableMarks | None = None  # the marks of a table before its creation (rule 7)
         self._state: tuple[int, TableState] | None = None  # the version of the table, and its state
 
     def columns(self) -> ArrowSchema:
-        """Return the columns of the version that `marks` has read, without the place columns."""
+        """Return the columns of the version that `marks` has read, without the position columns."""
         found = self._schema if self._table is None else _schema_of(self._table)
-        return pa.schema([part for part in found if part.name not in _PLACE])
+        return pa.schema([part for part in found if part.name not in _POSITION_COLUMNS])
 
     def create(self, start: TableMarks) -> None:
         """Let the next `apply` that has an effect, or `finish`, create the table (rule 7)."""
@@ -140,7 +140,9 @@ class FollowedDeltaTable:
                 except TableNotFoundError:
                     if self._start is None:
                         return None
-                    return TableState(encode(self._start), self._start.version, (), has_rows=False)
+                    return TableState(
+                        encode_marks(self._start), self._start.version, (), has_rows=False
+                    )
                 _check_partition_types(table)
                 if self._has_declared_columns:
                     self._check_columns(table)
@@ -148,7 +150,7 @@ class FollowedDeltaTable:
             else:
                 self._table.update_incremental()
                 if not self._table.history(1):  # an update finds nothing new there
-                    raise BadFormat(REMOVED)
+                    raise BadFormat(TABLE_REMOVED_TEXT)
             # NB: the history may have newer commits than the loaded version, under wrong versions.
             while self._state is None or self._state[0] != self._table.version():
                 self._state = self._table.version(), _read_table_state(self._table, follower)
@@ -186,7 +188,7 @@ class FollowedDeltaTable:
     def _rows_of_changes(self, changes: ArrowTable) -> ArrowTable:
         """Return the rows of changes, with the columns of the table; raises BadConfig."""
         schema = self._schema if self._has_declared_columns else _inferred_schema(changes)
-        columns = [changes[_PLACE.get(name, name)] for name in schema.names]
+        columns = [changes[_POSITION_COLUMNS.get(name, name)] for name in schema.names]
         return pa.table(columns, schema=schema)
 
     def _has_key(self, table: DeltaTable) -> bool:
@@ -209,7 +211,7 @@ class FollowedDeltaTable:
         )
         if new > old:
             assert self._state is not None, "marks() was called"
-            _commit_rows(table, rows.slice(0, 0), decode(self._state[1].metadata))
+            _commit_rows(table, rows.slice(0, 0), decode_marks(self._state[1].metadata))
             version += 1
             if table.version() != version:
                 raise Superseded(f"table {self._uri}: another program has committed a version")
@@ -239,12 +241,12 @@ class FollowedDeltaTable:
     def _delete_condition(self, schema: ArrowSchema, is_deleted: str) -> str:
         """Return condition `is_deleted`, which fails for a row of another partition (rule 3)."""
         key = ", ', ', ".join(_as_text(schema.field(name)) for name in self._key)
-        places = ", ' and ', ".join(
+        positions = ", ' and ', ".join(
             f"'partition ', CAST({side}._partition AS VARCHAR), ', transaction ', "
             f"CAST({side}._transaction_id AS VARCHAR)"
             for side in ("target", "source")
         )
-        message = f"concat('{TWO_PARTITIONS}(', {key}, ') in ', {places}, '.')"
+        message = f"concat('{TWO_PARTITIONS_PREFIX}(', {key}, ') in ', {positions}, '.')"
         return (
             "CASE WHEN target._partition <> source._partition "
             f"THEN CAST({message} AS BOOLEAN) ELSE {is_deleted} END"
@@ -278,8 +280,8 @@ def _schema_of(table: DeltaTable) -> ArrowSchema:
     return pa.schema(table.schema().to_arrow())
 
 
-def _with_place(schema: ArrowSchema) -> ArrowSchema:
-    return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _PLACE_TYPES.items())])
+def _with_position_columns(schema: ArrowSchema) -> ArrowSchema:
+    return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _POSITION_TYPES.items())])
 
 
 def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
@@ -287,7 +289,7 @@ def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
     own = (*LOG_COLUMNS, DELETED)
     found = pa.schema([part for part in changes.schema if part.name not in own])
     check_schema(found)
-    return _with_place(found)
+    return _with_position_columns(found)
 
 
 def _commit_rows(table: DeltaTable, rows: ArrowTable, marks: TableMarks | None) -> None:
@@ -302,7 +304,7 @@ def _check_partition_types(table: DeltaTable) -> None:
     schema = _schema_of(table)
     for name in table.metadata().partition_columns:
         kind = schema.field(name).type
-        if not any(is_of(kind) for is_of in _TYPES_OF_PARTITIONS):
+        if not any(is_of(kind) for is_of in _PARTITION_COLUMN_TYPES):
             raise BadConfig(
                 f"partition column {name!r} of the table: expected a boolean, an integer, text, "
                 f"a date or a timestamp, found {kind}. Hint: use another partition "
@@ -317,7 +319,7 @@ def _check_partition_values(table: DeltaTable, rows: ArrowTable) -> None:
             continue
         row = pc.index(rows[name], pa.scalar("", rows.schema.field(name).type)).as_py()
         if row >= 0:
-            partition, transaction = (rows[each][row].as_py() for each in _PLACE)
+            partition, transaction = (rows[each][row].as_py() for each in _POSITION_COLUMNS)
             raise BadRequest(
                 f"partition {partition}, transaction {transaction}: expected null or a text that "
                 f"is not empty in partition column {name!r} of the table, found ''. Hint: use a "
@@ -358,11 +360,11 @@ def _read_table_state(table: DeltaTable, follower: TableMarks) -> TableState:
     while True:
         commits = list(map(_parse_commit, table.history(limit)))
         is_complete = limit is None or len(commits) < limit
-        if found := newest_of(follower, commits, is_complete=is_complete):
+        if found := find_newest_commit(follower, commits, is_complete=is_complete):
             metadata, others = found
             return TableState(metadata, version, others)
         if is_complete:
-            marks = (decode(each.metadata) for each in commits)
+            marks = (decode_marks(each.metadata) for each in commits)
             rules = next((each.rules for each in marks if each is not None), None)
             has_rows = rules is not None or _has_rows(table)
             return TableState(None, version, (), has_rows, rules)
@@ -371,7 +373,7 @@ def _read_table_state(table: DeltaTable, follower: TableMarks) -> TableState:
 
 def _parse_commit(entry: Mapping[str, Any]) -> DeltaCommit:
     mode = entry.get("operationParameters", {}).get("mode", "")
-    operation = operation_of(entry.get("operation", ""), mode)
+    operation = full_operation_name(entry.get("operation", ""), mode)
     return DeltaCommit(entry["version"], operation, entry.get("userMetadata"))
 
 
@@ -385,7 +387,7 @@ def _commit_properties(marks: TableMarks | None) -> CommitProperties:
     if marks is None:
         return CommitProperties(max_commit_retries=0)  # rule 1
     return CommitProperties(
-        custom_metadata={"userMetadata": encode(marks)},
+        custom_metadata={"userMetadata": encode_marks(marks)},
         app_transactions=[Transaction(marks.application, marks.version)],
         max_commit_retries=0,
     )

@@ -28,15 +28,15 @@ from waltz_core.tables.row_changes import (
     PART_BYTES,
     ArrowTable,
     ChangeRules,
+    add_changes,
     check_rules,
-    no_changes,
-    select_rows,
-    with_changes,
+    empty_changes,
+    select_transactions,
 )
 from waltz_core.tables.table_marks import LogState, MarkMap, StoredRules
 
 
-class LogPosition:
+class LogStateReader:
     """Requests the current high-water marks of the log, and waits between requests.
 
     Args:
@@ -47,7 +47,7 @@ class LogPosition:
     def __init__(self, client: WaltzClient, *, interval_s: float) -> None:
         self._client = client
         self._interval_s = interval_s
-        self.sources: Mapping[int, ReplicaSet] = {}
+        self.replica_sets: Mapping[int, ReplicaSet] = {}
 
     def state(self) -> LogState:
         """Return the log's high-water marks and first available IDs (rule 1).
@@ -55,12 +55,14 @@ class LogPosition:
         Raises:
             Unavailable: a partition does not answer.
         """
-        self.sources = self._client.replica_sets(linearizable=True)
+        self.replica_sets = self._client.replica_sets(linearizable=True)
         firsts = {
-            partition: int(source.archived.first) if source.archived else 0
-            for partition, source in self.sources.items()
+            partition: int(each.archived.first) if each.archived else 0
+            for partition, each in self.replica_sets.items()
         }
-        marks = {partition: int(each.high_water_mark) for partition, each in self.sources.items()}
+        marks = {
+            partition: int(each.high_water_mark) for partition, each in self.replica_sets.items()
+        }
         return LogState(marks, firsts)
 
     def wait(self) -> None:
@@ -68,11 +70,13 @@ class LogPosition:
         time.sleep(self._interval_s)
 
 
-class LoggedTable:
-    """The part of a followed table that reads the log: selects its transactions, and decodes them.
+class ChangeDecoder:
+    """Decodes chunks of the log into the changes of one followed table.
+
+    It selects the transactions of the table, decodes their payloads, and applies the rules.
 
     Args:
-        place: the name or the path of the table, for errors.
+        location: the name or the path of the table, for errors.
         schema: the declared columns; those that are not columns of the log are in the payload. To
             find the columns in payloads, pass a function that returns the columns that the table
             has so far.
@@ -89,7 +93,7 @@ class LoggedTable:
 
     def __init__(
         self,
-        place: str,
+        location: str,
         *,
         schema: ArrowSchema | Callable[[], ArrowSchema],
         rules: ChangeRules,
@@ -97,7 +101,7 @@ class LoggedTable:
         headers: Sequence[int] = (),
         has_keys: bool = False,
     ) -> None:
-        self.place, self.headers = place, tuple(headers)
+        self.location, self.headers = location, tuple(headers)
         self._known_columns = schema if callable(schema) else None
         if callable(schema) and not isinstance(data_format, str):
             raise BadConfig(
@@ -107,7 +111,7 @@ class LoggedTable:
             )
         declared = pa.schema([READ_SCHEMA.field("data")]) if callable(schema) else schema
         rows = transactions_schema(declared)
-        with errors_of_table(place):
+        with errors_of_table(location):
             if self._known_columns is None:
                 check_rules(rules, rows)
             if headers and (unread := set(rules.delete_headers) - set(headers)):
@@ -130,14 +134,14 @@ class LoggedTable:
         """The form in which ranges are read: headers only, or whole transactions with payloads."""
         return self._scan_columns.form
 
-    def no_changes(self) -> ArrowTable:
+    def empty_changes(self) -> ArrowTable:
         """Return an empty table of changes, the start of a batch."""
         schema = self._rows
         if self._known_columns is not None:
             schema = transactions_schema(self._known_columns())
-        return no_changes(schema, self._rules)
+        return empty_changes(schema, self._rules)
 
-    def with_part(
+    def add_part(
         self, found: ArrowTable, chunks: Sequence[tuple[int, RangeChunk]], starts: MarkMap
     ) -> ArrowTable:
         """Add the changes in one more part of a batch; return the last changes so far.
@@ -152,17 +156,17 @@ class LoggedTable:
             BadFormat: a payload does not fit, or a key is null.
             BadRequest: a key has changes in two partitions, or the changes function has failed.
         """
-        with errors_of_table(self.place):
+        with errors_of_table(self.location):
             batches = []
             for partition, chunk in chunks:
-                own = partial(select_rows, after=starts[partition], headers=self.headers)
+                own = partial(select_transactions, after=starts[partition], headers=self.headers)
                 for batch in self._scan_columns.batches(chunk, partition, own):
                     check_decrypted(batch)
                     batches.append(batch.select(self._rows.names))
             part = pa.Table.from_batches(batches, schema=self._rows)
             if self._known_columns is not None:
-                return with_found_changes(found, part, self._rules, self._found_format)
-            return with_changes(found, part, self._rules)
+                return add_found_changes(found, part, self._rules, self._found_format)
+            return add_changes(found, part, self._rules)
 
 
 def transactions_schema(declared: ArrowSchema) -> ArrowSchema:
@@ -176,14 +180,14 @@ class ClientFollowedLog:
 
     Args:
         client: an open client.
-        position: provides the high-water marks of the log.
+        state_reader: provides the high-water marks of the log.
         tables: the tables that are read together.
     """
 
     def __init__(
-        self, client: WaltzClient, position: LogPosition, tables: Sequence[LoggedTable]
+        self, client: WaltzClient, state_reader: LogStateReader, tables: Sequence[ChangeDecoder]
     ) -> None:
-        self._client, self._position = client, position
+        self._client, self._state_reader = client, state_reader
         self._tables = list(tables)
         forms = {each.form for each in tables}
         self._form = RangeForm.WHOLE if RangeForm.WHOLE in forms else RangeForm.HEADERS
@@ -193,11 +197,11 @@ class ClientFollowedLog:
 
     def state(self) -> LogState:
         """Return the log's high-water marks and first available IDs; raises Unavailable."""
-        return self._position.state()
+        return self._state_reader.state()
 
     def wait(self) -> None:
         """Wait until the next request is due."""
-        self._position.wait()
+        self._state_reader.wait()
 
     def changes(self, starts: Sequence[MarkMap], ends: MarkMap) -> list[ArrowTable]:
         """Return, for each table, the last change of each key between start and end (rule 2).
@@ -208,10 +212,10 @@ class ClientFollowedLog:
             BeforeLogStart: transactions have expired.
             Unavailable: a partition does not answer.
         """
-        found = [each.no_changes() for each in self._tables]
+        found = [each.empty_changes() for each in self._tables]
         for part in self._read_parts(starts, ends):
             for at, (table, start) in enumerate(zip(self._tables, starts, strict=True)):
-                found[at] = table.with_part(found[at], part, start)
+                found[at] = table.add_part(found[at], part, start)
         return found
 
     def _read_parts(
@@ -230,7 +234,7 @@ class ClientFollowedLog:
                 end,
                 form=self._form,
                 header_values=self._headers,
-                replicas=self._position.sources.get(partition),
+                replicas=self._state_reader.replica_sets.get(partition),
             )
             with closing(chunks):  # otherwise the traceback of an error would keep the range open
                 for chunk in chunks:
@@ -264,14 +268,16 @@ def check_decrypted(batch: pa.RecordBatch) -> None:
     if errors.null_count == len(errors):
         return
     row = errors.is_valid().index(True).as_py()
-    place = ", ".join(f"{name.removesuffix('_id')} {batch[name][row]}" for name in LOG_COLUMNS[:2])
+    position = ", ".join(
+        f"{name.removesuffix('_id')} {batch[name][row]}" for name in LOG_COLUMNS[:2]
+    )
     raise BadFormat(
-        f"{place}: {errors[row]}. Hint: follow with all keys, or select the transactions of the "
+        f"{position}: {errors[row]}. Hint: follow with all keys, or select the transactions of the "
         "table by header."
     )
 
 
-def changes_in(
+def compute_found_changes(
     parts: Iterable[ArrowTable], rules: ChangeRules, known: ArrowSchema, data_format: str
 ) -> ArrowTable:
     """Return the last changes in parts of a batch; their columns are found in the payloads.
@@ -283,15 +289,15 @@ def changes_in(
         data_format: the format of the payloads.
 
     Raises:
-        The errors of `with_found_changes`.
+        The errors of `add_found_changes`.
     """
-    found = no_changes(transactions_schema(known), rules)
+    found = empty_changes(transactions_schema(known), rules)
     for part in parts:
-        found = with_found_changes(found, part, rules, data_format)
+        found = add_found_changes(found, part, rules, data_format)
     return found
 
 
-def with_found_changes(
+def add_found_changes(
     found: ArrowTable, part: ArrowTable, rules: ChangeRules, data_format: str
 ) -> ArrowTable:
     """Find the columns in one more part; return the last changes so far, with all known columns.
@@ -308,11 +314,11 @@ def with_found_changes(
     rows = with_found_columns(part, known, data_format)
     known = pa.schema(list(rows.schema)[len(LOG_COLUMNS) :])
     if missing := [name for name in rules.key if name not in known.names]:
-        place = (part[name][0].as_py() for name in LOG_COLUMNS[:2])
+        position = (part[name][0].as_py() for name in LOG_COLUMNS[:2])
         raise BadFormat(
             "partition {}, transaction {}: expected a value in key column {!r}, found none. "
             "Hint: correct the key, or read only transactions of this table with a filter by "
-            "header.".format(*place, missing[0])
+            "header.".format(*position, missing[0])
         )
     where = rules.delete_where
     if where is not None and where.column not in known.names:
@@ -320,4 +326,4 @@ def with_found_changes(
     else:
         applied = rules
     check_rules(applied, rows.schema)
-    return with_changes(found, rows, applied)
+    return add_changes(found, rows, applied)

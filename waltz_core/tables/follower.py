@@ -40,8 +40,8 @@ from waltz_core.tables.table_marks import (
     StoredRules,
     TableMarks,
     common_rules,
-    continued_marks,
-    next_batch,
+    marks_to_continue_from,
+    next_batch_marks,
 )
 
 # After this number of seconds without a commit, marks that have moved are committed alone (rule 3).
@@ -49,8 +49,9 @@ MARKS_COMMIT_S = 600.0
 # The maximum number of conflicts with other commits, without progress of the table marks.
 CONFLICTS_MAX = 20
 
-REMOVED = "the table was removed while it was followed"
-# Operations of Delta and deltalake that replace a table's rows, in the form of `operation_of`.
+TABLE_REMOVED_TEXT = "the table was removed while it was followed"
+# Operations of Delta and deltalake that replace a table's rows, in the form of
+# `full_operation_name`.
 _REPLACING_OPERATIONS = (
     "RESTORE",
     "CREATE OR REPLACE",
@@ -127,7 +128,7 @@ class TableState(NamedTuple):
     rules: StoredRules | None = None
 
     @property
-    def is_due(self) -> bool:
+    def is_creation_pending(self) -> bool:
         """Whether the table does not exist yet, and `finish` or `apply` will create it."""
         return self.metadata is not None and not self.has_rows
 
@@ -195,8 +196,8 @@ class TableProgress(Generic[ChangesT]):
 
     Args:
         table: the table; it is created if it does not exist.
-        place: the name or the path of the table, for errors and log lines.
-        name: the name of the follower and the key of the cluster. Its marks are the start for a
+        location: the name or the path of the table, for errors and log lines.
+        follower: the name of the follower and the key of the cluster. Its marks are the start for a
             table without marks; if it has none, the start is the first available transaction.
         clock_s: a monotonic clock, in seconds.
     """
@@ -204,12 +205,12 @@ class TableProgress(Generic[ChangesT]):
     def __init__(
         self,
         table: FollowedTable[ChangesT],
-        place: str,
-        name: TableMarks,
+        location: str,
+        follower: TableMarks,
         clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._table, self._place = table, place
-        self._name, self._given_marks = name, name.marks
+        self._table, self._location = table, location
+        self._follower, self._given_marks = follower, follower.marks
         self._clock_s = clock_s
         self._committed_s = clock_s()
         self._last_read: tuple[str | None, int | None] | None = (
@@ -217,8 +218,8 @@ class TableProgress(Generic[ChangesT]):
         )
         self._is_created = False  # as far as the follower has read or committed
         self._has_marks = False  # whether the table has marks of this follower, or has lost them
-        self._stored = name  # the marks in the table
-        self._marks = name  # the marks up to which there are no more changes (rule 1)
+        self._stored_marks = follower  # the marks in the table
+        self._marks = follower  # the marks up to which there are no more changes (rule 1)
         self._warned_versions: set[int] = set()  # versions of other programs that were logged
         self._conflict_count = 0
 
@@ -228,17 +229,17 @@ class TableProgress(Generic[ChangesT]):
         return self._marks.marks
 
     @property
-    def stored(self) -> TableMarks:
+    def stored_marks(self) -> TableMarks:
         """The marks in the table."""
-        return self._stored
+        return self._stored_marks
 
     @property
     def has_moved(self) -> bool:
         """Whether the marks differ from the marks that the table stores."""
-        return dict(self.marks) != dict(self._stored.marks)
+        return dict(self.marks) != dict(self._stored_marks.marks)
 
     @property
-    def is_due(self) -> bool:
+    def is_commit_due(self) -> bool:
         """Whether to commit marks alone: they have moved, and the last commit is old (rule 3)."""
         return self.has_moved and self._clock_s() - self._committed_s >= MARKS_COMMIT_S
 
@@ -248,8 +249,8 @@ class TableProgress(Generic[ChangesT]):
 
     def check(self, log: LogState) -> None:
         """Check that the log still has the transactions after the marks; raises DataLoss."""
-        with errors_of_table(self._place):
-            next_batch(self.marks, log, 1)
+        with errors_of_table(self._location):
+            next_batch_marks(self.marks, log, 1)
 
     def commit(self, changes: ChangesT, end: MarkMap) -> bool:
         """Commit changes with the marks after them; return False if another commit came first.
@@ -269,7 +270,7 @@ class TableProgress(Generic[ChangesT]):
     def _try_step(self, step: Callable[[], None]) -> bool:
         """Run a step; return False if another commit came first."""
         try:
-            with errors_of_table(self._place):
+            with errors_of_table(self._location):
                 step()
         except Superseded as error:
             self._conflict_count += 1
@@ -281,24 +282,26 @@ class TableProgress(Generic[ChangesT]):
 
     def _read(self, log: FollowedLog[ChangesT]) -> None:
         """Read the newest version of the table; create the table if it does not exist."""
-        state = self._table.marks(self._name)
+        state = self._table.marks(self._follower)
         if state is None:
             if self._last_read is not None:
-                raise BadFormat(REMOVED)
+                raise BadFormat(TABLE_REMOVED_TEXT)
             self._table.create(self._start(log))
-            state = self._table.marks(self._name)
+            state = self._table.marks(self._follower)
             assert state is not None, "it was created"
         self._check_others(state.others)
-        seen = state.metadata, state.version
-        if seen != self._last_read:  # rule 1; another process with the same name may have committed
+        newest = state.metadata, state.version
+        if (
+            newest != self._last_read
+        ):  # rule 1; another process with the same name may have committed
             stored = self._continue_from(state, log)
             if self._last_read is None:
                 _log.info(
-                    "follow.started table=%s marks=%s", self._place, _marks_text(stored.marks)
+                    "follow.started table=%s marks=%s", self._location, _marks_text(stored.marks)
                 )
-            self._last_read, self._conflict_count = seen, 0
-            self._stored = self._marks = stored
-        self._is_created = not state.is_due
+            self._last_read, self._conflict_count = newest, 0
+            self._stored_marks = self._marks = stored
+        self._is_created = not state.is_creation_pending
         self._has_marks = state.metadata is not None or state.version is not None
 
     def _continue_from(self, state: TableState, log: FollowedLog[ChangesT]) -> TableMarks:
@@ -309,17 +312,17 @@ class TableProgress(Generic[ChangesT]):
             if is_new and state.has_rows and not is_given:
                 raise BadConfig(
                     "the table has rows, or marks of another follower, but no marks of follower "
-                    f"{self._name.follower!r}. Hint: pass the marks up to which the table has "
+                    f"{self._follower.follower!r}. Hint: pass the marks up to which the table has "
                     "the log, or use another table."
                 )
             if state.rules is not None:
-                common_rules(state.rules, self._name.rules)
-            if state.version is None or (is_given and state.version <= self._name.version):
+                common_rules(state.rules, self._follower.rules)
+            if state.version is None or (is_given and state.version <= self._follower.version):
                 return self._start(log)
-        stored = continued_marks(state.metadata, state.version, self._name)
+        stored = marks_to_continue_from(state.metadata, state.version, self._follower)
         if not self._is_created and is_given and dict(self._given_marks) != dict(stored.marks):
             raise BadConfig(
-                f"start marks or a start time were given, but follower {self._name.follower!r} "
+                f"start marks or a start time were given, but follower {self._follower.follower!r} "
                 f"has already written the table up to {_marks_text(stored.marks)}. Hint: omit "
                 "the start; the follower continues from the marks of the table."
             )
@@ -335,23 +338,25 @@ class TableProgress(Generic[ChangesT]):
         log = followed.state()
         if not self._given_marks:
             firsts = {each: log.firsts.get(each, 0) - 1 for each in log.marks}
-            return self._name._replace(marks=firsts)
+            return self._follower._replace(marks=firsts)
         if self._given_marks.keys() != log.marks.keys():
             raise BadConfig(
                 f"start marks: expected a mark for each partition of {sorted(log.marks)}, found "
                 f"those for {sorted(self._given_marks)}. Hint: -1 is before the first transaction."
             )
-        next_batch(self._given_marks, log, 1)  # raises before a table with this start is created
-        return self._name
+        next_batch_marks(
+            self._given_marks, log, 1
+        )  # raises before a table with this start is created
+        return self._follower
 
     def _check_others(self, others: Sequence[OtherCommit]) -> None:
         """Check the commits of other programs (rule 4)."""
-        check_others(others, self._name)
+        check_others(others, self._follower)
         for each in sorted(others):
             if each.version not in self._warned_versions and not each.is_maintenance:
                 _log.warning(
                     "follow.foreign_commit table=%s version=%d operation=%s",
-                    self._place,
+                    self._location,
                     each.version,
                     each.operation,
                 )
@@ -360,19 +365,19 @@ class TableProgress(Generic[ChangesT]):
     def _finish(self, *, is_end: bool) -> None:
         self._table.finish()
         self._is_created = True
-        if self.is_due or (is_end and (self.has_moved or not self._has_marks)):
+        if self.is_commit_due or (is_end and (self.has_moved or not self._has_marks)):
             self._commit(None, self.marks)
 
     def _commit(self, changes: ChangesT | None, marks: MarkMap) -> None:
-        after = self._name._replace(marks=marks)
+        after = self._follower._replace(marks=marks)
         is_committed = self._table.apply(changes, after)
         self._marks = after
-        if not is_committed and self.is_due:  # rule 3; the log may never be idle
+        if not is_committed and self.is_commit_due:  # rule 3; the log may never be idle
             self._table.finish()
             is_committed = self._table.apply(None, after)
         if is_committed:
-            _log.debug("follow.committed table=%s marks=%s", self._place, _marks_text(marks))
-            self._stored = after
+            _log.debug("follow.committed table=%s marks=%s", self._location, _marks_text(marks))
+            self._stored_marks = after
             self._is_created = self._has_marks = True
             self._committed_s = self._clock_s()
             self._conflict_count = 0
@@ -427,7 +432,7 @@ class Follower(Generic[ChangesT]):
         while True:
             try:
                 if self._apply_next(until):
-                    return [each.stored for each in self._tables]
+                    return [each.stored_marks for each in self._tables]
             except Unavailable as error:
                 if until is not None:
                     raise
@@ -440,8 +445,10 @@ class Follower(Generic[ChangesT]):
             return False
         end = self._next_batch_end(until)
         if end is not None:
-            before = int(BEFORE_FIRST)
-            starts = [{part: each.marks.get(part, before) for part in end} for each in self._tables]
+            before_first = int(BEFORE_FIRST)
+            starts = [
+                {part: each.marks.get(part, before_first) for part in end} for each in self._tables
+            ]
             found = self._log.changes(starts, end)
             done = [each.commit(one, end) for each, one in zip(self._tables, found, strict=True)]
             self._is_pause_due &= all(done)
@@ -458,20 +465,22 @@ class Follower(Generic[ChangesT]):
             starts = self._lowest_marks(log)
             ends = log.marks if until is None else _limit_ends(log.marks, starts, until)
             self._report_progress(starts, ends)
-            end = next_batch(starts, LogState(ends, log.firsts), self._batch_transactions)
+            end = next_batch_marks(starts, LogState(ends, log.firsts), self._batch_transactions)
             if end != starts and not self._is_pause_due:
                 self._is_pause_due = until is None and end == ends
                 return end
-            if end == starts and (until is not None or any(each.is_due for each in self._tables)):
+            if end == starts and (
+                until is not None or any(each.is_commit_due for each in self._tables)
+            ):
                 return None
             self._is_pause_due = False
             self._log.wait()
 
     def _lowest_marks(self, log: LogState) -> dict[int, int]:
         """Return the lowest marks of all tables, from which the next batch is read (rule 6)."""
-        before = int(BEFORE_FIRST)
+        before_first = int(BEFORE_FIRST)
         return {
-            partition: min(each.marks.get(partition, before) for each in self._tables)
+            partition: min(each.marks.get(partition, before_first) for each in self._tables)
             for partition in log.marks
         }
 
@@ -484,7 +493,7 @@ class Follower(Generic[ChangesT]):
 
 
 @contextmanager
-def errors_of_table(place: str) -> Iterator[None]:
+def errors_of_table(location: str) -> Iterator[None]:
     """Add the table to the message of an error, unless the message already names it.
 
     `Unavailable` is not changed: it may concern the log, and a table that does not answer names
@@ -495,7 +504,7 @@ def errors_of_table(place: str) -> Iterator[None]:
     except Unavailable:
         raise
     except WaltzError as error:
-        prefix = f"table {place}"
+        prefix = f"table {location}"
         if not str(error).startswith(prefix):
             error.args = (f"{prefix}: {error}", *error.args[1:])
         raise
@@ -526,9 +535,9 @@ def check_others(others: Sequence[OtherCommit], follower: TableMarks) -> None:
 
 def _limit_ends(ends: MarkMap, marks: MarkMap, until: MarkMap) -> dict[int, int]:
     """Limit the ends of the log to `until`, but not below the table marks."""
-    before = int(BEFORE_FIRST)
+    before_first = int(BEFORE_FIRST)
     return {
-        each: min(end, max(until.get(each, before), marks.get(each, before)))
+        each: min(end, max(until.get(each, before_first), marks.get(each, before_first)))
         for each, end in ends.items()
     }
 

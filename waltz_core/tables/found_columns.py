@@ -28,8 +28,8 @@ ArrowType: TypeAlias = pa.DataType
 LEVELS_MAX = 32
 COLUMNS_MAX = 1_000
 
-# The columns of the log in the rows of a follower. These names and the place columns of the table
-# are reserved. Spark ignores the case of names.
+# The columns of the log in the rows of a follower. These names and the position columns of the
+# table are reserved. Spark ignores the case of names.
 LOG_COLUMNS = ("partition", "transaction_id", "header")
 _RESERVED_NAMES = {*LOG_COLUMNS, "_partition", "_transaction_id", DELETED}
 

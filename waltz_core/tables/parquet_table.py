@@ -16,7 +16,7 @@ Rules:
        a batch raises `Superseded`; object stores do not detect this. A follower that starts
        removes, in one step, other followers' files that are in no batch. So before a batch gets its
        name, its follower checks that it still has its files, or the rename fails.
-    4. A table has the declared columns and the place of the transaction: `_partition` and
+    4. A table has the declared columns and the position of the transaction: `_partition` and
        `_transaction_id`. The newest file has all columns; a column keeps its type.
     5. A table is created with its first changes, so a first batch that fails leaves no table.
     6. Errors that another attempt may avoid are `Unavailable`. Denied access is not, and neither
@@ -43,16 +43,16 @@ from waltz_core.tables.delta_errors import CREDENTIALS_HINT, PERMISSION_HINT
 from waltz_core.tables.follower import OtherCommit, TableState
 from waltz_core.tables.found_columns import LOG_COLUMNS
 from waltz_core.tables.row_changes import DELETED, ArrowTable, ChangeRules
-from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode_marks, encode_marks
 
 MARKS_FILE: Final = "_waltz.json"
 _WRITING_FOLDER: Final = "_writing"
 _REMOVED_FOLDER: Final = "_removed"
 _COMPLETE_BATCH: Final = re.compile(rf"batch=(\d+)/{re.escape(MARKS_FILE)}")
-# The place columns of the table (rule 4), and the columns of the changes from which they come.
-_PLACE: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
-_PLACE_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
-_RESERVED: Final = {*_PLACE, DELETED, "batch"}  # readers add a column `batch`
+# The position columns of the table (rule 4), and the columns of the changes from which they come.
+_POSITION_COLUMNS: Final = {"_partition": "partition", "_transaction_id": "transaction_id"}
+_POSITION_TYPES: Final = {"_partition": pa.int32(), "_transaction_id": pa.int64()}
+_RESERVED: Final = {*_POSITION_COLUMNS, DELETED, "batch"}  # readers add a column `batch`
 # Error numbers of a directory, and the texts of the libraries for object stores.
 _DENIED_ERRNOS: Final = (errno.EPERM, errno.EACCES, errno.EROFS)
 _DENIED_TEXT: Final = re.compile(
@@ -81,7 +81,7 @@ class FollowedParquetTable:
                 "a Parquet table only gains rows: expected no key and no rules for deletes, found "
                 f"{'a key' if rules.key else 'rules for deletes'}. {_DELTA_HINT}"
             )
-        self._schema = None if schema is None else with_place(schema)
+        self._schema = None if schema is None else with_position_columns(schema)
         _check_types(schema or ())
         self._uri = uri
         self._store = ArchiveStore(_url_of(uri))
@@ -90,9 +90,11 @@ class FollowedParquetTable:
         self._has_checked_columns = False
 
     def columns(self) -> ArrowSchema:
-        """Return the columns of the newest file, without the place columns."""
+        """Return the columns of the newest file, without the position columns."""
         with self._translate_errors():
-            return pa.schema([each for each in self._stored_schema() if each.name not in _PLACE])
+            return pa.schema(
+                [each for each in self._stored_schema() if each.name not in _POSITION_COLUMNS]
+            )
 
     def create(self, start: TableMarks) -> None:
         """Let the next batch, or `finish`, create the table (rule 5).
@@ -140,7 +142,9 @@ class FollowedParquetTable:
             if self._newest_batch < 0:
                 if self._start is None:
                     return None
-                return TableState(encode(self._start), self._start.version, (), has_rows=False)
+                return TableState(
+                    encode_marks(self._start), self._start.version, (), has_rows=False
+                )
             self._start = None
             if not self._has_checked_columns:
                 self._check_columns()
@@ -186,7 +190,7 @@ class FollowedParquetTable:
             folder = f"{_WRITING_FOLDER}/{_unique_name()}" if self._store.is_directory else target
             for name in names:
                 self._store.move(f"{_WRITING_FOLDER}/{name}", f"{folder}/{name}")
-            self._store.write(f"{folder}/{MARKS_FILE}", encode(marks).encode())
+            self._store.write(f"{folder}/{MARKS_FILE}", encode_marks(marks).encode())
             if folder != target:
                 expected = sorted(f"{folder}/{name}" for name in (*names, MARKS_FILE))
                 if self._store.list_names(folder) != expected:
@@ -238,7 +242,7 @@ class FollowedParquetTable:
         while numbers:
             number = numbers.pop(0)
             metadata = self._store.read(f"batch={number}/{MARKS_FILE}").decode()
-            found = decode(metadata)
+            found = decode_marks(metadata)
             if found is not None and found.follower == follower.follower:
                 return TableState(metadata, found.version, others)
             rules = rules or (found and found.rules)
@@ -306,7 +310,7 @@ def write_file(uri: str, schema: ArrowSchema, changes: Iterable[ArrowTable]) -> 
 
     Args:
         uri: the directory or the URL of the table.
-        schema: the columns of the table, including the place columns.
+        schema: the columns of the table, including the position columns.
         changes: the parts of a batch.
 
     Raises:
@@ -337,18 +341,20 @@ def _write_parquet_file(
 def _rows_to_write(changes: ArrowTable, schema: ArrowSchema) -> ArrowTable:
     if pc.any(changes[DELETED]).as_py():
         row = pc.index(changes[DELETED], value=True).as_py()
-        partition, transaction = (changes[name][row] for name in _PLACE.values())
+        partition, transaction = (changes[name][row] for name in _POSITION_COLUMNS.values())
         raise BadRequest(
             f"partition {partition}, transaction {transaction}: expected no delete, found one, "
             f"but rows of a Parquet table cannot be deleted. {_DELTA_HINT}"
         )
     # Timestamp types in Spark's batches have the time zone of the session.
-    columns = [changes[_PLACE.get(part.name, part.name)].cast(part.type) for part in schema]
+    columns = [
+        changes[_POSITION_COLUMNS.get(part.name, part.name)].cast(part.type) for part in schema
+    ]
     return pa.table(columns, schema=schema)
 
 
-def with_place(schema: ArrowSchema) -> ArrowSchema:
-    """Add the place columns to the columns of a table; raises BadConfig for reserved names."""
+def with_position_columns(schema: ArrowSchema) -> ArrowSchema:
+    """Add the position columns to the columns of a table; raises BadConfig for reserved names."""
     seen = {name: name for name in _RESERVED}
     for name in schema.names:
         if (known := seen.get(name.lower())) is not None:
@@ -358,7 +364,7 @@ def with_place(schema: ArrowSchema) -> ArrowSchema:
                 f"{', '.join(sorted(_RESERVED))}. Hint: rename the column."
             )
         seen[name.lower()] = name
-    return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _PLACE_TYPES.items())])
+    return pa.schema([*schema, *(pa.field(name, kind) for name, kind in _POSITION_TYPES.items())])
 
 
 def _check_types(schema: Iterable[pa.Field]) -> None:
@@ -373,7 +379,9 @@ def _check_types(schema: Iterable[pa.Field]) -> None:
 
 def _inferred_schema(changes: ArrowTable) -> ArrowSchema:
     own = (*LOG_COLUMNS, DELETED)
-    return with_place(pa.schema([part for part in changes.schema if part.name not in own]))
+    return with_position_columns(
+        pa.schema([part for part in changes.schema if part.name not in own])
+    )
 
 
 def _url_of(uri: str) -> str:

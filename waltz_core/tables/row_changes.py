@@ -71,7 +71,7 @@ _CONDITION_PATTERN = re.compile(
 )
 
 
-class Condition(NamedTuple):
+class DeleteCondition(NamedTuple):
     """A comparison of a column with a literal; without an operator, a boolean column is true."""
 
     column: str
@@ -98,7 +98,7 @@ class ChangesFunction:
 
     Args:
         name: the name of the function, `module:function`.
-        columns: the columns of the table: those that the function returns, without place and
+        columns: the columns of the table: those that the function returns, without position and
             `_deleted`.
     """
 
@@ -106,7 +106,7 @@ class ChangesFunction:
     columns: pa.Schema
 
     def __call__(self, rows: ArrowTable) -> ArrowTable:
-        """Call the function; return changes, with the columns of the table, place and `_deleted`.
+        """Call the function; return changes with their positions and `_deleted`.
 
         Raises:
             BadRequest: the function has raised an error, or its result is not valid.
@@ -148,7 +148,7 @@ class ChangeRules:
 
     key: Sequence[str]
     delete_headers: Sequence[int] = ()
-    delete_where: Condition | None = None
+    delete_where: DeleteCondition | None = None
     function: ChangesFunction | None = None
 
     def __post_init__(self) -> None:
@@ -171,7 +171,7 @@ class ChangeRules:
         )
 
 
-def parse_condition(text: str) -> Condition:
+def parse_condition(text: str) -> DeleteCondition:
     """Parse a condition such as `op = 'D'`.
 
     Raises:
@@ -186,7 +186,7 @@ def parse_condition(text: str) -> Condition:
         )
     column = found["plain"] or found["quoted"]
     if found["operator"] is None:
-        return Condition(column)
+        return DeleteCondition(column)
     literal: str | Decimal | bool
     if found["text"] is not None:
         literal = found["text"].replace("''", "'")
@@ -194,7 +194,7 @@ def parse_condition(text: str) -> Condition:
         literal = Decimal(found["number"])
     else:
         literal = found["flag"].lower() == "true"
-    return Condition(column, found["operator"], literal)
+    return DeleteCondition(column, found["operator"], literal)
 
 
 def check_rules(rules: ChangeRules, schema: pa.Schema) -> None:
@@ -235,7 +235,7 @@ def _check_key_types(key: Sequence[str], schema: pa.Schema) -> None:
             )
 
 
-def _literal_scalar(where: Condition, kind: pa.DataType) -> pa.Scalar:
+def _literal_scalar(where: DeleteCondition, kind: pa.DataType) -> pa.Scalar:
     """Convert the literal of a condition to the type of its column; raises BadConfig."""
     literal: Any = where.literal
     is_text = pa.types.is_string(kind) or pa.types.is_large_string(kind)
@@ -264,7 +264,7 @@ def _literal_scalar(where: Condition, kind: pa.DataType) -> pa.Scalar:
 # Transactions to changes
 
 
-def rows_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
+def transactions_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
     """Return the transactions after the marks of a table."""
     partitions, ids = (rows[name].to_numpy() for name in _PLACE)
     is_new = np.ones(rows.num_rows, dtype=np.bool_)
@@ -273,7 +273,9 @@ def rows_after(rows: ArrowTable, marks: MarkMap) -> ArrowTable:
     return rows if is_new.all() else rows.filter(pa.array(is_new))
 
 
-def select_rows(batch: pa.RecordBatch, after: int, headers: Sequence[int]) -> pa.RecordBatch:
+def select_transactions(
+    batch: pa.RecordBatch, after: int, headers: Sequence[int]
+) -> pa.RecordBatch:
     """Return transactions after a mark, with one of the headers; without headers, all."""
     is_selected = batch["transaction_id"].to_numpy() > after
     if headers:
@@ -281,7 +283,7 @@ def select_rows(batch: pa.RecordBatch, after: int, headers: Sequence[int]) -> pa
     return batch if is_selected.all() else batch.filter(pa.array(is_selected))
 
 
-def changes_of(rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
+def compute_changes(rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
     """Return the changes of decoded transactions; `check_rules` must have accepted the rules.
 
     Raises:
@@ -289,14 +291,14 @@ def changes_of(rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
         BadRequest: the changes function has raised an error, or its result is not valid (rule 3).
     """
     if rules.function is not None:
-        changes = rules.function(rows) if rows.num_rows else no_changes(rows.schema, rules)
+        changes = rules.function(rows) if rows.num_rows else empty_changes(rows.schema, rules)
     else:
-        changes = rows.append_column(_DELETED_FIELD, pa.array(deletes_in(rows, rules)))
+        changes = rows.append_column(_DELETED_FIELD, pa.array(delete_mask(rows, rules)))
     _check_key_nulls(changes, rules.key)
     return changes
 
 
-def deletes_in(rows: ArrowTable, rules: ChangeRules) -> npt.NDArray[np.bool_]:
+def delete_mask(rows: ArrowTable, rules: ChangeRules) -> npt.NDArray[np.bool_]:
     """Return a mask of the transactions that are deletes (rule 2).
 
     The rules must have no changes function, and `check_rules` must have accepted them.
@@ -363,7 +365,7 @@ def changes_function(name: str, schema: pa.Schema, key: Sequence[str]) -> Change
 
 
 def _call_function(name: str, rows: ArrowTable) -> ArrowTable:
-    """Call a changes function; return its result, after checks of `_deleted` and the place."""
+    """Call a changes function; return its result, after checks of its reserved columns."""
     function = load_function(
         name,
         "changes function",
@@ -399,10 +401,12 @@ def _check_transactions(name: str, found: ArrowTable, rows: ArrowTable) -> None:
     """Check that all changes belong to transactions that the function has received."""
     if any(found[each].null_count for each in _PLACE):
         raise _bad_result_error(name, rows, f"{' and '.join(_PLACE)} in each row", "a null")
-    strange = found.select(_PLACE).join(rows.select(_PLACE), list(_PLACE), join_type="left anti")
-    if strange.num_rows:
+    unknown_rows = found.select(_PLACE).join(
+        rows.select(_PLACE), list(_PLACE), join_type="left anti"
+    )
+    if unknown_rows.num_rows:
         expected = "changes only for transactions that the function was given"
-        raise _bad_result_error(name, rows, expected, _row_text(strange, 0))
+        raise _bad_result_error(name, rows, expected, _row_text(unknown_rows, 0))
 
 
 def _bad_result_error(name: str, rows: ArrowTable, expected: str, found: str) -> BadRequest:
@@ -438,15 +442,15 @@ def last_changes(changes: ArrowTable, key: Sequence[str]) -> ArrowTable:
     ordered = changes.take(pc.sort_indices(changes, sort_keys=[("transaction_id", "ascending")]))
     # Rename the key columns: columns of the user may have any name.
     keys = {f"key{each}": ordered[name] for each, name in enumerate(key)}
-    place = pa.array(np.arange(ordered.num_rows))
-    narrow = pa.table({**keys, "place": place, "partition": ordered["partition"]})
+    row_number = pa.array(np.arange(ordered.num_rows))
+    narrow = pa.table({**keys, "row_number": row_number, "partition": ordered["partition"]})
     groups = narrow.group_by(list(keys), use_threads=False).aggregate(
-        [("place", "max"), ("partition", "min"), ("partition", "max")]
+        [("row_number", "max"), ("partition", "min"), ("partition", "max")]
     )
     several = groups.filter(pc.not_equal(groups["partition_min"], groups["partition_max"]))
     if several.num_rows:
         raise _two_partitions_error(ordered, several.slice(0, 1), key)
-    return ordered.take(groups["place_max"].sort())
+    return ordered.take(groups["row_number_max"].sort())
 
 
 def reduce_batches(
@@ -467,15 +471,17 @@ def reduce_batches(
         after: the marks of a table; transactions up to these marks are dropped.
 
     Raises:
-        The errors of `changes_of` and `last_changes`.
+        The errors of `compute_changes` and `last_changes`.
     """
-    found = no_changes(schema, rules)
-    for part in parts_of(batches):
-        found = with_changes(found, part if after is None else rows_after(part, after), rules)
+    found = empty_changes(schema, rules)
+    for part in combine_batches(batches):
+        found = add_changes(
+            found, part if after is None else transactions_after(part, after), rules
+        )
     return found
 
 
-def parts_of(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
+def combine_batches(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
     """Combine batches into tables of about `PART_BYTES`, and yield the tables."""
     waiting: list[pa.RecordBatch] = []
     size = 0
@@ -489,16 +495,16 @@ def parts_of(batches: Iterable[pa.RecordBatch]) -> Iterator[ArrowTable]:
         yield pa.Table.from_batches(waiting)
 
 
-def no_changes(schema: pa.Schema, rules: ChangeRules) -> ArrowTable:
+def empty_changes(schema: pa.Schema, rules: ChangeRules) -> ArrowTable:
     """Return an empty table of changes for transactions with a schema."""
     if rules.function is not None:
         schema = pa.schema([*rules.function.columns, *map(schema.field, _PLACE)])
     return schema.append(_DELETED_FIELD).empty_table()
 
 
-def with_changes(found: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
+def add_changes(found: ArrowTable, rows: ArrowTable, rules: ChangeRules) -> ArrowTable:
     """Add the changes of more rows to the last changes so far; errors as for `reduce_batches`."""
-    changes = last_changes(changes_of(rows, rules), rules.key)
+    changes = last_changes(compute_changes(rows, rules), rules.key)
     if not found.num_rows:
         return changes
     both = pa.concat_tables([found, changes], promote_options="default")
@@ -511,13 +517,13 @@ def _two_partitions_error(changes: ArrowTable, group: ArrowTable, key: Sequence[
     for name, value in values.items():
         is_of_key &= pc.equal(changes[name], value).to_numpy()
     of_key = changes.filter(pa.array(is_of_key))
-    places = [
+    positions = [
         _row_text(of_key, of_key["partition"].index(group[f"partition_{side}"][0]).as_py())
         for side in ("min", "max")
     ]
     shown = ", ".join(f"{name} = {value.as_py()!r}" for name, value in values.items())
     return BadRequest(
-        f"the key {shown} has changes in two partitions, {' and '.join(places)}, and "
+        f"the key {shown} has changes in two partitions, {' and '.join(positions)}, and "
         "partitions have no common order. Hint: use a key that includes the column that "
         "chooses the partition."
     )

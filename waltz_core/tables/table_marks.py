@@ -86,7 +86,7 @@ class LogState(NamedTuple):
     firsts: MarkMap
 
 
-def encode(table: TableMarks) -> str:
+def encode_marks(table: TableMarks) -> str:
     """Encode marks as metadata of a commit; raises BadConfig if a name is missing (rule 1)."""
     if not table.follower:
         raise BadConfig("follower: expected a name, found ''")
@@ -101,7 +101,7 @@ def encode(table: TableMarks) -> str:
     return to_json({_METADATA_KEY: dict(zip(_FIELDS, parts, strict=True))}).decode()
 
 
-def decode(metadata: str | None) -> TableMarks | None:
+def decode_marks(metadata: str | None) -> TableMarks | None:
     """Decode the marks in the metadata of a commit; None if another program wrote it (rule 1).
 
     Raises:
@@ -158,7 +158,9 @@ def _bad_marks_error(expected: str, found: object) -> BadFormat:
     )
 
 
-def continued_marks(metadata: str | None, version: int | None, start: TableMarks) -> TableMarks:
+def marks_to_continue_from(
+    metadata: str | None, version: int | None, start: TableMarks
+) -> TableMarks:
     """Return the marks from which a follower continues a table.
 
     Args:
@@ -172,7 +174,7 @@ def continued_marks(metadata: str | None, version: int | None, start: TableMarks
         ClusterKeyMismatch: the table follows another cluster.
         BadFormat: the marks are lost (rule 5), or marks and version do not belong to one commit.
     """
-    found = decode(metadata)
+    found = decode_marks(metadata)
     if found is None:
         if version is None:
             return start
@@ -218,7 +220,7 @@ def _rule_text(rule: object) -> str:
     return ", ".join(map(str, parts)) or "none"
 
 
-def next_batch(marks: MarkMap, log: LogState, count_max: int) -> dict[int, int]:
+def next_batch_marks(marks: MarkMap, log: LogState, count_max: int) -> dict[int, int]:
     """Return the marks at the end of the batch that begins after the table marks (rule 2).
 
     The result equals the table marks if the log has no more transactions. A partition without a

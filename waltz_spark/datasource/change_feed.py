@@ -29,7 +29,7 @@ from waltz_core.config.settings import first_names_text
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
 from waltz_core.records.unpacking import Decode, Unpacker, columns_named
-from waltz_core.tables.row_changes import ChangeRules, changes_of, check_rules, deletes_in
+from waltz_core.tables.row_changes import ChangeRules, check_rules, compute_changes, delete_mask
 from waltz_spark.datasource.feed_state import KEY_DIGEST_BYTES, FeedState, StoredRow
 from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, CorruptPayloadMode, ReadOptions
 from waltz_spark.payload_encryption import decrypt_batch, decryption_of
@@ -175,7 +175,7 @@ class ChangeFeed:
         """
         found = self._unpack_transactions(batch)
         table = self._as_table(found)
-        deleted = deletes_in(table, self._rules)
+        deleted = delete_mask(table, self._rules)
         is_change = found.fits_schema | deleted
         for name in self._rules.key:
             is_change &= table[name].is_valid().to_numpy()
@@ -209,30 +209,34 @@ class ChangeFeed:
 
     def _raise_not_a_change(self, found: _Transactions, row: int, *, is_delete: bool) -> NoReturn:
         """Raise an error with the reason why a transaction is not a change."""
-        place = (
+        position = (
             f"partition {self._partition}, transaction {found.log_columns['transaction_id'][row]}"
         )
         if not found.log_columns["data"][row].is_valid:
             reason = found.log_columns[ERROR_COLUMN][row]
             raise BadFormat(
-                f"{place}: the payload cannot be decrypted ({reason}). Hint: mode=DROPMALFORMED "
+                f"{position}: the payload cannot be decrypted ({reason}). Hint: mode=DROPMALFORMED "
                 "ignores such transactions."
             )
         unpacker = self._unpacker
         if is_delete:
             keys = [part for part in self._fields if part.name in self._rules.key]
             unpacker = self._create_unpacker(keys)
-        unpacker.columns(found.log_columns["data"].slice(row, 1), lambda _: place)
-        changes_of(self._as_table(found).slice(row, 1), self._rules)  # raises for a null in the key
-        raise AssertionError(f"{place}: it is a change")
+        unpacker.columns(found.log_columns["data"].slice(row, 1), lambda _: position)
+        compute_changes(
+            self._as_table(found).slice(row, 1), self._rules
+        )  # raises for a null in the key
+        raise AssertionError(f"{position}: it is a change")
 
     # ---- changes to rows
 
     def apply_to_state(self, batch: pa.RecordBatch, state: FeedState) -> None:
         """Apply the changes of a batch to the state, without computing rows."""
         changes = self._changes_of(batch)
-        places = np.where(changes.is_delete, _NO_ROW, np.arange(len(changes.key_digests))).tolist()
-        _store_last_changes(changes, dict(zip(changes.key_digests, places, strict=True)), state)
+        positions = np.where(
+            changes.is_delete, _NO_ROW, np.arange(len(changes.key_digests))
+        ).tolist()
+        _store_last_changes(changes, dict(zip(changes.key_digests, positions, strict=True)), state)
 
     def rows(self, batch: pa.RecordBatch, state: FeedState) -> Iterator[tuple[int, pa.RecordBatch]]:
         """Apply a batch to the state, step by step; yield the last ID and the rows of each step.
@@ -335,7 +339,7 @@ def _next_step(changes: _Changes, start: int, state: FeedState) -> _FeedStep:
     deleted = changes.is_delete.tolist()
     step = _FeedStep(start, start, [], [], [], {})
     while step.stop < count and size < PREVIOUS_BYTES_MAX:
-        place, key = step.stop, changes.key_digests[step.stop]
+        position, key = step.stop, changes.key_digests[step.stop]
         before = step.last_indexes.get(key)
         if before is None:
             row = state.find_row(key)
@@ -346,24 +350,24 @@ def _next_step(changes: _Changes, start: int, state: FeedState) -> _FeedStep:
                 step.previous_rows.append(row)
                 size += len(row.data)
         step.previous_indexes.append(before)
-        step.last_indexes[key] = _NO_ROW if deleted[place] else place
+        step.last_indexes[key] = _NO_ROW if deleted[position] else position
         step.stop += 1
     return step
 
 
 def _store_last_changes(changes: _Changes, last: dict[bytes, int], state: FeedState) -> None:
     """Write the last change of each key to the state."""
-    upserts = {key: place for key, place in last.items() if place != _NO_ROW}
-    places = pa.array(upserts.values(), pa.int64())
+    upserts = {key: position for key, position in last.items() if position != _NO_ROW}
+    positions = pa.array(upserts.values(), pa.int64())
     columns = [
         changes.transactions.log_columns["header"],
         changes.transactions.log_columns["transaction_id"],
     ]
     values = [
-        column.take(places).to_pylist()
+        column.take(positions).to_pylist()
         for column in (*columns, changes.transactions.stored_payloads)
     ]
     state.write(
         zip(upserts, map(StoredRow, *values), strict=True),
-        [key for key, place in last.items() if place == _NO_ROW],
+        [key for key, position in last.items() if position == _NO_ROW],
     )

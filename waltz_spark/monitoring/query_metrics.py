@@ -46,7 +46,7 @@ from waltz_spark.writer.write_counts import (
 REQUEST_S_MAX: Final = 2.0
 
 
-class _Place(NamedTuple):
+class _QueryPartition(NamedTuple):
     """The labels of a lag."""
 
     cluster: str
@@ -113,17 +113,17 @@ class _Queries:
                 found[each.name] = found.get(each.name, NO_ROWS).plus(each.counts)
         return found
 
-    def positions(self, cluster: str, key: bytes) -> dict[_Place, int]:
+    def positions(self, cluster: str, key: bytes) -> dict[_QueryPartition, int]:
         """Return the last transactions that queries have read of a cluster."""
-        found: dict[_Place, int] = {}
+        found: dict[_QueryPartition, int] = {}
         with self._lock:
             for query in self._queries.values():
                 for source, end in enumerate(query.ends):
                     if end.cluster_key != key.hex():
                         continue
                     for partition, mark in end.marks.items():
-                        place = _Place(cluster, query.name, source, partition)
-                        found[place] = min(mark, found.get(place, mark))
+                        position = _QueryPartition(cluster, query.name, source, partition)
+                        found[position] = min(mark, found.get(position, mark))
         return found
 
 
@@ -166,7 +166,7 @@ class _LagRequest:
 
     def __init__(self, connect: str) -> None:
         self._connect = connect
-        self._lags: dict[_Place, _Lag] = {}
+        self._lags: dict[_QueryPartition, _Lag] = {}
         self._thread = threading.Thread(target=self._run, name="waltz-lags", daemon=True)
         self._thread.start()
 
@@ -175,7 +175,7 @@ class _LagRequest:
         """Whether an answer is outstanding."""
         return self._thread.is_alive()
 
-    def wait(self, timeout_s: float) -> Mapping[_Place, _Lag]:
+    def wait(self, timeout_s: float) -> Mapping[_QueryPartition, _Lag]:
         """Return the lags; none if they do not arrive in time."""
         self._thread.join(timeout_s)
         return {} if self.is_running else self._lags
@@ -189,12 +189,12 @@ class _LagRequest:
         cluster = client.cluster()
         positions = _queries.positions(cluster.name, cluster.key)
         if positions:
-            partitions = sorted({place.partition for place in positions})
+            partitions = sorted({key.partition for key in positions})
             marks = client.high_water_marks(partitions)
-            for place, end in positions.items():
-                lag = max(0, marks[place.partition] - end)
-                seconds = _age_s(client, place.partition, end + 1) if lag else 0.0
-                self._lags[place] = _Lag(lag, seconds)
+            for key, end in positions.items():
+                lag = max(0, marks[key.partition] - end)
+                seconds = _age_s(client, key.partition, end + 1) if lag else 0.0
+                self._lags[key] = _Lag(lag, seconds)
 
 
 def _age_s(client: WaltzClient, partition: int, transaction_id: int) -> float:
@@ -226,11 +226,11 @@ class _Scrape:
                     self._requests[connect] = _LagRequest(connect)
             requests = list(self._requests.values())
         until_s = time.monotonic() + REQUEST_S_MAX
-        lags: dict[_Place, _Lag] = {}
+        lags: dict[_QueryPartition, _Lag] = {}
         for each in requests:
             lags |= each.wait(max(0.0, until_s - time.monotonic()))
-        for place, lag in sorted(lags.items()):
-            labels = place._asdict()
+        for key, lag in sorted(lags.items()):
+            labels = key._asdict()
             values.add("waltz_spark_lag_transactions", lag.transactions, **labels)
             values.add("waltz_spark_lag_seconds", lag.seconds, **labels)
 

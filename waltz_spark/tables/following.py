@@ -14,7 +14,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructField, StructType
 
 from waltz_core.errors import BadConfig, BadRequest, Superseded
-from waltz_core.tables.followed_log import LogPosition
+from waltz_core.tables.followed_log import LogStateReader
 from waltz_core.tables.follower import (
     CONFLICTS_MAX,
     Follower,
@@ -28,7 +28,7 @@ from waltz_core.tables.row_changes import (
     check_rules,
     parse_condition,
 )
-from waltz_core.tables.table_marks import TableMarks, continued_marks
+from waltz_core.tables.table_marks import TableMarks, marks_to_continue_from
 from waltz_spark.api import option_texts
 from waltz_spark.datasource.start_offsets import starts
 from waltz_spark.options import parse_read
@@ -187,16 +187,16 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
     given = _tables_by_name(table, one, tables)
     cluster = with_client(connect, lambda client: client.cluster().key.hex())
     with table_session(spark) as session:
-        position = LogPosition(client_of(connect), interval_s=interval_s)
+        state_reader = LogStateReader(client_of(connect), interval_s=interval_s)
         opened = [
             _open_checked_table(session, connect, name, each, options)
             for name, each in given.items()
         ]
         log: SparkFollowedLog | SharedSparkFollowedLog
         if tables is None:
-            log = _create_log_of_one_table(session, position, opened[0])
+            log = _create_log_of_one_table(session, state_reader, opened[0])
         else:
-            log = _create_log_of_several_tables(session, position, opened)
+            log = _create_log_of_several_tables(session, state_reader, opened)
         marks = _start_marks(connect, start, opened[0].read_options)
         loop = Follower(
             log,
@@ -212,7 +212,7 @@ def follow(  # noqa: PLR0913 - a caller gives four of them
             on_progress=on_progress,
         )
         try:
-            found = loop.run(_end_marks(position, until))
+            found = loop.run(_end_marks(state_reader, until))
         finally:
             log.release()
     by_table = {each.name: dict(mark.marks) for each, mark in zip(opened, found, strict=True)}
@@ -279,17 +279,17 @@ def _open_checked_table(
 
 
 def _create_log_of_one_table(
-    session: SparkSession, position: LogPosition, table: _CheckedTable
+    session: SparkSession, state_reader: LogStateReader, table: _CheckedTable
 ) -> SparkFollowedLog:
     known: StructType | Callable[[], StructType] | None = table.declared_columns
     if known is None:
         assert isinstance(table.target, MergedDeltaTable), "other formats have a schema"
         known = table.target.columns
-    return SparkFollowedLog(session, position, known, table.rules, table.read_options)
+    return SparkFollowedLog(session, state_reader, known, table.rules, table.read_options)
 
 
 def _create_log_of_several_tables(
-    session: SparkSession, position: LogPosition, tables: Sequence[_CheckedTable]
+    session: SparkSession, state_reader: LogStateReader, tables: Sequence[_CheckedTable]
 ) -> SharedSparkFollowedLog:
     found = []
     for each in tables:
@@ -307,7 +307,7 @@ def _create_log_of_several_tables(
     if all(each.headers for each in tables):
         headers = {header for each in tables for header in each.headers}
         options["headers"] = ",".join(map(str, sorted(headers)))
-    return SharedSparkFollowedLog(session, position, found, options)
+    return SharedSparkFollowedLog(session, state_reader, found, options)
 
 
 def upsert(  # noqa: PLR0913 - a caller gives four of them
@@ -409,7 +409,7 @@ def _stored_marks(target: MergedTable, name: TableMarks) -> TableMarks:
             f"{name.follower!r}. Hint: use another table."
         )
     check_others(state.others, name)
-    return continued_marks(state.metadata, state.version, name)
+    return marks_to_continue_from(state.metadata, state.version, name)
 
 
 def _create_rules(table: Table, rows: StructType | None) -> ChangeRules:
@@ -486,7 +486,7 @@ def _start_marks(
     return starts(client, wanted, sources)
 
 
-def _end_marks(position: LogPosition, until: object) -> Mapping[int, int] | None:
+def _end_marks(state_reader: LogStateReader, until: object) -> Mapping[int, int] | None:
     """Return the marks at which a call ends; None if it does not end.
 
     Raises:
@@ -495,7 +495,7 @@ def _end_marks(position: LogPosition, until: object) -> Mapping[int, int] | None
     if until is None:
         return None
     if until == "now":
-        return position.state().marks
+        return state_reader.state().marks
     if not isinstance(until, Mapping):
         raise BadConfig(f"until: expected 'now' or the mark of each partition, found {until!r}")
     return {int(partition): int(mark) for partition, mark in until.items()}

@@ -19,9 +19,9 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from pyspark.sql.types import StructType
 
 from waltz_core.errors import BadConfig, BadFormat
-from waltz_core.tables.followed_log import changes_in, check_decrypted
+from waltz_core.tables.followed_log import check_decrypted, compute_found_changes
 from waltz_core.tables.found_columns import COLUMNS_MAX, LOG_COLUMNS, field_count
-from waltz_core.tables.row_changes import DELETED, ChangeRules, parts_of
+from waltz_core.tables.row_changes import DELETED, ChangeRules, combine_batches
 from waltz_spark.tables.spark_errors import translate_errors
 from waltz_spark.worker_errors import without_stack_each
 
@@ -59,7 +59,9 @@ class ColumnFindingRead:
             for number in batch.column(0).to_pylist():
                 rows = self.reader.read(self.tasks[number])
                 rows = decrypted_rows(rows, [*LOG_COLUMNS, "data"])
-                found = changes_in(parts_of(rows), self.rules, self.known, self.data_format)
+                found = compute_found_changes(
+                    combine_batches(rows), self.rules, self.known, self.data_format
+                )
                 names = [name for name in found.schema.names if name not in LOG_COLUMNS]
                 names = [*names[:-1], *LOG_COLUMNS[:2], DELETED]
                 yield from _encode_changes(number, found.select(names))
@@ -143,9 +145,9 @@ class ChangeFinder:
                 columns = self._run_tasks(replace(read, tasks=[task], known=columns))
             columns = self._run_tasks(replace(read, known=columns))
         assert self._parts is not None, "the tasks have run"
-        place = [pa.field(LOG_COLUMNS[0], pa.int32()), pa.field(LOG_COLUMNS[1], pa.int64())]
+        position = [pa.field(LOG_COLUMNS[0], pa.int32()), pa.field(LOG_COLUMNS[1], pa.int64())]
         deleted = pa.field(DELETED, pa.bool_(), nullable=False)
-        schema = pa.schema([*columns, *place, deleted])
+        schema = pa.schema([*columns, *position, deleted])
         packed = self._parts.where("changes IS NOT NULL").select("changes")
         return packed.mapInArrow(ArrowChangesDecoder(schema), spark_schema(schema))
 

@@ -12,8 +12,8 @@ Rules:
     2. Every snapshot in the history of `main` contains its marks and the rows up to them. So a
        rollback to such a snapshot needs no repair: the follower continues from its marks.
     3. Snapshots that only replace files (compaction) are not commits of other programs.
-    4. The place columns are `_log_partition` and `_transaction_id`, because `_partition` is one of
-       Iceberg's metadata columns.
+    4. The position columns are `_log_partition` and `_transaction_id`, because `_partition` is one
+       of Iceberg's metadata columns.
     5. Columns that the table lacks are added before the batch that has their first values.
 """
 
@@ -29,9 +29,9 @@ from pyspark.sql.types import ArrayType, DataType, MapType, StructField, StructT
 
 from waltz_core.errors import BadConfig, Superseded
 from waltz_core.tables.follower import OtherCommit, TableState
-from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode_marks, encode_marks
 from waltz_spark.tables.merge_statement import (
-    PlaceColumns,
+    PositionColumns,
     check_column_names,
     check_table_columns,
     merge_actions,
@@ -42,7 +42,7 @@ from waltz_spark.tables.spark_errors import ICEBERG, translate_errors
 
 _MARKS_PROPERTY = "waltz.marks"
 _MARKS_SETTING = f"spark.sql.iceberg.snapshot-property.{_MARKS_PROPERTY}"
-_PLACE_COLUMNS = PlaceColumns(partition="_log_partition")  # rule 4
+_PLACE_COLUMNS = PositionColumns(partition="_log_partition")  # rule 4
 # Iceberg can create a table that has a column with such a name, but cannot read it.
 _METADATA_COLUMNS = (
     "_change_ordinal",
@@ -125,7 +125,7 @@ class MergedIcebergTable:
         if self._start is None:
             return
         with self.translate_errors():
-            self._session.conf.set(_MARKS_SETTING, encode(self._start))
+            self._session.conf.set(_MARKS_SETTING, encode_marks(self._start))
             empty = self._session.createDataFrame([], self._schema)
             empty.writeTo(self._name).using("iceberg").create()
             self._start = None
@@ -149,7 +149,9 @@ class MergedIcebergTable:
                     raise
                 if self._start is None:
                     return None
-                return TableState(encode(self._start), self._start.version, (), has_rows=False)
+                return TableState(
+                    encode_marks(self._start), self._start.version, (), has_rows=False
+                )
             self._start = None
             if self._new_columns is None:
                 self._new_columns = self._missing_columns()
@@ -190,7 +192,7 @@ class MergedIcebergTable:
             f"ALTER TABLE {self._name} CREATE OR REPLACE BRANCH {self._branch} "
             f"AS OF VERSION {begin}"
         )
-        self._session.conf.set(_MARKS_SETTING, encode(marks))
+        self._session.conf.set(_MARKS_SETTING, encode_marks(marks))
         branch = f"{self._name}.branch_{self._branch}"
         if changes is None:
             self._session.createDataFrame([], self._schema).writeTo(branch).append()
@@ -320,7 +322,7 @@ def _state_of(snapshots: Sequence[Row], newest: int | None, follower: TableMarks
     at = newest
     while at in by_id:
         row = by_id[at]
-        found = decode(row["marks"])
+        found = decode_marks(row["marks"])
         if found is not None and found.follower == follower.follower:
             return TableState(row["marks"], found.version, others)
         if row["operation"] != _MAINTENANCE_OPERATION:

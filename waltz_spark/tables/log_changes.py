@@ -29,13 +29,13 @@ from pyspark.sql.types import (
 )
 
 from waltz_core.errors import BadConfig
-from waltz_core.tables.followed_log import LogPosition
+from waltz_core.tables.followed_log import LogStateReader
 from waltz_core.tables.row_changes import (
     DELETED,
     ChangeRules,
-    changes_of,
     check_rules,
-    parts_of,
+    combine_batches,
+    compute_changes,
     reduce_batches,
 )
 from waltz_core.tables.table_marks import LogState, MarkMap
@@ -51,7 +51,10 @@ from waltz_spark.tables.found_changes import (
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS_PREFIX
 from waltz_spark.worker_errors import without_stack_each
 
-_PLACE_FIELDS = (StructField("partition", IntegerType()), StructField("transaction_id", LongType()))
+_POSITION_FIELDS = (
+    StructField("partition", IntegerType()),
+    StructField("transaction_id", LongType()),
+)
 _HEADER_FIELD = StructField("header", IntegerType())
 _ERROR_FIELD = StructField(ERROR_COLUMN, StringType())
 
@@ -61,7 +64,7 @@ class SparkFollowedLog:
 
     Args:
         session: runs the tasks.
-        position: provides the high-water marks of the log.
+        state_reader: provides the high-water marks of the log.
         schema: the declared columns of the table. To find the columns in payloads, pass a function
             that returns the columns that the table has so far.
         rules: how transactions become changes.
@@ -74,12 +77,12 @@ class SparkFollowedLog:
     def __init__(
         self,
         session: SparkSession,
-        position: LogPosition,
+        state_reader: LogStateReader,
         schema: StructType | Callable[[], StructType],
         rules: ChangeRules,
         options: Mapping[str, str],
     ) -> None:
-        self._session, self._position = session, position
+        self._session, self._state_reader = session, state_reader
         self._options, self._rules = dict(options), rules
         self._finder = ChangeFinder(session)
         self._find_known_columns = schema if callable(schema) else None
@@ -91,7 +94,7 @@ class SparkFollowedLog:
                     f"{self._data_format}, found none. Hint: declare the columns; they are "
                     "derived from the payloads only for msgpack and json."
                 )
-            rows = StructType([*_PLACE_FIELDS, _HEADER_FIELD, StructField("data", BinaryType())])
+            rows = StructType([*_POSITION_FIELDS, _HEADER_FIELD, StructField("data", BinaryType())])
             self._read_schema = with_error_column(rows, self._options)
             return
         rows = transaction_columns(schema, rules)
@@ -104,11 +107,11 @@ class SparkFollowedLog:
 
     def state(self) -> LogState:
         """Return the log's high-water marks and first available IDs; raises Unavailable."""
-        return self._position.state()
+        return self._state_reader.state()
 
     def wait(self) -> None:
         """Wait until the next request is due."""
-        self._position.wait()
+        self._state_reader.wait()
 
     def release(self) -> None:
         """Release the data of the last changes from Spark's cache."""
@@ -173,7 +176,7 @@ class LastChangesRead:
         if self.rules.key:
             yield reduce_batches(rows, self.rules, self.schema)
         else:
-            yield from (changes_of(part, self.rules) for part in parts_of(rows))
+            yield from (compute_changes(part, self.rules) for part in combine_batches(rows))
 
 
 @dataclass
@@ -235,7 +238,7 @@ def with_error_column(rows: StructType, options: Mapping[str, str]) -> StructTyp
 
 def with_log_columns(schema: StructType, *, header: bool = True) -> StructType:
     """Return the declared columns of transactions and the columns of the log."""
-    used = [*_PLACE_FIELDS, *([_HEADER_FIELD] if header else [])]
+    used = [*_POSITION_FIELDS, *([_HEADER_FIELD] if header else [])]
     return StructType([*schema, *(each for each in used if each.name not in schema.names)])
 
 
@@ -260,9 +263,9 @@ def table_columns(schema: StructType, rules: ChangeRules) -> StructType:
 
 def changes_schema(schema: StructType) -> StructType:
     """Return the columns of changes (rule 2); all but the key are null in some deletes."""
-    place = [each for each in _PLACE_FIELDS if each.name not in schema.names]
+    position = [each for each in _POSITION_FIELDS if each.name not in schema.names]
     columns = [StructField(each.name, each.dataType) for each in schema]
-    return StructType([*columns, *place, StructField(DELETED, BooleanType(), nullable=False)])
+    return StructType([*columns, *position, StructField(DELETED, BooleanType(), nullable=False)])
 
 
 def combine_task_changes(parts: DataFrame, key: Sequence[str]) -> DataFrame:
@@ -285,10 +288,10 @@ def combine_task_changes(parts: DataFrame, key: Sequence[str]) -> DataFrame:
         .agg(latest.alias("last"), F.min(partition).alias("low"), F.max(partition).alias("high"))
     )
     shown = [part for name in keys for part in (F.lit(", "), F.col(name).cast("string"))][1:]
-    places = (F.lit("partition "), F.col("low"), F.lit(" and partition "), F.col("high"))
+    positions = (F.lit("partition "), F.col("low"), F.lit(" and partition "), F.col("high"))
     middle = F.lit(") has changes in two partitions, ")
     error = F.raise_error(
-        F.concat(F.lit(f"{TWO_PARTITIONS_PREFIX}("), *shown, middle, *places, F.lit("."))
+        F.concat(F.lit(f"{TWO_PARTITIONS_PREFIX}("), *shown, middle, *positions, F.lit("."))
     )
 
     def column(name: str) -> Column:

@@ -1,7 +1,7 @@
 """The `MERGE` of changes into a table, in the SQL that Delta and Iceberg have in common.
 
 Rules:
-    1. A table has the declared columns, and two columns for the place of the last change of the
+    1. A table has the declared columns, and two columns for the position of the last change of the
        row: `_partition` and `_transaction_id`. Iceberg reserves the first name, so its tables use
        another one.
     2. If a key has changes in two partitions, the statement fails, with a message after
@@ -20,8 +20,8 @@ from waltz_core.tables.row_changes import DELETED
 from waltz_spark.tables.spark_errors import TWO_PARTITIONS_PREFIX
 
 
-class PlaceColumns(NamedTuple):
-    """The names of a table's columns for the place of the last change (rule 1)."""
+class PositionColumns(NamedTuple):
+    """The names of a table's columns for the position of the last change (rule 1)."""
 
     partition: str = "_partition"
     transaction_id: str = "_transaction_id"
@@ -32,55 +32,55 @@ class PlaceColumns(NamedTuple):
         return [StructField(name, kind) for name, kind in zip(self, types, strict=True)]
 
 
-PLACE_COLUMNS = PlaceColumns()
+POSITION_COLUMNS = PositionColumns()
 # A name in backticks may contain any character.
 _NAME_PART = re.compile(r"`(?:[^`]|``)+`|\w+")
 _TABLE_NAME = re.compile(rf"(?:{_NAME_PART.pattern})(?:\.(?:{_NAME_PART.pattern}))*")
 
 
 def merge_actions(
-    columns: Sequence[str], key: Sequence[str], place: PlaceColumns = PLACE_COLUMNS
+    columns: Sequence[str], key: Sequence[str], position: PositionColumns = POSITION_COLUMNS
 ) -> str:
     """Return the text after `MERGE INTO ... AS target USING ... AS source ON`.
 
     Args:
-        columns: the columns of the changes, without the place columns and `_deleted`.
+        columns: the columns of the changes, without the position columns and `_deleted`.
         key: the key columns.
-        place: the names of the place columns in the table.
+        position: the names of the position columns in the table.
     """
     names = {quote_identifier(name): f"source.{quote_identifier(name)}" for name in columns}
     names |= {
-        quote_identifier(name): f"source.{column}" for column, name in place._asdict().items()
+        quote_identifier(name): f"source.{column}" for column, name in position._asdict().items()
     }
     is_key = (f"target.{each} = source.{each}" for each in map(quote_identifier, key))
     return (  # names are quoted
         f"{' AND '.join(is_key)} "  # noqa: S608
-        f"WHEN MATCHED AND {_delete_condition(f'source.{DELETED}', key, place)} THEN DELETE "
+        f"WHEN MATCHED AND {_delete_condition(f'source.{DELETED}', key, position)} THEN DELETE "
         f"WHEN MATCHED THEN UPDATE SET {', '.join(f'{a} = {b}' for a, b in names.items())} "
         f"WHEN NOT MATCHED AND NOT source.{DELETED} THEN "
         f"INSERT ({', '.join(names)}) VALUES ({', '.join(names.values())})"
     )
 
 
-def _delete_condition(is_deleted: str, key: Sequence[str], place: PlaceColumns) -> str:
+def _delete_condition(is_deleted: str, key: Sequence[str], position: PositionColumns) -> str:
     """Return condition `is_deleted`, which fails for a row of another partition (rule 2)."""
     shown = ", ', ', ".join(f"CAST(source.{quote_identifier(name)} AS STRING)" for name in key)
-    places = ", ' and ', ".join(
+    positions = ", ' and ', ".join(
         f"'partition ', {partition}, ', transaction ', {transaction}"
         for partition, transaction in (
-            (f"target.{place.partition}", f"target.{place.transaction_id}"),
+            (f"target.{position.partition}", f"target.{position.transaction_id}"),
             ("source.partition", "source.transaction_id"),
         )
     )
     return (
-        f"CASE WHEN target.{place.partition} <> source.partition THEN CAST(raise_error(concat("
-        f"'{TWO_PARTITIONS_PREFIX}(', {shown}, ') has changes in two partitions, ', {places}, "
+        f"CASE WHEN target.{position.partition} <> source.partition THEN CAST(raise_error(concat("
+        f"'{TWO_PARTITIONS_PREFIX}(', {shown}, ') has changes in two partitions, ', {positions}, "
         f"'.')) AS BOOLEAN) ELSE {is_deleted} END"
     )
 
 
 def check_column_names(
-    schema: StructType, key: Sequence[str], reserved: Collection[str] = PLACE_COLUMNS
+    schema: StructType, key: Sequence[str], reserved: Collection[str] = POSITION_COLUMNS
 ) -> None:
     """Reject a schema that lacks a key column or has a reserved name, ignoring case.
 
@@ -107,7 +107,8 @@ def check_column_names(
                 f"key column {name!r}: expected text without a collation, found {kind}. Hint: "
                 "declare it as string."
             )
-    # A column of the log may be declared; in the `MERGE` it is not the same as the place columns.
+    # A column of the log may be declared; in the `MERGE` it is not the same as the position
+    # columns.
     log = [name for name in LOG_COLUMNS if name not in schema.names]
     taken = {*reserved, *log, DELETED}
     seen = {name: name for name in taken}

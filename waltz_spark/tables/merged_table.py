@@ -11,8 +11,8 @@ Rules:
     2. Delta does not compare commits of other programs. Between the two newest commits of the
        follower, there may be a `RESTORE`, or a commit of a follower with another name. It is
        detected when the table is read again (`delta_commits.py`).
-    3. A table has the declared columns, and the place of the last change of the row: `_partition`
-       and `_transaction_id`.
+    3. A table has the declared columns, and the position of the last change of the row:
+       `_partition` and `_transaction_id`.
     4. Auto compaction is off. Otherwise Delta would run an `OPTIMIZE` in the session after the
        `MERGE`, and commit it with the metadata of the follower.
     5. Delta stores values of partition columns as texts, in names of directories. It reads an empty
@@ -33,13 +33,13 @@ from pyspark.sql.types import StringType, StructField, StructType
 
 from waltz_core.errors import BadConfig, Superseded
 from waltz_core.tables.delta_columns import check_schema
-from waltz_core.tables.delta_commits import DeltaCommit, newest_of, operation_of
+from waltz_core.tables.delta_commits import DeltaCommit, find_newest_commit, full_operation_name
 from waltz_core.tables.follower import TableState
 from waltz_core.tables.row_changes import DELETED
-from waltz_core.tables.table_marks import TableMarks, decode, encode
+from waltz_core.tables.table_marks import TableMarks, decode_marks, encode_marks
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.merge_statement import (
-    PLACE_COLUMNS,
+    POSITION_COLUMNS,
     check_column_names,
     check_table_columns,
     merge_actions,
@@ -101,8 +101,10 @@ class MergedDeltaTable:
         self._partition_columns: list[str] | None = None  # None: not read yet
 
     def columns(self) -> StructType:
-        """Return the columns of the version that `marks` has read, without the place columns."""
-        return StructType([part for part in self._stored_columns if part.name not in PLACE_COLUMNS])
+        """Return the columns of the version that `marks` has read, without the position columns."""
+        return StructType(
+            [part for part in self._stored_columns if part.name not in POSITION_COLUMNS]
+        )
 
     def create(self, start: TableMarks) -> None:
         """Let the next `apply` or `finish` create the table, if it does not exist by then.
@@ -124,7 +126,7 @@ class MergedDeltaTable:
         with self.translate_errors():
             self._set_commit_settings(start, start.version)
             empty = self._session.createDataFrame(
-                [], StructType([*self._schema, *PLACE_COLUMNS.fields()])
+                [], StructType([*self._schema, *POSITION_COLUMNS.fields()])
             )
             writer = empty.write.format("delta").mode("error")
             if self._is_path:
@@ -146,7 +148,9 @@ class MergedDeltaTable:
             if not commits:
                 if self._start is None:
                     return None
-                return TableState(encode(self._start), self._start.version, (), has_rows=False)
+                return TableState(
+                    encode_marks(self._start), self._start.version, (), has_rows=False
+                )
             self._start = None
             self._stored_columns = self._read_table().schema
             self._check_columns()
@@ -184,7 +188,7 @@ class MergedDeltaTable:
 
     def _columns_of_changes(self, changes: DataFrame | None) -> StructType:
         """Return the table columns of changes; Delta may not support the name of a found column."""
-        own = {*PLACE_COLUMNS._asdict(), DELETED}
+        own = {*POSITION_COLUMNS._asdict(), DELETED}
         schema = _nullable_columns(
             [] if changes is None else [x for x in changes.schema if x.name not in own]
         )
@@ -221,11 +225,11 @@ class MergedDeltaTable:
         checked = {}
         for part in changes.schema:
             if part.name in self._partition_columns and isinstance(part.dataType, StringType):
-                text, place = (
+                text, position = (
                     F.col(quote_identifier(part.name)),
                     map(F.col, ("partition", "transaction_id")),
                 )
-                start = F.format_string(f"{NULL_TEXT_PREFIX}%d, transaction %d", *place)
+                start = F.format_string(f"{NULL_TEXT_PREFIX}%d, transaction %d", *position)
                 rest = (F.lit(f", column {part.name!r}, found '"), text, F.lit("'."))
                 error = F.raise_error(F.concat(start, *rest)).cast("string")
                 checked[part.name] = F.when(text.isin(*_NULL_TEXTS), error).otherwise(text)
@@ -252,7 +256,7 @@ class MergedDeltaTable:
         self._stored_columns = self._read_table().schema
 
     def _set_commit_settings(self, marks: TableMarks, version: int) -> None:
-        self._session.conf.set(_METADATA_SETTING, encode(marks))
+        self._session.conf.set(_METADATA_SETTING, encode_marks(marks))
         self._session.conf.set(_APPLICATION_SETTING, marks.application)
         self._session.conf.set(_VERSION_SETTING, str(version))
         self._session.conf.set(_AUTO_COMPACTION_SETTING, "false")
@@ -269,9 +273,9 @@ class MergedDeltaTable:
         while True:
             commits = list(map(_commit_of_row, self._read_history(limit)))
             is_complete = len(commits) < limit
-            if found := newest_of(follower, commits, is_complete=is_complete):
+            if found := find_newest_commit(follower, commits, is_complete=is_complete):
                 metadata, others = found
-                marks = decode(metadata)
+                marks = decode_marks(metadata)
                 assert marks is not None, "it is of the follower"
                 # The `txn` of the follower has this version or a lower one.
                 return commits, TableState(metadata, marks.version, others)
@@ -297,7 +301,7 @@ class MergedDeltaTable:
     def _state_without_marks(
         self, commits: Sequence[DeltaCommit], follower: TableMarks
     ) -> TableState:
-        found = [marks for each in commits if (marks := decode(each.metadata)) is not None]
+        found = [marks for each in commits if (marks := decode_marks(each.metadata)) is not None]
         has_rows = bool(found) or bool(self._read_table().limit(1).collect())
         rules = found[0].rules if found else None
         return TableState(None, self._stored_version(follower.application), (), has_rows, rules)
@@ -318,7 +322,7 @@ class MergedDeltaTable:
         if self._has_checked_columns or not self._has_declared_schema:
             return
         check_table_columns(
-            self._name, self._stored_columns, (*self._schema, *PLACE_COLUMNS.fields())
+            self._name, self._stored_columns, (*self._schema, *POSITION_COLUMNS.fields())
         )
         self._has_checked_columns = True
 
@@ -328,7 +332,7 @@ class MergedDeltaTable:
 
 
 def _commit_of_row(row: Row) -> DeltaCommit:
-    operation = operation_of(row["operation"] or "", row["mode"])
+    operation = full_operation_name(row["operation"] or "", row["mode"])
     return DeltaCommit(row["version"], operation, row["userMetadata"])
 
 

@@ -13,8 +13,8 @@ from pyspark.sql import DataFrame
 from pyspark.sql.types import StructType
 
 from waltz_core.tables.follower import TableState
-from waltz_core.tables.parquet_table import FollowedParquetTable, with_place, write_file
-from waltz_core.tables.row_changes import ChangeRules, parts_of
+from waltz_core.tables.parquet_table import FollowedParquetTable, with_position_columns, write_file
+from waltz_core.tables.row_changes import ChangeRules, combine_batches
 from waltz_core.tables.table_marks import TableMarks
 from waltz_spark.spark_version import arrow_schema
 from waltz_spark.tables.spark_errors import translate_errors
@@ -38,7 +38,7 @@ class SparkParquetTable:
     def __init__(self, uri: str, schema: StructType, rules: ChangeRules) -> None:
         columns = arrow_schema(schema)
         self._table = FollowedParquetTable(uri, columns, rules)
-        self._write = ParquetFileWriter(uri, with_place(columns))
+        self._write = ParquetFileWriter(uri, with_position_columns(columns))
 
     def create(self, start: TableMarks) -> None:
         """Let the first batch create the table; errors as in `FollowedParquetTable`."""
@@ -85,5 +85,5 @@ class ParquetFileWriter:
     @without_stack_each
     def __call__(self, changes: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield the names of the files as Arrow batches."""
-        names = write_file(self.uri, self.schema, parts_of(changes))
+        names = write_file(self.uri, self.schema, combine_batches(changes))
         yield pa.RecordBatch.from_pydict({"name": pa.array(names, pa.string())})

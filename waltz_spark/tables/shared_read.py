@@ -15,16 +15,16 @@ import pyarrow as pa
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import BinaryType, IntegerType, LongType, StructField, StructType
 
-from waltz_core.tables.followed_log import LogPosition
+from waltz_core.tables.followed_log import LogStateReader
 from waltz_core.tables.follower import errors_of_table
 from waltz_core.tables.row_changes import (
     ArrowTable,
     ChangeRules,
+    add_changes,
     check_rules,
-    no_changes,
-    parts_of,
-    select_rows,
-    with_changes,
+    combine_batches,
+    empty_changes,
+    select_transactions,
 )
 from waltz_core.tables.table_marks import LogState, MarkMap
 from waltz_spark.datasource.batch_read import ReadTask
@@ -102,7 +102,7 @@ class SharedSparkFollowedLog:
 
     Args:
         session: runs the tasks.
-        position: provides the high-water marks of the log.
+        state_reader: provides the high-water marks of the log.
         tables: the tables.
         options: the options of the reads, without those for the format of payloads.
 
@@ -113,23 +113,23 @@ class SharedSparkFollowedLog:
     def __init__(
         self,
         session: SparkSession,
-        position: LogPosition,
+        state_reader: LogStateReader,
         tables: Sequence[SharedTable],
         options: dict[str, str],
     ) -> None:
         for each in tables:
             each.check()
-        self._session, self._position = session, position
+        self._session, self._state_reader = session, state_reader
         self._tables, self._options = list(tables), options
         self._parts: DataFrame | None = None
 
     def state(self) -> LogState:
         """Return the log's high-water marks and first available IDs; raises Unavailable."""
-        return self._position.state()
+        return self._state_reader.state()
 
     def wait(self) -> None:
         """Wait until the next request is due."""
-        self._position.wait()
+        self._state_reader.wait()
 
     def release(self) -> None:
         """Release the last changes from Spark's cache."""
@@ -204,21 +204,21 @@ class SharedRead:
         )
         kinds = [arrow_schema(each.row_schema()) for each in self.tables]
         found = [
-            no_changes(kind, each.rules) for kind, each in zip(kinds, self.tables, strict=True)
+            empty_changes(kind, each.rules) for kind, each in zip(kinds, self.tables, strict=True)
         ]
         source = ReadSource(client_at(task.layout), task.replicas, task.archived_objects)
         span = TransactionRange(task.partition, task.first, task.last)
-        for part in parts_of(read_log_batches(source, span, self.options, list(columns))):
+        for part in combine_batches(read_log_batches(source, span, self.options, list(columns))):
             for at, (table, converter) in enumerate(zip(self.tables, converters, strict=True)):
                 after = self.starts[at][task.partition]
                 with errors_of_table(table.name):
                     rows = [
-                        converter.convert(select_rows(batch, after, table.headers))
+                        converter.convert(select_transactions(batch, after, table.headers))
                         for batch in part.to_batches()
                     ]
                     readable = decrypted_rows(rows, kinds[at].names)
                     decoded = pa.Table.from_batches(readable, schema=kinds[at])
-                    found[at] = with_changes(found[at], decoded, table.rules)
+                    found[at] = add_changes(found[at], decoded, table.rules)
         return found
 
 

@@ -309,5 +309,5 @@ def _all_conflicts(tasks: list[TaskResult]) -> Iterator[tuple[int, int]]:
 
 
 def _is_conflict_within_write(sorted_ranges: list[tuple[int, int]], conflict: int) -> bool:
-    place = bisect_right(sorted_ranges, (conflict, 1 << 63)) - 1
-    return place >= 0 and sorted_ranges[place][1] >= conflict
+    position = bisect_right(sorted_ranges, (conflict, 1 << 63)) - 1
+    return position >= 0 and sorted_ranges[position][1] >= conflict

@@ -299,10 +299,10 @@ def _read_records(
     """Yield the records of the wanted clients; data is read only for chunks that contain any."""
     for chunk in client.read_range(partition, *span, form=RangeForm.HEADERS):
         headers = np.frombuffer(chunk.records, dtype=raw_records.HEADER_DTYPE)
-        places = np.flatnonzero(np.isin(headers["req_id"]["client_id"].astype(np.int64), wanted))
-        if not places.size:
+        positions = np.flatnonzero(np.isin(headers["req_id"]["client_id"].astype(np.int64), wanted))
+        if not positions.size:
             continue
-        low, high = int(chunk.first) + int(places[0]), int(chunk.first) + int(places[-1])
+        low, high = int(chunk.first) + int(positions[0]), int(chunk.first) + int(positions[-1])
         yield from _read_whole_records(client, partition, (low, high), set(wanted.tolist()))
 
 

@@ -78,10 +78,10 @@ def hash_rows(batch: pa.RecordBatch, converted: ConvertedRows, options: WriteOpt
     if names:
         data = pack_rows([batch.column(name) for name in names], names, "msgpack")
         headers, crcs = np.zeros_like(headers), data_crcs(data)
-    places = np.where(converted.is_round_robin, np.int32(_ANY_PARTITION), converted.partitions)
+    positions = np.where(converted.is_round_robin, np.int32(_ANY_PARTITION), converted.partitions)
     lengths = pc.binary_length(data).to_numpy()
     hashes = _mix_bits(_join_halves(crcs.to_numpy(), lengths))
-    hashes = _mix_bits(hashes ^ _join_halves(places, headers))
+    hashes = _mix_bits(hashes ^ _join_halves(positions, headers))
     return RowsHash(len(hashes), int(hashes.sum()))
 
 

@@ -6,7 +6,7 @@ from pyspark.sql import Row
 from pyspark.sql.types import LongType, StructField, StructType
 
 from waltz_core.errors import BadConfig, BadRequest, Superseded, Unavailable
-from waltz_core.tables.table_marks import StoredRules, TableMarks, encode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, encode_marks
 from waltz_spark.tables import iceberg_table, merged_table
 from waltz_spark.tables.merge_statement import split_table_name
 from waltz_spark.tables.spark_errors import DELTA, TWO_PARTITIONS_PREFIX, translate_errors
@@ -17,7 +17,7 @@ ID = StructType([StructField("id", LongType())])
 
 
 def snapshot(number: int, marks: TableMarks | None) -> Row:
-    metadata = None if marks is None else encode(marks)
+    metadata = None if marks is None else encode_marks(marks)
     return Row(
         snapshot_id=number, parent_id=number - 1, operation="append", marks=metadata, rows="1"
     )

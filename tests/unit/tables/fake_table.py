@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from waltz_core.errors import Superseded
-from waltz_core.tables.delta_commits import DeltaCommit, newest_of
+from waltz_core.tables.delta_commits import DeltaCommit, find_newest_commit
 from waltz_core.tables.follower import TableState
-from waltz_core.tables.table_marks import LogState, MarkMap, TableMarks, decode, encode
+from waltz_core.tables.table_marks import LogState, MarkMap, TableMarks, decode_marks, encode_marks
 
 Changes = dict[str, int | None]
 
@@ -60,7 +60,7 @@ class OpenTable:
         if not self.stored:
             if self._start is None:
                 return None
-            return TableState(encode(self._start), self._start.version, (), has_rows=False)
+            return TableState(encode_marks(self._start), self._start.version, (), has_rows=False)
         self._start = None
         self._seen = len(self.stored) - 1
         newest = self.stored[-1]
@@ -68,10 +68,10 @@ class OpenTable:
         commits = [
             DeltaCommit(at, each.operation, each.metadata) for at, each in enumerate(self.stored)
         ][::-1]
-        if found := newest_of(follower, commits, is_complete=True):
+        if found := find_newest_commit(follower, commits, is_complete=True):
             metadata, others = found
             return TableState(metadata, version, others)
-        marks = (decode(each.metadata) for each in commits)
+        marks = (decode_marks(each.metadata) for each in commits)
         rules = next((each.rules for each in marks if each is not None), None)
         return TableState(None, version, (), rules is not None or bool(newest.rows), rules)
 
@@ -91,7 +91,7 @@ class OpenTable:
         if self._seen != len(self.stored) - 1:
             raise Superseded("another commit came first")
         versions = {**newest.versions, marks.application: marks.version}
-        self._append(Version(rows, versions, "MERGE", encode(marks)))
+        self._append(Version(rows, versions, "MERGE", encode_marks(marks)))
         return True
 
     def _create_due(self) -> None:
@@ -100,7 +100,7 @@ class OpenTable:
         if self.stored:
             raise Superseded("the table exists")
         start = self._start
-        self._append(Version({}, {start.application: start.version}, "CREATE", encode(start)))
+        self._append(Version({}, {start.application: start.version}, "CREATE", encode_marks(start)))
         self._start, self._seen = None, 0
 
     def _append(self, version: Version) -> None:

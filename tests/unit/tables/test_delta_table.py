@@ -15,7 +15,7 @@ from waltz_core.tables.delta_errors import library_error
 from waltz_core.tables.delta_table import FollowedDeltaTable, check_schema
 from waltz_core.tables.follower import OtherCommit
 from waltz_core.tables.row_changes import DELETED
-from waltz_core.tables.table_marks import StoredRules, TableMarks, decode, encode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode_marks, encode_marks
 
 KEY = "00112233445566778899aabbccddeeff"
 START = TableMarks("f", KEY, {0: -1, 1: -1})
@@ -68,7 +68,7 @@ def test_rows_and_marks_are_one_commit(path: Path, table: FollowedDeltaTable):
     assert table.apply(one, up_to(1, 0))
     assert rows(path) == [(1, "a", 0.5, 0, 0), (2, "a", None, 0, 1)]
     state = table.marks(START)
-    assert (decode(state.metadata), state.version, state.others) == (up_to(1, 0), 3, [])
+    assert (decode_marks(state.metadata), state.version, state.others) == (up_to(1, 0), 3, [])
     two = changes((1, "a", 0, 0, 2, True), (2, "a", 7.0, 0, 3, False), (2, "b", 8.0, 0, 4, False))
     assert table.apply(two, up_to(4, 0))
     assert rows(path) == [(2, "a", 7.0, 0, 3), (2, "b", 8.0, 0, 4)]
@@ -90,7 +90,7 @@ def test_changes_without_an_effect_write_no_version(path: Path, table: FollowedD
     assert not table.apply(changes(), up_to(0, -1))
     assert DeltaTable(path).version() == 0
     assert table.apply(None, up_to(0, -1))
-    assert decode(table.marks(START).metadata) == up_to(0, -1)
+    assert decode_marks(table.marks(START).metadata) == up_to(0, -1)
     assert rows(path) == []
 
 
@@ -105,7 +105,7 @@ def test_a_commit_is_on_top_of_the_version_that_was_read(
     for _ in range(2):
         with pytest.raises(Superseded, match="another commit came first"):
             table.apply(None if is_empty else change, up_to(0, -1))
-    assert decode(table.marks(START).metadata) == up_to(0, -1)
+    assert decode_marks(table.marks(START).metadata) == up_to(0, -1)
     assert table.apply(changes((1, "a", 0.6, 0, 1, False)), up_to(1, -1))
 
 
@@ -137,7 +137,7 @@ def test_a_table_is_created_when_its_first_changes_are_known(path: Path):
     table = FollowedDeltaTable(str(path), None, ["Id"])
     table.create(START)
     state = table.marks(START)
-    assert (decode(state.metadata), state.version, state.has_rows) == (START, 0, False)
+    assert (decode_marks(state.metadata), state.version, state.has_rows) == (START, 0, False)
     assert table.columns() == pa.schema([])
     assert not table.apply(changes(), up_to(0, -1))
     bad = pa.schema([("Id", pa.int64()), ("a b", pa.int64())])
@@ -145,7 +145,7 @@ def test_a_table_is_created_when_its_first_changes_are_known(path: Path):
         table.apply(changes((1, 1, 0, 1, False), schema=bad), up_to(1, -1))
     assert not path.exists()
     assert table.apply(changes((1, "a", 0.5, 0, 2, False)), up_to(2, -1))
-    found = [decode(each["userMetadata"]) for each in DeltaTable(path).history()]
+    found = [decode_marks(each["userMetadata"]) for each in DeltaTable(path).history()]
     assert found == [up_to(2, -1), START]
     assert table.columns() == SCHEMA
 
@@ -212,7 +212,7 @@ def test_a_commit_between_the_newest_two_of_the_follower_is_found(
     spark.marks(START._replace(follower="g"))
     assert spark.apply(changes((2, "a", 0.5, 0, 1, False)), up_to(1, -1))
     state = opened(path).marks(START)
-    assert decode(state.metadata) == up_to(1, -1)
+    assert decode_marks(state.metadata) == up_to(1, -1)
     expected = OtherCommit(2, "RESTORE") if is_restore else OtherCommit(2, "WRITE", "g")
     assert state.others == [expected]
 
@@ -225,12 +225,12 @@ def test_maintenance_with_the_metadata_of_the_follower_is_no_commit_of_it(
     table.marks(START)
     table.apply(changes((2, "a", 0.5, 0, 1, False)), up_to(1, -1))
     DeltaTable(path).restore(1)
-    metadata = {"userMetadata": encode(up_to(0, -1))}
+    metadata = {"userMetadata": encode_marks(up_to(0, -1))}
     DeltaTable(path).alter.set_table_properties(
         {"delta.appendOnly": "false"}, commit_properties=CommitProperties(custom_metadata=metadata)
     )
     state = opened(path).marks(START)
-    assert decode(state.metadata) == up_to(1, -1)
+    assert decode_marks(state.metadata) == up_to(1, -1)
     assert state.others == [OtherCommit(4, "SET TBLPROPERTIES"), OtherCommit(3, "RESTORE")]
 
 
@@ -245,7 +245,7 @@ def test_the_newest_commit_of_the_follower_is_found_below_many_others(
         )
     delta.restore(0)
     state = opened(path).marks(START)
-    assert decode(state.metadata) == up_to(0, -1)
+    assert decode_marks(state.metadata) == up_to(0, -1)
     assert [each.version for each in state.others] == list(range(22, 1, -1))
     assert state.others[0].operation == "RESTORE"
     assert state.others[1].operation == "SET TBLPROPERTIES"
@@ -266,7 +266,7 @@ def test_the_state_is_of_one_version_also_if_another_follower_commits_meanwhile(
     monkeypatch.setattr(DeltaTable, "history", history_after_a_commit)
     late = opened(path)
     state = late.marks(START)
-    assert (decode(state.metadata), state.version, state.others) == (up_to(0, -1), 1, [])
+    assert (decode_marks(state.metadata), state.version, state.others) == (up_to(0, -1), 1, [])
     assert late.apply(None, up_to(1, -1))
 
 

@@ -25,7 +25,7 @@ from waltz_core.errors import (
     Unavailable,
 )
 from waltz_core.tables.follower import CONFLICTS_MAX, MARKS_COMMIT_S, Follower, TableProgress
-from waltz_core.tables.table_marks import StoredRules, TableMarks, decode
+from waltz_core.tables.table_marks import StoredRules, TableMarks, decode_marks
 
 KEY = "00112233445566778899aabbccddeeff"
 NAME = TableMarks("f", KEY, {})
@@ -35,9 +35,9 @@ def follower(log, table, name=NAME, count_max=2, **rest) -> Follower[Changes]:
     return follower_of(log, [progress(table, name, **rest)], count_max)
 
 
-def progress(table, name=NAME, place="t", clock_s=time.monotonic) -> TableProgress[Changes]:
+def progress(table, name=NAME, location="t", clock_s=time.monotonic) -> TableProgress[Changes]:
     opened = OpenTable(table) if isinstance(table, StoredVersions) else table
-    return TableProgress(opened, place, name, clock_s)
+    return TableProgress(opened, location, name, clock_s)
 
 
 def follower_of(log, tables, count_max=2, **rest) -> Follower[Changes]:
@@ -45,7 +45,7 @@ def follower_of(log, tables, count_max=2, **rest) -> Follower[Changes]:
 
 
 def marks_of(table: StoredVersions) -> list[dict[int, int] | None]:
-    found = [decode(each.metadata) for each in table]
+    found = [decode_marks(each.metadata) for each in table]
     return [None if each is None else dict(each.marks) for each in found]
 
 
@@ -430,7 +430,7 @@ def test_a_table_of_other_rules_is_not_continued_also_while_it_is_followed():
     name = NAME._replace(rules=StoredRules(("id",)))
     other = NAME._replace(rules=StoredRules(("other",)))
     follower(log, table, name).run({0: 0})
-    assert decode(table[-1].metadata).rules == name.rules
+    assert decode_marks(table[-1].metadata).rules == name.rules
     versions = list(table)
     with pytest.raises(BadConfig, match=r"key: expected id, as in .* found other"):
         follower(log, table, other).run({0: 1})
@@ -570,7 +570,7 @@ def test_a_conflict_of_one_table_does_not_stop_the_other_one():
             tables[0].commit("OPTIMIZE")
 
     loop = follower_of(
-        log, [progress(OpenTable(tables[0], optimize), place="x"), progress(tables[1])]
+        log, [progress(OpenTable(tables[0], optimize), location="x"), progress(tables[1])]
     )
     with pytest.raises(Superseded, match="table x: another commit came first"):
         loop.run({0: 0})
@@ -579,13 +579,13 @@ def test_a_conflict_of_one_table_does_not_stop_the_other_one():
 
 def test_an_error_names_its_table():
     log, tables = LogInMemory([("a", 1), ("b", 2)]), [StoredVersions(), StoredVersions()]
-    both = [progress(tables[0], place="x"), progress(tables[1], place="y")]
+    both = [progress(tables[0], location="x"), progress(tables[1], location="y")]
     follower_of(log, both).run({0: 0})
     tables[1].commit("RESTORE", {})
-    both = [progress(tables[0], place="x"), progress(tables[1], place="y")]
+    both = [progress(tables[0], location="x"), progress(tables[1], location="y")]
     with pytest.raises(BadFormat, match=r"^table y: version 2 of the table is a RESTORE"):
         follower_of(log, both).run({0: 1})
     log.firsts = {0: 2}
     log.partitions[0] += [("c", 3)]
     with pytest.raises(DataLoss, match=r"^table x: the table has transactions .* have expired"):
-        follower_of(log, [progress(tables[0], place="x")]).run({0: 2})
+        follower_of(log, [progress(tables[0], location="x")]).run({0: 2})

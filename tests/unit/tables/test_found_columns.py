@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from waltz_core.errors import BadConfig, BadFormat, BadRequest
 from waltz_core.tables.delta_table import FollowedDeltaTable
-from waltz_core.tables.followed_log import changes_in
+from waltz_core.tables.followed_log import compute_found_changes
 from waltz_core.tables.follower import Follower, TableProgress
 from waltz_core.tables.found_columns import COLUMNS_MAX, with_found_columns
 from waltz_core.tables.row_changes import ChangeRules, parse_condition
@@ -131,7 +131,7 @@ class FoundLog:
         start = starts[0][0] + 1
         rows = log_rows(*self._payloads[start : ends[0] + 1], first=start)
         parts = [rows.slice(at, 2) for at in range(0, rows.num_rows, 2)]
-        return [changes_in(parts, self.rules, self._table.columns(), "json")]
+        return [compute_found_changes(parts, self.rules, self._table.columns(), "json")]
 
     def wait(self) -> None:
         raise AssertionError("the log has an end")

@@ -23,7 +23,13 @@ from waltz_core.tables.follower import Follower, TableProgress, TableState
 from waltz_core.tables.found_columns import with_found_columns
 from waltz_core.tables.parquet_table import FollowedParquetTable
 from waltz_core.tables.row_changes import ChangeRules, parse_condition, reduce_batches
-from waltz_core.tables.table_marks import LogState, StoredRules, TableMarks, decode, encode
+from waltz_core.tables.table_marks import (
+    LogState,
+    StoredRules,
+    TableMarks,
+    decode_marks,
+    encode_marks,
+)
 
 KEY = "00112233445566778899aabbccddeeff"
 START = TableMarks("f", KEY, {0: -1})
@@ -133,7 +139,7 @@ def test_each_batch_is_a_directory_with_its_marks(uri: str):
     assert [len(names) for _, names in sorted(complete(uri).items())] == [0, 1, 1, 1]
     assert content(uri) == replayed(LOG)
     state = opened(uri).marks(START)
-    assert decode(state.metadata) == START._replace(marks={0: 6})
+    assert decode_marks(state.metadata) == START._replace(marks={0: 6})
     assert (state.version, state.others) == (7, [])
     assert opened(uri).columns() == SCHEMA
 
@@ -279,7 +285,7 @@ def test_the_rename_of_a_directory_decides_between_two_followers(
     monkeypatch.setattr(ArchiveStore, "move", later)
     with pytest.raises(Superseded, match="another program has committed batch=2"):
         first.apply(None, START._replace(marks={0: 4}))
-    assert decode(first.marks(START).metadata).marks == {0: 3}
+    assert decode_marks(first.marks(START).metadata).marks == {0: 3}
 
 
 def test_another_follower_needs_a_start_and_is_reported(tmp_path: Path):
@@ -291,7 +297,7 @@ def test_another_follower_needs_a_start_and_is_reported(tmp_path: Path):
     follow(uri, LOG[:5], other._replace(marks={0: 2}))
     assert content(uri) == replayed(LOG[:5])
     state = opened(uri).marks(START)
-    assert decode(state.metadata).marks == {0: 2}
+    assert decode_marks(state.metadata).marks == {0: 2}
     assert {each.follower for each in state.others} == {"g"}
 
 
@@ -430,17 +436,17 @@ def test_denied_access_to_an_object_store_is_permanent(
     assert ("Hint: " in str(found.value)) is (error is BadConfig)
 
 
-def test_a_table_is_due_until_it_is_created(tmp_path: Path):
+def test_the_creation_is_pending_until_the_first_changes(tmp_path: Path):
     table = opened(str(tmp_path))
     table.create(START)
-    assert table.marks(START).is_due
+    assert table.marks(START).is_creation_pending
     (tmp_path / "_writing").touch()  # so the store reports an error
     with pytest.raises(Unavailable, match="Not a directory"):
         table.finish()
     (tmp_path / "_writing").unlink()
-    assert table.marks(START).is_due
+    assert table.marks(START).is_creation_pending
     table.finish()
-    assert not table.marks(START).is_due
+    assert not table.marks(START).is_creation_pending
     assert complete(str(tmp_path)) == {0: []}
 
 
@@ -451,7 +457,7 @@ def test_a_table_is_created_in_an_empty_directory(tmp_path: Path):
     first, second = opened(str(tmp_path / "table")), opened(str(tmp_path / "table"))
     for each in (first, second):
         each.create(START)
-        assert each.marks(START) == TableState(encode(START), 0, (), has_rows=False)
+        assert each.marks(START) == TableState(encode_marks(START), 0, (), has_rows=False)
     first.finish()
     with pytest.raises(Superseded, match="another program has committed batch=0"):
         second.finish()

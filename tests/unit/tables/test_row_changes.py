@@ -14,14 +14,14 @@ from waltz_core.tables.row_changes import (
     DELETED,
     ChangeRules,
     ChangesFunction,
-    Condition,
+    DeleteCondition,
     changes_function,
-    changes_of,
     check_rules,
+    compute_changes,
     last_changes,
     parse_condition,
     reduce_batches,
-    rows_after,
+    transactions_after,
 )
 from waltz_core.tables.table_marks import StoredRules
 
@@ -45,7 +45,7 @@ def log(*rows: tuple, partition: int = 0) -> pa.Table:
 def deleted(rows: pa.Table, **rules: object) -> list[bool]:
     checked = ChangeRules(["id"], **rules)
     check_rules(checked, rows.schema)
-    return changes_of(rows, checked)[DELETED].to_pylist()
+    return compute_changes(rows, checked)[DELETED].to_pylist()
 
 
 def test_a_transaction_is_a_delete_by_its_header_or_by_the_condition():
@@ -61,12 +61,12 @@ def test_a_transaction_is_a_delete_by_its_header_or_by_the_condition():
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("op = 'D'", Condition("op", "=", "D")),
-        (" op<>'it''s' ", Condition("op", "<>", "it's")),
-        ("`the op` != ''", Condition("the op", "!=", "")),
-        ("amount <= -1.50", Condition("amount", "<=", Decimal("-1.50"))),
-        ("closed = TRUE", Condition("closed", "=", True)),
-        ("closed", Condition("closed")),
+        ("op = 'D'", DeleteCondition("op", "=", "D")),
+        (" op<>'it''s' ", DeleteCondition("op", "<>", "it's")),
+        ("`the op` != ''", DeleteCondition("the op", "!=", "")),
+        ("amount <= -1.50", DeleteCondition("amount", "<=", Decimal("-1.50"))),
+        ("closed = TRUE", DeleteCondition("closed", "=", True)),
+        ("closed", DeleteCondition("closed")),
     ],
 )
 def test_a_condition_compares_a_column_with_a_literal(text, found):
@@ -149,7 +149,7 @@ def test_rules_name_existing_columns():
     schema = log().schema
     for rules in (
         ChangeRules(["no"]),
-        ChangeRules(["id"], delete_where=Condition("no")),
+        ChangeRules(["id"], delete_where=DeleteCondition("no")),
     ):
         with pytest.raises(
             BadConfig, match=r"expected exactly one column 'no', found .* Hint: declare the column"
@@ -167,12 +167,12 @@ def test_a_null_in_a_key_names_its_transaction(op):
     rows = log((0, 1, "U", 0.0), (0, None, op, 0.0), partition=3)
     rules = ChangeRules(["id"], delete_where=parse_condition("op = 'D'"))
     with pytest.raises(BadFormat, match=r"partition 3, transaction 1: .* key column 'id'"):
-        changes_of(rows, rules)
+        compute_changes(rows, rules)
 
 
 def test_the_last_change_of_a_key_is_of_its_last_transaction():
     rows = log((0, 1, "U", 1.0), (0, 2, "U", 2.0), (0, 1, "D", None), (0, 3, "U", 3.0))
-    changes = changes_of(rows, ChangeRules(["id"], delete_where=parse_condition("op = 'D'")))
+    changes = compute_changes(rows, ChangeRules(["id"], delete_where=parse_condition("op = 'D'")))
     backwards = changes.take([3, 2, 1, 0])
     for order in (changes, backwards):
         last = last_changes(order, ["id"])
@@ -183,11 +183,11 @@ def test_the_last_change_of_a_key_is_of_its_last_transaction():
 
 def test_a_column_of_a_key_may_have_any_name():
     rows = log((0, 1, "", 0.0), (0, 2, "", 0.0), (0, 1, "", 0.0))
-    names = ["partition", "place", "partition_min", "key1"]
+    names = ["partition", "row_number", "row_number_max", "key1"]
     key = pa.table(dict.fromkeys(names[1:], rows["id"]))
     for name in key.schema.names:
         rows = rows.append_column(name, key[name])
-    last = last_changes(changes_of(rows, ChangeRules(names)), names)
+    last = last_changes(compute_changes(rows, ChangeRules(names)), names)
     assert last["transaction_id"].to_pylist() == [1, 2]
 
 
@@ -199,12 +199,12 @@ def test_a_key_in_two_partitions_names_both_transactions():
         "the key id = 7 has changes in two partitions, partition 0, transaction 1 and partition 2"
     )
     with pytest.raises(BadRequest, match=found):
-        last_changes(changes_of(rows, ChangeRules(["id"])), ["id"])
+        last_changes(compute_changes(rows, ChangeRules(["id"])), ["id"])
 
 
 def test_rows_that_the_table_has_are_dropped():
     rows = pa.concat_tables([log(*[(0, 1, "", 0.0)] * 3, partition=each) for each in range(3)])
-    left = rows_after(rows, {0: 1, 1: 2, 9: 5})
+    left = transactions_after(rows, {0: 1, 1: 2, 9: 5})
     found = zip(left["partition"].to_pylist(), left["transaction_id"].to_pylist(), strict=True)
     assert list(found) == [(0, 2), (2, 0), (2, 1), (2, 2)]
 
@@ -212,7 +212,7 @@ def test_rows_that_the_table_has_are_dropped():
 def test_batches_are_reduced_part_by_part_and_without_what_a_table_has(monkeypatch):
     rules = ChangeRules(["id"], delete_where=parse_condition("op = 'D'"))
     rows = log(*((1, number % 5, "UUD"[number % 3], 0.5) for number in range(40)))
-    whole = last_changes(changes_of(rows, rules), ["id"])
+    whole = last_changes(compute_changes(rows, rules), ["id"])
     for part_bytes in (1, 500, 1 << 20):
         monkeypatch.setattr(row_changes, "PART_BYTES", part_bytes)
         assert reduce_batches(rows.to_batches(max_chunksize=3), rules, rows.schema) == whole
@@ -247,11 +247,11 @@ def test_a_changes_function_makes_several_changes_of_a_transaction_in_its_order(
 
     rules = rules_with(function)
     assert rules.function.columns.names == ["id"]
-    changes = changes_of(log((0, 1, "", 0.0), (0, 2, "", 0.0)), rules)
+    changes = compute_changes(log((0, 1, "", 0.0), (0, 2, "", 0.0)), rules)
     assert changes.num_rows == 4
     assert last_changes(changes, ["id"])[DELETED].to_pylist() == [False, False]
     assert reduce_batches([], rules, log().schema).schema.names == changes.schema.names
-    assert changes_of(log(), rules) == reduce_batches([], rules, log().schema)
+    assert compute_changes(log(), rules) == reduce_batches([], rules, log().schema)
 
 
 def _with(rows: pa.Table, name: str, values: list, kind: pa.DataType) -> pa.Table:
@@ -318,7 +318,7 @@ def test_an_error_of_a_changes_function_names_it_and_the_transactions(
     rules_with, function, message
 ):
     with pytest.raises(BadRequest, match=message):
-        changes_of(log((0, 1, "", 0.0)), rules_with(function))
+        compute_changes(log((0, 1, "", 0.0)), rules_with(function))
 
 
 @pytest.mark.parametrize(
@@ -348,10 +348,10 @@ def test_a_changes_function_must_exist(name, message):
 
 def test_a_column_without_values_has_the_type_of_the_table(rules_with):
     rules = rules_with(lambda rows: _with(rows, "op", [None], pa.null()) if len(rows) else rows)
-    assert changes_of(log((0, 1, "", 0.0)), rules)["op"].type == pa.string()
+    assert compute_changes(log((0, 1, "", 0.0)), rules)["op"].type == pa.string()
 
 
 def test_a_null_key_of_a_changes_function_is_an_error(rules_with):
     rules = rules_with(lambda rows: _with(rows, "id", [None], pa.int64()))
     with pytest.raises(BadFormat, match=r"partition 0, transaction 0: .* key column 'id'"):
-        changes_of(log((0, 1, "", 0.0)), rules)
+        compute_changes(log((0, 1, "", 0.0)), rules)

@@ -11,11 +11,11 @@ from waltz_core.tables.table_marks import (
     LogState,
     StoredRules,
     TableMarks,
-    continued_marks,
-    decode,
+    decode_marks,
     divide_by_lag,
-    encode,
-    next_batch,
+    encode_marks,
+    marks_to_continue_from,
+    next_batch_marks,
 )
 
 KEY = "00112233445566778899aabbccddeeff"
@@ -40,12 +40,12 @@ def metadata(**parts: object) -> str:
 )
 def test_marks_and_rules_survive_a_commit(follower, marks, rules):
     table = TableMarks(follower, KEY, marks, rules)
-    assert decode(encode(table)) == table
+    assert decode_marks(encode_marks(table)) == table
 
 
 def test_a_follower_has_a_name():
     with pytest.raises(BadConfig, match="follower: expected a name, found ''"):
-        encode(TableMarks("", KEY, {}))
+        encode_marks(TableMarks("", KEY, {}))
 
 
 def test_the_form_of_marks_is_stable():
@@ -53,12 +53,12 @@ def test_the_form_of_marks_is_stable():
     rules += '"changes":"m:f"}'
     body = f'{{"follower":"f","cluster":"{KEY}","marks":{{"0":41,"10":-1}},"rules":{rules}}}'
     found = TableMarks("f", KEY, {10: -1, 0: 41}, StoredRules(("a", "b"), (), (9,), "c = 1", "m:f"))
-    assert encode(found) == f'{{"waltz":{body}}}'
+    assert encode_marks(found) == f'{{"waltz":{body}}}'
 
 
 @pytest.mark.parametrize("text", [None, "", "null", "nightly load", "[1]", '{"job": 7}', "NaN"])
 def test_metadata_of_another_program_has_no_marks(text):
-    assert decode(text) is None
+    assert decode_marks(text) is None
 
 
 @pytest.mark.parametrize(
@@ -89,39 +89,41 @@ def test_metadata_of_another_program_has_no_marks(text):
 )
 def test_marks_in_another_form_are_an_error(text):
     with pytest.raises(BadFormat, match=r"metadata of the table: expected .* found .* Hint: "):
-        decode(text)
+        decode_marks(text)
 
 
 def test_a_table_continues_from_its_marks_and_a_new_one_from_the_start():
     start = TableMarks("f", KEY, {0: 9})
     table = TableMarks("f", KEY, {0: 41, 1: -1})
     assert (table.version, table.application) == (42, f"waltz/{KEY}/f")
-    assert continued_marks(None, None, start) == start
-    assert continued_marks(encode(table), 42, start) == table
+    assert marks_to_continue_from(None, None, start) == start
+    assert marks_to_continue_from(encode_marks(table), 42, start) == table
 
 
 def test_a_table_that_has_lost_its_marks_does_not_start_again():
     with pytest.raises(BadFormat, match=r"follower 'f': expected .* for version 42, found none"):
-        continued_marks(None, 42, TableMarks("f", KEY, {}))
+        marks_to_continue_from(None, 42, TableMarks("f", KEY, {}))
 
 
 def test_the_version_of_a_commit_of_spark_is_above_that_of_the_marks_before_it():
     for version in (1, 41, 42):
-        assert continued_marks(metadata(), version, TableMarks("f", KEY, {})).marks == {0: 41}
+        assert marks_to_continue_from(metadata(), version, TableMarks("f", KEY, {})).marks == {
+            0: 41
+        }
 
 
 @pytest.mark.parametrize("version", [None, 43])
 def test_marks_and_version_of_two_commits_are_an_error(version):
     start = TableMarks("f", KEY, {})
     with pytest.raises(BadFormat, match=f"version {version} of the table has no .*, version 42"):
-        continued_marks(metadata(), version, start)
+        marks_to_continue_from(metadata(), version, start)
 
 
 def test_a_table_of_another_cluster_or_follower_is_not_continued():
     with pytest.raises(ClusterKeyMismatch, match=f"follows cluster {KEY}"):
-        continued_marks(metadata(), 42, TableMarks("f", KEY[::-1], {}))
+        marks_to_continue_from(metadata(), 42, TableMarks("f", KEY[::-1], {}))
     with pytest.raises(BadFormat, match=r"follower 'g': version .* of follower 'f'"):
-        continued_marks(metadata(), 42, TableMarks("g", KEY, {}))
+        marks_to_continue_from(metadata(), 42, TableMarks("g", KEY, {}))
 
 
 RULES = StoredRules(("a", "b"), (1, 9), (9,), "c = 1")
@@ -138,9 +140,9 @@ RULES = StoredRules(("a", "b"), (1, 9), (9,), "c = 1")
 )
 def test_a_table_keeps_its_rules(given, message):
     table = TableMarks("f", KEY, {0: 41}, RULES)
-    assert continued_marks(encode(table), 42, table._replace(marks={})) == table
+    assert marks_to_continue_from(encode_marks(table), 42, table._replace(marks={})) == table
     with pytest.raises(BadConfig, match=message):
-        continued_marks(encode(table), 42, table._replace(rules=given))
+        marks_to_continue_from(encode_marks(table), 42, table._replace(rules=given))
 
 
 @pytest.mark.parametrize("headers", [None, (1, 9)])
@@ -148,31 +150,31 @@ def test_headers_that_a_query_selects_are_compared_with_nothing(headers):
     stored = TableMarks("f", KEY, {0: 41}, RULES._replace(headers=headers))
     other = (1, 9) if headers is None else None
     given = stored._replace(rules=RULES._replace(headers=other))
-    assert continued_marks(encode(stored), 42, given).rules == RULES
+    assert marks_to_continue_from(encode_marks(stored), 42, given).rules == RULES
 
 
 def test_a_log_that_ends_before_the_table_has_lost_data():
     with pytest.raises(DataLoss, match="of partition 1 up to 5, but the log ends at 4:"):
-        next_batch({0: 1, 1: 5}, LogState({0: 9, 1: 4}, {}), 10)
+        next_batch_marks({0: 1, 1: 5}, LogState({0: 9, 1: 4}, {}), 10)
     with pytest.raises(DataLoss, match="of partition 1 up to 5, but the log ends at -1:"):
-        next_batch({1: 5}, LogState({0: 9}, {}), 10)
+        next_batch_marks({1: 5}, LogState({0: 9}, {}), 10)
 
 
 def test_transactions_that_expired_after_the_table_marks_are_data_loss():
     log = LogState({0: 9}, {0: 6})
-    assert next_batch({0: 5}, log, 10) == {0: 9}
+    assert next_batch_marks({0: 5}, log, 10) == {0: 9}
     with pytest.raises(DataLoss, match="up to 4, but the first available one in the log is 6:"):
-        next_batch({0: 4}, log, 10)
+        next_batch_marks({0: 4}, log, 10)
 
 
 def test_a_partition_without_a_mark_begins_before_its_first_transaction():
-    assert next_batch({0: 3}, LogState({0: 3, 1: 7}, {}), 5) == {0: 3, 1: 4}
+    assert next_batch_marks({0: 3}, LogState({0: 3, 1: 7}, {}), 5) == {0: 3, 1: 4}
 
 
 @given(MARKS, st.data(), st.integers(1, 10**9))
 def test_batches_cover_the_log_without_a_gap(marks, data, count_max):
     ends = {each: mark + data.draw(st.integers(0, 10**4)) for each, mark in marks.items()}
-    found = next_batch(marks, LogState(ends, {}), count_max)
+    found = next_batch_marks(marks, LogState(ends, {}), count_max)
     assert all(marks[each] <= found[each] <= ends[each] for each in ends)
     assert (found == marks) == (ends == marks)
     assert sum(found.values()) - sum(marks.values()) <= count_max

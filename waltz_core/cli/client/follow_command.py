@@ -24,7 +24,7 @@ from waltz_core.client.api.scanning import ArrowSchema
 from waltz_core.client.read.start_times import first_since, stamp_ms_of
 from waltz_core.config import ClientConfig
 from waltz_core.errors import BadConfig
-from waltz_core.tables.followed_log import ClientFollowedLog, LoggedTable, LogPosition
+from waltz_core.tables.followed_log import ChangeDecoder, ClientFollowedLog, LogStateReader
 from waltz_core.tables.follower import Follower, TableProgress, errors_of_table
 from waltz_core.tables.parquet_table import FollowedParquetTable
 from waltz_core.tables.row_changes import ChangeRules
@@ -185,7 +185,7 @@ def follow(chosen: FollowOptions) -> int:
             columns = declared if rules.function is None else rules.function.columns
             table = _open_table(each, columns, rules)
             schema = table.columns if declared is None else declared
-            logged = LoggedTable(
+            decoder = ChangeDecoder(
                 each.location,
                 schema=schema,
                 rules=rules,
@@ -193,28 +193,28 @@ def follow(chosen: FollowOptions) -> int:
                 headers=each.headers,
                 has_keys=bool(chosen.encryption_keys),
             )
-        opened.append((table, logged))
+        opened.append((table, decoder))
     given = _parse_start_marks(chosen)
     since_ms = _parse_start_time(chosen)
     config = ClientConfig(
         encryption_keys=chosen.encryption_keys, encryption_required=chosen.require_encryption
     )
     with WaltzClient(chosen.connect, config) as client, ProgressLine() as line:
-        position = LogPosition(client, interval_s=chosen.interval_s)
+        state_reader = LogStateReader(client, interval_s=chosen.interval_s)
         if since_ms is not None:
-            given = _marks_before_time(client, position, since_ms)
+            given = _marks_before_time(client, state_reader, since_ms)
         name = TableMarks(chosen.follower, client.cluster().key.hex(), given)
         follower = Follower(
-            ClientFollowedLog(client, position, [logged for _, logged in opened]),
+            ClientFollowedLog(client, state_reader, [decoder for _, decoder in opened]),
             [
-                TableProgress(table, logged.place, name._replace(rules=logged.stored_rules))
-                for table, logged in opened
+                TableProgress(table, decoder.location, name._replace(rules=decoder.stored_rules))
+                for table, decoder in opened
             ],
             batch_transactions=chosen.batch_transactions,
             on_progress=lambda done, total: line.show(done, total, "transactions applied"),
         )
-        marks = follower.run(dict(position.state().marks) if chosen.until else None)
-    found = {logged.place: each for (_, logged), each in zip(opened, marks, strict=True)}
+        marks = follower.run(dict(state_reader.state().marks) if chosen.until else None)
+    found = {decoder.location: each for (_, decoder), each in zip(opened, marks, strict=True)}
     return _print_marks(chosen, found)
 
 
@@ -292,10 +292,10 @@ def _parse_start_time(chosen: FollowOptions) -> int | None:
 
 
 def _marks_before_time(
-    client: WaltzClient, position: LogPosition, since_ms: int
+    client: WaltzClient, state_reader: LogStateReader, since_ms: int
 ) -> Mapping[int, int]:
     """Return the marks before the first transactions that may be committed at or after a time."""
-    log = position.state()
+    log = state_reader.state()
     found = {}
     for partition, mark in log.marks.items():
         first = log.firsts[partition]
@@ -309,12 +309,12 @@ def _marks_before_time(
 def _print_marks(chosen: FollowOptions, found: Mapping[str, TableMarks]) -> int:
     if chosen.as_json:
         marks = {
-            place: {"marks": {str(part): mark for part, mark in sorted(each.marks.items())}}
-            for place, each in found.items()
+            location: {"marks": {str(part): mark for part, mark in sorted(each.marks.items())}}
+            for location, each in found.items()
         }
         print_json({"tables": marks} if chosen.table is None else marks[chosen.table])
         return 0
-    for place, each in found.items():
+    for location, each in found.items():
         shown = ",".join(f"{part}:{mark}" for part, mark in sorted(each.marks.items()))
-        print_error(f"table {place} contains the log up to the marks {shown}")
+        print_error(f"table {location} contains the log up to the marks {shown}")
     return 0

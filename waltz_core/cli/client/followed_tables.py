@@ -76,7 +76,8 @@ def read_tables(file: Path) -> list[TableOptions]:
             f'--tables {file}: expected a section such as ["/lake/accounts"] for each table'
         )
     return [
-        TableOptions(place, **_parse_section(file, place, each)) for place, each in found.items()
+        TableOptions(location, **_parse_section(file, location, each))
+        for location, each in found.items()
     ]
 
 
