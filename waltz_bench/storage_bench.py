@@ -201,7 +201,7 @@ def _batches(chain: Chain, load: BenchLoad, rows: int) -> Iterator[_AppendArgume
     places = np.arange(count, dtype=np.int64)
     headers = np.zeros(count, dtype=np.int32)
     for first in map(TransactionId, range(0, rows, count)):
-        prefixes = raw_records.prefixes(
+        prefixes = raw_records.encode_prefixes(
             places + first,
             ReqId(ClientId(1), Generation(1), PARTITION, first),
             places,

@@ -111,8 +111,8 @@ class World:
         self.connections = {ClientId(1): ConnectionId(1_000), ClientId(2): ConnectionId(2_000)}
         self.sequences = dict.fromkeys(self.connections, 1)
         for client, connection in self.connections.items():
-            self.mounts.begin(client, connection, 1)
-            self.mounts.finish(client, connection)
+            self.mounts.begin_mount(client, connection, 1)
+            self.mounts.finish_mount(client, connection)
 
     # --- what may happen
 
@@ -226,14 +226,14 @@ class World:
         connection = ConnectionId(self.connections[client] + 1)
         self.connections[client] = connection
         self.sequences[client] += 1
-        self.mounts.begin(client, connection, self.sequences[client])
-        self.mounts.finish(client, connection)
+        self.mounts.begin_mount(client, connection, self.sequences[client])
+        self.mounts.finish_mount(client, connection)
 
     def close(self) -> None:
         """A connection breaks: its client mounts on another, and is not answered on this one."""
         client = self.rng.choice(list(self.connections))
         connection = self.connections[client]
-        self.mounts.close(connection)
+        self.mounts.on_connection_closed(connection)
         self.closed.add(connection)
         self.take(self.pipeline.close(connection))
         self.remount(client)

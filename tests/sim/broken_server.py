@@ -396,7 +396,7 @@ def lock_blocks_trusted_without_chain() -> Patches:
         for _ in range(steps_max):
             block = self._take_last_block()
             if block is None or block.end.last < end.last:
-                self.is_spent = True
+                self.is_exhausted = True
                 return None
             if block.end.last == end.last:
                 return block
@@ -412,7 +412,7 @@ def gap_between_lock_blocks_ignored() -> Patches:
     def below(self, end, steps_max):
         while (block := self._take_last_block()) is not None and block.end.last > end.last:
             pass
-        self.is_spent = block is None
+        self.is_exhausted = block is None
         return block
 
     yield replaced(LockBlockReader, "block_ending_at", below)

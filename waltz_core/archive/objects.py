@@ -433,10 +433,10 @@ def _rebuild_records(columns: dict[str, pa.Array]) -> tuple[memoryview, I64]:
     made["data_crc"] = _values(columns["data_crc"], np.uint32)
     trailers = _values(columns["record_crc"], np.uint32).astype(">u4")
     joined = pc.binary_join_element_wise(
-        arrow_buffers.rows_of_one_width(made, PREFIX_DTYPE.itemsize),
+        arrow_buffers.fixed_width_binary(made, PREFIX_DTYPE.itemsize),
         data,
-        arrow_buffers.rows_of_one_width(trailers, 4),
-        arrow_buffers.NOTHING,
+        arrow_buffers.fixed_width_binary(trailers, 4),
+        arrow_buffers.EMPTY_BINARY,
     )
     record_lengths = lengths + RECORD_OVERHEAD_BYTES
     records = memoryview(joined.buffers()[2]).cast("B")  # PyArrow's bytes are signed

@@ -135,7 +135,7 @@ class HttpFeed:
         partition_id: PartitionId,
         run: DeliveryRun,
         last: TransactionId,
-        failed: Callable[[], bool],
+        is_running: Callable[[], bool],
     ) -> DeliveryProgress:
         """Queue transactions as events; wait while the reader is slow (rule 2)."""
         source = self._client.subscriptions.data_cache(partition_id)
@@ -143,7 +143,7 @@ class HttpFeed:
         size, caught = 0, None
         try:
             for number, words in run[:BATCH_TRANSACTIONS_MAX]:
-                if not failed() or size > BATCH_BYTES_MAX:
+                if not is_running() or size > BATCH_BYTES_MAX:
                     break
                 transaction = AsyncTransaction(partition_id, TransactionId(number), words, source)
                 data = await transaction.data()

@@ -98,7 +98,7 @@ _NOT_OWNER_CODES: Final = frozenset(
 
 
 @value(frozen=True, slots=True)
-class Frames:
+class EncodedFrames:
     """Complete frames of the agreed version."""
 
     data: bytes
@@ -119,7 +119,7 @@ class InexpressibleError:
     text: str
 
 
-LegacyResponse: TypeAlias = ClientMessage | Frames | EndConnection | InexpressibleError
+LegacyResponse: TypeAlias = ClientMessage | EncodedFrames | EndConnection | InexpressibleError
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class LegacyClientAdapter:
     # -----------------------------------------------------------------------------------------
     # requests
 
-    def note_request(self, message: ClientMessage, now_s: float) -> EndConnection | None:
+    def check_request(self, message: ClientMessage, now_s: float) -> EndConnection | None:
         """Check a request before it is processed; return EndConnection if the link must close."""
         partition_id = message.req_id.partition_id
         if isinstance(message, AppendRequest | FeedRequest):
@@ -181,7 +181,7 @@ class LegacyClientAdapter:
     # -----------------------------------------------------------------------------------------
     # answers
 
-    def translate_answer(
+    def translate_response(
         self, message: ClientMessage, request: ClientMessage | None, now_s: float
     ) -> LegacyResponse | None:
         """Translate the answer to a request; None if the client gets no answer."""
@@ -199,7 +199,7 @@ class LegacyClientAdapter:
             case AppendResult():
                 return self._on_append_ended(message)
             case FeedBatch():
-                return Frames(feed_frames(message.first, message.headers, self._version))
+                return EncodedFrames(feed_frames(message.first, message.headers, self._version))
             case MountResponse():
                 return self._on_mount_answered(message.req_id, message.state)
             case TransactionDataResponse(result=(None, _)):

@@ -104,7 +104,7 @@ class LegacyRow:
         return self.submission.pending_count == 0
 
 
-def rows_of(message: AppendRequest | AppendBatch) -> list[LegacyRow]:
+def split_into_rows(message: AppendRequest | AppendBatch) -> list[LegacyRow]:
     """Return the rows of an append in order, each with its own request (rule 1)."""
     if isinstance(message, AppendRequest):
         return [LegacyRow(SubmissionRows(message.req_id, 1), 0, message)]
@@ -167,7 +167,7 @@ class FeedRun:
         if self._count == 0:
             return None
         is_whole = len(self._selected_positions) == self._count
-        made = FeedBatch(
+        batch = FeedBatch(
             self._mount.req_id,
             self._first,
             self._count,
@@ -180,4 +180,4 @@ class FeedRun:
             else struct.pack(f">{len(self._selected_positions)}i", *self._selected_positions),
         )
         self._clear()
-        return made
+        return batch

@@ -29,7 +29,7 @@ from typing import Final, TypeAlias
 
 from waltz_core import errors
 from waltz_core.legacy.legacy_server_appends import LegacyAppends
-from waltz_core.legacy.legacy_server_rows import FeedRun, LegacyRow, SubmissionRows, rows_of
+from waltz_core.legacy.legacy_server_rows import FeedRun, LegacyRow, SubmissionRows, split_into_rows
 from waltz_core.records.record import (
     BEFORE_FIRST,
     NO_SESSION,
@@ -132,7 +132,7 @@ class LegacyServerPartition:
         self._partition_id = partition_id
         self._phase = _Phase.IDLE
         self._mount: messages.MountWriter | None = None
-        self._run: FeedRun | None = None  # None for a mount without a feed
+        self._feed_run: FeedRun | None = None  # None for a mount without a feed
         # The request ID of the newest mount, by which the server identifies its feed.
         self._feed_req_id: ReqId | None = None
         self._mark = BEFORE_FIRST  # the last ID of the feed
@@ -183,7 +183,7 @@ class LegacyServerPartition:
         """
         match message:
             case messages.MountWriter():
-                self._begin_mount(message, now_ms)
+                self._request_mount(message, now_ms)
             case messages.RangeRequest():
                 self._read_back(message, connection_sequence)
             case messages.FeedRequest():
@@ -225,10 +225,10 @@ class LegacyServerPartition:
 
     def on_ownership_checked(self, number: int, *, is_owner: bool, now_ms: int) -> list[Effect]:
         """Continue with ZooKeeper's answer whether the server is still the owner (rule 4)."""
-        then = self._ownership_callbacks.pop(number, None)
-        if then is not None:
+        continuation = self._ownership_callbacks.pop(number, None)
+        if continuation is not None:
             self._flushed_ms = now_ms
-            then(is_owner)
+            continuation(is_owner)
             self._send_waiting(now_ms)
         return self._take_effects()
 
@@ -240,12 +240,12 @@ class LegacyServerPartition:
         if flush_at_ms is not None and flush_at_ms <= now_ms:
             req_id = self._appends.newest
             self._flush = _Flush(req_id, self._appends.sent_count)
-            self._to_server(messages.FlushRequest(req_id))
+            self._send_to_server(messages.FlushRequest(req_id))
         return self._take_effects()
 
     # --- the mount
 
-    def _begin_mount(self, mount: messages.MountWriter, now_ms: int) -> None:
+    def _request_mount(self, mount: messages.MountWriter, now_ms: int) -> None:
         if self._phase is _Phase.MOUNTING:  # rule 5
             self._effects.append(
                 CloseLink(
@@ -261,7 +261,7 @@ class LegacyServerPartition:
         self._flush = self._readback = self._mark_req_id = self._row_ahead = self._flush_mark = None
         self._is_feed_requested = False
         self._mount = mount
-        self._run = FeedRun(mount) if mount.wants_feed else None
+        self._feed_run = FeedRun(mount) if mount.wants_feed else None
         self._phase = _Phase.REQUESTING
         self._request_mark(now_ms)
 
@@ -271,7 +271,7 @@ class LegacyServerPartition:
             assert self._mount is not None
             req_id = self._mount.req_id
         self._requested_ms = now_ms
-        self._to_server(messages.HighWaterMarkRequest(req_id))
+        self._send_to_server(messages.HighWaterMarkRequest(req_id))
 
     def _on_mark_answered(
         self, message: messages.HighWaterMarkResponse, connection_sequence: int
@@ -296,12 +296,12 @@ class LegacyServerPartition:
             self._server_mark = max(self._server_mark, mark)
             if self._appends.waiting[0].mark > max(self._server_mark, self._mark):  # rule 6
                 self._row_ahead = self._appends.waiting.popleft()
-                self._check_ownership(partial(self._on_ahead_owner_checked, mark))
+                self._check_ownership(partial(self._on_ahead_row_owner_checked, mark))
 
     def _send_mount(self, req_id: ReqId, mark: int, connection_sequence: int) -> None:
         self._feed_req_id = req_id
         self._is_feed_suspended = False
-        self._to_server(messages.MountRequest(req_id, mark, connection_sequence))
+        self._send_to_server(messages.MountRequest(req_id, mark, connection_sequence))
 
     def _on_mount_answered(self, message: messages.MountResponse) -> None:
         if message.req_id != self._feed_req_id:
@@ -312,8 +312,8 @@ class LegacyServerPartition:
             return
         elif message.state == MountState.READY:
             self._phase = _Phase.FLUSHING
-            self._to_server(messages.FeedRequest(message.req_id, self._mark))
-            self._to_server(messages.FlushRequest(message.req_id))
+            self._send_to_server(messages.FeedRequest(message.req_id, self._mark))
+            self._send_to_server(messages.FlushRequest(message.req_id))
         elif message.state == MountState.CLIENT_AHEAD and self._mark > self._server_mark:
             text = (
                 f"the client's high-water mark {self._mark} is above the log's, {self._server_mark}"
@@ -329,7 +329,7 @@ class LegacyServerPartition:
             return
         self._phase = _Phase.MOUNTED
         limits = (BATCH_ROWS_MAX, BATCH_BYTES_MAX, IN_FLIGHT_BYTES_MAX)
-        self._to_stream(messages.Mounted(self._mount.req_id, NO_SESSION, self._mark, *limits))
+        self._pass_to_stream(messages.Mounted(self._mount.req_id, NO_SESSION, self._mark, *limits))
 
     def _fail_mount(self, text: str, kind: type[errors.WaltzError] = errors.NotOwned) -> None:
         assert self._mount is not None
@@ -338,7 +338,7 @@ class LegacyServerPartition:
 
     def _reject(self, req_id: ReqId, text: str, kind: type[errors.WaltzError]) -> None:
         text = f"partition {self._partition_id}: {text}"
-        self._to_stream(messages.ErrorResponse(req_id, kind.code, kind.retriable, text))
+        self._pass_to_stream(messages.ErrorResponse(req_id, kind.code, kind.retriable, text))
 
     # --- reading back
 
@@ -352,26 +352,26 @@ class LegacyServerPartition:
 
     def _finish_read_back(self, *, is_ready: bool) -> None:
         """Answer the stream, after the server has sent the log once more."""
-        reading, self._readback = self._readback, None
-        assert reading is not None
-        request = reading.request
-        if not is_ready or reading.next <= request.last:
+        readback, self._readback = self._readback, None
+        assert readback is not None
+        request = readback.request
+        if not is_ready or readback.next <= request.last:
             self._phase = _Phase.IDLE
             self._reject(
                 request.req_id, "the server is not ready for the partition", errors.NotOwned
             )
             return
         self._phase = _Phase.MOUNTED
-        self._to_server(messages.FeedRequest(request.req_id, self._mark))
-        self._to_stream(
+        self._send_to_server(messages.FeedRequest(request.req_id, self._mark))
+        self._pass_to_stream(
             messages.RangeData(
                 request.req_id,
                 request.first,
-                reading.next - request.first,
-                reading.next,
+                readback.next - request.first,
+                readback.next,
                 RangeForm.HEADERS,
                 b"",
-                bytes(reading.records),
+                bytes(readback.records),
                 NO_SESSION,
                 self._mark,
                 (),
@@ -382,17 +382,17 @@ class LegacyServerPartition:
 
     def _on_feed_received(self, message: messages.FeedData) -> None:
         transaction_id = TransactionId(message.transaction_id)
-        reading = self._readback
-        if reading is not None and transaction_id == reading.next <= reading.request.last:
-            reading.next += 1
+        readback = self._readback
+        if readback is not None and transaction_id == readback.next <= readback.request.last:
+            readback.next += 1
             req_id = message.req_id.to_bytes()
-            reading.records += RECORD_HEADER.pack(transaction_id, req_id, message.header)
+            readback.records += RECORD_HEADER.pack(transaction_id, req_id, message.header)
         # NB: grants overlap where a partition was mounted again, so some transactions arrive twice.
         if transaction_id != self._mark + 1 or self._phase in (_Phase.IDLE, _Phase.REQUESTING):
             return
         self._mark = transaction_id
-        if self._run is not None:
-            self._run.add(message)
+        if self._feed_run is not None:
+            self._feed_run.add(message)
         self._answer_submissions(self._appends.on_committed(message.req_id, transaction_id))
 
     def _on_feed_suspended(self, req_id: ReqId) -> None:
@@ -400,23 +400,23 @@ class LegacyServerPartition:
             return
         self._is_feed_suspended = True
         # Rule 8.
-        if self._run is None or self._appends.in_flight or self._phase is not _Phase.MOUNTED:
+        if self._feed_run is None or self._appends.in_flight or self._phase is not _Phase.MOUNTED:
             self._request_feed()
         if self._is_feed_requested:
             assert self._mount is not None
             self._is_feed_requested = False
-            self._to_stream(messages.FeedSuspended(self._mount.req_id))
+            self._pass_to_stream(messages.FeedSuspended(self._mount.req_id))
 
     def _request_feed(self) -> None:
         if self._is_feed_suspended and self._feed_req_id is not None:
             self._is_feed_suspended = False
-            self._to_server(messages.FeedRequest(self._feed_req_id, self._mark))
+            self._send_to_server(messages.FeedRequest(self._feed_req_id, self._mark))
 
     # --- appends
 
     def _append(self, message: messages.AppendRequest | messages.AppendBatch, now_ms: int) -> None:
         try:
-            self._appends.waiting += rows_of(message)
+            self._appends.waiting += split_into_rows(message)
         except errors.UsageError as error:  # as a current server rejects it
             self._reject(message.req_id, str(error), type(error))
         self._send_waiting(now_ms)
@@ -434,7 +434,7 @@ class LegacyServerPartition:
                 self._mark_req_id = row.request.req_id
                 self._request_mark(now_ms)
                 break
-            self._to_server(appends.send(now_ms))
+            self._send_to_server(appends.send(now_ms))
         if appends.in_flight:
             self._request_feed()
 
@@ -462,7 +462,7 @@ class LegacyServerPartition:
                 self._appends.end_up_to(flush.number, RowOutcomeCode.NOT_MOUNTED)
             )
 
-    def _on_ahead_owner_checked(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
+    def _on_ahead_row_owner_checked(self, mark: TransactionId, is_owner: bool) -> None:  # noqa: FBT001
         row, self._row_ahead = self._row_ahead, None
         assert row is not None
         # The mark of a server that has lost the partition is lower. A server without a session has
@@ -486,9 +486,9 @@ class LegacyServerPartition:
             flush.is_checking_owner = True
             self._check_ownership(self._on_flush_owner_checked)
 
-    def _check_ownership(self, then: Callable[[bool], None]) -> None:
+    def _check_ownership(self, continuation: Callable[[bool], None]) -> None:
         self._last_check_number += 1
-        self._ownership_callbacks[self._last_check_number] = then
+        self._ownership_callbacks[self._last_check_number] = continuation
         self._effects.append(CheckOwnership(self._partition_id, self._last_check_number))
 
     def _answer_submissions(self, submissions: Iterable[SubmissionRows]) -> None:
@@ -496,31 +496,31 @@ class LegacyServerPartition:
             # An estimate is the ID of a transaction in the log, whether this feed contained it or
             # not.
             mark = max(self._mark, *each.conflicting)
-            self._to_stream(each.result(TransactionId(mark)))
+            self._pass_to_stream(each.result(TransactionId(mark)))
 
     # --- out
 
-    def _to_server(self, message: ClientMessage) -> None:
+    def _send_to_server(self, message: ClientMessage) -> None:
         last = self._effects[-1] if self._effects else None
         if isinstance(last, SendToServer):  # sent with one system call
             last.messages.append(message)
         else:
             self._effects.append(SendToServer([message]))
 
-    def _to_stream(self, message: ClientMessage) -> None:
+    def _pass_to_stream(self, message: ClientMessage) -> None:
         """Pass a message to the stream, after all transactions that the server fed before it."""
         self._pass_feed_run()
         self._effects.append(SendToStream(message))
 
     def _pass_feed_run(self) -> None:
-        batch = None if self._run is None else self._run.take()
+        batch = None if self._feed_run is None else self._feed_run.take()
         if batch is not None:
             self._effects.append(SendToStream(batch))
 
     def _take_effects(self) -> list[Effect]:
         self._pass_feed_run()
-        taken, self._effects = self._effects, []
-        return taken
+        effects, self._effects = self._effects, []
+        return effects
 
 
 def exactly_once_error(address: str) -> errors.UsageError:

@@ -15,7 +15,7 @@ from waltz_core.records import raw_records
 from waltz_core.records.raw_records import I64, Buffer
 
 
-def rows_of_one_width(rows: npt.NDArray[Any], width: int) -> pa.BinaryArray:
+def fixed_width_binary(rows: npt.NDArray[Any], width: int) -> pa.BinaryArray:
     """Return a (row count, `width`) array of bytes as a binary array over the same memory."""
     count = rows.shape[0]
     offsets = np.arange(0, (count + 1) * width, width, dtype=np.int32)
@@ -53,4 +53,4 @@ def as_booleans(mask: npt.NDArray[np.bool_]) -> pa.BooleanArray:
     return pa.BooleanArray.from_buffers(pa.bool_(), mask.size, buffers)
 
 
-NOTHING: Final = as_binary(b"", np.zeros(1, dtype=np.int64))[0]
+EMPTY_BINARY: Final = as_binary(b"", np.zeros(1, dtype=np.int64))[0]

@@ -81,7 +81,7 @@ class LockColumn(NamedTuple):
         """The number of locks of each row."""
         return raw_records.lengths_between(self.offsets)
 
-    def part(self, start: int, stop: int) -> "LockColumn":
+    def slice(self, start: int, stop: int) -> "LockColumn":
         """Return the locks of rows start..stop - 1, without copying the values."""
         offsets = self.offsets[start : stop + 1]
         return LockColumn(offsets - offsets[0], self.values[offsets[0] : offsets[-1]])
@@ -109,7 +109,7 @@ class AppendRows:
     def count(self) -> int:
         return int(self.headers.size)
 
-    def part(self, start: int, stop: int) -> "AppendRows":
+    def slice(self, start: int, stop: int) -> "AppendRows":
         """Return rows start..stop - 1, as views of the same memory."""
         assert 0 <= start < stop <= self.count
         if stop - start == self.count:
@@ -119,9 +119,9 @@ class AppendRows:
             data=self.data.slice(start, stop - start),
             lengths=self.lengths[start:stop],
             crcs=self.crcs[start:stop],
-            write_locks=self.write_locks.part(start, stop),
-            read_locks=self.read_locks.part(start, stop),
-            append_locks=self.append_locks.part(start, stop),
+            write_locks=self.write_locks.slice(start, stop),
+            read_locks=self.read_locks.slice(start, stop),
+            append_locks=self.append_locks.slice(start, stop),
             marks=None if self.marks is None else self.marks[start:stop],
         )
 
@@ -475,7 +475,7 @@ def encode_records(
         row_numbers = row_numbers[keep]
     count = row_numbers.size
     assert count > 0
-    prefixes = raw_records.prefixes(
+    prefixes = raw_records.encode_prefixes(
         np.arange(first, first + count, dtype=np.int64),
         req_id,
         row_numbers,
@@ -486,10 +486,10 @@ def encode_records(
     record_crcs = checksum.combine_many(raw_records.prefix_crcs(prefixes), crcs, lengths)
     trailers = record_crcs.astype(">u4")
     joined = pc.binary_join_element_wise(
-        arrow_buffers.rows_of_one_width(prefixes, prefixes.shape[1]),
+        arrow_buffers.fixed_width_binary(prefixes, prefixes.shape[1]),
         data,
-        arrow_buffers.rows_of_one_width(trailers, 4),
-        arrow_buffers.NOTHING,
+        arrow_buffers.fixed_width_binary(trailers, 4),
+        arrow_buffers.EMPTY_BINARY,
     )
     record_lengths = lengths + RECORD_OVERHEAD_BYTES
     records = memoryview(joined.buffers()[2])[: int(record_lengths.sum())]

@@ -39,7 +39,7 @@ class ByteLayout:
         self.fields = (*fields, _CRC) if has_crc else fields
         self.size_bytes = sum(_size_bytes(each) for each in self.fields)
 
-    def places(self, start: int = 0) -> list[FieldOffset]:
+    def field_offsets(self, start: int = 0) -> list[FieldOffset]:
         """Return all fields with their offsets; `start` is the offset of the first field."""
         found = []
         for each in self.fields:

@@ -53,11 +53,11 @@ def crc32_of_each(parts: Sequence[Bytes]) -> U32:
 def combine(crc_a: int, crc_b: int, len_b: int) -> int:
     """Return the CRC-32 of `a + b` (rule 2); `len_b` is the length of `b` in bytes."""
     assert 0 <= len_b <= LENGTH_MAX
-    place = 0
+    exponent = 0
     while len_b:
         digit = len_b & (_DIGIT_VALUES - 1)
         if digit:
-            table = _shift_tables(place)[:, digit]
+            table = _shift_tables(exponent)[:, digit]
             crc_a = int(
                 table[0, crc_a & 0xFF]
                 ^ table[1, crc_a >> 8 & 0xFF]
@@ -65,7 +65,7 @@ def combine(crc_a: int, crc_b: int, len_b: int) -> int:
                 ^ table[3, crc_a >> 24]
             )
         len_b >>= _DIGIT_BITS
-        place += 1
+        exponent += 1
     return crc_a ^ crc_b
 
 
@@ -152,22 +152,22 @@ def crc32_of_rows(rows: U8) -> U32:
 
 def _shift_all(crcs: U32, length: int) -> U32:
     assert 0 <= length <= LENGTH_MAX
-    place = 0
+    exponent = 0
     while length:
         digit = length & (_DIGIT_VALUES - 1)
         if digit:
-            crcs = _apply(_shift_tables(place)[:, digit], crcs)
+            crcs = _apply(_shift_tables(exponent)[:, digit], crcs)
         length >>= _DIGIT_BITS
-        place += 1
+        exponent += 1
     return crcs
 
 
 def _shift_each(crcs: U32, lengths: I64, longest: int) -> U32:
     assert longest <= LENGTH_MAX
-    place = 0
-    while longest >> (_DIGIT_BITS * place):
-        digit = lengths >> (_DIGIT_BITS * place) & (_DIGIT_VALUES - 1)
-        tables = _shift_tables(place).reshape(4, -1)
+    exponent = 0
+    while longest >> (_DIGIT_BITS * exponent):
+        digit = lengths >> (_DIGIT_BITS * exponent) & (_DIGIT_VALUES - 1)
+        tables = _shift_tables(exponent).reshape(4, -1)
         row_of_table = digit << 8
         octets = _octets(crcs)
         shifted = tables[0].take(row_of_table + octets[0])
@@ -175,7 +175,7 @@ def _shift_each(crcs: U32, lengths: I64, longest: int) -> U32:
         shifted ^= tables[2].take(row_of_table + octets[2])
         shifted ^= tables[3].take(row_of_table + octets[3])
         crcs = shifted
-        place += 1
+        exponent += 1
     return crcs
 
 
@@ -204,14 +204,14 @@ def _byte_table() -> U32:
 
 
 @cache
-def _shift_tables(place: int) -> U32:
-    """Return the maps for `digit * 64**place` zero bytes, as an array [octet, digit, value]."""
-    assert 0 <= place < LENGTH_MAX.bit_length() // _DIGIT_BITS
+def _shift_tables(exponent: int) -> U32:
+    """Return the maps for `digit * 64**exponent` zero bytes, as an array [octet, digit, value]."""
+    assert 0 <= exponent < LENGTH_MAX.bit_length() // _DIGIT_BITS
     identity = np.arange(256, dtype=np.uint32) << (8 * np.arange(4, dtype=np.uint32))[:, None]
-    if place == 0:
+    if exponent == 0:
         step = _byte_table()[identity & 0xFF] ^ identity >> 8
     else:
-        lower = _shift_tables(place - 1)
+        lower = _shift_tables(exponent - 1)
         step = _apply(lower[:, 1], lower[:, -1].ravel()).reshape(4, 256)
     tables = np.empty((4, _DIGIT_VALUES, 256), dtype=np.uint32)
     tables[:, 0] = identity

@@ -99,14 +99,14 @@ class LockBlockReader:
     def __init__(self, data: Buffer) -> None:
         self._data = memoryview(data)
         self._end = len(self._data)
-        self.is_spent = False  # no further block can be valid
+        self.is_exhausted = False  # no further block can be valid
 
     def block_ending_at(self, end: LogEnd, steps_max: int) -> LockBlock | None:
         """Return the block that ends at `end`; None if the next `steps_max` blocks lack it."""
         for _ in range(steps_max):
             block = self._take_last_block()
             if block is None or block.end.last < end.last:
-                self.is_spent = True
+                self.is_exhausted = True
                 return None
             if block.end == end:
                 return block

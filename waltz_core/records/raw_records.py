@@ -100,10 +100,10 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
             f"record lengths: expected 4 bytes each, found {len(packed)} bytes in total"
         )
     if 0 < len(packed) <= 4 * ONE_BY_ONE_MAX:
-        few = struct.unpack(f">{len(packed) // 4}i", packed)
-        possible = min(few) >= RECORD_OVERHEAD_BYTES and max(few) <= FRAME_BYTES_MAX
-        if possible and sum(few) == records_bytes:
-            return np.array(few, dtype=np.int64)
+        values = struct.unpack(f">{len(packed) // 4}i", packed)
+        are_possible = min(values) >= RECORD_OVERHEAD_BYTES and max(values) <= FRAME_BYTES_MAX
+        if are_possible and sum(values) == records_bytes:
+            return np.array(values, dtype=np.int64)
     lengths: I64 = np.frombuffer(packed, dtype=">i4").astype(np.int64)
     if lengths.size:
         shortest, longest = lengths.min(), lengths.max()
@@ -125,7 +125,7 @@ def lengths_from_wire(packed: Buffer, records_bytes: int) -> I64:
     return lengths
 
 
-def sum_of(lengths: I64) -> int:
+def total_bytes(lengths: I64) -> int:
     """Return the total size of the records, in bytes."""
     if lengths.size <= ONE_BY_ONE_MAX:
         return sum(lengths.tolist())  # for a few, a sixth of the time of arrays
@@ -161,9 +161,9 @@ def slice_records(
     """Return the `count` records after the first `skip` records, and their lengths, as views."""
     assert skip >= 0
     assert skip + count <= lengths.size
-    start = sum_of(lengths[:skip])
+    start = total_bytes(lengths[:skip])
     part = lengths[skip : skip + count]
-    return memoryview(records)[start : start + sum_of(part)], part
+    return memoryview(records)[start : start + total_bytes(part)], part
 
 
 # ---------------------------------------------------------------------------------------------
@@ -237,9 +237,9 @@ def stamps_of(ids: I64, stamps: Sequence[tuple[int, int, int]]) -> I64:
     bounds[1:-1:2] = starts
     bounds[2:-1:2] = np.maximum(ends, starts)
     bounds[-1] = ids.size
-    between = np.zeros(bounds.size - 1, dtype=np.int64)  # even entries stay 0: IDs without a stamp
-    between[1::2] = stamps_ms
-    return between.repeat(lengths_between(bounds))
+    stamp_between = np.zeros(bounds.size - 1, dtype=np.int64)  # even: 0, no stamp
+    stamp_between[1::2] = stamps_ms
+    return stamp_between.repeat(lengths_between(bounds))
 
 
 # ---------------------------------------------------------------------------------------------
@@ -296,24 +296,24 @@ def first_bad_record(records: Buffer, lengths: I64) -> int | None:
     The function computes one CRC over the whole run, and compares it with the CRC that follows from
     the CRCs in the records. Only if the two differ, it checks each record separately.
     """
-    assert len(records) == sum_of(lengths)
+    assert len(records) == total_bytes(lengths)
     if lengths.size <= ONE_BY_ONE_MAX and len(records) <= ONE_BY_ONE_BYTES_MAX:
         return _first_bad_one_by_one(memoryview(records), lengths.tolist())
     stated = _gather(records, _starts(lengths) + 28, np.dtype(">i4"))
     wrong_length = (stated != lengths - RECORD_OVERHEAD_BYTES).nonzero()[0]
-    suspects = int(wrong_length[0]) if wrong_length.size else int(lengths.size)
+    checked_count = int(wrong_length[0]) if wrong_length.size else int(lengths.size)
     crcs = _trailers(records, lengths)
-    if suspects == lengths.size and crc32(records) == run_crc(crcs, lengths):
+    if checked_count == lengths.size and crc32(records) == run_crc(crcs, lengths):
         return None
     offsets = offsets_of(lengths)
     view = memoryview(records)
-    for index in range(suspects):
+    for index in range(checked_count):
         start, end = int(offsets[index]), int(offsets[index + 1])
         if crc32(view[start : end - _TRAILER_BYTES]) != int(crcs[index]):
             return index
     # CRC-32 is linear: if every record matched its own CRC, the whole run would have matched.
-    assert suspects < lengths.size
-    return suspects
+    assert checked_count < lengths.size
+    return checked_count
 
 
 def _first_bad_one_by_one(records: memoryview, lengths: list[int]) -> int | None:
@@ -365,7 +365,7 @@ def encode_record(
     return b"".join((before, data, crc32(data, crc32(before)).to_bytes(4, "big")))
 
 
-def prefixes(
+def encode_prefixes(
     ids: I64, req_id: ReqId, rows: I64, headers: I32, *, lengths: I64, data_crcs: U32
 ) -> U8:
     """Return the 36 bytes before each record's data, as a (record count, 36) array.
@@ -375,8 +375,8 @@ def prefixes(
     data in bytes.
     """
     assert ids.shape == rows.shape == headers.shape == lengths.shape == data_crcs.shape
-    made = np.empty(ids.size, dtype=PREFIX_DTYPE)
-    head = made["head"]
+    prefix_rows = np.empty(ids.size, dtype=PREFIX_DTYPE)
+    head = prefix_rows["head"]
     head["transaction_id"] = ids
     identity = head["req_id"]
     identity["client_id"] = req_id.client_id
@@ -384,15 +384,15 @@ def prefixes(
     identity["partition_id"] = req_id.partition_id
     identity["sequence"] = rows + req_id.sequence
     head["header"] = headers
-    made["length"] = lengths
-    made["data_crc"] = data_crcs
-    return made.view(np.uint8).reshape(ids.size, PREFIX_DTYPE.itemsize)
+    prefix_rows["length"] = lengths
+    prefix_rows["data_crc"] = data_crcs
+    return prefix_rows.view(np.uint8).reshape(ids.size, PREFIX_DTYPE.itemsize)
 
 
-def prefix_crcs(made: U8) -> U32:
+def prefix_crcs(prefix_rows: U8) -> U32:
     """Return the CRC-32 of each prefix. Columns that are equal in all prefixes cost nothing."""
-    assert made.shape[1] == PREFIX_DTYPE.itemsize
-    return crc32_of_rows(made)
+    assert prefix_rows.shape[1] == PREFIX_DTYPE.itemsize
+    return crc32_of_rows(prefix_rows)
 
 
 def _starts(lengths: I64) -> I64:
@@ -403,19 +403,19 @@ def _trailers(records: Buffer, lengths: I64) -> npt.NDArray[np.generic]:
     return _gather(records, lengths.cumsum() - _TRAILER_BYTES, np.dtype(">u4"))
 
 
-def _gather(records: Buffer, places: I64, kind: np.dtype) -> npt.NDArray:  # type: ignore[type-arg]
+def _gather(records: Buffer, byte_offsets: I64, kind: np.dtype) -> npt.NDArray:  # type: ignore[type-arg]
     """Return the values of one dtype at given byte offsets of a buffer, with a single fancy index.
 
     The function views the buffer as overlapping values, one starting at each byte. It copies
     structures as opaque bytes, because NumPy would copy them field by field.
     """
-    if places.size == 0:
+    if byte_offsets.size == 0:
         return np.empty(0, dtype=kind)
     if kind.names is not None:
-        return _gather(records, places, np.dtype((np.void, kind.itemsize))).view(kind)
+        return _gather(records, byte_offsets, np.dtype((np.void, kind.itemsize))).view(kind)
     window_count = len(records) - kind.itemsize + 1
     assert window_count > 0
     windows: npt.NDArray[np.generic] = np.ndarray(
         shape=(window_count,), dtype=kind, buffer=records, strides=(1,)
     )
-    return windows[places]
+    return windows[byte_offsets]

@@ -43,10 +43,10 @@ def to_json(value: Any) -> bytes:  # noqa: ANN401 - any JSON value
     except RecursionError as error:
         raise ValueError(TOO_DEEP) from error
     except ValueError as error:
-        place = _find_wrong_part(value, _is_not_finite)
-        if place is None:
+        wrong_part = _find_wrong_part(value, _is_not_finite)
+        if wrong_part is None:
             raise
-        found, where = place
+        found, where = wrong_part
         raise ValueError(
             f"found {found} at {where}; {NOT_FINITE_TEXT}. Hint: write null or a string instead."
         ) from error
@@ -123,12 +123,12 @@ def _decode_text(text: str) -> Any:  # noqa: ANN401
         if len(text) > _LOCATED_CHARACTERS_MAX:  # rule 4
             raise ValueError(f"found {error}; {NOT_FINITE_TEXT}") from error
         # Decode the text a second time and keep these words, to find their position.
-        place = _find_wrong_part(
+        wrong_part = _find_wrong_part(
             _LENIENT_DECODER.decode(text), lambda part: type(part) is _NonFinite
         )
-        if place is None:  # A later value for the same key has replaced the word.
+        if wrong_part is None:  # A later value for the same key has replaced the word.
             raise ValueError(f"found {error}; {NOT_FINITE_TEXT}") from error
-        raise ValueError(f"found {place[0]} at {place[1]}; {NOT_FINITE_TEXT}") from error
+        raise ValueError(f"found {wrong_part[0]} at {wrong_part[1]}; {NOT_FINITE_TEXT}") from error
 
 
 class _NonFinite(str):

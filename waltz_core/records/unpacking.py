@@ -50,7 +50,7 @@ class Unpacker:
         fields: the wanted columns, with Spark's Arrow types.
         data_format: `msgpack`, `json`, `avro` or `protobuf`.
         decode: decodes one payload; required for `avro` and `protobuf`.
-        required: columns that each payload must have, in any case (`columns_named`).
+        required: columns that each payload must have, in any case (`columns_matching`).
         is_case_sensitive: whether names that differ only in case are different columns (rule 4).
     """
 
@@ -65,8 +65,8 @@ class Unpacker:
     ) -> None:
         self._fields = list(fields)
         names = [part.name for part in fields]
-        meant = {name for each in required for name in columns_named(each, names)}
-        self._required = [name for name in names if name in meant]
+        required_names = {name for each in required for name in columns_matching(each, names)}
+        self._required = [name for name in names if name in required_names]
         self._find_value = dict.get if is_case_sensitive else _case_insensitive
         self._array_builders = [
             _array_builder(part.type, data_format, self._find_value) for part in fields
@@ -103,8 +103,8 @@ class Unpacker:
         columns, good = self.columns_with_nulls(data)
         if good.all():
             return columns, good
-        place = pa.array(np.arange(len(data)), mask=~good)
-        return [column.take(place) for column in columns], good
+        indexes = pa.array(np.arange(len(data)), mask=~good)
+        return [column.take(indexes) for column in columns], good
 
     def columns_with_nulls(self, data: pa.Array) -> tuple[list[pa.Array], npt.NDArray[np.bool_]]:
         """Decode payloads; return the wanted columns, and a mask of the complete rows.
@@ -148,7 +148,7 @@ class Unpacker:
     def _decode_each_map(
         self, data: pa.Array
     ) -> tuple[list[dict[str, Any]], npt.NDArray[np.bool_]]:
-        """Decode payloads; return empty maps in place of non-maps, and a mask of the maps."""
+        """Decode payloads; return empty maps in indexes of non-maps, and a mask of the maps."""
         is_map = np.ones(len(data), dtype=np.bool_)
         try:
             return self.decoded(data, _no_location), is_map
@@ -232,7 +232,7 @@ def decoder_of(data_format: str, *, exact: bool = False) -> Decode:
     return exact_from_json if exact else from_json
 
 
-def identity_of(data: bytes, names: Sequence[str], decode: Decode) -> bytes | None:
+def packed_identity(data: bytes, names: Sequence[str], decode: Decode) -> bytes | None:
     """Return the named columns of a payload, packed; None if it is no map or lacks a column."""
     try:
         row = decode(data)
@@ -250,7 +250,7 @@ _MSGPACK_REASONS: dict[type, str] = {
 }
 
 
-def columns_named(name: str, columns: Sequence[str]) -> list[str]:
+def columns_matching(name: str, columns: Sequence[str]) -> list[str]:
     """Return the columns that a name matches: the equal one, else all that differ only in case."""
     if name in columns:
         return [name]

@@ -168,7 +168,7 @@ class SimClient(Process):
     def _perform(self, effect: stream_events.Effect) -> None:  # noqa: C901 - one case for each
         checks = self.cluster.checks
         match effect:
-            case stream_events.Send():
+            case stream_events.SendOnLink():
                 link = self._links.get(effect.link)
                 if link is not None:
                     self._send(link, effect.message)
@@ -186,7 +186,7 @@ class SimClient(Process):
                 self._apply_later(self.fed_last)
             case stream_events.MarkAdvanced():
                 checks.on_client_mark_moved(self, effect.high_water_mark)
-            case stream_events.Ready():
+            case stream_events.StreamReady():
                 self.on_ready()
             case stream_events.NeedClientId():
                 client_id = self.cluster.coordinator.next_client_id()
@@ -194,8 +194,8 @@ class SimClient(Process):
             case stream_events.FeedLagging():
                 # The logs are small, so the missed range is requested from the server at once.
                 mark = effect.fed
-                self.call_after_us(1_000, lambda: self.step(stream_events.Resume(mark)))
-            case stream_events.Stopped():
+                self.call_after_us(1_000, lambda: self.step(stream_events.ResumeFeed(mark)))
+            case stream_events.StreamStopped():
                 self.world.note(f"{self.name} stopped: {effect.error}")
                 checks.on_client_stopped(self, effect.error)
                 self.on_stopped(effect.error)
@@ -208,7 +208,7 @@ class SimClient(Process):
 
     def _apply_later(self, mark: TransactionId) -> None:
         delay_us = int(200 + self.chance() * self.apply_us_max)
-        self.call_after_us(delay_us, lambda: self.step(stream_events.Applied(mark)))
+        self.call_after_us(delay_us, lambda: self.step(stream_events.FeedApplied(mark)))
 
     # ---- links
 
@@ -261,7 +261,9 @@ class SimClient(Process):
                 generation,
                 sequence,
                 supports_pipelining=True,
-                reads_own=bool(self.client_id % 2),  # as with a server with L 8, or an older one
+                supports_own_ranges=bool(
+                    self.client_id % 2
+                ),  # as with a server with L 8, or an older one
             )
         )
 

@@ -28,7 +28,7 @@ from pyspark.sql.types import StructType
 from waltz_core.config.settings import first_names_text
 from waltz_core.errors import BadConfig, BadFormat
 from waltz_core.records.batches import READ_SCHEMA
-from waltz_core.records.unpacking import Decode, Unpacker, columns_named
+from waltz_core.records.unpacking import Decode, Unpacker, columns_matching
 from waltz_core.tables.row_changes import ChangeRules, check_rules, compute_changes, delete_mask
 from waltz_spark.datasource.feed_state import KEY_DIGEST_BYTES, FeedState, StoredRow
 from waltz_spark.options import CHANGE_COLUMN, ERROR_COLUMN, CorruptPayloadMode, ReadOptions
@@ -69,7 +69,7 @@ def resolve_rule_columns(options: ReadOptions, schema: StructType) -> ReadOption
 
 
 def _resolve_column(wanted: str, names: Sequence[str], option: str) -> str:
-    found = columns_named(wanted, names)
+    found = columns_matching(wanted, names)
     if len(found) != 1:
         raise BadConfig(
             f"option {option!r}: expected columns of your schema ({first_names_text(names, 20)}), "

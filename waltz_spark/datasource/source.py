@@ -21,7 +21,7 @@ from pyspark.sql.types import BinaryType, StringType, StructType
 
 from waltz_core.config.settings import first_names_text
 from waltz_core.errors import BadRequest, WaltzError
-from waltz_core.records.unpacking import columns_named
+from waltz_core.records.unpacking import columns_matching
 from waltz_spark.option_table import Purpose
 from waltz_spark.options import (
     CorruptPayloadMode,
@@ -124,7 +124,7 @@ class WaltzDataSource(DataSource):
             )
         payload = [field.name for field in foreign]
         for name in options.required_columns:
-            if not columns_named(name, payload):
+            if not columns_matching(name, payload):
                 raise BadRequest(
                     "option 'requiredColumns': expected columns of the payload that are in "
                     f"the schema ({', '.join(payload)}), found {name!r}"

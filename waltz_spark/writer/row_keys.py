@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from waltz_core.records.unpacking import identity_of
+from waltz_core.records.unpacking import packed_identity
 from waltz_spark.options import WriteOptions
 from waltz_spark.payload_schemas import row_key_decoder
 from waltz_spark.writer.columns import ConvertedRows
@@ -74,7 +74,7 @@ class RowKeys:
 
     def _compute_key(self, partition: int, header: int, data: bytes | memoryview) -> bytes:
         if self._decode is not None:
-            identity = identity_of(bytes(data), self._identity_columns, self._decode)
+            identity = packed_identity(bytes(data), self._identity_columns, self._decode)
             if identity is not None:
                 header, data = 0, identity
         digest = hashlib.blake2b(

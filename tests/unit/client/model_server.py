@@ -94,7 +94,7 @@ class ModelWorld:
             match effect:
                 case stream_events.OpenLink():
                     self.attempts.append(effect)
-                case stream_events.Send():
+                case stream_events.SendOnLink():
                     self.send(effect)
                 case stream_events.SubmissionSettled() | stream_events.SubmissionRejected():
                     assert effect.token not in self.settled, "settled twice"
@@ -109,14 +109,14 @@ class ModelWorld:
                 case stream_events.FeedLagging():
                     assert self.lags is None, "asked to catch up twice"
                     self.lags = effect.fed
-                case stream_events.Ready() | stream_events.MarkAdvanced():
+                case stream_events.StreamReady() | stream_events.MarkAdvanced():
                     assert effect.high_water_mark < len(self.log)
                 case Report():
                     pass
                 case _:
                     raise AssertionError(effect)
 
-    def send(self, effect: stream_events.Send) -> None:
+    def send(self, effect: stream_events.SendOnLink) -> None:
         message = effect.message
         if isinstance(message, m.AppendBatch | m.AppendRequest):
             token = int(
@@ -366,7 +366,7 @@ class ModelWorld:
             self.lags = None
             rows = self.log[: max(len(self.fed), len(self.log) - 3)]
             self.fed = [self.requested_row(row) for row in rows]
-            self.step(stream_events.Resume(TransactionId(len(self.fed) - 1)))
+            self.step(stream_events.ResumeFeed(TransactionId(len(self.fed) - 1)))
 
     def requested_row(self, row: ReqId) -> ReqId | None:
         return row if not self.header_values or header_of(row) in self.header_values else None
@@ -380,7 +380,7 @@ class ModelWorld:
 
     def apply(self) -> None:
         if self.fed:
-            self.step(stream_events.Applied(TransactionId(len(self.fed) - 1)))
+            self.step(stream_events.FeedApplied(TransactionId(len(self.fed) - 1)))
 
     # --- the whole
 

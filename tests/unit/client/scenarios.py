@@ -127,12 +127,12 @@ class Scenario:
         return [
             each.message
             for each in self.done
-            if isinstance(each, stream_events.Send)
+            if isinstance(each, stream_events.SendOnLink)
             and (kind is None or isinstance(each.message, kind))
         ]
 
     def link(
-        self, number: int = 1, generation: int = 0, *, reads_own: bool = False
+        self, number: int = 1, generation: int = 0, *, supports_own_ranges: bool = False
     ) -> m.MountWriter:
         """Answer the last OpenLink; return the mount request that follows."""
         opening = self.opening
@@ -144,7 +144,7 @@ class Scenario:
                 number,
                 Generation(generation),
                 self.connection_sequence,
-                reads_own=reads_own,
+                supports_own_ranges=supports_own_ranges,
             )
         )
         (mount,) = self.sent(m.MountWriter)
@@ -155,7 +155,7 @@ class Scenario:
 
     def ready(self, mark: int = BEFORE_FIRST) -> "Scenario":
         """Mount on link 1, generation 0."""
-        self.step(stream_events.Mount())
+        self.step(stream_events.MountPartition())
         self.mounted(self.link(), mark)
         assert self.stream.phase is stream_events.Phase.READY
         return self

@@ -47,8 +47,10 @@ def test_the_first_append_links_mounts_and_is_sent():
     assert mount == m.MountWriter(req(-1, 4), 1, m.LATEST_MARK, wants_feed=False)
     assert scenario.mounted(mount, 9) == [
         stream_events.MarkAdvanced(9),
-        stream_events.Ready(9),
-        stream_events.Send(1, m.AppendRequest(req(1, 4), -1, (1,), (2,), (3,), 5, b"data", 99)),
+        stream_events.StreamReady(9),
+        stream_events.SendOnLink(
+            1, m.AppendRequest(req(1, 4), -1, (1,), (2,), (3,), 5, b"data", 99)
+        ),
     ]
 
 
@@ -78,7 +80,7 @@ def test_an_answer_settles_its_submission_and_moves_the_mark():
 
 def test_appends_in_flight_stay_within_the_servers_limit():
     scenario = Scenario()
-    scenario.step(stream_events.Mount())
+    scenario.step(stream_events.MountPartition())
     mount = scenario.link()
     scenario.receive(m.Mounted(mount.req_id, 1, -1, 100, 1_000, 25))
     scenario.step(stream_events.SendAppends(submission(1, data=b"x" * 20)))
@@ -113,9 +115,9 @@ def test_waiting_appends_do_not_overtake_the_rows_of_a_large_submission():
 
 def test_a_requested_mount_does_not_wait_for_an_append():
     scenario = Scenario()
-    assert scenario.step(stream_events.Mount()) == [stream_events.OpenLink(1, ())]
-    assert scenario.mounted(scenario.link(), 3)[-1] == stream_events.Ready(3)
-    assert scenario.step(stream_events.Mount()) == []
+    assert scenario.step(stream_events.MountPartition()) == [stream_events.OpenLink(1, ())]
+    assert scenario.mounted(scenario.link(), 3)[-1] == stream_events.StreamReady(3)
+    assert scenario.step(stream_events.MountPartition()) == []
 
 
 # ---------------------------------------------------------------------------------------------
@@ -137,7 +139,7 @@ def test_rows_in_doubt_are_searched_between_the_two_marks():
     mount = scenario.link(number=2, generation=1)
     effects = scenario.mounted(mount, 12, link=2)
     asked = m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.RangeForm.HEADERS, ())
-    assert effects == [stream_events.MarkAdvanced(12), stream_events.Send(2, asked)]
+    assert effects == [stream_events.MarkAdvanced(12), stream_events.SendOnLink(2, asked)]
     effects = scenario.receive(range_data(asked, req(1, 1, 99), req(2), req(2, 1), mark=12), link=2)
     outcome = settled(effects)[1]
     assert outcome.reasons.tolist() == [m.RowOutcomeCode.LOST, m.RowOutcomeCode.COMMITTED]
@@ -257,7 +259,7 @@ def test_headers_that_do_not_match_the_request_settle_no_row(spoil):
 
 def test_an_older_generation_is_not_mounted():
     scenario = Scenario()
-    scenario.step(stream_events.Mount())
+    scenario.step(stream_events.MountPartition())
     scenario.mounted(scenario.link(generation=5), 3)
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.step(stream_events.LinkLost(1, "cut"))
@@ -387,7 +389,7 @@ def test_an_append_that_is_not_sent_because_of_a_limit_names_the_pause():
 
 def test_a_mount_over_a_limit_waits_no_longer_than_a_request():
     scenario = Scenario()
-    scenario.step(stream_events.Mount())
+    scenario.step(stream_events.MountPartition())
     (mount,) = scenario.link() and scenario.sent(m.MountWriter)
     scenario.receive(over_limit(mount.req_id, 1 << 30))
     timeout_ms = scenario.stream._settings.request_timeout_ms
@@ -452,7 +454,7 @@ def test_a_later_owner_of_the_client_id_ends_the_stream():
     rejected = refused(effects)
     assert isinstance(rejected[1], errors.OutcomeUnknown)
     assert isinstance(rejected[2], errors.OutcomeUnknown)
-    assert isinstance(effects[-1], stream_events.Stopped)
+    assert isinstance(effects[-1], stream_events.StreamStopped)
     assert isinstance(
         refused(scenario.step(stream_events.SendAppends(submission(3))))[3],
         errors.ConnectionSuperseded,
@@ -536,7 +538,7 @@ def test_closing_distinguishes_sent_from_unsent_appends():
     scenario.step(stream_events.SendAppends(submission(1)))
     scenario.step(stream_events.LinkLost(1, "cut"))
     scenario.step(stream_events.SendAppends(submission(2)))
-    rejected = refused(scenario.step(stream_events.Close()))
+    rejected = refused(scenario.step(stream_events.CloseStream()))
     assert isinstance(rejected[1], errors.OutcomeUnknown)
     assert type(rejected[2]) is errors.Unreachable
     assert scenario.stream.wake_at_ms is None
@@ -567,7 +569,7 @@ DENIED = errors.ClientIdDenied("not yours")
 def test_a_stream_gets_its_id_before_its_first_link():
     stream = PartitionStream(None, PARTITION, SETTINGS, Random(1))
     stream.next_sequence = 40  # of an earlier attempt
-    stream.step(stream_events.Mount(), 0)
+    stream.step(stream_events.MountPartition(), 0)
     assert stream.needs_client_id
     assert stream.step(stream_events.ClientIdRenewed(8, PROOF), 0) == []
     assert (stream.needs_client_id, stream.next_sequence) == (False, 40)
@@ -594,14 +596,14 @@ def test_a_denied_id_is_replaced_and_rows_in_doubt_are_unknown():
 
 def test_a_second_id_that_is_denied_ends_the_stream():
     scenario = Scenario()
-    scenario.step(stream_events.Mount())
+    scenario.step(stream_events.MountPartition())
     scenario.reject(scenario.link().req_id, DENIED)
     scenario.wake(1_000)
     scenario.step(stream_events.ClientIdRenewed(8))
     effects = scenario.reject(scenario.link(number=2).req_id, DENIED, link=2)
-    assert [type(each.error) for each in effects if isinstance(each, stream_events.Stopped)] == [
-        errors.ClientIdDenied
-    ]
+    assert [
+        type(each.error) for each in effects if isinstance(each, stream_events.StreamStopped)
+    ] == [errors.ClientIdDenied]
 
 
 def test_an_id_may_be_denied_again_after_a_mount():
@@ -609,7 +611,7 @@ def test_an_id_may_be_denied_again_after_a_mount():
     scenario = Scenario().ready()
     for client_id in (8, 9):
         scenario.step(stream_events.LinkLost(scenario.connection_sequence, "cut"))
-        scenario.step(stream_events.Mount())
+        scenario.step(stream_events.MountPartition())
         scenario.wake(scenario.now_ms + 2_000)
         number = scenario.connection_sequence + 1
         scenario.reject(scenario.link(number=number).req_id, DENIED, link=number)
@@ -633,11 +635,11 @@ def own_data(asked, *rows, next_id, mark=12):
 
 def test_a_server_that_knows_the_form_returns_own_headers_only():
     scenario = in_doubt()
-    mount = scenario.link(number=2, generation=1, reads_own=True)
+    mount = scenario.link(number=2, generation=1, supports_own_ranges=True)
     (asked,) = [
         each.message
         for each in scenario.mounted(mount, 12, link=2)
-        if isinstance(each, stream_events.Send)
+        if isinstance(each, stream_events.SendOnLink)
     ]
     assert asked == m.RangeRequest(req(-3, 1), 10, 12, 2_800, m.OWN_HEADERS, ())
     effects = scenario.receive(own_data(asked, (11, req(2)), next_id=12), link=2)
@@ -665,7 +667,7 @@ def test_a_server_that_knows_the_form_returns_own_headers_only():
 )
 def test_own_headers_that_do_not_match_the_request_settle_no_row(spoil):
     scenario = in_doubt()
-    scenario.mounted(scenario.link(number=2, reads_own=True), 11, link=2)
+    scenario.mounted(scenario.link(number=2, supports_own_ranges=True), 11, link=2)
     (asked,) = scenario.sent(m.RangeRequest)
     good = own_data(asked, (10, req(1)), (11, req(2)), next_id=12, mark=11)
     assert settled(scenario.receive(spoil(good), link=2)) == {}
@@ -777,11 +779,11 @@ def test_a_suspended_feed_requests_no_more_until_half_is_applied():
     request = scenario.fed(-1)
     scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
     assert scenario.receive(m.FeedSuspended(request.req_id)) == []
-    assert scenario.step(stream_events.Applied(23)) == []
+    assert scenario.step(stream_events.FeedApplied(23)) == []
     # By then the log may have grown by any length, so that is found out first.
-    assert scenario.step(stream_events.Applied(24)) == [stream_events.OpenLink(2, ())]
+    assert scenario.step(stream_events.FeedApplied(24)) == [stream_events.OpenLink(2, ())]
     effects = scenario.mounted(scenario.link(), 900)
-    assert effects[1:] == [stream_events.FeedLagging(49, 900), stream_events.Ready(900)]
+    assert effects[1:] == [stream_events.FeedLagging(49, 900), stream_events.StreamReady(900)]
 
 
 def test_no_requests_before_the_answer_to_a_mount():
@@ -789,11 +791,11 @@ def test_no_requests_before_the_answer_to_a_mount():
     request = scenario.fed(-1)
     scenario.receive(feed_batch(request.req_id, 0, *(req(i, 0, 99) for i in range(50))))
     scenario.receive(m.FeedSuspended(request.req_id))
-    scenario.step(stream_events.Applied(24))
+    scenario.step(stream_events.FeedApplied(24))
     scenario.mounted(scenario.link(), 60)
     (mount,) = scenario.sent(m.MountWriter)
     assert mount.wants_feed
-    assert scenario.step(stream_events.Applied(30)) == []
+    assert scenario.step(stream_events.FeedApplied(30)) == []
     scenario.mounted(mount, 60)
     assert scenario.sent(m.FeedRequest) == [m.FeedRequest(mount.req_id, 49)]
 
@@ -805,12 +807,12 @@ def test_a_feed_that_lags_far_is_fetched_and_then_resumed():
     assert effects == [
         stream_events.MarkAdvanced(500),
         stream_events.FeedLagging(-1, 500),
-        stream_events.Ready(500),
+        stream_events.StreamReady(500),
     ]
     scenario.step(stream_events.SendAppends(submission(1)))
     assert len(scenario.sent()) == 1  # appends need not wait for it
     scenario.receive(committed(req(1), 501))
-    assert scenario.step(stream_events.Resume(480)) == [stream_events.OpenLink(2, ())]
+    assert scenario.step(stream_events.ResumeFeed(480)) == [stream_events.OpenLink(2, ())]
     scenario.mounted(scenario.link(), 501)
     (mount,) = scenario.sent(m.MountWriter)
     assert (mount.high_water_mark, mount.wants_feed) == (480, True)

@@ -10,8 +10,8 @@ from waltz_core.legacy.feed_frames import feed_frames
 from waltz_core.legacy.legacy_client import (
     MARK_WAIT_S,
     MOUNT_WAIT_S,
+    EncodedFrames,
     EndConnection,
-    Frames,
     InexpressibleError,
     LegacyClientAdapter,
 )
@@ -30,19 +30,19 @@ def req(sequence: int, partition: int = 0) -> ReqId:
 
 
 def translated(original: LegacyClientAdapter, message: ClientMessage, now_s: float = 0.0) -> Any:
-    return original.translate_answer(message, None, now_s)
+    return original.translate_response(message, None, now_s)
 
 
 def refused(
     original: LegacyClientAdapter, question: ClientMessage, error: errors.WaltzError
 ) -> Any:
     answer = error_answer(A, question.req_id, 9, error, question)
-    return original.translate_answer(answer.message, answer.request, 0.0)
+    return original.translate_response(answer.message, answer.request, 0.0)
 
 
 def mounted(version: int = 4, sequence: int = 1) -> LegacyClientAdapter:
     original = LegacyClientAdapter(version)
-    original.note_request(messages.MountRequest(req(sequence), -1, 0), 0.0)
+    original.check_request(messages.MountRequest(req(sequence), -1, 0), 0.0)
     assert translated(original, MountResponse(req(sequence), READY)) is not None
     return original
 
@@ -67,7 +67,7 @@ def append(sequence: int) -> messages.AppendRequest:
 @pytest.mark.parametrize("state", [READY, NOT_READY, CLIENT_AHEAD])
 def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) -> None:
     original = LegacyClientAdapter(version)
-    assert original.note_request(messages.MountRequest(req(1), 5, 0), 0.0) is None
+    assert original.check_request(messages.MountRequest(req(1), 5, 0), 0.0) is None
     expected = (
         messages.MountOutcome(req(1), state == READY)
         if version <= 2
@@ -78,7 +78,7 @@ def test_the_answer_to_a_mount_is_a_state_or_a_bool(version: int, state: int) ->
 
 def test_the_answer_to_an_obsolete_mount_is_not_reported() -> None:
     original = mounted()
-    original.note_request(messages.MountRequest(req(2), -1, 0), 0.0)
+    original.check_request(messages.MountRequest(req(2), -1, 0), 0.0)
     assert translated(original, MountResponse(req(1), READY)) is None
     superseded = errors.ConnectionSuperseded("a later mount")
     assert refused(original, messages.MountRequest(req(1), -1, 0), superseded) is None
@@ -103,7 +103,7 @@ def test_mount_and_feed_errors_become_not_ready(
 ) -> None:
     original = LegacyClientAdapter(4)
     question = messages.MountRequest(req(1), -1, 0)
-    original.note_request(question, 0.0)
+    original.check_request(question, 0.0)
     assert refused(original, question, error) == MountResponse(req(1), NOT_READY)
     original = mounted()
     feed = messages.FeedRequest(req(1), -1)
@@ -111,7 +111,7 @@ def test_mount_and_feed_errors_become_not_ready(
     # Once: later the client gets the answer to its next mount.
     assert refused(original, feed, error) is None
     assert translated(original, result(7, RowOutcomeCode.NOT_MOUNTED)) is None
-    original.note_request(messages.MountRequest(req(8), -1, 0), 0.0)
+    original.check_request(messages.MountRequest(req(8), -1, 0), 0.0)
     assert translated(original, result(7, RowOutcomeCode.NOT_MOUNTED)) is None
     assert translated(original, MountResponse(req(8), READY)) == MountResponse(req(8), READY)
 
@@ -136,9 +136,9 @@ def test_requests_that_waltz_0_13_rejects_end_the_connection() -> None:
         messages.AddPreferredRequest(req(0), ()),
         messages.RemovePreferredRequest(req(0), ()),
     ):
-        assert isinstance(LegacyClientAdapter(4).note_request(request, 0.0), EndConnection)
+        assert isinstance(LegacyClientAdapter(4).check_request(request, 0.0), EndConnection)
     fine = messages.RemovePreferredRequest(req(0), (7,))
-    assert LegacyClientAdapter(4).note_request(fine, 0.0) is None
+    assert LegacyClientAdapter(4).check_request(fine, 0.0) is None
     answer = messages.FlushResponse(req(1), 3)
     wrong = errors.BadRequest("FlushResponse is no request to a server")
     assert refused(LegacyClientAdapter(4), answer, wrong) == EndConnection(str(wrong))
@@ -180,13 +180,13 @@ def test_a_loss_makes_the_client_mount_again_once(version: int, reason: RowOutco
 
 def test_an_unanswered_mount_is_not_ended_by_earlier_messages() -> None:
     original = mounted()
-    original.note_request(messages.MountRequest(req(5), -1, 0), 0.0)
+    original.check_request(messages.MountRequest(req(5), -1, 0), 0.0)
     assert translated(original, result(2, RowOutcomeCode.LOST)) is None
 
 
 def test_a_lost_append_ends_the_mount_of_its_partition_only() -> None:
     original = mounted()
-    original.note_request(messages.MountRequest(req(2, partition=3), -1, 0), 0.0)
+    original.check_request(messages.MountRequest(req(2, partition=3), -1, 0), 0.0)
     translated(original, MountResponse(req(2, partition=3), READY))
     lost = messages.AppendResult(
         req(4, partition=3), 9, bytes(8), bytes([RowOutcomeCode.LOST]), bytes(8)
@@ -284,7 +284,7 @@ def test_a_preference_that_cannot_be_recorded_is_reported_as_false() -> None:
 def test_a_range_of_the_feed_becomes_frames(version: int) -> None:
     headers = b"".join(req(row).to_bytes() + struct.pack(">i", row) for row in range(3))
     batch = messages.FeedBatch(req(1), 10, 3, headers, 1, -1, bytes(16))
-    assert translated(mounted(version), batch) == Frames(feed_frames(10, headers, version))
+    assert translated(mounted(version), batch) == EncodedFrames(feed_frames(10, headers, version))
 
 
 def test_other_answers_are_reported_as_they_are() -> None:
@@ -343,7 +343,7 @@ def test_every_rejection_of_a_mount_feed_or_data_gets_an_answer(version: int) ->
     mount, feed, _, _, mark, data, *_ = questions_of(version)
     for error in all_errors():
         original = LegacyClientAdapter(version)
-        original.note_request(mount, 0.0)
+        original.check_request(mount, 0.0)
         assert refused(original, mount, error) is not None
         assert refused(mounted(version), feed, error) is not None
         assert refused(LegacyClientAdapter(version), mark, error) is not None
@@ -359,21 +359,21 @@ def test_a_client_that_ignores_the_end_of_its_mount_is_disconnected(
         req(1), NOT_READY
     )
     # What was on its way may still come, and other partitions continue.
-    assert original.note_request(later_request, 100.0 + MOUNT_WAIT_S) is None
+    assert original.check_request(later_request, 100.0 + MOUNT_WAIT_S) is None
     late_s = 100.1 + MOUNT_WAIT_S
-    assert original.note_request(messages.FlushRequest(req(7)), late_s) is None
+    assert original.check_request(messages.FlushRequest(req(7)), late_s) is None
     assert (
-        original.note_request(messages.AppendRequest(req(7, 3), -1, (), (), (), 0, b"", 0), late_s)
+        original.check_request(messages.AppendRequest(req(7, 3), -1, (), (), (), 0, b"", 0), late_s)
         is None
     )
-    assert isinstance(original.note_request(later_request, late_s), EndConnection)
+    assert isinstance(original.check_request(later_request, late_s), EndConnection)
     # A client that mounts again has processed it.
-    assert original.note_request(messages.MountRequest(req(8), -1, 0), late_s) is None
-    assert original.note_request(later_request, late_s) is None
+    assert original.check_request(messages.MountRequest(req(8), -1, 0), late_s) is None
+    assert original.check_request(later_request, late_s) is None
     assert translated(original, MountResponse(req(8), READY), late_s) == MountResponse(
         req(8), READY
     )
-    assert original.note_request(later_request, late_s + 2 * MOUNT_WAIT_S) is None
+    assert original.check_request(later_request, late_s + 2 * MOUNT_WAIT_S) is None
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_partitions_that_do_not_exist_are_not_remembered(unknown: errors.WaltzEr
     original = LegacyClientAdapter(4)
     for partition in range(3, 103):
         mount = messages.MountRequest(req(1, partition), -1, 0)
-        assert original.note_request(mount, 0.0) is None
+        assert original.check_request(mount, 0.0) is None
         assert refused(original, mount, unknown) == MountResponse(mount.req_id, NOT_READY)
     assert not original._mount_ended_s
     assert not original._mounts

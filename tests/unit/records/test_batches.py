@@ -221,7 +221,7 @@ def test_parts_of_a_batch_are_encoded_as_the_whole(cuts: list[int]) -> None:
     )
     records = b""
     for start, stop in pairwise(cuts):
-        part = whole.part(start, stop)
+        part = whole.slice(start, stop)
         assert part.count == stop - start
         assert listed(part.write_locks) == locks[start:stop]
         assert listed(part.read_locks) == listed(whole.read_locks)[start:stop]
@@ -230,7 +230,7 @@ def test_parts_of_a_batch_are_encoded_as_the_whole(cuts: list[int]) -> None:
         records += bytes(batches.encode_records(part, None, first, req_id).records)
     assert records == bytes(batches.encode_records(whole, None, TransactionId(4), REQ_ID).records)
     with pytest.raises(AssertionError):
-        whole.part(3, 5)
+        whole.slice(3, 5)
 
 
 def test_a_batch_over_its_limits_is_rejected() -> None:

@@ -88,16 +88,16 @@ def test_blocks_below_a_gap_are_not_trusted():
     assert trusted(data, end(2)) == [(2, 2, locks_of(9))]
     blocks = LockBlockReader(data)
     blocks.block_ending_at(end(2), 9)
-    assert not blocks.is_spent
+    assert not blocks.is_exhausted
     assert blocks.block_ending_at(end(1), 9) is None
-    assert blocks.is_spent
+    assert blocks.is_exhausted
 
 
 def test_a_search_may_stop_and_continue():
     data = block(0, 0, 7) + b"".join(block(each, each) for each in range(1, 10))
     blocks = LockBlockReader(data)
     assert blocks.block_ending_at(end(0), 9) is None
-    assert not blocks.is_spent
+    assert not blocks.is_exhausted
     assert blocks.block_ending_at(end(0), 9).first == 0
 
 

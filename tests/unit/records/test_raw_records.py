@@ -263,7 +263,7 @@ def test_unordered_stamps_raise_no_error() -> None:
 
 
 def test_prefixes_keep_the_sequence_of_their_row() -> None:
-    made = raw_records.prefixes(
+    made = raw_records.encode_prefixes(
         np.array([8, 9]),
         REQ_ID,
         np.array([0, 2]),

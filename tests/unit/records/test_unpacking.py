@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 from waltz_core.errors import BadFormat
-from waltz_core.records.unpacking import Unpacker, columns_named
+from waltz_core.records.unpacking import Unpacker, columns_matching
 
 UTC = dt.UTC
 KINDS = {
@@ -165,7 +165,7 @@ def test_a_key_matches_a_column_in_any_case_unless_spark_is_case_sensitive() -> 
     ],
 )
 def test_a_required_column_is_found_in_any_case(name, columns, meant):
-    assert columns_named(name, columns) == meant
+    assert columns_matching(name, columns) == meant
     fields = [pa.field(each, pa.int64()) for each in columns]
     unpacker = Unpacker(fields, "json", required=[name])
     _, good = unpacker.readable_columns(pa.array([b"{}"]))

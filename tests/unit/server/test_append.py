@@ -69,8 +69,8 @@ class World:
         self.now_ms = 0
         self.submitted: list[Batch] = []
         for client, connection in ((ALICE, A), (BOB, B)):
-            self.mounts.begin(client, connection, 1)
-            self.mounts.finish(client, connection)
+            self.mounts.begin_mount(client, connection, 1)
+            self.mounts.finish_mount(client, connection)
         self.sequence = 1
         if is_open:
             self.open(-1)
@@ -347,8 +347,8 @@ def test_a_mark_above_the_log_is_rejected_row_by_row() -> None:
 def test_a_request_that_waits_when_its_client_mounts_again_is_rejected() -> None:
     world = World()
     late = world.single()
-    world.mounts.begin(ALICE, A, 1)
-    world.mounts.finish(ALICE, A)
+    world.mounts.begin_mount(ALICE, A, 1)
+    world.mounts.finish_mount(ALICE, A)
     assert results(world.turn()) == {late: [(-1, RowOutcomeCode.NOT_MOUNTED, -1)]}
     again = world.single()
     world.turn()
@@ -364,7 +364,7 @@ def test_only_the_mounted_connection_of_the_right_generation_appends() -> None:
     fenced = world.single(BOB)
     rows = world.batch([b"a", b"b"], BOB)
     # Checked when dequeued: a newer mount while they wait fences them off.
-    world.mounts.begin(BOB, ConnectionId(21), 2)
+    world.mounts.begin_mount(BOB, ConnectionId(21), 2)
     assert results(world.turn()) == {
         stale: [(-1, RowOutcomeCode.GENERATION, -1)],
         fenced: [(-1, RowOutcomeCode.NOT_MOUNTED, -1)],
@@ -442,8 +442,8 @@ def test_a_client_that_has_mounted_meanwhile_keeps_its_mount_without_a_proof() -
     world = World()
     world.single(mark=9)
     (found,) = [each for each in world.turn() if isinstance(each, ConfirmAheadOfLog)]
-    world.mounts.begin(ALICE, A, 2)
-    world.mounts.finish(ALICE, A)
+    world.mounts.begin_mount(ALICE, A, 2)
+    world.mounts.finish_mount(ALICE, A)
     world.pipeline.answer_ahead_of_log(found.pending, is_proved=False)
     world.single()
     assert results(world.turn()) == {}
@@ -498,8 +498,8 @@ def test_appends_do_not_overtake_one_that_waits_for_room() -> None:
     assert world.wants_turn
     assert results(world.turn()) == {after: [(-1, RowOutcomeCode.NOT_MOUNTED, -1)]}
     assert results(world.commit()) == {before: [(0, COMMITTED, -1)]}
-    world.mounts.begin(ALICE, A, 1)
-    world.mounts.finish(ALICE, A)
+    world.mounts.begin_mount(ALICE, A, 1)
+    world.mounts.finish_mount(ALICE, A)
     again = world.single(cost=600)
     world.turn()
     assert results(world.commit()) == {again: [(1, COMMITTED, -1)]}
@@ -516,8 +516,8 @@ def test_appends_do_not_overtake_one_over_a_limit() -> None:
     assert results(world.turn()) == {after: [(-1, RowOutcomeCode.NOT_MOUNTED, -1)]}
     ids = {before: [(0, COMMITTED, -1)], other: [(1, COMMITTED, -1)]}
     assert results(world.commit()) == ids
-    world.mounts.begin(ALICE, A, 1)
-    world.mounts.finish(ALICE, A)
+    world.mounts.begin_mount(ALICE, A, 1)
+    world.mounts.finish_mount(ALICE, A)
     again = world.single()
     world.turn()
     assert results(world.commit()) == {again: [(2, COMMITTED, -1)]}
@@ -682,8 +682,8 @@ def test_a_mount_that_ends_between_two_pieces_drops_the_rest(
     world = World()
     flood = flooded(world)
     done = world.submitted[0].last + 1
-    world.mounts.begin(ALICE, connection, sequence)
-    world.mounts.finish(ALICE, connection)
+    world.mounts.begin_mount(ALICE, connection, sequence)
+    world.mounts.finish_mount(ALICE, connection)
     out = world.commit()
     assert results(out) == {}
     world.now_ms += PAUSE_MS_MAX

@@ -279,8 +279,8 @@ def test_predecessors_of_another_session_are_not_followed():
     world.pipeline.on_session_closed()
     assert results(world.open(-1, settled=-1)) == {winner: [(-1, LOST, -1)]}
     world.submitted.clear()
-    world.mounts.begin(ALICE, A, 2)
-    world.mounts.finish(ALICE, A)
+    world.mounts.begin_mount(ALICE, A, 2)
+    world.mounts.finish_mount(ALICE, A)
     other = world.follow(data=b"another transaction 0")
     world.turn()
     stale = world.follow(BOB, mark=0, session=session)

@@ -37,7 +37,7 @@ def test_lanes_of_equal_requests_take_turns_and_keep_their_order() -> None:
         lanes.push(each)
     assert taken(lanes) == ["a1", "b1", "c1", "a2", "a3"]
     assert not lanes
-    assert lanes.bytes == 0
+    assert lanes.queued_bytes == 0
 
 
 def test_a_light_connection_precedes_heavy_ones() -> None:
@@ -80,12 +80,16 @@ def test_bytes_are_counted_by_lane_and_in_all() -> None:
     lanes: Lanes[Item] = Lanes()
     lanes.push(item(1, "a1", 100))
     lanes.push(item(2, "b1", 7))
-    assert (lanes.bytes, lanes.bytes_of(ConnectionId(1)), lanes.lane_count) == (107, 100, 2)
+    assert (lanes.queued_bytes, lanes.queued_bytes_of(ConnectionId(1)), lanes.lane_count) == (
+        107,
+        100,
+        2,
+    )
     assert [each.name for each in lanes.drop(ConnectionId(1))] == ["a1"]
-    assert (lanes.bytes, lanes.bytes_of(ConnectionId(1)), len(lanes)) == (7, 0, 1)
+    assert (lanes.queued_bytes, lanes.queued_bytes_of(ConnectionId(1)), len(lanes)) == (7, 0, 1)
     assert lanes.drop(ConnectionId(1)) == []
     assert [each.name for each in lanes.drop_all()] == ["b1"]
-    assert lanes.bytes == 0
+    assert lanes.queued_bytes == 0
     assert lanes.take() is None
 
 
@@ -94,7 +98,11 @@ def test_a_request_taken_in_parts_stays_at_the_head_and_is_charged_by_part() -> 
     lanes.push(item(1, "cut", 3_000))
     lanes.push(item(1, "behind"))
     lanes.charge_part(1_000)
-    assert (lanes.bytes, lanes.bytes_of(ConnectionId(1)), len(lanes)) == (2_010, 2_010, 2)
+    assert (lanes.queued_bytes, lanes.queued_bytes_of(ConnectionId(1)), len(lanes)) == (
+        2_010,
+        2_010,
+        2,
+    )
     for name in ("b0", "b1"):
         lanes.push(item(2, name, 900))
     # The lane of parts is 1,000 ahead: another gets as much first.
@@ -102,7 +110,7 @@ def test_a_request_taken_in_parts_stays_at_the_head_and_is_charged_by_part() -> 
     lanes.charge_part(0)
     lanes.charge_part(1_999)
     assert taken(lanes) == ["cut", "behind"]
-    assert lanes.bytes == 0
+    assert lanes.queued_bytes == 0
     lanes.push(item(1, "next", 3_000))
     with pytest.raises(AssertionError):
         lanes.charge_part(3_000)
@@ -113,10 +121,10 @@ def test_the_rest_of_a_request_is_dropped_with_its_lane() -> None:
     lanes.push(item(1, "cut", 3_000))
     lanes.charge_part(1_000)
     assert [each.name for each in lanes.drop(ConnectionId(1))] == ["cut"]
-    assert lanes.bytes == 0
+    assert lanes.queued_bytes == 0
     lanes.push(item(1, "whole", 3_000))
     assert taken(lanes) == ["whole"]
-    assert lanes.bytes == 0
+    assert lanes.queued_bytes == 0
 
 
 def test_small_requests_pass_large_ones_that_wait() -> None:

@@ -173,7 +173,7 @@ def test_a_disconnected_writer_delays_no_other() -> None:
     gone = [world.single(BOB, write=[HOT]) for _ in range(2)]
     there = world.single(ALICE, write=[HOT])
     world.turn()
-    world.mounts.close(B)
+    world.mounts.on_connection_closed(B)
     world.pipeline.close(B)
     answered = results(world.commit())
     assert there in answered

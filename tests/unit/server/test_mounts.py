@@ -27,29 +27,29 @@ def fault(
 
 def test_an_id_without_a_proof_belongs_to_the_principal_that_mounts_it_first() -> None:
     mounts = Mounts(2)
-    mounts.begin(ALICE, OLD, 5, "alice")
+    mounts.begin_mount(ALICE, OLD, 5, "alice")
     assert isinstance(fault(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
     assert fault(mounts, ALICE, NEW, 6, principal="alice") is None
     assert fault(mounts, BOB, NEW, 6, principal="eve") is None
-    mounts.close(OLD)  # as its fence, also without a connection
+    mounts.on_connection_closed(OLD)  # as its fence, also without a connection
     assert isinstance(fault(mounts, ALICE, NEW, 6, principal="eve"), ClientIdDenied)
-    mounts.clear()
+    mounts.on_generation_begun()
     assert fault(mounts, ALICE, NEW, 6, principal="eve") is None
 
 
 def test_appends_are_accepted_after_the_answer_to_the_mount_not_before() -> None:
     mounts = Mounts(10)
-    mounts.begin(ALICE, OLD, 5)
-    assert mounts.is_current(ALICE, OLD)
+    mounts.begin_mount(ALICE, OLD, 5)
+    assert mounts.has_mount(ALICE, OLD)
     assert not mounts.is_ready(ALICE, OLD)
-    mounts.finish(ALICE, OLD)
+    mounts.finish_mount(ALICE, OLD)
     assert mounts.is_ready(ALICE, OLD)
     assert not mounts.is_ready(BOB, OLD)
 
 
 def test_the_highest_sequence_wins_and_an_equal_one_only_on_its_own_connection() -> None:
     mounts = Mounts(10)
-    mounts.begin(ALICE, OLD, 5)
+    mounts.begin_mount(ALICE, OLD, 5)
     assert fault(mounts, ALICE, OLD, 5) is None
     assert fault(mounts, ALICE, NEW, 5) is not None
     assert fault(mounts, ALICE, NEW, 4) is not None
@@ -60,37 +60,37 @@ def test_the_highest_sequence_wins_and_an_equal_one_only_on_its_own_connection()
 
 def test_a_newer_connection_fences_the_older_one_at_once() -> None:
     mounts = Mounts(10)
-    mounts.begin(ALICE, OLD, 5)
-    mounts.finish(ALICE, OLD)
-    mounts.begin(ALICE, NEW, 6)
+    mounts.begin_mount(ALICE, OLD, 5)
+    mounts.finish_mount(ALICE, OLD)
+    mounts.begin_mount(ALICE, NEW, 6)
     assert not mounts.is_ready(ALICE, OLD)
     assert not mounts.is_ready(ALICE, NEW)
-    mounts.finish(ALICE, NEW)
+    mounts.finish_mount(ALICE, NEW)
     assert mounts.is_ready(ALICE, NEW)
     assert not mounts.is_ready(ALICE, OLD)
-    mounts.close(OLD)
-    assert mounts.is_current(ALICE, NEW)
+    mounts.on_connection_closed(OLD)
+    assert mounts.has_mount(ALICE, NEW)
 
 
 def test_the_fence_outlives_its_connection_and_ends_with_the_generation() -> None:
     mounts = Mounts(10)
-    mounts.begin(ALICE, OLD, 5)
-    mounts.close(OLD)
-    assert mounts.count == 0
+    mounts.begin_mount(ALICE, OLD, 5)
+    mounts.on_connection_closed(OLD)
+    assert mounts.mounted_client_count == 0
     assert "connection sequence 5" in str(fault(mounts, ALICE, NEW, 5))
-    mounts.clear()
+    mounts.on_generation_begun()
     assert fault(mounts, ALICE, NEW, 0) is None
 
 
 def test_a_release_ends_the_mounts_and_keeps_the_fences() -> None:
     mounts = Mounts(10)
-    mounts.begin(ALICE, NEW, 6)
-    mounts.finish(ALICE, NEW)
+    mounts.begin_mount(ALICE, NEW, 6)
+    mounts.finish_mount(ALICE, NEW)
     mounts.on_released()
     assert not mounts.is_ready(ALICE, NEW)
     assert "connection sequence 6" in str(fault(mounts, ALICE, OLD, 5))
     assert fault(mounts, ALICE, NEW, 6) is None  # the same connection mounts again
-    mounts.close(NEW)
+    mounts.on_connection_closed(NEW)
     assert fault(mounts, ALICE, OLD, 5) is not None
 
 
@@ -98,8 +98,8 @@ def test_a_limited_number_of_disconnected_clients_is_remembered() -> None:
     mounts = Mounts(2)
     for client in range(3):
         connection = ConnectionId(100 + client)
-        mounts.begin(ClientId(client), connection, 7)
-        mounts.close(connection)
+        mounts.begin_mount(ClientId(client), connection, 7)
+        mounts.on_connection_closed(connection)
     assert mounts.highest_sequence(ClientId(0)) is None
     assert mounts.highest_sequence(ClientId(1)) == 7
     assert mounts.highest_sequence(ClientId(2)) == 7
@@ -107,10 +107,10 @@ def test_a_limited_number_of_disconnected_clients_is_remembered() -> None:
 
 def test_one_connection_may_mount_for_several_clients() -> None:
     mounts = Mounts(10)
-    mounts.begin(ALICE, OLD, 1)
-    mounts.begin(BOB, OLD, 1)
-    mounts.begin(ALICE, OLD, 2)
-    mounts.close(OLD)
+    mounts.begin_mount(ALICE, OLD, 1)
+    mounts.begin_mount(BOB, OLD, 1)
+    mounts.begin_mount(ALICE, OLD, 2)
+    mounts.on_connection_closed(OLD)
     assert (mounts.highest_sequence(ALICE), mounts.highest_sequence(BOB)) == (2, 1)
 
 
@@ -118,11 +118,11 @@ def test_a_connection_may_not_mount_for_any_number_of_clients() -> None:
     mounts = Mounts(10)
     for client in range(CLIENTS_MAX):
         assert fault(mounts, ClientId(client), OLD, 1) is None
-        mounts.begin(ClientId(client), OLD, 1)
+        mounts.begin_mount(ClientId(client), OLD, 1)
     assert isinstance(fault(mounts, ClientId(CLIENTS_MAX), OLD, 1), Overloaded)
     assert fault(mounts, ClientId(0), OLD, 2) is None
     assert fault(mounts, ClientId(CLIENTS_MAX), NEW, 1) is None
-    mounts.begin(ClientId(0), NEW, 2)
+    mounts.begin_mount(ClientId(0), NEW, 2)
     assert fault(mounts, ClientId(CLIENTS_MAX), OLD, 1) is None
 
 
@@ -135,13 +135,13 @@ def test_a_filter_may_not_have_any_number_of_headers() -> None:
 
 def test_a_lost_row_ends_the_mount_until_the_next_one() -> None:
     mounts = Mounts(10)
-    mounts.begin(ALICE, OLD, 1)
-    mounts.finish(ALICE, OLD)
+    mounts.begin_mount(ALICE, OLD, 1)
+    mounts.finish_mount(ALICE, OLD)
     mounts.require_remount(ALICE)
     mounts.require_remount(BOB)
     assert not mounts.is_ready(ALICE, OLD)
-    mounts.begin(ALICE, OLD, 1)
-    mounts.finish(ALICE, OLD)
+    mounts.begin_mount(ALICE, OLD, 1)
+    mounts.finish_mount(ALICE, OLD)
     assert mounts.is_ready(ALICE, OLD)
 
 
@@ -150,10 +150,10 @@ def test_each_mount_has_a_different_number() -> None:
     assert mounts.mount_number(ALICE, NEW) == 0
     numbers = []
     for sequence in (1, 1, 2):
-        mounts.begin(ALICE, NEW, sequence)
+        mounts.begin_mount(ALICE, NEW, sequence)
         numbers.append(mounts.mount_number(ALICE, NEW))
     assert mounts.mount_number(ALICE, OLD) == 0
-    mounts.clear()
-    mounts.begin(ALICE, NEW, 1)
+    mounts.on_generation_begun()
+    mounts.begin_mount(ALICE, NEW, 1)
     numbers.append(mounts.mount_number(ALICE, NEW))
     assert sorted(set(numbers)) == numbers

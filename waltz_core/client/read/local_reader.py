@@ -176,7 +176,7 @@ class LocalReader:
         Raises BlockingIOError if `flags` forbid waiting and the bytes are not in the page cache.
         """
         lengths = grant.lengths[low:high]
-        skip, size = raw_records.sum_of(grant.lengths[:low]), raw_records.sum_of(lengths)
+        skip, size = raw_records.total_bytes(grant.lengths[:low]), raw_records.total_bytes(lengths)
         records = self._buffers.take(size)
         done = crc = 0
         for place in grant.places:

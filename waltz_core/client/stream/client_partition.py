@@ -197,7 +197,7 @@ class ClientPartition:
             raise self._stopped
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._mount_waiters[future] = None
-        self._driver.post(stream_events.Mount())
+        self._driver.post(stream_events.MountPartition())
         timeout_ms = self._services.config.request_timeout_ms
         try:
             async with asyncio.timeout(timeout_ms / 1000):
@@ -236,13 +236,13 @@ class ClientPartition:
 
     def on_feed_caught_up(self, mark: TransactionId) -> None:
         """Start the feed from the server: the driver has fetched the transactions up to `mark`."""
-        self._driver.post(stream_events.Resume(mark))
+        self._driver.post(stream_events.ResumeFeed(mark))
 
     def on_feed_applied(self, mark: TransactionId) -> None:
         """Note that the application has applied the feed up to `mark`."""
         self._consumed = mark
         if self.stream.has_feed:
-            self._driver.post(stream_events.Applied(mark))
+            self._driver.post(stream_events.FeedApplied(mark))
 
     def on_generation_changed(self, generation: Generation) -> None:
         """Note that the assignment has another generation for this partition."""
@@ -257,7 +257,7 @@ class ClientPartition:
         """Abandon all appends that are not final, and stop the feed."""
         if self.applier is not None:
             self.applier.end(errors.Unreachable("the client was closed"))
-        self._driver.post(stream_events.Close())
+        self._driver.post(stream_events.CloseStream())
         self._driver.stop()
         # Rows that were waiting to be sent (for the first time, or again) are not in the log.
         self.appends.abandon(errors.Unreachable("the client was closed before the append was sent"))
@@ -277,7 +277,7 @@ class ClientPartition:
 
     def _perform_effect(self, effect: stream_events.Effect) -> None:  # noqa: C901, PLR0912
         match effect:
-            case stream_events.Send():
+            case stream_events.SendOnLink():
                 if self._link is not None and self._link.number == effect.link:
                     self._send_message(self._link, effect.message)
             case stream_events.SubmissionSettled():
@@ -296,12 +296,12 @@ class ClientPartition:
                 if self.stream.has_feed:
                     self._outage.note_failure(self.stream.failure)
                 self._spawn(self._open_link(effect), "link")
-            case stream_events.Ready():
+            case stream_events.StreamReady():
                 self._outage.note_success()
                 _complete_all(self._mount_waiters)
             case stream_events.NeedClientId():
                 self._spawn(self._renew_client_id(), "client-id")
-            case stream_events.Stopped():
+            case stream_events.StreamStopped():
                 self._on_stream_stopped(effect.error)
             case Report():
                 raise AssertionError("the driver handles reports")

@@ -55,10 +55,10 @@ from waltz_core.client.stream.stream_events import (
     NeedClientId,
     OpenLink,
     Phase,
-    Ready,
-    Send,
-    Stopped,
+    SendOnLink,
+    StreamReady,
     StreamSettings,
+    StreamStopped,
     SubmissionRejected,
     SubmissionSettled,
 )
@@ -131,7 +131,7 @@ class PartitionStream:
         self._mount = 0
         self._mount_id: ReqId | None = None
         self._mount_has_feed = False
-        self._supports_pipelining = self._reads_own = False
+        self._supports_pipelining = self._supports_own_ranges = False
         self._generation = Generation(-1)
         self._connection_sequence = -1
         self._limits = MountLimits(1, 1, 1)
@@ -179,9 +179,9 @@ class PartitionStream:
                 self._queue_submission(event.submission, now_ms, out)
             case stream_events.MessageReceived():
                 self._on_message_received(event, now_ms, out)
-            case stream_events.Applied():
+            case stream_events.FeedApplied():
                 self._on_applied(event.mark, now_ms, out)
-            case stream_events.Mount():
+            case stream_events.MountPartition():
                 self._wants_mount = True
                 self._open_link_if_idle(out)
             case stream_events.Subscribe():
@@ -189,7 +189,7 @@ class PartitionStream:
                 self._remount("the application has requested the feed", now_ms, out)
             case stream_events.Unsubscribe():
                 self._end_feed(now_ms, out)
-            case stream_events.Resume():
+            case stream_events.ResumeFeed():
                 self._cursor.resume(event.mark)
                 self._remount("the feed has caught up", now_ms, out)
             case stream_events.LinkOpened():
@@ -202,7 +202,7 @@ class PartitionStream:
                 self._on_owner_moved(event.generation, now_ms, out)
             case stream_events.ClientIdRenewed():
                 self._on_client_id_renewed(event, now_ms, out)
-            case stream_events.Close():
+            case stream_events.CloseStream():
                 self._stop_stream(
                     errors.Unreachable("the client was closed before it sent the append"), out
                 )
@@ -266,7 +266,10 @@ class PartitionStream:
         self._connection_sequence = event.connection_sequence
         self._generation = event.generation
         self._link = event.link
-        self._supports_pipelining, self._reads_own = event.supports_pipelining, event.reads_own
+        self._supports_pipelining, self._supports_own_ranges = (
+            event.supports_pipelining,
+            event.supports_own_ranges,
+        )
         # The first mount is without the feed: its answer states how far behind the feed is.
         self._send_mount(LATEST_MARK, now_ms, out, wants_feed=False)
 
@@ -282,7 +285,7 @@ class PartitionStream:
         request = messages.MountWriter(
             self._mount_id, number, mark, wants_feed, values, self._proof
         )
-        out.append(Send(self._link, request))
+        out.append(SendOnLink(self._link, request))
 
     def _on_link_lost(self, event: stream_events.LinkLost, now_ms: int, out: list[Effect]) -> None:
         self._avoided_links.pop(event.link, None)
@@ -443,8 +446,10 @@ class PartitionStream:
             self._become_ready(now_ms, out)
             return
         self.phase = Phase.SETTLING
-        request = self._readback.request(self._next_control_id(), reads_own=self._reads_own)
-        out.append(Send(self._link, request))
+        request = self._readback.request(
+            self._next_control_id(), supports_own_ranges=self._supports_own_ranges
+        )
+        out.append(SendOnLink(self._link, request))
 
     def _on_range_data(self, message: messages.RangeData, now_ms: int, out: list[Effect]) -> None:
         assert self.phase is Phase.SETTLING
@@ -470,7 +475,7 @@ class PartitionStream:
         self._paused_until_ms = now_ms
         self._ready_since_ms = now_ms
         self._wants_mount = False
-        out.append(Ready(self.high_water_mark))
+        out.append(StreamReady(self.high_water_mark))
         self._send_waiting(out)
 
     def _on_error_received(
@@ -546,7 +551,7 @@ class PartitionStream:
             )
         )
         out.append(
-            Send(
+            SendOnLink(
                 self._link,
                 submission.message(req_id, supports_pipelining=self._supports_pipelining),
             )
@@ -724,7 +729,7 @@ class PartitionStream:
             return
         mark = self._cursor.take_request_mark()
         if mark is not None:
-            out.append(Send(self._link, messages.FeedRequest(self._mount_id, mark)))
+            out.append(SendOnLink(self._link, messages.FeedRequest(self._mount_id, mark)))
 
     # --- the rest
 
@@ -755,4 +760,4 @@ class PartitionStream:
             SubmissionRejected(waiting.submission.token, error)
             for waiting in self._outbox.take_all()
         )
-        out.append(Stopped(error))
+        out.append(StreamStopped(error))

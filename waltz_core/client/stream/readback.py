@@ -57,13 +57,13 @@ class ReadBack:
         """Drop the plan, because the mount has failed."""
         self.begin(None, None)
 
-    def request(self, req_id: ReqId, *, reads_own: bool = False) -> RangeRequest:
-        """Return the next request; with `reads_own`, the server supports rule 4."""
+    def request(self, req_id: ReqId, *, supports_own_ranges: bool = False) -> RangeRequest:
+        """Return the next request; with `supports_own_ranges`, the server supports rule 4."""
         assert not self.is_done
         first, last, form = self._first, self._last, int(RangeForm.HEADERS)
         if self._chain is not None:
             first = last = self._chain[0]
-        elif reads_own:
+        elif supports_own_ranges:
             form = OWN_HEADERS
         assert first is not None
         self._request = RangeRequest(req_id, first, last, self._bytes_max, form, ())

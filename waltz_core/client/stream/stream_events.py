@@ -65,7 +65,7 @@ class SendAppends:
 
 
 @value(frozen=True, slots=True)
-class Mount:
+class MountPartition:
     """Mount the partition even if there are no appends to send yet."""
 
 
@@ -86,14 +86,14 @@ class Unsubscribe:
 
 
 @value(frozen=True, slots=True)
-class Resume:
+class ResumeFeed:
     """Let the server feed the rest: the range of `FeedLagging` was fetched up to `mark`."""
 
     mark: TransactionId
 
 
 @value(frozen=True, slots=True)
-class Applied:
+class FeedApplied:
     """The application has applied the feed up to `mark`, so the stream may request more."""
 
     mark: TransactionId
@@ -105,7 +105,7 @@ class LinkOpened:
 
     `link` is the number of the connection; `connection_sequence` is higher than in every earlier
     mount. With `supports_pipelining`, the server supports pipelined dependent appends. With
-    `reads_own`, it supports ranges of a client's own headers.
+    `supports_own_ranges`, it supports ranges of a client's own headers.
     """
 
     attempt: int
@@ -113,7 +113,7 @@ class LinkOpened:
     generation: Generation
     connection_sequence: int
     supports_pipelining: bool = False
-    reads_own: bool = False
+    supports_own_ranges: bool = False
 
 
 @value(frozen=True, slots=True)
@@ -160,24 +160,24 @@ class ClientIdRenewed:
 
 
 @value(frozen=True, slots=True)
-class Close:
+class CloseStream:
     """Abandon all appends that are not final."""
 
 
 Event: TypeAlias = (
     SendAppends
-    | Mount
+    | MountPartition
     | Subscribe
     | Unsubscribe
-    | Resume
-    | Applied
+    | ResumeFeed
+    | FeedApplied
     | LinkOpened
     | LinkFailed
     | LinkLost
     | GenerationChanged
     | MessageReceived
     | ClientIdRenewed
-    | Close
+    | CloseStream
     | Wakeup
 )
 
@@ -194,7 +194,7 @@ class OpenLink:
 
 
 @value(frozen=True, slots=True)
-class Send:
+class SendOnLink:
     """Send a message on a link; if sending fails, the link is lost."""
 
     link: int
@@ -207,7 +207,7 @@ class NeedClientId:
 
 
 @value(frozen=True, slots=True)
-class Ready:
+class StreamReady:
     """The partition is mounted, no older append is in doubt, and appends can be sent."""
 
     high_water_mark: TransactionId
@@ -256,9 +256,10 @@ class FeedAdvanced:
 
 @value(frozen=True, slots=True)
 class FeedLagging:
-    """The feed after `fed` is too long to be sent: fetch it in ranges, then post `Resume`.
+    """The feed after `fed` is too long to be sent: fetch it in ranges, then post `ResumeFeed`.
 
-    The effect is returned once until `Resume`. The stream does not see the fetched transactions.
+    The effect is returned once until `ResumeFeed`. The stream does not see the fetched
+    transactions.
     """
 
     fed: TransactionId
@@ -273,7 +274,7 @@ class MarkAdvanced:
 
 
 @value(frozen=True, slots=True)
-class Stopped:
+class StreamStopped:
     """The stream has ended and will not restart; later submissions fail with this error."""
 
     error: WaltzError
@@ -281,14 +282,14 @@ class Stopped:
 
 Effect: TypeAlias = (
     OpenLink
-    | Send
+    | SendOnLink
     | NeedClientId
-    | Ready
+    | StreamReady
     | SubmissionSettled
     | SubmissionRejected
     | FeedAdvanced
     | FeedLagging
     | MarkAdvanced
-    | Stopped
+    | StreamStopped
     | Report
 )

@@ -50,7 +50,7 @@ class _Lane(Generic[WaitingT]):
     """The queue of one connection, with its clock for fair queueing."""
 
     items: deque[WaitingT] = field(default_factory=deque)
-    bytes: int = 0
+    queued_bytes: int = 0
     clock: int = 0
     head_taken_bytes: int = 0  # how many bytes of the first item were already taken
 
@@ -58,7 +58,7 @@ class _Lane(Generic[WaitingT]):
 class Lanes(Generic[WaitingT]):
     """The lanes of all connections, and the order of their turns."""
 
-    __slots__ = ("_clock", "_lanes", "_large", "_serial", "_small", "bytes")
+    __slots__ = ("_clock", "_lanes", "_large", "_serial", "_small", "queued_bytes")
 
     def __init__(self) -> None:
         # Lanes with requests, and empty lanes, which are removed when no request waits at all.
@@ -69,18 +69,18 @@ class Lanes(Generic[WaitingT]):
         self._large: list[_LaneEntry] = []
         self._serial = 0
         self._clock = 0
-        self.bytes = 0
+        self.queued_bytes = 0
 
     def __bool__(self) -> bool:
-        return self.bytes > 0
+        return self.queued_bytes > 0
 
     def __len__(self) -> int:
         return sum(len(lane.items) for lane in self._lanes.values())
 
-    def bytes_of(self, connection: ConnectionId) -> int:
+    def queued_bytes_of(self, connection: ConnectionId) -> int:
         """Return how many bytes of requests wait in the lane of a connection."""
         lane = self._lanes.get(connection)
-        return 0 if lane is None else lane.bytes
+        return 0 if lane is None else lane.queued_bytes
 
     @property
     def lane_count(self) -> int:
@@ -89,9 +89,9 @@ class Lanes(Generic[WaitingT]):
 
     def is_over_share(self, connection: ConnectionId, cost_bytes: int, limit: int) -> bool:
         """Whether the lanes are full and this connection has used its share of them."""
-        if self.bytes + cost_bytes <= limit:
+        if self.queued_bytes + cost_bytes <= limit:
             return False
-        return self.bytes_of(connection) + cost_bytes > limit // (self.lane_count + 1)
+        return self.queued_bytes_of(connection) + cost_bytes > limit // (self.lane_count + 1)
 
     def push(self, item: WaitingT) -> None:
         """Put a request at the end of its connection's lane."""
@@ -104,8 +104,8 @@ class Lanes(Generic[WaitingT]):
         if was_empty:
             lane.clock = max(lane.clock, self._clock)
             self._push_entry(item.connection, lane)
-        lane.bytes += item.cost_bytes
-        self.bytes += item.cost_bytes
+        lane.queued_bytes += item.cost_bytes
+        self.queued_bytes += item.cost_bytes
 
     def peek(self, *, with_large: bool = True) -> WaitingT | None:
         """Return the next request (without `with_large`: the next small one), or None."""
@@ -122,7 +122,7 @@ class Lanes(Generic[WaitingT]):
         lane.head_taken_bytes = 0
         if lane.items:
             self._push_entry(item.connection, lane)
-        elif not self.bytes:
+        elif not self.queued_bytes:
             self._lanes.clear()  # No request waits, so all clocks may start again.
             self._small.clear()
             self._large.clear()
@@ -143,14 +143,14 @@ class Lanes(Generic[WaitingT]):
         lane = self._lanes.pop(connection, None)
         if lane is None:
             return []
-        self.bytes -= lane.bytes
-        assert self.bytes >= 0
+        self.queued_bytes -= lane.queued_bytes
+        assert self.queued_bytes >= 0
         return list(lane.items)
 
     def drop_all(self) -> list[WaitingT]:
         """Empty all lanes and return their requests."""
         dropped = [item for connection in list(self._lanes) for item in self.drop(connection)]
-        assert self.bytes == 0
+        assert self.queued_bytes == 0
         return dropped
 
     def _first_entry(self, *, with_large: bool) -> _LaneEntry | None:
@@ -185,9 +185,9 @@ class Lanes(Generic[WaitingT]):
         return lane
 
     def _charge(self, lane: _Lane[WaitingT], part_bytes: int) -> None:
-        lane.bytes -= part_bytes
+        lane.queued_bytes -= part_bytes
         lane.clock += part_bytes
-        self.bytes -= part_bytes
+        self.queued_bytes -= part_bytes
 
     def _push_entry(self, connection: ConnectionId, lane: _Lane[WaitingT]) -> None:
         self._serial += 1

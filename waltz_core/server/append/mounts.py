@@ -129,10 +129,10 @@ class Mounts:
                 f"{position.high_water_mark}. Hint: the client may be connected to another "
                 "cluster, or the log has lost transactions."
             )
-        excess = self._excess_error(message, connection, position)
+        over_limit = self._limit_error(message, connection, position)
         client_id, sequence = message.req_id.client_id, message.connection_sequence
         foreign = self._foreign_id_error(client_id, principal)
-        return excess or foreign or self._fenced_error(client_id, connection, sequence)
+        return over_limit or foreign or self._fenced_error(client_id, connection, sequence)
 
     def _foreign_id_error(self, client_id: ClientId, principal: str) -> ClientIdDenied | None:
         """Return the error if the client ID belongs to another principal (rule 7)."""
@@ -144,7 +144,7 @@ class Mounts:
             "principal has used it in a mount before"
         )
 
-    def _excess_error(
+    def _limit_error(
         self,
         message: MountRequest | MountWriter,
         connection: ConnectionId,
@@ -158,7 +158,7 @@ class Mounts:
                 f"{count}"
             )
         others = self._clients_of.get(connection, ())
-        if len(others) < CLIENTS_MAX or self.is_current(message.req_id.client_id, connection):
+        if len(others) < CLIENTS_MAX or self.has_mount(message.req_id.client_id, connection):
             return None
         return Overloaded(
             f"{position}: the connection has {CLIENTS_MAX} client IDs already, which is the "
@@ -172,14 +172,14 @@ class Mounts:
         highest = self.highest_sequence(client_id)
         if highest is None or sequence > highest:
             return None
-        if sequence == highest and self.is_current(client_id, connection):
+        if sequence == highest and self.has_mount(client_id, connection):
             return None
         return ConnectionSuperseded(
             f"client {client_id} has a newer connection: it has mounted with connection "
             f"sequence {highest}, this connection has {sequence}"
         )
 
-    def begin(
+    def begin_mount(
         self, client_id: ClientId, connection: ConnectionId, sequence: int, principal: str = ""
     ) -> None:
         """Start a mount: fence the client's older connections, and bind its ID (rule 7)."""
@@ -219,14 +219,14 @@ class Mounts:
         if mount is not None and mount.connection == connection:
             mount.has_rejected_append = True
 
-    def is_current(self, client_id: ClientId, connection: ConnectionId) -> bool:
+    def has_mount(self, client_id: ClientId, connection: ConnectionId) -> bool:
         """Whether the client has mounted, or is mounting, on this connection."""
         mount = self._mounts.get(client_id)
         return mount is not None and mount.connection == connection
 
-    def finish(self, client_id: ClientId, connection: ConnectionId) -> None:
+    def finish_mount(self, client_id: ClientId, connection: ConnectionId) -> None:
         """Accept appends on this connection from now on: the mount was answered (rule 2)."""
-        assert self.is_current(client_id, connection)
+        assert self.has_mount(client_id, connection)
         self._mounts[client_id].is_ready = True
 
     def is_ready(self, client_id: ClientId, connection: ConnectionId) -> bool:
@@ -240,11 +240,11 @@ class Mounts:
         if mount is not None:
             mount.is_ready = False
 
-    def close(self, connection: ConnectionId) -> None:
+    def on_connection_closed(self, connection: ConnectionId) -> None:
         """The connection was closed: end its mounts, but keep their fences (rule 1)."""
         for client_id in self._clients_of.pop(connection, ()):
-            gone = self._mounts.pop(client_id)
-            self._disconnected[client_id] = gone.sequence, gone.principal
+            mount = self._mounts.pop(client_id)
+            self._disconnected[client_id] = mount.sequence, mount.principal
         while len(self._disconnected) > self._limit:
             self._disconnected.popitem(last=False)
 
@@ -253,14 +253,14 @@ class Mounts:
         for mount in self._mounts.values():
             mount.is_ready = False
 
-    def clear(self) -> None:
+    def on_generation_begun(self) -> None:
         """A new generation begins: every client must mount again, with any sequence."""
         self._mounts.clear()
         self._clients_of.clear()
         self._disconnected.clear()
 
     @property
-    def count(self) -> int:
+    def mounted_client_count(self) -> int:
         """The number of mounted clients."""
         return len(self._mounts)
 

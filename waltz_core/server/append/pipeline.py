@@ -118,7 +118,7 @@ class AppendPipeline:
     @property
     def queued_bytes(self) -> int:
         """The size of the requests that wait in the lanes, in bytes."""
-        return self._lanes.bytes
+        return self._lanes.queued_bytes
 
     @property
     def in_flight_bytes(self) -> int:
@@ -426,7 +426,7 @@ class AppendPipeline:
 
         The request is None if none may be taken. The time is None if only an event can change this.
         """
-        if not self._lanes.bytes or not self._is_open or self._are_submissions_held:
+        if not self._lanes.queued_bytes or not self._is_open or self._are_submissions_held:
             return None, None
         if self.lock_loader.is_holding_appends(now_ms):
             return None, None

@@ -213,7 +213,7 @@ class LockTableLoader:
             ids = np.concatenate([_entered_ids(block) for block in found])
             self._table.refine(self._floor.last, floor.last, locks.astype(np.int32), ids)
             self._floor = floor
-        return not blocks.is_spent
+        return not blocks.is_exhausted
 
 
 def _entered_ids(block: LockBlock) -> I64:

@@ -104,7 +104,7 @@ def validate_rows(
     """Validate the next rows of a batch, up to row `stop` - 1."""
     assert pending.rows is not None
     start = pending.validated_count
-    rows = pending.rows.part(start, stop)
+    rows = pending.rows.slice(start, stop)
     small_enough = rows.lengths <= TRANSACTION_BYTES_MAX
     all_small = bool(small_enough.all())
     marks = pending.mark if rows.marks is None else rows.marks

@@ -168,7 +168,7 @@ class Partition:
     @property
     def mount_count(self) -> int:
         """The number of mounted clients."""
-        return self._mounts.count
+        return self._mounts.mounted_client_count
 
     @property
     def wake_at_ms(self) -> int | None:
@@ -292,14 +292,14 @@ class Partition:
         """Answer a range request. Only the client's mounted connection may read its own headers."""
         client_id = message.req_id.client_id
         is_own = message.form == messages.OWN_HEADERS
-        if is_own and not self._mounts.is_current(client_id, event.connection):
+        if is_own and not self._mounts.has_mount(client_id, event.connection):
             fault = f"{self._position}: client {client_id} is not mounted on this connection"
             self._out.append(answers.request_error_answer(event, errors.NotMounted(fault)))
         else:
             self._route_reads(self.reads.request_range(event, message))
 
     def _on_connection_closed(self, connection: ConnectionId) -> None:
-        self._mounts.close(connection)
+        self._mounts.on_connection_closed(connection)
         self.feed.close(connection)
         self.reads.close(connection, self.feed.fetched_first_ids)
         self._waiting.drop(connection)
@@ -328,7 +328,7 @@ class Partition:
         older += self._waiting.take_older_mounts(req_id.client_id)
         self._out.extend(answers.superseded_answer(request) for request in older)
         sequence = message.connection_sequence
-        self._mounts.begin(req_id.client_id, connection, sequence, event.principal)
+        self._mounts.begin_mount(req_id.client_id, connection, sequence, event.principal)
         wants_feed = not isinstance(message, messages.MountWriter) or message.wants_feed
         self._route_appends(
             self.pipeline.add_barrier(self._waiting.add_mount(event, wants_feed=wants_feed))
@@ -364,7 +364,7 @@ class Partition:
     def _reject_outdated(self, event: RequestReceived) -> bool:
         """Reject a mount whose generation or connection has ended; return False if valid."""
         req_id = event.message.req_id
-        if self._mounts.is_current(req_id.client_id, event.connection):
+        if self._mounts.has_mount(req_id.client_id, event.connection):
             return False
         if req_id.generation != self._generation:
             fault = (
@@ -375,7 +375,7 @@ class Partition:
         return True
 
     def _finish_mount(self, event: RequestReceived) -> None:
-        self._mounts.finish(event.message.req_id.client_id, event.connection)
+        self._mounts.finish_mount(event.message.req_id.client_id, event.connection)
         self._out.append(
             answers.mounted_answer(event, self._high_water_mark, self._session_id, self._limits)
         )
@@ -491,7 +491,7 @@ class Partition:
 
     def _on_ownership_taken(self, event: replication.TakeOwnership) -> None:
         if event.generation != self._generation:
-            self._mounts.clear()
+            self._mounts.on_generation_begun()
             self._generation = event.generation
         self._is_owned = True
         self._step_store(event)

@@ -31,8 +31,8 @@ from typing import Any, Final, Protocol, cast
 from waltz_core import errors
 from waltz_core.legacy.legacy_client import (
     VERSION_MAX,
+    EncodedFrames,
     EndConnection,
-    Frames,
     InexpressibleError,
     LegacyClientAdapter,
     LegacyResponse,
@@ -302,7 +302,7 @@ class ClientConnections:
         if client.legacy_client is None:
             self._send_answer(connection, client, effect.message)
         else:
-            translated = client.legacy_client.translate_answer(
+            translated = client.legacy_client.translate_response(
                 effect.message, effect.request, self._loop.time()
             )
             if translated is not None:
@@ -334,7 +334,7 @@ class ClientConnections:
         self, connection: ConnectionId, client: _ClientConnection, answer: LegacyResponse
     ) -> None:
         match answer:
-            case Frames():
+            case EncodedFrames():
                 client.link.send_frames(answer.data)
                 self._update_congestion(connection, client)
             case LockFailure() | FlushResponse():
@@ -448,7 +448,7 @@ class ClientConnections:
                 "server.append_received request=%s client=%s", message.req_id, client.link.address
             )
         if client.legacy_client is not None:
-            end = client.legacy_client.note_request(message, self._loop.time())
+            end = client.legacy_client.check_request(message, self._loop.time())
             if end is not None:
                 self._close_after_answers(connection, end.reason)
                 return

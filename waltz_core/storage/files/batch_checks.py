@@ -70,7 +70,7 @@ def check_batches(
         ChecksumMismatch: a record's CRC does not match.
     """
     where = f"append from transaction {first} on"
-    expected_bytes = raw_records.sum_of(lengths)
+    expected_bytes = raw_records.total_bytes(lengths)
     if not entries or not lengths.size or expected_bytes != len(records):
         raise BadRequest(
             f"{where}: expected one or more batches and records, and {expected_bytes} bytes of "

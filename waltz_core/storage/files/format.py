@@ -452,7 +452,7 @@ _SLOT = SLOT.struct
 _RANGE = struct.Struct(">qq")
 assert _SLOT.size == 168
 assert SLOT.size_bytes + SLOT_TAIL.size_bytes == SLOT_BYTES
-assert DAMAGED_MAX * _RANGE.size == SLOT_TAIL.places()[0].size_bytes
+assert DAMAGED_MAX * _RANGE.size == SLOT_TAIL.field_offsets()[0].size_bytes
 _TAIL = struct.Struct(">q16sI")
 _DIRTY, _SUSPECT, _PROVISIONAL, _TRUNCATE, _SHORTENED = 1, 2, 4, 8, 16
 NO_NONCE: Final = bytes(16)
